@@ -1,0 +1,68 @@
+# `make tour` and `make test` need Python 3.10 or newer, make and a package index. Everything else goes into a
+# virtual environment of the project's own, which is made once and brought up to date when pyproject.toml changes.
+
+PYTHON ?= python3
+VENV   ?= .venv
+# More arguments for the command that a target ends in: make test ARGS="-k pool", make bench ARGS=--json
+ARGS   ?=
+
+BIN       := $(VENV)/bin
+# One stamp for each set of packages that has been installed.
+BASE      := $(VENV)/.installed
+TEST      := $(VENV)/.installed-test
+NOTEBOOKS := $(VENV)/.installed-notebooks
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help tour test test-gpu lint bench notebooks clean
+
+help: ## Print this list
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1:/p' $(MAKEFILE_LIST) | awk -F: '{ printf "%-18s%s\n", $$1, $$2 }'
+
+tour: $(BASE) ## Install the package and watch it work, on a GPU if there is one
+	$(BIN)/python -m streamalloc tour $(ARGS)
+
+test: lint ## Check style and types, then run the tests on the simulated driver
+	$(BIN)/python -m pytest --driver=simulated $(ARGS)
+
+test-gpu: $(TEST) ## Run the tests on the real driver and its GPUs
+	$(BIN)/python -m pytest --driver=cuda $(ARGS)
+
+lint: $(TEST) ## Check style and types only
+	$(BIN)/python -m ruff check
+	$(BIN)/python -m mypy
+
+bench: $(BASE) ## Measure the package beside the raw calls
+	$(BIN)/python -m streamalloc bench $(ARGS)
+
+notebooks: $(NOTEBOOKS) ## Run the notebooks again and keep their new outputs
+	$(BIN)/python -m jupyter execute --inplace $(ARGS) notebooks/*.ipynb
+
+clean: ## Remove the virtual environment, builds and caches
+	test ! -f $(VENV)/pyvenv.cfg || rm -rf $(VENV)
+	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(BASE):      PACKAGE := .
+$(TEST):      PACKAGE := .[test]
+$(NOTEBOOKS): PACKAGE := .[notebooks]
+
+$(BASE) $(TEST) $(NOTEBOOKS): pyproject.toml $(VENV)/.created
+	@echo "Installing $(PACKAGE) into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --editable '$(PACKAGE)'
+	@touch $@
+
+# The stamp, not bin/python, says that the environment is whole: an interrupted run is taken up again.
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "streamalloc needs Python 3.10 or newer, and $(PYTHON) is not. Name another one: make PYTHON=python3.12" >&2; \
+	  exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make virtual environments: its venv or ensurepip module is missing." >&2; \
+	  echo "On Debian and Ubuntu: apt install python3-venv. Or name another Python: make PYTHON=python3.12" >&2; \
+	  exit 1; }
+	@echo "Making a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@

@@ -1,0 +1,86 @@
+"""NVIDIA's bindings, and everything that is known about how their versions differ.
+
+This module and :mod:`streamalloc.driver.real` are the only ones that import ``cuda.bindings``. Its enum and struct
+classes import and construct on machines without a GPU, so both drivers share them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from typing import Any
+
+from cuda.bindings import __version__ as _version
+from cuda.bindings import driver as cuda
+
+__all__ = [
+    "BINDINGS_VERSION",
+    "cuda",
+    "enum_member",
+    "handle_types_member",
+    "read_handle_types",
+    "version_that_added",
+]
+
+BINDINGS_VERSION: str = _version
+
+# Names of the driver API that the oldest supported bindings (12.9) lack, and the bindings that brought them. Only used
+# to tell a user which version to install; whether a name is there is always asked of the bindings themselves.
+_ADDED_IN = {
+    "cuMemGetDefaultMemPool": "13.0",
+    "cuMemGetMemPool": "13.0",
+    "cuMemSetMemPool": "13.0",
+    "CU_MEM_ALLOCATION_TYPE_MANAGED": "13.0",
+    "CU_MEM_LOCATION_TYPE_NONE": "13.0",
+    "CU_DEVICE_ATTRIBUTE_HOST_MEMORY_POOLS_SUPPORTED": "13.0",
+    "CU_DEVICE_ATTRIBUTE_HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": "13.0",
+    "CU_MEMPOOL_ATTR_ALLOCATION_TYPE": "13.1",
+    "CU_MEMPOOL_ATTR_EXPORT_HANDLE_TYPES": "13.1",
+    "CU_MEMPOOL_ATTR_LOCATION_ID": "13.1",
+    "CU_MEMPOOL_ATTR_LOCATION_TYPE": "13.1",
+    "CU_MEMPOOL_ATTR_MAX_POOL_SIZE": "13.1",
+    "CU_MEMPOOL_ATTR_HW_DECOMPRESS_ENABLED": "13.1",
+    "CU_MEMPOOL_ATTR_LOCALITY_DOMAIN_ID": "13.4",
+    "CU_DEVICE_ATTRIBUTE_LOCALITY_DOMAIN_COUNT": "13.4",
+    "CU_MEM_LOCATION_TYPE_INVISIBLE": "13.1",
+    "CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN": "13.4",
+}
+
+# The two property structs start alike: the allocation type, then the handle types, each a C int.
+_HANDLE_TYPES_OFFSET = 4
+
+
+def version_that_added(name: str) -> str:
+    """The version of cuda-bindings that brought ``name``, for error messages ("a newer version" where unknown)."""
+    return _ADDED_IN.get(name, "a newer version")
+
+
+def version_tuple(text: str) -> tuple[int, ...]:
+    """``"13.3.1"`` as ``(13, 3)``: what versions are compared by."""
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+
+
+def enum_member(enum_name: str, member: str) -> Any | None:
+    """The member of a bindings enum, or None where these bindings lack it."""
+    return getattr(getattr(cuda, enum_name, None), member, None)
+
+
+def handle_types_member(value: int) -> Any:
+    """A ``CUmemAllocationHandleType`` for any combination of flags.
+
+    The driver takes several handle types at once (``POSIX_FILE_DESCRIPTOR | FABRIC``), but the bindings' enum has no
+    member for a combination and their setter accepts only members of the enum; an instance made past the enum's
+    look-up is accepted.
+    """
+    try:
+        return cuda.CUmemAllocationHandleType(value)
+    except ValueError:
+        return int.__new__(cuda.CUmemAllocationHandleType, value)
+
+
+def read_handle_types(props: Any) -> int:
+    """The handle-type flags of a ``CUmemPoolProps`` or ``CUmemAllocationProp``, also where they are a combination.
+
+    The bindings' getter raises on a combination, so the field is read where the struct keeps it.
+    """
+    return ctypes.c_uint32.from_address(int(props.getPtr()) + _HANDLE_TYPES_OFFSET).value

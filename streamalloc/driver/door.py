@@ -1,0 +1,180 @@
+"""What the facade holds of a driver: the one choke point for calls off the hot path.
+
+A :class:`Door` makes calls by name, turns answers into exceptions, keeps the devices' primary contexts, and is shut
+in a forked child. The hot path (allocate and free) binds its functions from :attr:`Door.driver` once and checks
+results itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from types import ModuleType, TracebackType
+from typing import Any, Protocol
+
+from streamalloc.driver.bindings import BINDINGS_VERSION, version_that_added
+from streamalloc.driver.protocol import Driver
+from streamalloc.errors import error_from, unsupported
+
+__all__ = ["Door", "ForkedProcessError"]
+
+
+class ForkedProcessError(RuntimeError):
+    """A forked child used an object of its parent: CUDA does not survive a fork."""
+
+
+class _ShutsAfterFork(Protocol):
+    def _shut_after_fork(self) -> None: ...
+
+
+class Door:
+    """A driver as the facade uses it; one for each driver object (:meth:`of`)."""
+
+    __slots__ = ("__weakref__", "_contexts", "_hot", "_lock", "allocators", "driver", "forked", "postponed")
+
+    driver: Driver
+    """The driver itself, for code that binds its functions."""
+    forked: bool
+    """True in a forked child: no call goes through any more."""
+    allocators: weakref.WeakValueDictionary[Any, Any]
+    """The pool objects of this driver that are alive: pools by driver handle, and the current pools of devices."""
+    postponed: list[Callable[[], None]]
+    """Frees that a finaliser could not make because their stream was being captured; made when a capture ends."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.forked = False
+        self.allocators = weakref.WeakValueDictionary()
+        self.postponed = []
+        self._contexts: dict[int, Any] = {}
+        self._hot: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self.call("cuInit", 0)
+
+    @staticmethod
+    def of(driver: Driver) -> Door:
+        """The door to ``driver``, the same one for the same driver."""
+        with _doors_lock:
+            door = _doors.get(id(driver))
+            if door is None:
+                door = _doors[id(driver)] = Door(driver)
+                if isinstance(driver, ModuleType):
+                    _kept.append(door)
+            return door
+
+    def __del__(self) -> None:
+        if self.usable:
+            for ordinal in self._contexts:
+                self.driver.cuDevicePrimaryCtxRelease(ordinal)
+
+    @property
+    def usable(self) -> bool:
+        """Whether a finaliser may call the driver: not in a forked child, not while the interpreter shuts down."""
+        return not self.forked and not sys.is_finalizing()
+
+    def call(self, name: str, *args: Any, hint: str = "") -> Any:
+        """Call driver function ``name`` and return what follows its ``CUresult`` (None, a value, or a tuple).
+
+        Raises
+        ------
+        CudaError
+            The class that :mod:`streamalloc.errors` names for the answer.
+        NotSupportedError
+            The bindings do not have the function.
+        ForkedProcessError
+            This process is a fork of the one that opened the driver.
+        """
+        if self.forked:
+            raise ForkedProcessError(_FORKED)
+        function = getattr(self.driver, name, None)
+        if function is None:
+            raise unsupported(name, f"cuda-bindings {version_that_added(name)}", f"cuda-bindings {BINDINGS_VERSION}")
+        try:
+            result, *values = function(*args)
+        except RuntimeError as error:
+            # How the bindings say that libcuda is older than they are.
+            if "not found" not in str(error):
+                raise
+            version = self.driver.cuDriverGetVersion()[1]
+            found = f"one for CUDA {version // 1000}.{version % 1000 // 10}"
+            raise unsupported(name, "a newer driver, which has this function", found) from error
+        if result:
+            raise error_from(result, name, hint)
+        return values[0] if len(values) == 1 else tuple(values) or None
+
+    def context(self, ordinal: int) -> Any:
+        """The primary context of a device, retained once and kept until the door goes."""
+        context = self._contexts.get(ordinal)
+        if context is None:
+            with self._lock:
+                context = self._contexts.get(ordinal)
+                if context is None:
+                    context = self._contexts[ordinal] = self.call("cuDevicePrimaryCtxRetain", ordinal)
+        return context
+
+    def current(self, ordinal: int) -> _Current:
+        """A ``with`` block in which a device's primary context is this thread's current one."""
+        return _Current(self, self.context(ordinal))
+
+    def free_postponed(self) -> None:
+        """Make the frees that a capture held up."""
+        pending, self.postponed = self.postponed, []
+        for free in pending:
+            free()
+
+    def shut_with_me(self, holder: _ShutsAfterFork) -> None:
+        """Have ``holder``, which bound driver functions itself, replace them in a forked child."""
+        self._hot.add(holder)
+
+    def _shut_after_fork(self) -> None:
+        self.forked = True
+        self._lock = threading.Lock()
+        for holder in tuple(self._hot):
+            holder._shut_after_fork()
+
+
+class _Current:
+    """Pushes a context on entry and pops it on exit (``cuCtxPushCurrent``, ``cuCtxPopCurrent``)."""
+
+    __slots__ = ("_context", "_door")
+
+    def __init__(self, door: Door, context: Any) -> None:
+        self._door = door
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._door.call("cuCtxPushCurrent", self._context)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._door.call("cuCtxPopCurrent")
+
+
+_FORKED = (
+    "this object belongs to the process that was forked; CUDA cannot be used in a forked child: "
+    "start it with multiprocessing's 'spawn' or 'forkserver' method"
+)
+# A door lives as long as an object that came through it; it holds its driver, so an id is never reused meanwhile.
+_doors: weakref.WeakValueDictionary[int, Door] = weakref.WeakValueDictionary()
+# The real driver is a module, there for as long as the process: so are its primary contexts, which are slow to make.
+_kept: list[Door] = []
+_doors_lock = threading.Lock()
+
+
+def refuse_after_fork(*_args: Any, **_kwargs: Any) -> Any:
+    """Stands in for a driver function in a forked child."""
+    raise ForkedProcessError(_FORKED)
+
+
+def _shut_doors_after_fork() -> None:
+    global _doors_lock
+    _doors_lock = threading.Lock()
+    for door in tuple(_doors.values()):
+        door._shut_after_fork()
+
+
+os.register_at_fork(after_in_child=_shut_doors_after_fork)

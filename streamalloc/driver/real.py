@@ -1,0 +1,43 @@
+"""The real driver: ``cuda.bindings.driver`` itself, once libcuda is known to be there."""
+
+from __future__ import annotations
+
+import functools
+from typing import cast
+
+from streamalloc.driver.bindings import BINDINGS_VERSION, cuda
+from streamalloc.driver.protocol import Driver
+
+__all__ = ["DriverNotFoundError", "real"]
+
+
+class DriverNotFoundError(RuntimeError):
+    """No usable CUDA driver was found on this machine, and nobody asked for the simulated one."""
+
+
+@functools.cache
+def real() -> Driver:
+    """The machine's own CUDA driver: the module ``cuda.bindings.driver``.
+
+    Raises
+    ------
+    DriverNotFoundError
+        libcuda cannot be loaded, is older than the bindings need, or has no device to offer.
+    """
+    try:
+        (result,) = cuda.cuInit(0)
+    except Exception as reason:  # the bindings' loader raises types of its own, which differ between versions
+        raise DriverNotFoundError(
+            _not_found(f"libcuda.so.1 could not be loaded: {str(reason).rstrip('.')}")
+        ) from reason
+    if result:
+        raise DriverNotFoundError(_not_found(f"cuInit answered {result.name} ({int(result)})"))
+    return cast(Driver, cuda)
+
+
+def _not_found(what: str) -> str:
+    return (
+        f"no CUDA driver (looked for libcuda.so.1 with cuda-bindings {BINDINGS_VERSION}): {what}. "
+        "To run without a GPU, choose the simulated driver: set STREAMALLOC_DRIVER=simulated, or use "
+        "`with streamalloc.driver.use(streamalloc.driver.simulated()):`, or pass driver=streamalloc.driver.simulated()."
+    )

@@ -1,0 +1,13 @@
+"""A small CUDA driver over ordinary memory, for machines without a GPU and for tests that must not depend on
+one.
+
+``machine`` holds the state, ``timeline`` makes things happen in stream order, ``allocator`` decides where
+memory goes, ``memory`` provides it, ``graphs`` records and replays, and ``calls`` is the interface of the
+real driver on top.
+"""
+
+from __future__ import annotations
+
+from .driver import SimulatedDriver, simulated
+
+__all__ = ["SimulatedDriver", "simulated"]

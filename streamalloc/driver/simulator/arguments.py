@@ -1,0 +1,141 @@
+"""Arguments as the bindings take them: the same conversions, the same Python exceptions."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from streamalloc.driver.bindings import cuda
+
+from .memory import view_address
+
+
+def _integer(value: Any) -> int:
+    """An int of anything with ``__index__`` or ``__int__`` except strings; floats lose their fraction."""
+    if isinstance(value, int):
+        return int(value)
+    try:
+        return operator.index(value)
+    except TypeError:
+        if isinstance(value, (str, bytes, bytearray)) or not hasattr(value, "__int__"):
+            raise TypeError("an integer is required") from None
+        return int(value)
+
+
+def _unsigned(bits: int, name: str, too_large: str) -> Callable[[Any], int]:
+    limit = 1 << bits
+
+    def convert(value: Any) -> int:
+        number = _integer(value)
+        if number < 0:
+            raise OverflowError(f"can't convert negative value to {name}")
+        if number >= limit:
+            raise OverflowError(too_large)
+        return number
+
+    return convert
+
+
+_TOO_LARGE = "Python int too large to convert to C unsigned long"
+unsigned_char = _unsigned(8, "unsigned char", "value too large to convert to unsigned char")
+unsigned_short = _unsigned(16, "unsigned short", "value too large to convert to unsigned short")
+unsigned_int = _unsigned(32, "unsigned int", "value too large to convert to unsigned int")
+uint32 = _unsigned(32, "uint32_t", "value too large to convert to uint32_t")
+uint64 = _unsigned(64, "uint64_t", _TOO_LARGE)
+unsigned_long_long = _unsigned(64, "unsigned PY_LONG_LONG", _TOO_LARGE)
+_any_size = _unsigned(64, "size_t", _TOO_LARGE)
+
+
+def size_t(value: Any) -> int:
+    if type(value) is int and 0 <= value < 1 << 64:
+        return value
+    return _any_size(value)
+
+
+def signed_int(value: Any) -> int:
+    number = _integer(value)
+    if not -(1 << 31) <= number < 1 << 31:
+        raise OverflowError("value too large to convert to int")
+    return number
+
+
+def _handle(cls: Any) -> Callable[[Any], int]:
+    def convert(value: Any) -> int:
+        if type(value) is cls:
+            return int(value)
+        return 0 if value is None else int(cls(value))
+
+    return convert
+
+
+device = _handle(cuda.CUdevice)
+device_pointer = _handle(cuda.CUdeviceptr)
+context = _handle(cuda.CUcontext)
+stream = _handle(cuda.CUstream)
+event = _handle(cuda.CUevent)
+pool = _handle(cuda.CUmemoryPool)
+graph = _handle(cuda.CUgraph)
+graph_exec = _handle(cuda.CUgraphExec)
+graph_node = _handle(cuda.CUgraphNode)
+host_function = _handle(cuda.CUhostFn)
+
+
+def word32(value: Any) -> int:
+    return uint32(int(value) if type(value) is cuda.cuuint32_t else value)
+
+
+def word64(value: Any) -> int:
+    return uint64(int(value) if type(value) is cuda.cuuint64_t else value)
+
+
+def host_pointer(value: Any) -> int:
+    """An address: an int, None, or an object with the buffer protocol."""
+    if value is None:
+        return 0
+    if isinstance(value, int):
+        if value >= 0:
+            return int(value)
+    else:
+        try:
+            return view_address(value)
+        except TypeError:
+            if hasattr(value, "__int__"):
+                return int(value)
+    raise TypeError(
+        f"Provided argument is of type {type(value)} but expected Type None, int or object with Buffer Protocol"
+    )
+
+
+def member(name: str, value: Any, cls: Any) -> int:
+    """The number of an enum member given as argument ``name``; bindings read its ``value``."""
+    if value is None:
+        raise TypeError(f"Argument '{name}' must not be None")
+    if not isinstance(value, cls):
+        if not hasattr(value, "value"):
+            return int(value.value)  # raises the AttributeError that the bindings raise
+        raise TypeError(f"Argument '{name}' has incorrect type (expected {cls.__name__}, got {type(value).__name__})")
+    return int(value)
+
+
+def struct(name: str, value: Any, cls: Any) -> Any:
+    """A struct of the bindings, or None."""
+    if value is not None and not isinstance(value, cls):
+        raise TypeError(
+            f"Argument '{name}' has incorrect type (expected cuda.bindings.driver.{cls.__name__}, "
+            f"got {type(value).__name__})"
+        )
+    return value
+
+
+def structs(name: str, value: Any, cls: Any, count: int) -> list[Any]:
+    """A list of structs of the bindings with at least ``count`` entries."""
+    items = [] if value is None else list(value)
+    if not all(isinstance(item, cls) for item in items):
+        raise TypeError(
+            f"Argument '{name}' is not instance of type (expected tuple[cydriver.{cls.__name__},] "
+            f"or list[cydriver.{cls.__name__},]"
+        )
+    if count > len(items):
+        raise RuntimeError(f"List is too small: {len(items)} < {count}")
+    return items[:count]

@@ -1,0 +1,105 @@
+"""What every call shares: the lock, the result tuple, the rules that hold during stream capture."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from .. import arguments
+from ..errors import Fault, Result, check
+from ..machine import Context, Device, Machine
+from ..timeline import Operation, Stream
+
+Method = Callable[..., Any]
+
+
+def modelled(values: int, before_init: bool = False) -> Callable[[Method], Method]:
+    """Make a driver call of a method that returns its ``values`` results and raises :class:`Fault`.
+
+    The call returns a tuple that starts with the result code, as the bindings do; where it fails, None stands
+    for each value. ``before_init`` marks the few calls that work before cuInit.
+    """
+    nothing = (None,) * values
+    success, not_initialized = Result.CUDA_SUCCESS, Result.CUDA_ERROR_NOT_INITIALIZED
+    deinitialized = Result.CUDA_ERROR_DEINITIALIZED
+    exiting = sys.is_finalizing  # kept here: at that time a module's own names may be gone
+
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def call(self: Calls, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+            machine = self._machine
+            if not machine.ready and (machine.forked or not before_init):
+                return (not_initialized, *nothing)
+            if exiting():  # the worker may have been stopped for good while it held the lock
+                return (deinitialized, *nothing)
+            try:
+                with machine.lock:
+                    value = method(self, *args, **kwargs)
+            except Fault as fault:
+                return (fault.code, *nothing)
+            if values == 1:
+                return (success, value)
+            return (success, *value) if values else (success,)
+
+        return call
+
+    return decorate
+
+
+class Calls:
+    """Base of the mixins: the machine, and look-ups that several areas need."""
+
+    _machine: Machine
+
+    def _device(self, dev: Any) -> Device:
+        ordinal = arguments.device(dev)
+        check(0 <= ordinal < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
+        return self._machine.devices[ordinal]
+
+    def _context(self, ctx: Any) -> Context:
+        context = self._machine.contexts.get(arguments.context(ctx))
+        if context is None:
+            raise Fault(Result.CUDA_ERROR_INVALID_CONTEXT)
+        return context
+
+    def _alive(self, ctx: Any) -> Context:
+        context = self._context(ctx)
+        check(context.alive, Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
+        return context
+
+    def _stream(self, stream: Any) -> Stream:
+        return self._machine.stream(arguments.stream(stream))
+
+    def _submit(self, stream: Stream, operation: Operation, kind: str) -> None:
+        """Put work into a stream, or into the graph that is being captured from it."""
+        if self._machine.captures and self._captured(stream):
+            stream.capture.add(kind, operation, stream)
+        else:
+            stream.submit(operation)
+
+    def _captured(self, stream: Stream) -> bool:
+        """Whether work for ``stream`` goes into a graph now; fails where it may go nowhere."""
+        capture = stream.capture
+        if capture is None:
+            if stream.peers and any(peer.capture is not None for peer in stream.peers):
+                # work in the legacy stream would have to wait for a stream that is being captured
+                for peer in stream.peers:
+                    if peer.capture is not None:
+                        peer.capture.invalidate()
+                raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
+            return False
+        check(capture.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
+        return True
+
+    def _unsafe_during_capture(self) -> None:
+        """A call that may not be made while a capture runs that forbids it; it spoils that capture."""
+        machine = self._machine
+        if not machine.captures:
+            return
+        forbidding = [capture for capture in machine.captures if capture.forbids(machine.thread_capture_mode)]
+        if forbidding:
+            for capture in forbidding:
+                capture.invalidate()
+            raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)

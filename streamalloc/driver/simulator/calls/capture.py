@@ -1,0 +1,257 @@
+"""Stream capture and graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from streamalloc.driver.bindings import cuda
+
+from .. import arguments
+from ..errors import Fault, NotModelled, Result, check
+from ..graphs import AUTO_FREE_ON_LAUNCH, RELAXED, Capture, Graph, GraphExec, Node, destroy_graph
+from ..machine import Device
+from ..timeline import Operation, Stream
+from .base import Calls, modelled
+
+_EDGE_DATA = hasattr(cuda, "cuMemGetDefaultMemPool")  # the bindings for CUDA 13 return edge data in more calls
+_ACTIVE = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
+_INACTIVE = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+_INVALIDATED = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_INVALIDATED
+_NODE_TYPE = "CU_GRAPH_NODE_TYPE_"
+
+# CUgraphMem_attribute, in the order of the enum, as fields of a device.
+_MEMORY_ATTRIBUTES = ("graph_used", "graph_used_high", "graph_reserved", "graph_reserved_high")
+
+
+def _nodes(nodes: list[Node]) -> list[Any]:
+    return [cuda.CUgraphNode(node.handle) for node in nodes]
+
+
+def _edge_data(count: int) -> list[Any]:
+    return [cuda.CUgraphEdgeData() for _ in range(count)]
+
+
+class CaptureCalls(Calls):
+    """cuStream*Capture*, cuGraph*, cuDevice*GraphMem*."""
+
+    # -- capture ---------------------------------------------------------------------------------------------
+
+    @modelled(0)
+    def cuStreamBeginCapture(self, hStream: Any, mode: Any) -> None:
+        stream = self._stream(hStream)
+        number = int(mode)
+        check(0 <= number <= RELAXED)
+        check(stream.peers is None, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+        check(stream.capture is None, Result.CUDA_ERROR_ILLEGAL_STATE)
+        machine = self._machine
+        graph = Graph(machine.new_handle())
+        machine.graphs[graph.handle] = graph
+        machine.capture_count += 1
+        Capture(machine, graph, stream, number, machine.capture_count)
+
+    @modelled(1)
+    def cuStreamEndCapture(self, hStream: Any) -> Any:
+        stream = self._stream(hStream)
+        capture = stream.capture
+        check(capture is not None, Result.CUDA_ERROR_ILLEGAL_STATE)
+        if capture.origin is not stream:
+            capture.invalidate()
+            raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_UNMATCHED)
+        return cuda.CUgraph(capture.end().handle)
+
+    @modelled(1)
+    def cuStreamIsCapturing(self, hStream: Any) -> Any:
+        return self._capture_status(self._stream(hStream))
+
+    @staticmethod
+    def _capture_status(stream: Stream) -> Any:
+        if stream.capture is None:
+            capturing = [peer for peer in stream.peers or () if peer.capture is not None]
+            check(not capturing, Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
+            return _INACTIVE
+        return _ACTIVE if stream.capture.valid else _INVALIDATED
+
+    @modelled(6 if _EDGE_DATA else 5)
+    def cuStreamGetCaptureInfo(self, hStream: Any) -> tuple[Any, ...]:
+        return self._capture_info(hStream, _EDGE_DATA)
+
+    @modelled(6)
+    def cuStreamGetCaptureInfo_v3(self, hStream: Any) -> tuple[Any, ...]:
+        return self._capture_info(hStream, True)
+
+    def _capture_info(self, hStream: Any, with_edges: bool) -> tuple[Any, ...]:
+        stream = self._stream(hStream)
+        status = self._capture_status(stream)
+        number, graph, behind = 0, 0, []
+        if status is _ACTIVE:
+            capture: Capture = stream.capture
+            number, graph, behind = capture.id, capture.graph.handle, _nodes(capture.behind(stream))
+        edges = (_edge_data(len(behind)),) if with_edges else ()
+        return (status, cuda.cuuint64_t(number), cuda.CUgraph(graph), behind, *edges, len(behind))
+
+    @modelled(1)
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
+        number = int(mode)
+        check(0 <= number <= RELAXED)
+        machine = self._machine
+        previous = machine.thread_capture_mode
+        machine.thread_capture_mode = number
+        return cuda.CUstreamCaptureMode(previous)
+
+    # -- looking at graphs -----------------------------------------------------------------------------------
+
+    def _graph(self, graph: Any) -> Graph:
+        found: Graph | None = self._machine.graphs.get(arguments.graph(graph))
+        if found is None:
+            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
+        return found
+
+    def _node(self, node: Any) -> Node:
+        found: Node | None = self._machine.graph_nodes.get(arguments.graph_node(node))
+        if found is None:
+            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
+        return found
+
+    @modelled(2)
+    def cuGraphGetNodes(self, hGraph: Any, numNodes: Any = 0) -> tuple[list[Any], int]:
+        return self._some(self._graph(hGraph).nodes, numNodes)
+
+    @modelled(2)
+    def cuGraphGetRootNodes(self, hGraph: Any, numRootNodes: Any = 0) -> tuple[list[Any], int]:
+        return self._some([node for node in self._graph(hGraph).nodes if not node.after], numRootNodes)
+
+    @staticmethod
+    def _some(nodes: list[Node], count: Any) -> tuple[list[Any], int]:
+        """As many as are asked for; their number where none is."""
+        wanted = arguments.size_t(count)
+        return _nodes(nodes[:wanted]), min(wanted, len(nodes)) if wanted else len(nodes)
+
+    @modelled(4 if _EDGE_DATA else 3)
+    def cuGraphGetEdges(self, hGraph: Any, numEdges: Any = 0) -> tuple[Any, ...]:
+        return self._edges(hGraph, numEdges, _EDGE_DATA)
+
+    @modelled(4)
+    def cuGraphGetEdges_v2(self, hGraph: Any, numEdges: Any = 0) -> tuple[Any, ...]:
+        return self._edges(hGraph, numEdges, True)
+
+    def _edges(self, hGraph: Any, numEdges: Any, with_data: bool) -> tuple[Any, ...]:
+        wanted = arguments.size_t(numEdges)
+        edges = [(before, node) for node in self._graph(hGraph).nodes for before in node.after]
+        some = edges[:wanted]
+        data = (_edge_data(len(some)),) if with_data else ()
+        count = len(some) if wanted else len(edges)
+        return (_nodes([one for one, _ in some]), _nodes([two for _, two in some]), *data, count)
+
+    @modelled(1)
+    def cuGraphNodeGetType(self, hNode: Any) -> Any:
+        return getattr(cuda.CUgraphNodeType, _NODE_TYPE + self._node(hNode).kind)
+
+    @modelled(1)
+    def cuGraphMemAllocNodeGetParams(self, hNode: Any) -> Any:
+        node = self._node(hNode)
+        check(node.kind == "MEM_ALLOC")
+        assert node.pool is not None
+        location = cuda.CUmemLocation()
+        location.type, location.id = cuda.CUmemLocationType(node.pool.place.type), node.pool.place.id
+        props = cuda.CUmemPoolProps()
+        props.allocType, props.location = cuda.CUmemAllocationType(node.pool.allocation_type), location
+        params = cuda.CUDA_MEM_ALLOC_NODE_PARAMS()
+        params.poolProps, params.bytesize, params.dptr = props, node.size, cuda.CUdeviceptr(node.address)
+        return params
+
+    @modelled(1)
+    def cuGraphMemFreeNodeGetParams(self, hNode: Any) -> Any:
+        node = self._node(hNode)
+        check(node.kind == "MEM_FREE")
+        return cuda.CUdeviceptr(node.address)
+
+    @modelled(0)
+    def cuGraphDestroy(self, hGraph: Any) -> None:
+        destroy_graph(self._machine, self._graph(hGraph))
+
+    # -- running them ----------------------------------------------------------------------------------------
+
+    @modelled(1)
+    def cuGraphInstantiate(self, hGraph: Any, flags: Any) -> Any:
+        return self._instantiate(hGraph, arguments.unsigned_long_long(flags))
+
+    @modelled(1)
+    def cuGraphInstantiateWithParams(self, hGraph: Any, instantiateParams: Any) -> Any:
+        params = arguments.struct("instantiateParams", instantiateParams, cuda.CUDA_GRAPH_INSTANTIATE_PARAMS)
+        check(params is not None)
+        return self._instantiate(hGraph, int(params.flags))
+
+    def _instantiate(self, hGraph: Any, flags: int) -> Any:
+        graph = self._graph(hGraph)
+        self._machine.current()  # refused where no context is current (observed on H200)
+        if flags & ~AUTO_FREE_ON_LAUNCH:
+            raise NotModelled(f"cuGraphInstantiate with flags {flags:#x}")
+        # a graph with memory nodes has one instance at a time (observed on H200)
+        check(not graph.memories or not graph.instances, Result.CUDA_ERROR_NOT_SUPPORTED)
+        machine = self._machine
+        instance = GraphExec(machine.new_handle(), graph, flags)
+        machine.graph_execs[instance.handle] = instance
+        graph.instances += 1
+        for memory in graph.memories.values():
+            memory.owners += 1
+        return cuda.CUgraphExec(instance.handle)
+
+    def _graph_exec(self, graph_exec: Any) -> GraphExec:
+        found: GraphExec | None = self._machine.graph_execs.get(arguments.graph_exec(graph_exec))
+        if found is None:
+            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
+        return found
+
+    @modelled(0)
+    def cuGraphLaunch(self, hGraphExec: Any, hStream: Any) -> None:
+        instance, stream = self._graph_exec(hGraphExec), self._stream(hStream)
+        if self._machine.captures and self._captured(stream):
+            raise NotModelled("cuGraphLaunch during stream capture")
+        instance.launch(self._machine, stream)
+
+    @modelled(0)
+    def cuGraphUpload(self, hGraphExec: Any, hStream: Any) -> None:
+        instance, stream = self._graph_exec(hGraphExec), self._stream(hStream)
+        if self._machine.captures and self._captured(stream):
+            raise NotModelled("cuGraphUpload during stream capture")
+        for memory in instance.graph.memories.values():
+            memory.prepare()
+        stream.submit(Operation())
+
+    @modelled(1)
+    def cuGraphExecGetFlags(self, hGraphExec: Any) -> Any:
+        return cuda.cuuint64_t(self._graph_exec(hGraphExec).flags)
+
+    @modelled(0)
+    def cuGraphExecDestroy(self, hGraphExec: Any) -> None:
+        instance = self._graph_exec(hGraphExec)
+        del self._machine.graph_execs[instance.handle]
+        instance.graph.instances -= 1
+        for memory in instance.graph.memories.values():
+            memory.disown()
+
+    # -- memory of graphs ------------------------------------------------------------------------------------
+
+    @modelled(1)
+    def cuDeviceGetGraphMemAttribute(self, device: Any, attr: Any) -> Any:
+        number = arguments.member("attr", attr, cuda.CUgraphMem_attribute)
+        return cuda.cuuint64_t(getattr(self._graph_device(device), _MEMORY_ATTRIBUTES[number]))
+
+    @modelled(0)
+    def cuDeviceSetGraphMemAttribute(self, device: Any, attr: Any, value: Any) -> None:
+        number = arguments.member("attr", attr, cuda.CUgraphMem_attribute)
+        value.getPtr()  # the bindings want an object of their own here, and raise AttributeError for others
+        found = self._graph_device(device)
+        name = _MEMORY_ATTRIBUTES[number]
+        check(name.endswith("_high") and int(value) == 0)
+        setattr(found, name, getattr(found, name.removesuffix("_high")))
+
+    @modelled(0)
+    def cuDeviceGraphMemTrim(self, device: Any) -> None:
+        found = self._graph_device(device)
+        for memory in list(self._machine.graph_memories):
+            if memory.device is found:
+                memory.trim()
+
+    def _graph_device(self, device: Any) -> Device:
+        return self._device(device)

@@ -1,0 +1,207 @@
+"""Contexts: primary ones, made ones, which is current, and peer access between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from streamalloc.driver.bindings import cuda
+
+from .. import arguments
+from ..errors import Fault, NotModelled, Result, check
+from ..machine import Context, Event
+from .base import Calls, modelled
+
+# cuCtxCreate(flags, dev) became cuCtxCreate(params, flags, dev) in the bindings for CUDA 13.
+_CREATE_TAKES_PARAMS = not hasattr(cuda, "cuCtxCreate_v4")
+_SCHEDULE_MASK = 0x07
+_KNOWN_FLAGS = 0x1F
+
+
+class ContextCalls(Calls):
+    """cuDevicePrimaryCtx*, cuCtx*."""
+
+    # -- primary contexts ------------------------------------------------------------------------------------
+
+    @modelled(1)
+    def cuDevicePrimaryCtxRetain(self, dev: Any) -> Any:
+        context = self._device(dev).primary
+        context.alive = True
+        context.retained += 1
+        return cuda.CUcontext(context.handle)
+
+    @modelled(0)
+    def cuDevicePrimaryCtxRelease(self, dev: Any) -> None:
+        context = self._device(dev).primary
+        check(context.retained, Result.CUDA_ERROR_INVALID_CONTEXT)
+        context.retained -= 1
+        if not context.retained:
+            self._end_context(context)
+
+    @modelled(0)
+    def cuDevicePrimaryCtxReset(self, dev: Any) -> None:
+        context = self._device(dev).primary
+        if context.alive:
+            self._end_context(context)
+            context.alive = context.retained > 0
+
+    @modelled(2)
+    def cuDevicePrimaryCtxGetState(self, dev: Any) -> tuple[int, int]:
+        context = self._device(dev).primary
+        return context.flags, int(context.alive)
+
+    @modelled(0)
+    def cuDevicePrimaryCtxSetFlags(self, dev: Any, flags: Any) -> None:
+        context = self._device(dev).primary
+        context.flags = self._context_flags(flags)
+
+    # -- making and ending -----------------------------------------------------------------------------------
+
+    @modelled(1)
+    def cuCtxCreate(self, *args: Any, **kwargs: Any) -> Any:
+        if _CREATE_TAKES_PARAMS:
+            return self._create_context(*args, **kwargs)
+        return self._create_context(None, *args, **kwargs)
+
+    @modelled(1)
+    def cuCtxCreate_v4(self, ctxCreateParams: Any, flags: Any, dev: Any) -> Any:
+        return self._create_context(ctxCreateParams, flags, dev)
+
+    def _create_context(self, ctxCreateParams: Any, flags: Any, dev: Any) -> Any:
+        if ctxCreateParams is not None:
+            raise NotModelled("cuCtxCreate with parameters")
+        context = Context(self._machine, self._device(dev), primary=False, flags=self._context_flags(flags))
+        self._machine.contexts[context.handle] = context
+        self._machine.context_stack.append(context)
+        return cuda.CUcontext(context.handle)
+
+    @staticmethod
+    def _context_flags(flags: Any) -> int:
+        value = arguments.unsigned_int(flags)
+        check(value < 0x100 and value & _SCHEDULE_MASK in (0, 1, 2, 4))
+        if value & ~_KNOWN_FLAGS:
+            raise NotModelled(f"context flags {value:#x}")
+        return value
+
+    @modelled(0)
+    def cuCtxDestroy(self, ctx: Any) -> None:
+        context = self._alive(ctx)
+        check(not context.primary, Result.CUDA_ERROR_INVALID_CONTEXT)
+        self._end_context(context)
+        stack = self._machine.context_stack
+        if stack and stack[-1] is context:
+            stack.pop()
+
+    def _end_context(self, context: Context) -> None:
+        streams = context.all_streams()
+        self._machine.timeline.wait(lambda: all(stream.done >= stream.seq for stream in streams))
+        context.close()
+
+    # -- the calling thread's context ------------------------------------------------------------------------
+
+    @modelled(1)
+    def cuCtxGetCurrent(self) -> Any:
+        context = self._machine.current_or_none()
+        return cuda.CUcontext(0 if context is None else context.handle)
+
+    @modelled(0)
+    def cuCtxSetCurrent(self, ctx: Any) -> None:
+        stack = self._machine.context_stack
+        context = self._alive(ctx) if arguments.context(ctx) else None
+        if stack:
+            stack.pop()
+        if context is not None:
+            stack.append(context)
+
+    @modelled(0)
+    def cuCtxPushCurrent(self, ctx: Any) -> None:
+        self._machine.context_stack.append(self._alive(ctx))
+
+    @modelled(1)
+    def cuCtxPopCurrent(self) -> Any:
+        stack = self._machine.context_stack
+        check(stack, Result.CUDA_ERROR_INVALID_CONTEXT)
+        return cuda.CUcontext(stack.pop().handle)
+
+    def _given_or_current(self, ctx: Any) -> Context:
+        return self._alive(ctx) if arguments.context(ctx) else self._machine.current()
+
+    @modelled(1)
+    def cuCtxGetDevice(self) -> Any:
+        return cuda.CUdevice(self._machine.current().device.ordinal)
+
+    @modelled(1)
+    def cuCtxGetDevice_v2(self, ctx: Any) -> Any:
+        return cuda.CUdevice(self._given_or_current(ctx).device.ordinal)
+
+    @modelled(0)
+    def cuCtxSynchronize(self) -> None:
+        self._synchronize_context(self._machine.current())
+
+    @modelled(0)
+    def cuCtxSynchronize_v2(self, ctx: Any) -> None:
+        self._synchronize_context(self._given_or_current(ctx))
+
+    def _synchronize_context(self, context: Context) -> None:
+        for stream in context.all_streams():
+            if stream.capture is not None:
+                stream.capture.invalidate()
+                raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+        self._unsafe_during_capture()
+        clock = context.clock()
+        streams = [(stream, stream.seq) for stream in context.all_streams()]
+        gone = list(context.retired.items())
+        executed = self._machine.timeline.executed
+        self._machine.synchronize(
+            clock,
+            lambda: all(s.done >= seq for s, seq in streams) and all(executed(number) >= seq for number, seq in gone),
+        )
+        for number, seq in gone:
+            if context.retired.get(number) == seq:
+                del context.retired[number]
+        if context.error is not None:
+            raise Fault(context.error)
+
+    @modelled(1)
+    def cuCtxGetFlags(self) -> int:
+        return self._machine.current().flags | self._machine.profile.context_flags
+
+    @modelled(1)
+    def cuCtxGetApiVersion(self, ctx: Any) -> int:
+        self._given_or_current(ctx)
+        return self._machine.profile.context_api_version
+
+    @modelled(1)
+    def cuCtxGetId(self, ctx: Any) -> int:
+        return self._given_or_current(ctx).id
+
+    @modelled(2)
+    def cuCtxGetStreamPriorityRange(self) -> tuple[int, int]:
+        self._machine.current()
+        return self._machine.profile.stream_priorities
+
+    @modelled(0)
+    def cuCtxRecordEvent(self, hCtx: Any, hEvent: Any) -> None:
+        context = self._given_or_current(hCtx)
+        event: Event | None = self._machine.events.get(arguments.event(hEvent))
+        if event is None:
+            raise Fault(Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
+        check(event.context is context, Result.CUDA_ERROR_INVALID_HANDLE)
+        # all streams of the context come before it, whether or not they take turns with the legacy stream
+        after = tuple((stream, stream.seq) for stream in context.all_streams())
+        event.record_in(context.legacy, after, context.clock())
+
+    # -- peers -----------------------------------------------------------------------------------------------
+
+    @modelled(0)
+    def cuCtxEnablePeerAccess(self, peerContext: Any, Flags: Any) -> None:
+        context, peer = self._machine.current(), self._alive(peerContext)
+        check(arguments.unsigned_int(Flags) == 0)
+        check(peer.device is not context.device, Result.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED)
+        check(peer.handle not in context.peers, Result.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED)
+        context.peers.add(peer.handle)
+
+    @modelled(0)
+    def cuCtxDisablePeerAccess(self, peerContext: Any) -> None:
+        context, peer = self._machine.current(), self._alive(peerContext)
+        check(peer.handle in context.peers, Result.CUDA_ERROR_PEER_ACCESS_NOT_ENABLED)
+        context.peers.remove(peer.handle)

@@ -1,0 +1,315 @@
+"""Fills and copies.
+
+Ranges, alignment and access are checked when the call is made; whether the memory is still there, when it is
+touched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+from .. import arguments
+from ..errors import Fault, Result, check
+from ..machine import Allocation, Context, Machine
+from ..timeline import Operation, Stream
+from .base import Calls, modelled
+
+PIECE = 4 << 20
+"""How much is moved in one go, a millisecond or so: other streams and threads get turns in between."""
+
+
+class Move(Operation):
+    """Moves bytes piece by piece; memory that is gone by then breaks the context instead of the process."""
+
+    def __init__(self, machine: Machine, context: Context, size: int) -> None:
+        self._machine = machine
+        self._context = context
+        self._size = size
+        self._done = 0
+        self.heavy = size > PIECE
+
+    def step(self) -> bool:
+        size = min(PIECE, self._size - self._done)
+        if all(self._machine.is_mapped(address + self._done, size) for address in self.addresses()):
+            self.move(self._done, size)
+            self._done += size
+        else:
+            self._context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
+            self._done = self._size
+        return self._done >= self._size
+
+    def addresses(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def move(self, offset: int, size: int) -> None:
+        raise NotImplementedError
+
+
+class Copy(Move):
+    def __init__(self, machine: Machine, context: Context, target: int, source: int, size: int) -> None:
+        super().__init__(machine, context, size)
+        self._target, self._source = target, source
+
+    def addresses(self) -> tuple[int, ...]:
+        return self._target, self._source
+
+    def move(self, offset: int, size: int) -> None:
+        ctypes.memmove(self._target + offset, self._source + offset, size)
+
+
+class CopyFrom(Move):
+    """Copies from bytes that were taken when the call was made."""
+
+    def __init__(self, machine: Machine, context: Context, target: int, data: bytes) -> None:
+        super().__init__(machine, context, len(data))
+        self._target = target
+        self._data = data  # keeps it alive
+        self._source = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+
+    def addresses(self) -> tuple[int, ...]:
+        return (self._target,)
+
+    def move(self, offset: int, size: int) -> None:
+        ctypes.memmove(self._target + offset, self._source + offset, size)
+
+
+class Fill(Move):
+    def __init__(self, machine: Machine, context: Context, target: int, pattern: bytes, count: int) -> None:
+        super().__init__(machine, context, count * len(pattern))
+        self._target, self._pattern = target, pattern
+
+    def addresses(self) -> tuple[int, ...]:
+        return (self._target,)
+
+    def move(self, offset: int, size: int) -> None:
+        if len(set(self._pattern)) == 1:
+            ctypes.memset(self._target + offset, self._pattern[0], size)
+        else:
+            ctypes.memmove(self._target + offset, self._pattern * (size // len(self._pattern)), size)
+
+
+_VALUES: dict[int, Callable[[Any], int]] = {
+    1: arguments.unsigned_char,
+    2: arguments.unsigned_short,
+    4: arguments.unsigned_int,
+}
+
+
+class CopyCalls(Calls):
+    """cuMemset*, cuMemcpy*."""
+
+    # -- fills -----------------------------------------------------------------------------------------------
+
+    @modelled(0)
+    def cuMemsetD8(self, dstDevice: Any, uc: Any, N: Any) -> None:
+        self._fill(dstDevice, uc, N, 1)
+
+    @modelled(0)
+    def cuMemsetD16(self, dstDevice: Any, us: Any, N: Any) -> None:
+        self._fill(dstDevice, us, N, 2)
+
+    @modelled(0)
+    def cuMemsetD32(self, dstDevice: Any, ui: Any, N: Any) -> None:
+        self._fill(dstDevice, ui, N, 4)
+
+    @modelled(0)
+    def cuMemsetD8Async(self, dstDevice: Any, uc: Any, N: Any, hStream: Any) -> None:
+        self._fill(dstDevice, uc, N, 1, hStream)
+
+    @modelled(0)
+    def cuMemsetD16Async(self, dstDevice: Any, us: Any, N: Any, hStream: Any) -> None:
+        self._fill(dstDevice, us, N, 2, hStream)
+
+    @modelled(0)
+    def cuMemsetD32Async(self, dstDevice: Any, ui: Any, N: Any, hStream: Any) -> None:
+        self._fill(dstDevice, ui, N, 4, hStream)
+
+    def _fill(self, dstDevice: Any, value: Any, N: Any, width: int, hStream: Any = 0) -> None:
+        # without a stream it goes into the legacy stream, and the host does not wait (observed on H200)
+        address = arguments.device_pointer(dstDevice)
+        pattern = _VALUES[width](value).to_bytes(width, "little")
+        count = arguments.size_t(N)
+        stream = self._stream(hStream)
+        captured = bool(self._machine.captures) and self._captured(stream)
+        if not count and not captured:
+            return
+        if not captured:  # a graph is not checked while it is captured (observed on H200)
+            check(address % width == 0)
+            allocation = self._whole(address, count * width)
+            check(allocation is not None and allocation.known)
+            assert allocation is not None
+            check(_reachable(allocation, stream.context))
+        self._submit(stream, Fill(self._machine, stream.context, address, pattern, count), "MEMSET")
+
+    # -- copies ----------------------------------------------------------------------------------------------
+
+    @modelled(0)
+    def cuMemcpy(self, dst: Any, src: Any, ByteCount: Any) -> None:
+        self._copy(arguments.device_pointer(dst), arguments.device_pointer(src), ByteCount)
+
+    @modelled(0)
+    def cuMemcpyAsync(self, dst: Any, src: Any, ByteCount: Any, hStream: Any) -> None:
+        self._copy(arguments.device_pointer(dst), arguments.device_pointer(src), ByteCount, hStream)
+
+    @modelled(0)
+    def cuMemcpyHtoD(self, dstDevice: Any, srcHost: Any, ByteCount: Any) -> None:
+        self._copy(arguments.device_pointer(dstDevice), arguments.host_pointer(srcHost), ByteCount, device="dst")
+
+    @modelled(0)
+    def cuMemcpyHtoDAsync(self, dstDevice: Any, srcHost: Any, ByteCount: Any, hStream: Any) -> None:
+        self._copy(
+            arguments.device_pointer(dstDevice),
+            arguments.host_pointer(srcHost),
+            ByteCount,
+            hStream,
+            device="dst",
+        )
+
+    @modelled(0)
+    def cuMemcpyDtoH(self, dstHost: Any, srcDevice: Any, ByteCount: Any) -> None:
+        self._copy(arguments.host_pointer(dstHost), arguments.device_pointer(srcDevice), ByteCount, device="src")
+
+    @modelled(0)
+    def cuMemcpyDtoHAsync(self, dstHost: Any, srcDevice: Any, ByteCount: Any, hStream: Any) -> None:
+        self._copy(
+            arguments.host_pointer(dstHost),
+            arguments.device_pointer(srcDevice),
+            ByteCount,
+            hStream,
+            device="src",
+        )
+
+    @modelled(0)
+    def cuMemcpyDtoD(self, dstDevice: Any, srcDevice: Any, ByteCount: Any) -> None:
+        self._copy(arguments.device_pointer(dstDevice), arguments.device_pointer(srcDevice), ByteCount, device="both")
+
+    @modelled(0)
+    def cuMemcpyDtoDAsync(self, dstDevice: Any, srcDevice: Any, ByteCount: Any, hStream: Any) -> None:
+        self._copy(
+            arguments.device_pointer(dstDevice),
+            arguments.device_pointer(srcDevice),
+            ByteCount,
+            hStream,
+            "both",
+        )
+
+    @modelled(0)
+    def cuMemcpyPeer(self, dstDevice: Any, dstContext: Any, srcDevice: Any, srcContext: Any, ByteCount: Any) -> None:
+        self._copy(
+            arguments.device_pointer(dstDevice),
+            arguments.device_pointer(srcDevice),
+            ByteCount,
+            device="both",
+            contexts=(self._alive(dstContext), self._alive(srcContext)),
+        )
+
+    @modelled(0)
+    def cuMemcpyPeerAsync(
+        self, dstDevice: Any, dstContext: Any, srcDevice: Any, srcContext: Any, ByteCount: Any, hStream: Any
+    ) -> None:
+        self._copy(
+            arguments.device_pointer(dstDevice),
+            arguments.device_pointer(srcDevice),
+            ByteCount,
+            hStream,
+            "both",
+            contexts=(self._alive(dstContext), self._alive(srcContext)),
+        )
+
+    def _copy(
+        self,
+        target: int,
+        source: int,
+        count: Any,
+        hStream: Any = None,
+        device: str = "",
+        contexts: tuple[Context, Context] | None = None,
+    ) -> None:
+        """``device`` says which ends the caller promised to be device memory; ``hStream`` None: a call that
+        waits.
+
+        Pool memory must be accessible from the device of the current context, plain memory from anywhere
+        (observed on H200: the driver stages such copies).
+        """
+        machine = self._machine
+        size = arguments.size_t(count)
+        waits = hStream is None
+        stream = self._stream(hStream)
+        captured = bool(machine.captures) and self._captured(stream)
+        if captured:
+            stream.capture.add("MEMCPY", Copy(machine, stream.context, target, source, size), stream)
+            return
+        if not size:
+            return
+        here = machine.current_or_none() or stream.context
+        target_context, source_context = contexts or (here, here)
+        destination = self._copy_end(target, size, device in ("dst", "both"), device == "both", target_context)
+        origin = self._copy_end(source, size, device in ("src", "both"), device == "both", source_context)
+        operation: Move
+        if origin is None and not (destination is None or self._quiet(stream, size)):
+            # pageable memory is read before the call returns
+            operation = CopyFrom(machine, stream.context, target, ctypes.string_at(source, size))
+        else:
+            operation = Copy(machine, stream.context, target, source, size)
+        stream.submit(operation)
+        on_host = any(end is None or end.on_host for end in (destination, origin))
+        if destination is None or (waits and on_host):
+            self._finish(stream)
+
+    def _quiet(self, stream: Stream, size: int) -> bool:
+        """Whether a small operation submitted now runs before the call returns."""
+        return not stream.catch_up() and stream.idle and size <= PIECE and not self._machine.timeline.seeded
+
+    def _finish(self, stream: Stream) -> None:
+        """Wait for what was submitted; unlike a synchronising call this tells pools nothing (observed on
+        H200).
+        """
+        seq = stream.seq
+        if stream.done < seq:
+            self._machine.timeline.wait(lambda: stream.done >= seq)
+        if stream.context.error is not None:
+            raise Fault(stream.context.error)
+
+    def _copy_end(
+        self, address: int, size: int, must_be_device: bool, no_host_pool: bool, context: Context
+    ) -> Allocation | None:
+        """One end of a copy: its allocation, or None for memory that the driver does not know (pageable)."""
+        machine = self._machine
+        allocation = machine.allocations.find(address)
+        if allocation is None:
+            check(address and not must_be_device and machine.arenas.find(address) is None)
+            return None
+        if not allocation.known:
+            # host pool memory that no device has access to is like any other host memory
+            check(not must_be_device)
+            return None
+        check(address + size <= allocation.base + allocation.size)
+        check(not (no_host_pool and allocation.pool is not None and allocation.on_host))
+        if allocation.pool is not None:
+            check(_accessible(allocation, context))
+        return allocation
+
+    def _whole(self, address: int, size: int) -> Allocation | None:
+        """The allocation that holds all of a range."""
+        allocation = self._machine.allocations.find(address)
+        if allocation is None or address + size > allocation.base + allocation.size:
+            return None
+        return allocation
+
+
+def _accessible(allocation: Allocation, context: Context) -> bool:
+    pool = allocation.pool
+    return pool is None or pool.accessible(context.device.ordinal)
+
+
+def _reachable(allocation: Allocation, context: Context) -> bool:
+    """Whether work in ``context`` may touch the memory directly: its own, the host's, a peer's that was
+    enabled.
+    """
+    if allocation.pool is not None or allocation.device is None:
+        return _accessible(allocation, context)
+    if allocation.device == context.device.ordinal:
+        return True
+    return allocation.context is not None and allocation.context.handle in context.peers

@@ -1,0 +1,268 @@
+"""Memory outside pools: device memory, pinned and registered host memory, and what is where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from streamalloc.driver.bindings import cuda
+
+from .. import arguments
+from ..errors import Fault, NotModelled, Result, check
+from ..machine import Allocation
+from .base import Calls, modelled
+
+_HOST_ALLOC_FLAGS = 0x7  # portable, device map, write combined
+_HOST_REGISTER_FLAGS = 0xF
+_HOST_REGISTER_SPECIAL = 0xC  # I/O memory, read only
+_DEVICE_MAPPED = 2
+_PITCH = 512
+
+
+class PlainMemoryCalls(Calls):
+    """cuMemAlloc, cuMemHost*, cuMemGetInfo, cuPointerGetAttribute."""
+
+    # -- device memory ---------------------------------------------------------------------------------------
+
+    @modelled(1)
+    def cuMemAlloc(self, bytesize: Any) -> Any:
+        size = arguments.size_t(bytesize)
+        return cuda.CUdeviceptr(self._allocate_plain(size))
+
+    @modelled(2)
+    def cuMemAllocPitch(self, WidthInBytes: Any, Height: Any, ElementSizeBytes: Any) -> tuple[Any, int]:
+        width, height = arguments.size_t(WidthInBytes), arguments.size_t(Height)
+        check(arguments.unsigned_int(ElementSizeBytes) in (4, 8, 16) and width and height)
+        pitch = -(-width // _PITCH) * _PITCH
+        return cuda.CUdeviceptr(self._allocate_plain(pitch * height)), pitch
+
+    def _allocate_plain(self, size: int) -> int:
+        machine = self._machine
+        context = machine.current()
+        self._unsafe_during_capture()
+        check(size)
+        device = context.device
+        got = device.heap.allocate(size)
+        if got is None:
+            raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
+        address, block = got
+        machine.remember(address, size, "device", device.ordinal, context, block=block)
+        return address
+
+    @modelled(0)
+    def cuMemFree(self, dptr: Any) -> None:
+        """Frees at once. Memory of a pool is not waited for; for anything else all streams are."""
+        address = arguments.device_pointer(dptr)
+        self._machine.current()
+        self._unsafe_during_capture()
+        if not address:
+            return
+        allocation = self._machine.allocations.at.get(address)
+        check(allocation is not None and allocation.kind in ("device", "pool", "graph"))
+        assert allocation is not None
+        if allocation.pool is not None and allocation.block is not None:
+            self._machine.allocations.remove(allocation)
+            allocation.pool.give_back_now(allocation.block)
+        elif allocation.graph is not None:
+            self._machine.allocations.remove(allocation)
+            allocation.graph.freed(address)  # at once, as with pool memory
+        else:
+            self._machine.drain(allocation.device)
+            check(self._machine.allocations.at.get(address) is allocation)
+            self._machine.discard(allocation)
+
+    @modelled(2)
+    def cuMemGetInfo(self) -> tuple[int, int]:
+        bank = self._machine.current().device.bank
+        return bank.free, bank.total
+
+    # -- host memory -----------------------------------------------------------------------------------------
+
+    @modelled(1)
+    def cuMemAllocHost(self, bytesize: Any) -> int:
+        return self._allocate_host(arguments.size_t(bytesize), 0)
+
+    @modelled(1)
+    def cuMemHostAlloc(self, bytesize: Any, Flags: Any) -> int:
+        return self._allocate_host(arguments.size_t(bytesize), arguments.unsigned_int(Flags))
+
+    def _allocate_host(self, size: int, flags: int) -> int:
+        context = self._machine.current()
+        self._unsafe_during_capture()
+        check(flags & ~_HOST_ALLOC_FLAGS == 0)
+        if not size:
+            return 0
+        got = self._machine.host_heap.allocate(size)
+        if got is None:
+            raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
+        address, block = got
+        self._machine.remember(address, size, "pinned", None, context, block=block, flags=flags | _DEVICE_MAPPED)
+        return address
+
+    @modelled(0)
+    def cuMemFreeHost(self, p: Any) -> None:
+        address = arguments.host_pointer(p)
+        self._machine.current()
+        self._unsafe_during_capture()
+        if address:
+            self._drop_host(address, "pinned", Result.CUDA_ERROR_INVALID_VALUE)
+
+    @modelled(0)
+    def cuMemHostRegister(self, p: Any, bytesize: Any, Flags: Any) -> None:
+        address, size = arguments.host_pointer(p), arguments.size_t(bytesize)
+        flags = arguments.unsigned_int(Flags)
+        context = self._machine.current()
+        self._unsafe_during_capture()
+        check(address and size and flags & ~_HOST_REGISTER_FLAGS == 0)
+        if flags & _HOST_REGISTER_SPECIAL:
+            raise NotModelled(f"cuMemHostRegister with flags {flags:#x}")
+        for end in (address, address + size - 1):
+            check(self._machine.allocations.find(end) is None, Result.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED)
+        self._machine.remember(address, size, "registered", None, context, flags=flags | _DEVICE_MAPPED)
+
+    @modelled(0)
+    def cuMemHostUnregister(self, p: Any) -> None:
+        address = arguments.host_pointer(p)
+        self._machine.current()
+        self._drop_host(address, "registered", Result.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED)
+
+    def _drop_host(self, address: int, kind: str, otherwise: Any) -> None:
+        allocation = self._machine.allocations.at.get(address)
+        check(allocation is not None and allocation.kind == kind, otherwise)
+        assert allocation is not None
+        self._machine.drain()
+        check(self._machine.allocations.at.get(address) is allocation, otherwise)
+        self._machine.discard(allocation)
+
+    @modelled(1)
+    def cuMemHostGetDevicePointer(self, p: Any, Flags: Any) -> Any:
+        address = arguments.host_pointer(p)
+        self._machine.current()
+        check(arguments.unsigned_int(Flags) == 0)
+        self._host(address)
+        return cuda.CUdeviceptr(address)
+
+    @modelled(1)
+    def cuMemHostGetFlags(self, p: Any) -> int:
+        return self._host(arguments.host_pointer(p)).flags
+
+    def _host(self, address: int) -> Allocation:
+        allocation = self._machine.allocations.find(address)
+        check(allocation is not None and allocation.kind in ("pinned", "registered"))
+        assert allocation is not None
+        return allocation
+
+    # -- asking about an address -----------------------------------------------------------------------------
+
+    @modelled(2)
+    def cuMemGetAddressRange(self, dptr: Any) -> tuple[Any, int]:
+        allocation = self._machine.allocations.find(arguments.device_pointer(dptr))
+        check(allocation is not None and allocation.known, Result.CUDA_ERROR_NOT_FOUND)
+        assert allocation is not None
+        return cuda.CUdeviceptr(allocation.base), allocation.size
+
+    @modelled(1)
+    def cuPointerGetAttribute(self, attribute: Any, ptr: Any) -> Any:
+        number = arguments.member("attribute", attribute, cuda.CUpointer_attribute)
+        address = arguments.device_pointer(ptr)
+        read = _pointer_attribute(attribute)
+        allocation = self._machine.allocations.find(address)
+        check(allocation is not None)
+        assert allocation is not None and number
+        if attribute.name == "CU_POINTER_ATTRIBUTE_DEVICE_POINTER":
+            self._machine.current()  # refused where no context is current (observed on H200)
+        value = read(allocation, address)
+        check(value is not None)
+        return value
+
+    @modelled(1)
+    def cuPointerGetAttributes(self, numAttributes: Any, attributes: Any, ptr: Any) -> list[Any]:
+        count = arguments.unsigned_int(numAttributes)
+        wanted = list(attributes or ())
+        if not all(isinstance(attribute, cuda.CUpointer_attribute) for attribute in wanted):
+            raise TypeError(
+                "Argument 'attributes' is not instance of type (expected tuple[cydriver.CUpointer_attribute] "
+                "or list[cydriver.CUpointer_attribute]"
+            )
+        if count > len(wanted):
+            raise RuntimeError(f"List is too small: {len(wanted)} < {count}")
+        address = arguments.device_pointer(ptr)
+        allocation = self._machine.allocations.find(address)
+        values = []
+        for attribute in wanted:
+            value = _pointer_attribute(attribute)(allocation, address) if allocation is not None else None
+            values.append(_absent(attribute) if value is None else value)
+        return values
+
+
+# -- cuPointerGetAttribute -----------------------------------------------------------------------------------
+
+_MEMORY_TYPE_HOST, _MEMORY_TYPE_DEVICE = 1, 2
+
+
+def _in_pool(allocation: Allocation) -> bool:
+    return allocation.kind in ("pool", "graph")
+
+
+def _in_host_pool(allocation: Allocation) -> bool:
+    return _in_pool(allocation) and allocation.on_host
+
+
+_POINTER_ATTRIBUTES: dict[str, Callable[[Allocation, int], Any]] = {
+    "CONTEXT": lambda a, at: cuda.CUcontext(0 if a.context is None or _in_pool(a) else a.context.handle),
+    "MEMORY_TYPE": lambda a, at: _MEMORY_TYPE_HOST if a.on_host else _MEMORY_TYPE_DEVICE,
+    "DEVICE_POINTER": lambda a, at: cuda.CUdeviceptr(at) if a.known else None,
+    "HOST_POINTER": lambda a, at: at if a.on_host else None,
+    "SYNC_MEMOPS": lambda a, at: False,
+    "BUFFER_ID": lambda a, at: a.id,
+    "IS_MANAGED": lambda a, at: False,
+    "DEVICE_ORDINAL": lambda a, at: _ordinal(a),
+    "IS_LEGACY_CUDA_IPC_CAPABLE": lambda a, at: a.kind == "device",
+    "RANGE_START_ADDR": lambda a, at: cuda.CUdeviceptr(a.base if a.known else 0),
+    "RANGE_SIZE": lambda a, at: a.size,
+    "MAPPED": lambda a, at: True,
+    "ALLOWED_HANDLE_TYPES": lambda a, at: 0 if a.pool is None else a.pool.handle_types,
+    "IS_GPU_DIRECT_RDMA_CAPABLE": lambda a, at: int(a.kind == "device"),
+    "ACCESS_FLAGS": lambda a, at: 3,  # read and write
+    "MEMPOOL_HANDLE": lambda a, at: cuda.CUmemoryPool(0 if a.pool is None else a.pool.handle),
+}
+_PREFIX = "CU_POINTER_ATTRIBUTE_"
+_NOT_READ_BY_BINDINGS = (
+    "MAPPING_SIZE",
+    "MAPPING_BASE_ADDR",
+    "MEMORY_BLOCK_ID",
+    "IS_HW_DECOMPRESS_CAPABLE",
+    "LOCALITY_DOMAIN_ORDINAL",
+)
+
+
+def _ordinal(allocation: Allocation) -> int:
+    if allocation.device is not None:
+        return allocation.device
+    return 0 if allocation.context is None else allocation.context.device.ordinal
+
+
+def _pointer_attribute(attribute: Any) -> Callable[[Allocation, int], Any]:
+    name = attribute.name.removeprefix(_PREFIX)
+    read = _POINTER_ATTRIBUTES.get(name)
+    if read is None:
+        if name in _NOT_READ_BY_BINDINGS:
+            raise TypeError(f"Unsupported attribute: {attribute.name}")
+        raise NotModelled(f"cuPointerGetAttribute({attribute.name})")
+    return read
+
+
+def _absent(attribute: Any) -> Any:
+    """What cuPointerGetAttributes says of an address the driver does not know: a zero of the right type."""
+    kinds = {
+        "CONTEXT": cuda.CUcontext,
+        "DEVICE_POINTER": cuda.CUdeviceptr,
+        "RANGE_START_ADDR": cuda.CUdeviceptr,
+        "MEMPOOL_HANDLE": cuda.CUmemoryPool,
+        "SYNC_MEMOPS": bool,
+        "IS_MANAGED": bool,
+        "IS_LEGACY_CUDA_IPC_CAPABLE": bool,
+        "MAPPED": bool,
+    }
+    _pointer_attribute(attribute)
+    return kinds.get(attribute.name.removeprefix(_PREFIX), int)(0)

@@ -1,0 +1,280 @@
+"""Memory pools and stream-ordered allocation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from streamalloc.driver.bindings import cuda, read_handle_types
+
+from .. import arguments
+from ..errors import Fault, NotModelled, Result, check
+from ..pool import PINNED, READ_WRITE, Place, Pool
+from ..timeline import Call, Stream
+from .base import Calls, modelled
+
+_NONE, _DEVICE, _HOST, _HOST_NUMA, _HOST_NUMA_CURRENT = range(5)  # CUmemLocationType
+_MANAGED = 2  # CUmemAllocationType
+_PROT_NONE, _PROT_READ = 0, 1
+_POSIX_FD, _FABRIC = 1, 8  # CUmemAllocationHandleType
+_USAGE_FLAGS = 0xFFFF
+_LARGEST_MAX_SIZE = 1 << 47
+
+_SWITCHES = {
+    "CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES": "follow_events",
+    "CU_MEMPOOL_ATTR_REUSE_ALLOW_OPPORTUNISTIC": "opportunistic",
+    "CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES": "internal_dependencies",
+}
+_NUMBERS: dict[str, Callable[[Pool], int]] = {
+    "CU_MEMPOOL_ATTR_RELEASE_THRESHOLD": lambda pool: pool.threshold,
+    "CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT": lambda pool: pool.reserved,
+    "CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH": lambda pool: pool.reserved_high,
+    "CU_MEMPOOL_ATTR_USED_MEM_CURRENT": lambda pool: pool.used,
+    "CU_MEMPOOL_ATTR_USED_MEM_HIGH": lambda pool: pool.used_high,
+}
+
+
+def _place(location: Any) -> Place:
+    return Place(int(location.type), int(location.id))
+
+
+class PoolCalls(Calls):
+    """cuMemPool*, cuMem*Async, cu*MemPool."""
+
+    # -- making and ending -----------------------------------------------------------------------------------
+
+    @modelled(1)
+    def cuMemPoolCreate(self, poolProps: Any) -> Any:
+        props = arguments.struct("poolProps", poolProps, cuda.CUmemPoolProps)
+        self._unsafe_during_capture()
+        check(props is not None)
+        place = _place(props.location)
+        kind, handle_types = int(props.allocType), read_handle_types(props)
+        max_size, usage = int(props.maxSize), int(props.usage)
+        if kind == _MANAGED:
+            check(self._is_place(place) or place.type == _NONE)
+            check(not handle_types and not max_size and not usage)
+        else:
+            check(kind == PINNED and self._is_place(place))
+            check(handle_types & ~(_POSIX_FD | _FABRIC) == 0)
+            check(not (place.type == _HOST and handle_types))
+            check(usage & ~_USAGE_FLAGS == 0)
+            check(max_size <= _LARGEST_MAX_SIZE, Result.CUDA_ERROR_OUT_OF_MEMORY)
+        return cuda.CUmemoryPool(self._machine.new_pool(place, kind, handle_types, max_size).handle)
+
+    def _is_place(self, place: Place) -> bool:
+        if place.type == _DEVICE:
+            return 0 <= place.id < len(self._machine.devices)
+        if place.type == _HOST_NUMA:
+            return 0 <= place.id < self._machine.profile.numa_nodes
+        return place.type == _HOST
+
+    @modelled(0)
+    def cuMemPoolDestroy(self, pool: Any) -> None:
+        found = self._pool(pool)
+        check(not found.implicit)
+        current = self._machine.current_pools
+        for key in [key for key, value in current.items() if value is found]:
+            del current[key]
+        found.destroy()
+
+    def _pool(self, pool: Any) -> Pool:
+        return self._machine.pool(arguments.pool(pool))
+
+    # -- attributes ------------------------------------------------------------------------------------------
+
+    @modelled(1)
+    def cuMemPoolGetAttribute(self, pool: Any, attr: Any) -> Any:
+        arguments.member("attr", attr, cuda.CUmemPool_attribute)
+        name = attr.name
+        if name not in _SWITCHES and name not in _NUMBERS:
+            raise TypeError(f"Unsupported attribute: {name}")
+        self._unsafe_during_capture()
+        found = self._pool(pool)
+        if name in _SWITCHES:
+            return int(getattr(found.policies, _SWITCHES[name]))
+        return cuda.cuuint64_t(_NUMBERS[name](found))
+
+    @modelled(0)
+    def cuMemPoolSetAttribute(self, pool: Any, attr: Any, value: Any) -> None:
+        arguments.member("attr", attr, cuda.CUmemPool_attribute)
+        name = attr.name
+        if name in _SWITCHES:
+            switch = int(arguments.signed_int(value) != 0)
+            self._unsafe_during_capture()
+            setattr(self._pool(pool).policies, _SWITCHES[name], switch)
+            return
+        if name not in _NUMBERS:
+            raise TypeError(f"Unsupported attribute: {name}")
+        value.getPtr()  # the bindings want an object of their own here, and raise AttributeError for others
+        number = int(value)
+        self._unsafe_during_capture()
+        found = self._pool(pool)
+        if name == "CU_MEMPOOL_ATTR_RELEASE_THRESHOLD":
+            found.threshold = number
+        elif name == "CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH" and not number:
+            found.reserved_high = found.reserved
+        elif name == "CU_MEMPOOL_ATTR_USED_MEM_HIGH" and not number:
+            found.used_high = found.used
+        else:
+            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
+
+    @modelled(0)
+    def cuMemPoolTrimTo(self, pool: Any, minBytesToKeep: Any) -> None:
+        keep = arguments.size_t(minBytesToKeep)
+        self._unsafe_during_capture()
+        self._pool(pool).trim(keep)
+
+    # -- access ----------------------------------------------------------------------------------------------
+
+    @modelled(0)
+    def cuMemPoolSetAccess(self, pool: Any, map: Any, count: Any) -> None:
+        number = arguments.size_t(count)
+        descriptors = arguments.structs("map", map, cuda.CUmemAccessDesc, number)
+        found = self._pool(pool)
+        check(number)
+        wanted = [(_place(one.location), int(one.flags)) for one in descriptors]
+        if found.managed:
+            return
+        for place, flags in wanted:
+            self._check_access(found, place, flags)
+        for place, flags in wanted:
+            if place.type == _DEVICE and place.id != found.device:
+                found.access[place.id] = flags
+
+    def _check_access(self, pool: Pool, place: Place, flags: int) -> None:
+        if place.type == _DEVICE:
+            check(0 <= place.id < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
+            check(not (place.id == pool.device and flags == _PROT_NONE), Result.CUDA_ERROR_INVALID_DEVICE)
+            check(flags != _PROT_READ, Result.CUDA_ERROR_NOT_SUPPORTED)
+        else:
+            check(place.type in (_HOST, _HOST_NUMA))
+            # the host's own access is fixed: all of a host pool, nothing of a device pool
+            check(pool.device is None and flags == READ_WRITE, Result.CUDA_ERROR_NOT_SUPPORTED)
+
+    @modelled(1)
+    def cuMemPoolGetAccess(self, memPool: Any, location: Any) -> Any:
+        where = arguments.struct("location", location, cuda.CUmemLocation)
+        pool = self._pool(memPool)
+        check(where is not None)
+        place = _place(where)
+        check(place.type in (_DEVICE, _HOST, _HOST_NUMA))
+        if place.type == _DEVICE:
+            check(0 <= place.id < len(self._machine.devices))
+            allowed = not pool.managed and pool.accessible(place.id)
+        else:
+            allowed = not pool.managed and pool.device is None
+        return cuda.CUmemAccess_flags(READ_WRITE if allowed else _PROT_NONE)
+
+    # -- default and current pools ---------------------------------------------------------------------------
+
+    @modelled(1)
+    def cuDeviceGetDefaultMemPool(self, dev: Any) -> Any:
+        return cuda.CUmemoryPool(self._machine.default_pool(Place(_DEVICE, self._device(dev).ordinal)).handle)
+
+    @modelled(1)
+    def cuDeviceGetMemPool(self, dev: Any) -> Any:
+        return cuda.CUmemoryPool(self._machine.current_pool(self._device_place(dev)).handle)
+
+    @modelled(0)
+    def cuDeviceSetMemPool(self, dev: Any, pool: Any) -> None:
+        self._set_current(self._device_place(dev), PINNED, pool)
+
+    def _device_place(self, dev: Any) -> Place:
+        """Here an unknown device is an invalid value (observed on H200)."""
+        ordinal = arguments.device(dev)
+        check(0 <= ordinal < len(self._machine.devices))
+        return Place(_DEVICE, ordinal)
+
+    @modelled(1)
+    def cuMemGetDefaultMemPool(self, location: Any, typename: Any) -> Any:
+        place, kind = self._location(location, typename)
+        return cuda.CUmemoryPool(self._machine.default_pool(place, kind).handle)
+
+    @modelled(1)
+    def cuMemGetMemPool(self, location: Any, typename: Any) -> Any:
+        place, kind = self._location(location, typename)
+        return cuda.CUmemoryPool(self._machine.current_pool(place, kind).handle)
+
+    @modelled(0)
+    def cuMemSetMemPool(self, location: Any, typename: Any, pool: Any) -> None:
+        place, kind = self._location(location, typename)
+        self._set_current(place, kind, pool)
+
+    def _location(self, location: Any, typename: Any) -> tuple[Place, int]:
+        where = arguments.struct("location", location, cuda.CUmemLocation)
+        kind = arguments.member("typename", typename, cuda.CUmemAllocationType)
+        check(where is not None)
+        place = _place(where)
+        check(place.type != _HOST_NUMA_CURRENT, Result.CUDA_ERROR_NOT_SUPPORTED)
+        check(kind in (PINNED, _MANAGED))
+        check(self._is_place(place) or (place.type == _NONE and kind == _MANAGED))
+        return place, kind
+
+    def _set_current(self, place: Place, kind: int, pool: Any) -> None:
+        machine = self._machine
+        found = self._pool(pool)
+        key = machine.pool_key(place, kind)
+        check(machine.pool_key(found.place, found.allocation_type) == key)
+        machine.current_pools[key] = found
+
+    # -- allocation ------------------------------------------------------------------------------------------
+
+    @modelled(1)
+    def cuMemAllocAsync(self, bytesize: Any, hStream: Any) -> Any:
+        size = arguments.size_t(bytesize)
+        stream = self._stream(hStream)
+        pool = self._machine.current_pool(Place(_DEVICE, stream.context.device.ordinal))
+        return cuda.CUdeviceptr(self._allocate_ordered(size, pool, stream))
+
+    @modelled(1)
+    def cuMemAllocFromPoolAsync(self, bytesize: Any, pool: Any, hStream: Any) -> Any:
+        size = arguments.size_t(bytesize)
+        handle = arguments.pool(pool)
+        stream = self._stream(hStream)
+        return cuda.CUdeviceptr(self._allocate_ordered(size, self._machine.pool(handle), stream))
+
+    def _allocate_ordered(self, size: int, pool: Pool, stream: Stream) -> int:
+        machine = self._machine
+        if machine.captures:
+            if self._captured(stream):
+                return self._allocate_in_graph(size, pool, stream)
+            self._unsafe_during_capture()
+        if not size:
+            return 0
+        if pool.managed:
+            raise NotModelled("allocating from a managed pool")
+        address, block = pool.take(size, stream)
+        machine.remember(address, size, "pool", pool.device, stream.context, pool, block)
+        return address
+
+    def _allocate_in_graph(self, size: int, pool: Pool, stream: Stream) -> int:
+        if not size:
+            return 0
+        if pool.device is None:
+            raise NotModelled("allocating from a host pool during stream capture")
+        return int(stream.capture.allocate(size, pool, stream))
+
+    @modelled(0)
+    def cuMemFreeAsync(self, dptr: Any, hStream: Any) -> None:
+        address = arguments.device_pointer(dptr)
+        stream = self._stream(hStream)
+        machine = self._machine
+        if machine.captures and self._captured(stream):
+            if address:
+                stream.capture.free(address, stream)
+            return
+        if not address:
+            return
+        allocation = machine.allocations.at.get(address)
+        if allocation is None or allocation.kind not in ("pool", "device", "graph"):
+            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
+        if allocation.pool is not None and allocation.block is not None:
+            machine.allocations.remove(allocation)
+            allocation.pool.give_back(allocation.block, allocation.size, stream)
+        elif allocation.graph is not None:
+            machine.allocations.remove(allocation)
+            allocation.graph.freed(address, stream)
+        else:
+            machine.allocations.remove(allocation)
+            stream.submit(Call(lambda: machine.unallocate(allocation)))

@@ -1,0 +1,303 @@
+"""Streams, events, waits on memory words, host functions."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+from streamalloc.driver.bindings import cuda
+
+from .. import arguments
+from ..errors import Fault, NotModelled, Result, check
+from ..machine import LEGACY_STREAM, PER_THREAD_STREAM, Event, Stamp
+from ..timeline import Call, HostFunction, Operation, Stream, Until, merge
+from .base import Calls, modelled
+
+_NON_BLOCKING = 1
+
+_DISABLE_TIMING, _INTERPROCESS = 2, 4
+# An interprocess event must not keep time (observed on H200).
+_EVENT_FLAGS = {f for f in range(8) if not f & _INTERPROCESS or f & _DISABLE_TIMING}
+
+# How a word is compared with the value that is waited for, by flag.
+_GEQ, _EQ, _AND, _NOR = range(4)
+_FLUSH = 1 << 30
+
+
+def _comparison(flag: int, bits: int) -> Callable[[int, int], bool]:
+    mask = (1 << bits) - 1
+    comparisons: dict[int, Callable[[int, int], bool]] = {
+        _GEQ: lambda word, value: ((word - value) & mask) < 1 << (bits - 1),  # cyclic
+        _EQ: lambda word, value: word == value,
+        _AND: lambda word, value: word & value != 0,
+        _NOR: lambda word, value: ~(word | value) & mask != 0,
+    }
+    check(flag in comparisons)
+    return comparisons[flag]
+
+
+_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_WORDS = {32: ctypes.c_uint32, 64: ctypes.c_uint64}
+
+
+class StreamCalls(Calls):
+    """cuStream*, cuEvent*, cuLaunchHostFunc."""
+
+    # -- streams ---------------------------------------------------------------------------------------------
+
+    @modelled(1)
+    def cuStreamCreate(self, Flags: Any) -> Any:
+        return self._create_stream(Flags, 0)
+
+    @modelled(1)
+    def cuStreamCreateWithPriority(self, flags: Any, priority: Any) -> Any:
+        least, greatest = self._machine.profile.stream_priorities
+        return self._create_stream(flags, min(max(arguments.signed_int(priority), greatest), least))
+
+    def _create_stream(self, flags: Any, priority: int) -> Any:
+        value = arguments.unsigned_int(flags)
+        context = self._machine.current()
+        check(value in (0, _NON_BLOCKING))
+        return cuda.CUstream(context.create_stream(value != _NON_BLOCKING, priority).handle)
+
+    @modelled(0)
+    def cuStreamDestroy(self, hStream: Any) -> None:
+        stream = self._stream(hStream)
+        check(stream.handle not in (LEGACY_STREAM, PER_THREAD_STREAM), Result.CUDA_ERROR_INVALID_VALUE)
+        if stream.capture is not None:
+            stream.capture.invalidate()
+            stream.capture.leave(stream)
+        stream.context.destroy_stream(stream)
+
+    @modelled(0)
+    def cuStreamQuery(self, hStream: Any) -> None:
+        stream = self._stream(hStream)
+        self._not_capturing(stream)
+        self._unsafe_during_capture()
+        if not stream.idle:
+            if not self._machine.timeline.seeded:
+                self._machine.timeline.pump()
+            check(stream.idle, Result.CUDA_ERROR_NOT_READY)
+        self._intact(stream)
+
+    @modelled(0)
+    def cuStreamSynchronize(self, hStream: Any) -> None:
+        stream = self._stream(hStream)
+        self._not_capturing(stream)
+        self._unsafe_during_capture()
+        clock = stream.now()
+        goals = [(stream, stream.seq)] + [(peer, peer.seq) for peer in stream.peers or ()]
+        self._machine.synchronize(clock, lambda: all(s.done >= seq for s, seq in goals))
+        self._intact(stream)
+
+    @staticmethod
+    def _intact(stream: Stream) -> None:
+        if stream.context.error is not None:
+            raise Fault(stream.context.error)
+
+    @staticmethod
+    def _not_capturing(stream: Stream) -> None:
+        if stream.capture is not None:
+            stream.capture.invalidate()
+            raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+
+    @modelled(1)
+    def cuStreamGetFlags(self, hStream: Any) -> int:
+        return 0 if self._stream(hStream).blocking else _NON_BLOCKING
+
+    @modelled(1)
+    def cuStreamGetPriority(self, hStream: Any) -> int:
+        return self._stream(hStream).priority
+
+    @modelled(1)
+    def cuStreamGetCtx(self, hStream: Any) -> Any:
+        return cuda.CUcontext(self._stream(hStream).context.handle)
+
+    @modelled(2)
+    def cuStreamGetCtx_v2(self, hStream: Any) -> tuple[Any, Any]:
+        return cuda.CUcontext(self._stream(hStream).context.handle), cuda.CUgreenCtx(0)
+
+    @modelled(1)
+    def cuStreamGetDevice(self, hStream: Any) -> Any:
+        return cuda.CUdevice(self._stream(hStream).context.device.ordinal)
+
+    @modelled(1)
+    def cuStreamGetId(self, hStream: Any) -> int:
+        return self._stream(hStream).id
+
+    # -- waiting ---------------------------------------------------------------------------------------------
+
+    @modelled(0)
+    def cuStreamWaitEvent(self, hStream: Any, hEvent: Any, Flags: Any) -> None:
+        stream, event = self._stream(hStream), self._event(hEvent)
+        check(arguments.unsigned_int(Flags) in (0, 1))
+        if event.capture is not None:
+            event.capture.join(stream, event)
+            return
+        if stream.capture is not None:
+            check(self._captured(stream))
+            if event.record is not None:
+                # what lies outside the graph cannot be waited for within it
+                stream.capture.invalidate()
+                raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_ISOLATION)
+            return
+        record = event.record
+        if record is not None and record.stream is not stream:
+            stream.submit(Operation(), ((record.stream, record.seq),))
+            merge(stream.clock, record.clock)
+
+    @modelled(0)
+    def cuStreamWaitValue32(self, stream: Any, addr: Any, value: Any, flags: Any) -> None:
+        self._wait_value(stream, addr, arguments.word32(value), flags, 32)
+
+    @modelled(0)
+    def cuStreamWaitValue64(self, stream: Any, addr: Any, value: Any, flags: Any) -> None:
+        self._wait_value(stream, addr, arguments.word64(value), flags, 64)
+
+    def _wait_value(self, stream: Any, addr: Any, value: int, flags: Any, bits: int) -> None:
+        target = self._stream(stream)
+        address, flag = self._word(addr, bits), arguments.unsigned_int(flags)
+        if flag & _FLUSH:
+            raise NotModelled("CU_STREAM_WAIT_VALUE_FLUSH")
+        compare = _comparison(flag, bits)
+        # what is queued must not refer to the driver object, whose end is the end of the machine
+        machine, context, word = self._machine, target.context, _WORDS[bits]
+
+        def arrived() -> bool:
+            if not machine.is_mapped(address, bits // 8):
+                context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
+                return True
+            return compare(word.from_address(address).value, value)
+
+        self._submit(target, Until(arrived), "BATCH_MEM_OP")
+
+    @modelled(0)
+    def cuStreamWriteValue32(self, stream: Any, addr: Any, value: Any, flags: Any) -> None:
+        self._write_value(stream, addr, arguments.word32(value), flags, 32)
+
+    @modelled(0)
+    def cuStreamWriteValue64(self, stream: Any, addr: Any, value: Any, flags: Any) -> None:
+        self._write_value(stream, addr, arguments.word64(value), flags, 64)
+
+    def _write_value(self, stream: Any, addr: Any, value: int, flags: Any, bits: int) -> None:
+        target = self._stream(stream)
+        address = self._word(addr, bits)
+        check(arguments.unsigned_int(flags) in (0, 1))
+        machine, context, word = self._machine, target.context, _WORDS[bits]
+
+        def write() -> None:
+            if machine.is_mapped(address, bits // 8):
+                word.from_address(address).value = value
+                machine.timeline.announce()
+            else:
+                context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
+
+        self._submit(target, Call(write), "BATCH_MEM_OP")
+
+    def _word(self, addr: Any, bits: int) -> int:
+        """An aligned word in plain device, pinned or registered memory; pool memory is refused here."""
+        address = arguments.device_pointer(addr)
+        allocation = self._machine.allocations.find(address)
+        check(address % (bits // 8) == 0 and allocation is not None and allocation.pool is None)
+        assert allocation is not None
+        check(address + bits // 8 <= allocation.base + max(allocation.size, 8))
+        return address
+
+    @modelled(0)
+    def cuLaunchHostFunc(self, hStream: Any, fn: Any, userData: Any) -> None:
+        stream = self._stream(hStream)
+        address, data = arguments.host_function(fn), arguments.host_pointer(userData)
+        check(address)
+        function = _HOST_FUNCTION(address)
+        timeline = self._machine.timeline
+        self._submit(stream, HostFunction(timeline, lambda: function(data or None)), "HOST")
+
+    # -- events ----------------------------------------------------------------------------------------------
+
+    def _event(self, event: Any) -> Event:
+        found: Event | None = self._machine.events.get(arguments.event(event))
+        if found is None:
+            raise Fault(Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)  # observed on H200 for a destroyed event
+        return found
+
+    @modelled(1)
+    def cuEventCreate(self, Flags: Any) -> Any:
+        flags = arguments.unsigned_int(Flags)
+        context = self._machine.current()
+        check(flags in _EVENT_FLAGS)
+        event = Event(self._machine.new_handle(), context, flags)
+        self._machine.events[event.handle] = event
+        return cuda.CUevent(event.handle)
+
+    @modelled(0)
+    def cuEventDestroy(self, hEvent: Any) -> None:
+        del self._machine.events[self._event(hEvent).handle]
+
+    @modelled(0)
+    def cuEventRecord(self, hEvent: Any, hStream: Any) -> None:
+        self._record_event(hEvent, hStream)
+
+    @modelled(0)
+    def cuEventRecordWithFlags(self, hEvent: Any, hStream: Any, flags: Any) -> None:
+        value = arguments.unsigned_int(flags)
+        check(value in (0, 1))
+        if value:
+            raise NotModelled("CU_EVENT_RECORD_EXTERNAL")
+        self._record_event(hEvent, hStream)
+
+    def _record_event(self, hEvent: Any, hStream: Any) -> None:
+        event, stream = self._event(hEvent), self._stream(hStream)
+        check(stream.context is event.context, Result.CUDA_ERROR_INVALID_HANDLE)
+        if self._machine.captures and self._captured(stream):
+            stream.capture.record(event, stream)
+        else:
+            event.record_in(stream)
+
+    @modelled(0)
+    def cuEventQuery(self, hEvent: Any) -> None:
+        event = self._event(hEvent)
+        self._not_captured(event)
+        self._unsafe_during_capture()
+        if not event.complete:
+            if not self._machine.timeline.seeded:
+                self._machine.timeline.pump()
+            check(event.complete, Result.CUDA_ERROR_NOT_READY)
+
+    @modelled(0)
+    def cuEventSynchronize(self, hEvent: Any) -> None:
+        event = self._event(hEvent)
+        self._not_captured(event)
+        self._unsafe_during_capture()
+        record = event.record
+        if record is not None:
+            self._machine.synchronize(record.clock, lambda: record.complete)
+            self._intact(record.stream)
+
+    @staticmethod
+    def _not_captured(event: Event) -> None:
+        if event.capture is not None:
+            event.capture.invalidate()
+            raise Fault(Result.CUDA_ERROR_CAPTURED_EVENT)
+
+    @modelled(1)
+    def cuEventElapsedTime(self, hStart: Any, hEnd: Any) -> float:
+        return self._elapsed(hStart, hEnd)
+
+    @modelled(1)
+    def cuEventElapsedTime_v2(self, hStart: Any, hEnd: Any) -> float:
+        return self._elapsed(hStart, hEnd)
+
+    def _elapsed(self, hStart: Any, hEnd: Any) -> float:
+        stamps: list[Stamp] = []
+        events = (self._event(hStart), self._event(hEnd))
+        for event in events:
+            check(
+                event.record is not None and not event.flags & _DISABLE_TIMING,
+                Result.CUDA_ERROR_INVALID_HANDLE,
+            )
+        for event in events:
+            assert event.record is not None
+            check(event.complete, Result.CUDA_ERROR_NOT_READY)
+            stamps.append(event.record.stamp)
+        return (stamps[1].when - stamps[0].when) * 1000

@@ -1,0 +1,109 @@
+"""The simulated driver: the calls of all areas over one machine, and the bindings' own names for the rest."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from streamalloc.driver.bindings import cuda
+
+from .calls.capture import CaptureCalls
+from .calls.contexts import ContextCalls
+from .calls.copies import CopyCalls
+from .calls.devices import DeviceCalls
+from .calls.plain import PlainMemoryCalls
+from .calls.pools import PoolCalls
+from .calls.streams import StreamCalls
+from .errors import NotModelled
+from .machine import Machine
+from .profiles import PROFILES
+
+
+class SimulatedDriver(DeviceCalls, ContextCalls, StreamCalls, PlainMemoryCalls, CopyCalls, PoolCalls, CaptureCalls):
+    """A simulated machine with the interface of ``cuda.bindings.driver``.
+
+    Enums, structs and handle classes are those of the bindings. A function of the bindings that is not
+    modelled raises :class:`NotImplementedError` when it is called.
+    """
+
+    is_simulated = True
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        # when nobody refers to the driver any more its mappings, files and thread go; not at interpreter
+        # exit, when the system takes all of them anyway
+        weakref.finalize(self, machine.close).atexit = False
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(cuda, name)
+        if name.startswith("cu") and callable(found) and not isinstance(found, type):
+            return _refuse(name)
+        return found
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(cuda)})
+
+    def __repr__(self) -> str:
+        machine = self._machine
+        count = len(machine.devices)
+        gib = machine.devices[0].bank.total / (1 << 30)
+        seeded = ", seeded" if machine.timeline.seeded else ""
+        cards = f"{count} x {machine.profile.name}, {gib:.4g} GiB each"
+        return f"<SimulatedDriver {machine.identity!r}: {cards}{seeded}>"
+
+
+# A call is there only where the bindings in use have it.
+for _area in SimulatedDriver.__mro__:
+    for _name in [name for name in vars(_area) if name.startswith("cu") and not hasattr(cuda, name)]:
+        delattr(_area, _name)
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+        raise NotModelled(name)
+
+    refuse.__name__ = refuse.__qualname__ = name
+    return refuse
+
+
+def simulated(
+    devices: int = 1,
+    memory: int | None = None,
+    profile: str = "h200",
+    multicast: bool | None = None,
+    fabric: bool | None = None,
+    seed: int | None = None,
+    name: str | None = None,
+) -> SimulatedDriver:
+    """A simulated machine, with the functions of ``cuda.bindings.driver``.
+
+    ``memory`` is what each device has, in bytes, all of it free; by default a device is like the profile's
+    card, where the driver keeps some for itself. ``multicast`` and ``fabric`` say whether devices support
+    these; by default multicast needs two devices, as on hardware. With ``seed`` no work runs in the calling
+    thread, and streams are delayed and interleaved by chance, in any order that CUDA allows. ``name`` (by
+    default the environment's STREAMALLOC_MACHINE) identifies the machine: machines of the same name, or made
+    by the same arguments where they have none, have devices with the same UUIDs.
+    """
+    if devices < 1:
+        raise ValueError(f"devices must be at least 1, got {devices}")
+    if profile not in PROFILES:
+        raise ValueError(f"profile must be one of {sorted(PROFILES)}, got {profile!r}")
+    if memory is not None and memory < 1:
+        raise ValueError(f"memory must be at least 1 byte, got {memory}")
+    many = devices > 1
+    identity = name or os.environ.get("STREAMALLOC_MACHINE")
+    if not identity:
+        identity = f"{profile} x{devices} memory={memory} multicast={multicast} fabric={fabric}"
+    return SimulatedDriver(
+        Machine(
+            PROFILES[profile],
+            devices,
+            memory,
+            many if multicast is None else multicast,
+            fabric,
+            seed,
+            identity,
+        )
+    )

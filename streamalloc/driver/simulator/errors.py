@@ -1,0 +1,30 @@
+"""How a simulated call fails: by raising the code that the caller then gets as the first value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from streamalloc.driver.bindings import cuda
+
+Result = cuda.CUresult
+
+
+class Fault(Exception):
+    """A driver call ends with this result code."""
+
+    def __init__(self, code: Any) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class NotModelled(NotImplementedError):
+    """The simulated driver does not know what the real one would do."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"not modelled: {what}")
+
+
+def check(condition: object, code: Any = Result.CUDA_ERROR_INVALID_VALUE) -> None:
+    """Fail with ``code`` unless ``condition`` holds."""
+    if not condition:
+        raise Fault(code)

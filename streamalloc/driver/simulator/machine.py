@@ -1,0 +1,456 @@
+"""The state of a simulated machine: devices, contexts, streams, events, allocations, pools."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import sys
+import threading
+import time
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+from .blocks import Block
+from .errors import Fault, Result, check
+from .heap import Heap
+from .memory import AddressMap, Bank, Reservation
+from .pool import PINNED, Place, Pool
+from .profiles import Profile
+from .timeline import Clock, Operation, Stream, Timeline, merge
+
+LEGACY_STREAM = 1
+PER_THREAD_STREAM = 2
+_DEVICE, _HOST, _HOST_NUMA = 1, 2, 3  # CUmemLocationType, the same in every version of the bindings
+
+_handles = itertools.count(0x5EED_0000_1000, 0x40)  # of all machines: a handle of one is never valid in another
+
+
+@dataclass(eq=False)
+class Device:
+    """One simulated card."""
+
+    ordinal: int
+    bank: Bank
+    uuid: bytes
+    attributes: dict[str, int]
+    heap: Heap
+    primary: Context = field(init=False)
+    graph_used: int = 0
+    graph_used_high: int = 0
+    graph_reserved: int = 0
+    graph_reserved_high: int = 0
+
+
+class Context:
+    """A context; ``alive`` comes and goes for a primary one."""
+
+    def __init__(self, machine: Machine, device: Device, primary: bool, flags: int) -> None:
+        self.machine = machine
+        self.device = device
+        self.primary = primary
+        self.flags = flags
+        self.handle = next(_handles)
+        self.alive = not primary
+        self.retained = 0
+        self.error: Any = None  # the code every later call fails with
+        self.peers: set[int] = set()
+        self.streams: dict[int, Stream] = {}  # by handle
+        self.retired: Clock = {}  # what destroyed streams did
+        self._legacy: Stream | None = None
+        self._per_thread: dict[int, Stream] = {}
+        self.id = machine.next_context_id()
+
+    @property
+    def legacy(self) -> Stream:
+        if self._legacy is None:
+            self._legacy = self._new_stream(LEGACY_STREAM, True, 0)
+            self._legacy.legacy = None
+            self._legacy.peers = []
+        return self._legacy
+
+    @property
+    def per_thread(self) -> Stream:
+        ident = threading.get_ident()
+        stream = self._per_thread.get(ident)
+        if stream is None:
+            stream = self._per_thread[ident] = self._new_stream(PER_THREAD_STREAM, True, 0)
+        return stream
+
+    def create_stream(self, blocking: bool, priority: int) -> Stream:
+        stream = self._new_stream(next(_handles), blocking, priority)
+        self.streams[stream.handle] = stream
+        self.machine.streams[stream.handle] = stream
+        return stream
+
+    def _new_stream(self, handle: int, blocking: bool, priority: int) -> Stream:
+        stream = Stream(self.machine.timeline, handle, self, blocking, priority)
+        if blocking and handle != LEGACY_STREAM:
+            stream.legacy = self.legacy
+            assert stream.legacy.peers is not None
+            stream.legacy.peers.append(stream)
+        return self.machine.timeline.adopt(stream)
+
+    def destroy_stream(self, stream: Stream) -> None:
+        """What it has queued still happens; the handle is gone."""
+        del self.streams[stream.handle], self.machine.streams[stream.handle]
+        self.retired[stream.id] = stream.seq
+        merge(self.retired, stream.clock)
+        if stream.legacy is not None and stream.legacy.peers is not None:
+            stream.legacy.catch_up()
+            if stream.queue:
+                # the legacy stream still comes after what is queued here
+                stream.legacy.submit(Operation(), ((stream, stream.seq),))
+            stream.legacy.peers.remove(stream)
+        self.machine.timeline.retire(stream)
+
+    def all_streams(self) -> list[Stream]:
+        default = [self._legacy] if self._legacy is not None else []
+        return [*default, *self._per_thread.values(), *self.streams.values()]
+
+    def clock(self) -> Clock:
+        """All that was ever submitted here."""
+        clock = dict(self.retired)
+        for stream in self.all_streams():
+            merge(clock, stream.clock)
+            clock[stream.id] = stream.seq
+        return clock
+
+    def close(self) -> None:
+        """The context is destroyed: its streams, events and plain memory go with it."""
+        self.alive = False
+        self.error = None
+        self.peers.clear()
+        for stream in list(self.streams.values()):
+            self.destroy_stream(stream)
+        for event in [e for e in self.machine.events.values() if e.context is self]:
+            del self.machine.events[event.handle]
+        for allocation in list(self.machine.allocations.at.values()):
+            if allocation.context is self and allocation.kind in ("device", "pinned", "registered"):
+                self.machine.discard(allocation)
+        self._legacy = None
+        self._per_thread.clear()
+
+
+class Stamp(Operation):
+    """Notes when an event happens."""
+
+    when = 0.0
+
+    def step(self) -> bool:
+        self.when = time.perf_counter()
+        return True
+
+
+@dataclass(eq=False)
+class Record:
+    """One recording of an event: where in which stream, and all that comes before it."""
+
+    stream: Stream
+    seq: int
+    clock: Clock
+    stamp: Stamp
+
+    @property
+    def complete(self) -> bool:
+        return self.stream.done >= self.seq
+
+
+@dataclass(eq=False)
+class Event:
+    """An event, and its latest recording: in a stream, or in a graph that is being captured."""
+
+    handle: int
+    context: Context
+    flags: int
+    record: Record | None = None
+    capture: Any = None
+    nodes: list[Any] = field(default_factory=list)  # what was captured before it
+
+    @property
+    def complete(self) -> bool:
+        return self.record is None or self.record.complete
+
+    def record_in(self, stream: Stream, after: tuple[tuple[Stream, int], ...] = (), known: Clock | None = None) -> None:
+        """Record after all that is in ``stream`` now, and after ``after``, which implies ``known``."""
+        stamp = Stamp()
+        seq = stream.submit(stamp, after)
+        clock = {**stream.clock, stream.id: seq}
+        merge(clock, known or {})
+        self.record = Record(stream, seq, clock, stamp)
+        self.capture = None
+        self.nodes = []
+
+
+@dataclass(eq=False)
+class Allocation:
+    """A live range of memory. ``kind``: device, pinned, registered, pool or graph."""
+
+    base: int
+    size: int
+    kind: str
+    device: int | None
+    context: Context | None
+    id: int
+    pool: Pool | None = None
+    block: Block | None = None
+    flags: int = 0
+    graph: Any = None
+
+    @property
+    def on_host(self) -> bool:
+        return self.device is None
+
+    @property
+    def known(self) -> bool:
+        """Whether the driver takes the address for its own; host pool memory if a device has access."""
+        return self.pool is None or self.pool.device is not None or self.pool.granted
+
+
+class Machine:
+    """Everything a simulated driver knows. One lock guards all of it."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        devices: int,
+        memory: int | None,
+        multicast: bool,
+        fabric: bool | None,
+        seed: int | None,
+        identity: str,
+    ) -> None:
+        self.profile = profile
+        self.identity = identity
+        self.fabric = fabric
+        self.lock = threading.RLock()
+        self.timeline = Timeline(self.lock, seed)
+        self.timeline.on_close = self._release
+        self.ready = False
+        self.forked = False
+        self.captures: list[Any] = []
+        self.arenas: AddressMap[Reservation] = AddressMap()
+        self.allocations: AddressMap[Allocation] = AddressMap()
+        self.contexts: dict[int, Context] = {}
+        self.streams: dict[int, Stream] = {}
+        self.events: dict[int, Event] = {}
+        self.pools: dict[int, Pool] = {}
+        self.graphs: dict[int, Any] = {}
+        self.graph_execs: dict[int, Any] = {}
+        self.graph_nodes: dict[int, Any] = {}
+        self.graph_memories: set[Any] = set()
+        self.capture_count = 0
+        self.default_pools: dict[tuple[int, int, int], Pool] = {}
+        self.current_pools: dict[tuple[int, int, int], Pool] = {}
+        self._thread = threading.local()
+        self._context_ids = itertools.count(1)
+        self._allocation_ids = itertools.count(1)
+        self.host_bank = Bank(profile.host_memory)
+        self.host_heap = Heap("pinned", self.host_bank, self.arenas, self.make_room)
+        self.devices = [self._device(ordinal, memory, multicast) for ordinal in range(devices)]
+        for device in self.devices:
+            device.primary = Context(self, device, primary=True, flags=0)
+            self.contexts[device.primary.handle] = device.primary
+        _machines.add(self)
+
+    def _device(self, ordinal: int, memory: int | None, multicast: bool) -> Device:
+        profile = self.profile
+        bank = Bank(profile.total_memory, profile.context_overhead) if memory is None else Bank(memory)
+        attributes = dict(profile.attributes)
+        attributes["MULTICAST_SUPPORTED"] = int(multicast)
+        if self.fabric is not None:
+            attributes["HANDLE_TYPE_FABRIC_SUPPORTED"] = int(self.fabric)
+        attributes["PCI_DEVICE_ID"] += ordinal
+        digest = hashlib.sha256(f"{self.identity}/{ordinal}".encode()).digest()[:16]
+        heap = Heap(f"device {ordinal}", bank, self.arenas, self.make_room)
+        return Device(ordinal, bank, digest, attributes, heap)
+
+    def new_handle(self) -> int:
+        return next(_handles)
+
+    def next_context_id(self) -> int:
+        return next(self._context_ids)
+
+    # -- life ------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give back everything; nothing may use the machine any more."""
+        if not self.forked and not sys.is_finalizing():
+            self.timeline.close()
+
+    def _release(self) -> None:
+        for pool in list(self.pools.values()):
+            pool.space.close()
+        for device in self.devices:
+            device.heap.close()
+        self.host_heap.close()
+        for memory in list(self.graph_memories):
+            memory.close()
+
+    def after_fork(self) -> None:
+        """In a child process: the driver cannot be used once it was initialised, as on hardware."""
+        if self.ready:
+            self.forked = True
+            self.ready = False
+        else:
+            self.lock = threading.RLock()
+            self.timeline = Timeline(self.lock, None)
+            self.timeline.on_close = self._release
+
+    # -- contexts --------------------------------------------------------------------------------------------
+
+    @property
+    def context_stack(self) -> list[Context]:
+        """The contexts of the calling thread, the current one last."""
+        try:
+            stack: list[Context] = self._thread.contexts
+        except AttributeError:
+            stack = self._thread.contexts = []
+        return stack
+
+    @property
+    def thread_capture_mode(self) -> int:
+        return getattr(self._thread, "capture_mode", 0)
+
+    @thread_capture_mode.setter
+    def thread_capture_mode(self, mode: int) -> None:
+        self._thread.capture_mode = mode
+
+    def current_or_none(self) -> Context | None:
+        stack = self.context_stack
+        return stack[-1] if stack else None
+
+    def current(self) -> Context:
+        """The calling thread's context; fails where there is none or it is broken."""
+        context = self.current_or_none()
+        if context is None:
+            raise Fault(Result.CUDA_ERROR_INVALID_CONTEXT)
+        if not context.alive:
+            raise Fault(Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
+        if context.error is not None:
+            raise Fault(context.error)
+        return context
+
+    # -- streams ---------------------------------------------------------------------------------------------
+
+    def stream(self, handle: int) -> Stream:
+        """The stream of a handle, the three special ones included."""
+        found = self.streams.get(handle)
+        if found is not None:
+            if found.context.error is not None:
+                raise Fault(found.context.error)
+            return found
+        if handle in (0, LEGACY_STREAM):
+            return self.current().legacy
+        if handle == PER_THREAD_STREAM:
+            return self.current().per_thread
+        raise Fault(Result.CUDA_ERROR_INVALID_CONTEXT)  # observed on H200 for a destroyed stream
+
+    def synchronize(self, clock: Clock, finished: Any) -> None:
+        """Wait until ``finished()``; then the host knows ``clock``, and pools give up what they may."""
+        if not finished():
+            self.timeline.wait(finished)
+        host = self.timeline.host
+        merge(host, clock)
+        for pool in list(self.pools.values()):
+            pool.settle(host)
+
+    def drain(self, device: int | None = None) -> None:
+        """Wait until no stream (of ``device``) has anything left to do, without telling the host's clock."""
+        goals = [
+            (stream, stream.seq)
+            for stream in self.timeline.streams.values()
+            if device is None or stream.context.device.ordinal == device
+        ]
+        self.timeline.wait(lambda: all(stream.done >= seq for stream, seq in goals))
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    def remember(
+        self,
+        base: int,
+        size: int,
+        kind: str,
+        device: int | None,
+        context: Context | None,
+        pool: Pool | None = None,
+        block: Block | None = None,
+        flags: int = 0,
+    ) -> Allocation:
+        allocation = Allocation(base, size, kind, device, context, next(self._allocation_ids), pool, block, flags)
+        self.allocations.add(allocation)
+        return allocation
+
+    def discard(self, allocation: Allocation) -> None:
+        """Forget plain or pinned memory and give it back at once."""
+        self.allocations.remove(allocation)
+        self.unallocate(allocation)
+
+    def unallocate(self, allocation: Allocation) -> None:
+        """Give back the memory of a plain or pinned allocation that is no longer known."""
+        if allocation.block is not None and allocation.pool is None:
+            heap = self.host_heap if allocation.device is None else self.devices[allocation.device].heap
+            heap.free(allocation.base, allocation.block)
+
+    def is_mapped(self, address: int, size: int) -> bool:
+        """False for simulated memory that is gone by now; true for memory that is not simulated."""
+        reservation = self.arenas.find(address)
+        return reservation is None or reservation.mapped.covers(address, address + size)
+
+    def make_room(self, bank: Bank, needed: int, asking: Pool | None = None) -> None:
+        """Take from other pools what they hold in reserve, until ``needed`` bytes are free (observed on
+        H200).
+        """
+        for pool in self.pools.values():
+            if bank.free >= needed:
+                return
+            if pool is not asking and pool.space.bank is bank:
+                pool.trim(0)
+
+    # -- pools -----------------------------------------------------------------------------------------------
+
+    def new_pool(
+        self,
+        place: Place,
+        allocation_type: int,
+        handle_types: int = 0,
+        max_size: int = 0,
+        implicit: bool = False,
+    ) -> Pool:
+        device = place.id if place.type == _DEVICE else None
+        pool = Pool(self, next(_handles), place, device, allocation_type, handle_types, max_size, implicit)
+        self.pools[pool.handle] = pool
+        return pool
+
+    def pool(self, handle: int) -> Pool:
+        found = self.pools.get(handle)
+        check(found is not None and not found.destroyed)
+        assert found is not None
+        return found
+
+    def pool_key(self, place: Place, allocation_type: int) -> tuple[int, int, int]:
+        """Places that share their default and current pool have the same key."""
+        return (place.type, 0 if place.type not in (_DEVICE, _HOST_NUMA) else place.id, allocation_type)
+
+    def default_pool(self, place: Place, allocation_type: int = PINNED) -> Pool:
+        key = self.pool_key(place, allocation_type)
+        pool = self.default_pools.get(key)
+        if pool is None:
+            pool = self.default_pools[key] = self.new_pool(Place(*key[:2]), allocation_type, implicit=True)
+        return pool
+
+    def current_pool(self, place: Place, allocation_type: int = PINNED) -> Pool:
+        pool = self.current_pools.get(self.pool_key(place, allocation_type))
+        return self.default_pool(place, allocation_type) if pool is None else pool
+
+
+_machines: weakref.WeakSet[Machine] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for machine in list(_machines):
+        machine.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

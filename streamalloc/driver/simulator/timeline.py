@@ -1,0 +1,335 @@
+"""When things happen: streams, their clocks, and the worker that carries their operations out.
+
+Every stream numbers its operations. What a stream is ordered after is kept as a vector clock: for each other
+stream the highest number that certainly comes first. The host has such a clock too, raised by synchronising
+calls only.
+
+An operation runs in the thread that submits it when nothing holds its stream; otherwise it is queued, and a
+daemon thread carries it out as soon as it may, whether or not the host makes further calls. All state here is
+guarded by one lock, ``Timeline.lock``, which a host function never holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+Clock = dict[int, int]
+"""Stream id -> sequence number."""
+
+POLL_SECONDS = 0.0003
+"""How often a memory word is read again while a stream waits for its value."""
+_IDLE_SECONDS = 1.0
+"""How long the worker stays around with nothing to do."""
+_NAP_SECONDS = 0.05
+"""A bound on waiting for what is announced anyway."""
+
+
+def merge(clock: Clock, other: Clock) -> None:
+    """Raise ``clock`` to all that ``other`` knows."""
+    for stream, seq in other.items():
+        if clock.get(stream, 0) < seq:
+            clock[stream] = seq
+
+
+class Operation:
+    """A piece of work in a stream. Subclasses say when it may start, and do it in one or several steps."""
+
+    heavy = False
+    """Too long for the thread that submits it: the worker does it, with turns for other streams."""
+    polled = False
+    """Whether it waits for something that nobody announces."""
+    seq = 0
+    after: tuple[tuple[Stream, int], ...] = ()
+    """Operations of other streams that come first."""
+
+    def held(self) -> bool:
+        """Whether something else than earlier operations keeps it from running."""
+        return False
+
+    def step(self) -> bool:
+        """Do some of the work; True when all is done."""
+        return True
+
+
+class Call(Operation):
+    """Work done in one step by a function."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function = function
+
+    def step(self) -> bool:
+        self._function()
+        return True
+
+
+class Until(Operation):
+    """Holds its stream until a condition comes true that only looking can tell."""
+
+    polled = True
+
+    def __init__(self, condition: Callable[[], bool]) -> None:
+        self._condition = condition
+
+    def held(self) -> bool:
+        return not self._condition()
+
+
+class HostFunction(Operation):
+    """Runs a function in a thread of its own, and holds its stream until it returns."""
+
+    def __init__(self, timeline: Timeline, function: Callable[[], object]) -> None:
+        self._timeline = timeline
+        self._function = function
+        self._state = "waiting"
+
+    def held(self) -> bool:
+        return self._state == "running"
+
+    def step(self) -> bool:
+        if self._state == "waiting":
+            self._state = "running"
+            threading.Thread(target=self._run, name="streamalloc host function", daemon=True).start()
+        return self._state == "returned"
+
+    def _run(self) -> None:
+        try:
+            self._function()
+        finally:
+            with self._timeline.lock:
+                self._state = "returned"
+                self._timeline.announce()
+
+
+class Stream:
+    """One queue of operations. ``context`` is the owner; the timeline itself does not look into it."""
+
+    def __init__(self, timeline: Timeline, handle: int, context: Any, blocking: bool, priority: int) -> None:
+        self.timeline = timeline
+        self.id = timeline.next_id()
+        self.handle = handle
+        self.context = context
+        self.blocking = blocking
+        self.priority = priority
+        self.legacy: Stream | None = None  # the legacy stream that a blocking one takes turns with
+        self.peers: list[Stream] | None = None  # of a legacy stream: the blocking streams of its context
+        self.queue: deque[Operation] = deque()
+        self.seq = 0
+        self.done = 0
+        self.clock: Clock = {}
+        self.capture: Any = None
+        self.destroyed = False
+
+    def __repr__(self) -> str:
+        return f"<Stream {self.id} {self.done}/{self.seq}>"
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is left to do, counting what the legacy stream implies."""
+        if self.done < self.seq:
+            return False
+        return self.peers is None or all(peer.done >= peer.seq for peer in self.peers)
+
+    def now(self) -> Clock:
+        """What is ordered before anything submitted from now on."""
+        self.catch_up()
+        clock = dict(self.clock)
+        clock[self.id] = self.seq
+        return clock
+
+    def catch_up(self) -> tuple[tuple[Stream, int], ...]:
+        """Take in the order that the legacy stream implies; returns what is not done yet of it."""
+        if self.peers is not None:
+            others: Iterable[Stream] = self.peers
+        elif self.legacy is not None:
+            others = (self.legacy,)
+        else:
+            return ()
+        pending = []
+        clock = self.clock
+        for other in others:
+            if clock.get(other.id, 0) < other.seq:
+                merge(clock, other.clock)
+                clock[other.id] = other.seq
+            if other.done < other.seq:
+                pending.append((other, other.seq))
+        return tuple(pending)
+
+    def submit(self, operation: Operation, after: tuple[tuple[Stream, int], ...] = ()) -> int:
+        """Put an operation at the end of the stream, after ``after`` too; it may run before this returns."""
+        after += self.catch_up()
+        if after:
+            after = tuple((other, seq) for other, seq in after if other.done < seq and other is not self)
+        self.seq += 1
+        at_once = not (self.queue or after or operation.heavy or self.timeline.seeded)
+        if at_once and not operation.held() and operation.step():
+            self.done = self.seq
+            return self.seq
+        operation.seq = self.seq
+        operation.after = after
+        self.queue.append(operation)
+        self.timeline.hold(self)
+        return self.seq
+
+
+class Timeline:
+    """All streams of a machine, the host's clock, and the worker."""
+
+    def __init__(self, lock: threading.RLock, seed: int | None) -> None:
+        self.lock = lock
+        self.host: Clock = {}
+        self.on_close: Callable[[], None] | None = None
+        self.closed = False
+        self._changed = threading.Condition(lock)
+        self._waiters = 0
+        self._busy: dict[int, Stream] = {}
+        self.streams: dict[int, Stream] = {}
+        self._last_id = 0
+        self._worker: threading.Thread | None = None
+        self._random = None if seed is None else random.Random(seed)
+
+    @property
+    def seeded(self) -> bool:
+        return self._random is not None
+
+    def next_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
+
+    def adopt(self, stream: Stream) -> Stream:
+        """Register a stream."""
+        self.streams[stream.id] = stream
+        return stream
+
+    def executed(self, stream: int) -> int:
+        """How far a stream has come; a stream that is gone has done everything."""
+        found = self.streams.get(stream)
+        return 1 << 62 if found is None else found.done
+
+    def retire(self, stream: Stream) -> None:
+        """Forget a destroyed stream as soon as it has nothing left to do."""
+        stream.destroyed = True
+        if not stream.queue:
+            self.streams.pop(stream.id, None)
+
+    # -- progress --------------------------------------------------------------------------------------------
+
+    def hold(self, stream: Stream) -> None:
+        """``stream`` has work that could not be done at once."""
+        self._busy[stream.id] = stream
+        if self._worker is None and not self.closed:
+            # the thread knows the timeline only, so that it does not keep the driver alive
+            worker = threading.Thread(target=self._work, name="streamalloc simulated device", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no new threads while the interpreter exits
+                worker.start()
+                self._worker = worker
+        else:
+            self._changed.notify_all()
+
+    def announce(self) -> None:
+        """Something happened that the worker or a waiting thread may wait for."""
+        self._changed.notify_all()
+
+    def pump(self, heavy: bool = False) -> bool:
+        """Run what may run now. True if anything did."""
+        progress = False
+        again = True
+        while again:
+            again = False
+            for stream in list(self._busy.values()):
+                if self._advance(stream, heavy):
+                    progress = again = True
+            again = again and not heavy
+        if progress and self._waiters:
+            self._changed.notify_all()
+        return progress
+
+    def _advance(self, stream: Stream, heavy: bool) -> bool:
+        progress = False
+        queue = stream.queue
+        while queue:
+            operation = queue[0]
+            if not self._may_run(operation) or (operation.heavy and not heavy):
+                break
+            if not operation.step():
+                progress = progress or operation.heavy
+                break
+            queue.popleft()
+            stream.done = operation.seq
+            progress = True
+            if operation.heavy or self._random is not None:
+                break
+        if not queue:
+            self._busy.pop(stream.id, None)
+            if stream.destroyed:
+                self.streams.pop(stream.id, None)
+        return progress
+
+    @staticmethod
+    def _may_run(operation: Operation) -> bool:
+        return all(other.done >= seq for other, seq in operation.after) and not operation.held()
+
+    def _work(self) -> None:
+        quiet_since = time.monotonic()
+        with self.lock:
+            while not self.closed:
+                progress = self.pump(heavy=True) if self._random is None else self._gamble(self._random)
+                if progress:
+                    quiet_since = time.monotonic()
+                    # let go for a moment: other threads want the lock too
+                    self._changed.wait(0.00002)
+                elif any(stream.queue and stream.queue[0].polled for stream in self._busy.values()):
+                    self._changed.wait(POLL_SECONDS)
+                elif self._busy:
+                    self._changed.wait(_NAP_SECONDS if self._random is None else POLL_SECONDS)
+                elif time.monotonic() - quiet_since > _IDLE_SECONDS:
+                    break
+                else:
+                    self._changed.wait(_IDLE_SECONDS)
+            self._worker = None
+            if self.closed and self.on_close is not None:
+                self.on_close()
+
+    def _gamble(self, dice: random.Random) -> bool:
+        """One operation of a stream chosen by chance, or none for a while: any of it is a legal order."""
+        ready = [s for _, s in sorted(self._busy.items()) if s.queue and self._may_run(s.queue[0])]
+        if not ready:
+            return False
+        if dice.random() < 0.3:
+            self._changed.wait(dice.random() * 0.001)
+            return False
+        progress = self._advance(dice.choice(ready), heavy=True)
+        if progress and self._waiters:
+            self._changed.notify_all()
+        return progress
+
+    def wait(self, finished: Callable[[], bool]) -> None:
+        """Block the calling thread, with the lock released, until ``finished()``."""
+        self._waiters += 1
+        try:
+            while not finished():
+                if self.closed:
+                    return
+                if self._random is None and self.pump():
+                    continue
+                polled = any(stream.queue and stream.queue[0].polled for stream in self._busy.values())
+                self._changed.wait(POLL_SECONDS if polled else _NAP_SECONDS)
+        finally:
+            self._waiters -= 1
+
+    def close(self) -> None:
+        """Stop; ``on_close`` is called once no operation can run any more."""
+        with self.lock:
+            if self.closed:
+                return
+            self.closed = True
+            if self._worker is None:
+                if self.on_close is not None:
+                    self.on_close()
+            else:
+                self._changed.notify_all()

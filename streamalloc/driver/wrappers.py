@@ -1,0 +1,261 @@
+"""Drivers around a driver: they pass calls on, and record them, check them, or make them fail. They stack.
+
+Each wrapper is made of one *observer*, an object with ``call(name, function, args)``; what it wraps is only looked up
+once per function. What is not a driver function (the enum and struct classes) comes straight from the wrapped driver.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from streamalloc.driver.bindings import cuda
+from streamalloc.driver.protocol import Driver
+
+__all__ = ["Call", "DriverMisuseError", "checked", "faulty", "traced"]
+
+Function = Callable[..., tuple[Any, ...]]
+
+
+class _Wrapper:
+    """The common part of all wrappers: every driver function goes through :meth:`_observe`."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._wrapped: Any = driver
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        target = getattr(self._wrapped, name)
+        # Capital letters after "cu" tell a function (cuMemAlloc) from the module's other names (cuuint64_t, CUstream).
+        if not (name.startswith("cu") and name[2:3].isupper()):
+            return target
+
+        def function(*args: Any, **named: Any) -> tuple[Any, ...]:
+            # Arguments are observed by position; whoever names them does so in the order of the signature.
+            return self._observe(name, target, (*args, *named.values()))
+
+        function.__name__ = name
+        setattr(self, name, function)
+        return function
+
+    def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__.strip('_').lower()} {self._wrapped!r}>"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a driver function, with its arguments and its whole answer (``CUresult`` first)."""
+
+    name: str
+    args: tuple[Any, ...]
+    answer: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        result, *values = self.answer
+        shown = ", ".join(_plain(value) for value in values)
+        arguments = ", ".join(_plain(arg) for arg in self.args)
+        return f"{self.name}({arguments}) -> {_plain(result)} {shown}".rstrip()
+
+
+def _plain(value: Any) -> str:
+    """An enum member by its name, a handle by its number, anything else by its repr."""
+    if hasattr(value, "name"):
+        return str(value.name)
+    if type(value).__module__.startswith("cuda.") and hasattr(value, "__int__"):
+        return f"{type(value).__name__}({int(value):#x})"
+    return repr(value)
+
+
+class _Traced(_Wrapper):
+    def __init__(self, driver: Driver, to: TextIO | None) -> None:
+        super().__init__(driver)
+        self.calls: list[Call] = []
+        self._to = to
+
+    def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        answer = function(*args)
+        call = Call(name, args, answer)
+        self.calls.append(call)
+        if self._to is not None:
+            print(call, file=self._to)
+        return answer
+
+
+def traced(driver: Driver, to: TextIO | None = None) -> Any:
+    """A driver that records each call in its list ``calls``, and prints it to ``to`` where that is given."""
+    return _Traced(driver, to)
+
+
+class DriverMisuseError(AssertionError):
+    """Found by :func:`checked`: something released twice or never, or a call that broke the return convention."""
+
+
+# What makes and what ends each kind of resource. A maker's handle is the first value of its answer; an ender's is its
+# first argument.
+_MAKERS = {
+    "cuMemAlloc": "device memory",
+    "cuMemAllocAsync": "pool allocation",
+    "cuMemAllocFromPoolAsync": "pool allocation",
+    "cuMemHostAlloc": "pinned memory",
+    "cuMemPoolCreate": "pool",
+    "cuStreamCreate": "stream",
+    "cuStreamCreateWithPriority": "stream",
+    "cuEventCreate": "event",
+    "cuStreamEndCapture": "graph",
+    "cuGraphInstantiate": "executable graph",
+    "cuMemCreate": "physical memory",
+    "cuMemAddressReserve": "address range",
+}
+_ENDERS = {
+    "cuMemFree": ("device memory", "pool allocation"),
+    "cuMemFreeAsync": ("pool allocation", "device memory"),
+    "cuMemFreeHost": ("pinned memory",),
+    "cuMemPoolDestroy": ("pool",),
+    "cuStreamDestroy": ("stream",),
+    "cuEventDestroy": ("event",),
+    "cuGraphDestroy": ("graph",),
+    "cuGraphExecDestroy": ("executable graph",),
+    "cuMemRelease": ("physical memory",),
+    "cuMemAddressFree": ("address range",),
+}
+
+
+class _Checked(_Wrapper):
+    def __init__(self, driver: Driver) -> None:
+        super().__init__(driver)
+        self._lock = threading.Lock()
+        self._live: Counter[tuple[str, int]] = Counter()
+        self._graph_memory: set[int] = set()
+
+    def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        handle = int(args[0] or 0) if name in _ENDERS and args else 0
+        if handle and handle not in self._graph_memory:
+            kinds = _ENDERS[name]
+            with self._lock:
+                if not any(self._live[kind, handle] for kind in kinds):
+                    raise DriverMisuseError(f"{name}({handle:#x}): no live {' or '.join(kinds)} has this handle")
+        capturing = name in ("cuMemAllocAsync", "cuMemAllocFromPoolAsync") and self._captures(args[-1])
+        answer = function(*args)
+        if not isinstance(answer, tuple) or not answer or not isinstance(answer[0], cuda.CUresult):
+            raise DriverMisuseError(f"{name} answered {answer!r}, not a tuple that starts with a CUresult")
+        if not answer[0]:
+            with self._lock:
+                self._count(name, handle, answer, capturing)
+        return answer
+
+    def _captures(self, stream: Any) -> bool:
+        answer = self._wrapped.cuStreamIsCapturing(stream)
+        return not answer[0] and int(answer[1]) != 0
+
+    def _count(self, name: str, handle: int, answer: tuple[Any, ...], capturing: bool) -> None:
+        if name in _MAKERS and int(answer[1]):
+            if capturing:
+                self._graph_memory.add(int(answer[1]))
+            else:
+                # An address may be handed out again once a graph that owned it is gone.
+                self._graph_memory.discard(int(answer[1]))
+                self._live[_MAKERS[name], int(answer[1])] += 1
+        elif handle:
+            for kind in _ENDERS[name]:
+                if self._live[kind, handle]:
+                    self._live[kind, handle] -= 1
+                    break
+
+    def outstanding(self) -> dict[str, list[int]]:
+        """What was made through this driver and not released, by kind: driver handles or addresses."""
+        with self._lock:
+            live: dict[str, list[int]] = {}
+            for (kind, handle), count in sorted(self._live.items()):
+                if count > 0:
+                    live.setdefault(kind, []).append(handle)
+            return live
+
+    def assert_nothing_left(self, besides: Iterable[str] = ()) -> None:
+        """Raise :class:`DriverMisuseError` if anything is outstanding, except of the kinds in ``besides``."""
+        left = {kind: handles for kind, handles in self.outstanding().items() if kind not in set(besides)}
+        if left:
+            shown = "; ".join(f"{len(handles)} {kind}" for kind, handles in left.items())
+            raise DriverMisuseError(f"not released: {shown} ({left})")
+
+
+def checked(driver: Driver) -> Any:
+    """A driver that keeps account of what is made and released.
+
+    A release of something that is not live raises :class:`DriverMisuseError` before the driver is reached;
+    ``outstanding()`` lists what was not released and ``assert_nothing_left()`` raises where that is not nothing.
+    Memory that a capture makes belongs to its graph and is not counted.
+    """
+    return _Checked(driver)
+
+
+class _Faulty(_Wrapper):
+    def __init__(self, driver: Driver, call: str | int, nth: int, times: int, result: str) -> None:
+        super().__init__(driver)
+        self._target = call
+        self._first = nth
+        self._times = times
+        self._result = getattr(cuda.CUresult, result)
+        self.seen: list[str] = []
+        self.failed: list[str] = []
+
+    def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        self.seen.append(name)
+        matching = len(self.seen) if isinstance(self._target, int) else self.seen.count(self._target)
+        first = self._target if isinstance(self._target, int) else self._first
+        hit = isinstance(self._target, int) or name == self._target
+        if hit and first <= matching < first + self._times:
+            self.failed.append(name)
+            return (self._result, *(None for _ in range(_VALUES.get(name, _guess_values(name)))))
+        return function(*args)
+
+
+# How many values follow the CUresult where it is not what the name suggests (makers and getters: one, others: none).
+_VALUES = {
+    "cuMemGetInfo": 2,
+    "cuMemGetAddressRange": 2,
+    "cuGraphGetNodes": 2,
+    "cuCtxGetStreamPriorityRange": 2,
+    "cuDevicePrimaryCtxGetState": 2,
+    "cuMemAllocPitch": 2,
+    "cuCtxPopCurrent": 1,
+    "cuDevicePrimaryCtxRetain": 1,
+    "cuDeviceTotalMem": 1,
+    "cuDeviceCanAccessPeer": 1,
+    "cuStreamIsCapturing": 1,
+    "cuStreamEndCapture": 1,
+    "cuGraphInstantiate": 1,
+    "cuEventElapsedTime": 1,
+}
+
+
+def _guess_values(name: str) -> int:
+    return 1 if name in _MAKERS or "Get" in name or "Retain" in name or "Import" in name else 0
+
+
+def faulty(
+    driver: Driver, call: str | int, nth: int = 1, times: int = 1, result: str = "CUDA_ERROR_OUT_OF_MEMORY"
+) -> Any:
+    """A driver that refuses some calls without passing them on.
+
+    Parameters
+    ----------
+    call
+        The name of the function that fails, or a number n: the n-th call of any function.
+    nth
+        For a name: the first of its calls that fails (1 is the next one).
+    times
+        How many calls fail from there on.
+    result
+        The ``CUresult`` that they answer.
+
+    The wrapper's lists ``seen`` and ``failed`` name all calls and those that were refused, so that a sweep can stop
+    when a run no longer reaches the fault.
+    """
+    return _Faulty(driver, call, nth, times, result)

@@ -1,0 +1,230 @@
+"""One exception class for each kind of failure, and the one place where a driver's answer becomes an exception.
+
+The driver answers every call with a ``CUresult``. :func:`error_from` turns one that is not ``CUDA_SUCCESS`` into the
+class that :data:`_KINDS` names for it. Arguments that break a documented rule raise ``TypeError`` or ``ValueError``
+before the driver is reached and have no class here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "CaptureError",
+    "ClosedError",
+    "CudaError",
+    "DeviceLostError",
+    "InvalidContextError",
+    "InvalidDeviceError",
+    "InvalidHandleError",
+    "InvalidValueError",
+    "NotInitializedError",
+    "NotPermittedError",
+    "NotReadyError",
+    "NotSupportedError",
+    "OutOfMemoryError",
+    "PeerAccessError",
+    "PendingFreesWarning",
+    "error_from",
+]
+
+
+class CudaError(RuntimeError):
+    """A driver call answered something else than ``CUDA_SUCCESS``.
+
+    Attributes
+    ----------
+    name
+        The driver's name of the answer, such as ``"CUDA_ERROR_INVALID_VALUE"``.
+    code
+        Its number.
+    call
+        The driver function that answered it.
+    hint
+        The usual cause and its remedy, or the empty string.
+    """
+
+    def __init__(self, name: str, code: int, call: str, hint: str = "") -> None:
+        super().__init__(name, code, call, hint)
+        self.name = name
+        self.code = code
+        self.call = call
+        self.hint = hint
+
+    def __str__(self) -> str:
+        text = f"{self.call} answered {self.name} ({self.code})"
+        return f"{text}: {self.hint}" if self.hint else text
+
+
+class InvalidValueError(CudaError, ValueError):
+    """The driver refused an argument (``CUDA_ERROR_INVALID_VALUE``)."""
+
+
+class InvalidHandleError(CudaError):
+    """A stream, event or other handle is not valid here (``CUDA_ERROR_INVALID_HANDLE``)."""
+
+
+class InvalidDeviceError(CudaError, ValueError):
+    """No such device, or one that cannot do this (``CUDA_ERROR_INVALID_DEVICE``)."""
+
+
+class InvalidContextError(CudaError):
+    """No context is current, or it was destroyed."""
+
+
+class NotInitializedError(CudaError):
+    """``cuInit`` has not run in this process."""
+
+
+class NotReadyError(CudaError):
+    """Work that the call needs has not finished (``CUDA_ERROR_NOT_READY``)."""
+
+
+class NotSupportedError(CudaError):
+    """The device, the driver or the bindings cannot do this; the message says what is needed and what was found."""
+
+
+class NotPermittedError(CudaError):
+    """The operating system or the driver's security model forbids it (``CUDA_ERROR_NOT_PERMITTED``)."""
+
+
+class PeerAccessError(CudaError):
+    """One device cannot reach another's memory."""
+
+
+class CaptureError(CudaError):
+    """The call does not fit the stream capture that is under way."""
+
+
+class DeviceLostError(CudaError):
+    """Earlier work failed on the device (an illegal address, a launch failure); its context can no longer be used."""
+
+
+class OutOfMemoryError(CudaError, MemoryError):
+    """An allocation found no memory (``CUDA_ERROR_OUT_OF_MEMORY``).
+
+    All figures are bytes as they were right after the failure; a figure that could not be read is None.
+
+    Attributes
+    ----------
+    requested
+        What was asked for.
+    used, reserved
+        What the pool had handed out, and what it held of the device's memory. A pool that fails to grow keeps what
+        it got while trying, so ``reserved`` may be larger than before the call; trimming gives it back.
+    limit
+        The pool's maximum size, None where it has none.
+    free, total
+        The memory of the device as ``cuMemGetInfo`` gives it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        code: int,
+        call: str,
+        hint: str = "",
+        *,
+        requested: int | None = None,
+        used: int | None = None,
+        reserved: int | None = None,
+        limit: int | None = None,
+        free: int | None = None,
+        total: int | None = None,
+    ) -> None:
+        super().__init__(name, code, call, hint)
+        self.requested = requested
+        self.used = used
+        self.reserved = reserved
+        self.limit = limit
+        self.free = free
+        self.total = total
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self._figures())
+
+    def _figures(self) -> dict[str, int | None]:
+        return {name: getattr(self, name) for name in ("requested", "used", "reserved", "limit", "free", "total")}
+
+    def __str__(self) -> str:
+        known = {name: value for name, value in self._figures().items() if value is not None}
+        if not known:
+            return super().__str__()
+        figures = ", ".join(f"{name} {value:,}" for name, value in known.items())
+        return f"{super().__str__()} [bytes: {figures}]"
+
+
+def _rebuild(kind: type[OutOfMemoryError], args: tuple[Any, ...], figures: dict[str, int | None]) -> OutOfMemoryError:
+    error = kind(*args)
+    vars(error).update(figures)
+    return error
+
+
+class ClosedError(RuntimeError):
+    """A buffer was used after it was freed, or a pool, stream, event or graph after it was closed."""
+
+
+class PendingFreesWarning(RuntimeWarning):
+    """A trim gave back less than it could have: frees were still pending, as no synchronisation had observed them."""
+
+
+# The kind of each answer; what is not named here is a plain CudaError.
+_KINDS: dict[str, type[CudaError]] = {
+    "CUDA_ERROR_INVALID_VALUE": InvalidValueError,
+    "CUDA_ERROR_OUT_OF_MEMORY": OutOfMemoryError,
+    "CUDA_ERROR_NOT_INITIALIZED": NotInitializedError,
+    "CUDA_ERROR_DEINITIALIZED": NotInitializedError,
+    "CUDA_ERROR_INVALID_DEVICE": InvalidDeviceError,
+    "CUDA_ERROR_NO_DEVICE": InvalidDeviceError,
+    "CUDA_ERROR_INVALID_CONTEXT": InvalidContextError,
+    "CUDA_ERROR_CONTEXT_IS_DESTROYED": InvalidContextError,
+    "CUDA_ERROR_INVALID_HANDLE": InvalidHandleError,
+    "CUDA_ERROR_NOT_READY": NotReadyError,
+    "CUDA_ERROR_NOT_SUPPORTED": NotSupportedError,
+    "CUDA_ERROR_NOT_PERMITTED": NotPermittedError,
+    "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": PeerAccessError,
+    "CUDA_ERROR_PEER_ACCESS_NOT_ENABLED": PeerAccessError,
+    "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED": PeerAccessError,
+    "CUDA_ERROR_ILLEGAL_STATE": CaptureError,
+    "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": CaptureError,
+    "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED": CaptureError,
+    "CUDA_ERROR_STREAM_CAPTURE_MERGE": CaptureError,
+    "CUDA_ERROR_STREAM_CAPTURE_UNMATCHED": CaptureError,
+    "CUDA_ERROR_STREAM_CAPTURE_UNJOINED": CaptureError,
+    "CUDA_ERROR_STREAM_CAPTURE_ISOLATION": CaptureError,
+    "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT": CaptureError,
+    "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD": CaptureError,
+    "CUDA_ERROR_CAPTURED_EVENT": CaptureError,
+    "CUDA_ERROR_ILLEGAL_ADDRESS": DeviceLostError,
+    "CUDA_ERROR_LAUNCH_FAILED": DeviceLostError,
+    "CUDA_ERROR_MISALIGNED_ADDRESS": DeviceLostError,
+    "CUDA_ERROR_ECC_UNCORRECTABLE": DeviceLostError,
+}
+
+# The usual cause of an answer, whatever the call; calls with a cause of their own pass a hint.
+_HINTS = {
+    "CUDA_ERROR_NOT_INITIALIZED": "make a Device first; a forked child cannot use its parent's CUDA",
+    "CUDA_ERROR_CONTEXT_IS_DESTROYED": "the device's primary context was released or reset by other code",
+    "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": (
+        "this call is not allowed while a stream of this thread captures, and the capture is now invalid; "
+        "capture with mode='relaxed' to allow calls that do not touch the captured streams"
+    ),
+    "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED": "an earlier call broke the capture; end it and begin again",
+    "CUDA_ERROR_STREAM_CAPTURE_UNJOINED": "a stream that joined the capture by an event was not joined back to it",
+    "CUDA_ERROR_ILLEGAL_ADDRESS": "earlier work used memory that was freed or not accessible; restart the process",
+}
+
+
+def error_from(result: Any, call: str, hint: str = "", **figures: int | None) -> CudaError:
+    """The exception for a ``CUresult`` that is not success.
+
+    ``figures`` are passed on to :class:`OutOfMemoryError` and must be empty for any other answer.
+    """
+    name = str(getattr(result, "name", result))
+    kind = _KINDS.get(name, CudaError)
+    return kind(name, int(result), call, hint or _HINTS.get(name, ""), **figures)
+
+
+def unsupported(call: str, needed: str, found: str) -> NotSupportedError:
+    """The error for something that this driver or these bindings are too old for."""
+    return NotSupportedError("CUDA_ERROR_NOT_SUPPORTED", 801, call, f"needs {needed}, found {found}")

@@ -1,0 +1,1 @@
+"""The tests of streamalloc; ``pytest --driver=simulated`` (the default) or ``--driver=cuda``."""

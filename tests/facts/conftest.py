@@ -1,0 +1,18 @@
+"""The fixture of the fact tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from .support import Rig
+
+
+@pytest.fixture
+def rig(raw: Any) -> Iterator[Rig]:
+    """The driver under test, with what a test needs to make things on it and have them undone."""
+    rig = Rig(raw)
+    yield rig
+    rig.close()

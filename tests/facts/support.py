@@ -1,0 +1,364 @@
+"""Shorthand for facts about the driver: ``said`` and ``value`` read an answer, a :class:`Rig` makes things.
+
+Every fact in this folder is a reading from an NVIDIA H200 (from two of one host where two are named), driver
+580.159 of CUDA 13.0, cuda-bindings 13.3.1. A test states it in raw driver calls, once, for every driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+MiB = 1 << 20
+UINT64_MAX = (1 << 64) - 1
+
+# Members of CUmemLocationType by value: the name of the first differs between versions of the bindings.
+NOWHERE, DEVICE, HOST, HOST_NUMA, HOST_NUMA_CURRENT = range(5)
+# Members of CUmemAllocationType; the bindings know managed since 13.0.
+PINNED, MANAGED = 1, 2
+# Members of CUmemAllocationHandleType, and a combination of two that its enum cannot name.
+NO_HANDLE, POSIX_FD, WIN32, WIN32_KMT, FABRIC = 0, 1, 2, 4, 8
+# Members of CUmemAccess_flags.
+NO_ACCESS, READ, READWRITE = 0, 1, 3
+# Flags of cuStreamCreate and cuEventCreate.
+BLOCKING, NON_BLOCKING = 0, 1
+TIMED, UNTIMED = 0, 2
+# The null stream, which is the legacy one, as the calls take it.
+LEGACY = 0
+
+Answer = tuple[Any, ...]
+
+
+def said(answer: Answer) -> str:
+    """The result code of an answer, without the prefix: ``SUCCESS``, ``INVALID_VALUE``, ``NOT_READY``."""
+    name: str = answer[0].name
+    return name.removeprefix("CUDA_").removeprefix("ERROR_")
+
+
+def value(answer: Answer) -> Any:
+    """What a successful call answered: nothing, one value, or a tuple of them."""
+    assert said(answer) == "SUCCESS", answer
+    if len(answer) == 1:
+        return None
+    return answer[1] if len(answer) == 2 else answer[1:]
+
+
+class Stats(NamedTuple):
+    """The four counters of a pool, or of a device's graph memory, in bytes."""
+
+    reserved: int
+    reserved_high: int
+    used: int
+    used_high: int
+
+
+class Gate:
+    """A word of pinned host memory that holds streams until the host opens it."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self.address = int(rig.pinned(64))
+        self._word = ctypes.c_uint32.from_address(self.address)
+        self._asked = 0
+
+    def hold(self, stream: Any) -> None:
+        """Make the stream wait here until the gate is opened the next time."""
+        self._asked += 1
+        value(self._rig.raw.cuStreamWaitValue32(stream, self.address, self._asked, 0))
+
+    def open(self) -> None:
+        self._word.value = self._asked
+
+    @property
+    def is_open(self) -> bool:
+        return self._word.value == self._asked
+
+    @contextlib.contextmanager
+    def opening_after(self, seconds: float) -> Iterator[None]:
+        """Have another thread open the gate, for calls that may wait on a held stream."""
+        timer = threading.Timer(seconds, self.open)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+            self.open()
+
+
+class Rig:
+    """The driver under test with one context current, and the undo of all that a test makes through it."""
+
+    def __init__(self, raw: Any) -> None:
+        self.raw = raw
+        self.context = value(raw.cuCtxGetCurrent())
+        self._contexts = [self.context]
+        self._gates: list[Gate] = []
+        self._captured: list[Any] = []
+        self._addresses: dict[int, None] = {}
+        self._owned: list[tuple[Any, Callable[[], object]]] = []
+
+    # --- what a test makes
+
+    def own(self, handle: Any, destroy: Callable[[Any], object]) -> Any:
+        """Have something destroyed at the end of the test; what that call answers is not looked at."""
+        self._owned.append((handle, lambda: destroy(handle)))
+        return handle
+
+    def disown(self, handle: Any) -> Any:
+        """Leave the destruction to the test: some handles, destroyed twice, end the process on hardware."""
+        self._owned = [owned for owned in self._owned if owned[0] is not handle]
+        self._captured = [stream for stream in self._captured if stream is not handle]
+        return handle
+
+    def stream(self, flags: int = NON_BLOCKING) -> Any:
+        return self.own_stream(self.raw.cuStreamCreate(flags))
+
+    def own_stream(self, answer: Answer) -> Any:
+        return self.own(value(answer), self.raw.cuStreamDestroy)
+
+    @property
+    def per_thread(self) -> Any:
+        """The default stream of this thread."""
+        return self.raw.CUstream(2)
+
+    def event(self, flags: int = UNTIMED) -> Any:
+        return self.own(value(self.raw.cuEventCreate(flags)), self.raw.cuEventDestroy)
+
+    def gate(self) -> Gate:
+        gate = Gate(self)
+        self._gates.append(gate)
+        return gate
+
+    def device_context(self, device: int) -> Any:
+        """The device's primary context, retained for the length of the test and made current."""
+        context = value(self.raw.cuDevicePrimaryCtxRetain(device))
+        self._contexts.append(context)
+        self.own(context, lambda _: self.raw.cuDevicePrimaryCtxRelease(device))
+        self.use(context)
+        return context
+
+    def use(self, context: Any) -> None:
+        value(self.raw.cuCtxSetCurrent(context))
+
+    def pool(
+        self,
+        threshold: int | None = None,
+        policies: str = "111",
+        **props: int,
+    ) -> Any:
+        """A new pool; ``policies`` has a digit for each of REUSE_POLICIES."""
+        pool = value(self.create_pool(**props))
+        for name, digit in zip(REUSE_POLICIES, policies, strict=True):
+            value(self.raw.cuMemPoolSetAttribute(pool, self.pool_attribute(name), int(digit)))
+        if threshold is not None:
+            self.set_threshold(pool, threshold)
+        return pool
+
+    def create_pool(self, **props: int) -> Answer:
+        answer: Answer = self.raw.cuMemPoolCreate(self.pool_props(**props))
+        if said(answer) == "SUCCESS":
+            self.own(answer[1], self.raw.cuMemPoolDestroy)
+        return answer
+
+    def pool_props(
+        self,
+        location: int = DEVICE,
+        id: int = 0,
+        allocation_type: int = PINNED,
+        handle_types: int = NO_HANDLE,
+        max_size: int = 0,
+        usage: int = 0,
+    ) -> Any:
+        props = self.raw.CUmemPoolProps()
+        props.allocType = self.raw.CUmemAllocationType(allocation_type)
+        props.location = self.location(location, id)
+        props.maxSize = max_size
+        props.usage = usage
+        # The enum has no member for a combination of handle types: written where the struct keeps the field.
+        ctypes.c_int.from_address(int(props.getPtr()) + 4).value = handle_types
+        return props
+
+    def location(self, kind: int, id: int = 0) -> Any:
+        location = self.raw.CUmemLocation()
+        location.type = self.raw.CUmemLocationType(kind)
+        location.id = id
+        return location
+
+    def access(self, kind: int, id: int, flags: int) -> Any:
+        descriptor = self.raw.CUmemAccessDesc()
+        descriptor.location = self.location(kind, id)
+        descriptor.flags = self.raw.CUmemAccess_flags(flags)
+        return descriptor
+
+    def grant(self, pool: Any, *wanted: tuple[int, int, int]) -> str:
+        """What cuMemPoolSetAccess says to these (location, id, flags)."""
+        descriptors = [self.access(*one) for one in wanted]
+        return said(self.raw.cuMemPoolSetAccess(pool, descriptors, len(descriptors)))
+
+    def access_flags(self, pool: Any, kind: int, id: int = 0) -> int:
+        return int(value(self.raw.cuMemPoolGetAccess(pool, self.location(kind, id))))
+
+    def allocate(self, pool: Any, size: int, stream: Any) -> Any:
+        return value(self.try_allocate(pool, size, stream))
+
+    def try_allocate(self, pool: Any, size: int, stream: Any) -> Answer:
+        return self.keep(self.raw.cuMemAllocFromPoolAsync(size, pool, stream))
+
+    def keep(self, answer: Answer) -> Answer:
+        """Free what a stream-ordered allocation answered, unless the test has done so by its end."""
+        if said(answer) == "SUCCESS" and int(answer[1]):
+            self._addresses[int(answer[1])] = None
+        return answer
+
+    def free(self, pointer: Any, stream: Any) -> None:
+        value(self.raw.cuMemFreeAsync(pointer, stream))
+
+    def plain(self, size: int) -> Any:
+        return self.own(value(self.raw.cuMemAlloc(size)), self.raw.cuMemFree)
+
+    def pinned(self, size: int) -> Any:
+        pointer = self.own(value(self.raw.cuMemHostAlloc(size, 0)), self.raw.cuMemFreeHost)
+        ctypes.memset(int(pointer), 0, size)
+        return pointer
+
+    # --- what a test reads
+
+    def pool_attribute(self, name: str) -> Any:
+        return getattr(self.raw.CUmemPool_attribute, f"CU_MEMPOOL_ATTR_{name}")
+
+    def get(self, pool: Any, name: str) -> int:
+        return int(value(self.raw.cuMemPoolGetAttribute(pool, self.pool_attribute(name))))
+
+    def set_threshold(self, pool: Any, size: int) -> None:
+        attribute = self.pool_attribute("RELEASE_THRESHOLD")
+        value(self.raw.cuMemPoolSetAttribute(pool, attribute, self.raw.cuuint64_t(size)))
+
+    def stats(self, pool: Any) -> Stats:
+        return Stats(*(self.get(pool, name) for name in COUNTERS))
+
+    def reserved(self, pool: Any) -> int:
+        return self.get(pool, "RESERVED_MEM_CURRENT")
+
+    def used(self, pool: Any) -> int:
+        return self.get(pool, "USED_MEM_CURRENT")
+
+    def device_free(self) -> int:
+        """Free memory of the current device."""
+        return int(value(self.raw.cuMemGetInfo())[0])
+
+    def query(self, stream: Any) -> str:
+        return said(self.raw.cuStreamQuery(stream))
+
+    def held(self, stream: Any) -> bool:
+        """Whether the stream has work that does not execute, looked at after a moment in which it could."""
+        time.sleep(0.005)
+        return self.query(stream) == "NOT_READY"
+
+    def executed(self, stream: Any, within: float = 5.0) -> bool:
+        """Whether all work of the stream executes within a time; looking is no synchronisation."""
+        end = time.monotonic() + within
+        while self.query(stream) == "NOT_READY":
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.0005)
+        return self.query(stream) == "SUCCESS"
+
+    def synchronize(self) -> None:
+        value(self.raw.cuCtxSynchronize())
+
+    def read(self, pointer: Any, size: int) -> list[int]:
+        """The bytes at a device address, copied once the current context has done its work."""
+        self.synchronize()
+        bytes_: npt.NDArray[np.uint8] = np.zeros(size, np.uint8)
+        value(self.raw.cuMemcpyDtoH(bytes_, pointer, size))
+        return [int(byte) for byte in bytes_]
+
+    # --- graphs
+
+    def begin_capture(self, stream: Any, mode: int = 0) -> None:
+        value(self.raw.cuStreamBeginCapture(stream, self.raw.CUstreamCaptureMode(mode)))
+        self._captured.append(stream)
+
+    def capture_status(self, stream: Any) -> str:
+        status: str = value(self.raw.cuStreamIsCapturing(stream)).name
+        return status.removeprefix("CU_STREAM_CAPTURE_STATUS_")
+
+    def end_capture(self, stream: Any) -> Answer:
+        answer: Answer = self.raw.cuStreamEndCapture(stream)
+        if said(answer) == "SUCCESS":
+            self.own(answer[1], self.raw.cuGraphDestroy)
+        return answer
+
+    def instantiate(self, graph: Any, flags: int = 0) -> Any:
+        return self.own(value(self.raw.cuGraphInstantiate(graph, flags)), self.raw.cuGraphExecDestroy)
+
+    def graph_memory(self, device: int = 0) -> Stats:
+        attributes = (getattr(self.raw.CUgraphMem_attribute, f"CU_GRAPH_MEM_ATTR_{name}") for name in COUNTERS)
+        return Stats(*(int(value(self.raw.cuDeviceGetGraphMemAttribute(device, one))) for one in attributes))
+
+    def forget_graph_memory(self, device: int = 0) -> None:
+        """Give back what graphs have reserved before, and start the peaks anew."""
+        value(self.raw.cuDeviceGraphMemTrim(device))
+        for name in ("USED_MEM_HIGH", "RESERVED_MEM_HIGH"):
+            attribute = getattr(self.raw.CUgraphMem_attribute, f"CU_GRAPH_MEM_ATTR_{name}")
+            value(self.raw.cuDeviceSetGraphMemAttribute(device, attribute, self.raw.cuuint64_t(0)))
+
+    # --- the end
+
+    def close(self) -> None:
+        """Open every gate, let all work end, free and destroy what the test made, newest first."""
+        for gate in self._gates:
+            gate.open()
+        self.use(self.context)
+        for stream in self._captured:
+            if self.capture_status(stream) != "NONE":
+                self.end_capture(stream)
+        self._synchronize_all()
+        for address in self._addresses:
+            self.raw.cuMemFreeAsync(address, LEGACY)
+        self._synchronize_all()
+        for _, destroy in reversed(self._owned):
+            destroy()
+
+    def _synchronize_all(self) -> None:
+        for context in reversed(self._contexts):
+            self.use(context)
+            self.raw.cuCtxSynchronize()
+
+
+REUSE_POLICIES = (
+    "REUSE_FOLLOW_EVENT_DEPENDENCIES",
+    "REUSE_ALLOW_OPPORTUNISTIC",
+    "REUSE_ALLOW_INTERNAL_DEPENDENCIES",
+)
+COUNTERS = ("RESERVED_MEM_CURRENT", "RESERVED_MEM_HIGH", "USED_MEM_CURRENT", "USED_MEM_HIGH")
+
+
+def in_new_thread(call: Callable[[], None]) -> None:
+    """Run the call in a thread of its own, so without a current context; what it raises is raised here."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
+
+
+def offsets(pointers: Sequence[Any]) -> list[int]:
+    """Where each pointer lies behind the first."""
+    return [int(pointer) - int(pointers[0]) for pointer in pointers]

@@ -1,0 +1,196 @@
+"""Stream capture: what may be called while a stream captures, and what ends the capture."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from .support import LEGACY, UINT64_MAX, Answer, MiB, Rig, said, value
+
+GLOBAL, THREAD_LOCAL, RELAXED = range(3)
+
+
+@dataclasses.dataclass
+class Scene:
+    """A stream to capture, another one, and things to use while it captures."""
+
+    rig: Rig
+    raw: Any
+    stream: Any
+    other: Any
+    pool: Any
+    plain: Any  # 4096 bytes
+    event: Any
+
+
+@pytest.fixture
+def scene(rig: Rig) -> Scene:
+    scene = Scene(rig, rig.raw, rig.stream(), rig.stream(), rig.pool(UINT64_MAX), rig.plain(4096), rig.event())
+    rig.allocate(scene.pool, 64, scene.other)
+    rig.synchronize()
+    return scene
+
+
+def kept(scene: Scene, answer: Answer, destroy: str) -> Answer:
+    """The answer of a call that makes something, which is destroyed at the end."""
+    if said(answer) == "SUCCESS":
+        scene.rig.own(answer[1], getattr(scene.raw, destroy))
+    return answer
+
+
+def then(scene: Scene, query: str) -> Answer:
+    """Record the event in the capture, then ask for it."""
+    value(scene.raw.cuEventRecord(scene.event, scene.stream))
+    answer: Answer = getattr(scene.raw, query)(scene.event)
+    return answer
+
+
+Call = Callable[[Scene], Answer]
+
+# What each call says in any mode; the capture goes on after SUCCESS and OUT_OF_MEMORY and is invalid after others.
+ANY_MODE: dict[str, tuple[str, Call]] = {
+    "synchronize the capturing stream": (
+        "STREAM_CAPTURE_UNSUPPORTED",
+        lambda s: s.raw.cuStreamSynchronize(s.stream),
+    ),
+    "query the capturing stream": ("STREAM_CAPTURE_UNSUPPORTED", lambda s: s.raw.cuStreamQuery(s.stream)),
+    "synchronize the context": ("STREAM_CAPTURE_UNSUPPORTED", lambda s: s.raw.cuCtxSynchronize()),
+    "query a captured event": ("CAPTURED_EVENT", lambda s: then(s, "cuEventQuery")),
+    "synchronize a captured event": ("CAPTURED_EVENT", lambda s: then(s, "cuEventSynchronize")),
+    "copy to host": ("SUCCESS", lambda s: s.raw.cuMemcpyDtoH(np.zeros(4, np.uint8), s.plain, 4)),
+    "fill on the legacy stream": ("SUCCESS", lambda s: s.raw.cuMemsetD8Async(s.plain, 1, 4, LEGACY)),
+    "copy from pageable memory": (
+        "SUCCESS",
+        lambda s: s.raw.cuMemcpyHtoDAsync(s.plain, np.zeros(4, np.uint8), 4, s.stream),
+    ),
+    "copy to pageable memory": (
+        "SUCCESS",
+        lambda s: s.raw.cuMemcpyDtoHAsync(np.zeros(4, np.uint8), s.plain, 4, s.stream),
+    ),
+    "wait for a word": ("SUCCESS", lambda s: s.raw.cuStreamWaitValue32(s.stream, int(s.plain), 0, 0)),
+    "create a stream": ("SUCCESS", lambda s: kept(s, s.raw.cuStreamCreate(1), "cuStreamDestroy")),
+    "create an event": ("SUCCESS", lambda s: kept(s, s.raw.cuEventCreate(2), "cuEventDestroy")),
+    "record an event": ("SUCCESS", lambda s: s.raw.cuEventRecord(s.event, s.stream)),
+    "free nothing": ("SUCCESS", lambda s: s.raw.cuMemFreeAsync(0, s.stream)),
+    "allocate no bytes": ("SUCCESS", lambda s: s.raw.cuMemAllocAsync(0, s.stream)),
+    "allocate too much": ("OUT_OF_MEMORY", lambda s: s.raw.cuMemAllocAsync(1 << 50, s.stream)),
+    "fill past the end": ("SUCCESS", lambda s: s.raw.cuMemsetD8Async(s.plain, 1, 64 * MiB, s.stream)),
+    "memory info": ("SUCCESS", lambda s: s.raw.cuMemGetInfo()),
+}
+
+# Calls that only the relaxed mode allows; the other two say STREAM_CAPTURE_UNSUPPORTED.
+RELAXED_MODE: dict[str, Call] = {
+    "allocate plain memory": lambda s: kept(s, s.raw.cuMemAlloc(64), "cuMemFree"),
+    "allocate pinned memory": lambda s: kept(s, s.raw.cuMemHostAlloc(64, 0), "cuMemFreeHost"),
+    "synchronize another stream": lambda s: s.raw.cuStreamSynchronize(s.other),
+    "query another stream": lambda s: s.raw.cuStreamQuery(s.other),
+    "query an event": lambda s: s.raw.cuEventQuery(s.event),
+    "create a pool": lambda s: s.rig.create_pool(),
+    "trim a pool": lambda s: s.raw.cuMemPoolTrimTo(s.pool, 0),
+    "allocate on another stream": lambda s: s.rig.try_allocate(s.pool, 64, s.other),
+}
+
+modes = pytest.mark.parametrize("mode", [GLOBAL, THREAD_LOCAL, RELAXED], ids=["global", "thread", "relaxed"])
+
+
+def check(scene: Scene, mode: int, call: Call, expected: str) -> None:
+    rig = scene.rig
+    rig.begin_capture(scene.stream, mode)
+    assert said(call(scene)) == expected
+    goes_on = expected in ("SUCCESS", "OUT_OF_MEMORY")
+    assert rig.capture_status(scene.stream) == ("ACTIVE" if goes_on else "INVALIDATED")
+    end = rig.end_capture(scene.stream)
+    assert said(end) == ("SUCCESS" if goes_on else "STREAM_CAPTURE_INVALIDATED")
+
+
+@modes
+@pytest.mark.parametrize("name", ANY_MODE)
+def test_call(scene: Scene, name: str, mode: int) -> None:
+    expected, call = ANY_MODE[name]
+    check(scene, mode, call, expected)
+
+
+@modes
+@pytest.mark.parametrize("name", RELAXED_MODE)
+def test_call_that_needs_the_relaxed_mode(scene: Scene, name: str, mode: int) -> None:
+    expected = "SUCCESS" if mode == RELAXED else "STREAM_CAPTURE_UNSUPPORTED"
+    check(scene, mode, RELAXED_MODE[name], expected)
+
+
+def test_free_plain_memory_in_relaxed_mode(scene: Scene) -> None:
+    pointer = scene.rig.plain(4)
+    check(scene, RELAXED, lambda s: s.raw.cuMemFree(pointer), "SUCCESS")
+
+
+def read_attribute(scene: Scene) -> Answer:
+    attribute = scene.rig.pool_attribute("RESERVED_MEM_CURRENT")
+    answer: Answer = scene.raw.cuMemPoolGetAttribute(scene.pool, attribute)
+    return answer
+
+
+@pytest.mark.parametrize(("mode", "expected"), [(GLOBAL, "STREAM_CAPTURE_UNSUPPORTED"), (RELAXED, "SUCCESS")])
+def test_pool_attribute(scene: Scene, mode: int, expected: str) -> None:
+    check(scene, mode, read_attribute, expected)
+
+
+def test_begin_twice(scene: Scene) -> None:
+    rig, mode = scene.rig, scene.raw.CUstreamCaptureMode
+    rig.begin_capture(scene.stream, RELAXED)
+    assert said(scene.raw.cuStreamBeginCapture(scene.stream, mode(GLOBAL))) == "ILLEGAL_STATE"
+    assert rig.capture_status(scene.stream) == "ACTIVE"
+
+
+def test_capture_info(scene: Scene) -> None:
+    scene.rig.begin_capture(scene.stream, RELAXED)
+    status, id, graph, dependencies, *_ = value(scene.raw.cuStreamGetCaptureInfo(scene.stream))
+    assert status.name == "CU_STREAM_CAPTURE_STATUS_ACTIVE"
+    assert int(id) > 0
+    assert int(graph) != 0
+    assert list(dependencies) == []
+
+
+def test_status_of_a_stream_that_does_not_capture(scene: Scene) -> None:
+    assert scene.rig.capture_status(scene.stream) == "NONE"
+
+
+def test_calls_after_the_capture_became_invalid(scene: Scene) -> None:
+    raw, rig, stream = scene.raw, scene.rig, scene.stream
+    foreign = rig.allocate(scene.pool, 64, scene.other)
+    rig.begin_capture(stream, GLOBAL)
+    pointer = value(raw.cuMemAllocAsync(4 * MiB, stream))
+    assert said(read_attribute(scene)) == "STREAM_CAPTURE_UNSUPPORTED"
+    invalid = "STREAM_CAPTURE_INVALIDATED"
+    assert said(raw.cuMemsetD8Async(pointer, 7, 4 * MiB, stream)) == invalid
+    assert said(raw.cuStreamQuery(scene.other)) == "STREAM_CAPTURE_UNSUPPORTED"
+    for address in (foreign, int(pointer) + 512, scene.plain, pointer):
+        assert said(raw.cuMemFreeAsync(address, stream)) == invalid
+    assert rig.capture_status(stream) == "INVALIDATED"
+    assert said(raw.cuStreamEndCapture(stream)) == invalid
+
+
+class TestTwoStreams:
+    def test_not_joined(self, scene: Scene) -> None:
+        raw, rig = scene.raw, scene.rig
+        rig.begin_capture(scene.stream)
+        pointer = value(raw.cuMemAllocAsync(MiB, scene.stream))
+        value(raw.cuEventRecord(scene.event, scene.stream))
+        assert said(raw.cuStreamWaitEvent(scene.other, scene.event, 0)) == "SUCCESS"
+        assert rig.capture_status(scene.other) == "ACTIVE"
+        assert said(raw.cuMemsetD8Async(pointer, 5, MiB, scene.other)) == "SUCCESS"
+        assert said(raw.cuStreamEndCapture(scene.stream)) == "STREAM_CAPTURE_UNJOINED"
+        assert rig.capture_status(scene.other) == "NONE"
+        assert rig.capture_status(scene.stream) == "NONE"
+
+    def test_ended_on_the_wrong_stream(self, scene: Scene) -> None:
+        raw, rig, event = scene.raw, scene.rig, scene.rig.event()
+        rig.begin_capture(scene.stream)
+        pointer = value(raw.cuMemAllocAsync(MiB, scene.stream))
+        value(raw.cuEventRecord(scene.event, scene.stream))
+        value(raw.cuStreamWaitEvent(scene.other, scene.event, 0))
+        value(raw.cuMemsetD8Async(pointer, 5, MiB, scene.other))
+        assert said(raw.cuStreamEndCapture(scene.other)) == "STREAM_CAPTURE_UNMATCHED"
+        assert said(raw.cuEventRecord(event, scene.other)) == "STREAM_CAPTURE_INVALIDATED"

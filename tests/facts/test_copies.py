@@ -1,0 +1,278 @@
+"""Fills and copies: what they check at the call, and when they read and write host memory."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from .support import BLOCKING, DEVICE, HOST, HOST_NUMA, READWRITE, UINT64_MAX, Answer, MiB, Rig, said, value
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclasses.dataclass
+class Memory:
+    """Memory of every kind, with a stream to use it on."""
+
+    rig: Rig
+    raw: Any
+    stream: Any
+    small: Any  # 1 byte of device memory
+    five: Any  # 5 MiB of device memory
+    three: Any  # 3 MiB and 1 byte of device memory
+    pool: Any  # 1000 bytes of a pool on the device
+    host_pool: Any  # 4096 bytes of a host pool, which no device may access
+    numa_pool: Any
+    pinned: Any  # 4096 bytes
+    pageable: Bytes
+
+
+@pytest.fixture
+def memory(rig: Rig) -> Memory:
+    stream = rig.stream()
+    memory = Memory(
+        rig=rig,
+        raw=rig.raw,
+        stream=stream,
+        small=rig.plain(1),
+        five=rig.plain(5 * MiB),
+        three=rig.plain(3 * MiB + 1),
+        pool=rig.allocate(rig.pool(UINT64_MAX), 1000, stream),
+        host_pool=rig.allocate(rig.pool(UINT64_MAX, location=HOST), 4096, stream),
+        numa_pool=rig.allocate(rig.pool(UINT64_MAX, location=HOST_NUMA), 4096, stream),
+        pinned=rig.pinned(4096),
+        pageable=np.zeros(1 << 16, np.uint8),
+    )
+    value(rig.raw.cuStreamSynchronize(stream))
+    return memory
+
+
+CALLS: dict[str, tuple[str, Callable[[Memory], Answer]]] = {
+    # Fills
+    "fill no bytes": ("SUCCESS", lambda m: m.raw.cuMemsetD8(m.small, 1, 0)),
+    "fill no bytes of nothing": ("SUCCESS", lambda m: m.raw.cuMemsetD8Async(0, 0, 0, m.stream)),
+    "fill past the end of a small allocation": (
+        "INVALID_VALUE",
+        lambda m: m.raw.cuMemsetD8Async(m.small, 1, 4 * MiB, m.stream),
+    ),
+    "fill one byte past the end": (
+        "INVALID_VALUE",
+        lambda m: m.raw.cuMemsetD8Async(m.five, 1, 5 * MiB + 1, m.stream),
+    ),
+    "fill past the requested bytes in a pool": (
+        "INVALID_VALUE",
+        lambda m: m.raw.cuMemsetD8Async(m.pool, 1, 1024, m.stream),
+    ),
+    "fill past the end of a pool": (
+        "INVALID_VALUE",
+        lambda m: m.raw.cuMemsetD8Async(m.pool, 1, 64 * MiB, m.stream),
+    ),
+    "fill of a pool": ("SUCCESS", lambda m: m.raw.cuMemsetD8Async(m.pool, 1, 1000, m.stream)),
+    "fill 16 bits misaligned": (
+        "INVALID_VALUE",
+        lambda m: m.raw.cuMemsetD16Async(int(m.five) + 1, 1, 4, m.stream),
+    ),
+    "fill 32 bits misaligned": (
+        "INVALID_VALUE",
+        lambda m: m.raw.cuMemsetD32Async(int(m.five) + 2, 1, 4, m.stream),
+    ),
+    "fill 32 bits": ("SUCCESS", lambda m: m.raw.cuMemsetD32Async(m.five, 0xDEADBEEF, 4, m.stream)),
+    "fill pinned": ("SUCCESS", lambda m: m.raw.cuMemsetD8Async(int(m.pinned), 1, 64, m.stream)),
+    "fill pageable": (
+        "INVALID_VALUE",
+        lambda m: m.raw.cuMemsetD8Async(m.pageable.ctypes.data, 1, 64, m.stream),
+    ),
+    "fill host pool": ("INVALID_VALUE", lambda m: m.raw.cuMemsetD8Async(m.host_pool, 7, 1000, m.stream)),
+    "fill host NUMA pool": ("INVALID_VALUE", lambda m: m.raw.cuMemsetD8Async(m.numa_pool, 7, 1000, m.stream)),
+    # Copies on the device
+    "copy no bytes of nothing": ("SUCCESS", lambda m: m.raw.cuMemcpyDtoDAsync(0, 0, 0, m.stream)),
+    "copy to nothing": ("INVALID_VALUE", lambda m: m.raw.cuMemcpyDtoDAsync(0, m.small, 4, m.stream)),
+    "copy past the end of the target": (
+        "INVALID_VALUE",
+        lambda m: m.raw.cuMemcpyDtoDAsync(m.small, m.five, 3 * MiB, m.stream),
+    ),
+    "copy past the end of the source": (
+        "INVALID_VALUE",
+        lambda m: m.raw.cuMemcpyDtoDAsync(m.five, m.three, 5 * MiB, m.stream),
+    ),
+    "copy between overlapping ranges": (
+        "SUCCESS",
+        lambda m: m.raw.cuMemcpyDtoDAsync(int(m.five) + 4, m.five, 64, m.stream),
+    ),
+    "copy on the device from pageable": (
+        "INVALID_VALUE",
+        lambda m: m.raw.cuMemcpyDtoDAsync(m.five, m.pageable.ctypes.data, 64, m.stream),
+    ),
+    "copy on the device from host pool": (
+        "INVALID_VALUE",
+        lambda m: m.raw.cuMemcpyDtoDAsync(m.five, m.host_pool, 64, m.stream),
+    ),
+    # Copies of any kind
+    "copy of any kind from pageable": (
+        "SUCCESS",
+        lambda m: m.raw.cuMemcpyAsync(m.five, m.pageable.ctypes.data, 64, m.stream),
+    ),
+    "copy of any kind from host pool": (
+        "SUCCESS",
+        lambda m: m.raw.cuMemcpyAsync(m.five, m.host_pool, 64, m.stream),
+    ),
+    "copy of any kind to host pool": (
+        "SUCCESS",
+        lambda m: m.raw.cuMemcpyAsync(m.host_pool, m.five, 64, m.stream),
+    ),
+    # Copies between host and device
+    "copy to host whose target is on the device": (
+        "SUCCESS",
+        lambda m: m.raw.cuMemcpyDtoHAsync(int(m.five), m.three, 64, m.stream),
+    ),
+    "copy to device whose source is on the device": (
+        "SUCCESS",
+        lambda m: m.raw.cuMemcpyHtoDAsync(m.five, int(m.three), 64, m.stream),
+    ),
+    "copy to host from what is no device memory": (
+        "INVALID_VALUE",
+        lambda m: m.raw.cuMemcpyDtoHAsync(m.pageable, 12345678, 4, m.stream),
+    ),
+    "copy to device past the end of pinned": (
+        "INVALID_VALUE",
+        lambda m: m.raw.cuMemcpyHtoDAsync(m.five, int(m.pinned) + 4000, 200, m.stream),
+    ),
+    "copy to device past the end in host pool": (
+        "SUCCESS",
+        lambda m: m.raw.cuMemcpyHtoDAsync(m.five, int(m.host_pool) + 4000, 200, m.stream),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_call(memory: Memory, name: str) -> None:
+    expected, call = CALLS[name]
+    assert said(call(memory)) == expected
+    assert said(memory.raw.cuStreamSynchronize(memory.stream)) == "SUCCESS"
+
+
+def test_fill_32_bits_writes_little_endian(memory: Memory) -> None:
+    value(memory.raw.cuMemsetD32Async(memory.five, 0xDEADBEEF, 2, memory.stream))
+    assert memory.rig.read(memory.five, 8) == [0xEF, 0xBE, 0xAD, 0xDE] * 2
+
+
+class TestBuffers:
+    """What the bindings take for a host address."""
+
+    def test_bytes_to_the_device(self, memory: Memory) -> None:
+        value(memory.raw.cuMemcpyHtoD(memory.five, b"abcd", 4))
+        assert bytes(memory.rig.read(memory.five, 4)) == b"abcd"
+
+    def test_an_array_both_ways(self, memory: Memory) -> None:
+        memory.pageable[:64] = np.arange(64)
+        value(memory.raw.cuMemcpyHtoD(memory.five, memory.pageable, 64))
+        back = np.zeros(64, np.uint8)
+        value(memory.raw.cuMemcpyDtoH(back, memory.five, 64))
+        assert back.tolist() == list(range(64))
+
+    def test_a_bytearray_from_the_device(self, memory: Memory) -> None:
+        value(memory.raw.cuMemcpyHtoD(memory.five, b"abcd", 4))
+        back = bytearray(4)
+        value(memory.raw.cuMemcpyDtoH(back, memory.five, 4))
+        assert back == b"abcd"
+
+    def test_an_array_that_numpy_calls_read_only_is_written(self, memory: Memory) -> None:
+        value(memory.raw.cuMemcpyHtoD(memory.five, b"abcd", 4))
+        back = np.zeros(4, np.uint8)
+        back.flags.writeable = False
+        assert said(memory.raw.cuMemcpyDtoH(back, memory.five, 4)) == "SUCCESS"
+        assert back.tobytes() == b"abcd"
+
+
+class TestPageableMemory:
+    @pytest.mark.parametrize("size", [1024, 65536, 65537, 1 << 20])
+    def test_is_read_at_the_call(self, memory: Memory, size: int) -> None:
+        gate, buffer = memory.rig.gate(), np.full(size, 1, np.uint8)
+        gate.hold(memory.stream)
+        with gate.opening_after(5):
+            value(memory.raw.cuMemcpyHtoDAsync(memory.five, buffer, size, memory.stream))
+            assert not gate.is_open
+        buffer[:] = 2
+        assert set(memory.rig.read(memory.five, size)) == {1}
+
+    @pytest.mark.parametrize("size", [1024, 65536, 65537, 1 << 20])
+    def test_is_written_by_the_end_of_the_call(self, memory: Memory, size: int) -> None:
+        gate, buffer = memory.rig.gate(), np.zeros(size, np.uint8)
+        gate.hold(memory.stream)
+        value(memory.raw.cuMemsetD8Async(memory.five, 3, size, memory.stream))
+        with gate.opening_after(0.05):
+            value(memory.raw.cuMemcpyDtoHAsync(buffer, memory.five, size, memory.stream))
+            assert gate.is_open
+            assert set(buffer.tolist()) == {3}
+
+
+def read_at_execution(memory: Memory, pointer: int) -> bool:
+    """Whether a copy from host memory behind a gate sees what the host wrote after the call."""
+    gate = memory.rig.gate()
+    ctypes.memset(pointer, 2, 4096)
+    gate.hold(memory.stream)
+    with gate.opening_after(5):
+        value(memory.raw.cuMemcpyHtoDAsync(memory.five, pointer, 4096, memory.stream))
+        assert not gate.is_open
+        ctypes.memset(pointer, 9, 4096)
+        gate.open()
+    return memory.rig.read(memory.five, 4096) == [9] * 4096
+
+
+def writing_waits(memory: Memory, pointer: int) -> bool:
+    """Whether a copy to host memory behind a gate returns only after it has been done."""
+    gate = memory.rig.gate()
+    gate.hold(memory.stream)
+    with gate.opening_after(0.2):
+        value(memory.raw.cuMemcpyDtoHAsync(pointer, memory.five, 4096, memory.stream))
+        return gate.is_open
+
+
+class TestHostMemoryByKind:
+    def test_pinned_memory_is_used_at_execution(self, memory: Memory) -> None:
+        assert read_at_execution(memory, int(memory.pinned))
+        assert not writing_waits(memory, int(memory.pinned))
+
+    def test_memory_of_a_host_pool_without_a_grant_is_used_at_the_call(self, memory: Memory) -> None:
+        assert not read_at_execution(memory, int(memory.host_pool))
+        assert writing_waits(memory, int(memory.host_pool))
+
+    def test_memory_of_a_host_pool_with_a_grant_is_used_at_execution(self, memory: Memory) -> None:
+        rig = memory.rig
+        pool = rig.pool(location=HOST)
+        assert rig.grant(pool, (DEVICE, 0, READWRITE)) == "SUCCESS"
+        pointer = int(rig.allocate(pool, 4096, memory.stream))
+        value(memory.raw.cuStreamSynchronize(memory.stream))
+        assert read_at_execution(memory, pointer)
+        assert not writing_waits(memory, pointer)
+
+
+class TestSynchronousCalls:
+    """The calls without a stream: work of the legacy stream."""
+
+    def test_copy_to_host_does_not_wait_for_a_non_blocking_stream(self, memory: Memory) -> None:
+        gate = memory.rig.gate()
+        gate.hold(memory.stream)
+        with gate.opening_after(5):
+            value(memory.raw.cuMemcpyDtoH(np.zeros(64, np.uint8), memory.three, 64))
+            assert not gate.is_open
+
+    def test_copy_to_host_waits_for_a_blocking_stream(self, memory: Memory) -> None:
+        gate, stream = memory.rig.gate(), memory.rig.stream(BLOCKING)
+        gate.hold(stream)
+        with gate.opening_after(0.05):
+            value(memory.raw.cuMemcpyDtoH(np.zeros(64, np.uint8), memory.three, 64))
+            assert gate.is_open
+
+    def test_fill_does_not_wait(self, memory: Memory) -> None:
+        gate, stream = memory.rig.gate(), memory.rig.stream(BLOCKING)
+        gate.hold(stream)
+        with gate.opening_after(5):
+            value(memory.raw.cuMemsetD8(memory.three, 1, 64))
+            assert not gate.is_open

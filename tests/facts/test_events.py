@@ -1,0 +1,86 @@
+"""Events: creation, what their queries say, and elapsed time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from .support import BLOCKING, TIMED, Rig, said, value
+
+
+@pytest.mark.parametrize("flags", [0, 1, 2, 3, 6, 7])
+def test_flags(rig: Rig, flags: int) -> None:
+    assert int(rig.event(flags)) != 0
+
+
+@pytest.mark.parametrize("flags", [4, 8, 99])
+def test_flags_that_are_refused(raw: Any, flags: int) -> None:
+    # 4 is interprocess, which has to come with 2, no timing.
+    assert said(raw.cuEventCreate(flags)) == "INVALID_VALUE"
+
+
+def test_never_recorded(rig: Rig) -> None:
+    event = rig.event()
+    assert said(rig.raw.cuEventQuery(event)) == "SUCCESS"
+    assert said(rig.raw.cuEventSynchronize(event)) == "SUCCESS"
+
+
+def test_recorded_behind_a_gate(rig: Rig) -> None:
+    stream, event, gate = rig.stream(), rig.event(), rig.gate()
+    gate.hold(stream)
+    assert said(rig.raw.cuEventRecord(event, stream)) == "SUCCESS"
+    assert said(rig.raw.cuEventQuery(event)) == "NOT_READY"
+    gate.open()
+    assert said(rig.raw.cuStreamSynchronize(stream)) == "SUCCESS"
+    assert said(rig.raw.cuEventQuery(event)) == "SUCCESS"
+
+
+def test_synchronize_waits(rig: Rig) -> None:
+    stream, event, gate = rig.stream(), rig.event(), rig.gate()
+    gate.hold(stream)
+    value(rig.raw.cuEventRecord(event, stream))
+    with gate.opening_after(0.05):
+        assert said(rig.raw.cuEventSynchronize(event)) == "SUCCESS"
+        assert gate.is_open
+
+
+def test_destroyed_while_a_stream_waits_for_it(rig: Rig) -> None:
+    first, second, event, gate = rig.stream(), rig.stream(BLOCKING), rig.event(), rig.gate()
+    gate.hold(first)
+    value(rig.raw.cuEventRecord(event, first))
+    value(rig.raw.cuStreamWaitEvent(second, event, 0))
+    assert said(rig.raw.cuEventDestroy(rig.disown(event))) == "SUCCESS"
+    assert rig.held(second)
+    gate.open()
+    rig.synchronize()
+    assert rig.query(second) == "SUCCESS"
+
+
+class TestElapsedTime:
+    def test_never_recorded(self, rig: Rig) -> None:
+        answer = rig.raw.cuEventElapsedTime(rig.event(TIMED), rig.event(TIMED))
+        assert said(answer) == "INVALID_HANDLE"
+
+    def test_not_yet_executed(self, rig: Rig) -> None:
+        stream, start, end, gate = rig.stream(), rig.event(TIMED), rig.event(TIMED), rig.gate()
+        value(rig.raw.cuEventRecord(start, stream))
+        gate.hold(stream)
+        value(rig.raw.cuEventRecord(end, stream))
+        assert said(rig.raw.cuEventElapsedTime(start, end)) == "NOT_READY"
+
+    def test_both_ways(self, rig: Rig) -> None:
+        stream, start, end = rig.stream(), rig.event(TIMED), rig.event(TIMED)
+        value(rig.raw.cuEventRecord(start, stream))
+        value(rig.raw.cuEventRecord(end, stream))
+        value(rig.raw.cuStreamSynchronize(stream))
+        elapsed = value(rig.raw.cuEventElapsedTime(start, end))
+        assert elapsed >= 0
+        assert value(rig.raw.cuEventElapsedTime(end, start)) == -elapsed
+
+    def test_of_an_event_without_timing(self, rig: Rig) -> None:
+        stream, start, end = rig.stream(), rig.event(TIMED), rig.event()
+        value(rig.raw.cuEventRecord(start, stream))
+        value(rig.raw.cuEventRecord(end, stream))
+        value(rig.raw.cuStreamSynchronize(stream))
+        assert said(rig.raw.cuEventElapsedTime(start, end)) == "INVALID_HANDLE"

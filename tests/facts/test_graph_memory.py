@@ -1,0 +1,183 @@
+"""Memory that a captured graph allocates: its addresses, its life, and what the device reserves for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from .support import UINT64_MAX, MiB, Rig, Stats, said, value
+
+AUTO_FREE_ON_LAUNCH = 1
+STEP = 32 * MiB
+
+
+@pytest.fixture(autouse=True)
+def nothing_reserved(rig: Rig) -> Iterator[None]:
+    """No graph memory is reserved on device 0, and its peaks are forgotten, before and after."""
+    rig.forget_graph_memory()
+    yield
+    rig.synchronize()
+    rig.raw.cuDeviceGraphMemTrim(0)
+
+
+def reserved(rig: Rig) -> tuple[int, ...]:
+    """Graph memory in steps of 32 MiB: used, its peak, reserved, its peak."""
+    stats = rig.graph_memory()
+    sizes = (stats.used, stats.used_high, stats.reserved, stats.reserved_high)
+    assert all(size % STEP == 0 for size in sizes)
+    return tuple(size // STEP for size in sizes)
+
+
+def capture_allocation(rig: Rig, stream: Any, free: bool) -> tuple[Any, Any]:
+    """A graph that allocates 4 MiB, fills them and, where asked, frees them; and their address."""
+    rig.begin_capture(stream)
+    pointer = value(rig.raw.cuMemAllocAsync(4 * MiB, stream))
+    value(rig.raw.cuMemsetD8Async(pointer, 9, 4 * MiB, stream))
+    if free:
+        rig.free(pointer, stream)
+    return value(rig.end_capture(stream)), pointer
+
+
+class TestCapture:
+    def test_in_relaxed_mode(self, rig: Rig) -> None:
+        raw, stream, other = rig.raw, rig.stream(), rig.stream()
+        pool = rig.pool(UINT64_MAX)
+        foreign, plain = rig.allocate(pool, 64, other), rig.plain(64)
+        rig.begin_capture(stream, mode=2)
+        first = value(raw.cuMemAllocAsync(4 * MiB, stream))
+        second = value(raw.cuMemAllocFromPoolAsync(4 * MiB, pool, stream))
+        assert rig.reserved(pool) == STEP
+        assert said(raw.cuMemsetD8Async(first, 7, 4 * MiB, stream)) == "SUCCESS"
+
+        attributes = raw.CUpointer_attribute
+        pool_handle = attributes.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
+        memory_type = attributes.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+        assert said(raw.cuPointerGetAttribute(pool_handle, second)) == "INVALID_VALUE"
+        assert said(raw.cuPointerGetAttribute(memory_type, second)) == "INVALID_VALUE"
+        assert said(raw.cuMemGetAddressRange(second)) == "NOT_FOUND"
+
+        for address in (foreign, int(first) + 512, plain):
+            assert said(raw.cuMemFreeAsync(address, stream)) == "INVALID_VALUE"
+        assert rig.capture_status(stream) == "ACTIVE"
+        assert said(raw.cuMemFreeAsync(first, stream)) == "SUCCESS"
+        assert said(raw.cuMemFreeAsync(first, stream)) == "INVALID_VALUE"
+        assert said(raw.cuMemFreeAsync(second, stream)) == "SUCCESS"
+        graph = value(rig.end_capture(stream))
+        assert reserved(rig) == (0, 0, 0, 0)
+
+        count = value(raw.cuGraphGetNodes(graph))[-1]
+        nodes = value(raw.cuGraphGetNodes(graph, count))[0]
+        kinds = [value(raw.cuGraphNodeGetType(node)).name for node in nodes]
+        names = [kind.removeprefix("CU_GRAPH_NODE_TYPE_") for kind in kinds]
+        assert names == ["MEM_ALLOC", "MEM_ALLOC", "MEMSET", "MEM_FREE", "MEM_FREE"]
+        allocation = value(raw.cuGraphMemAllocNodeGetParams(nodes[0]))
+        assert (allocation.bytesize, int(allocation.dptr)) == (4 * MiB, int(first))
+        assert allocation.accessDescCount == 0
+        assert int(allocation.poolProps.allocType) == 1
+        assert allocation.poolProps.location.id == 0
+        assert int(value(raw.cuGraphMemFreeNodeGetParams(nodes[3]))) == int(first)
+
+    def test_takes_nothing_from_the_pool(self, rig: Rig) -> None:
+        stream, pool = rig.stream(), rig.pool(UINT64_MAX)
+        rig.allocate(pool, 64, stream)
+        rig.begin_capture(stream)
+        pointer = value(rig.raw.cuMemAllocFromPoolAsync(4 * MiB, pool, stream))
+        rig.free(pointer, stream)
+        executable = rig.instantiate(value(rig.end_capture(stream)))
+        value(rig.raw.cuGraphLaunch(executable, stream))
+        value(rig.raw.cuStreamSynchronize(stream))
+        assert rig.stats(pool) == Stats(STEP, STEP, 64, 64)
+        assert reserved(rig) == (1, 1, 1, 1)
+
+
+class TestGraphThatFrees:
+    def test_life(self, rig: Rig) -> None:
+        raw, stream = rig.raw, rig.stream()
+        graph, _ = capture_allocation(rig, stream, free=True)
+        executable = rig.instantiate(graph)
+        assert reserved(rig) == (0, 0, 0, 0)
+        assert said(raw.cuGraphLaunch(executable, stream)) == "SUCCESS"
+        assert reserved(rig) == (1, 1, 1, 1)
+        value(raw.cuStreamSynchronize(stream))
+        assert reserved(rig) == (1, 1, 1, 1)
+        assert said(raw.cuGraphLaunch(executable, stream)) == "SUCCESS"
+        value(raw.cuStreamSynchronize(stream))
+        assert said(raw.cuDeviceGraphMemTrim(0)) == "SUCCESS"
+        assert reserved(rig) == (0, 1, 0, 1)
+        assert said(raw.cuGraphExecDestroy(rig.disown(executable))) == "SUCCESS"
+        assert reserved(rig) == (0, 1, 0, 1)
+        assert said(raw.cuGraphDestroy(rig.disown(graph))) == "SUCCESS"
+
+    def test_has_one_executable_at_a_time(self, rig: Rig) -> None:
+        graph, _ = capture_allocation(rig, rig.stream(), free=True)
+        rig.instantiate(graph)
+        assert said(rig.raw.cuGraphInstantiate(graph, 0)) == "NOT_SUPPORTED"
+
+
+class TestGraphThatLeavesItsMemory:
+    def test_address_before_the_launch(self, rig: Rig) -> None:
+        stream = rig.stream()
+        _, pointer = capture_allocation(rig, stream, free=False)
+        assert said(rig.raw.cuMemsetD8Async(pointer, 1, 64, stream)) == "INVALID_VALUE"
+        assert said(rig.raw.cuMemFreeAsync(pointer, stream)) == "INVALID_VALUE"
+
+    def test_life(self, rig: Rig) -> None:
+        raw, stream = rig.raw, rig.stream()
+        graph, pointer = capture_allocation(rig, stream, free=False)
+        executable = rig.instantiate(graph)
+        assert said(raw.cuGraphLaunch(executable, stream)) == "SUCCESS"
+        assert reserved(rig) == (1, 1, 1, 1)
+        assert said(raw.cuGraphLaunch(executable, stream)) == "INVALID_VALUE"
+        assert said(raw.cuMemsetD8Async(pointer, 3, 64, stream)) == "SUCCESS"
+        handle = raw.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
+        assert int(value(raw.cuPointerGetAttribute(handle, pointer))) == 0
+        assert rig.read(pointer, 128) == [3] * 64 + [9] * 64
+        assert said(raw.cuMemFreeAsync(pointer, stream)) == "SUCCESS"
+        assert reserved(rig) == (1, 1, 1, 1)
+        assert said(raw.cuGraphLaunch(executable, stream)) == "SUCCESS"
+        assert said(raw.cuMemFree(pointer)) == "SUCCESS"
+        assert said(raw.cuMemFreeAsync(pointer, stream)) == "INVALID_VALUE"
+        value(raw.cuStreamSynchronize(stream))
+        assert reserved(rig) == (1, 1, 1, 1)
+
+    def test_freed_by_the_next_launch_where_asked(self, rig: Rig) -> None:
+        raw, stream = rig.raw, rig.stream()
+        graph, pointer = capture_allocation(rig, stream, free=False)
+        executable = rig.instantiate(graph, AUTO_FREE_ON_LAUNCH)
+        assert said(raw.cuGraphLaunch(executable, stream)) == "SUCCESS"
+        assert said(raw.cuGraphLaunch(executable, stream)) == "SUCCESS"
+        value(raw.cuStreamSynchronize(stream))
+        assert reserved(rig) == (1, 1, 1, 1)
+        # The memory outlives the executable graph.
+        assert said(raw.cuGraphExecDestroy(rig.disown(executable))) == "SUCCESS"
+        assert reserved(rig) == (1, 1, 1, 1)
+        assert said(raw.cuMemFreeAsync(pointer, stream)) == "SUCCESS"
+        assert reserved(rig) == (1, 1, 1, 1)
+        value(raw.cuStreamSynchronize(stream))
+        assert said(raw.cuDeviceGraphMemTrim(0)) == "SUCCESS"
+        assert reserved(rig) == (0, 1, 0, 1)
+
+
+class TestAttributes:
+    @pytest.mark.parametrize(
+        ("name", "number", "expected"),
+        [
+            ("USED_MEM_HIGH", 0, "SUCCESS"),
+            ("USED_MEM_HIGH", 1, "INVALID_VALUE"),
+            ("USED_MEM_CURRENT", 0, "INVALID_VALUE"),
+            ("RESERVED_MEM_HIGH", 0, "SUCCESS"),
+        ],
+    )
+    def test_only_peaks_are_set_and_only_to_zero(self, rig: Rig, name: str, number: int, expected: str) -> None:
+        attribute = getattr(rig.raw.CUgraphMem_attribute, f"CU_GRAPH_MEM_ATTR_{name}")
+        answer = rig.raw.cuDeviceSetGraphMemAttribute(0, attribute, rig.raw.cuuint64_t(number))
+        assert said(answer) == expected
+
+    def test_nothing_at_first(self, rig: Rig) -> None:
+        assert rig.graph_memory() == Stats(0, 0, 0, 0)
+
+    def test_kind_of_value(self, raw: Any) -> None:
+        attribute = raw.CUgraphMem_attribute.CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT
+        assert type(value(raw.cuDeviceGetGraphMemAttribute(0, attribute))) is raw.cuuint64_t

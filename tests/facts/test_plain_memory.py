@@ -1,0 +1,202 @@
+"""cuMemAlloc and its like, pinned and registered host memory, and the ranges that allocations report."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from .support import HOST, HOST_NUMA, MiB, Rig, said, value
+
+
+class TestDeviceMemory:
+    def test_no_bytes(self, raw: Any) -> None:
+        assert said(raw.cuMemAlloc(0)) == "INVALID_VALUE"
+
+    def test_small_allocations_lie_512_bytes_apart(self, rig: Rig) -> None:
+        first, second = rig.plain(1), rig.plain(1)
+        assert int(second) - int(first) == 512
+
+    def test_large_allocations_begin_at_2_mib(self, rig: Rig) -> None:
+        assert [int(rig.plain(size)) % (2 * MiB) for size in (5 * MiB, 3 * MiB + 1)] == [0, 0]
+
+    def test_device_memory_is_taken_in_steps_of_2_mib(self, rig: Rig) -> None:
+        rig.stream()
+        readings = [rig.device_free()]
+        for sizes in ((1, 1), (5 * MiB,), (3 * MiB + 1,)):
+            for size in sizes:
+                rig.plain(size)
+            readings.append(rig.device_free())
+        taken = [before - after for before, after in itertools.pairwise(readings)]
+        assert taken == [2 * MiB, 6 * MiB, 4 * MiB]
+
+    def test_more_than_there_is(self, raw: Any) -> None:
+        assert said(raw.cuMemAlloc(1 << 45)) == "OUT_OF_MEMORY"
+
+    def test_pitch(self, rig: Rig) -> None:
+        pointer, pitch = value(rig.raw.cuMemAllocPitch(100, 10, 4))
+        rig.own(pointer, rig.raw.cuMemFree)
+        assert pitch == 512
+        assert value(rig.raw.cuMemGetAddressRange(pointer))[1] == 5120
+
+    def test_free(self, rig: Rig) -> None:
+        pointer = rig.plain(1)
+        assert said(rig.raw.cuMemFree(pointer)) == "SUCCESS"
+        assert said(rig.raw.cuMemFree(pointer)) == "INVALID_VALUE"
+
+    def test_free_inside_an_allocation(self, rig: Rig) -> None:
+        assert said(rig.raw.cuMemFree(int(rig.plain(1)) + 256)) == "INVALID_VALUE"
+
+    def test_free_of_nothing(self, raw: Any) -> None:
+        assert said(raw.cuMemFree(0)) == "SUCCESS"
+
+    def test_free_of_what_is_no_allocation(self, raw: Any) -> None:
+        assert said(raw.cuMemFree(12345)) == "INVALID_VALUE"
+
+    def test_free_of_host_memory(self, rig: Rig) -> None:
+        assert said(rig.raw.cuMemFree(int(rig.pinned(64)))) == "INVALID_VALUE"
+
+    def test_free_in_stream_order(self, rig: Rig) -> None:
+        stream = rig.stream()
+        assert said(rig.raw.cuMemFreeAsync(rig.plain(4096), stream)) == "SUCCESS"
+
+    def test_free_waits_for_every_stream(self, rig: Rig) -> None:
+        stream, gate, pointer = rig.stream(), rig.gate(), rig.plain(4 * MiB)
+        gate.hold(stream)
+        with gate.opening_after(0.05):
+            assert said(rig.raw.cuMemFree(pointer)) == "SUCCESS"
+            assert gate.is_open
+
+    def test_allocation_waits_for_none(self, rig: Rig) -> None:
+        stream, gate = rig.stream(), rig.gate()
+        gate.hold(stream)
+        with gate.opening_after(5):
+            rig.plain(64 * MiB)
+            assert not gate.is_open
+
+
+class TestPinnedMemory:
+    def test_no_bytes(self, raw: Any) -> None:
+        assert int(value(raw.cuMemHostAlloc(0, 0))) == 0
+        assert int(value(raw.cuMemAllocHost(0))) == 0
+
+    def test_both_calls(self, rig: Rig) -> None:
+        for answer in (rig.raw.cuMemHostAlloc(100, 0), rig.raw.cuMemAllocHost(100)):
+            assert int(rig.own(value(answer), rig.raw.cuMemFreeHost)) != 0
+
+    def test_flags_that_are_none(self, raw: Any) -> None:
+        assert said(raw.cuMemHostAlloc(100, 99)) == "INVALID_VALUE"
+
+    def test_device_address_is_the_host_address(self, rig: Rig) -> None:
+        pointer = rig.pinned(100)
+        assert int(value(rig.raw.cuMemHostGetDevicePointer(pointer, 0))) == int(pointer)
+
+    def test_flags_say_that_it_is_mapped(self, rig: Rig) -> None:
+        assert value(rig.raw.cuMemHostGetFlags(rig.pinned(100))) == 2
+
+    def test_free(self, rig: Rig) -> None:
+        pointer = rig.pinned(100)
+        assert said(rig.raw.cuMemFreeHost(pointer)) == "SUCCESS"
+        assert said(rig.raw.cuMemFreeHost(pointer)) == "INVALID_VALUE"
+
+    def test_free_inside_an_allocation(self, rig: Rig) -> None:
+        assert said(rig.raw.cuMemFreeHost(int(rig.pinned(100)) + 4)) == "INVALID_VALUE"
+
+    def test_free_of_nothing(self, raw: Any) -> None:
+        assert said(raw.cuMemFreeHost(0)) == "SUCCESS"
+
+    def test_free_of_device_memory(self, rig: Rig) -> None:
+        assert said(rig.raw.cuMemFreeHost(int(rig.plain(1)))) == "INVALID_VALUE"
+
+    def test_pageable_memory_has_no_device_address(self, raw: Any) -> None:
+        host = np.zeros(64, np.uint8)
+        assert said(raw.cuMemHostGetDevicePointer(host.ctypes.data, 0)) == "INVALID_VALUE"
+
+
+@pytest.fixture
+def pages(rig: Rig) -> Iterator[int]:
+    """The address of two pages of ordinary memory, unregistered at the end."""
+    memory = np.zeros(4 * 4096, np.uint8)
+    address = (int(memory.ctypes.data) + 4095) // 4096 * 4096
+    yield address
+    rig.raw.cuMemHostUnregister(address)
+
+
+class TestRegisteredMemory:
+    def test_register(self, raw: Any, pages: int) -> None:
+        assert said(raw.cuMemHostRegister(pages, 8192, 0)) == "SUCCESS"
+        assert said(raw.cuMemHostRegister(pages, 8192, 0)) == "HOST_MEMORY_ALREADY_REGISTERED"
+
+    def test_range(self, raw: Any, pages: int) -> None:
+        value(raw.cuMemHostRegister(pages, 8192, 0))
+        start, size = value(raw.cuMemGetAddressRange(pages + 100))
+        assert (int(start), size) == (pages, 8192)
+
+    def test_unregister(self, raw: Any, pages: int) -> None:
+        value(raw.cuMemHostRegister(pages, 8192, 0))
+        assert said(raw.cuMemHostUnregister(pages)) == "SUCCESS"
+        assert said(raw.cuMemHostUnregister(pages)) == "HOST_MEMORY_NOT_REGISTERED"
+
+
+class TestAddressRange:
+    """cuMemGetAddressRange: requested bytes, whatever the allocation occupies."""
+
+    @pytest.mark.parametrize(("size", "at"), [(1, 0), (5 * MiB, 4 * MiB)])
+    def test_device_memory(self, rig: Rig, size: int, at: int) -> None:
+        pointer = int(rig.plain(size))
+        start, length = value(rig.raw.cuMemGetAddressRange(pointer + at))
+        assert (int(start), length) == (pointer, size)
+
+    def test_behind_the_end(self, rig: Rig) -> None:
+        pointer = int(rig.plain(5 * MiB))
+        assert said(rig.raw.cuMemGetAddressRange(pointer + 5 * MiB)) == "NOT_FOUND"
+
+    def test_freed(self, rig: Rig) -> None:
+        rig.plain(1)
+        pointer = rig.plain(1)
+        value(rig.raw.cuMemFree(pointer))
+        assert said(rig.raw.cuMemGetAddressRange(pointer)) == "NOT_FOUND"
+
+    def test_nothing(self, raw: Any) -> None:
+        assert said(raw.cuMemGetAddressRange(0)) == "NOT_FOUND"
+
+    def test_pinned_memory(self, rig: Rig) -> None:
+        pointer = int(rig.pinned(100))
+        start, length = value(rig.raw.cuMemGetAddressRange(pointer))
+        assert (int(start), length) == (pointer, 100)
+
+    def test_pageable_memory(self, raw: Any) -> None:
+        assert said(raw.cuMemGetAddressRange(np.zeros(64, np.uint8).ctypes.data)) == "NOT_FOUND"
+
+    @pytest.mark.parametrize("at", [0, 999])
+    def test_memory_of_a_pool(self, rig: Rig, at: int) -> None:
+        pointer = int(rig.allocate(rig.pool(), 1000, rig.stream()))
+        start, length = value(rig.raw.cuMemGetAddressRange(pointer + at))
+        assert (int(start), length) == (pointer, 1000)
+
+    def test_behind_the_end_in_a_pool(self, rig: Rig) -> None:
+        pointer = int(rig.allocate(rig.pool(), 1000, rig.stream()))
+        assert said(rig.raw.cuMemGetAddressRange(pointer + 1000)) == "NOT_FOUND"
+
+    def test_freed_in_a_pool(self, rig: Rig) -> None:
+        pool, stream = rig.pool(), rig.stream()
+        rig.allocate(pool, 1000, stream)
+        pointer = rig.allocate(pool, 4096, stream)
+        rig.free(pointer, stream)
+        value(rig.raw.cuStreamSynchronize(stream))
+        assert said(rig.raw.cuMemGetAddressRange(pointer)) == "NOT_FOUND"
+
+    @pytest.mark.parametrize("location", [HOST, HOST_NUMA], ids=["host", "host-numa"])
+    def test_memory_of_a_host_pool_without_a_grant(self, rig: Rig, location: int) -> None:
+        pointer = rig.allocate(rig.pool(location=location), 1000, rig.stream())
+        assert said(rig.raw.cuMemGetAddressRange(pointer)) == "NOT_FOUND"
+
+    def test_memory_of_a_host_pool_with_a_grant(self, rig: Rig) -> None:
+        pool = rig.pool(location=HOST)
+        assert rig.grant(pool, (1, 0, 3)) == "SUCCESS"
+        pointer = int(rig.allocate(pool, 4096, rig.stream()))
+        start, length = value(rig.raw.cuMemGetAddressRange(pointer))
+        assert (int(start), length) == (pointer, 4096)
