@@ -1,0 +1,8 @@
+"""``python -m streamalloc tour | info | bench``."""
+
+import sys
+
+from streamalloc.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

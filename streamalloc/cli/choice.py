@@ -1,0 +1,87 @@
+"""Which driver a command runs on, and how that is said."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamalloc.device import Device
+from streamalloc.driver import Driver, DriverNotFoundError, default, simulated
+
+__all__ = ["Chosen", "choose", "cuda_version", "plural"]
+
+# Enough for the parts of a command that need two.
+_DEVICES_WITHOUT_A_GPU = 2
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The driver of a command."""
+
+    driver: Driver
+    not_found: str = ""
+    """Why the machine's own driver is not used, where the simulated one had to stand in; else empty."""
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether it is a simulated driver, or a wrapper of one."""
+        return bool(getattr(self.driver, "is_simulated", False))
+
+    @property
+    def headline(self) -> str:
+        """The first line of a command's output: what it runs on."""
+        devices = Device.all(self.driver)
+        names = ", ".join(sorted({device.name for device in devices}))
+        if not self.is_simulated:
+            several = f" ({len(devices)} GPUs)" if len(devices) > 1 else ""
+            return f"running on a GPU: {names}{several}, driver {self.version}"
+        machine = f"running on the simulated driver ({plural(len(devices), 'device')} like the {names})"
+        return f"no CUDA driver found: {machine}" if self.not_found else machine
+
+    @property
+    def version(self) -> str:
+        """The driver's version: the kernel module's where there is one, and the CUDA version it is made for."""
+        cuda = f"for CUDA {cuda_version(self.driver)}"
+        return f"{self.kernel_version} {cuda}" if self.kernel_version else cuda
+
+    @property
+    def kernel_version(self) -> str | None:
+        """The version of NVIDIA's kernel module; None where it cannot be told, as on a simulated driver."""
+        return None if self.is_simulated else _kernel_module_version()
+
+
+def choose() -> Chosen:
+    """The driver that a ``with use(...)`` block or STREAMALLOC_DRIVER names, else the machine's, else a simulated one.
+
+    Raises
+    ------
+    DriverNotFoundError
+        STREAMALLOC_DRIVER asks for the machine's driver, and there is none.
+    ValueError
+        STREAMALLOC_DRIVER asks for something unknown.
+    """
+    try:
+        return Chosen(default())
+    except DriverNotFoundError as error:
+        if os.environ.get("STREAMALLOC_DRIVER"):
+            raise
+        return Chosen(simulated(devices=_DEVICES_WITHOUT_A_GPU), not_found=str(error))
+
+
+def cuda_version(driver: Driver) -> str:
+    """The newest CUDA version that a driver supports (``cuDriverGetVersion``)."""
+    _, number = driver.cuDriverGetVersion()
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _kernel_module_version() -> str | None:
+    try:
+        return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def plural(count: int, noun: str) -> str:
+    """``"1 device"``, ``"2 devices"``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,87 @@
+"""The command line: its arguments, and what is common to all commands (choice of driver, exit codes, pipes)."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+import streamalloc
+from streamalloc.cli import bench, info, tour
+from streamalloc.cli.choice import choose
+from streamalloc.cli.terminal import Terminal
+from streamalloc.driver import DriverNotFoundError, use
+
+__all__ = ["main"]
+
+_COMMANDS = {"tour": tour, "info": info, "bench": bench}
+
+# As the shell reports a program that SIGPIPE ended: the reader of our output left, which is no failure of ours.
+_READER_LEFT = 128 + 13
+_INTERRUPTED = 128 + 2
+
+_EPILOG = """\
+The driver is the machine's own, or the one that STREAMALLOC_DRIVER=cuda|simulated names. Where there is no
+GPU and nothing is named, the commands run on the simulated driver and say so in their first line.
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m streamalloc",
+        description="GPU memory in stream order, on a real CUDA driver or on a simulated one.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"streamalloc {streamalloc.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    for name, module in _COMMANDS.items():
+        command = commands.add_parser(name, help=module.HELP, description=module.__doc__)
+        module.add_arguments(command)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code.
+
+    0: all went well. 1: a result was not what it should be. 2: the arguments or the choice of driver are wrong.
+    """
+    # Names of devices come from elsewhere: what the terminal's encoding lacks is shown as "?".
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    parser = _parser()
+    try:
+        options = parser.parse_args(arguments)
+        code = _run(parser, options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_output()
+        return _READER_LEFT
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    return code
+
+
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if options.command is None:
+        parser.print_help()
+        return 0
+    try:
+        chosen = choose()
+    except (DriverNotFoundError, ValueError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    with use(chosen.driver):
+        code: int = _COMMANDS[options.command].run(chosen, Terminal(), options)
+    return code
+
+
+def _drop_output() -> None:
+    """Send what is still buffered nowhere, so that the interpreter's own flush at exit does not fail as well."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

@@ -1,0 +1,6 @@
+"""Stream-ordered memory pools: create, tune, measure, trim, and choose what others allocate from."""
+
+from streamalloc.pool.attributes import PoolAttributes, PoolStatistics
+from streamalloc.pool.pool import MemoryPool, allocate
+
+__all__ = ["MemoryPool", "PoolAttributes", "PoolStatistics", "allocate"]

@@ -1,0 +1,510 @@
+"""Memory pools as objects (driver API section 6.15, programming guide section 4.3)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal
+
+from typing_extensions import Self
+
+from streamalloc.buffer import Buffer
+from streamalloc.device import Device
+from streamalloc.driver import Door, Driver
+from streamalloc.driver import default as default_driver
+from streamalloc.driver.bindings import BINDINGS_VERSION, cuda, enum_member, version_that_added
+from streamalloc.errors import ClosedError, PeerAccessError, PendingFreesWarning, unsupported
+from streamalloc.pool.allocator import Allocator
+from streamalloc.pool.attributes import PoolAttributes, PoolStatistics
+from streamalloc.properties import (
+    MemAccess,
+    MemAccessDesc,
+    MemAllocationType,
+    MemHandleType,
+    MemLocation,
+    MemLocationType,
+    MemPoolProps,
+    checked_size,
+)
+from streamalloc.stream import Stream, StreamLike, as_stream
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["MemoryPool", "allocate"]
+
+OutOfMemoryPolicy = Literal["raise", "sync-trim-retry"]
+_POLICIES = ("raise", "sync-trim-retry")
+
+# The step in which driver 580 grows pools; only used to tell memory that waits for a synchronisation from rounding.
+_GROWTH = 32 << 20
+
+
+class MemoryPool(Allocator):
+    """A pool of stream-ordered memory.
+
+    A pool that is made here is destroyed by :meth:`close` (or when it is dropped); allocations that are alive then
+    stay usable, and the driver keeps their memory until they are freed. Pools got from :meth:`default` and
+    :meth:`current` belong to the driver or to other code: closing such an object only ends its use.
+
+    Parameters
+    ----------
+    where
+        A device (or location) whose memory the pool manages, or complete :class:`MemPoolProps`.
+    max_size
+        The most bytes it may reserve; 0 leaves it to the system. Only with a device or location.
+    handle_types
+        How the pool can be shared with other processes. Only with a device or location.
+    release_threshold
+        Bytes to keep when the host synchronises; None leaves the driver's default, 0.
+    on_oom
+        What to do when memory runs out: ``"raise"``, or ``"sync-trim-retry"``: synchronise the stream's device, trim
+        the pool and try once more.
+    driver
+        The driver to use, where ``where`` does not name a device.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument breaks a documented rule, or names a device that is absent.
+    NotSupportedError
+        Device, driver or bindings cannot make such a pool; the message says what is needed.
+    """
+
+    __slots__ = ("_closed", "_owned", "_raw", "allocation_type", "on_oom", "properties")
+
+    allocation_type: MemAllocationType
+    """Whether the memory is pinned in place or managed."""
+    properties: MemPoolProps | None
+    """What the pool was made with; None for a pool that was not made here."""
+    on_oom: OutOfMemoryPolicy
+    """What :meth:`allocate` does when memory runs out."""
+
+    def __init__(
+        self,
+        where: Device | MemLocation | MemPoolProps,
+        max_size: int = 0,
+        handle_types: MemHandleType = MemHandleType.NONE,
+        release_threshold: int | None = None,
+        *,
+        on_oom: OutOfMemoryPolicy = "raise",
+        driver: Driver | None = None,
+    ) -> None:
+        self._closed = True
+        if on_oom not in _POLICIES:
+            raise ValueError(f"on_oom={on_oom!r}: allowed are {', '.join(map(repr, _POLICIES))}")
+        if release_threshold is not None:
+            checked_size("release_threshold", release_threshold)
+        if isinstance(where, MemPoolProps):
+            if max_size or handle_types:
+                raise ValueError("max_size and handle_types are fields of MemPoolProps: set them there")
+            properties = where
+        else:
+            location = _location("where", where, "a Device, MemLocation or MemPoolProps")
+            properties = MemPoolProps(location=location, max_size=max_size, handle_types=handle_types)
+        door = _door_of(where, driver)
+        _check_location(door, properties.location)
+        struct = properties.to_driver()
+        raw = door.call("cuMemPoolCreate", struct, hint=_why_refused(properties))
+        self._take(door, raw, properties.location, properties.alloc_type, owned=True)
+        self.properties = properties
+        self.on_oom = on_oom
+        if release_threshold is not None:
+            try:
+                self.attributes.release_threshold = release_threshold
+            except BaseException:
+                self.close()
+                raise
+
+    def _take(
+        self, door: Door, raw: Any, location: MemLocation, allocation_type: MemAllocationType, *, owned: bool
+    ) -> None:
+        self._bind(door, door.driver.cuMemAllocFromPoolAsync, raw)
+        self._raw = raw
+        self._owned = owned
+        self.properties = None
+        self._closed = False
+        self.location = location
+        self.allocation_type = allocation_type
+        self.on_oom = "raise"
+        door.allocators[int(raw)] = self
+
+    @classmethod
+    def default(
+        cls,
+        where: Device | MemLocation,
+        allocation_type: MemAllocationType = MemAllocationType.PINNED,
+        *,
+        driver: Driver | None = None,
+    ) -> MemoryPool:
+        """The driver's own pool of a location (``cuDeviceGetDefaultMemPool``, ``cuMemGetDefaultMemPool``)."""
+        return cls._existing("Default", where, allocation_type, driver)
+
+    @classmethod
+    def current(
+        cls,
+        where: Device | MemLocation,
+        allocation_type: MemAllocationType = MemAllocationType.PINNED,
+        *,
+        driver: Driver | None = None,
+    ) -> MemoryPool:
+        """The pool that allocations take which name none (``cuDeviceGetMemPool``, ``cuMemGetMemPool``)."""
+        return cls._existing("", where, allocation_type, driver)
+
+    @classmethod
+    def _existing(
+        cls, which: str, where: Device | MemLocation, allocation_type: MemAllocationType, driver: Driver | None
+    ) -> MemoryPool:
+        location = _location("where", where)
+        door = _door_of(where, driver)
+        if location.type is MemLocationType.HOST_NUMA_CURRENT:
+            raise ValueError("location=HOST_NUMA_CURRENT: name the NUMA node (HOST_NUMA) or take any (HOST)")
+        if location.type is MemLocationType.NONE and allocation_type is not MemAllocationType.MANAGED:
+            raise ValueError("location=NONE: only managed memory may have no preferred location")
+        _check_location(door, location)
+        if location.type is MemLocationType.DEVICE and allocation_type is MemAllocationType.PINNED:
+            raw = door.call(f"cuDeviceGet{which}MemPool", location.id)
+        else:
+            raw = door.call(f"cuMemGet{which}MemPool", location.to_driver(), _driver_type(allocation_type))
+        return cls._of_handle(door, raw, location, allocation_type)
+
+    @classmethod
+    def _of_handle(cls, door: Door, raw: Any, location: MemLocation, allocation_type: MemAllocationType) -> MemoryPool:
+        """The object for a driver handle: the one that is alive, else a new one that does not own the pool."""
+        known = door.allocators.get(int(raw))
+        if isinstance(known, MemoryPool):
+            return known
+        pool = cls.__new__(cls)
+        pool._take(door, raw, location, allocation_type, owned=False)
+        return pool
+
+    @property
+    def handle(self) -> int:
+        """The driver's handle (``CUmemoryPool``) as a number."""
+        return int(self._checked_raw())
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    @property
+    def owned(self) -> bool:
+        """Whether closing this object destroys the pool."""
+        return self._owned
+
+    @property
+    def attributes(self) -> PoolAttributes:
+        """The pool's attributes, live: read and assign."""
+        return PoolAttributes(self)
+
+    def _checked_raw(self) -> Any:
+        if self._closed:
+            raise ClosedError(f"{self!r} was closed")
+        return self._raw
+
+    def _call(self, name: str, *args: Any, hint: str = "") -> Any:
+        """A driver call whose first argument is this pool."""
+        return self._door.call(name, self._checked_raw(), *args, hint=hint)
+
+    def statistics(self) -> PoolStatistics:
+        """Bytes reserved and used, now and at most since the last reset, read one right after the other."""
+        attributes = self.attributes
+        return PoolStatistics(
+            attributes.reserved_mem_current,
+            attributes.reserved_mem_high,
+            attributes.used_mem_current,
+            attributes.used_mem_high,
+        )
+
+    def reset_peaks(self) -> None:
+        """Set both high-water marks to what is reserved and used now."""
+        for peak in ("reserved_mem_high", "used_mem_high"):
+            self.attributes._set(peak, cuda.cuuint64_t(0))
+
+    def trim(self, keep: int = 0) -> int:
+        """Give unused memory back, down to no less than ``keep`` bytes (``cuMemPoolTrimTo``); says how many came back.
+
+        Memory is unused once the host has synchronised with its free. Where frees were still waiting for that, less
+        comes back, and a :class:`PendingFreesWarning` says so.
+        """
+        checked_size("keep", keep)
+        before = self.attributes.reserved_mem_current
+        self._call("cuMemPoolTrimTo", keep)
+        after, _, used, _ = self.statistics()
+        # What live allocations occupy cannot be told exactly, as they may lie scattered; whole growth steps without
+        # any can.
+        held = max(keep, used)
+        if after > -(-held // _GROWTH) * _GROWTH:
+            warnings.warn(
+                f"{after - held} bytes beyond what is used and kept stay reserved: frees were still pending, or live "
+                "allocations lie scattered; synchronize the streams that freed memory before trimming",
+                PendingFreesWarning,
+                stacklevel=2,
+            )
+        return max(int(before - after), 0)
+
+    def set_access(self, who: Device | MemLocation | Iterable[Device | MemLocation], access: MemAccess) -> None:
+        """Let devices use the pool's memory, or take that back, for all its allocations, past and future.
+
+        Parameters
+        ----------
+        who
+            One or several devices (or locations). Each device is first asked whether it can reach the pool's.
+        access
+            READWRITE or NONE; drivers refuse READ for pools.
+
+        Raises
+        ------
+        PeerAccessError
+            A device cannot reach the memory of the pool's device.
+        NotSupportedError
+            The driver does not grant this access: READ, or the host on device memory.
+        """
+        self._checked_raw()
+        if not isinstance(access, MemAccess):
+            raise TypeError(f"access must be a MemAccess, not {type(access).__name__} ({access!r})")
+        several = [who] if isinstance(who, (Device, MemLocation)) else list(who)
+        descriptors = [MemAccessDesc(self._location_of(one), access).to_driver() for one in several]
+        if not descriptors:
+            raise ValueError("who is empty: name at least one device")
+        self._call(
+            "cuMemPoolSetAccess",
+            descriptors,
+            len(descriptors),
+            hint=f"access={access.name}: pools grant READWRITE or NONE, and the owner's access cannot be taken away",
+        )
+
+    def access(self, who: Device | MemLocation) -> MemAccess:
+        """What a device or the host may do with the pool's memory (``cuMemPoolGetAccess``)."""
+        self._checked_raw()
+        location = self._location_of(who, check_peer=False)
+        return MemAccess(int(self._call("cuMemPoolGetAccess", location.to_driver())))
+
+    def _location_of(self, who: Device | MemLocation, *, check_peer: bool = True) -> MemLocation:
+        location = _location("who", who)
+        if isinstance(who, Device) and who._door is not self._door:
+            raise ValueError(f"{who!r} belongs to another driver than {self!r}")
+        _check_location(self._door, location)
+        if check_peer and location.type is self.location.type is MemLocationType.DEVICE:
+            peer = Device(location.id, driver=self._door.driver)
+            if not peer.can_access(Device(self.location.id, driver=self._door.driver)):
+                raise PeerAccessError(
+                    "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED",
+                    217,
+                    "cuDeviceCanAccessPeer",
+                    f"device {location.id} cannot reach the memory of device {self.location.id}",
+                )
+        return location
+
+    def reachable_from(self, device: Device) -> bool:
+        """Whether a device may use the pool's memory."""
+        return self.location == device.location or self._closed or self.access(device) is not MemAccess.NONE
+
+    def pool_of(self, buffer: Buffer) -> MemoryPool:
+        """This pool."""
+        return self
+
+    def make_current(self) -> MadeCurrent:
+        """Make this the pool of allocations that name none (``cuDeviceSetMemPool``, ``cuMemSetMemPool``).
+
+        Takes effect at once. Used as ``with pool.make_current():`` the pool that was current before is set again at
+        the end of the block.
+        """
+        self._checked_raw()
+        previous = MemoryPool._existing("", self.location, self.allocation_type, self._door.driver)
+        self._set_current()
+        return MadeCurrent(self, previous)
+
+    def _set_current(self) -> None:
+        if self.location.type is MemLocationType.DEVICE and self.allocation_type is MemAllocationType.PINNED:
+            self._door.call("cuDeviceSetMemPool", self.location.id, self._checked_raw())
+        else:
+            kind = _driver_type(self.allocation_type)
+            self._door.call("cuMemSetMemPool", self.location.to_driver(), kind, self._checked_raw())
+
+    def _make_room(self, stream: Stream) -> bool:
+        if self.on_oom == "raise":
+            return False
+        stream.device.synchronize()
+        self._call("cuMemPoolTrimTo", 0)
+        return True
+
+    def _figures(self, device: Device, capturing: bool) -> dict[str, Any]:
+        figures: dict[str, Any] = {}
+        if not capturing:
+            reserved, _, used, _ = self.statistics()
+            figures.update(used=used, reserved=reserved)
+        if self.properties is not None and self.properties.max_size:
+            figures["limit"] = self.properties.max_size
+        if self.location.type is MemLocationType.DEVICE:
+            figures.update(Device(self.location.id, driver=self._door.driver).memory_info()._asdict())
+        return figures
+
+    def close(self) -> None:
+        """Destroy the pool if it was made here (``cuMemPoolDestroy``); idempotent.
+
+        Allocations that are alive stay usable and can be freed. If the pool was current, its location's default pool
+        is again.
+        """
+        if self._closed:
+            return
+        if self._owned:
+            self._resign()
+        self._closed = True
+        self._alloc = self._refuse
+        self._door.allocators.pop(int(self._raw), None)
+        if self._owned:
+            self._door.call("cuMemPoolDestroy", self._raw)
+
+    def _resign(self) -> None:
+        """Make the default pool current where this one is.
+
+        The driver does that by itself for a device's pool. For other locations, driver 580 was seen to leave neither of
+        the two as the current one.
+        """
+        if self.location.type is MemLocationType.DEVICE and self.allocation_type is MemAllocationType.PINNED:
+            return
+        if not hasattr(self._door.driver, "cuMemGetMemPool"):
+            return
+        place = (self.location.to_driver(), _driver_type(self.allocation_type))
+        if int(self._door.call("cuMemGetMemPool", *place)) == int(self._raw):
+            self._door.call("cuMemSetMemPool", *place, self._door.call("cuMemGetDefaultMemPool", *place))
+
+    def _refuse(self, *_: object) -> Any:
+        raise ClosedError(f"{self!r} was closed")
+
+    def __enter__(self) -> Self:
+        self._checked_raw()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not self._closed and self._owned and self._door.usable:
+            self._closed = True
+            self._door.driver.cuMemPoolDestroy(self._raw)
+
+    def __repr__(self) -> str:
+        kind = "" if self.allocation_type is MemAllocationType.PINNED else f" {self.allocation_type.name.lower()}"
+        state = "closed" if self._closed else f"{int(self._raw):#x}"
+        return f"<MemoryPool{kind} {self.location} {state}>"
+
+    def _repr_html_(self) -> str:
+        title = f"<b>Memory pool</b> on {self.location} (handle {int(self._raw):#x})"
+        return f"{title}, closed" if self._closed else title + self.statistics()._repr_html_()
+
+
+class MadeCurrent:
+    """What :meth:`MemoryPool.make_current` returns; a ``with`` block restores the pool that was current before."""
+
+    __slots__ = ("_pool", "_previous")
+
+    def __init__(self, pool: MemoryPool, previous: MemoryPool) -> None:
+        self._pool = pool
+        self._previous = previous
+
+    def __enter__(self) -> MemoryPool:
+        return self._pool
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        previous = self._previous
+        if previous.closed:
+            # The driver would take the handle of a pool that is gone; what it falls back to itself is the default.
+            previous = MemoryPool.default(previous.location, previous.allocation_type, driver=previous._door.driver)
+        previous._set_current()
+
+
+class CurrentPool(Allocator):
+    """The current pool of a device, whichever that is at each allocation (``cuMemAllocAsync``)."""
+
+    __slots__ = ()
+
+    allocates_with = "cuMemAllocAsync"
+
+    def __init__(self, device: Device) -> None:
+        function = device._door.driver.cuMemAllocAsync
+        self._bind(device._door, lambda nbytes, _, stream: function(nbytes, stream), None)
+        self.location = device.location
+
+    @staticmethod
+    def of(device: Device) -> CurrentPool:
+        """The one for a device."""
+        key = ("current pool of device", device.ordinal)
+        found: CurrentPool | None = device._door.allocators.get(key)
+        if found is None:
+            found = device._door.allocators[key] = CurrentPool(device)
+        return found
+
+    def pool_of(self, buffer: Buffer) -> object:
+        """The pool that was current when the buffer was allocated."""
+        from streamalloc.pointers import pointer_attributes
+
+        return pointer_attributes(buffer.address, driver=self._door.driver).pool
+
+    def reachable_from(self, device: Device) -> bool:
+        """Whether a device may use the memory; the stream's own always may."""
+        pool = MemoryPool.current(self.location, driver=self._door.driver)
+        return self.location == device.location or pool.reachable_from(device)
+
+    def _figures(self, device: Device, capturing: bool) -> dict[str, Any]:
+        if capturing:
+            return dict(device.memory_info()._asdict())
+        return MemoryPool.current(device)._figures(device, capturing)
+
+
+def allocate(nbytes: int, stream: StreamLike) -> Buffer:
+    """Allocate from the current pool of the stream's device (``cuMemAllocAsync``), as :meth:`MemoryPool.allocate` does.
+
+    A stream of another library is looked up in the default driver.
+    """
+    if not isinstance(stream, Stream):
+        stream = as_stream(stream, Door.of(default_driver()))
+    return CurrentPool.of(stream.device).allocate(nbytes, stream)
+
+
+def _location(name: str, where: object, allowed: str = "a Device or a MemLocation") -> MemLocation:
+    """The location of a device, or the location itself."""
+    location = where.location if isinstance(where, Device) else where
+    if not isinstance(location, MemLocation):
+        raise TypeError(f"{name} must be {allowed}, not {type(where).__name__} ({where!r})")
+    return location
+
+
+def _door_of(where: Device | MemLocation | MemPoolProps, driver: Driver | None) -> Door:
+    if not isinstance(where, Device):
+        return Door.of(driver if driver is not None else default_driver())
+    if driver is not None and driver is not where.driver:
+        raise ValueError(f"driver={driver!r}: {where!r} belongs to another driver")
+    return where._door
+
+
+def _driver_type(allocation_type: MemAllocationType) -> Any:
+    name = f"CU_MEM_ALLOCATION_TYPE_{allocation_type.name}"
+    member = enum_member("CUmemAllocationType", name)
+    if member is None:
+        raise unsupported(name, f"cuda-bindings {version_that_added(name)}", f"cuda-bindings {BINDINGS_VERSION}")
+    return member
+
+
+def _check_location(door: Door, location: MemLocation) -> None:
+    if location.type is MemLocationType.DEVICE:
+        count = int(door.call("cuDeviceGetCount"))
+        if location.id >= count:
+            raise ValueError(f"location id={location.id}: this driver has {count} device{'' if count == 1 else 's'}")
+
+
+def _why_refused(properties: MemPoolProps) -> str:
+    """The usual cause where the driver refuses to make a pool."""
+    if properties.handle_types & MemHandleType.FABRIC:
+        return "fabric handles need a device that offers them and an IMEX channel: see `python -m streamalloc info`"
+    if properties.location.type is MemLocationType.HOST_NUMA:
+        return f"location={properties.location}: is there such a NUMA node, and does the device support pools on it?"
+    if properties.max_size:
+        return f"max_size={properties.max_size}: more than the device can map?"
+    return ""
