@@ -1,0 +1,36 @@
+"""What the tests of the commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from streamalloc.cli import main
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command in this process; its exit code and what it printed. Nothing may go to the error output."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        code = main(arguments)
+        printed = capsys.readouterr()
+        assert printed.err == ""
+        return code, printed.out
+
+    return run
+
+
+class Altered:
+    """A driver in which some functions are others."""
+
+    def __init__(self, driver: Any, **functions: Callable[..., Any]) -> None:
+        self._driver = driver
+        vars(self).update(functions)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._driver, name)

@@ -1,0 +1,158 @@
+"""What all commands have in common: the choice of driver, exit codes, pipes, colours."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc.cli import choice, main
+from streamalloc.cli.terminal import Terminal, mib
+
+from .conftest import Altered, Run
+
+
+class TestArguments:
+    def test_none_prints_help(self, run: Run) -> None:
+        code, text = run()
+        assert code == 0
+        for command in ("tour", "info", "bench"):
+            assert f"\n    {command} " in text
+
+    @pytest.mark.parametrize("command", ["tour", "info", "bench"])
+    def test_help(self, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as exit:
+            main([command, "--help"])
+        assert exit.value.code == 0
+        assert f"streamalloc {command}" in capsys.readouterr().out
+
+    def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as exit:
+            main(["--version"])
+        assert exit.value.code == 0
+        assert capsys.readouterr().out == f"streamalloc {sa.__version__}\n"
+
+    def test_unknown_command(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as exit:
+            main(["swim"])
+        assert exit.value.code == 2
+        assert "swim" in capsys.readouterr().err
+
+
+class TestChoiceOfDriver:
+    @pytest.fixture
+    def no_driver(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def nothing_found() -> Any:
+            raise sd.DriverNotFoundError("no CUDA driver: nothing there")
+
+        monkeypatch.setattr(choice, "default", nothing_found)
+        monkeypatch.delenv("STREAMALLOC_DRIVER", raising=False)
+
+    @pytest.mark.parametrize("command", ["tour", "info"])
+    @pytest.mark.usefixtures("no_driver")
+    def test_simulated_where_there_is_none(self, run: Run, command: str) -> None:
+        code, text = run(command)
+        assert code == 0
+        assert text.startswith("no CUDA driver found: running on the simulated driver (2 devices")
+
+    @pytest.mark.usefixtures("no_driver")
+    def test_not_where_the_real_one_is_asked_for(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("STREAMALLOC_DRIVER", "cuda")
+        assert main(["tour"]) == 2
+        printed = capsys.readouterr()
+        assert (printed.out, printed.err) == ("", "python -m streamalloc: no CUDA driver: nothing there\n")
+
+    def test_unknown_name(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        monkeypatch.setenv("STREAMALLOC_DRIVER", "abacus")
+        assert main(["info"]) == 2
+        assert "STREAMALLOC_DRIVER='abacus'" in capsys.readouterr().err
+
+
+class TestPipe:
+    def test_reader_that_left(self, on_cuda: bool) -> None:
+        environment = {**os.environ, "STREAMALLOC_DRIVER": "cuda" if on_cuda else "simulated"}
+        command = [sys.executable, "-m", "streamalloc", "tour"]
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            process.stdout.close()
+            errors = process.stderr.read()
+            code = process.wait(timeout=60)
+        assert errors == b""
+        # What a shell reports of a program that ended because its reader left.
+        assert code == 141
+
+    def test_encoding_without_the_letters(self, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        def name(length: int, device: Any) -> Any:
+            return machine.cuDeviceGetName(length, device)[0], "Gerät".encode()
+
+        out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+        monkeypatch.setattr(sys, "stdout", out)
+        with sd.use(Altered(machine, cuDeviceGetName=name)):
+            assert main(["info"]) == 0
+        out.seek(0)
+        assert "Device 0: Ger?t" in out.read()
+
+
+class Screen(io.StringIO):
+    """A terminal of 60 columns."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class TestTerminal:
+    @pytest.fixture(autouse=True)
+    def environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("COLUMNS", "60")
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.delenv("NO_COLOR", raising=False)
+
+    def test_colours_in_a_terminal_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert Terminal(Screen()).good("ok") == "\x1b[32mok\x1b[0m"
+        assert Terminal(io.StringIO()).good("ok") == "ok"
+        monkeypatch.setenv("NO_COLOR", "1")
+        assert Terminal(Screen()).good("ok") == "ok"
+
+    def test_colours_do_not_move_columns(self) -> None:
+        out = Screen()
+        terminal = Terminal(out)
+        terminal.table([(terminal.good("yes"), "1"), ("unknown", "22")], align="lr")
+        assert out.getvalue().splitlines() == ["  \x1b[32myes\x1b[0m       1", "  unknown  22"]
+
+    def test_last_column_is_folded(self) -> None:
+        out = Screen()
+        words = " ".join(["word"] * 20)
+        Terminal(out).table([("name", words)])
+        lines = out.getvalue().splitlines()
+        assert all(len(line) <= 60 for line in lines)
+        assert all(line.startswith(" " * 8) for line in lines[1:])
+        assert " ".join(out.getvalue().split()) == f"name {words}"
+
+    def test_nothing_is_folded_in_a_pipe(self) -> None:
+        out = io.StringIO()
+        Terminal(out).paragraph("word " * 40)
+        assert out.getvalue().count("\n") == 1
+
+    def test_figures_go_to_the_next_line_where_there_is_no_room(self) -> None:
+        out = Screen()
+        terminal = Terminal(out)
+        terminal.beside("short", "1 MiB", at=10)
+        terminal.beside("long " * 12, "1 MiB", at=10)
+        first, second, third = out.getvalue().splitlines()
+        assert first == "short     \x1b[2m1 MiB\x1b[0m"
+        assert (second.strip(), third) == (("long " * 12).strip(), "        \x1b[2m1 MiB\x1b[0m")
+
+    @pytest.mark.parametrize(
+        ("nbytes", "text"), [(0, "0 MiB"), (1 << 20, "1 MiB"), (3 << 19, "1.50 MiB"), (1 << 40, "1,048,576 MiB")]
+    )
+    def test_mib(self, nbytes: int, text: str) -> None:
+        assert mib(nbytes) == text

@@ -1,0 +1,111 @@
+"""``python -m streamalloc info``: the support tables, and what is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc.cli import info
+from streamalloc.driver.bindings import BINDINGS_VERSION
+from streamalloc.pool.attributes import ATTRIBUTES
+
+from .conftest import Run
+
+
+def test_table_has_every_capability(machine: Any, run: Run) -> None:
+    code, text = run("info")
+    assert code == 0
+    lines = text.splitlines()
+    for name, answer, about in sa.Device(0).supports.rows():
+        row = next(line.split(maxsplit=2) for line in lines if line.split()[:1] == [name])
+        assert row[1] == answer.split(" | ")[0]
+        assert row[2] == about
+
+
+def test_versions(machine: Any, run: Run) -> None:
+    text = run("info")[1]
+    for version in (sa.__version__, BINDINGS_VERSION):
+        assert version in text
+    number = machine.cuDriverGetVersion()[1]
+    assert f"for CUDA {number // 1000}.{number % 1000 // 10}" in text
+
+
+def test_what_is_missing(run: Run) -> None:
+    with sd.use(sd.simulated(devices=1, fabric=False)):
+        text = run("info")[1]
+    assert "- fabric handles: this device or driver does not offer them" in text
+    assert "- multicast: needs at least two GPUs" in text
+
+
+@pytest.mark.gpus(2)
+def test_several_devices(machine: Any, run: Run) -> None:
+    text = run("info")[1]
+    for device in sa.Device.all():
+        assert f"\nDevice {device.ordinal}: {device.name}\n" in text
+        assert str(device.uuid) in text
+    rows = text[text.index("\nPeer access\n") :].splitlines()
+    first = next(line.split() for line in rows if line.strip().startswith("device 0"))
+    assert first[2] == "own"
+    assert first[3] == ("yes" if sa.Device(0).can_access(sa.Device(1)) else "no")
+
+
+def test_attributes_that_cannot_be_read(machine: Any, run: Run) -> None:
+    readable = dict(sa.MemoryPool.default(sa.Device(0)).attributes)
+    expected = [name for name in ATTRIBUTES if name not in readable]
+    text = run("info")[1]
+    part = text[text.index("\nPool attributes that cannot be read here\n") :]
+    assert [name for name in ATTRIBUTES if name in part.replace(",", " ").split()] == expected
+    if expected:
+        assert "needs " in part
+    else:
+        assert "none" in part
+
+
+def test_limit_of_the_address_space(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(info, "address_space_limit", lambda: None)
+    assert "ulimit" not in run("info")[1]
+    monkeypatch.setattr(info, "address_space_limit", lambda: 4096 << 20)
+    assert "Warning: ulimit -v limits this process to 4,096 MiB" in run("info")[1]
+
+
+def test_imex_channels(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = "/dev/nvidia-caps-imex-channels/channel7"
+    monkeypatch.setattr(info, "imex_channels", lambda: [channel])
+    assert channel in run("info")[1]
+
+
+def test_json(machine: Any, run: Run) -> None:
+    code, text = run("info", "--json")
+    report = json.loads(text)
+    assert code == 0
+    assert report["versions"]["cuda_bindings"] == BINDINGS_VERSION
+    devices = sa.Device.all()
+    assert [one["uuid"] for one in report["devices"]] == [str(device.uuid) for device in devices]
+    supports = devices[0].supports
+    found = report["devices"][0]["supports"]
+    assert list(found) == [item.name for item in dataclasses.fields(supports)]
+    assert found["memory_pools"] is supports.memory_pools
+    types = sum(sa.MemHandleType[name] for name in found["pool_handle_types"])
+    assert types == supports.pool_handle_types
+    assert len(report["peer_access"]) == len(devices)
+
+
+def test_json_to_a_file(machine: Any, run: Run, tmp_path: Path) -> None:
+    target = tmp_path / "info.json"
+    text = run("info", "--json", str(target))[1]
+    assert "memory_pools" in text
+    assert "devices" in json.loads(target.read_text())
+
+
+def test_changes_no_pool(machine: Any, run: Run) -> None:
+    calls = sd.traced(machine)
+    with sd.use(calls):
+        run("info")
+    names = {call.name for call in calls.calls}
+    assert not {name for name in names if "Set" in name or "Create" in name or "Alloc" in name or "Trim" in name}

@@ -1,0 +1,113 @@
+"""``python -m streamalloc tour``: it shows the main job, and a result that is not as claimed makes it fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import streamalloc.driver as sd
+from streamalloc.cli import tour
+
+from .conftest import Altered, Run
+
+MiB = 1 << 20
+
+
+def test_every_check_holds(machine: Any, run: Run) -> None:
+    code, text = run("tour")
+    assert code == 0, text
+    assert "FAILED" not in text
+    for title, _, _ in tour.PARTS:
+        assert f"\n{title}\n" in text
+    assert text.count("\n  ok  ") >= 25
+    assert text.splitlines()[-1].startswith("All ")
+
+
+def test_first_line_says_what_it_runs_on(machine: Any, on_cuda: bool, run: Run) -> None:
+    first = run("tour")[1].splitlines()[0]
+    name = machine.cuDeviceGetName(256, 0)[1].split(b"\0")[0].decode()
+    assert name in first
+    assert ("running on a GPU" in first) == on_cuda
+    assert ("simulated" in first) == (not on_cuda)
+    assert "no CUDA driver found" not in first
+
+
+def test_leaves_nothing_behind(machine: Any, run: Run) -> None:
+    accounts = sd.checked(machine)
+    with sd.use(accounts):
+        assert run("tour")[0] == 0
+    accounts.assert_nothing_left()
+
+
+@pytest.mark.gpus(2)
+def test_two_gpus(machine: Any, run: Run) -> None:
+    text = run("tour")[1]
+    assert "skipped" not in text
+    assert "GPU 1 fills memory that GPU 0 allocated before" in text
+
+
+def test_one_gpu_says_why_two_are_not_shown(run: Run) -> None:
+    with sd.use(sd.simulated(devices=1)):
+        code, text = run("tour")
+    assert code == 0
+    assert "skipped  this machine has one GPU" in text
+    assert text.splitlines()[-1].endswith(", 1 part skipped.")
+
+
+def test_reserved_memory_that_does_not_drop_is_found(machine: Any, run: Run) -> None:
+    reserved = machine.CUmemPool_attribute.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT
+
+    def at_least_32_mib(pool: Any, attribute: Any) -> Any:
+        answer = machine.cuMemPoolGetAttribute(pool, attribute)
+        if attribute == reserved and int(answer[1]) == 0:
+            return answer[0], machine.cuuint64_t(32 * MiB)
+        return answer
+
+    with sd.use(Altered(machine, cuMemPoolGetAttribute=at_least_32_mib)):
+        code, text = run("tour")
+    assert code == 1
+    assert "FAILED  synchronised: all of it went back to the device" in text
+    assert "reserved: expected 0 MiB, found 32 MiB" in text
+    assert " failed" in text.splitlines()[-1]
+
+
+def test_wrong_bytes_are_found(machine: Any, run: Run) -> None:
+    def fill_with_another(pointer: Any, value: int, count: int, stream: Any) -> Any:
+        return machine.cuMemsetD8Async(pointer, value ^ 1, count, stream)
+
+    with sd.use(Altered(machine, cuMemsetD8Async=fill_with_another)):
+        code, text = run("tour")
+    assert code == 1
+    assert "the array: expected 16,777,216 bytes 0x5a, found 16,777,216 others among them" in text
+
+
+def test_an_error_fails_its_part_and_the_tour_goes_on(machine: Any, run: Run) -> None:
+    broken = sd.faulty(machine, "cuStreamBeginCapture", result="CUDA_ERROR_UNKNOWN")
+    with sd.use(broken):
+        code, text = run("tour")
+    assert code == 1
+    assert "FAILED  expected no error, found CudaError: cuStreamBeginCapture answered CUDA_ERROR_UNKNOWN" in text
+    assert text.count("FAILED") == 1
+    assert "\nPointer attributes\n" in text
+
+
+@pytest.mark.parametrize("name", ["cuMemPoolCreate", "cuMemAllocFromPoolAsync", "cuStreamWaitEvent", "cuGraphLaunch"])
+def test_a_refused_call_is_found(machine: Any, run: Run, name: str) -> None:
+    with sd.use(sd.faulty(machine, name, result="CUDA_ERROR_NOT_SUPPORTED")):
+        code, text = run("tour")
+    assert code == 1
+    assert f"{name} answered CUDA_ERROR_NOT_SUPPORTED" in text
+
+
+def test_device_without_pools(machine: Any, run: Run) -> None:
+    wanted = machine.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED
+
+    def no_pools(attribute: Any, device: Any) -> Any:
+        result, value = machine.cuDeviceGetAttribute(attribute, device)
+        return result, 0 if attribute == wanted else value
+
+    with sd.use(Altered(machine, cuDeviceGetAttribute=no_pools)):
+        code, text = run("tour")
+    assert code == 1
+    assert "no stream-ordered memory pools" in text
