@@ -38,7 +38,7 @@ bench: $(BASE) ## Measure the package beside the raw calls
 	$(BIN)/python -m streamalloc bench $(ARGS)
 
 notebooks: $(NOTEBOOKS) ## Run the notebooks again and keep their new outputs
-	$(BIN)/python -m jupyter execute --inplace $(ARGS) notebooks/*.ipynb
+	STREAMALLOC_DRIVER=simulated $(BIN)/python -m jupyter execute --inplace $(ARGS) notebooks/*.ipynb
 
 clean: ## Remove the virtual environment, builds and caches
 	test ! -f $(VENV)/pyvenv.cfg || rm -rf $(VENV)

@@ -187,7 +187,7 @@ class Memory(abc.ABC):
         """Version 3 of numpy's array interface, so that ``numpy.asarray`` makes no copy of host memory."""
         if not self.host_accessible:
             raise AttributeError(f"{self!r} is not accessible from the host")
-        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+        return numpy_interface(self)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """The DLPack device type and number."""
@@ -324,13 +324,9 @@ class Buffer(Memory):
         raw = stream._checked_raw()
         if stream._capture is not None and not self._belongs_to(stream._capture):
             raise CaptureError("CUDA_ERROR_INVALID_VALUE", 1, "cuMemFreeAsync", _FOREIGN_IN_CAPTURE)
-        ptr, self._ptr = self._ptr, None
-        try:
-            with stream._context():
-                self._door.call("cuMemFreeAsync", ptr, raw)
-        except BaseException:
-            self._ptr = ptr
-            raise
+        with stream._context():
+            self._door.call("cuMemFreeAsync", self._ptr, raw)
+            self._ptr = None
 
     def _belongs_to(self, capture: Capture) -> bool:
         return False
@@ -440,6 +436,12 @@ class BufferView(Memory):
 
     def __repr__(self) -> str:
         return f"<BufferView of bytes {self._offset}:{self._offset + self._nbytes} of {self._parent!r}>"
+
+
+def numpy_interface(memory: Memory) -> dict[str, Any]:
+    """Version 3 of numpy's array interface for flat bytes, wherever they are."""
+    # numpy 2.2 takes the address 0 of empty memory for a missing one; that of no bytes is never used.
+    return {"shape": (memory.nbytes,), "typestr": "|u1", "data": (memory.address or 1, False), "version": 3}
 
 
 def _pattern(value: int | bytes | np.generic, width: int | None) -> tuple[int, int]:

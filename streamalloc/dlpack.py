@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from streamalloc.buffer import numpy_interface
 from streamalloc.stream import Stream
 
 if TYPE_CHECKING:
@@ -39,12 +40,7 @@ class _Exposed:
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self.__array_interface__ = {
-            "shape": (memory.nbytes,),
-            "typestr": "|u1",
-            "data": (memory.address, False),
-            "version": 3,
-        }
+        self.__array_interface__ = numpy_interface(memory)
 
 
 _pointer_in = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(

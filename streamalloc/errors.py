@@ -7,6 +7,8 @@ before the driver is reached and have no class here.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 __all__ = [
@@ -25,7 +27,9 @@ __all__ = [
     "OutOfMemoryError",
     "PeerAccessError",
     "PendingFreesWarning",
+    "attach",
     "error_from",
+    "undoing",
 ]
 
 
@@ -223,6 +227,25 @@ def error_from(result: Any, call: str, hint: str = "", **figures: int | None) ->
     name = str(getattr(result, "name", result))
     kind = _KINDS.get(name, CudaError)
     return kind(name, int(result), call, hint or _HINTS.get(name, ""), **figures)
+
+
+def attach(first: BaseException, later: BaseException) -> None:
+    """Keep an error that came while another was dealt with, as a note on the first (shown by Python 3.11 and newer)."""
+    notes = [*getattr(first, "__notes__", ()), f"while undoing: {type(later).__name__}: {later}"]
+    first.__notes__ = notes  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def undoing(undo: Callable[[], object]) -> Iterator[None]:
+    """A block after whose failure ``undo`` is called; the block's error goes on, one of ``undo`` is attached to it."""
+    try:
+        yield
+    except BaseException as first:
+        try:
+            undo()
+        except Exception as later:
+            attach(first, later)
+        raise
 
 
 def unsupported(call: str, needed: str, found: str) -> NotSupportedError:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from typing_extensions import Self
 
 from streamalloc.driver.bindings import cuda
-from streamalloc.errors import ClosedError, CudaError
+from streamalloc.errors import ClosedError, CudaError, undoing
 from streamalloc.stream import StreamLike, as_stream
 
 if TYPE_CHECKING:
@@ -102,13 +102,14 @@ class Graph:
 
     def close(self) -> None:
         """Destroy the graph and its launchable form; launches that are queued still run. Idempotent."""
-        with contextlib.ExitStack() as undo:
-            if self._raw is not None:
-                raw, self._raw = self._raw, None
-                undo.callback(self._door.call, "cuGraphDestroy", raw)
-            if self._executable is not None:
-                executable, self._executable = self._executable, None
-                undo.callback(self._door.call, "cuGraphExecDestroy", executable)
+        raw, self._raw = self._raw, None
+        executable, self._executable = self._executable, None
+        try:
+            if executable is not None:
+                self._door.call("cuGraphExecDestroy", executable)
+        finally:
+            if raw is not None:
+                self._door.call("cuGraphDestroy", raw)
 
     def __enter__(self) -> Self:
         return self
@@ -168,15 +169,16 @@ def capturing(stream: Stream, mode: CaptureMode) -> Iterator[Graph]:
             "cuStreamBeginCapture", raw, driver_mode, hint="is the stream being captured already, or a legacy one?"
         )
     capture = Capture(stream)
-    try:
+    with undoing(lambda: _abort(capture)):
         yield capture.graph
-    except BaseException:
-        # The block's own error is the one to see; the driver answers an error here when the block broke the capture.
-        with contextlib.suppress(CudaError):
-            _end(capture)
-        capture.graph.close()
-        raise
     _end(capture)
+
+
+def _abort(capture: Capture) -> None:
+    # The driver answers an error where the block broke the capture, which is not worth a note of its own.
+    with contextlib.suppress(CudaError):
+        _end(capture)
+    capture.graph.close()
 
 
 def _end(capture: Capture) -> None:

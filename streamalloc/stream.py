@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from streamalloc.device import Device
-    from streamalloc.graph import Capture, CaptureMode
+    from streamalloc.graph import Capture, CaptureMode, Graph
 
 __all__ = ["Event", "Stream", "StreamLike", "as_stream"]
 
@@ -86,7 +86,8 @@ class Stream:
         return cls(device, cuda.CUstream(handle), foreign=owner)
 
     def _allow_direct(self) -> None:
-        if not (self.is_default or self._closed or self._capture):
+        # Other code may capture its own streams without our knowing, so those are looked at each time.
+        if not (self.is_default or self._closed or self._capture or self._foreign is not None):
             self._handle = self._raw
             self._direct = self._door
 
@@ -213,7 +214,7 @@ class Stream:
             _host_functions.pop(pointer, None)
             raise
 
-    def capture(self, mode: CaptureMode = "global") -> contextlib.AbstractContextManager[Any]:
+    def capture(self, mode: CaptureMode = "global") -> contextlib.AbstractContextManager[Graph]:
         """Record what is queued in a ``with`` block into a graph instead of running it (``cuStreamBeginCapture``).
 
         Yields the :class:`~streamalloc.graph.Graph`, which is complete when the block ends. Allocations and frees
@@ -309,7 +310,7 @@ class Event:
         self._capture: Capture | None = None
         with device.current():
             self._raw = self._door.call("cuEventCreate", flags)
-        self._closed = False
+            self._closed = False
 
     @property
     def handle(self) -> int:

@@ -10,6 +10,7 @@ from typing_extensions import Self
 
 from streamalloc.device import Device
 from streamalloc.driver.bindings import cuda
+from streamalloc.errors import undoing
 from streamalloc.stream import StreamLike, as_stream
 
 __all__ = ["Gate"]
@@ -33,8 +34,9 @@ class Gate:
     def __init__(self, device: Device) -> None:
         self._door = device._door
         self.device = device
-        with device.current():
-            self._word: int | None = int(self._door.call("cuMemHostAlloc", _SIZE, 0))
+        self._word: int | None = None
+        with undoing(self._free), device.current():
+            self._word = int(self._door.call("cuMemHostAlloc", _SIZE, 0))
         self._value = ctypes.c_uint32.from_address(self._word)
         self._value.value = 0
         self._holds = 0
@@ -56,9 +58,13 @@ class Gate:
             return
         self.open()
         self.device.synchronize()
+        self._free()
+
+    def _free(self) -> None:
         word, self._word = self._word, None
-        with self.device.current():
-            self._door.call("cuMemFreeHost", word)
+        if word is not None:
+            with self.device.current():
+                self._door.call("cuMemFreeHost", word)
 
     def __enter__(self) -> Self:
         return self

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from streamalloc.driver.bindings import BINDINGS_VERSION, version_that_added
 from streamalloc.driver.protocol import Driver
-from streamalloc.errors import error_from, unsupported
+from streamalloc.errors import CudaError, attach, error_from, unsupported
 
 __all__ = ["Door", "ForkedProcessError"]
 
@@ -65,11 +65,6 @@ class Door:
                     _kept.append(door)
             return door
 
-    def __del__(self) -> None:
-        if self.usable:
-            for ordinal in self._contexts:
-                self.driver.cuDevicePrimaryCtxRelease(ordinal)
-
     @property
     def usable(self) -> bool:
         """Whether a finaliser may call the driver: not in a forked child, not while the interpreter shuts down."""
@@ -106,7 +101,10 @@ class Door:
         return values[0] if len(values) == 1 else tuple(values) or None
 
     def context(self, ordinal: int) -> Any:
-        """The primary context of a device, retained once and kept until the door goes."""
+        """The primary context of a device, retained once and never released.
+
+        It has to outlast every object of the device, whatever order the garbage collector takes them in.
+        """
         context = self._contexts.get(ordinal)
         if context is None:
             with self._lock:
@@ -151,7 +149,12 @@ class _Current:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._door.call("cuCtxPopCurrent")
+        try:
+            self._door.call("cuCtxPopCurrent")
+        except CudaError as later:
+            if error is None:
+                raise
+            attach(error, later)
 
 
 _FORKED = (
@@ -160,7 +163,7 @@ _FORKED = (
 )
 # A door lives as long as an object that came through it; it holds its driver, so an id is never reused meanwhile.
 _doors: weakref.WeakValueDictionary[int, Door] = weakref.WeakValueDictionary()
-# The real driver is a module, there for as long as the process: so are its primary contexts, which are slow to make.
+# The real driver is a module, there for as long as the process; its door remembers that in a forked child.
 _kept: list[Door] = []
 _doors_lock = threading.Lock()
 

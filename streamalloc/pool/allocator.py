@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from streamalloc.buffer import Buffer, GraphBuffer
 from streamalloc.device import Device
@@ -21,7 +22,9 @@ from streamalloc.errors import CudaError, error_from
 from streamalloc.properties import MemLocation, checked_size
 from streamalloc.stream import Stream, StreamLike, as_stream
 
-__all__ = ["Allocator"]
+__all__ = ["Allocator", "read_or_none"]
+
+T = TypeVar("T")
 
 # What the driver answers about memory of a context or process that is no more: there is nothing left to free.
 _GONE = ("CUDA_ERROR_DEINITIALIZED", "CUDA_ERROR_CONTEXT_IS_DESTROYED", "CUDA_ERROR_INVALID_CONTEXT")
@@ -121,24 +124,30 @@ class Allocator:
 
     def _recover(self, result: Any, buffer: Buffer) -> None:
         """Try once more where the pool is told to, or raise what the driver's answer means."""
-        if result == cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-            # While the stream is captured nothing may be synchronised or asked of the pool: it would end the capture.
-            capturing = buffer._stream.capturing
-            if not capturing and self._make_room(buffer._stream):
-                result = self._try(buffer)
-                if not result:
+        if result != cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise error_from(result, self.allocates_with)
+        # While the stream is captured nothing may be synchronised or asked of the pool: it would end the capture.
+        capturing = read_or_none(lambda: buffer._stream.capturing) is not False
+        trouble = ""
+        if not capturing:
+            try:
+                if self._make_room(buffer._stream) and not self._try(buffer):
                     return
-            figures = self._figures(buffer._stream.device, capturing)
-            figures["requested"] = buffer._nbytes
-            raise error_from(result, self.allocates_with, _advice(**figures), **figures)
-        raise error_from(result, self.allocates_with)
+            except CudaError as error:
+                trouble = f"making room failed: {error}"
+        raise self._out_of_memory(result, buffer, capturing, trouble)
+
+    def _out_of_memory(self, result: Any, buffer: Buffer, capturing: bool, trouble: str) -> CudaError:
+        figures = self._figures(buffer._stream.device, capturing)
+        figures["requested"] = buffer._nbytes
+        return error_from(result, self.allocates_with, trouble or _advice(**figures), **figures)
 
     def _make_room(self, stream: Stream) -> bool:
         """Give back what can be given back, if the pool was told to; whether it is worth trying again."""
         return False
 
     def _figures(self, device: Device, capturing: bool) -> dict[str, Any]:
-        """Figures for an :class:`OutOfMemoryError`."""
+        """Figures for an :class:`OutOfMemoryError`; those that cannot be read are left out."""
         raise NotImplementedError
 
     def pool_of(self, buffer: Buffer) -> object:
@@ -183,6 +192,14 @@ class Allocator:
 
     def _shut_after_fork(self) -> None:
         self._alloc = self._free = refuse_after_fork
+
+
+def read_or_none(ask: Callable[[], T]) -> T | None:
+    """An answer that an error message can do without."""
+    try:
+        return ask()
+    except CudaError:
+        return None
 
 
 def _advice(

@@ -13,8 +13,8 @@ from streamalloc.device import Device
 from streamalloc.driver import Door, Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.bindings import BINDINGS_VERSION, cuda, enum_member, version_that_added
-from streamalloc.errors import ClosedError, PeerAccessError, PendingFreesWarning, unsupported
-from streamalloc.pool.allocator import Allocator
+from streamalloc.errors import ClosedError, PeerAccessError, PendingFreesWarning, undoing, unsupported
+from streamalloc.pool.allocator import Allocator, read_or_none
 from streamalloc.pool.attributes import PoolAttributes, PoolStatistics
 from streamalloc.properties import (
     MemAccess,
@@ -110,11 +110,8 @@ class MemoryPool(Allocator):
         self.properties = properties
         self.on_oom = on_oom
         if release_threshold is not None:
-            try:
+            with undoing(self.close):
                 self.attributes.release_threshold = release_threshold
-            except BaseException:
-                self.close()
-                raise
 
     def _take(
         self, door: Door, raw: Any, location: MemLocation, allocation_type: MemAllocationType, *, owned: bool
@@ -332,13 +329,13 @@ class MemoryPool(Allocator):
 
     def _figures(self, device: Device, capturing: bool) -> dict[str, Any]:
         figures: dict[str, Any] = {}
-        if not capturing:
-            reserved, _, used, _ = self.statistics()
-            figures.update(used=used, reserved=reserved)
+        statistics = None if capturing else read_or_none(self.statistics)
+        if statistics is not None:
+            figures.update(used=statistics.used, reserved=statistics.reserved)
         if self.properties is not None and self.properties.max_size:
             figures["limit"] = self.properties.max_size
         if self.location.type is MemLocationType.DEVICE:
-            figures.update(Device(self.location.id, driver=self._door.driver).memory_info()._asdict())
+            figures.update(_memory_of(Device(self.location.id, driver=self._door.driver)))
         return figures
 
     def close(self) -> None:
@@ -453,9 +450,8 @@ class CurrentPool(Allocator):
         return self.location == device.location or pool.reachable_from(device)
 
     def _figures(self, device: Device, capturing: bool) -> dict[str, Any]:
-        if capturing:
-            return dict(device.memory_info()._asdict())
-        return MemoryPool.current(device)._figures(device, capturing)
+        pool = None if capturing else read_or_none(lambda: MemoryPool.current(device))
+        return _memory_of(device) if pool is None else pool._figures(device, capturing)
 
 
 def allocate(nbytes: int, stream: StreamLike) -> Buffer:
@@ -474,6 +470,11 @@ def _location(name: str, where: object, allowed: str = "a Device or a MemLocatio
     if not isinstance(location, MemLocation):
         raise TypeError(f"{name} must be {allowed}, not {type(where).__name__} ({where!r})")
     return location
+
+
+def _memory_of(device: Device) -> dict[str, Any]:
+    info = read_or_none(device.memory_info)
+    return {} if info is None else dict(info._asdict())
 
 
 def _door_of(where: Device | MemLocation | MemPoolProps, driver: Driver | None) -> Door:

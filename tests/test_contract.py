@@ -1,0 +1,169 @@
+"""The names and signatures that users rely on (the design's "Public shape")."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+from streamalloc.driver.bindings import cuda
+
+# What is called, what it has to accept (by position, then by keyword), and what its defaults have to be.
+CALLS: dict[str, tuple[Any, list[tuple[tuple[Any, ...], dict[str, Any]]], dict[str, Any]]] = {
+    "Device": (sa.Device, [((0,), {}), ((0,), {"driver": None})], {"driver": None}),
+    "Device.create_stream": (sa.Device.create_stream, [(("self",), {})], {}),
+    "MemoryPool": (
+        sa.MemoryPool,
+        [
+            (("device",), {"max_size": 0, "handle_types": sa.MemHandleType.NONE, "release_threshold": None}),
+            (("properties",), {"driver": None}),
+            (("device",), {"on_oom": "sync-trim-retry"}),
+        ],
+        {
+            "max_size": 0,
+            "handle_types": sa.MemHandleType.NONE,
+            "release_threshold": None,
+            "driver": None,
+            "on_oom": "raise",
+        },
+    ),
+    "MemoryPool.default": (sa.MemoryPool.default, [(("device",), {})], {}),
+    "MemoryPool.current": (sa.MemoryPool.current, [(("device",), {})], {}),
+    "MemoryPool.allocate": (sa.MemoryPool.allocate, [(("self", 1, "stream"), {})], {}),
+    "allocate": (sa.allocate, [((1, "stream"), {}), ((), {"nbytes": 1, "stream": "stream"})], {}),
+    "Buffer.free": (sa.Buffer.free, [(("self",), {}), (("self", "stream"), {})], {"stream": None}),
+    "Buffer.fill": (sa.Buffer.fill, [(("self", 1, "stream"), {})], {}),
+    "Buffer.copy_to": (sa.Buffer.copy_to, [(("self", "target"), {"stream": "stream"})], {}),
+    "Buffer.copy_from": (sa.Buffer.copy_from, [(("self", "source"), {"stream": "stream"})], {}),
+    "MemoryPool.trim": (sa.MemoryPool.trim, [(("self",), {"keep": 0})], {"keep": 0}),
+    "MemoryPool.set_access": (sa.MemoryPool.set_access, [(("self", "device", "access"), {})], {}),
+    "MemoryPool.access": (sa.MemoryPool.access, [(("self", "device"), {})], {}),
+    "MemoryPool.make_current": (sa.MemoryPool.make_current, [(("self",), {})], {}),
+    "MemoryPool.reset_peaks": (sa.MemoryPool.reset_peaks, [(("self",), {})], {}),
+    "MemoryPool.statistics": (sa.MemoryPool.statistics, [(("self",), {})], {}),
+    "MemoryPool.close": (sa.MemoryPool.close, [(("self",), {})], {}),
+    "Stream.record": (sa.Stream.record, [(("self",), {})], {}),
+    "Stream.wait": (sa.Stream.wait, [(("self", "event"), {})], {}),
+    "Stream.synchronize": (sa.Stream.synchronize, [(("self",), {})], {}),
+    "Event.query": (sa.Event.query, [(("self",), {})], {}),
+    "MemLocation.device": (sa.MemLocation.device, [((0,), {})], {}),
+    "MemLocation.host": (sa.MemLocation.host, [((), {})], {}),
+    "MemLocation.host_numa": (sa.MemLocation.host_numa, [((0,), {})], {}),
+    "MemLocation.none": (sa.MemLocation.none, [((), {})], {}),
+    "pointer_attributes": (sa.pointer_attributes, [((4096,), {}), ((4096,), {"driver": None})], {"driver": None}),
+    "driver.use": (sa.driver.use, [(("driver",), {})], {}),
+    "driver.simulated": (
+        sa.driver.simulated,
+        [
+            ((), {}),
+            (
+                (),
+                {"devices": 2, "memory": 1, "profile": "h200", "multicast": True, "fabric": True, "seed": 1},
+            ),
+        ],
+        {"devices": 1, "profile": "h200"},
+    ),
+    "driver.checked": (sa.driver.checked, [(("driver",), {})], {}),
+    "driver.traced": (sa.driver.traced, [(("driver",), {})], {}),
+    "driver.faulty": (sa.driver.faulty, [(("driver", "cuMemPoolCreate"), {}), (("driver", 3), {})], {}),
+}
+
+# Each driver enum, and the prefix that ours leave out.
+ENUMS = [
+    (sa.MemLocationType, "CUmemLocationType", "CU_MEM_LOCATION_TYPE_"),
+    (sa.MemAllocationType, "CUmemAllocationType", "CU_MEM_ALLOCATION_TYPE_"),
+    (sa.MemHandleType, "CUmemAllocationHandleType", "CU_MEM_HANDLE_TYPE_"),
+    (sa.MemAccess, "CUmemAccess_flags", "CU_MEM_ACCESS_FLAGS_PROT_"),
+]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_signature(name: str) -> None:
+    function, accepted, defaults = CALLS[name]
+    signature = inspect.signature(function)
+    for args, kwargs in accepted:
+        signature.bind(*args, **kwargs)
+    assert {one: signature.parameters[one].default for one in defaults} == defaults
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["MemLocation", "MemPoolProps", "MemAllocationProp", "MemAccessDesc", "MulticastObjectProp"],
+)
+def test_property_dataclasses(name: str) -> None:
+    kind = getattr(sa, name)
+    assert dataclasses.is_dataclass(kind)
+    assert callable(getattr(kind, "to_driver", None)) and callable(getattr(kind, "from_driver", None))
+
+
+@pytest.mark.parametrize(("ours", "theirs", "prefix"), ENUMS)
+def test_enum_members_are_the_driver_s_without_the_prefix(ours: Any, theirs: str, prefix: str) -> None:
+    members = {member.name: int(member) for member in ours}
+    if ours is sa.MemHandleType:
+        members["NONE"] = int(sa.MemHandleType.NONE)  # a flag of no bits is not listed as a member
+    assert members
+    for name, value in members.items():
+        known = getattr(getattr(cuda, theirs), prefix + name, None)
+        # NONE came to CUmemLocationType and MANAGED to CUmemAllocationType with version 13.
+        assert known is None or int(known) == value, name
+
+
+def test_enum_values() -> None:
+    assert [sa.MemLocationType(value).name for value in range(5)] == [
+        "NONE",
+        "DEVICE",
+        "HOST",
+        "HOST_NUMA",
+        "HOST_NUMA_CURRENT",
+    ]
+    assert [sa.MemAllocationType(value).name for value in range(3)] == ["INVALID", "PINNED", "MANAGED"]
+    assert [sa.MemAccess(value).name for value in (0, 1, 3)] == ["NONE", "READ", "READWRITE"]
+    assert (sa.MemHandleType.POSIX_FILE_DESCRIPTOR, sa.MemHandleType.FABRIC) == (1, 8)
+
+
+def test_locations() -> None:
+    kind = sa.MemLocationType
+    assert sa.MemLocation.device(3) == sa.MemLocation(kind.DEVICE, 3)
+    assert sa.MemLocation.host() == sa.MemLocation(kind.HOST, 0)
+    assert sa.MemLocation.host_numa(1) == sa.MemLocation(kind.HOST_NUMA, 1)
+    assert sa.MemLocation.none() == sa.MemLocation(kind.NONE, 0)
+
+
+def test_errors() -> None:
+    assert issubclass(sa.CudaError, RuntimeError)
+    assert issubclass(sa.OutOfMemoryError, sa.CudaError) and issubclass(sa.OutOfMemoryError, MemoryError)
+
+
+def test_statistics_are_four_numbers_in_this_order() -> None:
+    assert sa.PoolStatistics._fields == ("reserved", "reserved_high", "used", "used_high")
+
+
+def test_capabilities_are_a_dataclass(device: sa.Device) -> None:
+    assert dataclasses.is_dataclass(device.supports)
+
+
+def test_the_design_s_example(device: sa.Device) -> None:
+    stream, other = device.create_stream(), device.create_stream()
+    pool = sa.MemoryPool(device, max_size=0, handle_types=sa.MemHandleType.NONE, release_threshold=None)
+    buffer = pool.allocate(64, stream)
+    assert isinstance(buffer.address, int) and buffer.address and buffer.nbytes == 64
+    buffer.fill(1, stream)
+    event = stream.record()
+    other.wait(event)
+    part = buffer[8:16]
+    assert (part.address, part.nbytes) == (buffer.address + 8, 8)
+    pool.attributes.release_threshold = 64
+    assert pool.attributes.release_threshold == 64
+    assert pool.statistics().used == 64
+    assert pool.access(device) is sa.MemAccess.READWRITE
+    buffer.free(stream=None)
+    stream.synchronize()
+    assert event.query()
+    pool.reset_peaks()
+    pool.trim(keep=0)
+    with sa.allocate(64, stream) as current:
+        assert current.owner is sa.MemoryPool.current(device)
+    pool.close()
