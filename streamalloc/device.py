@@ -186,6 +186,7 @@ class Device:
         """Block the host until all work of the device's primary context is done (``cuCtxSynchronize``)."""
         with self.current():
             self._door.call("cuCtxSynchronize")
+        self._door.reap()
 
     def current(self) -> contextlib.AbstractContextManager[None]:
         """A ``with`` block in which the device's primary context is the thread's current one."""

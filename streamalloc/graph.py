@@ -137,6 +137,7 @@ class Capture:
         self.origin = origin
         self.graph = Graph(origin.device)
         self.streams: list[Stream] = []
+        origin._door.captures += 1
         self.adopt(origin)
 
     def adopt(self, stream: Stream) -> None:
@@ -151,6 +152,7 @@ class Capture:
             stream._capture = None
             stream._allow_direct()
         self.streams.clear()
+        self.origin._door.captures -= 1
 
 
 @contextlib.contextmanager
@@ -189,6 +191,7 @@ def _end(capture: Capture) -> None:
     finally:
         capture.release()
         stream._door.free_postponed()
+        stream._door.reap()
 
 
 class GraphMemoryStatistics(NamedTuple):

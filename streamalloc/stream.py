@@ -181,6 +181,7 @@ class Stream:
         gives back what exceeds the release threshold.
         """
         self._call("cuStreamSynchronize")
+        self._door.reap()
 
     def query(self) -> bool:
         """Whether all work queued so far is done (``cuStreamQuery``)."""
@@ -344,6 +345,7 @@ class Event:
     def synchronize(self) -> None:
         """Block the host until the work before the event is done (``cuEventSynchronize``)."""
         self._door.call("cuEventSynchronize", self._checked_raw())
+        self._door.reap()
 
     def elapsed_since(self, start: Event) -> float:
         """Milliseconds between two recorded events that measure time (``cuEventElapsedTime``).

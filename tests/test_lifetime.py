@@ -164,7 +164,7 @@ class TestGarbage:
         del driver.calls[:]
         things.clear()
         gc.collect()
-        waits = ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize", "cuMemPoolTrimTo")
+        waits = ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize")
         assert names(driver) != [] and names(driver, *waits) == []
 
 
@@ -389,7 +389,8 @@ def test_no_foreign_pool_is_ever_changed(machine: Any) -> None:
     assert state() == before
     changed = [call for call in driver.calls if call.name in ("cuMemPoolSetAttribute", "cuMemPoolSetAccess")]
     assert changed and {int(call.args[0]) for call in changed} == {ours}
-    assert names(driver, "cuMemPoolTrimTo") == []
+    trimmed = {int(call.args[0]) for call in driver.calls if call.name == "cuMemPoolTrimTo"}
+    assert int(machine.cuDeviceGetDefaultMemPool(0)[1]) not in trimmed
 
 
 def test_gates_close_with_their_device(machine: Any) -> None:

@@ -30,10 +30,25 @@ class _ShutsAfterFork(Protocol):
     def _shut_after_fork(self) -> None: ...
 
 
+class _Ends(Protocol):
+    def ended(self) -> bool: ...
+
+
 class Door:
     """A driver as the facade uses it; one for each driver object (:meth:`of`)."""
 
-    __slots__ = ("__weakref__", "_contexts", "_hot", "_lock", "allocators", "driver", "forked", "postponed")
+    __slots__ = (
+        "__weakref__",
+        "_contexts",
+        "_hot",
+        "_lock",
+        "allocators",
+        "captures",
+        "driver",
+        "forked",
+        "postponed",
+        "retired",
+    )
 
     driver: Driver
     """The driver itself, for code that binds its functions."""
@@ -44,8 +59,15 @@ class Door:
     postponed: list[Callable[[], None]]
     """Frees that a finaliser could not make because their stream was being captured; made when a capture ends."""
 
+    captures: int
+    """How many captures of ours are under way; asking about a pool would break them."""
+    retired: list[_Ends]
+    """Closed pools that the driver must not destroy yet."""
+
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
+        self.captures = 0
+        self.retired = []
         self.forked = False
         self.allocators = weakref.WeakValueDictionary()
         self.postponed = []
@@ -123,6 +145,25 @@ class Door:
         for free in pending:
             free()
 
+    def retire(self, pool: _Ends) -> None:
+        """Keep a closed pool until :meth:`reap` finds that it has ended."""
+        self.retired.append(pool)
+        _unfinished.add(self)
+
+    def reap(self) -> None:
+        """Look at retired pools again; called where the host has synchronised and where pools are made and closed."""
+        if not self.retired or self.captures:
+            return
+        waiting, self.retired = self.retired, []
+        self.retired += [pool for pool in waiting if not pool.ended()]
+        if not self.retired:
+            _unfinished.discard(self)
+
+    @property
+    def ordinals(self) -> list[int]:
+        """The devices whose primary contexts are in use."""
+        return list(self._contexts)
+
     def shut_with_me(self, holder: _ShutsAfterFork) -> None:
         """Have ``holder``, which bound driver functions itself, replace them in a forked child."""
         self._hot.add(holder)
@@ -165,6 +206,8 @@ _FORKED = (
 _doors: weakref.WeakValueDictionary[int, Door] = weakref.WeakValueDictionary()
 # The real driver is a module, there for as long as the process; its door remembers that in a forked child.
 _kept: list[Door] = []
+# Doors with retired pools outlive the last object that came through them.
+_unfinished: set[Door] = set()
 _doors_lock = threading.Lock()
 
 

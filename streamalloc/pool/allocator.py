@@ -176,6 +176,7 @@ class Allocator:
             else:
                 with stream._context():
                     self._door.call("cuMemFreeAsync", ptr, stream._raw)
+            self._door.reap()  # a garbage cycle may take a pool before its buffers
         except CudaError as error:
             if error.name not in _GONE:
                 warnings.warn(

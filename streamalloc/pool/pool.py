@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,9 +14,10 @@ from streamalloc.device import Device
 from streamalloc.driver import Door, Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.bindings import BINDINGS_VERSION, cuda, enum_member, version_that_added
-from streamalloc.errors import ClosedError, PeerAccessError, PendingFreesWarning, undoing, unsupported
+from streamalloc.errors import ClosedError, CudaError, PeerAccessError, PendingFreesWarning, undoing, unsupported
 from streamalloc.pool.allocator import Allocator, read_or_none
 from streamalloc.pool.attributes import PoolAttributes, PoolStatistics
+from streamalloc.pool.retirement import retire
 from streamalloc.properties import (
     MemAccess,
     MemAccessDesc,
@@ -104,6 +106,7 @@ class MemoryPool(Allocator):
             properties = MemPoolProps(location=location, max_size=max_size, handle_types=handle_types)
         door = _door_of(where, driver)
         _check_location(door, properties.location)
+        door.reap()
         struct = properties.to_driver()
         raw = door.call("cuMemPoolCreate", struct, hint=_why_refused(properties))
         self._take(door, raw, properties.location, properties.alloc_type, owned=True)
@@ -339,10 +342,11 @@ class MemoryPool(Allocator):
         return figures
 
     def close(self) -> None:
-        """Destroy the pool if it was made here (``cuMemPoolDestroy``); idempotent.
+        """End the pool if it was made here (``cuMemPoolDestroy``); idempotent.
 
-        Allocations that are alive stay usable and can be freed. If the pool was current, its location's default pool
-        is again.
+        Allocations that are alive stay usable and can be freed; the driver destroys the pool once all of it was freed
+        and the frees have run, which is looked at whenever the host synchronises. If the pool was current, its
+        location's default pool is again.
         """
         if self._closed:
             return
@@ -352,7 +356,8 @@ class MemoryPool(Allocator):
         self._alloc = self._refuse
         self._door.allocators.pop(int(self._raw), None)
         if self._owned:
-            self._door.call("cuMemPoolDestroy", self._raw)
+            self._door.reap()
+            retire(self._door, self._raw)
 
     def _resign(self) -> None:
         """Make the default pool current where this one is.
@@ -383,7 +388,8 @@ class MemoryPool(Allocator):
     def __del__(self) -> None:
         if not self._closed and self._owned and self._door.usable:
             self._closed = True
-            self._door.driver.cuMemPoolDestroy(self._raw)
+            with contextlib.suppress(CudaError):
+                retire(self._door, self._raw)
 
     def __repr__(self) -> str:
         kind = "" if self.allocation_type is MemAllocationType.PINNED else f" {self.allocation_type.name.lower()}"

@@ -60,6 +60,7 @@ class Context:
         self.retired: Clock = {}  # what destroyed streams did
         self._legacy: Stream | None = None
         self._per_thread: dict[int, Stream] = {}
+        self._marks: Stream | None = None
         self.id = machine.next_context_id()
 
     @property
@@ -77,6 +78,13 @@ class Context:
         if stream is None:
             stream = self._per_thread[ident] = self._new_stream(PER_THREAD_STREAM, True, 0)
         return stream
+
+    @property
+    def marks(self) -> Stream:
+        """Nobody's stream, where events of the whole context happen: no work ever waits behind them."""
+        if self._marks is None:
+            self._marks = self.machine.timeline.adopt(Stream(self.machine.timeline, 0, self, False, 0))
+        return self._marks
 
     def create_stream(self, blocking: bool, priority: int) -> Stream:
         stream = self._new_stream(next(_handles), blocking, priority)
@@ -117,6 +125,13 @@ class Context:
             clock[stream.id] = stream.seq
         return clock
 
+    def unfinished(self) -> tuple[tuple[Stream, int], ...]:
+        """The streams that have something left to do, destroyed ones included, and the last of it."""
+        live = self.machine.timeline.streams
+        gone = [(live[number], seq) for number, seq in self.retired.items() if number in live]
+        streams = [(stream, stream.seq) for stream in self.all_streams()]
+        return tuple((stream, seq) for stream, seq in (*gone, *streams) if stream.done < seq)
+
     def close(self) -> None:
         """The context is destroyed: its streams, events and plain memory go with it."""
         self.alive = False
@@ -129,7 +144,9 @@ class Context:
         for allocation in list(self.machine.allocations.at.values()):
             if allocation.context is self and allocation.kind in ("device", "pinned", "registered"):
                 self.machine.discard(allocation)
-        self._legacy = None
+        if self._marks is not None:
+            self.machine.timeline.retire(self._marks)
+        self._legacy = self._marks = None
         self._per_thread.clear()
 
 

@@ -142,10 +142,7 @@ class ContextCalls(Calls):
         self._synchronize_context(self._given_or_current(ctx))
 
     def _synchronize_context(self, context: Context) -> None:
-        for stream in context.all_streams():
-            if stream.capture is not None:
-                stream.capture.invalidate()
-                raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+        self._no_stream_captures(context)
         self._unsafe_during_capture()
         clock = context.clock()
         streams = [(stream, stream.seq) for stream in context.all_streams()]
@@ -160,6 +157,14 @@ class ContextCalls(Calls):
                 del context.retired[number]
         if context.error is not None:
             raise Fault(context.error)
+
+    @staticmethod
+    def _no_stream_captures(context: Context) -> None:
+        """What concerns all streams of a context cannot be captured; it spoils every capture there."""
+        captures = [stream.capture for stream in context.all_streams() if stream.capture is not None]
+        for capture in captures:
+            capture.invalidate()
+        check(not captures, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
 
     @modelled(1)
     def cuCtxGetFlags(self) -> int:
@@ -186,9 +191,8 @@ class ContextCalls(Calls):
         if event is None:
             raise Fault(Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
         check(event.context is context, Result.CUDA_ERROR_INVALID_HANDLE)
-        # all streams of the context come before it, whether or not they take turns with the legacy stream
-        after = tuple((stream, stream.seq) for stream in context.all_streams())
-        event.record_in(context.legacy, after, context.clock())
+        self._no_stream_captures(context)
+        event.record_in(context.marks, context.unfinished(), context.clock())
 
     # -- peers -----------------------------------------------------------------------------------------------
 
