@@ -98,11 +98,16 @@ class Memory(abc.ABC):
         count, rest = divmod(self.nbytes, width)
         if rest or self.address % width:
             raise ValueError(f"width={width}: {self.nbytes} bytes at {self.address:#x} are no whole number of patterns")
-        stream = self._ordered_on(stream)
+        ordered = self._ordered_on(stream)
         if count:
-            with stream._context():
+            with ordered._context():
                 self._door.call(
-                    _FILLS[width], self.address, number, count, stream._checked_raw(), hint=self._access_hint(stream)
+                    _FILLS[width],
+                    self.address,
+                    number,
+                    count,
+                    ordered._checked_raw(),
+                    hint=lambda: self._access_hint(ordered),
                 )
 
     def copy_to(self, target: Memory | Any, stream: StreamLike | None = None) -> None:
@@ -546,6 +551,9 @@ def _copy(target: _Span, source: _Span, stream: Stream) -> None:
             to, of = (door.context(ordinal) for ordinal in owners if ordinal is not None)
             door.call("cuMemcpyPeerAsync", target.address, to, source.address, of, target.nbytes, raw)
         else:
-            hints = (side.keep._access_hint(stream) for side in (target, source) if isinstance(side.keep, Memory))
-            hint = next(filter(None, hints), "")
+
+            def hint() -> str:
+                sides = (side.keep for side in (target, source) if isinstance(side.keep, Memory))
+                return next(filter(None, (memory._access_hint(stream) for memory in sides)), "")
+
             door.call("cuMemcpyAsync", target.address, source.address, target.nbytes, raw, hint=hint)

@@ -92,8 +92,10 @@ class Door:
         """Whether a finaliser may call the driver: not in a forked child, not while the interpreter shuts down."""
         return not self.forked and not sys.is_finalizing()
 
-    def call(self, name: str, *args: Any, hint: str = "") -> Any:
+    def call(self, name: str, *args: Any, hint: str | Callable[[], str] = "") -> Any:
         """Call driver function ``name`` and return what follows its ``CUresult`` (None, a value, or a tuple).
+
+        ``hint`` is the usual cause of a failure, or a function that finds it.
 
         Raises
         ------
@@ -110,7 +112,7 @@ class Door:
         if function is None:
             raise unsupported(name, f"cuda-bindings {version_that_added(name)}", f"cuda-bindings {BINDINGS_VERSION}")
         try:
-            result, *values = function(*args)
+            answer = function(*args)
         except RuntimeError as error:
             # How the bindings say that libcuda is older than they are.
             if "not found" not in str(error):
@@ -118,9 +120,9 @@ class Door:
             version = self.driver.cuDriverGetVersion()[1]
             found = f"one for CUDA {version // 1000}.{version % 1000 // 10}"
             raise unsupported(name, "a newer driver, which has this function", found) from error
-        if result:
-            raise error_from(result, name, hint)
-        return values[0] if len(values) == 1 else tuple(values) or None
+        if answer[0]:
+            raise error_from(answer[0], name, hint if isinstance(hint, str) else hint())
+        return None if len(answer) == 1 else answer[1] if len(answer) == 2 else answer[1:]
 
     def context(self, ordinal: int) -> Any:
         """The primary context of a device, retained once and never released.
