@@ -15,7 +15,8 @@ from typing_extensions import Self
 
 from streamalloc.driver import Door
 from streamalloc.errors import CaptureError, ClosedError, error_from
-from streamalloc.properties import MemLocation
+from streamalloc.ownership import Unique
+from streamalloc.properties import MemLocation, MemLocationType
 from streamalloc.stream import Stream, StreamLike, as_stream
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ __all__ = ["Buffer", "BufferView", "GraphBuffer", "Memory"]
 _FILLS = {1: "cuMemsetD8Async", 2: "cuMemsetD16Async", 4: "cuMemsetD32Async"}
 
 
-class Memory(abc.ABC):
+class Memory(Unique, abc.ABC):
     """A range of bytes that devices, the host or both can reach.
 
     Every operation is queued on a stream: the one given, or the memory's own. Nothing is synchronised, except where
@@ -133,7 +134,8 @@ class Memory(abc.ABC):
         """Copy all bytes from ``source``, which must have the same size; otherwise as :meth:`copy_to`.
 
         An ordinary host source may be changed or freed once the call returns: the driver has taken its bytes. One in
-        pinned or pool memory is read when the stream gets there.
+        pinned or pool memory is read when the stream gets there. In a capture every source is read, and every target
+        written, at each launch; the graph keeps them alive.
         """
         ordered = self._ordered_on(stream)
         _copy(_Span.of(self), _Span.readable(source, self._door), ordered)
@@ -160,7 +162,9 @@ class Memory(abc.ABC):
 
     def __getitem__(self, item: slice) -> BufferView:
         if not isinstance(item, slice):
-            raise TypeError(f"take a range of bytes, as in memory[0:16], not {item!r}")
+            raise TypeError(
+                f"{item!r} is no range of bytes such as 0:16; copy_to reads single bytes, or as_array in host memory"
+            )
         start, stop, step = item.indices(self.nbytes)
         if step != 1:
             raise ValueError(f"step {step}: a view is contiguous")
@@ -171,6 +175,11 @@ class Memory(abc.ABC):
 
     def __len__(self) -> int:
         return self.nbytes
+
+    def __bool__(self) -> bool:
+        return True
+
+    __iter__ = None
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -274,6 +283,11 @@ class Buffer(Memory):
         return location
 
     @property
+    def host_accessible(self) -> bool:
+        """Whether the CPU may use the memory at the same address: host memory and managed memory."""
+        return self._pool.managed or self.location.on_host
+
+    @property
     def device_accessible(self) -> bool:
         """Whether the pool grants the stream's device access."""
         return bool(self._pool.reachable_from(self._stream.device))
@@ -322,7 +336,11 @@ class Buffer(Memory):
 
     def close(self) -> None:
         """Free the memory on its own stream if that was not done; idempotent. Leaving a ``with`` block does it."""
-        if self._ptr is not None:
+        if self._ptr is None:
+            return
+        if self._stream.closed:
+            self._pool.free_after_closed(self)
+        else:
             self.free()
 
     def _free_slowly(self, stream: Stream) -> None:
@@ -392,6 +410,22 @@ class GraphBuffer(Buffer):
         """The graph whose launch allocates the memory; None for a capture that other code began."""
         return None if self._capture is None else self._capture.graph
 
+    def free(self, stream: StreamLike | None = None) -> None:
+        """Free in stream order: in its capture as a node of the graph, and otherwise what a launch allocated.
+
+        The address stays the same at every launch, so that the memory of each can be freed.
+
+        Raises
+        ------
+        InvalidValueError
+            No launch has allocated the memory, or it was freed since.
+        """
+        address = self._live()
+        ordered = self._ordered_on(stream)
+        self._free_slowly(ordered)
+        if ordered._capture is None:
+            self._ptr = address
+
     def _belongs_to(self, capture: Capture) -> bool:
         return capture is self._capture
 
@@ -433,6 +467,11 @@ class BufferView(Memory):
     def location(self) -> MemLocation:
         """Where the memory is."""
         return self._parent.location
+
+    @property
+    def host_accessible(self) -> bool:
+        """Whether the CPU may use the memory."""
+        return self._parent.host_accessible
 
     @property
     def device_accessible(self) -> bool:
@@ -485,7 +524,8 @@ class _Span:
     @classmethod
     def of(cls, memory: Memory) -> Self:
         location = memory.location
-        return cls(memory.address, memory.nbytes, None if location.on_host else location.id, memory)
+        resident = location.type is MemLocationType.DEVICE and not memory.host_accessible
+        return cls(memory.address, memory.nbytes, location.id if resident else None, memory)
 
     @classmethod
     def readable(cls, source: object, door: Door) -> Self:
@@ -505,7 +545,7 @@ class _Span:
         if interface is not None:
             return cls._of_interface(other, interface, name, writable)
         try:
-            array = np.asarray(memoryview(other))  # type: ignore[arg-type]
+            array = other if isinstance(other, np.ndarray) else np.asarray(memoryview(other))  # type: ignore[arg-type]
         except TypeError as error:
             raise TypeError(
                 f"{name} must be a Memory, have __cuda_array_interface__ or the buffer protocol, "
@@ -544,6 +584,8 @@ def _copy(target: _Span, source: _Span, stream: Stream) -> None:
     for span in (target, source):
         if span.after is not None and span.after != stream.handle:
             stream.wait(Stream.of_handle(stream.device, span.after, span.keep))
+    if stream._capture is not None:
+        stream._capture.graph.kept += (target.keep, source.keep)
     # Copies of pool memory are refused unless the stream's own context is the current one (programming guide 4.3.5.1).
     with stream.device.current():
         owners = (target.ordinal, source.ordinal)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["device_of", "export"]
 
-_CPU, _CUDA, _CUDA_HOST = 1, 2, 3
+_CPU, _CUDA, _CUDA_HOST, _CUDA_MANAGED = 1, 2, 3, 13
 _NAME = b"dltensor"
 _LEGACY_STREAM = 1
 
@@ -52,6 +52,8 @@ def device_of(memory: Memory) -> tuple[int, int]:
     """DLPack's device type and number for a piece of memory."""
     if not memory.host_accessible:
         return (_CUDA, memory.location.id)
+    if not memory.location.on_host:
+        return (_CUDA_MANAGED, memory.stream.device.ordinal)
     return (_CUDA_HOST if memory.device_accessible else _CPU, 0)
 
 

@@ -87,6 +87,10 @@ class NotReadyError(CudaError):
 class NotSupportedError(CudaError):
     """The device, the driver or the bindings cannot do this; the message says what is needed and what was found."""
 
+    def __str__(self) -> str:
+        # Where the function or attribute is not there at all, no driver has answered.
+        return f"{self.call} {self.hint}" if self.hint.startswith("needs ") else super().__str__()
+
 
 class NotPermittedError(CudaError):
     """The operating system or the driver's security model forbids it (``CUDA_ERROR_NOT_PERMITTED``)."""

@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.errors import ClosedError, CudaError, undoing
+from streamalloc.ownership import Unique
 from streamalloc.stream import StreamLike, as_stream
 
 if TYPE_CHECKING:
@@ -28,23 +29,26 @@ CaptureMode: TypeAlias = Literal["global", "thread_local", "relaxed"]
 _MODES = ("global", "thread_local", "relaxed")
 
 
-class Graph:
+class Graph(Unique):
     """A captured graph. It is launched as often as wanted; :meth:`close` gives it back.
 
     A graph that allocates memory can have one launchable form at a time (the driver's rule), so it is instantiated
     once, on the first launch or by :meth:`instantiate`.
     """
 
-    __slots__ = ("__weakref__", "_door", "_executable", "_raw", "device")
+    __slots__ = ("__weakref__", "_door", "_executable", "_raw", "device", "kept")
 
     device: Device
     """The device of the stream that was captured."""
+    kept: tuple[object, ...]
+    """What the graph's copies read and write, alive for as long as this object."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self._door = device._door
         self._raw: Any = None
         self._executable: Any = None
+        self.kept = ()
 
     @property
     def complete(self) -> bool:

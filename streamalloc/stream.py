@@ -17,6 +17,7 @@ from typing_extensions import Self
 from streamalloc.driver import Door
 from streamalloc.driver.bindings import cuda
 from streamalloc.errors import CaptureError, ClosedError, NotReadyError
+from streamalloc.ownership import Unique
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -41,7 +42,7 @@ _DEFAULT_HANDLES = (0, _LEGACY, _PER_THREAD)
 _NOT_DIRECT = "not a handle"
 
 
-class Stream:
+class Stream(Unique):
     """A stream of one device.
 
     Made by :meth:`Device.create_stream`, :attr:`Device.default_stream` or :attr:`Device.per_thread_stream`;
@@ -154,6 +155,10 @@ class Stream:
         raw = self._checked_raw()
         if event is None:
             event = Event(self.device, timing=timing)
+        elif not isinstance(event, Event):
+            raise TypeError(f"event must be an Event, not {type(event).__name__} ({event!r})")
+        elif event._door is not self._door:
+            raise ValueError(f"{event!r} belongs to another driver than {self!r}")
         with self._context():
             self._door.call("cuEventRecord", event._checked_raw(), raw)
         event._capture = self._capture
@@ -162,9 +167,13 @@ class Stream:
     def wait(self, other: Event | StreamLike) -> None:
         """Let later work of this stream wait for an event, or for all that another stream has queued so far.
 
-        The host does not wait (``cuStreamWaitEvent``).
+        Events of cuda.core and of the bindings are taken too. The host does not wait (``cuStreamWaitEvent``).
         """
         self._checked_raw()
+        foreign = _foreign_event(other)
+        if foreign is not None:
+            self._call("cuStreamWaitEvent", foreign, 0)
+            return
         if not isinstance(other, Event):
             other = as_stream(other, self._door).record()
         elif other._door is not self._door:
@@ -195,16 +204,28 @@ class Stream:
         """Queue a Python function that the driver calls on a thread of its own, in stream order (``cuLaunchHostFunc``).
 
         The function must not call the driver. An exception in it goes to ``sys.unraisablehook``; the stream goes on.
-        While the stream is captured the function becomes a node of the graph, which calls it at each launch.
+
+        Raises
+        ------
+        CaptureError
+            The stream is being captured: the bindings free what a host function needs after its first call, so that a
+            graph's second launch would crash.
         """
-        once = self._capture is None
+        if not callable(function):
+            raise TypeError(f"function must be callable, not {type(function).__name__} ({function!r})")
+        if self.capturing:
+            raise CaptureError(
+                "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+                900,
+                "cuLaunchHostFunc",
+                "the bindings let a Python function run once, and a graph may be launched more often",
+            )
 
         def run(token: int | None) -> None:
             try:
                 function()
             finally:
-                if once:
-                    _host_functions.pop(token or 0, None)
+                _host_functions.pop(token or 0, None)
 
         callback = _HOST_FUNCTION(run)
         pointer = ctypes.cast(callback, ctypes.c_void_p).value or 0
@@ -270,12 +291,11 @@ class Stream:
 
 
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-# Callbacks must outlive their calls, which the driver makes at a time of its own. Those of a graph stay for good: a
-# launch may still be queued when the graph's object goes.
+# Callbacks must outlive their call, which the driver makes at a time of its own.
 _host_functions: dict[int, Any] = {}
 
 
-class Event:
+class Event(Unique):
     """A point in a stream's work, recorded by :meth:`Stream.record`.
 
     Parameters
@@ -418,6 +438,24 @@ def _foreign_handle(stream: object) -> int:
     raise TypeError(f"stream must be a Stream or an object that names its handle ({known}), not {stream!r}")
 
 
+def _foreign_event(event: object) -> Any | None:
+    """The driver's event behind one of cuda.core or of the bindings; None for anything else."""
+    if isinstance(event, cuda.CUevent):
+        return event
+    if type(event).__module__.startswith("cuda.core") and hasattr(event, "is_done"):
+        return cuda.CUevent(int(getattr(event, "handle", 0)))
+    return None
+
+
+def _device_named_by(stream: object) -> int | None:
+    """The device that a PyTorch or CuPy stream says it is of."""
+    for name in ("device_index", "device_id"):
+        number = getattr(stream, name, None)
+        if isinstance(number, int) and number >= 0:
+            return number
+    return None
+
+
 def as_stream(stream: StreamLike, door: Door) -> Stream:
     """``stream`` as a :class:`Stream` of ``door``'s driver.
 
@@ -438,10 +476,11 @@ def as_stream(stream: StreamLike, door: Door) -> Stream:
     from streamalloc.device import Device
 
     raw = cuda.CUstream(_foreign_handle(stream))
-    # The default streams' handles mean those of the current context's device.
-    ordinal = door.call("cuCtxGetDevice") if int(raw) in _DEFAULT_HANDLES else _device_of(door, raw)
+    # The handles of default streams name no device, and a stream that is captured cannot be asked for its device
+    # without breaking the capture. Its library may tell; else it is the device of the context that is current.
+    if int(raw) in _DEFAULT_HANDLES or int(door.call("cuStreamIsCapturing", raw)):
+        named = _device_named_by(stream)
+        ordinal = door.call("cuCtxGetDevice") if named is None else named
+    else:
+        ordinal = door.call("cuStreamGetDevice", raw)
     return Stream(Device(int(ordinal), driver=door.driver), raw, foreign=stream)
-
-
-def _device_of(door: Door, raw: Any) -> int:
-    return int(door.call("cuStreamGetDevice", raw))

@@ -10,7 +10,8 @@ from typing_extensions import Self
 
 from streamalloc.device import Device
 from streamalloc.driver.bindings import cuda
-from streamalloc.errors import undoing
+from streamalloc.errors import ClosedError, undoing
+from streamalloc.ownership import Unique
 from streamalloc.stream import StreamLike, as_stream
 
 __all__ = ["Gate"]
@@ -18,7 +19,7 @@ __all__ = ["Gate"]
 _SIZE = 64
 
 
-class Gate:
+class Gate(Unique):
     """Holds streams until the host opens it, so that "this work is still pending" is certain rather than likely.
 
     A held stream waits for a word of pinned host memory (``cuStreamWaitValue32``); no other stream is touched, and
@@ -43,6 +44,8 @@ class Gate:
 
     def hold(self, stream: StreamLike) -> None:
         """Make later work of ``stream`` wait until the gate is opened."""
+        if self._word is None:
+            raise ClosedError("the gate was closed")
         held = as_stream(stream, self._door)
         self._holds += 1
         at_least: Any = cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
@@ -50,7 +53,8 @@ class Gate:
 
     def open(self) -> None:
         """Let every held stream go on. Returns at once; the streams notice on their own."""
-        self._value.value = self._holds
+        if self._word is not None:
+            self._value.value = self._holds
 
     def close(self) -> None:
         """Open the gate, wait for the device, and free the word. Idempotent."""

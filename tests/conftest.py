@@ -71,11 +71,12 @@ def on_cuda(request: pytest.FixtureRequest) -> bool:
 def primary_contexts(request: pytest.FixtureRequest) -> Iterator[None]:
     """Keeps the real devices' primary contexts from test to test: making one takes longer than most tests."""
     count = _real_device_count() if request.config.getoption("--driver") == "cuda" else 0
+    driver: Any = sd.real() if count else None
     for ordinal in range(count):
-        assert sd.real().cuDevicePrimaryCtxRetain(ordinal)[0] == 0
+        assert driver.cuDevicePrimaryCtxRetain(ordinal)[0] == 0
     yield
     for ordinal in range(count):
-        sd.real().cuDevicePrimaryCtxRelease(ordinal)
+        driver.cuDevicePrimaryCtxRelease(ordinal)
 
 
 @pytest.fixture

@@ -42,10 +42,8 @@ class TestDefault:
     def test_is_never_destroyed(self, machine: Any) -> None:
         driver = sd.traced(machine)
         default = sa.MemoryPool.default(sa.Device(0, driver=driver))
-        default.close()
-        assert default.closed
-        with pytest.raises(sa.ClosedError):
-            default.statistics()
+        default.close()  # others may hold the same object
+        assert not default.closed and default.statistics()
         del default
         gc.collect()
         again = sa.MemoryPool.default(sa.Device(0, driver=driver))

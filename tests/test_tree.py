@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
+from streamalloc.driver.bindings import version_that_added
+from streamalloc.driver.protocol import FUNCTIONS
 
 PACKAGE = Path(sa.__file__).parent
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts)
@@ -172,3 +174,22 @@ def test_the_changelog_knows_the_version() -> None:
         pytest.skip("installed without the repository")
     assert "keepachangelog" in changelog.read_text().lower()
     assert f"[{sa.__version__}]" in changelog.read_text() or "[Unreleased]" in changelog.read_text()
+
+
+def test_the_protocol_names_what_the_package_calls() -> None:
+    """Functions that only newer bindings have are asked for by name, and stand in no Protocol."""
+    called: set[str] = set()
+    for path in SOURCES:
+        if _relative(path).startswith(
+            ("driver/simulator/", "driver/wrappers", "driver/protocol", "driver/bindings", "cli/")
+        ):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                called |= set(re.findall(r"^cu[A-Z]\w+$", node.value))
+            elif isinstance(node, ast.Attribute) and re.match(r"cu[A-Z]", node.attr):
+                called.add(node.attr)
+    # One name is put together: cuDeviceGet[Default]MemPool and cuMemGet[Default]MemPool.
+    called = (called - {"cuMemGet", "cuDeviceGet"}) | {"cuDeviceGetDefaultMemPool", "cuDeviceGetMemPool"}
+    newer = {name for name in called if version_that_added(name) != "a newer version"}
+    assert called - newer == set(FUNCTIONS)

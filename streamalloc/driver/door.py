@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import ModuleType, TracebackType
 from typing import Any, Protocol
 
-from streamalloc.driver.bindings import BINDINGS_VERSION, version_that_added
+from streamalloc.driver.bindings import BINDINGS_VERSION, cuda, version_that_added
 from streamalloc.driver.protocol import Driver
 from streamalloc.errors import CudaError, attach, error_from, unsupported
 
@@ -31,6 +31,9 @@ class _ShutsAfterFork(Protocol):
 
 
 class _Ends(Protocol):
+    @property
+    def handle(self) -> int: ...
+
     def ended(self) -> bool: ...
 
 
@@ -78,7 +81,15 @@ class Door:
 
     @staticmethod
     def of(driver: Driver) -> Door:
-        """The door to ``driver``, the same one for the same driver."""
+        """The door to ``driver``, the same one for the same driver.
+
+        Raises
+        ------
+        TypeError
+            It is no driver.
+        """
+        if not callable(getattr(driver, "cuInit", None)):
+            raise TypeError(f"driver must have the functions of cuda.bindings.driver, which {driver!r} does not")
         with _doors_lock:
             door = _doors.get(id(driver))
             if door is None:
@@ -152,6 +163,10 @@ class Door:
         self.retired.append(pool)
         _unfinished.add(self)
 
+    def is_retired(self, raw: Any) -> bool:
+        """Whether a driver handle is that of a closed pool that has not ended yet."""
+        return any(pool.handle == int(raw) for pool in self.retired)
+
     def reap(self) -> None:
         """Look at retired pools again; called where the host has synchronised and where pools are made and closed."""
         if not self.retired or self.captures:
@@ -165,6 +180,13 @@ class Door:
     def ordinals(self) -> list[int]:
         """The devices whose primary contexts are in use."""
         return list(self._contexts)
+
+    def relaxed(self) -> _Relaxed:
+        """A ``with`` block in which this thread's calls break no capture that is under way elsewhere.
+
+        ``cuThreadExchangeStreamCaptureMode``; the streams that are captured must not be touched all the same.
+        """
+        return _Relaxed(self)
 
     def shut_with_me(self, holder: _ShutsAfterFork) -> None:
         """Have ``holder``, which bound driver functions itself, replace them in a forked child."""
@@ -198,6 +220,25 @@ class _Current:
             if error is None:
                 raise
             attach(error, later)
+
+
+class _Relaxed:
+    """Exchanges the thread's capture mode for the relaxed one, and back."""
+
+    __slots__ = ("_door", "_mode")
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._mode: Any = None
+
+    def __enter__(self) -> None:
+        relaxed = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self._mode = self._door.call("cuThreadExchangeStreamCaptureMode", relaxed)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._door.call("cuThreadExchangeStreamCaptureMode", self._mode)
 
 
 _FORKED = (

@@ -35,8 +35,10 @@ class _Wrapper:
             return target
 
         def function(*args: Any, **named: Any) -> tuple[Any, ...]:
-            # Arguments are observed by position; whoever names them does so in the order of the signature.
-            return self._observe(name, target, (*args, *named.values()))
+            if not named:
+                return self._observe(name, target, args)
+            # Observers see values in the order given; the driver gets each under its name.
+            return self._observe(name, lambda *_: target(*args, **named), (*args, *named.values()))
 
         function.__name__ = name
         setattr(self, name, function)

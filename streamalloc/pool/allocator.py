@@ -19,6 +19,7 @@ from streamalloc.driver import Door
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.door import refuse_after_fork
 from streamalloc.errors import CudaError, error_from
+from streamalloc.ownership import Unique
 from streamalloc.properties import MemLocation, checked_size
 from streamalloc.stream import Stream, StreamLike, as_stream
 
@@ -30,7 +31,7 @@ T = TypeVar("T")
 _GONE = ("CUDA_ERROR_DEINITIALIZED", "CUDA_ERROR_CONTEXT_IS_DESTROYED", "CUDA_ERROR_INVALID_CONTEXT")
 
 
-class Allocator:
+class Allocator(Unique):
     """Something that buffers are allocated from and return to.
 
     Subclasses set :attr:`_alloc`, called with size, :attr:`_handle` and stream, and answer what the buffers ask.
@@ -42,6 +43,8 @@ class Allocator:
     """Where the memory is."""
     allocates_with = "cuMemAllocFromPoolAsync"
     """The driver function behind :attr:`_alloc`, for errors."""
+    managed = False
+    """Whether the memory migrates between devices and host."""
     _alloc: Any
     _free: Any
     _handle: Any
@@ -101,8 +104,11 @@ class Allocator:
         return buffer
 
     def _allocate_slowly(self, nbytes: int, stream: StreamLike) -> Buffer:
+        self._check_open()
         stream = as_stream(stream, self._door)
-        if stream._capture is not None or (stream._foreign is not None and stream.capturing):
+        # Captures that our own stream objects cannot know of: other code's, and those of the default streams.
+        unknown = stream._foreign is not None or stream.is_default
+        if stream._capture is not None or (unknown and stream.capturing):
             buffer: Buffer = GraphBuffer(stream._capture)
         else:
             buffer = Buffer()
@@ -142,6 +148,9 @@ class Allocator:
         figures["requested"] = buffer._nbytes
         return error_from(result, self.allocates_with, trouble or _advice(**figures), **figures)
 
+    def _check_open(self) -> None:
+        """Raise :class:`ClosedError` where nothing can be allocated any more."""
+
     def _make_room(self, stream: Stream) -> bool:
         """Give back what can be given back, if the pool was told to; whether it is worth trying again."""
         return False
@@ -171,24 +180,30 @@ class Allocator:
 
     def _free_dropped(self, ptr: Any, stream: Stream) -> None:
         try:
-            if stream._closed:
-                self._free_after_closed(ptr, stream)
-            else:
-                with stream._context():
-                    self._door.call("cuMemFreeAsync", ptr, stream._raw)
-            self._door.reap()  # a garbage cycle may take a pool before its buffers
+            # A finaliser may run in the middle of a capture of other code, which must not notice.
+            with self._door.relaxed():
+                if stream._closed:
+                    self._free_after_closed(ptr, stream)
+                else:
+                    with stream._context():
+                        self._door.call("cuMemFreeAsync", ptr, stream._raw)
+                self._door.reap()  # a garbage cycle may take a pool before its buffers
         except CudaError as error:
             if error.name not in _GONE:
                 warnings.warn(
                     f"dropped memory at {int(ptr):#x} could not be freed: {error}", ResourceWarning, stacklevel=2
                 )
 
+    def free_after_closed(self, buffer: Buffer) -> None:
+        """Free a buffer whose stream is closed, after the last work of that stream."""
+        self._free_after_closed(buffer._ptr, buffer._stream)
+        buffer._ptr = None
+
     def _free_after_closed(self, ptr: Any, stream: Stream) -> None:
-        """Free on the device's default stream, after the last work of a stream that is closed."""
-        substitute = stream.device.default_stream
-        if stream._last is not None:
-            substitute.wait(stream._last)
-        with substitute._context():
+        # A stream for this alone: a default stream would make others wait as well.
+        with stream.device.create_stream() as substitute:
+            if stream._last is not None:
+                substitute.wait(stream._last)
             self._door.call("cuMemFreeAsync", ptr, substitute._raw)
 
     def _shut_after_fork(self) -> None:

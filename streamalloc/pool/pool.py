@@ -47,7 +47,7 @@ class MemoryPool(Allocator):
 
     A pool that is made here is destroyed by :meth:`close` (or when it is dropped); allocations that are alive then
     stay usable, and the driver keeps their memory until they are freed. Pools got from :meth:`default` and
-    :meth:`current` belong to the driver or to other code: closing such an object only ends its use.
+    :meth:`current` belong to the driver or to other code: closing such an object does nothing.
 
     Parameters
     ----------
@@ -156,6 +156,7 @@ class MemoryPool(Allocator):
         cls, which: str, where: Device | MemLocation, allocation_type: MemAllocationType, driver: Driver | None
     ) -> MemoryPool:
         location = _location("where", where)
+        kind = _driver_type(allocation_type)
         door = _door_of(where, driver)
         if location.type is MemLocationType.HOST_NUMA_CURRENT:
             raise ValueError("location=HOST_NUMA_CURRENT: name the NUMA node (HOST_NUMA) or take any (HOST)")
@@ -165,17 +166,20 @@ class MemoryPool(Allocator):
         if location.type is MemLocationType.DEVICE and allocation_type is MemAllocationType.PINNED:
             raw = door.call(f"cuDeviceGet{which}MemPool", location.id)
         else:
-            raw = door.call(f"cuMemGet{which}MemPool", location.to_driver(), _driver_type(allocation_type))
+            raw = door.call(f"cuMemGet{which}MemPool", location.to_driver(), kind)
         return cls._of_handle(door, raw, location, allocation_type)
 
     @classmethod
     def _of_handle(cls, door: Door, raw: Any, location: MemLocation, allocation_type: MemAllocationType) -> MemoryPool:
         """The object for a driver handle: the one that is alive, else a new one that does not own the pool."""
+        retired = door.is_retired(raw)
         known = door.allocators.get(int(raw))
-        if isinstance(known, MemoryPool):
+        if isinstance(known, MemoryPool) and known.closed == retired:
             return known
         pool = cls.__new__(cls)
         pool._take(door, raw, location, allocation_type, owned=False)
+        if retired:
+            pool._shut()
         return pool
 
     @property
@@ -264,6 +268,8 @@ class MemoryPool(Allocator):
         self._checked_raw()
         if not isinstance(access, MemAccess):
             raise TypeError(f"access must be a MemAccess, not {type(access).__name__} ({access!r})")
+        if not isinstance(who, (Device, MemLocation, Iterable)):
+            raise TypeError(f"who must be a Device, a MemLocation or several, not {type(who).__name__} ({who!r})")
         several = [who] if isinstance(who, (Device, MemLocation)) else list(who)
         descriptors = [MemAccessDesc(self._location_of(one), access).to_driver() for one in several]
         if not descriptors:
@@ -299,7 +305,16 @@ class MemoryPool(Allocator):
 
     def reachable_from(self, device: Device) -> bool:
         """Whether a device may use the pool's memory."""
-        return self.location == device.location or self._closed or self.access(device) is not MemAccess.NONE
+        if self.managed or self.location == device.location:
+            return True
+        # A closed pool's handle still answers as long as buffers of it live.
+        flags = self._door.call("cuMemPoolGetAccess", self._raw, device.location.to_driver())
+        return MemAccess(int(flags)) is not MemAccess.NONE
+
+    @property
+    def managed(self) -> bool:  # type: ignore[override]
+        """Whether the memory migrates between devices and host."""
+        return self.allocation_type is MemAllocationType.MANAGED
 
     def pool_of(self, buffer: Buffer) -> MemoryPool:
         """This pool."""
@@ -348,24 +363,28 @@ class MemoryPool(Allocator):
         and the frees have run, which is looked at whenever the host synchronises. If the pool was current, its
         location's default pool is again.
         """
-        if self._closed:
+        if self._closed or not self._owned:
             return
-        if self._owned:
-            self._resign()
+        self._resign()
+        self._shut()
+        self._door.reap()
+        retire(self._door, self._raw)
+
+    def _shut(self) -> None:
         self._closed = True
         self._alloc = self._refuse
-        self._door.allocators.pop(int(self._raw), None)
-        if self._owned:
-            self._door.reap()
-            retire(self._door, self._raw)
 
     def _resign(self) -> None:
         """Make the default pool current where this one is.
 
-        The driver does that by itself for a device's pool. For other locations, driver 580 was seen to leave neither of
-        the two as the current one.
+        The driver does that when it destroys the pool, which may be later; and for locations other than a device,
+        driver 580 was seen to leave neither of the two as the current one.
         """
         if self.location.type is MemLocationType.DEVICE and self.allocation_type is MemAllocationType.PINNED:
+            ordinal = self.location.id
+            if int(self._door.call("cuDeviceGetMemPool", ordinal)) == int(self._raw):
+                default = self._door.call("cuDeviceGetDefaultMemPool", ordinal)
+                self._door.call("cuDeviceSetMemPool", ordinal, default)
             return
         if not hasattr(self._door.driver, "cuMemGetMemPool"):
             return
@@ -375,6 +394,9 @@ class MemoryPool(Allocator):
 
     def _refuse(self, *_: object) -> Any:
         raise ClosedError(f"{self!r} was closed")
+
+    def _check_open(self) -> None:
+        self._checked_raw()
 
     def __enter__(self) -> Self:
         self._checked_raw()
@@ -388,7 +410,8 @@ class MemoryPool(Allocator):
     def __del__(self) -> None:
         if not self._closed and self._owned and self._door.usable:
             self._closed = True
-            with contextlib.suppress(CudaError):
+            with contextlib.suppress(CudaError), self._door.relaxed():
+                self._resign()
                 retire(self._door, self._raw)
 
     def __repr__(self) -> str:
@@ -455,6 +478,9 @@ class CurrentPool(Allocator):
         pool = MemoryPool.current(self.location, driver=self._door.driver)
         return self.location == device.location or pool.reachable_from(device)
 
+    def _make_room(self, stream: Stream) -> bool:
+        return MemoryPool.current(self.location, driver=self._door.driver)._make_room(stream)
+
     def _figures(self, device: Device, capturing: bool) -> dict[str, Any]:
         pool = None if capturing else read_or_none(lambda: MemoryPool.current(device))
         return _memory_of(device) if pool is None else pool._figures(device, capturing)
@@ -492,6 +518,8 @@ def _door_of(where: Device | MemLocation | MemPoolProps, driver: Driver | None) 
 
 
 def _driver_type(allocation_type: MemAllocationType) -> Any:
+    if not isinstance(allocation_type, MemAllocationType):
+        raise TypeError(f"allocation_type must be a MemAllocationType, not {allocation_type!r}")
     name = f"CU_MEM_ALLOCATION_TYPE_{allocation_type.name}"
     member = enum_member("CUmemAllocationType", name)
     if member is None:

@@ -39,6 +39,10 @@ class _Retired:
         self._raw = raw
         self._frees: list[Any] = []
 
+    @property
+    def handle(self) -> int:
+        return int(self._raw)
+
     def end(self) -> bool:
         """Destroy the pool if that is safe now; whether it is destroyed."""
         unused = self._unused()

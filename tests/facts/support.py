@@ -104,6 +104,7 @@ class Rig:
         self._captured: list[Any] = []
         self._addresses: dict[int, None] = {}
         self._owned: list[tuple[Any, Callable[[], object]]] = []
+        self._settled = False
 
     # --- what a test makes
 
@@ -165,8 +166,13 @@ class Rig:
     def create_pool(self, **props: int) -> Answer:
         answer: Answer = self.raw.cuMemPoolCreate(self.pool_props(**props))
         if said(answer) == "SUCCESS":
-            self.own(answer[1], self.raw.cuMemPoolDestroy)
+            self.own(answer[1], self._destroy_pool)
         return answer
+
+    def _destroy_pool(self, pool: Any) -> None:
+        """Only once all of its memory is free: else hardware was seen to crash later, in calls that are no cause."""
+        if self._settled:
+            self.raw.cuMemPoolDestroy(pool)
 
     def pool_props(
         self,
@@ -313,25 +319,33 @@ class Rig:
 
     # --- the end
 
-    def close(self) -> None:
-        """Open every gate, let all work end, free and destroy what the test made, newest first."""
+    def settle(self) -> bool:
+        """Open every gate, end every capture and let all work end, as it may be after a test that failed half-way.
+
+        Fixtures that undo something do this before. False where the driver can no longer do it.
+        """
         for gate in self._gates:
             gate.open()
-        self.use(self.context)
         for stream in self._captured:
-            if self.capture_status(stream) != "NONE":
-                self.end_capture(stream)
-        self._synchronize_all()
+            self.end_capture(stream)
+        self._captured.clear()
+        return self._synchronize_all()
+
+    def close(self) -> None:
+        """Settle, then free and destroy what the test made, newest first."""
+        self.settle()
         for address in self._addresses:
             self.raw.cuMemFreeAsync(address, LEGACY)
-        self._synchronize_all()
+        self._settled = self._synchronize_all()
         for _, destroy in reversed(self._owned):
             destroy()
 
-    def _synchronize_all(self) -> None:
+    def _synchronize_all(self) -> bool:
+        """Have every context do its work, and leave the first one current."""
+        results = []
         for context in reversed(self._contexts):
-            self.use(context)
-            self.raw.cuCtxSynchronize()
+            results += [said(self.raw.cuCtxSetCurrent(context)), said(self.raw.cuCtxSynchronize())]
+        return set(results) == {"SUCCESS"}
 
 
 REUSE_POLICIES = (

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from .support import LEGACY, UINT64_MAX, Answer, MiB, Rig, said, value
+from .support import BLOCKING, HOST, LEGACY, UINT64_MAX, Answer, MiB, Rig, said, value
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
 
@@ -172,7 +172,70 @@ def test_calls_after_the_capture_became_invalid(scene: Scene) -> None:
     assert said(raw.cuStreamEndCapture(stream)) == invalid
 
 
+class TestBeginAndEnd:
+    def test_end_without_a_beginning(self, scene: Scene) -> None:
+        assert said(scene.raw.cuStreamEndCapture(scene.stream)) == "ILLEGAL_STATE"
+
+    def test_on_the_legacy_stream(self, scene: Scene) -> None:
+        answer = scene.raw.cuStreamBeginCapture(LEGACY, scene.raw.CUstreamCaptureMode(GLOBAL))
+        assert said(answer) == "STREAM_CAPTURE_UNSUPPORTED"
+
+    def test_on_the_per_thread_stream(self, scene: Scene) -> None:
+        scene.rig.begin_capture(scene.rig.per_thread, GLOBAL)
+        assert said(scene.rig.end_capture(scene.rig.per_thread)) == "SUCCESS"
+
+    def test_the_stream_is_destroyed_meanwhile(self, scene: Scene) -> None:
+        scene.rig.begin_capture(scene.other, RELAXED)
+        assert said(scene.raw.cuStreamDestroy(scene.rig.disown(scene.other))) == "SUCCESS"
+
+
+def test_allocation_from_a_host_pool(scene: Scene) -> None:
+    rig, pool = scene.rig, scene.rig.pool(UINT64_MAX, location=HOST)
+    rig.begin_capture(scene.stream, RELAXED)
+    assert said(scene.raw.cuMemAllocFromPoolAsync(64, pool, scene.stream)) == "NOT_SUPPORTED"
+    assert said(rig.end_capture(scene.stream)) == "SUCCESS"
+
+
+def test_work_in_the_legacy_stream_while_a_blocking_one_captures(scene: Scene) -> None:
+    rig, blocking = scene.rig, scene.rig.stream(BLOCKING)
+    rig.begin_capture(blocking, RELAXED)
+    answer = scene.raw.cuMemsetD8Async(scene.plain, 1, 4, LEGACY)
+    assert said(answer) == "STREAM_CAPTURE_IMPLICIT"
+    assert said(rig.end_capture(blocking)) == "STREAM_CAPTURE_INVALIDATED"
+
+
+def test_a_launch_outlives_the_executable_graph(scene: Scene) -> None:
+    raw, rig, stream, gate = scene.raw, scene.rig, scene.stream, scene.rig.gate()
+    rig.begin_capture(stream)
+    value(raw.cuMemsetD8Async(scene.plain, 7, 4, stream))
+    executable = rig.instantiate(value(rig.end_capture(stream)))
+    gate.hold(stream)
+    assert said(raw.cuGraphLaunch(executable, stream)) == "SUCCESS"
+    assert rig.query(stream) == "NOT_READY"
+    assert said(raw.cuGraphExecDestroy(rig.disown(executable))) == "SUCCESS"
+    gate.open()
+    assert said(raw.cuStreamSynchronize(stream)) == "SUCCESS"
+    assert rig.read(scene.plain, 4) == [7] * 4
+
+
 class TestTwoStreams:
+    def test_joined(self, scene: Scene) -> None:
+        raw, rig, back = scene.raw, scene.rig, scene.rig.event()
+        rig.begin_capture(scene.stream)
+        pointer = value(raw.cuMemAllocAsync(MiB, scene.stream))
+        value(raw.cuEventRecord(scene.event, scene.stream))
+        value(raw.cuStreamWaitEvent(scene.other, scene.event, 0))
+        value(raw.cuMemsetD8Async(pointer, 5, MiB, scene.other))
+        value(raw.cuEventRecord(back, scene.other))
+        value(raw.cuStreamWaitEvent(scene.stream, back, 0))
+        assert said(raw.cuMemFreeAsync(pointer, scene.stream)) == "SUCCESS"
+        end = rig.end_capture(scene.stream)
+        assert said(end) == "SUCCESS"
+        assert rig.capture_status(scene.other) == "NONE"
+        executable = rig.instantiate(value(end))
+        assert said(raw.cuGraphLaunch(executable, scene.stream)) == "SUCCESS"
+        assert said(raw.cuStreamSynchronize(scene.stream)) == "SUCCESS"
+
     def test_not_joined(self, scene: Scene) -> None:
         raw, rig = scene.raw, scene.rig
         rig.begin_capture(scene.stream)

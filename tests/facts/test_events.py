@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from .support import BLOCKING, TIMED, Rig, said, value
+from .support import BLOCKING, NON_BLOCKING, TIMED, Rig, said, value
 
 
 @pytest.mark.parametrize("flags", [0, 1, 2, 3, 6, 7])
@@ -55,6 +55,28 @@ def test_destroyed_while_a_stream_waits_for_it(rig: Rig) -> None:
     gate.open()
     rig.synchronize()
     assert rig.query(second) == "SUCCESS"
+
+
+class TestContext:
+    """cuCtxRecordEvent. That it succeeds is a reading, what the event then stands for is the documentation's."""
+
+    def test_recorded(self, rig: Rig) -> None:
+        event = rig.event()
+        assert said(rig.raw.cuCtxRecordEvent(rig.context, event)) == "SUCCESS"
+        assert said(rig.raw.cuEventSynchronize(event)) == "SUCCESS"
+        assert said(rig.raw.cuEventQuery(event)) == "SUCCESS"
+
+    @pytest.mark.parametrize("flags", [BLOCKING, NON_BLOCKING], ids=["blocking", "non-blocking"])
+    def test_comes_after_the_work_of_every_stream(self, rig: Rig, flags: int) -> None:
+        held, waiting, event, gate = rig.stream(flags), rig.stream(), rig.event(), rig.gate()
+        gate.hold(held)
+        value(rig.raw.cuCtxRecordEvent(rig.context, event))
+        value(rig.raw.cuStreamWaitEvent(waiting, event, 0))
+        assert said(rig.raw.cuEventQuery(event)) == "NOT_READY"
+        assert rig.held(waiting)
+        gate.open()
+        assert said(rig.raw.cuEventSynchronize(event)) == "SUCCESS"
+        assert rig.executed(waiting)
 
 
 class TestElapsedTime:

@@ -18,7 +18,7 @@ def nothing_reserved(rig: Rig) -> Iterator[None]:
     """No graph memory is reserved on device 0, and its peaks are forgotten, before and after."""
     rig.forget_graph_memory()
     yield
-    rig.synchronize()
+    rig.settle()
     rig.raw.cuDeviceGraphMemTrim(0)
 
 
@@ -158,6 +158,53 @@ class TestGraphThatLeavesItsMemory:
         value(raw.cuStreamSynchronize(stream))
         assert said(raw.cuDeviceGraphMemTrim(0)) == "SUCCESS"
         assert reserved(rig) == (0, 1, 0, 1)
+
+
+def capture_two_allocations(rig: Rig, stream: Any) -> tuple[Any, list[int]]:
+    """An executable graph that twice allocates 20 MiB and frees them, and both addresses."""
+    rig.begin_capture(stream)
+    addresses = []
+    for _ in range(2):
+        pointer = value(rig.raw.cuMemAllocAsync(20 * MiB, stream))
+        value(rig.raw.cuMemsetD8Async(pointer, 5, MiB, stream))
+        rig.free(pointer, stream)
+        addresses.append(int(pointer))
+    return rig.instantiate(value(rig.end_capture(stream))), addresses
+
+
+class TestReuse:
+    def test_of_an_address_in_one_graph(self, rig: Rig) -> None:
+        _, addresses = capture_two_allocations(rig, rig.stream())
+        assert addresses[0] == addresses[1]
+        assert reserved(rig) == (0, 0, 0, 0)
+
+    def test_of_the_same_memory_by_two_graphs(self, rig: Rig) -> None:
+        raw, stream = rig.raw, rig.stream()
+        graphs = [capture_two_allocations(rig, stream)[0] for _ in range(2)]
+        for graph in graphs:
+            assert said(raw.cuGraphLaunch(graph, stream)) == "SUCCESS"
+            assert reserved(rig) == (1, 1, 1, 1)
+        value(raw.cuStreamSynchronize(stream))
+        assert reserved(rig) == (1, 1, 1, 1)
+        value(raw.cuGraphExecDestroy(rig.disown(graphs[0])))
+        assert reserved(rig) == (1, 1, 1, 1)
+        # The other executable graph is still there.
+        value(raw.cuDeviceGraphMemTrim(0))
+        assert reserved(rig) == (0, 1, 0, 1)
+        value(raw.cuGraphExecDestroy(rig.disown(graphs[1])))
+        value(raw.cuDeviceGraphMemTrim(0))
+        assert reserved(rig) == (0, 1, 0, 1)
+
+
+def test_a_few_bytes_take_a_step(rig: Rig) -> None:
+    stream = rig.stream()
+    rig.begin_capture(stream)
+    rig.free(value(rig.raw.cuMemAllocAsync(100, stream)), stream)
+    graph = rig.instantiate(value(rig.end_capture(stream)))
+    value(rig.raw.cuGraphLaunch(graph, stream))
+    assert reserved(rig) == (1, 1, 1, 1)
+    value(rig.raw.cuStreamSynchronize(stream))
+    assert reserved(rig) == (1, 1, 1, 1)
 
 
 class TestAttributes:

@@ -9,7 +9,7 @@ import pytest
 
 from streamalloc.driver.bindings import BINDINGS_VERSION
 
-from .support import DEVICE, HOST, HOST_NUMA, READWRITE, MiB, Rig, said, value
+from .support import DEVICE, FABRIC, HOST, HOST_NUMA, NO_HANDLE, POSIX_FD, READWRITE, MiB, Rig, said, value
 
 # What every kind below has in common.
 COMMON = {
@@ -151,6 +151,13 @@ def test_buffer_id_is_the_allocation_s(rig: Rig) -> None:
     ids = [value(rig.raw.cuPointerGetAttribute(wanted, address)) for address in addresses]
     assert len(set(ids)) == 3
     assert value(rig.raw.cuPointerGetAttribute(wanted, addresses[0] + 777)) == ids[0]
+
+
+@pytest.mark.parametrize("handle_types", [NO_HANDLE, POSIX_FD, FABRIC])
+def test_allowed_handle_types_are_the_pool_s(rig: Rig, handle_types: int) -> None:
+    pointer = rig.allocate(rig.pool(handle_types=handle_types), 4096, rig.stream())
+    allowed = rig.raw.cuPointerGetAttribute(attribute(rig.raw, "ALLOWED_HANDLE_TYPES"), pointer)
+    assert int(value(allowed)) == handle_types
 
 
 def test_host_pool_has_a_device_pointer_once_granted(rig: Rig) -> None:

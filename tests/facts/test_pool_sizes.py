@@ -380,6 +380,13 @@ def test_max_size_is_rounded_up_to_a_step(rig: Rig) -> None:
     assert answers == ["SUCCESS", "SUCCESS", "OUT_OF_MEMORY"]
 
 
+@pytest.mark.parametrize(("threshold", "kept"), [(0, 0), (UINT64_MAX, 64)])
+def test_a_failed_allocation_applies_the_release_threshold(rig: Rig, threshold: int, kept: int) -> None:
+    pool = rig.pool(threshold, max_size=64 * MiB)
+    assert said(rig.try_allocate(pool, 100 * MiB, rig.stream())) == "OUT_OF_MEMORY"
+    assert rig.stats(pool) == Stats(kept * MiB, 64 * MiB, 0, 0)
+
+
 class TestPlainFreeOfPoolMemory:
     """cuMemFree takes memory of a pool: anyone may have it at once, and it counts as used for ever."""
 
@@ -406,7 +413,9 @@ class TestPlainFreeOfPoolMemory:
         assert said(rig.raw.cuMemFree(pointer)) == "INVALID_VALUE"
 
 
-AFTER_DESTRUCTION = """
+# A process that destroys a pool with live memory, and later frees that memory, was seen to crash on hardware, some
+# time later and in calls that are no cause. These have a process of their own, which ends before anything else.
+DESTROYED = """
 import os
 from streamalloc.driver import default
 d = default()
@@ -418,12 +427,26 @@ location = d.CUmemLocation()
 location.type = d.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
 props.location = location
 pool = d.cuMemPoolCreate(props)[1]
-assert d.cuMemAllocFromPoolAsync(4 << 20, pool, stream)[0] == 0
-assert d.cuMemPoolDestroy(pool)[0] == 0
+threshold = d.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+assert d.cuMemPoolSetAttribute(pool, threshold, d.cuuint64_t((1 << 64) - 1))[0] == 0
+pointer = d.cuMemAllocFromPoolAsync(4 << 20, pool, stream)[1]
+print(d.cuMemPoolDestroy(pool)[0].name)
+"""
+CALLS_ON_IT = """
 print(d.cuMemPoolGetAttribute(pool, d.CUmemPool_attribute.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)[0].name)
 print(d.cuMemAllocFromPoolAsync(4, pool, stream)[0].name)
 print(d.cuMemPoolTrimTo(pool, 0)[0].name)
 print(d.cuMemPoolDestroy(pool)[0].name, flush=True)
+os._exit(0)
+"""
+USE_OF_ITS_MEMORY = """
+result, handle = d.cuPointerGetAttribute(d.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, pointer)
+print(result.name, int(handle) != 0)
+print(d.cuMemsetD8Async(pointer, 1, 4 << 20, stream)[0].name)
+free = d.cuMemGetInfo()[1]
+print(d.cuMemFreeAsync(pointer, stream)[0].name)
+print(d.cuStreamSynchronize(stream)[0].name)
+print(d.cuMemGetInfo()[1] - free, flush=True)
 os._exit(0)
 """
 
@@ -439,23 +462,18 @@ class TestLifetime:
         rig.free(pointer, stream)
         assert said(rig.raw.cuMemsetD8Async(pointer, 1, 64, stream)) == "INVALID_VALUE"
 
-    def test_an_allocation_outlives_its_pool(self, rig: Rig) -> None:
-        raw, stream = rig.raw, rig.stream()
-        pool = rig.disown(rig.pool(UINT64_MAX))
-        pointer = rig.allocate(pool, 4 * MiB, stream)
-        assert said(raw.cuMemPoolDestroy(pool)) == "SUCCESS"
-        handle = raw.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
-        assert int(value(raw.cuPointerGetAttribute(handle, pointer))) != 0
-        assert said(raw.cuMemsetD8Async(pointer, 1, 4 * MiB, stream)) == "SUCCESS"
-        free = rig.device_free()
-        assert said(raw.cuMemFreeAsync(pointer, stream)) == "SUCCESS"
-        value(raw.cuStreamSynchronize(stream))
-        assert rig.device_free() - free == 32 * MiB
+    def test_an_allocation_outlives_its_pool(self, python: Callable[..., CompletedProcess[str]]) -> None:
+        ended = python(DESTROYED + USE_OF_ITS_MEMORY)
+        success = "CUDA_SUCCESS"
+        handle = [success, "True"]
+        assert (ended.stdout.split(), ended.stderr) == (
+            [success, *handle, success, success, success, str(32 * MiB)],
+            "",
+        )
 
     def test_calls_on_a_destroyed_pool(self, python: Callable[..., CompletedProcess[str]]) -> None:
-        """In a process of its own: on hardware, one that has made these calls was seen to crash or hang later."""
-        ended = python(AFTER_DESTRUCTION)
-        assert (ended.stdout.split(), ended.stderr) == (["CUDA_ERROR_INVALID_VALUE"] * 4, "")
+        ended = python(DESTROYED + CALLS_ON_IT)
+        assert (ended.stdout.split(), ended.stderr) == (["CUDA_SUCCESS", *["CUDA_ERROR_INVALID_VALUE"] * 4], "")
 
     def test_destroying_gives_back_what_the_host_has_not_seen_freed(self, rig: Rig) -> None:
         stream, gate = rig.stream(), rig.gate()

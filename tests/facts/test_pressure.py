@@ -60,6 +60,7 @@ class TestDefaultPool:
         pool = value(rig.raw.cuDeviceGetDefaultMemPool(0))
         rig.set_threshold(pool, UINT64_MAX)
         yield pool
+        rig.settle()
         rig.set_threshold(pool, 0)
         rig.synchronize()
         value(rig.raw.cuMemPoolTrimTo(pool, 0))

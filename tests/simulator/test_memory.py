@@ -83,6 +83,34 @@ def test_memory_limits_devices_one_by_one() -> None:
     assert ok(d.cuMemGetInfo())[0] == 96 * MiB
 
 
+def test_a_growth_that_fails_gives_back_what_the_threshold_does_not_cover() -> None:
+    rig = Rig()
+    d, stream, pool = rig.driver, rig.stream(), rig.pool(32 * MiB, max_size=128 * MiB)
+    live = rig.allocate(40 * MiB, pool, stream)
+    no_memory = d.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    assert d.cuMemAllocFromPoolAsync(200 * MiB, pool, stream)[0] == no_memory
+    assert rig.reserved(pool) == 64 * MiB, "live memory stays, whatever the threshold"
+    rig.free(live, stream)
+    assert d.cuMemAllocFromPoolAsync(200 * MiB, pool, stream)[0] == no_memory
+    assert rig.reserved(pool) == 64 * MiB, "so does what the host has not seen freed"
+    ok(d.cuStreamSynchronize(stream))
+    assert d.cuMemAllocFromPoolAsync(200 * MiB, pool, stream)[0] == no_memory
+    assert rig.reserved(pool) == 32 * MiB
+
+
+def test_a_growth_that_fails_gives_back_memory_although_waiting_helps() -> None:
+    rig = Rig()
+    d, one, two, word, pool = rig.driver, rig.stream(), rig.stream(), rig.word(), rig.pool(0, max_size=96 * MiB)
+    freed = rig.allocate(64 * MiB, pool, one)
+    rig.hold(one, word)
+    rig.free(freed, one)
+    assert rig.allocate(50 * MiB, pool, two) == freed
+    assert rig.reserved(pool) == 64 * MiB
+    assert rig.busy(two)
+    word.value = 1
+    ok(d.cuStreamSynchronize(two))
+
+
 def test_memory_that_vanished_breaks_the_context_not_the_process() -> None:
     rig = Rig()
     d, stream, pool, word = rig.driver, rig.stream(), rig.pool(), rig.word()

@@ -40,6 +40,65 @@ def test_a_wait_orders_after_all_the_event_knew() -> None:
     assert streams[0].clock == {}
 
 
+def test_an_event_of_a_context_comes_after_all_its_streams_and_holds_none_of_them() -> None:
+    rig = Rig()
+    d, word, event = rig.driver, rig.word(), rig.event()
+    held, destroyed, free, waiting = rig.stream(), rig.stream(), rig.stream(blocking=True), rig.stream()
+    second = rig.word()
+    rig.hold(held, word)
+    rig.hold(destroyed, second)
+    ok(d.cuStreamDestroy(destroyed))
+    ok(d.cuCtxRecordEvent(rig.context, event))
+    ok(d.cuStreamWaitEvent(waiting, event, 0))
+    target = ok(d.cuMemAlloc(4))
+    for stream in (free, 0):
+        ok(d.cuMemsetD8Async(target, 1, 4, stream))
+        ok(d.cuStreamSynchronize(stream))
+    for gate in (word, second):
+        assert d.cuEventQuery(event)[0] == d.CUresult.CUDA_ERROR_NOT_READY
+        assert rig.busy(waiting)
+        gate.value = 1
+    ok(d.cuEventSynchronize(event))
+    ok(d.cuStreamSynchronize(waiting))
+
+
+def test_a_synchronised_event_of_a_context_tells_pools_of_all_frees() -> None:
+    rig = Rig()
+    d, event, pool, streams = rig.driver, rig.event(), rig.pool(0), [rig.stream(), rig.stream(blocking=True)]
+    for stream in streams:
+        rig.free(rig.allocate(MiB, pool, stream), stream)
+    ok(d.cuCtxRecordEvent(rig.context, event))
+    assert rig.reserved(pool) == 32 * MiB
+    ok(d.cuEventSynchronize(event))
+    assert rig.reserved(pool) == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_synchronised_context_has_seen_its_events(seed: int) -> None:
+    rig = Rig(seed=seed)
+    d, event, stream = rig.driver, rig.event(), rig.stream()
+    ok(d.cuMemsetD8Async(ok(d.cuMemAlloc(4)), 1, 4, stream))
+    ok(d.cuCtxRecordEvent(rig.context, event))
+    ok(d.cuCtxSynchronize())
+    ok(d.cuEventQuery(event))
+
+
+def test_an_event_of_a_context_is_not_captured() -> None:
+    rig = Rig()
+    d, event, stream = rig.driver, rig.event(), rig.stream()
+    ok(d.cuStreamBeginCapture(stream, d.CUstreamCaptureMode(2)))
+    assert d.cuCtxRecordEvent(rig.context, event)[0] == d.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+    assert d.cuStreamEndCapture(stream)[0] == d.CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+    ok(d.cuCtxRecordEvent(rig.context, event))
+
+
+def test_an_event_is_recorded_in_its_own_context() -> None:
+    rig = Rig(devices=2)
+    d, event = rig.driver, rig.event()
+    other = ok(d.cuDevicePrimaryCtxRetain(1))
+    assert d.cuCtxRecordEvent(other, event)[0] == d.CUresult.CUDA_ERROR_INVALID_HANDLE
+
+
 def test_a_synchronised_stream_raises_the_hosts_clock_with_all_it_waited_for() -> None:
     rig = Rig()
     d = rig.driver

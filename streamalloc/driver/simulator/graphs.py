@@ -1,4 +1,4 @@
-"""Stream capture, the graphs it makes, and the memory that graphs own."""
+"""Stream capture, and the graphs it makes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from .allocator import ALIGNMENT, CHUNK
-from .blocks import round_up
 from .errors import Fault, Result, check
-from .machine import Device, Event, Machine
-from .memory import Arena
+from .graph_memory import GraphMemory
+from .machine import Event, Machine
 from .pool import Pool
-from .timeline import Operation, Stream
+from .timeline import Call, Clock, Operation, Stream, merge
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # CUstreamCaptureMode
 AUTO_FREE_ON_LAUNCH = 1
@@ -31,92 +29,8 @@ class Node:
     address: int = 0
     size: int = 0
     pool: Pool | None = None
-
-
-class GraphMemory:
-    """The memory of one graph's allocations on one device: fixed addresses, backed while the graph is in use.
-
-    Unlike the driver, graphs do not share physical memory here.
-    """
-
-    def __init__(self, machine: Machine, device: Device) -> None:
-        self._machine = machine
-        self.device = device
-        self._arena: Arena | None = None
-        self._size = 0
-        self._backed = 0
-        self._uses: dict[int, tuple[Stream, int]] = {}
-        self.live: set[int] = set()
-        self.owners = 1
-        machine.graph_memories.add(self)
-
-    def place(self, size: int) -> int:
-        """An address for an allocation node."""
-        check(self._size + size <= self.device.bank.total, Result.CUDA_ERROR_OUT_OF_MEMORY)
-        if self._arena is None:
-            self._arena = Arena("graph", round_up(self.device.bank.total, CHUNK), CHUNK)
-            self._machine.arenas.add(self._arena.reservation)
-        address = self._arena.base + self._size
-        self._size += round_up(size, ALIGNMENT)
-        return address
-
-    def prepare(self) -> None:
-        """Put physical memory under the allocations. The device counts whole chunks as used (observed on
-        H200).
-        """
-        needed = round_up(self._size, CHUNK)
-        if self._arena is None or self._backed:
-            return
-        bank = self.device.bank
-        if needed > bank.free:
-            self._machine.make_room(bank, needed)
-        check(needed <= bank.free, Result.CUDA_ERROR_OUT_OF_MEMORY)
-        self._arena.back(0, needed)
-        self._backed = needed
-        self._account(needed)
-
-    def _account(self, change: int) -> None:
-        device = self.device
-        device.bank.used += change
-        device.graph_used += change
-        device.graph_reserved += change
-        device.graph_used_high = max(device.graph_used_high, device.graph_used)
-        device.graph_reserved_high = max(device.graph_reserved_high, device.graph_reserved)
-
-    def used_until(self, stream: Stream, seq: int) -> None:
-        self._uses[stream.id] = (stream, seq)
-
-    def freed(self, address: int, stream: Stream | None = None) -> None:
-        """An allocation that outlived its launch was freed."""
-        self.live.discard(address)
-        if stream is not None:
-            self.used_until(stream, stream.submit(Operation()))
-
-    def trim(self) -> None:
-        """Give the physical memory back unless something still needs it, and the addresses once no graph
-        does.
-        """
-        if self.live or any(stream.done < seq for stream, seq in self._uses.values()):
-            return
-        if self._backed:
-            assert self._arena is not None
-            self._arena.release(0, self._backed)
-            self._account(-self._backed)
-            self._backed = 0
-        if not self.owners:
-            self.close()
-
-    def disown(self) -> None:
-        self.owners -= 1
-        if not self.owners and not self._backed:
-            self.close()
-
-    def close(self) -> None:
-        self._machine.graph_memories.discard(self)
-        if self._arena is not None:
-            self._machine.arenas.remove(self._arena.reservation)
-            self._arena.close()
-            self._arena = None
+    freed: bool = False
+    """Of an allocation: another node frees it."""
 
 
 @dataclass(eq=False)
@@ -125,13 +39,12 @@ class Graph:
 
     handle: int
     nodes: list[Node] = field(default_factory=list)
-    memories: dict[int, GraphMemory] = field(default_factory=dict)
+    memories: dict[int, GraphMemory] = field(default_factory=dict)  # by device
     instances: int = 0
 
     def unfreed(self) -> list[Node]:
         """Allocation nodes without a free node: these allocations outlive a launch."""
-        freed = {node.address for node in self.nodes if node.kind == "MEM_FREE"}
-        return [node for node in self.nodes if node.kind == "MEM_ALLOC" and node.address not in freed]
+        return [node for node in self.nodes if node.kind == "MEM_ALLOC" and not node.freed]
 
 
 @dataclass(eq=False)
@@ -141,6 +54,10 @@ class GraphExec:
     handle: int
     graph: Graph
     flags: int
+    last: tuple[Stream, int] | None = None  # the end of the latest launch
+
+    def upload(self, stream: Stream) -> None:
+        self._begin(stream)
 
     def launch(self, machine: Machine, stream: Stream) -> None:
         """Submit all nodes, one after the other: a stricter order than the graph asks for."""
@@ -150,20 +67,44 @@ class GraphExec:
         for memory, address in live:
             machine.allocations.remove(machine.allocations.at[address])
             memory.freed(address)
-        for memory in memories:
-            memory.prepare()
+        self._begin(stream)
         for node in self.graph.nodes:
             if node.operation is not None:
                 stream.submit(copy.copy(node.operation))
-        seq = stream.submit(Operation())
-        for memory in memories:
-            memory.used_until(stream, seq)
+        self._in_use(stream, stream.submit(Operation()))
         for node in self.graph.unfreed():
             assert node.pool is not None and node.pool.device is not None
             memory = self.graph.memories[node.pool.device]
             allocation = machine.remember(node.address, node.size, "graph", node.pool.device, stream.context)
             allocation.graph = memory
             memory.live.add(node.address)
+
+    def _begin(self, stream: Stream) -> None:
+        """Have memory under the allocations, after all earlier launches: no two of them run at a time."""
+        memories = self.graph.memories.values()
+        earlier = [use for memory in memories for use in memory.uses.unfinished()]
+        if self.last is not None:
+            earlier.append(self.last)
+        order: Clock = {}
+        for other, seq in earlier:
+            merge(order, {other.id: seq})
+        clock = stream.now()
+        merge(clock, order)
+        outlives = {node.pool.device for node in self.graph.unfreed() if node.pool is not None}
+        slabs = [(memory, memory.prepare(clock, device in outlives)) for device, memory in self.graph.memories.items()]
+
+        def map_memory() -> None:
+            for memory, slab in slabs:
+                memory.map(slab)
+
+        seq = stream.submit(Call(map_memory), tuple(earlier))
+        merge(stream.clock, order)
+        self._in_use(stream, seq)
+
+    def _in_use(self, stream: Stream, seq: int) -> None:
+        self.last = (stream, seq)
+        for memory in self.graph.memories.values():
+            memory.in_use(stream, seq)
 
 
 class Capture:
@@ -178,7 +119,7 @@ class Capture:
         self.valid = True
         self._thread = threading.get_ident()
         self._frontier: dict[Stream, list[Node]] = {origin: []}
-        self._open: set[int] = set()  # addresses allocated and not freed
+        self._open: dict[int, Node] = {}  # allocations that are not freed, by address
         origin.capture = self
         machine.captures.append(self)
 
@@ -213,17 +154,22 @@ class Capture:
         memory = self.graph.memories.get(pool.device)
         if memory is None:
             memory = self.graph.memories[pool.device] = GraphMemory(self.machine, self.machine.devices[pool.device])
-        address = memory.place(size)
+        earlier = _ancestors(self._frontier[stream]) if memory.has_holes else ()
+        address = memory.place(size, earlier)
         node = self.add("MEM_ALLOC", None, stream)
         node.address, node.size, node.pool = address, size, pool
-        self._open.add(address)
+        self._open[address] = node
         return address
 
     def free(self, address: int, stream: Stream) -> None:
         """Only what the graph allocated can be freed in it; a mistake here does not spoil the capture."""
         check(address in self._open)
-        self._open.remove(address)
-        self.add("MEM_FREE", None, stream).address = address
+        allocation = self._open.pop(address)
+        allocation.freed = True
+        node = self.add("MEM_FREE", None, stream)
+        node.address = address
+        assert allocation.pool is not None and allocation.pool.device is not None
+        self.graph.memories[allocation.pool.device].leave(address, allocation.size, node)
 
     # -- forks and joins -------------------------------------------------------------------------------------
 

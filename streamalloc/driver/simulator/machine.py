@@ -41,6 +41,7 @@ class Device:
     graph_used_high: int = 0
     graph_reserved: int = 0
     graph_reserved_high: int = 0
+    slabs: list[Any] = field(default_factory=list)  # the memory of graphs
 
 
 class Context:
@@ -114,8 +115,8 @@ class Context:
         self.machine.timeline.retire(stream)
 
     def all_streams(self) -> list[Stream]:
-        default = [self._legacy] if self._legacy is not None else []
-        return [*default, *self._per_thread.values(), *self.streams.values()]
+        own = [stream for stream in (self._legacy, self._marks) if stream is not None]
+        return [*own, *self._per_thread.values(), *self.streams.values()]
 
     def clock(self) -> Clock:
         """All that was ever submitted here."""
@@ -299,11 +300,13 @@ class Machine:
     def _release(self) -> None:
         for pool in list(self.pools.values()):
             pool.space.close()
-        for device in self.devices:
-            device.heap.close()
-        self.host_heap.close()
         for memory in list(self.graph_memories):
             memory.close()
+        for device in self.devices:
+            device.heap.close()
+            for slab in list(device.slabs):
+                slab.close()
+        self.host_heap.close()
 
     def after_fork(self) -> None:
         """In a child process: the driver cannot be used once it was initialised, as on hardware."""

@@ -97,10 +97,12 @@ class Pool:
         if block is None:
             self._grow(rounded, stream, reach)
             block = self.line.take(rounded, stream.id, reach)
-        if block is None and self.policies.internal_dependencies:
-            block = self.line.take(rounded, stream.id, reach, wait=True)
-            if block is not None:
-                self._wait_for(block.waits, stream)
+            if block is None:
+                if self.policies.internal_dependencies:
+                    block = self.line.take(rounded, stream.id, reach, wait=True)
+                    if block is not None:
+                        self._wait_for(block.waits, stream)
+                self._release()
         if block is None:
             raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
         self._outstanding += 1
@@ -134,7 +136,7 @@ class Pool:
     def _grow(self, size: int, stream: Stream, reach: Callable[[int], int]) -> None:
         """Add physical memory for ``size`` bytes; what there is of it when there is not enough.
 
-        A growth that fails keeps the chunks it got (observed on H200).
+        A growth that fails keeps of the chunks it got what the release threshold allows (observed on H200).
         """
         ranges = self.line.plan(size, stream.id, reach)
         if not ranges:
@@ -157,7 +159,7 @@ class Pool:
                 except OSError as error:
                     if error.errno != errno.ENOMEM:
                         raise
-                    raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY) from None
+                    break
                 room -= length
         self.reserved_high = max(self.reserved_high, self.reserved)
 
@@ -176,6 +178,10 @@ class Pool:
             seq = clock.get(stream)
             if seq:
                 self.line.settle(stream, seq)
+        self._release()
+
+    def _release(self) -> None:
+        """Give up what the host knows to be free and the threshold does not cover."""
         threshold = self.threshold
         if self.line.reserved > threshold:
             self.space.release(lambda reserved: reserved > threshold)

@@ -8,9 +8,10 @@ from streamalloc.driver.bindings import cuda
 
 from .. import arguments
 from ..errors import Fault, NotModelled, Result, check
+from ..graph_memory import trim
 from ..graphs import AUTO_FREE_ON_LAUNCH, RELAXED, Capture, Graph, GraphExec, Node, destroy_graph
 from ..machine import Device
-from ..timeline import Operation, Stream
+from ..timeline import Stream
 from .base import Calls, modelled
 
 _EDGE_DATA = hasattr(cuda, "cuMemGetDefaultMemPool")  # the bindings for CUDA 13 return edge data in more calls
@@ -214,9 +215,7 @@ class CaptureCalls(Calls):
         instance, stream = self._graph_exec(hGraphExec), self._stream(hStream)
         if self._machine.captures and self._captured(stream):
             raise NotModelled("cuGraphUpload during stream capture")
-        for memory in instance.graph.memories.values():
-            memory.prepare()
-        stream.submit(Operation())
+        instance.upload(stream)
 
     @modelled(1)
     def cuGraphExecGetFlags(self, hGraphExec: Any) -> Any:
@@ -248,10 +247,7 @@ class CaptureCalls(Calls):
 
     @modelled(0)
     def cuDeviceGraphMemTrim(self, device: Any) -> None:
-        found = self._graph_device(device)
-        for memory in list(self._machine.graph_memories):
-            if memory.device is found:
-                memory.trim()
+        trim(self._machine, self._graph_device(device).slabs)
 
     def _graph_device(self, device: Any) -> Device:
         return self._device(device)

@@ -144,14 +144,8 @@ class ContextCalls(Calls):
     def _synchronize_context(self, context: Context) -> None:
         self._no_stream_captures(context)
         self._unsafe_during_capture()
-        clock = context.clock()
-        streams = [(stream, stream.seq) for stream in context.all_streams()]
-        gone = list(context.retired.items())
-        executed = self._machine.timeline.executed
-        self._machine.synchronize(
-            clock,
-            lambda: all(s.done >= seq for s, seq in streams) and all(executed(number) >= seq for number, seq in gone),
-        )
+        clock, unfinished, gone = context.clock(), context.unfinished(), list(context.retired.items())
+        self._machine.synchronize(clock, lambda: all(stream.done >= seq for stream, seq in unfinished))
         for number, seq in gone:
             if context.retired.get(number) == seq:
                 del context.retired[number]

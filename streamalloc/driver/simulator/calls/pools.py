@@ -251,8 +251,9 @@ class PoolCalls(Calls):
     def _allocate_in_graph(self, size: int, pool: Pool, stream: Stream) -> int:
         if not size:
             return 0
-        if pool.device is None:
-            raise NotModelled("allocating from a host pool during stream capture")
+        if pool.managed:
+            raise NotModelled("allocating from a managed pool")
+        check(pool.device is not None, Result.CUDA_ERROR_NOT_SUPPORTED)
         return int(stream.capture.allocate(size, pool, stream))
 
     @modelled(0)

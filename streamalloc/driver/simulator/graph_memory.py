@@ -1,0 +1,211 @@
+"""Memory of graphs: each graph has addresses of its own, and graphs of a device share what lies under them.
+
+A graph that frees all it allocates needs memory only while a launch runs. Such launches take turns on one slab
+of physical memory as long as each is ordered after the one before, or finds it done; a launch that could run at
+the same time as another gets a different slab. A graph whose allocations outlive a launch has a slab to itself.
+Slabs stay until cuDeviceGraphMemTrim, whatever becomes of the graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from typing import NamedTuple
+
+from .allocator import ALIGNMENT, CHUNK
+from .blocks import round_up
+from .errors import Result, check
+from .machine import Device, Machine
+from .memory import Physical, Reservation
+from .timeline import Clock, Operation, Stream
+
+
+class Uses:
+    """Up to where in which streams something is in use."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[Stream, int]] = {}
+
+    def add(self, stream: Stream, seq: int) -> None:
+        self._last[stream.id] = (stream, seq)
+
+    def unfinished(self) -> tuple[tuple[Stream, int], ...]:
+        self._last = {number: (stream, seq) for number, (stream, seq) in self._last.items() if stream.done < seq}
+        return tuple(self._last.values())
+
+    def over_for(self, clock: Clock) -> bool:
+        """Whether all uses are done, or come before all that is ordered after ``clock``."""
+        return all(clock.get(stream.id, 0) >= seq for stream, seq in self.unfinished())
+
+
+class Slab:
+    """Physical memory under graphs of one device; the device counts all of it as used (observed on H200)."""
+
+    def __init__(self, machine: Machine, device: Device, owner: GraphMemory | None) -> None:
+        self._machine = machine
+        self._device = device
+        self.owner = owner
+        """The one graph that may use it, because allocations outlive its launches."""
+        self.size = 0
+        self.uses = Uses()
+        self.physical = Physical("graph", round_up(device.bank.total, CHUNK))
+        device.slabs.append(self)
+
+    def grow(self, size: int) -> None:
+        """Have at least ``size`` bytes."""
+        missing = size - self.size
+        if missing <= 0:
+            return
+        bank = self._device.bank
+        if missing > bank.free:
+            self._machine.make_room(bank, missing)
+        check(missing <= bank.free, Result.CUDA_ERROR_OUT_OF_MEMORY)
+        self._resize(size)
+
+    def _resize(self, size: int) -> None:
+        change, self.size = size - self.size, size
+        device = self._device
+        device.bank.used += change
+        device.graph_used += change
+        device.graph_reserved += change
+        device.graph_used_high = max(device.graph_used_high, device.graph_used)
+        device.graph_reserved_high = max(device.graph_reserved_high, device.graph_reserved)
+
+    @property
+    def idle(self) -> bool:
+        return not self.uses.unfinished() and not (self.owner is not None and self.owner.live)
+
+    def close(self) -> None:
+        self._resize(0)
+        self._device.slabs.remove(self)
+        self.physical.close()
+
+
+class Hole(NamedTuple):
+    """A range that a node of the graph freed."""
+
+    size: int
+    address: int
+    freed_by: object
+
+
+class GraphMemory:
+    """The addresses of one graph's allocations on one device, and the slab that its latest launch has there."""
+
+    def __init__(self, machine: Machine, device: Device) -> None:
+        collect(machine)
+        self._machine = machine
+        self._device = device
+        capacity = round_up(device.bank.total, CHUNK)
+        self._reservation = Reservation(capacity, CHUNK)
+        machine.arenas.add(self._reservation)
+        self._size = 0
+        self._holes: list[Hole] = []
+        self._slab: Slab | None = None
+        self._mapped: tuple[Slab, int] | None = None  # in stream order: what launches that are queued will find
+        self.uses = Uses()
+        self.live: set[int] = set()
+        self.owners = 1
+        machine.graph_memories.add(self)
+
+    # -- addresses -------------------------------------------------------------------------------------------
+
+    @property
+    def has_holes(self) -> bool:
+        return bool(self._holes)
+
+    def place(self, size: int, earlier: Container[object]) -> int:
+        """An address for an allocation node: the smallest hole that one of the ``earlier`` nodes left, if any
+        will do (observed on H200 for holes of the same size).
+        """
+        rounded = round_up(size, ALIGNMENT)
+        fitting = [hole for hole in self._holes if hole.size >= rounded and hole.freed_by in earlier]
+        if fitting:
+            hole = min(fitting, key=lambda one: one[:2])
+            self._holes.remove(hole)
+            if hole.size > rounded:
+                self._holes.append(Hole(hole.size - rounded, hole.address + rounded, hole.freed_by))
+            return hole.address
+        check(self._size + size <= self._device.bank.total, Result.CUDA_ERROR_OUT_OF_MEMORY)
+        address = self._reservation.base + self._size
+        self._size += rounded
+        return address
+
+    def leave(self, address: int, size: int, freed_by: object) -> None:
+        """A node of the graph frees its range."""
+        self._holes.append(Hole(round_up(size, ALIGNMENT), address, freed_by))
+
+    # -- launches --------------------------------------------------------------------------------------------
+
+    def prepare(self, clock: Clock, outlives: bool) -> Slab:
+        """The slab for a launch that is ordered after ``clock``. ``outlives``: it leaves allocations behind."""
+        owner = self if outlives else None
+        usable = [slab for slab in self._device.slabs if slab.owner is owner and slab.uses.over_for(clock)]
+        slab = self._slab if self._slab in usable else max(usable, key=lambda one: one.size, default=None)
+        if slab is None:
+            slab = Slab(self._machine, self._device, owner)
+        slab.grow(round_up(self._size, CHUNK))
+        self._slab = slab
+        return slab
+
+    def map(self, slab: Slab) -> None:
+        """Put the slab under the addresses. Done in stream order: launches that come before may have another."""
+        size = round_up(self._size, CHUNK)
+        if self._mapped != (slab, size):
+            self._reservation.map(self._reservation.base, size, slab.physical, 0)
+            self._mapped = (slab, size)
+
+    def in_use(self, stream: Stream, seq: int) -> None:
+        """The stream may touch the memory until ``seq`` is done."""
+        self.uses.add(stream, seq)
+        if self._slab is not None:
+            self._slab.uses.add(stream, seq)
+
+    def freed(self, address: int, stream: Stream | None = None) -> None:
+        """An allocation that outlived its launch was freed."""
+        self.live.discard(address)
+        if stream is not None:
+            self.in_use(stream, stream.submit(Operation()))
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def lose(self, slab: Slab) -> None:
+        """The slab is given back."""
+        if self._mapped is not None and self._mapped[0] is slab:
+            self._reservation.unmap(self._reservation.base, self._mapped[1])
+            self._mapped = None
+        if self._slab is slab:
+            self._slab = None
+
+    def disown(self) -> None:
+        """A graph or an executable graph that refers to the addresses is gone."""
+        self.owners -= 1
+        self.close_unless_needed()
+
+    def close_unless_needed(self) -> None:
+        if not (self.owners or self.live or self.uses.unfinished()):
+            self.close()
+
+    def close(self) -> None:
+        """Give back the addresses; the slab is there for other graphs now."""
+        self._machine.graph_memories.discard(self)
+        self._machine.arenas.remove(self._reservation)
+        self._reservation.close()
+        for slab in self._device.slabs:
+            if slab.owner is self:
+                slab.owner = None
+
+
+def collect(machine: Machine) -> None:
+    """Give back the addresses of graphs that ended while a launch was still queued."""
+    for memory in list(machine.graph_memories):
+        memory.close_unless_needed()
+
+
+def trim(machine: Machine, slabs: Iterable[Slab]) -> None:
+    """Give back the slabs that nothing needs any more."""
+    for slab in list(slabs):
+        if slab.idle:
+            for memory in machine.graph_memories:
+                memory.lose(slab)
+            slab.close()
+    collect(machine)

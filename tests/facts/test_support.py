@@ -1,0 +1,44 @@
+"""What the end of a test leaves to the driver, also where the test failed half-way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from .support import LEGACY, UINT64_MAX, MiB, Rig, Stats, value
+
+
+class Watched:
+    """The driver under test; its pools are looked at when they are destroyed."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+        self.rig = Rig(self)
+        self.streams = [self.rig.stream() for _ in range(3)]
+        self.destroyed: list[tuple[Stats, list[str]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._raw, name)
+
+    def cuMemPoolDestroy(self, pool: Any) -> Any:
+        self.destroyed.append((self.rig.stats(pool), [self.rig.query(stream) for stream in (*self.streams, LEGACY)]))
+        return self._raw.cuMemPoolDestroy(pool)
+
+
+@pytest.fixture
+def watched(raw: Any) -> Watched:
+    return Watched(raw)
+
+
+def test_pools_are_destroyed_when_their_memory_is_free_and_all_work_done(watched: Watched) -> None:
+    rig, (held, other, captured) = watched.rig, watched.streams
+    pool, gate = rig.pool(UINT64_MAX), rig.gate()
+    freed, live = (rig.allocate(pool, MiB, held) for _ in range(2))
+    gate.hold(held)
+    value(rig.raw.cuMemsetD8Async(live, 1, MiB, held))
+    rig.free(freed, held)
+    rig.allocate(pool, MiB, other)
+    rig.begin_capture(captured)
+    rig.close()
+    assert watched.destroyed == [(Stats(32 * MiB, 32 * MiB, 0, 2 * MiB), ["SUCCESS"] * 4)]
