@@ -201,8 +201,4 @@ def _device_at(door: Door, ask: _Asker, pool: MemoryPool | None) -> Device | Non
     context = ask.value("CONTEXT")
     if context is None or not int(context):
         return None
-    door.call("cuCtxPushCurrent", context)
-    try:
-        return Device(int(door.call("cuCtxGetDevice")), driver=door.driver)
-    finally:
-        door.call("cuCtxPopCurrent")
+    return Device(door.device_of(context), driver=door.driver)

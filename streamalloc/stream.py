@@ -129,7 +129,17 @@ class Stream(Unique):
 
     @property
     def blocking(self) -> bool:
-        """Whether the stream waits for, and holds up, the legacy default stream (``cuStreamGetFlags``)."""
+        """Whether the stream waits for, and holds up, the legacy default stream (``cuStreamGetFlags``).
+
+        Raises
+        ------
+        CaptureError
+            The stream is being captured: the driver would end the capture.
+        """
+        if self._capture is not None:
+            raise CaptureError(
+                "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 900, "cuStreamGetFlags", "ask after the capture"
+            )
         return not int(self._call("cuStreamGetFlags")) & int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
 
     def _checked_raw(self) -> Any:
@@ -476,11 +486,11 @@ def as_stream(stream: StreamLike, door: Door) -> Stream:
     from streamalloc.device import Device
 
     raw = cuda.CUstream(_foreign_handle(stream))
-    # The handles of default streams name no device, and a stream that is captured cannot be asked for its device
-    # without breaking the capture. Its library may tell; else it is the device of the context that is current.
-    if int(raw) in _DEFAULT_HANDLES or int(door.call("cuStreamIsCapturing", raw)):
+    if int(raw) in _DEFAULT_HANDLES:
+        # Such a handle names no device: its library may tell; else it is the device of the context that is current.
         named = _device_named_by(stream)
         ordinal = door.call("cuCtxGetDevice") if named is None else named
     else:
-        ordinal = door.call("cuStreamGetDevice", raw)
+        # Not cuStreamGetDevice: asking a stream that is captured for its device breaks the capture.
+        ordinal = door.device_of(door.call("cuStreamGetCtx", raw))
     return Stream(Device(int(ordinal), driver=door.driver), raw, foreign=stream)

@@ -181,6 +181,11 @@ class Door:
         """The devices whose primary contexts are in use."""
         return list(self._contexts)
 
+    def device_of(self, context: Any) -> int:
+        """The ordinal of a context's device."""
+        with _Current(self, context):
+            return int(self.call("cuCtxGetDevice"))
+
     def relaxed(self) -> _Relaxed:
         """A ``with`` block in which this thread's calls break no capture that is under way elsewhere.
 

@@ -257,3 +257,49 @@ class TestTwoStreams:
         value(raw.cuMemsetD8Async(pointer, 5, MiB, scene.other))
         assert said(raw.cuStreamEndCapture(scene.other)) == "STREAM_CAPTURE_UNMATCHED"
         assert said(raw.cuEventRecord(event, scene.other)) == "STREAM_CAPTURE_INVALIDATED"
+
+
+@pytest.mark.parametrize("mode", [0, 2])
+@pytest.mark.parametrize("name", ["cuStreamGetDevice", "cuStreamGetFlags", "cuStreamGetId"])
+def test_asking_a_captured_stream_breaks_the_capture(rig: Rig, name: str, mode: int) -> None:
+    stream, other = rig.stream(), rig.stream()
+    rig.begin_capture(stream, mode)
+    assert said(getattr(rig.raw, name)(other)) == "SUCCESS"
+    assert rig.capture_status(stream) == "ACTIVE"
+    assert said(getattr(rig.raw, name)(stream)) == "STREAM_CAPTURE_UNSUPPORTED"
+    assert rig.capture_status(stream) == "INVALIDATED"
+    assert said(rig.end_capture(stream)) == "STREAM_CAPTURE_INVALIDATED"
+
+
+@pytest.mark.parametrize("mode", [0, 2])
+@pytest.mark.parametrize("name", ["cuStreamGetCtx", "cuStreamGetPriority", "cuStreamIsCapturing"])
+def test_asking_a_captured_stream_for_other_things(rig: Rig, name: str, mode: int) -> None:
+    stream = rig.stream()
+    rig.begin_capture(stream, mode)
+    assert said(getattr(rig.raw, name)(stream)) == "SUCCESS"
+    assert said(rig.end_capture(stream)) == "SUCCESS"
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_a_thread_in_relaxed_mode_breaks_no_capture(rig: Rig, mode: int) -> None:
+    captured, stream, pool = rig.stream(), rig.stream(), rig.pool()
+    pointer = rig.allocate(pool, 64, stream)
+    rig.begin_capture(captured, mode)
+    before = value(rig.raw.cuThreadExchangeStreamCaptureMode(rig.raw.CUstreamCaptureMode(2)))
+    assert before.name == "CU_STREAM_CAPTURE_MODE_GLOBAL"
+    assert said(rig.raw.cuMemFreeAsync(pointer, stream)) == "SUCCESS"
+    assert rig.used(pool) == 0
+    assert said(rig.raw.cuMemPoolTrimTo(pool, 0)) == "SUCCESS"
+    value(rig.raw.cuThreadExchangeStreamCaptureMode(before))
+    assert said(rig.end_capture(captured)) == "SUCCESS"
+
+
+@pytest.mark.parametrize("call", ["free on another stream", "destroy a pool"])
+def test_calls_that_break_a_capture_elsewhere(rig: Rig, call: str) -> None:
+    captured, stream, pool = rig.stream(), rig.stream(), rig.disown(rig.pool())
+    pointer = rig.allocate(rig.pool(), 64, stream)
+    rig.begin_capture(captured)
+    answer = rig.raw.cuMemFreeAsync(pointer, stream) if "free" in call else rig.raw.cuMemPoolDestroy(pool)
+    assert said(answer) == "STREAM_CAPTURE_UNSUPPORTED"
+    assert said(rig.end_capture(captured)) == "STREAM_CAPTURE_INVALIDATED"
+    value(rig.raw.cuMemPoolDestroy(pool))

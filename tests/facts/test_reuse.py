@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -259,3 +260,45 @@ def test_pool_releases_not_for_an_event_recorded_before_the_free(rig: Rig) -> No
     assert rig.reserved(case.pool) == 32 * MiB
     value(rig.raw.cuStreamSynchronize(case.first))
     assert rig.reserved(case.pool) == 0
+
+
+class TestDestroyedStreams:
+    def test_show_their_frees(self, rig: Rig) -> None:
+        stream, other, pool = rig.disown(rig.stream()), rig.stream(), rig.pool(UINT64_MAX, "000")
+        first = rig.allocate(pool, 20 * MiB, stream)
+        rig.free(first, stream)
+        assert rig.executed(stream)
+        value(rig.raw.cuStreamDestroy(stream))
+        assert int(rig.allocate(pool, 20 * MiB, other)) == int(first)
+
+    def test_apply_the_release_threshold(self, rig: Rig) -> None:
+        stream, pool = rig.disown(rig.stream()), rig.pool(0)
+        rig.free(rig.allocate(pool, 20 * MiB, stream), stream)
+        assert rig.executed(stream) and rig.reserved(pool) == 32 * MiB
+        value(rig.raw.cuStreamDestroy(stream))
+        assert rig.reserved(pool) == 0
+
+    def test_show_pending_frees_once_they_have_run(self, rig: Rig) -> None:
+        stream, other, gate = rig.disown(rig.stream()), rig.stream(), rig.gate()
+        pool = rig.pool(UINT64_MAX, "000")
+        first = rig.allocate(pool, 20 * MiB, stream)
+        gate.hold(stream)
+        rig.free(first, stream)
+        done = rig.event()
+        value(rig.raw.cuEventRecord(done, stream))
+        value(rig.raw.cuStreamDestroy(stream))
+        assert int(rig.allocate(pool, 20 * MiB, other)) != int(first)
+        gate.open()
+        end = time.monotonic() + 5
+        while said(rig.raw.cuEventQuery(done)) == "NOT_READY" and time.monotonic() < end:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        assert int(rig.allocate(pool, 20 * MiB, other)) == int(first)
+
+
+def test_synchronising_with_a_context_s_event_shows_no_frees(rig: Rig) -> None:
+    stream, event, pool = rig.stream(), rig.event(), rig.pool(0, "000")
+    rig.free(rig.allocate(pool, 20 * MiB, stream), stream)
+    value(rig.raw.cuCtxRecordEvent(rig.context, event))
+    value(rig.raw.cuEventSynchronize(event))
+    assert rig.reserved(pool) == 32 * MiB

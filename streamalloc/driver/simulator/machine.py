@@ -113,6 +113,9 @@ class Context:
                 stream.legacy.submit(Operation(), ((stream, stream.seq),))
             stream.legacy.peers.remove(stream)
         self.machine.timeline.retire(stream)
+        if not stream.queue:
+            # destroying a stream that has nothing left to do shows its frees, as synchronising would (observed on H200)
+            self.machine.synchronize({stream.id: stream.seq}, lambda: True)
 
     def all_streams(self) -> list[Stream]:
         own = [stream for stream in (self._legacy, self._marks) if stream is not None]

@@ -128,10 +128,10 @@ class Pool:
 
     def _reach(self, stream: Stream) -> Callable[[int], int]:
         clock = stream.clock if self.policies.follow_events else {}
+        timeline = self.machine.timeline
         if not self.policies.opportunistic:
-            return lambda other: clock.get(other, 0)
-        executed = self.machine.timeline.executed
-        return lambda other: max(clock.get(other, 0), executed(other))
+            return lambda other: max(clock.get(other, 0), timeline.outlived(other))
+        return lambda other: max(clock.get(other, 0), timeline.executed(other))
 
     def _grow(self, size: int, stream: Stream, reach: Callable[[int], int]) -> None:
         """Add physical memory for ``size`` bytes; what there is of it when there is not enough.

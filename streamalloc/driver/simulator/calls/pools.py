@@ -72,6 +72,7 @@ class PoolCalls(Calls):
     @modelled(0)
     def cuMemPoolDestroy(self, pool: Any) -> None:
         found = self._pool(pool)
+        self._unsafe_during_capture()
         check(not found.implicit)
         current = self._machine.current_pools
         for key in [key for key, value in current.items() if value is found]:
@@ -267,6 +268,7 @@ class PoolCalls(Calls):
             return
         if not address:
             return
+        self._unsafe_during_capture()
         allocation = machine.allocations.at.get(address)
         if allocation is None or allocation.kind not in ("pool", "device", "graph"):
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE)

@@ -104,7 +104,9 @@ class StreamCalls(Calls):
 
     @modelled(1)
     def cuStreamGetFlags(self, hStream: Any) -> int:
-        return 0 if self._stream(hStream).blocking else _NON_BLOCKING
+        stream = self._stream(hStream)
+        self._not_capturing(stream)  # observed on H200: asking breaks the capture
+        return 0 if stream.blocking else _NON_BLOCKING
 
     @modelled(1)
     def cuStreamGetPriority(self, hStream: Any) -> int:
@@ -120,11 +122,15 @@ class StreamCalls(Calls):
 
     @modelled(1)
     def cuStreamGetDevice(self, hStream: Any) -> Any:
-        return cuda.CUdevice(self._stream(hStream).context.device.ordinal)
+        stream = self._stream(hStream)
+        self._not_capturing(stream)  # as cuStreamGetFlags
+        return cuda.CUdevice(stream.context.device.ordinal)
 
     @modelled(1)
     def cuStreamGetId(self, hStream: Any) -> int:
-        return self._stream(hStream).id
+        stream = self._stream(hStream)
+        self._not_capturing(stream)  # as cuStreamGetFlags
+        return stream.id
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
