@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import io
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -208,3 +210,24 @@ def test_what_is_no_function_is_the_driver_s(machine: Any, wrap: Any) -> None:
     with pytest.raises(AttributeError):
         driver.cuNoSuchFunction  # noqa: B018
     assert type(driver).__name__.strip("_").lower() in repr(driver)
+
+
+@pytest.mark.timeout(20)
+def test_a_finaliser_in_the_middle_of_an_observation(machine: Any) -> None:
+    """The collector may run one anywhere, also where the account is being kept; it must not wait for itself."""
+    driver = sd.checked(machine)
+    device = sa.Device(0, driver=driver)
+
+    class Collects(Counter[tuple[str, int]]):
+        def __setitem__(self, key: tuple[str, int], count: int) -> None:
+            super().__setitem__(key, count)
+            gc.collect()
+
+    driver._live = Collects(driver._live)
+    for _ in range(3):
+        cycle: list[object] = [device.create_stream(), device.create_event()]
+        cycle.append(cycle)
+        del cycle
+    device.create_stream().close()
+    gc.collect()
+    driver.assert_nothing_left()

@@ -76,7 +76,7 @@ class Door:
         self.postponed = []
         self._contexts: dict[int, Any] = {}
         self._hot: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.call("cuInit", 0)
 
     @staticmethod
@@ -199,7 +199,7 @@ class Door:
 
     def _shut_after_fork(self) -> None:
         self.forked = True
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         for holder in tuple(self._hot):
             holder._shut_after_fork()
 
@@ -256,7 +256,7 @@ _doors: weakref.WeakValueDictionary[int, Door] = weakref.WeakValueDictionary()
 _kept: list[Door] = []
 # Doors with retired pools outlive the last object that came through them.
 _unfinished: set[Door] = set()
-_doors_lock = threading.Lock()
+_doors_lock = threading.RLock()
 
 
 def refuse_after_fork(*_args: Any, **_kwargs: Any) -> Any:
@@ -266,7 +266,7 @@ def refuse_after_fork(*_args: Any, **_kwargs: Any) -> Any:
 
 def _shut_doors_after_fork() -> None:
     global _doors_lock
-    _doors_lock = threading.Lock()
+    _doors_lock = threading.RLock()
     for door in tuple(_doors.values()):
         door._shut_after_fork()
 

@@ -132,7 +132,8 @@ _ENDERS = {
 class _Checked(_Wrapper):
     def __init__(self, driver: Driver) -> None:
         super().__init__(driver)
-        self._lock = threading.Lock()
+        # Taken again by the same thread where a finaliser runs in the middle of an observation.
+        self._lock = threading.RLock()
         self._live: Counter[tuple[str, int]] = Counter()
         self._graph_memory: set[int] = set()
 

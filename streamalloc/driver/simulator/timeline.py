@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from .collection import paused
+
 Clock = dict[int, int]
 """Stream id -> sequence number."""
 
@@ -282,7 +284,8 @@ class Timeline:
         quiet_since = time.monotonic()
         with self.lock:
             while not self.closed:
-                progress = self.pump(heavy=True) if self._random is None else self._gamble(self._random)
+                with paused():
+                    progress = self.pump(heavy=True) if self._random is None else self._gamble(self._random)
                 if progress:
                     quiet_since = time.monotonic()
                     # let go for a moment: other threads want the lock too

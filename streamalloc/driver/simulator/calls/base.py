@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import arguments
+from ..collection import pause, resume
 from ..errors import Fault, Result, check
 from ..machine import Context, Device, Machine
 from ..timeline import Operation, Stream
@@ -36,7 +37,11 @@ def modelled(values: int, before_init: bool = False) -> Callable[[Method], Metho
                 return (deinitialized, *nothing)
             try:
                 with machine.lock:
-                    value = method(self, *args, **kwargs)
+                    was_on = pause()
+                    try:
+                        value = method(self, *args, **kwargs)
+                    finally:
+                        resume(was_on)
             except Fault as fault:
                 return (fault.code, *nothing)
             if values == 1:

@@ -1,0 +1,43 @@
+"""Python's collector runs finalisers at any time, but not in the middle of the simulated driver's work."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+
+
+@pytest.fixture(params=[1, 7, 40, 80])
+def eager(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Automatic collections after every few new objects."""
+    before = gc.get_threshold()
+    gc.set_threshold(request.param, 2, 2)
+    yield
+    gc.set_threshold(*before)
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_garbage_of_streams_and_buffers(eager: None, seed: int | None) -> None:
+    driver = sd.checked(sd.simulated(seed=seed))
+    device = sa.Device(0, driver=driver)
+    with sa.MemoryPool(device) as pool, device.create_stream() as stream:
+        for size in range(1, 200):
+            garbage: list[object] = [device.create_stream(), pool.allocate(size << 12, stream)]
+            garbage.append(garbage)
+            with pool.allocate(size << 14, stream) as buffer:
+                buffer.fill(size % 256)
+            if size % 16 == 0:
+                stream.synchronize()
+            del garbage
+        gc.collect()
+        device.synchronize()
+        assert pool.statistics().used == 0
+    del stream, buffer  # a closed stream keeps the event of its last work
+    gc.collect()
+    device.synchronize()
+    driver.assert_nothing_left()
+    assert gc.isenabled()
