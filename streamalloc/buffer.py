@@ -15,13 +15,11 @@ from typing_extensions import Self
 
 from streamalloc.driver import Door
 from streamalloc.errors import CaptureError, ClosedError, error_from
-from streamalloc.ownership import Unique
+from streamalloc.ownership import Closes, Unique
 from streamalloc.properties import MemLocation, MemLocationType
 from streamalloc.stream import Stream, StreamLike, as_stream
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import numpy.typing as npt
 
     from streamalloc.graph import Capture
@@ -241,7 +239,7 @@ class Memory(Unique, abc.ABC):
         )
 
 
-class Buffer(Memory):
+class Buffer(Memory, Closes):
     """An allocation of a memory pool, ordered by a stream.
 
     Made by :meth:`MemoryPool.allocate` and :func:`streamalloc.allocate`. It may be used in its stream at once, and
@@ -368,11 +366,6 @@ class Buffer(Memory):
     def __enter__(self) -> Self:
         self._live()
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         try:

@@ -14,12 +14,10 @@ from typing_extensions import Self
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.errors import ClosedError, CudaError, undoing
-from streamalloc.ownership import Unique
+from streamalloc.ownership import Closes
 from streamalloc.stream import StreamLike, as_stream
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from streamalloc.device import Device
     from streamalloc.stream import Stream
 
@@ -29,7 +27,7 @@ CaptureMode: TypeAlias = Literal["global", "thread_local", "relaxed"]
 _MODES = ("global", "thread_local", "relaxed")
 
 
-class Graph(Unique):
+class Graph(Closes):
     """A captured graph. It is launched as often as wanted; :meth:`close` gives it back.
 
     A graph that allocates memory can have one launchable form at a time (the driver's rule), so it is instantiated
@@ -114,14 +112,6 @@ class Graph(Unique):
         finally:
             if raw is not None:
                 self._door.call("cuGraphDestroy", raw)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if self._door.usable:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import TracebackType
 from typing import Any, NoReturn
 
-__all__ = ["Unique"]
+from typing_extensions import Self
+
+__all__ = ["Closes", "Unique"]
 
 
 class Unique:
@@ -14,3 +17,21 @@ class Unique:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(f"a {type(self).__name__} owns a driver resource: it cannot be copied or pickled")
+
+
+class Closes(Unique):
+    """An owner that releases what it holds when it is closed, as at the end of a ``with`` block."""
+
+    __slots__ = ()
+
+    def close(self) -> None:
+        """Release what is held; idempotent."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -17,11 +17,9 @@ from typing_extensions import Self
 from streamalloc.driver import Door
 from streamalloc.driver.bindings import cuda
 from streamalloc.errors import CaptureError, ClosedError, NotReadyError
-from streamalloc.ownership import Unique
+from streamalloc.ownership import Closes
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from streamalloc.device import Device
     from streamalloc.graph import Capture, CaptureMode, Graph
 
@@ -42,7 +40,7 @@ _DEFAULT_HANDLES = (0, _LEGACY, _PER_THREAD)
 _NOT_DIRECT = "not a handle"
 
 
-class Stream(Unique):
+class Stream(Closes):
     """A stream of one device.
 
     Made by :meth:`Device.create_stream`, :attr:`Device.default_stream` or :attr:`Device.per_thread_stream`;
@@ -280,14 +278,6 @@ class Stream(Unique):
         """Protocol version 0 and the handle, for other libraries."""
         return (0, self.handle)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def __del__(self) -> None:
         if getattr(self, "_closed", True) or self._foreign is not None or self.is_default or not self._door.usable:
             return
@@ -305,7 +295,7 @@ _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _host_functions: dict[int, Any] = {}
 
 
-class Event(Unique):
+class Event(Closes):
     """A point in a stream's work, recorded by :meth:`Stream.record`.
 
     Parameters
@@ -401,14 +391,6 @@ class Event(Unique):
         if not self._closed:
             self._closed = True
             self._door.call("cuEventDestroy", self._raw)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and self._door.usable:

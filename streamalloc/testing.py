@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from types import TracebackType
 from typing import Any
-
-from typing_extensions import Self
 
 from streamalloc.device import Device
 from streamalloc.driver.bindings import cuda
 from streamalloc.errors import ClosedError, undoing
-from streamalloc.ownership import Unique
+from streamalloc.ownership import Closes
 from streamalloc.stream import StreamLike, as_stream
 
 __all__ = ["Gate"]
@@ -19,7 +16,7 @@ __all__ = ["Gate"]
 _SIZE = 64
 
 
-class Gate(Unique):
+class Gate(Closes):
     """Holds streams until the host opens it, so that "this work is still pending" is certain rather than likely.
 
     A held stream waits for a word of pinned host memory (``cuStreamWaitValue32``); no other stream is touched, and
@@ -69,11 +66,3 @@ class Gate(Unique):
         if word is not None:
             with self.device.current():
                 self._door.call("cuMemFreeHost", word)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

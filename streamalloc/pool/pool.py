@@ -15,6 +15,7 @@ from streamalloc.driver import Door, Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.bindings import BINDINGS_VERSION, cuda, enum_member, version_that_added
 from streamalloc.errors import ClosedError, CudaError, PeerAccessError, PendingFreesWarning, undoing, unsupported
+from streamalloc.ownership import Closes
 from streamalloc.pool.allocator import Allocator, read_or_none
 from streamalloc.pool.attributes import PoolAttributes, PoolStatistics
 from streamalloc.pool.retirement import retire
@@ -42,7 +43,7 @@ _POLICIES = ("raise", "sync-trim-retry")
 _GROWTH = 32 << 20
 
 
-class MemoryPool(Allocator):
+class MemoryPool(Allocator, Closes):
     """A pool of stream-ordered memory.
 
     A pool that is made here is destroyed by :meth:`close` (or when it is dropped); allocations that are alive then
@@ -401,11 +402,6 @@ class MemoryPool(Allocator):
     def __enter__(self) -> Self:
         self._checked_raw()
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if not self._closed and self._owned and self._door.usable:
