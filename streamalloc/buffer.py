@@ -231,7 +231,7 @@ class Memory(Unique, abc.ABC):
 
     def _access_hint(self, stream: Stream) -> str:
         """Why the driver may refuse to let a stream's device use the memory."""
-        if self.location.type.name == "DEVICE" and self.location.id == stream.device.ordinal:
+        if self.location == stream.device.location:
             return ""
         return (
             f"the memory is at {self.location} and the stream runs on device {stream.device.ordinal}; "

@@ -61,7 +61,6 @@ class Door:
     """The pool objects of this driver that are alive: pools by driver handle, and the current pools of devices."""
     postponed: list[Callable[[], None]]
     """Frees that a finaliser could not make because their stream was being captured; made when a capture ends."""
-
     captures: int
     """How many captures of ours are under way; asking about a pool would break them."""
     retired: list[_Ends]

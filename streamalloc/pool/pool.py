@@ -74,7 +74,7 @@ class MemoryPool(Allocator, Closes):
         Device, driver or bindings cannot make such a pool; the message says what is needed.
     """
 
-    __slots__ = ("_closed", "_owned", "_raw", "allocation_type", "on_oom", "properties")
+    __slots__ = ("_closed", "_owned", "allocation_type", "on_oom", "properties")
 
     allocation_type: MemAllocationType
     """Whether the memory is pinned in place or managed."""
@@ -121,7 +121,6 @@ class MemoryPool(Allocator, Closes):
         self, door: Door, raw: Any, location: MemLocation, allocation_type: MemAllocationType, *, owned: bool
     ) -> None:
         self._bind(door, door.driver.cuMemAllocFromPoolAsync, raw)
-        self._raw = raw
         self._owned = owned
         self.properties = None
         self._closed = False
@@ -164,7 +163,7 @@ class MemoryPool(Allocator, Closes):
         if location.type is MemLocationType.NONE and allocation_type is not MemAllocationType.MANAGED:
             raise ValueError("location=NONE: only managed memory may have no preferred location")
         _check_location(door, location)
-        if location.type is MemLocationType.DEVICE and allocation_type is MemAllocationType.PINNED:
+        if _has_calls_of_its_own(location, allocation_type):
             raw = door.call(f"cuDeviceGet{which}MemPool", location.id)
         else:
             raw = door.call(f"cuMemGet{which}MemPool", location.to_driver(), kind)
@@ -206,7 +205,7 @@ class MemoryPool(Allocator, Closes):
     def _checked_raw(self) -> Any:
         if self._closed:
             raise ClosedError(f"{self!r} was closed")
-        return self._raw
+        return self._handle
 
     def _call(self, name: str, *args: Any, hint: str = "") -> Any:
         """A driver call whose first argument is this pool."""
@@ -309,7 +308,7 @@ class MemoryPool(Allocator, Closes):
         if self.managed or self.location == device.location:
             return True
         # A closed pool's handle still answers as long as buffers of it live.
-        flags = self._door.call("cuMemPoolGetAccess", self._raw, device.location.to_driver())
+        flags = self._door.call("cuMemPoolGetAccess", self._handle, device.location.to_driver())
         return MemAccess(int(flags)) is not MemAccess.NONE
 
     @property
@@ -333,7 +332,7 @@ class MemoryPool(Allocator, Closes):
         return MadeCurrent(self, previous)
 
     def _set_current(self) -> None:
-        if self.location.type is MemLocationType.DEVICE and self.allocation_type is MemAllocationType.PINNED:
+        if _has_calls_of_its_own(self.location, self.allocation_type):
             self._door.call("cuDeviceSetMemPool", self.location.id, self._checked_raw())
         else:
             kind = _driver_type(self.allocation_type)
@@ -369,7 +368,7 @@ class MemoryPool(Allocator, Closes):
         self._resign()
         self._shut()
         self._door.reap()
-        retire(self._door, self._raw)
+        retire(self._door, self._handle)
 
     def _shut(self) -> None:
         self._closed = True
@@ -381,17 +380,13 @@ class MemoryPool(Allocator, Closes):
         The driver does that when it destroys the pool, which may be later; and for locations other than a device,
         driver 580 was seen to leave neither of the two as the current one.
         """
-        if self.location.type is MemLocationType.DEVICE and self.allocation_type is MemAllocationType.PINNED:
-            ordinal = self.location.id
-            if int(self._door.call("cuDeviceGetMemPool", ordinal)) == int(self._raw):
-                default = self._door.call("cuDeviceGetDefaultMemPool", ordinal)
-                self._door.call("cuDeviceSetMemPool", ordinal, default)
-            return
-        if not hasattr(self._door.driver, "cuMemGetMemPool"):
-            return
-        place = (self.location.to_driver(), _driver_type(self.allocation_type))
-        if int(self._door.call("cuMemGetMemPool", *place)) == int(self._raw):
-            self._door.call("cuMemSetMemPool", *place, self._door.call("cuMemGetDefaultMemPool", *place))
+        if not _has_calls_of_its_own(self.location, self.allocation_type) and not hasattr(
+            self._door.driver, "cuMemGetMemPool"
+        ):
+            return  # these bindings could not make it current either
+        place = (self.location, self.allocation_type, self._door.driver)
+        if int(MemoryPool._existing("", *place)._handle) == int(self._handle):
+            MemoryPool._existing("Default", *place)._set_current()
 
     def _refuse(self, *_: object) -> Any:
         raise ClosedError(f"{self!r} was closed")
@@ -408,15 +403,15 @@ class MemoryPool(Allocator, Closes):
             self._closed = True
             with contextlib.suppress(CudaError), self._door.relaxed():
                 self._resign()
-                retire(self._door, self._raw)
+                retire(self._door, self._handle)
 
     def __repr__(self) -> str:
         kind = "" if self.allocation_type is MemAllocationType.PINNED else f" {self.allocation_type.name.lower()}"
-        state = "closed" if self._closed else f"{int(self._raw):#x}"
+        state = "closed" if self._closed else f"{int(self._handle):#x}"
         return f"<MemoryPool{kind} {self.location} {state}>"
 
     def _repr_html_(self) -> str:
-        title = f"<b>Memory pool</b> on {self.location} (handle {int(self._raw):#x})"
+        title = f"<b>Memory pool</b> on {self.location} (handle {int(self._handle):#x})"
         return f"{title}, closed" if self._closed else title + self.statistics()._repr_html_()
 
 
@@ -498,6 +493,11 @@ def _location(name: str, where: object, allowed: str = "a Device or a MemLocatio
     if not isinstance(location, MemLocation):
         raise TypeError(f"{name} must be {allowed}, not {type(where).__name__} ({where!r})")
     return location
+
+
+def _has_calls_of_its_own(location: MemLocation, allocation_type: MemAllocationType) -> bool:
+    """Whether current and default pool are asked for by ``cuDevice*``, which all bindings have, not by ``cuMem*``."""
+    return location.type is MemLocationType.DEVICE and allocation_type is MemAllocationType.PINNED
 
 
 def _memory_of(device: Device) -> dict[str, Any]:
