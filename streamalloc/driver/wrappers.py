@@ -113,7 +113,14 @@ _MAKERS = {
     "cuStreamEndCapture": "graph",
     "cuGraphInstantiate": "executable graph",
     "cuMemCreate": "physical memory",
+    "cuMemRetainAllocationHandle": "physical memory",
+    "cuMemImportFromShareableHandle": "physical memory",
+    "cuMemPoolImportPointer": "pool allocation",
+    "cuIpcOpenMemHandle": "memory of another process",
+    "cuIpcOpenEventHandle": "event",
     "cuMemAddressReserve": "address range",
+    "cuArray3DCreate": "array",
+    "cuMipmappedArrayCreate": "mipmapped array",
 }
 _ENDERS = {
     "cuMemFree": ("device memory", "pool allocation"),
@@ -126,6 +133,9 @@ _ENDERS = {
     "cuGraphExecDestroy": ("executable graph",),
     "cuMemRelease": ("physical memory",),
     "cuMemAddressFree": ("address range",),
+    "cuIpcCloseMemHandle": ("memory of another process",),
+    "cuArrayDestroy": ("array",),
+    "cuMipmappedArrayDestroy": ("mipmapped array",),
 }
 
 
@@ -239,7 +249,7 @@ _VALUES = {
 
 
 def _guess_values(name: str) -> int:
-    return 1 if name in _MAKERS or "Get" in name or "Retain" in name or "Import" in name else 0
+    return int(name in _MAKERS or any(word in name for word in ("Get", "Retain", "Import", "Export")))
 
 
 def faulty(

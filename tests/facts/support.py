@@ -17,6 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 MiB = 1 << 20
+# What physical memory, address ranges and mappings are multiples of: the granularity, which is the same for all.
+PAGE = 2 * MiB
+# An address of which nothing is reserved.
+UNRESERVED = 0x123400000000
 UINT64_MAX = (1 << 64) - 1
 
 # Members of CUmemLocationType by value: the name of the first differs between versions of the bindings.
@@ -103,6 +107,7 @@ class Rig:
         self._gates: list[Gate] = []
         self._captured: list[Any] = []
         self._addresses: dict[int, None] = {}
+        self._ranges: set[int] = set()
         self._owned: list[tuple[Any, Callable[[], object]]] = []
         self._settled = False
 
@@ -235,6 +240,90 @@ class Rig:
         ctypes.memset(int(pointer), 0, size)
         return pointer
 
+    # --- virtual memory
+
+    def memory_props(
+        self,
+        location: int = DEVICE,
+        id: int = 0,
+        allocation_type: int = PINNED,
+        handle_types: int = NO_HANDLE,
+        compression: int = 0,
+        rdma: int = 0,
+        usage: int = 0,
+    ) -> Any:
+        props = self.raw.CUmemAllocationProp()
+        props.type = self.raw.CUmemAllocationType(allocation_type)
+        props.location = self.location(location, id)
+        props.allocFlags.compressionType = compression
+        props.allocFlags.gpuDirectRDMACapable = rdma
+        props.allocFlags.usage = usage
+        # The enum has no member for a combination of handle types: written where the struct keeps the field.
+        ctypes.c_int.from_address(int(props.getPtr()) + 4).value = handle_types
+        return props
+
+    def create_memory(self, size: int = PAGE, **props: int) -> Answer:
+        return self.keep_memory(self.raw.cuMemCreate(size, self.memory_props(**props), 0))
+
+    def memory(self, size: int = PAGE, **props: int) -> Any:
+        """Physical memory, released at the end unless ``release`` has done it; mappings last until then, too."""
+        return value(self.create_memory(size, **props))
+
+    def keep_memory(self, answer: Answer) -> Answer:
+        """Release what a call that creates, retains or imports physical memory answered."""
+        if said(answer) == "SUCCESS":
+            self.own(answer[1], self.raw.cuMemRelease)
+        return answer
+
+    def release(self, memory: Any) -> str:
+        """What cuMemRelease says; not done again at the end, when the handle may be another's."""
+        return said(self.raw.cuMemRelease(self.disown(memory)))
+
+    def try_reserve(self, size: int, alignment: int = 0, hint: int = 0, flags: int = 0) -> Answer:
+        answer: Answer = self.raw.cuMemAddressReserve(size, alignment, hint, flags)
+        if said(answer) == "SUCCESS":
+            self._ranges.add(int(answer[1]))
+            self.own(answer[1], lambda start: self._clear_range(int(start), size))
+        return answer
+
+    def reserve(self, size: int, alignment: int = 0) -> int:
+        """An address range, given back at the end with all that is mapped there."""
+        return int(value(self.try_reserve(size, alignment)))
+
+    def free_range(self, start: int, size: int) -> str:
+        """What cuMemAddressFree says; not done again at the end, when the addresses may be another's."""
+        result = said(self.raw.cuMemAddressFree(start, size))
+        if result == "SUCCESS":
+            self._ranges.discard(start)
+        return result
+
+    def _clear_range(self, start: int, size: int) -> None:
+        if start in self._ranges and self.free_range(start, size) != "SUCCESS":
+            self.raw.cuMemUnmap(start, size)
+            self.free_range(start, size)
+
+    def map(self, address: int, memory: Any, size: int = PAGE) -> int:
+        """Map all of the memory, without access for anyone."""
+        value(self.raw.cuMemMap(address, size, 0, memory, 0))
+        return address
+
+    def mapping(self, size: int = PAGE, *wanted: tuple[int, int, int], **props: int) -> int:
+        """New memory in a range of its own, with the access that is wanted."""
+        address = self.map(self.reserve(size), self.memory(size, **props), size)
+        if wanted:
+            assert self.set_access(address, size, *wanted) == "SUCCESS"
+        return address
+
+    def set_access(self, address: int, size: int, *wanted: tuple[int, int, int]) -> str:
+        """What cuMemSetAccess says to these (location, id, flags)."""
+        descriptors = [self.access(*one) for one in wanted]
+        return said(self.raw.cuMemSetAccess(address, size, descriptors, len(descriptors)))
+
+    def get_access(self, address: int, kind: int = DEVICE, id: int = 0) -> int | str:
+        """The access flags of a location at an address, or what the call says where it fails."""
+        answer = self.raw.cuMemGetAccess(self.location(kind, id), address)
+        return int(answer[1]) if said(answer) == "SUCCESS" else said(answer)
+
     # --- what a test reads
 
     def pool_attribute(self, name: str) -> Any:
@@ -324,12 +413,16 @@ class Rig:
 
         Fixtures that undo something do this before. False where the driver can no longer do it.
         """
-        for gate in self._gates:
-            gate.open()
+        self.open_gates()
         for stream in self._captured:
             self.end_capture(stream)
         self._captured.clear()
         return self._synchronize_all()
+
+    def open_gates(self) -> None:
+        """Let every held stream go on."""
+        for gate in self._gates:
+            gate.open()
 
     def close(self) -> None:
         """Settle, then free and destroy what the test made, newest first."""

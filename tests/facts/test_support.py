@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from .support import LEGACY, UINT64_MAX, MiB, Rig, Stats, value
+from .support import DEVICE, LEGACY, PAGE, READWRITE, UINT64_MAX, MiB, Rig, Stats, said, value
 
 
 class Watched:
@@ -42,3 +42,20 @@ def test_pools_are_destroyed_when_their_memory_is_free_and_all_work_done(watched
     rig.begin_capture(captured)
     rig.close()
     assert watched.destroyed == [(Stats(32 * MiB, 32 * MiB, 0, 2 * MiB), ["SUCCESS"] * 4)]
+
+
+def test_ranges_are_cleared_and_memory_is_released(raw: Any) -> None:
+    rig = Rig(raw)
+    free, stream, gate = rig.device_free(), rig.stream(), rig.gate()
+    start, memory = rig.reserve(8 * PAGE), rig.memory(2 * PAGE)
+    # Some of the addresses are mapped, a handle is held twice, and work is under way.
+    for page in (1, 4):
+        rig.map(start + page * PAGE, memory, 2 * PAGE)
+    rig.keep_memory(raw.cuMemRetainAllocationHandle(start + PAGE))
+    assert rig.set_access(start + PAGE, 2 * PAGE, (DEVICE, 0, READWRITE)) == "SUCCESS"
+    gate.hold(stream)
+    value(raw.cuMemsetD8Async(start + PAGE, 1, PAGE, stream))
+    rig.close()
+    assert said(raw.cuMemUnmap(start, PAGE)) == "INVALID_VALUE"
+    # Hardware keeps up to two pages, for what describes the range.
+    assert free - rig.device_free() <= 2 * PAGE

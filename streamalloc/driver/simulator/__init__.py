@@ -3,7 +3,8 @@ one.
 
 ``machine`` holds the state, ``timeline`` makes things happen in stream order, ``allocator`` decides where
 memory goes, ``memory`` provides it, ``graphs`` records and replays, ``graph_memory`` has what graphs allocate,
-and ``calls`` is the interface of the real driver on top.
+``virtual`` maps memory by hand, ``arrays`` has sparse arrays, ``sharing`` and ``shared_events`` are what processes have
+in common, and ``calls`` is the interface of the real driver on top.
 """
 
 from __future__ import annotations

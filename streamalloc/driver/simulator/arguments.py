@@ -8,6 +8,7 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda
 
+from .errors import NotModelled
 from .memory import view_address
 
 
@@ -70,11 +71,14 @@ def _handle(cls: Any) -> Callable[[Any], int]:
 
 
 device = _handle(cuda.CUdevice)
+memory = _handle(cuda.CUmemGenericAllocationHandle)
 device_pointer = _handle(cuda.CUdeviceptr)
 context = _handle(cuda.CUcontext)
 stream = _handle(cuda.CUstream)
 event = _handle(cuda.CUevent)
 pool = _handle(cuda.CUmemoryPool)
+array = _handle(cuda.CUarray)
+mipmapped_array = _handle(cuda.CUmipmappedArray)
 graph = _handle(cuda.CUgraph)
 graph_exec = _handle(cuda.CUgraphExec)
 graph_node = _handle(cuda.CUgraphNode)
@@ -116,6 +120,14 @@ def member(name: str, value: Any, cls: Any) -> int:
             return int(value.value)  # raises the AttributeError that the bindings raise
         raise TypeError(f"Argument '{name}' has incorrect type (expected {cls.__name__}, got {type(value).__name__})")
     return int(value)
+
+
+def field(struct: Any, name: str) -> int:
+    """The number of an enum member in a field of a struct; a getter of the bindings raises where it is none."""
+    try:
+        return int(getattr(struct, name))
+    except ValueError:
+        raise NotModelled(f"{type(struct).__name__}.{name} that is no member of its enum") from None
 
 
 def struct(name: str, value: Any, cls: Any) -> Any:

@@ -9,19 +9,33 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda
 
+from .calls.arrays import ArrayCalls
 from .calls.capture import CaptureCalls
 from .calls.contexts import ContextCalls
 from .calls.copies import CopyCalls
 from .calls.devices import DeviceCalls
 from .calls.plain import PlainMemoryCalls
 from .calls.pools import PoolCalls
+from .calls.sharing import SharingCalls
 from .calls.streams import StreamCalls
+from .calls.virtual import VirtualMemoryCalls
 from .errors import NotModelled
 from .machine import Machine
 from .profiles import PROFILES
 
 
-class SimulatedDriver(DeviceCalls, ContextCalls, StreamCalls, PlainMemoryCalls, CopyCalls, PoolCalls, CaptureCalls):
+class SimulatedDriver(
+    DeviceCalls,
+    ContextCalls,
+    StreamCalls,
+    PlainMemoryCalls,
+    ArrayCalls,
+    CopyCalls,
+    PoolCalls,
+    CaptureCalls,
+    VirtualMemoryCalls,
+    SharingCalls,
+):
     """A simulated machine with the interface of ``cuda.bindings.driver``.
 
     Enums, structs and handle classes are those of the bindings. A function of the bindings that is not

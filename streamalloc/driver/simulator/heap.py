@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from .allocator import ALIGNMENT, Line
 from .blocks import Block, round_up
-from .memory import AddressMap, Arena, Bank, Reservation
+from .memory import AddressMap, Arena, Bank, Physical, Reservation
 
 BLOCK = 2 << 20
 """Physical memory comes in blocks of this size; smaller allocations share one (observed on H200)."""
@@ -32,6 +32,10 @@ class Space:
     @property
     def base(self) -> int:
         return self._open().base
+
+    @property
+    def physical(self) -> Physical:
+        return self._open().physical
 
     def holds(self, address: int) -> bool:
         return self._arena is not None and 0 <= address - self._arena.base < self.line.capacity
@@ -73,8 +77,8 @@ class Heap:
     def __init__(
         self, name: str, bank: Bank, arenas: AddressMap[Reservation], make_room: Callable[[Bank, int], None]
     ) -> None:
-        self._small = Space(f"{name} small", bank, arenas, BLOCK, _SMALL_SPACE)
-        self._large = Space(f"{name} large", bank, arenas, BLOCK)
+        self._small = Space(name, bank, arenas, BLOCK, _SMALL_SPACE)
+        self._large = Space(name, bank, arenas, BLOCK)
         self._make_room = make_room
 
     def allocate(self, size: int) -> tuple[int, Block] | None:
@@ -102,8 +106,16 @@ class Heap:
             assert block is not None
         return space.base + block.start, block
 
+    def locate(self, address: int) -> tuple[Physical, int]:
+        """Where the memory at an address is: the file and the place in it."""
+        space = self._space(address)
+        return space.physical, address - space.base
+
+    def _space(self, address: int) -> Space:
+        return self._small if self._small.holds(address) else self._large
+
     def free(self, address: int, block: Block) -> None:
-        space = self._small if self._small.holds(address) else self._large
+        space = self._space(address)
         space.line.free_ready(block)
         space.release(lambda reserved: True)
 

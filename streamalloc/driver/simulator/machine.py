@@ -12,13 +12,17 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+from .arrays import Array, MipmappedArray, forget_arrays
 from .blocks import Block
 from .errors import Fault, Result, check
 from .heap import Heap
 from .memory import AddressMap, Bank, Reservation
 from .pool import PINNED, Place, Pool
 from .profiles import Profile
+from .shared_events import SharedEvent
+from .sharing import ImportedPool, Sharing
 from .timeline import Clock, Operation, Stream, Timeline, merge
+from .virtual import Mapping, VirtualMemory
 
 LEGACY_STREAM = 1
 PER_THREAD_STREAM = 2
@@ -148,6 +152,9 @@ class Context:
         for allocation in list(self.machine.allocations.at.values()):
             if allocation.context is self and allocation.kind in ("device", "pinned", "registered"):
                 self.machine.discard(allocation)
+            elif allocation.context is self and allocation.kind == "ipc":
+                self.machine.sharing.forget_memory(allocation)
+        forget_arrays(self.machine, self)
         if self._marks is not None:
             self.machine.timeline.retire(self._marks)
         self._legacy = self._marks = None
@@ -155,12 +162,17 @@ class Context:
 
 
 class Stamp(Operation):
-    """Notes when an event happens."""
+    """Notes when an event happens, for other processes too where they share it."""
 
     when = 0.0
+    shared: SharedEvent | None = None
+    number = 0
+    """Of the recording, among those of all processes."""
 
     def step(self) -> bool:
         self.when = time.perf_counter()
+        if self.shared is not None:
+            self.shared.finish(self.number)
         return True
 
 
@@ -188,14 +200,39 @@ class Event:
     record: Record | None = None
     capture: Any = None
     nodes: list[Any] = field(default_factory=list)  # what was captured before it
+    shared: SharedEvent | None = None
+    opened: bool = False  # by a handle: another process's
 
     @property
     def complete(self) -> bool:
+        if self.shared is not None:
+            return self.shared.happened(self.shared.latest)
         return self.record is None or self.record.complete
+
+    @property
+    def elsewhere(self) -> SharedEvent | None:
+        """The shared event, if its latest recording is not ``record`` but one by another process or handle."""
+        if self.shared is None or self.shared.latest == (0 if self.record is None else self.record.stamp.number):
+            return None
+        return self.shared
+
+    def share(self, shared: SharedEvent) -> SharedEvent:
+        """Let other processes see this event, and what was recorded so far."""
+        self.shared = shared
+        if self.record is not None:
+            stamp = self.record.stamp
+            stamp.number = shared.begin()
+            if self.record.complete:
+                shared.finish(stamp.number)
+            else:
+                stamp.shared = shared
+        return shared
 
     def record_in(self, stream: Stream, after: tuple[tuple[Stream, int], ...] = (), known: Clock | None = None) -> None:
         """Record after all that is in ``stream`` now, and after ``after``, which implies ``known``."""
         stamp = Stamp()
+        if self.shared is not None:
+            stamp.shared, stamp.number = self.shared, self.shared.begin()
         seq = stream.submit(stamp, after)
         clock = {**stream.clock, stream.id: seq}
         merge(clock, known or {})
@@ -206,7 +243,9 @@ class Event:
 
 @dataclass(eq=False)
 class Allocation:
-    """A live range of memory. ``kind``: device, pinned, registered, pool or graph."""
+    """A live range of memory. ``kind``: device, pinned, registered, pool, graph, mapped or ipc (another process's
+    plain memory).
+    """
 
     base: int
     size: int
@@ -214,10 +253,11 @@ class Allocation:
     device: int | None
     context: Context | None
     id: int
-    pool: Pool | None = None
+    pool: Pool | ImportedPool | None = None
     block: Block | None = None
     flags: int = 0
     graph: Any = None
+    mapping: Mapping | None = None
 
     @property
     def on_host(self) -> bool:
@@ -261,6 +301,8 @@ class Machine:
         self.graph_execs: dict[int, Any] = {}
         self.graph_nodes: dict[int, Any] = {}
         self.graph_memories: set[Any] = set()
+        self.arrays: dict[int, Array] = {}
+        self.mipmapped_arrays: dict[int, MipmappedArray] = {}
         self.capture_count = 0
         self.default_pools: dict[tuple[int, int, int], Pool] = {}
         self.current_pools: dict[tuple[int, int, int], Pool] = {}
@@ -269,6 +311,8 @@ class Machine:
         self._allocation_ids = itertools.count(1)
         self.host_bank = Bank(profile.host_memory)
         self.host_heap = Heap("pinned", self.host_bank, self.arenas, self.make_room)
+        self.virtual = VirtualMemory(self)
+        self.sharing = Sharing(self)
         self.devices = [self._device(ordinal, memory, multicast) for ordinal in range(devices)]
         for device in self.devices:
             device.primary = Context(self, device, primary=True, flags=0)
@@ -284,7 +328,7 @@ class Machine:
             attributes["HANDLE_TYPE_FABRIC_SUPPORTED"] = int(self.fabric)
         attributes["PCI_DEVICE_ID"] += ordinal
         digest = hashlib.sha256(f"{self.identity}/{ordinal}".encode()).digest()[:16]
-        heap = Heap(f"device {ordinal}", bank, self.arenas, self.make_room)
+        heap = Heap(str(self.sharing.own_label("heap", Place(_DEVICE, ordinal))), bank, self.arenas, self.make_room)
         return Device(ordinal, bank, digest, attributes, heap)
 
     def new_handle(self) -> int:
@@ -310,6 +354,10 @@ class Machine:
             for slab in list(device.slabs):
                 slab.close()
         self.host_heap.close()
+        self.virtual.close()
+        self.sharing.close()
+        for bank in (self.host_bank, *(device.bank for device in self.devices)):
+            bank.close()
 
     def after_fork(self) -> None:
         """In a child process: the driver cannot be used once it was initialised, as on hardware."""
@@ -397,7 +445,7 @@ class Machine:
         kind: str,
         device: int | None,
         context: Context | None,
-        pool: Pool | None = None,
+        pool: Pool | ImportedPool | None = None,
         block: Block | None = None,
         flags: int = 0,
     ) -> Allocation:
@@ -418,8 +466,17 @@ class Machine:
 
     def is_mapped(self, address: int, size: int) -> bool:
         """False for simulated memory that is gone by now; true for memory that is not simulated."""
-        reservation = self.arenas.find(address)
-        return reservation is None or reservation.mapped.covers(address, address + size)
+        return self.arenas.find(address) is None or self.is_backed(address, size)
+
+    def is_backed(self, address: int, size: int) -> bool:
+        """Whether all of a range is simulated memory that is there now. It may reach over reservations that touch."""
+        end = address + size
+        while address < end:
+            reservation = self.arenas.find(address)
+            if reservation is None or not reservation.mapped.covers(address, min(end, reservation.end)):
+                return False
+            address = reservation.end
+        return True
 
     def make_room(self, bank: Bank, needed: int, asking: Pool | None = None) -> None:
         """Take from other pools what they hold in reserve, until ``needed`` bytes are free (observed on

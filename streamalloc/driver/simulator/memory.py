@@ -8,6 +8,7 @@ over it, and releasing the piece puts the inaccessible mapping back and punches 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 from bisect import bisect_left, bisect_right, insort
@@ -17,6 +18,8 @@ _PROT_NONE = 0
 _PROT_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED = mmap.MAP_SHARED, mmap.MAP_PRIVATE, 0x10
 _MAP_ANONYMOUS, _MAP_NORESERVE = mmap.MAP_ANONYMOUS, 0x4000
+_MAP_FIXED_NOREPLACE = 0x100000
+_RESERVED = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -42,22 +45,89 @@ def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int =
     return int(got)
 
 
+def _unmap(address: int, size: int) -> None:
+    if size:
+        _libc.munmap(address, size)
+
+
 class Physical:
     """Memory without an address: a sparse anonymous file."""
 
+    kept = False
+    """Whether discarded contents stay, for other processes that may have them mapped."""
+    lent = False
+    """Whether descriptors of it were given away."""
+
     def __init__(self, name: str, size: int) -> None:
         self.size = size
-        self.fd = os.memfd_create(f"streamalloc:{name}", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create(f"streamalloc:{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, size)
+
+    @classmethod
+    def adopt(cls, fd: int) -> Physical:
+        """A file that exists; the descriptor is this object's from now on."""
+        physical = cls.__new__(cls)
+        physical.fd = fd
+        physical.size = os.fstat(fd).st_size
+        return physical
+
+    def seal(self) -> None:
+        """Make sure that nobody can cut it off, so that those who map it need not fear to touch it."""
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+
+    def lend(self) -> int:
+        """A descriptor for another process.
+
+        It is opened anew and carries a lock, which is there until its last duplicate is closed and nothing mapped
+        through it, in whatever process: that is how the lender can tell whether anybody has it.
+        """
+        self.seal()
+        fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        self.lent = True
+        return fd
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether somebody has a descriptor that was lent."""
+        if not self.lent:
+            return False
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+        return False
+
+    def extend(self, size: int) -> int:
+        """Make it longer; the offset where the new part starts."""
+        offset = self.size
+        os.ftruncate(self.fd, offset + size)
+        self.size += size
+        return offset
 
     def discard(self, offset: int, size: int) -> None:
         """Forget the contents of a range and give its pages back to the system."""
+        if self.kept:
+            return
         _libc.fallocate(self.fd, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, size)
 
     def close(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+class Window:
+    """A part of physical memory at an address that no device knows."""
+
+    def __init__(self, physical: Physical, offset: int, size: int) -> None:
+        self.size = size
+        self.address = _mmap(None, size, _PROT_READ_WRITE, _MAP_SHARED | _MAP_NORESERVE, physical.fd, offset)
+
+    def close(self) -> None:
+        _unmap(self.address, self.size)
+        self.size = 0
 
 
 class Intervals:
@@ -127,6 +197,32 @@ class Reservation:
             self._raw_size = 0
 
 
+class AddressRange(Reservation):
+    """A reservation without a byte around it, so that two may touch; at ``hint`` where that is free."""
+
+    def __init__(self, size: int, alignment: int, hint: int = 0) -> None:
+        self.size = size
+        self.mapped = Intervals()
+        self.base = self._place_at(hint) if hint else 0
+        if not self.base:
+            raw = _mmap(None, size + alignment, _PROT_NONE, _RESERVED)
+            # as high as it goes: the system fills addresses from above, so that the next range ends where this begins
+            self.base = (raw + alignment) // alignment * alignment
+            _unmap(raw, self.base - raw)
+            _unmap(self.base + size, raw + alignment - self.base)
+        self._raw, self._raw_size = self.base, size
+
+    def _place_at(self, hint: int) -> int:
+        try:
+            got = _mmap(hint, self.size, _PROT_NONE, _RESERVED | _MAP_FIXED_NOREPLACE)
+        except OSError:
+            return 0
+        if got != hint:  # a kernel that does not know the flag
+            _unmap(got, self.size)
+            return 0
+        return got
+
+
 class Arena:
     """A reservation with its own physical memory, the same offset in both."""
 
@@ -157,10 +253,30 @@ class Bank:
     def __init__(self, total: int, overhead: int = 0) -> None:
         self.total = total
         self.used = overhead
+        self._given_up: list[Physical] = []
 
     @property
     def free(self) -> int:
+        if self._given_up:
+            self._collect()
         return self.total - self.used
+
+    def give_up(self, physical: Physical) -> None:
+        """Close a file, all of which was taken from here; it counts until nobody else has it."""
+        self._given_up.append(physical)
+        self._collect()
+
+    def _collect(self) -> None:
+        over = [physical for physical in self._given_up if not physical.is_elsewhere]
+        self._given_up = [physical for physical in self._given_up if physical not in over]
+        for physical in over:
+            self.used -= physical.size
+            physical.close()
+
+    def close(self) -> None:
+        for physical in self._given_up:
+            physical.close()
+        self._given_up.clear()
 
 
 class Extent(Protocol):
@@ -202,6 +318,26 @@ class AddressMap(Generic[E]):
         found = self.at.get(address)
         if found is not None:
             return found
+        self._sort()
+        at = bisect_right(self._sorted, address) - 1
+        if at < 0:
+            return None
+        found = self.at[self._sorted[at]]
+        return found if address < found.base + found.size else None
+
+    def overlapping(self, start: int, end: int) -> list[E]:
+        """The extents that have a byte in a range, in order."""
+        self._sort()
+        first = bisect_right(self._sorted, start) - 1
+        if first < 0 or self._end(first) <= start:
+            first += 1
+        return [self.at[base] for base in self._sorted[first : bisect_left(self._sorted, end)]]
+
+    def _end(self, index: int) -> int:
+        extent = self.at[self._sorted[index]]
+        return extent.base + extent.size
+
+    def _sort(self) -> None:
         if self._unsorted:
             if len(self._unsorted) > 16:
                 self._sorted = sorted(self.at)
@@ -209,11 +345,6 @@ class AddressMap(Generic[E]):
                 for base in self._unsorted:
                     insort(self._sorted, base)
             self._unsorted.clear()
-        at = bisect_right(self._sorted, address) - 1
-        if at < 0:
-            return None
-        found = self.at[self._sorted[at]]
-        return found if address < found.base + found.size else None
 
 
 def view_address(source: object) -> int:

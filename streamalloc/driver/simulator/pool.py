@@ -13,6 +13,7 @@ from .allocator import ALIGNMENT, CHUNK
 from .blocks import Block, round_up
 from .errors import Fault, Result
 from .heap import Space
+from .memory import Physical
 from .timeline import Operation, Stream, merge
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ class Pool:
         self.destroyed = False
         self._outstanding = 0
         bank = machine.host_bank if device is None else machine.devices[device].bank
-        self.space = Space("pool", bank, machine.arenas, CHUNK)
+        self.label = machine.sharing.label("pool", place)
+        self.space = Space(str(self.label), bank, machine.arenas, CHUNK)
         self.line = self.space.line
 
     @property
@@ -204,6 +206,17 @@ class Pool:
         if not self._outstanding:
             self.machine.pools.pop(self.handle, None)
             self.space.close()
+
+    # -- sharing ---------------------------------------------------------------------------------------------
+
+    def export(self) -> Physical:
+        """The file with all of this pool, for other processes. What they have mapped stays as it is from now on, also
+        where the pool gives memory up.
+        """
+        physical = self.space.physical
+        physical.kept = True
+        physical.seal()
+        return physical
 
     # -- access ----------------------------------------------------------------------------------------------
 

@@ -255,6 +255,14 @@ class Timeline:
             self._changed.notify_all()
         return progress
 
+    def run_down(self) -> None:
+        """Block the calling thread, with the lock released, until what is left to do is held by something. With a
+        seed it is left to chance how far the streams come.
+        """
+        if not self.seeded:
+            streams = self._busy.values
+            self.wait(lambda: not any(one.queue and self._may_run(one.queue[0]) for one in streams()))
+
     def _advance(self, stream: Stream, heavy: bool) -> bool:
         progress = False
         queue = stream.queue
@@ -315,8 +323,10 @@ class Timeline:
             self._changed.notify_all()
         return progress
 
-    def wait(self, finished: Callable[[], bool]) -> None:
-        """Block the calling thread, with the lock released, until ``finished()``."""
+    def wait(self, finished: Callable[[], bool], polled: bool = False) -> None:
+        """Block the calling thread, with the lock released, until ``finished()``; ``polled``: nobody here announces
+        that.
+        """
         self._waiters += 1
         try:
             while not finished():
@@ -324,8 +334,8 @@ class Timeline:
                     return
                 if self._random is None and self.pump():
                     continue
-                polled = any(stream.queue and stream.queue[0].polled for stream in self._busy.values())
-                self._changed.wait(POLL_SECONDS if polled else _NAP_SECONDS)
+                often = polled or any(stream.queue and stream.queue[0].polled for stream in self._busy.values())
+                self._changed.wait(POLL_SECONDS if often else _NAP_SECONDS)
         finally:
             self._waiters -= 1
 

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import arguments
-from ..errors import Fault, Result, check
+from ..errors import Fault, NotModelled, Result, check
 from ..machine import Allocation, Context, Machine
 from ..timeline import Operation, Stream
+from ..virtual import HOST, READ, READ_WRITE, device_place, least_right
 from .base import Calls, modelled
 
 PIECE = 4 << 20
@@ -23,16 +24,18 @@ PIECE = 4 << 20
 class Move(Operation):
     """Moves bytes piece by piece; memory that is gone by then breaks the context instead of the process."""
 
-    def __init__(self, machine: Machine, context: Context, size: int) -> None:
+    def __init__(self, machine: Machine, context: Context, size: int, *addresses: int) -> None:
         self._machine = machine
         self._context = context
         self._size = size
         self._done = 0
+        # ordinary host memory is nobody's business here
+        self._simulated = [address for address in addresses if machine.arenas.find(address) is not None]
         self.heavy = size > PIECE
 
     def step(self) -> bool:
         size = min(PIECE, self._size - self._done)
-        if all(self._machine.is_mapped(address + self._done, size) for address in self.addresses()):
+        if all(self._machine.is_backed(address + self._done, size) for address in self._simulated):
             self.move(self._done, size)
             self._done += size
         else:
@@ -40,8 +43,9 @@ class Move(Operation):
             self._done = self._size
         return self._done >= self._size
 
-    def addresses(self) -> tuple[int, ...]:
-        raise NotImplementedError
+    def touches(self, start: int, end: int) -> bool:
+        """Whether it has a byte of a range of simulated addresses to read or write."""
+        return any(address < end and start < address + self._size for address in self._simulated)
 
     def move(self, offset: int, size: int) -> None:
         raise NotImplementedError
@@ -49,11 +53,8 @@ class Move(Operation):
 
 class Copy(Move):
     def __init__(self, machine: Machine, context: Context, target: int, source: int, size: int) -> None:
-        super().__init__(machine, context, size)
+        super().__init__(machine, context, size, target, source)
         self._target, self._source = target, source
-
-    def addresses(self) -> tuple[int, ...]:
-        return self._target, self._source
 
     def move(self, offset: int, size: int) -> None:
         ctypes.memmove(self._target + offset, self._source + offset, size)
@@ -63,13 +64,10 @@ class CopyFrom(Move):
     """Copies from bytes that were taken when the call was made."""
 
     def __init__(self, machine: Machine, context: Context, target: int, data: bytes) -> None:
-        super().__init__(machine, context, len(data))
+        super().__init__(machine, context, len(data), target)
         self._target = target
         self._data = data  # keeps it alive
         self._source = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
-
-    def addresses(self) -> tuple[int, ...]:
-        return (self._target,)
 
     def move(self, offset: int, size: int) -> None:
         ctypes.memmove(self._target + offset, self._source + offset, size)
@@ -77,11 +75,8 @@ class CopyFrom(Move):
 
 class Fill(Move):
     def __init__(self, machine: Machine, context: Context, target: int, pattern: bytes, count: int) -> None:
-        super().__init__(machine, context, count * len(pattern))
+        super().__init__(machine, context, count * len(pattern), target)
         self._target, self._pattern = target, pattern
-
-    def addresses(self) -> tuple[int, ...]:
-        return (self._target,)
 
     def move(self, offset: int, size: int) -> None:
         if len(set(self._pattern)) == 1:
@@ -137,11 +132,19 @@ class CopyCalls(Calls):
             return
         if not captured:  # a graph is not checked while it is captured (observed on H200)
             check(address % width == 0)
-            allocation = self._whole(address, count * width)
-            check(allocation is not None and allocation.known)
-            assert allocation is not None
-            check(_reachable(allocation, stream.context))
+            self._check_fill(address, count * width, stream.context)
         self._submit(stream, Fill(self._machine, stream.context, address, pattern, count), "MEMSET")
+
+    def _check_fill(self, address: int, size: int, context: Context) -> None:
+        allocation = self._machine.allocations.find(address)
+        check(allocation is not None and allocation.known)
+        assert allocation is not None
+        if allocation.mapping is not None:
+            mappings = self._machine.virtual.span(address, size)
+            check(least_right(mappings, device_place(context.device.ordinal)) == READ_WRITE)
+        else:
+            check(address + size <= allocation.base + allocation.size)
+            check(_reachable(allocation, context))
 
     # -- copies ----------------------------------------------------------------------------------------------
 
@@ -247,6 +250,8 @@ class CopyCalls(Calls):
         target_context, source_context = contexts or (here, here)
         destination = self._copy_end(target, size, device in ("dst", "both"), device == "both", target_context)
         origin = self._copy_end(source, size, device in ("src", "both"), device == "both", source_context)
+        self._check_mapped(target, size, destination, READ_WRITE, target_context, origin)
+        self._check_mapped(source, size, origin, READ, source_context, destination)
         operation: Move
         if origin is None and not (destination is None or self._quiet(stream, size)):
             # pageable memory is read before the call returns
@@ -279,24 +284,36 @@ class CopyCalls(Calls):
         machine = self._machine
         allocation = machine.allocations.find(address)
         if allocation is None:
+            if address and not must_be_device and machine.virtual.range_of(address) is not None:
+                raise NotModelled("a copy of reserved addresses that nothing is mapped to: the real driver crashes")
             check(address and not must_be_device and machine.arenas.find(address) is None)
             return None
         if not allocation.known:
             # host pool memory that no device has access to is like any other host memory
             check(not must_be_device)
             return None
+        if allocation.mapping is not None:
+            return allocation  # which may go on in the next mapping
         check(address + size <= allocation.base + allocation.size)
         check(not (no_host_pool and allocation.pool is not None and allocation.on_host))
         if allocation.pool is not None:
             check(_accessible(allocation, context))
         return allocation
 
-    def _whole(self, address: int, size: int) -> Allocation | None:
-        """The allocation that holds all of a range."""
-        allocation = self._machine.allocations.find(address)
-        if allocation is None or address + size > allocation.base + allocation.size:
-            return None
-        return allocation
+    def _check_mapped(
+        self, address: int, size: int, end: Allocation | None, needed: int, context: Context, other: Allocation | None
+    ) -> None:
+        """That work of ``context`` may touch mapped memory as a copy does whose other end is ``other``."""
+        if end is None or end.mapping is None:
+            return
+        mappings = self._machine.virtual.span(address, size)
+        if least_right(mappings, device_place(context.device.ordinal)) & needed == needed:
+            return
+        # the host copies between its own memory, also where no device has access
+        check(all(mapping.memory.properties.device is None for mapping in mappings))
+        by_host = least_right(mappings, HOST) & needed == needed
+        if not by_host or not (other is None or other.kind in ("pinned", "registered")):
+            raise NotModelled("a copy of mapped host memory that neither the device nor the host may make alone")
 
 
 def _accessible(allocation: Allocation, context: Context) -> bool:

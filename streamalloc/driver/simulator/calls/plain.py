@@ -11,6 +11,7 @@ from .. import arguments
 from ..errors import Fault, NotModelled, Result, check
 from ..machine import Allocation
 from .base import Calls, modelled
+from .virtual import MAPPED_ATTRIBUTES, mapped_attribute
 
 _HOST_ALLOC_FLAGS = 0x7  # portable, device map, write combined
 _HOST_REGISTER_FLAGS = 0xF
@@ -159,13 +160,16 @@ class PlainMemoryCalls(Calls):
         allocation = self._machine.allocations.find(arguments.device_pointer(dptr))
         check(allocation is not None and allocation.known, Result.CUDA_ERROR_NOT_FOUND)
         assert allocation is not None
+        mapping = allocation.mapping
+        if mapping is not None and not mapped_attribute(self._machine, "ACCESS_FLAGS", mapping, allocation.base):
+            raise NotModelled("cuMemGetAddressRange of mapped memory that the current device has no access to")
         return cuda.CUdeviceptr(allocation.base), allocation.size
 
     @modelled(1)
     def cuPointerGetAttribute(self, attribute: Any, ptr: Any) -> Any:
         number = arguments.member("attribute", attribute, cuda.CUpointer_attribute)
         address = arguments.device_pointer(ptr)
-        read = _pointer_attribute(attribute)
+        read = self._attribute_reader(attribute)
         allocation = self._machine.allocations.find(address)
         check(allocation is not None)
         assert allocation is not None and number
@@ -190,9 +194,16 @@ class PlainMemoryCalls(Calls):
         allocation = self._machine.allocations.find(address)
         values = []
         for attribute in wanted:
-            value = _pointer_attribute(attribute)(allocation, address) if allocation is not None else None
+            value = self._attribute_reader(attribute)(allocation, address) if allocation is not None else None
             values.append(_absent(attribute) if value is None else value)
         return values
+
+    def _attribute_reader(self, attribute: Any) -> Callable[[Allocation, int], Any]:
+        read, name = _pointer_attribute(attribute), attribute.name.removeprefix(_PREFIX)
+        if name not in MAPPED_ATTRIBUTES:
+            return read
+        machine = self._machine
+        return lambda a, at: read(a, at) if a.mapping is None else mapped_attribute(machine, name, a.mapping, at)
 
 
 # -- cuPointerGetAttribute -----------------------------------------------------------------------------------
@@ -237,7 +248,7 @@ _NOT_READ_BY_BINDINGS = (
 
 
 def _ordinal(allocation: Allocation) -> int:
-    if allocation.device is not None:
+    if allocation.device is not None and allocation.mapping is None:
         return allocation.device
     return 0 if allocation.context is None else allocation.context.device.ordinal
 

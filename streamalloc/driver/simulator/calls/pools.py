@@ -10,13 +10,13 @@ from streamalloc.driver.bindings import cuda, read_handle_types
 from .. import arguments
 from ..errors import Fault, NotModelled, Result, check
 from ..pool import PINNED, READ_WRITE, Place, Pool
+from ..sharing import FABRIC, POSIX_FD, ImportedPool
 from ..timeline import Call, Stream
 from .base import Calls, modelled
 
 _NONE, _DEVICE, _HOST, _HOST_NUMA, _HOST_NUMA_CURRENT = range(5)  # CUmemLocationType
 _MANAGED = 2  # CUmemAllocationType
 _PROT_NONE, _PROT_READ = 0, 1
-_POSIX_FD, _FABRIC = 1, 8  # CUmemAllocationHandleType
 _USAGE_FLAGS = 0xFFFF
 _LARGEST_MAX_SIZE = 1 << 47
 
@@ -56,7 +56,7 @@ class PoolCalls(Calls):
             check(not handle_types and not max_size and not usage)
         else:
             check(kind == PINNED and self._is_place(place))
-            check(handle_types & ~(_POSIX_FD | _FABRIC) == 0)
+            check(handle_types & ~(POSIX_FD | FABRIC) == 0)
             check(not (place.type == _HOST and handle_types))
             check(usage & ~_USAGE_FLAGS == 0)
             check(max_size <= _LARGEST_MAX_SIZE, Result.CUDA_ERROR_OUT_OF_MEMORY)
@@ -71,6 +71,10 @@ class PoolCalls(Calls):
 
     @modelled(0)
     def cuMemPoolDestroy(self, pool: Any) -> None:
+        imported = self._machine.sharing.pools.get(arguments.pool(pool))
+        if imported is not None:
+            check(not imported.in_use)
+            raise NotModelled("destroying an imported pool of which nothing is imported")
         found = self._pool(pool)
         self._unsafe_during_capture()
         check(not found.implicit)
@@ -81,6 +85,10 @@ class PoolCalls(Calls):
 
     def _pool(self, pool: Any) -> Pool:
         return self._machine.pool(arguments.pool(pool))
+
+    def _pool_or_import(self, pool: Any) -> Pool | ImportedPool:
+        handle = arguments.pool(pool)
+        return self._machine.sharing.pools.get(handle) or self._machine.pool(handle)
 
     # -- attributes ------------------------------------------------------------------------------------------
 
@@ -132,7 +140,7 @@ class PoolCalls(Calls):
     def cuMemPoolSetAccess(self, pool: Any, map: Any, count: Any) -> None:
         number = arguments.size_t(count)
         descriptors = arguments.structs("map", map, cuda.CUmemAccessDesc, number)
-        found = self._pool(pool)
+        found = self._pool_or_import(pool)
         check(number)
         wanted = [(_place(one.location), int(one.flags)) for one in descriptors]
         if found.managed:
@@ -143,7 +151,7 @@ class PoolCalls(Calls):
             if place.type == _DEVICE and place.id != found.device:
                 found.access[place.id] = flags
 
-    def _check_access(self, pool: Pool, place: Place, flags: int) -> None:
+    def _check_access(self, pool: Pool | ImportedPool, place: Place, flags: int) -> None:
         if place.type == _DEVICE:
             check(0 <= place.id < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
             check(not (place.id == pool.device and flags == _PROT_NONE), Result.CUDA_ERROR_INVALID_DEVICE)
@@ -156,7 +164,7 @@ class PoolCalls(Calls):
     @modelled(1)
     def cuMemPoolGetAccess(self, memPool: Any, location: Any) -> Any:
         where = arguments.struct("location", location, cuda.CUmemLocation)
-        pool = self._pool(memPool)
+        pool = self._pool_or_import(memPool)
         check(where is not None)
         place = _place(where)
         check(place.type in (_DEVICE, _HOST, _HOST_NUMA))

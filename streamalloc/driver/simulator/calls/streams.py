@@ -138,6 +138,8 @@ class StreamCalls(Calls):
     def cuStreamWaitEvent(self, hStream: Any, hEvent: Any, Flags: Any) -> None:
         stream, event = self._stream(hStream), self._event(hEvent)
         check(arguments.unsigned_int(Flags) in (0, 1))
+        if event.shared is not None and stream.capture is not None:
+            raise NotModelled("waiting for an event of several processes during a stream capture")
         if event.capture is not None:
             event.capture.join(stream, event)
             return
@@ -147,6 +149,10 @@ class StreamCalls(Calls):
                 # what lies outside the graph cannot be waited for within it
                 stream.capture.invalidate()
                 raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_ISOLATION)
+            return
+        elsewhere = event.elsewhere
+        if elsewhere is not None:
+            stream.submit(Until(elsewhere.arrival()))
             return
         record = event.record
         if record is not None and record.stream is not stream:
@@ -207,6 +213,8 @@ class StreamCalls(Calls):
         allocation = self._machine.allocations.find(address)
         check(address % (bits // 8) == 0 and allocation is not None and allocation.pool is None)
         assert allocation is not None
+        if allocation.mapping is not None:
+            raise NotModelled("waiting for or writing a word of mapped memory")
         check(address + bits // 8 <= allocation.base + max(allocation.size, 8))
         return address
 
@@ -256,6 +264,8 @@ class StreamCalls(Calls):
         event, stream = self._event(hEvent), self._stream(hStream)
         check(stream.context is event.context, Result.CUDA_ERROR_INVALID_HANDLE)
         if self._machine.captures and self._captured(stream):
+            if event.shared is not None:
+                raise NotModelled("recording an event of several processes during a stream capture")
             stream.capture.record(event, stream)
         else:
             event.record_in(stream)
@@ -275,6 +285,10 @@ class StreamCalls(Calls):
         event = self._event(hEvent)
         self._not_captured(event)
         self._unsafe_during_capture()
+        elsewhere = event.elsewhere
+        if elsewhere is not None:
+            self._machine.timeline.wait(elsewhere.arrival(), polled=True)
+            return
         record = event.record
         if record is not None:
             self._machine.synchronize(record.clock, lambda: record.complete)

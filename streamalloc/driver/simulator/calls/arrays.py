@@ -1,0 +1,339 @@
+"""Sparse arrays. Other arrays are not modelled: their use is in kernels, and there are none here."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from typing import Any
+
+from streamalloc.driver.bindings import cuda
+
+from .. import arguments
+from ..arrays import (
+    TAIL,
+    TILE_SIZE,
+    Array,
+    Box,
+    Layout,
+    Linear,
+    MipmappedArray,
+    Remap,
+    Storage,
+    Tile,
+    TileCopy,
+    destroy_mipmapped,
+)
+from ..errors import NotModelled, check
+from ..machine import Allocation, Context
+from ..timeline import Stream
+from ..virtual import READ, READ_WRITE, Memory
+from .base import modelled
+from .copies import PIECE, CopyCalls
+
+_LAYERED, _GATHER, _SPARSE = 0x01, 0x08, 0x40  # CUDA_ARRAY3D_*
+_NEVER_SPARSE = 0x02 | 0x04 | 0x10 | 0x80  # surface, cube map, depth texture, deferred mapping (observed on H200)
+_BYTES_OF_FORMAT = {0x01: 1, 0x02: 2, 0x03: 4, 0x08: 1, 0x09: 2, 0x0A: 4, 0x10: 2, 0x20: 4}  # CUarray_format
+_ONE_TAIL = 1  # CU_ARRAY_SPARSE_PROPERTIES_SINGLE_MIPTAIL
+_ARRAY, _MIPMAPPED_ARRAY = 0, 1  # CUresourcetype
+_LEVEL, _MIPTAIL = 0, 1  # CUarraySparseSubresourceType
+_MAP, _UNMAP = 1, 2  # CUmemOperationType
+_HOST, _DEVICE, _IN_ARRAY = 1, 2, 3  # CUmemorytype
+
+Change = tuple[Storage, Tile, "tuple[Memory, int] | None"]
+
+
+class ArrayCalls(CopyCalls):
+    """cuArray*, cuMipmappedArray*, cuMemMapArrayAsync, cuMemcpy3D*."""
+
+    # -- making and ending -----------------------------------------------------------------------------------
+
+    @modelled(1)
+    def cuArrayCreate(self, pAllocateArray: Any) -> Any:
+        arguments.struct("pAllocateArray", pAllocateArray, cuda.CUDA_ARRAY_DESCRIPTOR)
+        raise NotModelled("cuArrayCreate: arrays that are not sparse")
+
+    @modelled(1)
+    def cuArray3DCreate(self, pAllocateArray: Any) -> Any:
+        descriptor = arguments.struct("pAllocateArray", pAllocateArray, cuda.CUDA_ARRAY3D_DESCRIPTOR)
+        storage = Storage(self._array_context(), self._layout(descriptor))
+        array = Array(self._machine.new_handle(), storage)
+        self._machine.arrays[array.handle] = array
+        return cuda.CUarray(array.handle)
+
+    @modelled(1)
+    def cuMipmappedArrayCreate(self, pMipmappedArrayDesc: Any, numMipmapLevels: Any) -> Any:
+        descriptor = arguments.struct("pMipmappedArrayDesc", pMipmappedArrayDesc, cuda.CUDA_ARRAY3D_DESCRIPTOR)
+        levels = arguments.unsigned_int(numMipmapLevels)
+        layout = self._layout(descriptor)
+        if layout.solid or not 0 < levels <= max(layout.extent).bit_length():
+            raise NotModelled("mipmapped arrays of three dimensions, without levels, or with more than there can be")
+        storage = Storage(self._array_context(), replace(layout, levels=levels, mipmapped=True))
+        mipmap = MipmappedArray(self._machine.new_handle(), storage)
+        self._machine.mipmapped_arrays[mipmap.handle] = mipmap
+        return cuda.CUmipmappedArray(mipmap.handle)
+
+    def _array_context(self) -> Context:
+        if self._machine.current_or_none() is None:
+            raise NotModelled("making an array without a current context")
+        return self._machine.current()
+
+    @staticmethod
+    def _layout(descriptor: Any) -> Layout:
+        check(descriptor is not None)
+        width, height, depth = int(descriptor.Width), int(descriptor.Height), int(descriptor.Depth)
+        number, channels, flags = arguments.field(descriptor, "Format"), int(descriptor.NumChannels), descriptor.Flags
+        if not flags & _SPARSE:
+            raise NotModelled("arrays that are not sparse")
+        check(not flags & _NEVER_SPARSE and channels != 3)
+        if number not in _BYTES_OF_FORMAT or channels not in (1, 2, 4) or flags & ~(_SPARSE | _LAYERED | _GATHER):
+            raise NotModelled(f"a sparse array of format {number:#x}, {channels} channels and flags {flags:#x}")
+        check(height or depth)  # there are none of one dimension
+        layered = bool(flags & _LAYERED)
+        solid = depth > 0 and not layered
+        largest = (16384, 16384, 16384) if solid else (32768, 32768, 2048) if layered else (131072, 65536, 0)
+        if not (solid or layered):
+            check(width <= largest[0])
+        too_large = any(one > most for one, most in zip((width, height, depth), largest, strict=True))
+        if too_large or not width or not height or (layered and not depth) or (solid and flags & _GATHER):
+            raise NotModelled(f"a sparse array of {width} x {height} x {depth} with flags {flags:#x}")
+        extent = (width, height, depth if solid else 1)
+        element = _BYTES_OF_FORMAT[number] * channels
+        return Layout(extent, depth if layered else 0, solid, number, channels, element, flags)
+
+    def _array(self, array: Any) -> Array:
+        handle = arguments.array(array)
+        found = self._machine.arrays.get(handle)
+        if found is None:
+            raise NotModelled("using an array that does not exist")
+        return found
+
+    def _mipmapped_array(self, mipmap: Any) -> MipmappedArray:
+        found = self._machine.mipmapped_arrays.get(arguments.mipmapped_array(mipmap))
+        if found is None:
+            raise NotModelled("using a mipmapped array that does not exist")
+        return found
+
+    @modelled(0)
+    def cuArrayDestroy(self, hArray: Any) -> None:
+        array = self._array(hArray)
+        if array.mipmap is not None:  # only the handle goes
+            del array.mipmap.levels[array.level]
+        else:
+            self._check_unused(array.storage)
+            array.storage.clear()
+        del self._machine.arrays[array.handle]
+
+    @modelled(0)
+    def cuMipmappedArrayDestroy(self, hMipmappedArray: Any) -> None:
+        mipmap = self._mipmapped_array(hMipmappedArray)
+        self._check_unused(mipmap.storage)
+        destroy_mipmapped(self._machine, mipmap)
+
+    def _check_unused(self, storage: Storage) -> None:
+        if storage.queued:
+            raise NotModelled("destroying an array while work with it is queued")
+
+    @modelled(1)
+    def cuMipmappedArrayGetLevel(self, hMipmappedArray: Any, level: Any) -> Any:
+        mipmap, number = self._mipmapped_array(hMipmappedArray), arguments.unsigned_int(level)
+        check(number < mipmap.storage.layout.levels)
+        array = mipmap.levels.get(number)
+        if array is None:
+            array = mipmap.levels[number] = Array(self._machine.new_handle(), mipmap.storage, number, mipmap)
+            self._machine.arrays[array.handle] = array
+        return cuda.CUarray(array.handle)
+
+    # -- what they are like ----------------------------------------------------------------------------------
+
+    @modelled(1)
+    def cuArray3DGetDescriptor(self, hArray: Any) -> Any:
+        array = self._array(hArray)
+        layout = array.storage.layout
+        descriptor = cuda.CUDA_ARRAY3D_DESCRIPTOR()
+        descriptor.Width, descriptor.Height, depth = layout.extent_of(array.level)
+        descriptor.Depth = depth if layout.solid else layout.layers
+        descriptor.Format, descriptor.NumChannels = cuda.CUarray_format(layout.format), layout.channels
+        descriptor.Flags = layout.flags
+        return descriptor
+
+    @modelled(1)
+    def cuArrayGetDescriptor(self, hArray: Any) -> Any:
+        array = self._array(hArray)
+        layout = array.storage.layout
+        if layout.solid or layout.layers:
+            raise NotModelled("cuArrayGetDescriptor of an array that is not of two dimensions")
+        descriptor = cuda.CUDA_ARRAY_DESCRIPTOR()
+        descriptor.Width, descriptor.Height, _ = layout.extent_of(array.level)
+        descriptor.Format, descriptor.NumChannels = cuda.CUarray_format(layout.format), layout.channels
+        return descriptor
+
+    @modelled(1)
+    def cuArrayGetSparseProperties(self, array: Any) -> Any:
+        found = self._array(array)
+        check(found.mipmap is None)
+        return self._sparse_properties(found.storage.layout)
+
+    @modelled(1)
+    def cuMipmappedArrayGetSparseProperties(self, mipmap: Any) -> Any:
+        return self._sparse_properties(self._mipmapped_array(mipmap).storage.layout)
+
+    @staticmethod
+    def _sparse_properties(layout: Layout) -> Any:
+        layout.check_tail()
+        properties = cuda.CUDA_ARRAY_SPARSE_PROPERTIES()
+        tile = properties.tileExtent
+        tile.width, tile.height, tile.depth = layout.tile
+        if layout.has_tail:
+            properties.miptailFirstLevel, properties.miptailSize = layout.tail_first, TILE_SIZE
+            properties.flags = 0 if layout.mipmapped else _ONE_TAIL
+        return properties
+
+    @modelled(1)
+    def cuMipmappedArrayGetMemoryRequirements(self, mipmap: Any, device: Any) -> Any:
+        self._mipmapped_array(mipmap)
+        self._device(device)
+        check(False)  # those are for arrays of deferred mapping
+
+    # -- tiles and memory ------------------------------------------------------------------------------------
+
+    @modelled(0)
+    def cuMemMapArrayAsync(self, mapInfoList: Any, count: Any, hStream: Any) -> None:
+        number = arguments.unsigned_int(count)
+        wanted = arguments.structs("mapInfoList", mapInfoList, cuda.CUarrayMapInfo, number)
+        stream = self._stream(hStream)
+        check(number)
+        if self._machine.captures and self._captured(stream):
+            raise NotModelled("cuMemMapArrayAsync during stream capture")
+        stream.submit(Remap([change for info in wanted for change in self._changes(info, stream)]))
+
+    def _changes(self, info: Any, stream: Stream) -> list[Change]:
+        """What one entry asks for, tile by tile: in x first, then in y, then in z."""
+        device = stream.context.device.ordinal
+        storage = self._resource(info)
+        operation = arguments.field(info, "memOperationType")
+        check(operation in (_MAP, _UNMAP) and not info.flags and info.deviceBitMask == 1 << device)
+        tiles = self._tiles(info, storage.layout, device)
+        if operation == _UNMAP:  # whatever else the entry says (observed on H200)
+            return [(storage, tile, None) for tile in tiles]
+        memory, offset = self._tile_memory(info), int(info.offset)
+        check(memory.properties.tile_pool and memory.properties.device in (device, None))
+        if memory.properties.device is None:
+            raise NotModelled("host memory for tiles of arrays")
+        check(offset % TILE_SIZE == 0 and offset + len(tiles) * TILE_SIZE <= memory.size)
+        return [(storage, tile, (memory, offset + at * TILE_SIZE)) for at, tile in enumerate(tiles)]
+
+    def _resource(self, info: Any) -> Storage:
+        if arguments.field(info, "resourceType") == _MIPMAPPED_ARRAY:
+            return self._mipmapped_array(info.resource.mipmap).storage
+        array = self._array(info.resource.array)
+        check(array.mipmap is None)
+        return array.storage
+
+    def _tile_memory(self, info: Any) -> Memory:
+        handle = arguments.memory(info.memHandle.memHandle)
+        if not handle:
+            raise NotModelled("mapping tiles without memory: the real driver crashes")
+        return self._machine.virtual.memory(handle)
+
+    def _tiles(self, info: Any, layout: Layout, device: int) -> list[Tile]:
+        if arguments.field(info, "subresourceType") == _MIPTAIL:
+            tail = info.subresource.miptail
+            check(layout.has_tail and tail.layer < max(layout.layers, 1))
+            layout.check_tail()
+            check(not tail.offset and tail.size == TILE_SIZE)
+            self._check_small(layout)
+            return [(device, TAIL, int(tail.layer), 0, 0, 0)]
+        region = info.subresource.sparseLevel
+        level, layer = int(region.level), int(region.layer)
+        self._check_small(layout)
+        check(level < min(layout.levels, layout.tail_first) and layer < max(layout.layers, 1))
+        ranges = []
+        for start, length, whole, tile in zip(
+            (int(region.offsetX), int(region.offsetY), int(region.offsetZ)),
+            (int(region.extentWidth), int(region.extentHeight), int(region.extentDepth)),
+            layout.extent_of(level),
+            layout.tile,
+            strict=True,
+        ):
+            end = start + length
+            check(length and start % tile == 0 and end <= whole and (length % tile == 0 or end == whole))
+            ranges.append(range(start // tile, -(-end // tile)))
+        columns, rows, slices = ranges
+        return [(device, level, layer, x, y, z) for z in slices for y in rows for x in columns]
+
+    @staticmethod
+    def _check_small(layout: Layout) -> None:
+        if layout.has_tail and not layout.mipmapped:
+            raise NotModelled("memory for an array that is smaller than a tile")
+
+    # -- copies ----------------------------------------------------------------------------------------------
+
+    @modelled(0)
+    def cuMemcpy3D(self, pCopy: Any) -> None:
+        self._copy_box(pCopy, None)
+
+    @modelled(0)
+    def cuMemcpy3DAsync(self, pCopy: Any, hStream: Any) -> None:
+        self._copy_box(pCopy, hStream)
+
+    def _copy_box(self, pCopy: Any, hStream: Any) -> None:
+        """Between an array and other memory; ``hStream`` None: a call that waits."""
+        copy = arguments.struct("pCopy", pCopy, cuda.CUDA_MEMCPY3D)
+        check(copy is not None)
+        waits = hStream is None
+        stream = self._stream(hStream)
+        if self._machine.captures and self._captured(stream):
+            raise NotModelled("cuMemcpy3DAsync during stream capture")
+        kinds = (arguments.field(copy, "srcMemoryType"), arguments.field(copy, "dstMemoryType"))
+        if kinds.count(_IN_ARRAY) != 1 or not set(kinds) <= {_HOST, _DEVICE, _IN_ARRAY}:
+            raise NotModelled("cuMemcpy3D other than between an array and host or device memory")
+        into = kinds[1] == _IN_ARRAY
+        side, other = ("dst", "src") if into else ("src", "dst")
+        array, box = self._box(copy, side)
+        if array.storage.context.device is not stream.context.device:
+            raise NotModelled("a copy of an array in a stream of another device")
+        linear = self._linear(copy, other, box, kinds[0 if into else 1])
+        end = self._linear_end(linear, box, stream.context, into, kinds[0 if into else 1] == _DEVICE)
+        size = box.width * box.height * box.depth
+        if into and end is None and not self._quiet(stream, size):
+            # pageable memory is read before the call returns
+            data = ctypes.string_at(linear.address, linear.span(box))
+            address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+            linear = replace(linear, address=address, keep=data)
+        machine, context = self._machine, stream.context
+        stream.submit(TileCopy(machine, context, array, box, linear, into, PIECE))
+        if (end is None and not into) or (waits and (end is None or end.on_host)):
+            self._finish(stream)
+
+    def _box(self, copy: Any, side: str) -> tuple[Array, Box]:
+        array = self._array(getattr(copy, f"{side}Array"))
+        x, y, z = (int(getattr(copy, side + name)) for name in ("XInBytes", "Y", "Z"))
+        box = Box(x, y, z, int(copy.WidthInBytes), int(copy.Height), int(copy.Depth))
+        if getattr(copy, f"{side}LOD") or not (box.width and box.height and box.depth):
+            raise NotModelled("cuMemcpy3D of nothing, or of another level of detail")
+        layout = array.storage.layout
+        width, height, depth = layout.extent_of(array.level)
+        check(box.x % layout.element == 0 and box.width % layout.element == 0)
+        check(box.x + box.width <= width * layout.element and box.y + box.height <= height)
+        check(box.z + box.depth <= (layout.layers or depth))
+        if array.level >= layout.tail_first:
+            layout.check_tail()
+        return array, box
+
+    @staticmethod
+    def _linear(copy: Any, side: str, box: Box, kind: int) -> Linear:
+        x, y, z = (int(getattr(copy, side + name)) for name in ("XInBytes", "Y", "Z"))
+        pitch, height = int(getattr(copy, f"{side}Pitch")), int(getattr(copy, f"{side}Height"))
+        if getattr(copy, f"{side}LOD"):
+            raise NotModelled("cuMemcpy3D of another level of detail")
+        check(x + box.width <= pitch and (box.depth == 1 or y + box.height <= height))
+        address = int(getattr(copy, f"{side}Device" if kind == _DEVICE else f"{side}Host"))
+        return Linear(address + (z * height + y) * pitch + x, pitch, height * pitch)
+
+    def _linear_end(
+        self, linear: Linear, box: Box, context: Context, into: bool, must_be_device: bool
+    ) -> Allocation | None:
+        size = linear.span(box)
+        end = self._copy_end(linear.address, size, must_be_device, False, context)
+        self._check_mapped(linear.address, size, end, READ if into else READ_WRITE, context, end)
+        return end

@@ -1,0 +1,235 @@
+"""Sharing with other processes: exported and imported pools and memory, handles for plain memory and for events."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any, TypeVar
+
+from streamalloc.driver.bindings import cuda
+
+from .. import arguments
+from ..errors import Fault, NotModelled, Result, check
+from ..machine import Event
+from ..memory import Physical
+from ..pool import Pool
+from ..sharing import (
+    FABRIC,
+    HANDLE_BYTES,
+    NO_HANDLE,
+    POSIX_FD,
+    WIN32,
+    WIN32_KMT,
+    ImportedPool,
+    operating_system,
+)
+from ..virtual import Memory, Properties, device_place
+from .base import Calls, modelled
+
+_HANDLE_TYPES = (NO_HANDLE, POSIX_FD, WIN32, WIN32_KMT, FABRIC)
+_LAZY_ENABLE_PEER_ACCESS = 1  # CUipcMem_flags, the only one
+_DISABLE_TIMING, _INTERPROCESS = 2, 4  # CUevent_flags
+_FIRST_ADDRESS = 1 << 16
+"""Where addresses of a process begin; below are descriptors, taken for addresses."""
+
+Struct = TypeVar("Struct")
+
+
+def _bytes_of(struct: Any) -> bytes:
+    """What an opaque struct holds: not every version of the bindings shows it."""
+    return ctypes.string_at(int(struct.getPtr()), HANDLE_BYTES)
+
+
+def _with_bytes(struct: Struct, data: bytes) -> Struct:
+    ctypes.memmove(int(struct.getPtr()), data, HANDLE_BYTES)  # type: ignore[attr-defined]
+    return struct
+
+
+def _given(name: str, value: Any, cls: Any) -> Any:
+    """A struct that a call takes by value."""
+    if not isinstance(value, cls):
+        raise TypeError(
+            f"Argument '{name}' has incorrect type (expected cuda.bindings.driver.{cls.__name__}, "
+            f"got {type(value).__name__})"
+        )
+    return value
+
+
+def _handle_type(name: str, value: Any) -> int:
+    number = arguments.member(name, value, cuda.CUmemAllocationHandleType)
+    if number not in _HANDLE_TYPES:
+        raise TypeError(f"Unsupported attribute: {value.name}")
+    return number
+
+
+class SharingCalls(Calls):
+    """cuMemPool*Shareable*, cuMemPool*Pointer, cuMem*Shareable*, cuIpc*."""
+
+    def _not_during_capture(self) -> None:
+        if self._machine.captures:
+            raise NotModelled("sharing with other processes during a stream capture")
+
+    def _need_channel(self) -> None:
+        """By default there is no IMEX channel, as on the machine that was observed."""
+        check(self._machine.fabric, Result.CUDA_ERROR_NOT_PERMITTED)
+
+    # -- exporting and importing as a whole ------------------------------------------------------------------
+
+    @modelled(1)
+    def cuMemPoolExportToShareableHandle(self, pool: Any, handleType: Any, flags: Any) -> Any:
+        kind, flag = _handle_type("handleType", handleType), arguments.unsigned_long_long(flags)
+        found = self._machine.pool(arguments.pool(pool))
+        self._not_during_capture()
+        check(kind & found.handle_types and not flag)
+        if kind == FABRIC:
+            self._need_channel()
+        with operating_system():
+            physical = found.export()
+            if kind != POSIX_FD:
+                return self._fabric_handle("pool", physical)
+            fd = os.dup(physical.fd)
+            os.set_inheritable(fd, True)  # observed on H200
+            return fd
+
+    @modelled(1)
+    def cuMemPoolImportFromShareableHandle(self, handle: Any, handleType: Any, flags: Any) -> Any:
+        kind, given = _handle_type("handleType", handleType), arguments.host_pointer(handle)
+        flag = arguments.unsigned_long_long(flags)
+        self._not_during_capture()
+        check(not flag)
+        if kind not in (POSIX_FD, FABRIC):
+            raise NotModelled(f"cuMemPoolImportFromShareableHandle of {handleType.name}")
+        return cuda.CUmemoryPool(self._import("pool", kind, given).handle)
+
+    @modelled(1)
+    def cuMemExportToShareableHandle(self, handle: Any, handleType: Any, flags: Any) -> Any:
+        kind, flag = _handle_type("handleType", handleType), arguments.unsigned_long_long(flags)
+        memory = self._machine.virtual.memory(arguments.memory(handle))
+        self._not_during_capture()
+        check(kind & memory.properties.handle_types and not flag)
+        if memory.properties.device is None:
+            raise NotModelled("exporting host memory")
+        if kind == FABRIC:
+            self._need_channel()
+        with operating_system():
+            if kind == POSIX_FD:
+                return memory.physical.lend()
+            memory.physical.lent = True
+            return self._fabric_handle("memory", memory.physical)
+
+    @modelled(1)
+    def cuMemImportFromShareableHandle(self, osHandle: Any, shHandleType: Any) -> Any:
+        kind, given = _handle_type("shHandleType", shHandleType), arguments.host_pointer(osHandle)
+        self._not_during_capture()
+        check(kind != NO_HANDLE)
+        check(kind != WIN32, Result.CUDA_ERROR_NOT_SUPPORTED)
+        if kind == WIN32_KMT:
+            raise NotModelled(f"cuMemImportFromShareableHandle of {shHandleType.name}")
+        return cuda.CUmemGenericAllocationHandle(self._import("memory", kind, given).handle)
+
+    def _fabric_handle(self, kind: str, physical: Physical) -> Any:
+        physical.seal()
+        return _with_bytes(cuda.CUmemFabricHandle(), self._machine.sharing.fabric_handle(kind, physical))
+
+    def _import(self, kind: str, handle_type: int, given: int) -> ImportedPool | Memory:
+        """What a descriptor, or the fabric handle at an address, stands for; the descriptor stays the caller's."""
+        sharing = self._machine.sharing
+        take = sharing.import_pool if kind == "pool" else self._import_memory
+        if handle_type == POSIX_FD:
+            return take(given)
+        self._need_channel()
+        if given < _FIRST_ADDRESS:
+            raise NotModelled("importing a descriptor as a fabric handle: the real driver crashes")
+        fd = sharing.open_fabric(kind, ctypes.string_at(given, HANDLE_BYTES))
+        try:
+            return take(fd)
+        finally:
+            os.close(fd)
+
+    def _import_memory(self, fd: int) -> Memory:
+        """Every import has a handle of its own; none takes memory of this process (observed on H200)."""
+        machine = self._machine
+        label = machine.sharing.recognise(fd, "memory")
+        with operating_system():
+            physical = Physical.adopt(os.dup(fd))
+        return machine.virtual.adopt(physical, 0, physical.size, Properties(device_place(label.place.id)), None)
+
+    # -- single allocations of a pool ------------------------------------------------------------------------
+
+    @modelled(1)
+    def cuMemPoolExportPointer(self, ptr: Any) -> Any:
+        allocation = self._machine.allocations.at.get(arguments.device_pointer(ptr))
+        self._not_during_capture()
+        check(allocation is not None)
+        assert allocation is not None
+        pool, block = allocation.pool, allocation.block
+        check(pool is not None and pool.handle_types and block is not None)
+        assert isinstance(pool, Pool) and block is not None
+        if pool.destroyed or not (pool.handle_types & POSIX_FD or self._machine.fabric):
+            raise NotModelled("cuMemPoolExportPointer of a pool that can no longer, or not here, be exported itself")
+        data = self._machine.sharing.export_pointer(pool, block.start, allocation.size)
+        return _with_bytes(cuda.CUmemPoolPtrExportData(), data)
+
+    @modelled(1)
+    def cuMemPoolImportPointer(self, pool: Any, shareData: Any) -> Any:
+        handle = arguments.pool(pool)
+        data = arguments.struct("shareData", shareData, cuda.CUmemPoolPtrExportData)
+        self._not_during_capture()
+        check(data is not None)
+        found = self._machine.sharing.pools.get(handle)
+        if found is None:
+            self._machine.pool(handle)
+            raise NotModelled("importing a pointer into a pool that was not imported")
+        return cuda.CUdeviceptr(self._machine.sharing.import_pointer(found, _bytes_of(data)))
+
+    # -- plain memory ----------------------------------------------------------------------------------------
+
+    @modelled(1)
+    def cuIpcGetMemHandle(self, dptr: Any) -> Any:
+        allocation = self._machine.allocations.find(arguments.device_pointer(dptr))
+        self._machine.current()
+        self._not_during_capture()
+        check(allocation is not None and allocation.kind == "device")
+        assert allocation is not None
+        return _with_bytes(cuda.CUipcMemHandle(), self._machine.sharing.memory_handle(allocation))
+
+    @modelled(1)
+    def cuIpcOpenMemHandle(self, handle: Any, Flags: Any) -> Any:
+        data, flags = _bytes_of(_given("handle", handle, cuda.CUipcMemHandle)), arguments.unsigned_int(Flags)
+        context = self._machine.current()
+        self._not_during_capture()
+        check(flags == _LAZY_ENABLE_PEER_ACCESS)
+        return cuda.CUdeviceptr(self._machine.sharing.open_memory(data, context))
+
+    @modelled(0)
+    def cuIpcCloseMemHandle(self, dptr: Any) -> None:
+        """Waits for what is queued, as cuMemFree does."""
+        address = arguments.device_pointer(dptr)
+        sharing = self._machine.sharing
+        self._machine.current()
+        self._not_during_capture()
+        sharing.opened_at(address)
+        self._machine.drain(sharing.opened_at(address).allocation.device)
+        sharing.close_memory(sharing.opened_at(address))  # another thread may have closed it meanwhile
+
+    # -- events ----------------------------------------------------------------------------------------------
+
+    @modelled(1)
+    def cuIpcGetEventHandle(self, event: Any) -> Any:
+        found = self._machine.events.get(arguments.event(event))
+        self._not_during_capture()
+        if found is None:
+            raise Fault(Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)  # as every call with a destroyed event
+        check(found.flags & _INTERPROCESS and not found.opened, Result.CUDA_ERROR_INVALID_HANDLE)
+        return _with_bytes(cuda.CUipcEventHandle(), self._machine.sharing.event_handle(found))
+
+    @modelled(1)
+    def cuIpcOpenEventHandle(self, handle: Any) -> Any:
+        data = _bytes_of(_given("handle", handle, cuda.CUipcEventHandle))
+        machine = self._machine
+        context = machine.current()
+        self._not_during_capture()
+        shared = machine.sharing.open_event(data)
+        event = Event(machine.new_handle(), context, _DISABLE_TIMING | _INTERPROCESS, shared=shared, opened=True)
+        machine.events[event.handle] = event
+        return cuda.CUevent(event.handle)

@@ -1,0 +1,263 @@
+"""Virtual memory management. None of these calls needs a context, and none disturbs a stream capture (observed on
+H200).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from typing import Any
+
+from streamalloc.driver.bindings import cuda, handle_types_member, read_handle_types
+
+from .. import arguments
+from ..arrays import TileCopy
+from ..errors import Fault, NotModelled, Result, check
+from ..machine import Machine
+from ..pool import PINNED, Place
+from ..virtual import GRANULARITY, HOST, Mapping, Memory, Properties, device_place
+from .base import Calls, modelled
+from .copies import Move
+
+_DEVICE, _HOST, _HOST_NUMA = 1, 2, 3  # CUmemLocationType
+_POSIX_FD, _FABRIC = 1, 8  # CUmemAllocationHandleType
+_TILE_POOL = 1  # CUmemAllocationProp.allocFlags.usage
+_PAGE = 4096
+_PCIE_MAPPING = 1  # CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE
+
+
+def _place(location: Any) -> Place:
+    return Place(int(location.type), int(location.id))
+
+
+class VirtualMemoryCalls(Calls):
+    """cuMemCreate, cuMemAddress*, cuMemMap and what goes with them."""
+
+    # -- physical memory -------------------------------------------------------------------------------------
+
+    @modelled(1)
+    def cuMemCreate(self, size: Any, prop: Any, flags: Any) -> Any:
+        number, flag = arguments.size_t(size), arguments.unsigned_long_long(flags)
+        props = arguments.struct("prop", prop, cuda.CUmemAllocationProp)
+        check(props is not None and not flag)
+        properties = self._properties(props)
+        check(number and number % GRANULARITY == 0)
+        return cuda.CUmemGenericAllocationHandle(self._machine.virtual.create(number, properties).handle)
+
+    def _properties(self, props: Any) -> Properties:
+        place, kind, handle_types = _place(props.location), int(props.type), read_handle_types(props)
+        flags = props.allocFlags
+        compression, rdma, usage = int(flags.compressionType), int(flags.gpuDirectRDMACapable), int(flags.usage)
+        check(kind == PINNED and handle_types & ~(_POSIX_FD | _FABRIC) == 0)
+        wanted = place.type
+        if wanted == _DEVICE:
+            check(0 <= place.id < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
+            check(compression <= 1)
+        elif wanted == _HOST_NUMA:
+            check(0 <= place.id < self._machine.profile.numa_nodes and not compression and not rdma)
+        else:
+            check(wanted == _HOST and not compression and not rdma and not handle_types)
+            place = Place(_HOST_NUMA, 0)
+        tile_pool = bool(usage & _TILE_POOL)
+        check(not (tile_pool and (compression or handle_types)))
+        if tile_pool and (rdma or wanted == _HOST_NUMA):
+            raise NotModelled("cuMemCreate of memory for tiles that is RDMA-capable or of a HOST_NUMA")
+        if handle_types & _FABRIC:
+            self._check_fabric(place)
+        return Properties(place, handle_types, 0 if rdma else compression, rdma, tile_pool)
+
+    def _check_fabric(self, place: Place) -> None:
+        """By default a machine is like the one that was observed: the devices can, but there is no IMEX channel."""
+        check(self._machine.fabric is not None, Result.CUDA_ERROR_NOT_PERMITTED)
+        if not self._machine.fabric or place.type != _DEVICE:
+            raise NotModelled("cuMemCreate of memory with fabric handles where these are not supported")
+
+    @modelled(0)
+    def cuMemRelease(self, handle: Any) -> None:
+        self._machine.virtual.release(arguments.memory(handle))
+
+    def _memory(self, handle: Any) -> Memory:
+        return self._machine.virtual.memory(arguments.memory(handle))
+
+    @modelled(1)
+    def cuMemRetainAllocationHandle(self, addr: Any) -> Any:
+        virtual = self._machine.virtual
+        mapping = virtual.mapping_at(arguments.host_pointer(addr))
+        return cuda.CUmemGenericAllocationHandle(virtual.retain(mapping.memory))
+
+    @modelled(1)
+    def cuMemGetAllocationPropertiesFromHandle(self, handle: Any) -> Any:
+        properties = self._memory(handle).properties
+        props, location = cuda.CUmemAllocationProp(), cuda.CUmemLocation()
+        location.type, location.id = cuda.CUmemLocationType(properties.place.type), properties.place.id
+        props.type, props.location = cuda.CUmemAllocationType(PINNED), location
+        props.requestedHandleTypes = handle_types_member(properties.handle_types)
+        props.allocFlags.compressionType = properties.compression
+        props.allocFlags.gpuDirectRDMACapable = properties.rdma
+        return props
+
+    @modelled(1)
+    def cuMemGetAllocationGranularity(self, prop: Any, option: Any) -> int:
+        props = arguments.struct("prop", prop, cuda.CUmemAllocationProp)
+        arguments.member("option", option, cuda.CUmemAllocationGranularity_flags)
+        check(props is not None)
+        return GRANULARITY  # whatever is asked about, impossible memory included (observed on H200)
+
+    # -- addresses and mappings ------------------------------------------------------------------------------
+
+    @modelled(1)
+    def cuMemAddressReserve(self, size: Any, alignment: Any, addr: Any, flags: Any) -> Any:
+        number, align = arguments.size_t(size), arguments.size_t(alignment)
+        hint = arguments.device_pointer(addr)
+        check(arguments.unsigned_long_long(flags) == 0)
+        return cuda.CUdeviceptr(self._machine.virtual.reserve(number, align, hint))
+
+    @modelled(0)
+    def cuMemAddressFree(self, ptr: Any, size: Any) -> None:
+        self._machine.virtual.free(arguments.device_pointer(ptr), arguments.size_t(size))
+
+    @modelled(0)
+    def cuMemMap(self, ptr: Any, size: Any, offset: Any, handle: Any, flags: Any) -> None:
+        address, number, start = arguments.device_pointer(ptr), arguments.size_t(size), arguments.size_t(offset)
+        memory = self._memory(handle)
+        check(arguments.unsigned_long_long(flags) == 0)
+        self._machine.virtual.map(address, number, start, memory)
+
+    @modelled(0)
+    def cuMemUnmap(self, ptr: Any, size: Any) -> None:
+        self._machine.virtual.unmap(arguments.device_pointer(ptr), arguments.size_t(size))
+
+    # -- access ----------------------------------------------------------------------------------------------
+
+    @modelled(0)
+    def cuMemSetAccess(self, ptr: Any, size: Any, desc: Any, count: Any) -> None:
+        address, length, number = arguments.device_pointer(ptr), arguments.size_t(size), arguments.size_t(count)
+        descriptors = arguments.structs("desc", desc, cuda.CUmemAccessDesc, number)
+        check(number and length)
+        mappings = self._machine.virtual.whole_span(address, length)
+        on_device = any(mapping.memory.properties.device is not None for mapping in mappings)
+        wanted = []
+        refused: Fault | None = None
+        for one in descriptors:
+            try:
+                wanted.append(self._wanted(_place(one.location), int(one.flags), on_device))
+            except Fault as fault:
+                if fault.code != Result.CUDA_ERROR_NOT_SUPPORTED:
+                    raise
+                # what comes before it is set nevertheless (observed on H200)
+                refused = fault
+                break
+        losing = any(flags < mapping.right(place) for mapping in mappings for place, flags in wanted)
+        if losing and self._is_in_use(address, address + length):
+            raise NotModelled("taking access away while work on the memory is queued")
+        for mapping in mappings:
+            for place, flags in wanted:
+                mapping.grant(place, flags)
+        if refused is not None:
+            raise refused
+
+    def _is_in_use(self, start: int, end: int) -> bool:
+        queues = [stream.queue for stream in self._machine.timeline.streams.values()]
+        return any(isinstance(one, (Move, TileCopy)) and one.touches(start, end) for queue in queues for one in queue)
+
+    def _wanted(self, place: Place, flags: int, on_device: bool) -> tuple[Place, int]:
+        if place.type == _DEVICE:
+            check(0 <= place.id < len(self._machine.devices))
+            return device_place(place.id), flags
+        check(place.type in (_HOST, _HOST_NUMA))
+        # the host never gets at device memory
+        check(not (on_device and flags), Result.CUDA_ERROR_NOT_SUPPORTED)
+        # a memory node that is not there is no mistake (observed on H200)
+        return (place if place.type == _HOST_NUMA and place.id else HOST), flags
+
+    @modelled(1)
+    def cuMemGetAccess(self, location: Any, ptr: Any) -> int:
+        where = arguments.struct("location", location, cuda.CUmemLocation)
+        address = arguments.device_pointer(ptr)
+        check(where is not None)
+        place = _place(where)
+        if place.type == _DEVICE:
+            check(0 <= place.id < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
+        else:
+            check(place.type in (_HOST, _HOST_NUMA), Result.CUDA_ERROR_INVALID_DEVICE)
+        mapping = self._machine.virtual.mapping_at(address)
+        if place.type == _HOST:
+            return mapping.right_of_host()
+        if place.type == _HOST_NUMA and place.id:
+            raise NotModelled(f"cuMemGetAccess for HOST_NUMA {place.id}")
+        return mapping.right(device_place(place.id) if place.type == _DEVICE else HOST)
+
+    # -- handles of address ranges ---------------------------------------------------------------------------
+
+    @modelled(1)
+    def cuMemGetHandleForAddressRange(self, dptr: Any, size: Any, handleType: Any, flags: Any) -> int:
+        """A file of the right size, without the bytes: the devices that can use it are not simulated."""
+        address, length = arguments.device_pointer(dptr), arguments.size_t(size)
+        arguments.member("handleType", handleType, cuda.CUmemRangeHandleType)
+        flag = arguments.unsigned_long_long(flags)
+        if handleType.name != "CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD" or flag not in (0, _PCIE_MAPPING):
+            raise NotModelled(f"cuMemGetHandleForAddressRange of {handleType!r} with flags {flag:#x}")
+        if self._machine.current_or_none() is None:
+            raise NotModelled("cuMemGetHandleForAddressRange without a current context")
+        check(length and address % _PAGE == 0 and length % _PAGE == 0)
+        allocation = self._machine.allocations.find(address)
+        check(allocation is not None)
+        assert allocation is not None
+        if allocation.mapping is not None:
+            devices = [mapping.memory.properties.device for mapping in self._machine.virtual.span(address, length)]
+        else:
+            check(address + length <= allocation.base + allocation.size)
+            devices = [allocation.device]
+        if None in devices:
+            raise NotModelled("cuMemGetHandleForAddressRange of host memory")
+        check(flag != _PCIE_MAPPING, Result.CUDA_ERROR_NOT_SUPPORTED)
+        return _unreadable_file(length)
+
+
+def _unreadable_file(size: int) -> int:
+    """A descriptor that has a size and can be passed on; whoever reads, writes or maps it gets an error."""
+    file = os.memfd_create("streamalloc:dmabuf", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(file, size)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        return os.open(f"/proc/self/fd/{file}", os.O_WRONLY | os.O_CLOEXEC)
+    finally:
+        os.close(file)
+
+
+# -- cuPointerGetAttribute -----------------------------------------------------------------------------------
+
+
+def mapped_attribute(machine: Machine, name: str, mapping: Mapping, address: int) -> Any:
+    """An attribute of mapped memory that no other memory answers in the same way; None where it is refused."""
+    if name in ("RANGE_START_ADDR", "RANGE_SIZE"):  # of the reservation, not of the mapping
+        found = machine.virtual.range_of(address)
+        assert found is not None
+        return cuda.CUdeviceptr(found.base) if name == "RANGE_START_ADDR" else found.size
+    if name == "HOST_POINTER":
+        return address if mapping.right(HOST) else None
+    if name == "ALLOWED_HANDLE_TYPES":
+        return mapping.memory.properties.handle_types
+    if name == "IS_GPU_DIRECT_RDMA_CAPABLE":
+        return mapping.memory.properties.rdma
+    context = machine.current_or_none()
+    if context is None:
+        raise NotModelled(f"CU_POINTER_ATTRIBUTE_{name} of mapped memory without a current context")
+    right = mapping.right(device_place(context.device.ordinal))
+    if name == "ACCESS_FLAGS":
+        return right
+    return cuda.CUdeviceptr(address) if right else None  # DEVICE_POINTER
+
+
+MAPPED_ATTRIBUTES = frozenset(
+    (
+        "RANGE_START_ADDR",
+        "RANGE_SIZE",
+        "HOST_POINTER",
+        "ALLOWED_HANDLE_TYPES",
+        "IS_GPU_DIRECT_RDMA_CAPABLE",
+        "ACCESS_FLAGS",
+        "DEVICE_POINTER",
+    )
+)
+"""The others are as for other memory. DEVICE_ORDINAL is 0 for any device's memory (observed on two H200)."""

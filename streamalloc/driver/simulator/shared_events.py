@@ -1,0 +1,108 @@
+"""Interprocess events: their state in memory that several processes map.
+
+A process that shares events keeps them on a *board*, an anonymous file; processes that open such an event map its
+board. Each recording of an event, by whichever process, takes the event's next number when the call is made, and marks
+that number as done when it happens in its stream. Waiting is waiting for one number, so recording the event again does
+not move a wait that was made before. A number that its process did not live to mark is never done (observed on H200:
+whoever waits for a process that was killed waits for ever).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Iterator
+
+_WORD = 8
+_SLOT_WORDS = 16
+_RING = _SLOT_WORDS - 1
+"""How many recordings of an event are told apart. One that is older counts as done once the recording that took its
+place is done.
+"""
+BOARD_EVENTS = 8192
+BOARD_BYTES = BOARD_EVENTS * _SLOT_WORDS * _WORD
+
+
+class Board:
+    """The events of one process. Owns ``fd``, a descriptor of its own of the file, until ``close()`` or its end."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.taken = 0
+        memory = mmap.mmap(fd, BOARD_BYTES)
+        self._words = memoryview(memory).cast("Q")
+        self.close = weakref.finalize(self, _close, self._words, memory, fd)
+        self.close.atexit = False
+
+    def take(self) -> SharedEvent | None:
+        """A new event, or None where the board is full.
+
+        A place is not given to another event later: a handle of a destroyed event still opens (observed on H200).
+        """
+        if self.taken == BOARD_EVENTS:
+            return None
+        self.taken += 1
+        return SharedEvent(self, self.taken - 1)
+
+    def read(self, word: int) -> int:
+        return self._words[word]
+
+    def write(self, word: int, value: int) -> None:
+        self._words[word] = value
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other processes from changing anything; the lock of one that is killed is gone."""
+        fcntl.flock(self.fd, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self.fd, fcntl.LOCK_UN)
+
+
+def _close(words: memoryview, memory: mmap.mmap, fd: int) -> None:
+    words.release()
+    memory.close()
+    os.close(fd)
+
+
+class SharedEvent:
+    """One event on a board: the number of its latest recording, and for the last few which of them are done."""
+
+    def __init__(self, board: Board, index: int) -> None:
+        self.board = board
+        self.index = index
+        self._first = index * _SLOT_WORDS
+
+    @property
+    def latest(self) -> int:
+        """The number of the latest recording, 0 where there is none."""
+        return self.board.read(self._first)
+
+    def begin(self) -> int:
+        """Take the number of a new recording."""
+        with self.board.locked():
+            number = self.latest + 1
+            self.board.write(self._first, number)
+        return number
+
+    def finish(self, number: int) -> None:
+        """A recording has happened."""
+        with self.board.locked():
+            word = self._word(number)
+            if self.board.read(word) < number:
+                self.board.write(word, number)
+
+    def happened(self, number: int) -> bool:
+        return not number or self.board.read(self._word(number)) >= number
+
+    def _word(self, number: int) -> int:
+        return self._first + 1 + number % _RING
+
+    def arrival(self) -> Callable[[], bool]:
+        """Whether the recording that is the latest now has happened, for asking later."""
+        number = self.latest
+        return lambda: self.happened(number)

@@ -1,0 +1,420 @@
+"""What processes that simulate the same machine share: pools, allocations, physical memory, events.
+
+All of it is memory in anonymous files. A file's name says what it is and of which machine, so a descriptor is all that
+an importer needs; it travels by whatever means its users have, and the memory is there as long as anybody has it.
+Handles of 64 bytes name a file by process and descriptor number instead, and open for processes of the same user while
+that process lives. Nothing is kept in a file system, so nothing can stay behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import struct
+import weakref
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from .allocator import CHUNK
+from .blocks import Block, State
+from .errors import Fault, NotModelled, Result, check
+from .heap import BLOCK
+from .memory import Physical, Reservation
+from .pool import READ_WRITE, Place, Pool
+from .shared_events import BOARD_BYTES, Board, SharedEvent
+from .timeline import Operation, Stream
+
+if TYPE_CHECKING:
+    from .machine import Allocation, Context, Event, Machine
+
+NO_HANDLE, POSIX_FD, WIN32, WIN32_KMT, FABRIC = 0, 1, 2, 4, 8  # CUmemAllocationHandleType
+HANDLE_BYTES = 64
+"""Of a pointer's export data, of the handles for events and plain memory, and of a fabric handle."""
+
+_DEVICE = 1  # CUmemLocationType
+_NOWHERE = Place(0, 0)
+_NAME = re.compile(r"/memfd:streamalloc:(\w+):([0-9a-f]{16}):([0-9a-f]{16}):(\d+)\.(\d+) \(deleted\)")
+
+
+class Label(NamedTuple):
+    """What a file's name says: ``kind`` is pool, memory, heap or events."""
+
+    kind: str
+    machine: str
+    """The same for all processes that simulate the same machine."""
+    serial: str
+    """Tells apart what this machine's processes share."""
+    place: Place
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.machine}:{self.serial}:{self.place.type}.{self.place.id}"
+
+    @classmethod
+    def of(cls, path: str) -> Label | None:
+        """What the file behind a link under /proc is; None where it is none of these."""
+        try:
+            found = _NAME.fullmatch(os.readlink(path))
+        except OSError:
+            return None
+        if found is None:
+            return None
+        kind, machine, serial, place, number = found.groups()
+        return cls(kind, machine, serial, Place(int(place), int(number)))
+
+
+def recognise(fd: int) -> Label | None:
+    """What a descriptor is; None unless it is of a file that can be mapped without surprises."""
+    label = Label.of(f"/proc/self/fd/{fd}")
+    if label is None:
+        return None
+    try:
+        writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    except OSError:
+        return None
+    return label if writable and sealed else None
+
+
+def reach(process: int, fd: int, fits: Callable[[Label], bool]) -> int | None:
+    """A descriptor of our own for another process's, or None where that is gone or something else by now."""
+    path = f"/proc/{process}/fd/{fd}"
+    label = Label.of(path)
+    if label is None or not fits(label):
+        return None
+    try:
+        own = os.open(path, os.O_RDWR)
+    except OSError:
+        return None
+    label = recognise(own)
+    if label is None or not fits(label):
+        os.close(own)
+        return None
+    return own
+
+
+@contextlib.contextmanager
+def operating_system() -> Iterator[None]:
+    """A block in which the system may run out of something, descriptors for one."""
+    try:
+        yield
+    except OSError as error:
+        raise Fault(Result.CUDA_ERROR_OPERATING_SYSTEM) from error
+
+
+# -- 64 bytes ------------------------------------------------------------------------------------------------
+
+
+def pack(kind: str, *words: int) -> bytes:
+    """Words and their checksum; what is not used is zero."""
+    data = struct.pack(f"<{len(words)}Q", *words)
+    return (data + struct.pack("<Q", zlib.crc32(data, zlib.crc32(kind.encode())))).ljust(HANDLE_BYTES, b"\0")
+
+
+def unpack(kind: str, data: bytes, count: int) -> tuple[int, ...] | None:
+    """The words of such data, None where it was damaged or is of another kind."""
+    words: tuple[int, ...] = struct.unpack_from(f"<{count}Q", data)
+    return words if pack(kind, *words) == data else None
+
+
+def pack_memory(serial: int, *words: int) -> bytes:
+    """Five words as a handle for plain memory, of which the driver does not look at the bytes 0-7 and 32-39 (observed
+    on H200: damaged there, it opens).
+    """
+    data = pack("memory", *words)
+    unread = struct.pack("<Q", serial)
+    return unread + data[:24] + unread + data[24:48]
+
+
+def unpack_memory(data: bytes) -> tuple[int, ...] | None:
+    return unpack("memory", (data[8:32] + data[40:64]).ljust(HANDLE_BYTES, b"\0"), 5)
+
+
+# -- what was imported ---------------------------------------------------------------------------------------
+
+
+class ImportedPool:
+    """Another process's pool. Its allocations lie in the same order as there, at addresses of this process."""
+
+    managed = False
+    handle_types = NO_HANDLE  # what is imported cannot be exported again (observed on H200)
+
+    def __init__(self, machine: Machine, handle: int, label: Label, fd: int) -> None:
+        self._machine = machine
+        self.handle = handle
+        self.serial = int(label.serial, 16)
+        self.place = label.place
+        self.device = label.place.id
+        self.access: dict[int, int] = {}
+        physical = Physical.adopt(os.dup(fd))
+        try:
+            # all of it at once: the file is sparse, and what the owner's pool grows by is there
+            self._reservation = Reservation(physical.size, CHUNK)
+            self._reservation.map(self._reservation.base, physical.size, physical, 0)
+        finally:
+            physical.close()
+        machine.arenas.add(self._reservation)
+
+    @property
+    def granted(self) -> bool:
+        return True  # it is device memory
+
+    def accessible(self, device: int) -> bool:
+        """Whether work of ``device`` may touch this memory."""
+        return device == self.device or self.access.get(device, 0) == READ_WRITE
+
+    def import_pointer(self, offset: int, size: int) -> int:
+        """Always the same address for the same memory, however often; one free ends the import (observed on H200)."""
+        check(offset + size <= self._reservation.size)
+        machine, address = self._machine, self._reservation.base + offset
+        there = machine.allocations.overlapping(address, address + size)
+        if not there:
+            block = Block(offset, size, State.USED)
+            machine.remember(address, size, "pool", self.device, None, self, block)
+        elif (there[0].base, there[0].size) != (address, size):
+            raise NotModelled("importing memory while something is imported that was freed by its owner before")
+        return address
+
+    def give_back(self, block: Block, size: int, stream: Stream) -> None:
+        """End an import: a matter of this process alone, which keeps its place in the stream."""
+        stream.submit(Operation())
+
+    def give_back_now(self, block: Block) -> None:
+        """The same as cuMemFree does it."""
+
+    @property
+    def in_use(self) -> bool:
+        return any(allocation.pool is self for allocation in self._machine.allocations.at.values())
+
+    def close(self) -> None:
+        self._machine.arenas.remove(self._reservation)
+        self._reservation.close()
+
+
+@dataclass(eq=False)
+class OpenedBlock:
+    """A block of another process's plain memory, and how many allocations in it are open here."""
+
+    reservation: Reservation
+    allocations: int = 0
+
+
+@dataclass(eq=False)
+class OpenedMemory:
+    """An allocation of another process. ``times`` it was opened, and not closed."""
+
+    allocation: Allocation
+    block: OpenedBlock
+    times: int = 1
+
+
+# -- all of a machine ----------------------------------------------------------------------------------------
+
+
+class Sharing:
+    """What a machine shares with other processes, and has of them."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._identity = hashlib.sha256(machine.identity.encode()).hexdigest()[:16]
+        self._owner = int.from_bytes(os.urandom(8), "little")  # whose handles are our own
+        self.pools: dict[int, ImportedPool] = {}  # by handle
+        self._blocks: dict[tuple[int, ...], OpenedBlock] = {}  # by process, descriptor, owner, offset
+        self._opened: dict[tuple[int, ...], OpenedMemory] = {}  # by what the handle says
+        self._own_boards: list[Board] = []
+        self._boards: weakref.WeakValueDictionary[tuple[int, ...], Board] = weakref.WeakValueDictionary()
+
+    def label(self, kind: str, place: Place) -> Label:
+        """The name of a new file that may be shared."""
+        return Label(kind, self._identity, os.urandom(8).hex(), place)
+
+    def own_label(self, kind: str, place: Place = _NOWHERE) -> Label:
+        """The name of a file that is found by process and descriptor: with plain memory, or with events."""
+        return Label(kind, self._identity, f"{self._owner:016x}", place)
+
+    def _is_own(self, process: int, owner: int) -> bool:
+        return owner == self._owner and process == os.getpid()
+
+    def _reach(self, process: int, fd: int, owner: int, kind: str) -> int | None:
+        expected = (kind, self._identity, f"{owner:016x}")
+        return reach(process, fd, lambda label: label[:3] == expected)
+
+    def recognise(self, fd: int, kind: str) -> Label:
+        """What a descriptor is that should be a pool or memory of this machine."""
+        label = recognise(fd)
+        known = label is not None and label.machine == self._identity and label.kind in ("pool", "memory")
+        check(known, Result.CUDA_ERROR_UNKNOWN)
+        assert label is not None
+        check(label.kind == kind, Result.CUDA_ERROR_NOT_SUPPORTED)
+        if label.place.type != _DEVICE:
+            raise NotModelled(f"importing a {kind} of host memory" if kind == "pool" else "importing host memory")
+        if label.place.id >= len(self._machine.devices):
+            raise NotModelled("importing memory of a device that this process does not have")
+        return label
+
+    # -- fabric handles --------------------------------------------------------------------------------------
+
+    def fabric_handle(self, kind: str, physical: Physical) -> bytes:
+        return pack(f"fabric {kind}", os.getpid(), physical.fd, self._owner)
+
+    def open_fabric(self, kind: str, data: bytes) -> int:
+        """A descriptor for what another process of this machine, or this one, has exported."""
+        words = unpack(f"fabric {kind}", data, 3)
+        check(words is not None)
+        assert words is not None
+        fd = reach(words[0], words[1], lambda label: label.kind == kind and label.machine == self._identity)
+        if fd is None:
+            raise NotModelled("importing from a fabric handle of a process that has given the memory up")
+        fcntl.flock(fd, fcntl.LOCK_SH)  # as a descriptor that was exported: see Physical.lend
+        return fd
+
+    # -- pools -----------------------------------------------------------------------------------------------
+
+    def import_pool(self, fd: int) -> ImportedPool:
+        """The same pool every time (observed on H200)."""
+        label = self.recognise(fd, "pool")
+        serial = int(label.serial, 16)
+        pool = next((pool for pool in self.pools.values() if pool.serial == serial), None)
+        if pool is None:
+            with operating_system():
+                pool = ImportedPool(self._machine, self._machine.new_handle(), label, fd)
+            self.pools[pool.handle] = pool
+        return pool
+
+    def export_pointer(self, pool: Pool, offset: int, size: int) -> bytes:
+        return pack("pointer", os.getpid(), 1, int(pool.label.serial, 16), offset, size)
+
+    def import_pointer(self, pool: ImportedPool, data: bytes) -> int:
+        words = unpack("pointer", data, 5)
+        check(words is not None and words[2] == pool.serial)
+        assert words is not None
+        return pool.import_pointer(words[3], words[4])
+
+    # -- plain memory ----------------------------------------------------------------------------------------
+
+    def memory_handle(self, allocation: Allocation) -> bytes:
+        """The same for every address within an allocation."""
+        assert allocation.device is not None
+        physical, offset = self._machine.devices[allocation.device].heap.locate(allocation.base)
+        physical.seal()
+        return pack_memory(allocation.id, os.getpid(), allocation.size, offset, physical.fd, self._owner)
+
+    def open_memory(self, data: bytes, context: Context) -> int:
+        """Open memory of another process, and count how often. The block around it is mapped with it."""
+        words = unpack_memory(data)
+        check(words is not None)
+        assert words is not None
+        process, size, offset, fd, owner = words
+        check(not self._is_own(process, owner), Result.CUDA_ERROR_INVALID_CONTEXT)
+        found = self._opened.get(words)
+        if found is not None:
+            found.times += 1
+            return found.allocation.base
+        start = offset // BLOCK * BLOCK
+        key = (process, fd, owner, start)
+        block = self._blocks.get(key)
+        if block is None:
+            end = -(-(offset + size) // BLOCK) * BLOCK
+            block = self._blocks[key] = self._map_block(process, fd, owner, start, end, context)
+        address = block.reservation.base + offset - start
+        if address + size > block.reservation.end or self._machine.allocations.overlapping(address, address + size):
+            raise NotModelled("opening memory while something is open that was freed by its owner before")
+        block.allocations += 1
+        allocation = self._machine.remember(address, size, "ipc", context.device.ordinal, context)
+        self._opened[words] = OpenedMemory(allocation, block)
+        return address
+
+    def _map_block(self, process: int, fd: int, owner: int, start: int, end: int, context: Context) -> OpenedBlock:
+        own = self._reach(process, fd, owner, "heap")
+        check(own is not None)
+        assert own is not None
+        physical = Physical.adopt(own)
+        try:
+            label = recognise(own)
+            check(label is not None and end <= physical.size)
+            assert label is not None
+            if label.place.id != context.device.ordinal:
+                raise NotModelled("opening plain memory of another device than the current context's")
+            with operating_system():
+                reservation = Reservation(end - start, BLOCK)
+                reservation.map(reservation.base, end - start, physical, start)
+        finally:
+            physical.close()
+        self._machine.arenas.add(reservation)
+        return OpenedBlock(reservation)
+
+    def _unmap_block(self, block: OpenedBlock) -> None:
+        self._machine.arenas.remove(block.reservation)
+        block.reservation.close()
+
+    def opened_at(self, address: int) -> OpenedMemory:
+        found = next((one for one in self._opened.values() if one.allocation.base == address), None)
+        check(found is not None)
+        assert found is not None
+        return found
+
+    def close_memory(self, opened: OpenedMemory) -> None:
+        opened.times -= 1
+        if not opened.times:
+            self.forget_memory(opened.allocation)
+
+    def forget_memory(self, allocation: Allocation) -> None:
+        """Unmap opened memory, however often it was opened."""
+        words, opened = next((words, one) for words, one in self._opened.items() if one.allocation is allocation)
+        del self._opened[words]
+        self._machine.allocations.remove(allocation)
+        opened.block.allocations -= 1
+        if not opened.block.allocations:
+            key = next(key for key, block in self._blocks.items() if block is opened.block)
+            del self._blocks[key]
+            self._unmap_block(opened.block)
+
+    # -- events ----------------------------------------------------------------------------------------------
+
+    def event_handle(self, event: Event) -> bytes:
+        shared = event.shared or event.share(self._new_event())
+        return pack("event", os.getpid(), shared.board.fd, shared.index, self._owner)
+
+    def _new_event(self) -> SharedEvent:
+        shared = self._own_boards[-1].take() if self._own_boards else None
+        if shared is None:
+            with operating_system():
+                physical = Physical(str(self.own_label("events")), BOARD_BYTES)
+                physical.seal()
+                self._own_boards.append(Board(physical.fd))
+            shared = self._own_boards[-1].take()
+            assert shared is not None
+        return shared
+
+    def open_event(self, data: bytes) -> SharedEvent:
+        words = unpack("event", data, 4)
+        check(words is not None, Result.CUDA_ERROR_MAP_FAILED)
+        assert words is not None
+        process, fd, index, owner = words
+        check(not self._is_own(process, owner), Result.CUDA_ERROR_INVALID_CONTEXT)
+        board = self._boards.get((process, fd, owner))
+        if board is None:
+            own = self._reach(process, fd, owner, "events")
+            check(own is not None, Result.CUDA_ERROR_MAP_FAILED)
+            assert own is not None
+            with operating_system():
+                board = self._boards[process, fd, owner] = Board(own)
+        return SharedEvent(board, index)
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        for pool in self.pools.values():
+            pool.close()
+        for block in self._blocks.values():
+            self._unmap_block(block)
+        self.pools.clear()
+        self._blocks.clear()
+        self._opened.clear()
+        for board in (*self._own_boards, *self._boards.values()):
+            board.close()
+        self._own_boards.clear()

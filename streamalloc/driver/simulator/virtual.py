@@ -1,0 +1,332 @@
+"""Virtual memory management: physical memory, reserved addresses, and what is mapped where with which rights.
+
+Memory that can be exported is a file of its own. All other memory shares one sparse file, however many pieces there
+are: a process may have a thousand files, and a growing buffer has more pieces.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .errors import Fault, NotModelled, Result, check
+from .memory import AddressMap, AddressRange, Bank, Physical, Window
+from .pool import Place
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+GRANULARITY = 2 << 20
+"""Of physical memory, reservations and mappings of any kind (observed on H200)."""
+
+_DEVICE, _HOST, _HOST_NUMA = 1, 2, 3  # CUmemLocationType
+NO_ACCESS, READ, READ_WRITE = 0, 1, 3  # CUmemAccess_flags
+
+HOST = Place(_HOST, 0)
+"""Whose rights the host's are: those of HOST and of HOST_NUMA 0 are one (observed on H200)."""
+
+_LARGEST_ADDRESS = 1 << 47
+_LARGEST_ALIGNMENT = 1 << 46  # from here on OUT_OF_MEMORY (observed on H200)
+
+
+def device_place(ordinal: int) -> Place:
+    return Place(_DEVICE, ordinal)
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What memory was made with, as it reads back."""
+
+    place: Place
+    handle_types: int = 0
+    compression: int = 0
+    rdma: int = 0
+    tile_pool: bool = False
+    """Memory for the tiles of sparse arrays; this does not read back (observed on H200)."""
+
+    @property
+    def device(self) -> int | None:
+        """Whose memory it is; None for the host's."""
+        return self.place.id if self.place.type == _DEVICE else None
+
+
+class Memory:
+    """Physical memory, as one handle names it: ``size`` bytes of a file, from ``offset`` on.
+
+    It is there until its handle was released as often as it was given out, and nothing is mapped. ``bank`` gets its
+    bytes back then: None where they were never taken, because another process has.
+    """
+
+    def __init__(
+        self,
+        handle: int,
+        physical: Physical,
+        offset: int,
+        size: int,
+        properties: Properties,
+        bank: Bank | None,
+    ) -> None:
+        self.handle = handle
+        self.physical = physical
+        self.offset = offset
+        self.size = size
+        self.properties = properties
+        self.bank = bank
+        self.handles = 1
+        self.mappings = 0
+        self.tiles = 0
+        """Tiles of arrays that have their memory here, or will once queued work is done."""
+        self._window: Window | None = None
+
+    def window(self) -> Window:
+        """All of it, for work that does not go by addresses."""
+        if self._window is None:
+            self._window = Window(self.physical, self.offset, self.size)
+        return self._window
+
+    def close_window(self) -> None:
+        if self._window is not None:
+            self._window.close()
+            self._window = None
+
+    def leave(self) -> None:
+        """Give the memory up if nobody refers to it any more."""
+        if self.handles or self.mappings:
+            return
+        self.close_window()
+        if self.bank is None:
+            self.physical.close()
+        elif self.properties.handle_types:
+            self.bank.give_up(self.physical)
+        else:
+            self.bank.used -= self.size
+            self.physical.discard(self.offset, self.size)
+
+
+@dataclass(eq=False)
+class Mapping:
+    """Memory at an address, and who may use it there."""
+
+    base: int
+    size: int
+    memory: Memory
+    rights: dict[Place, int] = field(default_factory=dict)
+    """By device, and of the host; in the order in which they were set, without those that were taken away."""
+
+    @property
+    def end(self) -> int:
+        return self.base + self.size
+
+    def right(self, place: Place) -> int:
+        return self.rights.get(place, NO_ACCESS)
+
+    def grant(self, place: Place, flags: int) -> None:
+        self.rights.pop(place, None)
+        if flags:
+            self.rights[place] = flags
+
+    def right_of_host(self) -> int:
+        """What asking about HOST answers: the right of device 0 or of the host, whichever was set last.
+
+        Observed on H200, also for device memory, which the host can never use.
+        """
+        if any(place.type == _DEVICE and place.id for place in self.rights):
+            raise NotModelled("cuMemGetAccess for HOST where a device other than 0 has access")
+        return next(reversed(self.rights.values()), NO_ACCESS)
+
+
+def least_right(mappings: Iterable[Mapping], place: Place) -> int:
+    """What a place may do with all of these."""
+    return min(mapping.right(place) for mapping in mappings)
+
+
+class VirtualMemory:
+    """The physical memory, address ranges and mappings of a machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._memories: dict[int, Memory] = {}
+        self._ranges: dict[int, AddressRange] = {}
+        self._shared: Physical | None = None
+        self.mappings: AddressMap[Mapping] = AddressMap()
+
+    # -- physical memory -------------------------------------------------------------------------------------
+
+    def create(self, size: int, properties: Properties) -> Memory:
+        machine = self._machine
+        device = properties.device
+        bank = machine.host_bank if device is None else machine.devices[device].bank
+        if size > bank.free:
+            machine.make_room(bank, size)
+            if size <= bank.free:
+                raise NotModelled("cuMemCreate of memory that pools hold in reserve")
+            raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
+        if properties.handle_types:
+            physical, offset = Physical(str(machine.sharing.label("memory", properties.place)), size), 0
+        else:
+            if self._shared is None:
+                self._shared = Physical("memory", 0)
+            physical, offset = self._shared, self._shared.extend(size)
+        bank.used += size
+        return self.adopt(physical, offset, size, properties, bank)
+
+    def adopt(self, physical: Physical, offset: int, size: int, properties: Properties, bank: Bank | None) -> Memory:
+        """Give memory a handle."""
+        memory = Memory(self._machine.new_handle(), physical, offset, size, properties, bank)
+        self._memories[memory.handle] = memory
+        return memory
+
+    def memory(self, handle: int) -> Memory:
+        check(handle)
+        found = self._memories.get(handle)
+        if found is None:
+            raise NotModelled("using a memory handle that does not exist: the real driver crashes")
+        return found
+
+    def release(self, handle: int) -> None:
+        memory = self._memories.get(handle)
+        check(memory is not None)
+        assert memory is not None
+        if memory.handles == 1 and memory.tiles:
+            raise NotModelled("releasing memory that tiles of an array are mapped to, or will be: unmap them before")
+        memory.handles -= 1
+        if not memory.handles:
+            del self._memories[handle]
+            memory.leave()
+
+    def retain(self, memory: Memory) -> int:
+        """Another reference by the same handle, also where all before were released (observed on H200)."""
+        memory.handles += 1
+        self._memories[memory.handle] = memory
+        return memory.handle
+
+    # -- addresses -------------------------------------------------------------------------------------------
+
+    def reserve(self, size: int, alignment: int, hint: int) -> int:
+        check(size and size % GRANULARITY == 0)
+        check(alignment & (alignment - 1) == 0 and alignment < 1 << 63)
+        alignment = max(alignment, GRANULARITY)
+        check(hint % alignment == 0)
+        no_room = Result.CUDA_ERROR_OUT_OF_MEMORY
+        check(max(size, hint) < _LARGEST_ADDRESS and alignment < _LARGEST_ALIGNMENT, no_room)
+        try:
+            found = AddressRange(size, alignment, hint)
+        except OSError as error:
+            if error.errno != errno.ENOMEM:
+                raise
+            raise Fault(no_room) from error
+        self._ranges[found.base] = found
+        self._machine.arenas.add(found)
+        return found.base
+
+    def free(self, base: int, size: int) -> None:
+        found = self._ranges.get(base)
+        check(found is not None and found.size == size)
+        assert found is not None
+        check(not self.mappings.overlapping(base, base + size))
+        del self._ranges[base]
+        self._machine.arenas.remove(found)
+        found.close()
+
+    def range_of(self, address: int) -> AddressRange | None:
+        found = self._machine.arenas.find(address)
+        return found if isinstance(found, AddressRange) else None
+
+    def _pieces(self, start: int, end: int) -> list[tuple[AddressRange, int, int]]:
+        """The reservations that follow each other from ``start``: each with what it has of the range, up to ``end``
+        or to the first address that is not reserved.
+        """
+        pieces = []
+        while start < end:
+            found = self.range_of(start)
+            if found is None:
+                break
+            stop = min(end, found.end)
+            pieces.append((found, start, stop))
+            start = stop
+        return pieces
+
+    # -- mappings --------------------------------------------------------------------------------------------
+
+    def map(self, address: int, size: int, offset: int, memory: Memory) -> None:
+        check(address and size and address % GRANULARITY == 0)
+        check(size == memory.size and not offset, Result.CUDA_ERROR_NOT_SUPPORTED)
+        end = address + size
+        pieces = self._pieces(address, end)
+        check(pieces and not self.mappings.overlapping(address, end))
+        if pieces[-1][2] < end:
+            raise NotModelled("mapping beyond the end of a reservation: the real driver does not notice")
+        if memory.properties.tile_pool:
+            raise NotModelled("cuMemMap of memory for tiles of arrays")
+        try:
+            for found, start, stop in pieces:
+                found.map(start, stop - start, memory.physical, memory.offset + start - address)
+        except OSError as error:
+            for found, start, stop in pieces:
+                found.unmap(start, stop - start)
+            if error.errno != errno.ENOMEM:
+                raise
+            raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY) from error
+        memory.mappings += 1
+        mapping = Mapping(address, size, memory)
+        self.mappings.add(mapping)
+        self._machine.remember(address, size, "mapped", memory.properties.device, None).mapping = mapping
+
+    def unmap(self, address: int, size: int) -> None:
+        """Whole mappings and the holes between them. Work that is running ends first; work that is still queued then
+        is not waited for, and fails when it gets there (observed on H200).
+        """
+        end = address + size
+        check(size and address % GRANULARITY == 0 and size % GRANULARITY == 0)
+        self._machine.timeline.run_down()  # first of all: other threads may map and unmap meanwhile
+        pieces = self._pieces(address, end)
+        check(pieces and pieces[-1][2] == end)
+        mappings = self.mappings.overlapping(address, end)
+        check(all(address <= mapping.base and mapping.end <= end for mapping in mappings))
+        for mapping in mappings:
+            for found, start, stop in self._pieces(mapping.base, mapping.end):
+                found.unmap(start, stop - start)
+            self.mappings.remove(mapping)
+            self._machine.allocations.remove(self._machine.allocations.at[mapping.base])
+            mapping.memory.mappings -= 1
+            mapping.memory.leave()
+
+    def mapping_at(self, address: int) -> Mapping:
+        found = self.mappings.find(address)
+        check(found is not None)
+        assert found is not None
+        return found
+
+    def span(self, address: int, size: int) -> list[Mapping]:
+        """The mappings under a range, which has no hole; it may begin and end inside one."""
+        mappings = self.mappings.overlapping(address, address + size)
+        check(mappings and mappings[0].base <= address and address + size <= mappings[-1].end)
+        check(all(one.end == two.base for one, two in itertools.pairwise(mappings)))
+        return mappings
+
+    def whole_span(self, address: int, size: int) -> list[Mapping]:
+        """The same, for a range of whole mappings."""
+        mappings = self.span(address, size)
+        check(mappings[0].base == address and mappings[-1].end == address + size)
+        return mappings
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        for memory in self._memories.values():
+            memory.close_window()
+        files = {memory.physical for memory in self._memories.values()}
+        files.update(mapping.memory.physical for mapping in self.mappings.at.values())
+        for physical in files:
+            physical.close()
+        if self._shared is not None:
+            self._shared.close()
+        for found in self._ranges.values():
+            self._machine.arenas.remove(found)
+            found.close()
+        self._ranges.clear()
+        self._memories.clear()
+        self.mappings = AddressMap()

@@ -1,0 +1,201 @@
+"""Who may use mapped memory of a device: grants, what they are for, and what work checks of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from .support import (
+    DEVICE,
+    HOST,
+    HOST_NUMA,
+    HOST_NUMA_CURRENT,
+    LEGACY,
+    NO_ACCESS,
+    NOWHERE,
+    PAGE,
+    READ,
+    READWRITE,
+    UNRESERVED,
+    Rig,
+    said,
+    value,
+)
+
+OWN = (DEVICE, 0, READWRITE)
+
+
+@pytest.fixture
+def start(rig: Rig) -> int:
+    """A range of eight pages with three mappings of one page at its begin, and access to none."""
+    start = rig.reserve(8 * PAGE)
+    for page in range(3):
+        rig.map(start + page * PAGE, rig.memory())
+    return start
+
+
+@pytest.fixture
+def open_start(rig: Rig, start: int) -> int:
+    """The same with access, and full of sevens."""
+    assert rig.set_access(start, 3 * PAGE, OWN) == "SUCCESS"
+    value(rig.raw.cuMemsetD8(start, 7, 3 * PAGE))
+    rig.synchronize()
+    return start
+
+
+class TestGetAccess:
+    def test_of_one_mapping(self, rig: Rig, start: int) -> None:
+        assert rig.set_access(start, PAGE, OWN) == "SUCCESS"
+        assert [rig.get_access(start + at) for at in (0, 77, PAGE)] == [READWRITE, READWRITE, NO_ACCESS]
+
+    @pytest.mark.parametrize("flags", [NO_ACCESS, READ, READWRITE])
+    def test_of_a_location(self, rig: Rig, start: int, flags: int) -> None:
+        assert rig.set_access(start, PAGE, (DEVICE, 0, flags)) == "SUCCESS"
+        # Asked for the host, the call says what device 0 may do.
+        assert [rig.get_access(start, kind) for kind in (DEVICE, HOST)] == [flags, flags]
+
+    def test_of_the_host_s_memory_node(self, rig: Rig, start: int) -> None:
+        assert rig.set_access(start, PAGE, OWN) == "SUCCESS"
+        assert rig.get_access(start, HOST_NUMA) == NO_ACCESS
+
+    @pytest.mark.parametrize(("kind", "id"), [(DEVICE, 9), (NOWHERE, 0), (HOST_NUMA_CURRENT, 0)])
+    def test_of_what_is_no_place(self, rig: Rig, start: int, kind: int, id: int) -> None:
+        assert rig.get_access(start, kind, id) == "INVALID_DEVICE"
+
+    def test_of_no_location(self, rig: Rig, start: int) -> None:
+        assert said(rig.raw.cuMemGetAccess(None, start)) == "INVALID_VALUE"
+
+    def test_where_nothing_is_mapped(self, rig: Rig, start: int) -> None:
+        assert rig.get_access(start + 5 * PAGE) == "INVALID_VALUE"
+
+    def test_where_nothing_is_reserved(self, rig: Rig) -> None:
+        assert rig.get_access(UNRESERVED) == "INVALID_VALUE"
+
+
+class TestSetAccess:
+    @pytest.mark.parametrize(
+        ("at", "size", "expected"),
+        [
+            (0, 3 * PAGE, "SUCCESS"),
+            (0, 4 * PAGE, "INVALID_VALUE"),
+            (4 * PAGE, PAGE, "INVALID_VALUE"),
+            (0, PAGE // 2, "INVALID_VALUE"),
+            (0, 1 << 16, "INVALID_VALUE"),
+            (4096, PAGE, "INVALID_VALUE"),
+            (0, PAGE + 4096, "INVALID_VALUE"),
+            (PAGE // 2, PAGE, "INVALID_VALUE"),
+            (0, 0, "INVALID_VALUE"),
+        ],
+        ids=[
+            "all three",
+            "with what is not mapped",
+            "what is not mapped",
+            "half of one",
+            "64 KiB of one",
+            "4 KiB behind the begin",
+            "4 KiB more than one",
+            "halves of two",
+            "no bytes",
+        ],
+    )
+    def test_range(self, rig: Rig, start: int, at: int, size: int, expected: str) -> None:
+        assert rig.set_access(start + at, size, OWN) == expected
+
+    @pytest.mark.parametrize(
+        ("wanted", "expected"),
+        [
+            ((DEVICE, 9, READWRITE), "INVALID_VALUE"),
+            ((NOWHERE, 0, READWRITE), "INVALID_VALUE"),
+            ((HOST, 0, READWRITE), "NOT_SUPPORTED"),
+            ((HOST, 0, NO_ACCESS), "SUCCESS"),
+            ((HOST_NUMA, 0, READWRITE), "NOT_SUPPORTED"),
+            ((HOST_NUMA_CURRENT, 0, READWRITE), "INVALID_VALUE"),
+        ],
+        ids=["device that is not there", "nowhere", "host", "host, none", "host NUMA", "current host NUMA"],
+    )
+    def test_location(self, rig: Rig, start: int, wanted: tuple[int, int, int], expected: str) -> None:
+        assert rig.set_access(start, PAGE, wanted) == expected
+
+    def test_what_comes_before_a_refused_place_is_set(self, rig: Rig, start: int) -> None:
+        assert rig.set_access(start, PAGE, (DEVICE, 0, READ)) == "SUCCESS"
+        assert rig.set_access(start, PAGE, OWN, (HOST, 0, READWRITE)) == "NOT_SUPPORTED"
+        assert rig.get_access(start) == READWRITE
+
+    @pytest.mark.parametrize(
+        ("wanted", "expected"),
+        [((DEVICE, 9, READWRITE), "INVALID_VALUE"), ((HOST, 0, READWRITE), "NOT_SUPPORTED")],
+        ids=["device that is not there", "host"],
+    )
+    def test_one_that_is_refused_beside_another(
+        self, rig: Rig, start: int, wanted: tuple[int, int, int], expected: str
+    ) -> None:
+        assert rig.set_access(start, PAGE, (DEVICE, 0, READ), wanted) == expected
+
+    def test_of_nobody(self, rig: Rig, start: int) -> None:
+        assert said(rig.raw.cuMemSetAccess(start, PAGE, [], 0)) == "INVALID_VALUE"
+        assert said(rig.raw.cuMemSetAccess(start, PAGE, None, 0)) == "INVALID_VALUE"
+
+    def test_of_one_device_twice(self, rig: Rig, start: int) -> None:
+        """The last one counts."""
+        assert rig.set_access(start, PAGE, OWN, (DEVICE, 0, READ)) == "SUCCESS"
+        assert rig.get_access(start) == READ
+
+
+class TestWork:
+    """Fills and copies are checked at the call."""
+
+    def test_on_memory_to_read(self, rig: Rig, open_start: int) -> None:
+        raw, stream = rig.raw, rig.stream()
+        assert rig.set_access(open_start, PAGE, (DEVICE, 0, READ)) == "SUCCESS"
+        assert rig.read(open_start, 4) == [7] * 4
+        refused = (
+            raw.cuMemsetD8(open_start, 8, PAGE),
+            raw.cuMemcpyHtoD(open_start, np.ones(8, np.uint8), 8),
+            raw.cuMemcpyAsync(open_start, int(rig.pinned(64)), 8, stream),
+            raw.cuMemcpyDtoD(open_start, open_start + PAGE, 8),
+        )
+        assert [said(answer) for answer in refused] == ["INVALID_VALUE"] * 4
+        assert rig.read(open_start, 8) == [7] * 8
+
+    def test_on_memory_without_access(self, rig: Rig, open_start: int) -> None:
+        raw = rig.raw
+        host: npt.NDArray[np.uint8] = np.zeros(8, np.uint8)
+        assert rig.set_access(open_start, PAGE, (DEVICE, 0, NO_ACCESS)) == "SUCCESS"
+        refused = (
+            raw.cuMemsetD8(open_start, 8, PAGE),
+            raw.cuMemcpyDtoD(open_start + PAGE, open_start, 8),
+            raw.cuMemcpyDtoH(host, open_start, 8),
+        )
+        assert [said(answer) for answer in refused] == ["INVALID_VALUE"] * 3
+        assert rig.set_access(open_start, PAGE, OWN) == "SUCCESS"
+        assert rig.read(open_start, 8) == [7] * 8
+
+    def test_over_several_mappings(self, rig: Rig, open_start: int) -> None:
+        half, last = PAGE // 2, open_start + 2 * PAGE
+        assert said(rig.raw.cuMemsetD8(open_start, 3, 3 * PAGE)) == "SUCCESS"
+        assert rig.read(last - 4, 8) == [3] * 8
+        value(rig.raw.cuMemsetD8(last, 4, PAGE))
+        assert said(rig.raw.cuMemcpyDtoD(open_start + half, open_start + 3 * half, PAGE)) == "SUCCESS"
+        assert rig.read(open_start + PAGE - 4, 8) == [3] * 4 + [4] * 4
+
+    def test_into_what_is_not_mapped(self, rig: Rig, open_start: int) -> None:
+        last = open_start + 2 * PAGE
+        assert said(rig.raw.cuMemsetD8(last, 3, 2 * PAGE)) == "INVALID_VALUE"
+        assert said(rig.raw.cuMemcpyHtoD(last, np.ones(2 * PAGE, np.uint8), 2 * PAGE)) == "INVALID_VALUE"
+        rig.synchronize()
+
+    def test_where_nothing_is_mapped(self, rig: Rig, open_start: int) -> None:
+        value(rig.raw.cuMemUnmap(open_start + PAGE, PAGE))
+        assert said(rig.raw.cuMemsetD8Async(open_start + PAGE, 3, PAGE, LEGACY)) == "INVALID_VALUE"
+        rig.synchronize()
+
+    def test_where_nothing_is_reserved(self, rig: Rig) -> None:
+        assert said(rig.raw.cuMemsetD8(UNRESERVED, 1, 4)) == "INVALID_VALUE"
+        rig.synchronize()
+
+    @pytest.mark.parametrize("name", ["cuMemFree", "cuMemFreeAsync", "cuIpcGetMemHandle"])
+    def test_it_is_no_allocation(self, rig: Rig, open_start: int, name: str) -> None:
+        arguments = (open_start, LEGACY) if name == "cuMemFreeAsync" else (open_start,)
+        assert said(getattr(rig.raw, name)(*arguments)) == "INVALID_VALUE"
+        assert rig.read(open_start, 8) == [7] * 8

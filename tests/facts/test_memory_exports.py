@@ -1,0 +1,220 @@
+"""Physical memory as file descriptors: exports and imports in one process, and DMA-BUFs of address ranges."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from .support import DEVICE, FABRIC, NO_HANDLE, PAGE, POSIX_FD, READWRITE, WIN32, Answer, MiB, Rig, said, value
+
+OWN = (DEVICE, 0, READWRITE)
+
+
+class Descriptors:
+    """Exports and imports of memory; descriptors are closed and handles released at the end."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self._open: set[int] = set()
+
+    def type(self, number: int) -> Any:
+        return self.rig.raw.CUmemAllocationHandleType(number)
+
+    def export(self, memory: Any, handle_type: int = POSIX_FD, flags: int = 0) -> Answer:
+        return self.keep(self.rig.raw.cuMemExportToShareableHandle(memory, self.type(handle_type), flags))
+
+    def exported(self, memory: Any) -> int:
+        return int(value(self.export(memory)))
+
+    def import_(self, fd: int, handle_type: int = POSIX_FD) -> Answer:
+        return self.rig.keep_memory(self.rig.raw.cuMemImportFromShareableHandle(fd, self.type(handle_type)))
+
+    def imported(self, fd: int) -> Any:
+        return value(self.import_(fd))
+
+    def keep(self, answer: Answer) -> Answer:
+        """Close the descriptor that was answered, unless the test does."""
+        if said(answer) == "SUCCESS":
+            self._open.add(int(answer[1]))
+        return answer
+
+    def close(self, fd: int) -> None:
+        self._open.discard(fd)
+        os.close(fd)
+
+    def close_all(self) -> None:
+        for fd in list(self._open):
+            self.close(fd)
+
+
+@pytest.fixture
+def fds(rig: Rig) -> Iterator[Descriptors]:
+    fds = Descriptors(rig)
+    yield fds
+    fds.close_all()
+
+
+class TestExport:
+    def test_twice(self, rig: Rig, fds: Descriptors) -> None:
+        memory = rig.memory(handle_types=POSIX_FD)
+        first, second = fds.exported(memory), fds.exported(memory)
+        assert first != second
+        assert not os.get_inheritable(first)
+
+    @pytest.mark.parametrize(
+        ("handle_type", "flags"),
+        [(POSIX_FD, 1), (FABRIC, 0), (NO_HANDLE, 0), (WIN32, 0)],
+        ids=["flags", "fabric", "none", "Win32"],
+    )
+    def test_refused(self, rig: Rig, fds: Descriptors, handle_type: int, flags: int) -> None:
+        memory = rig.memory(handle_types=POSIX_FD)
+        assert said(fds.export(memory, handle_type, flags)) == "INVALID_VALUE"
+
+    def test_of_memory_that_is_not_made_for_it(self, rig: Rig, fds: Descriptors) -> None:
+        assert said(fds.export(rig.memory())) == "INVALID_VALUE"
+
+    def test_of_an_import(self, rig: Rig, fds: Descriptors) -> None:
+        imported = fds.imported(fds.exported(rig.memory(handle_types=POSIX_FD)))
+        assert said(fds.export(imported)) == "INVALID_VALUE"
+
+
+class TestImport:
+    def test_is_another_handle_for_the_same_memory(self, rig: Rig, fds: Descriptors) -> None:
+        memory = rig.memory(2 * PAGE, handle_types=POSIX_FD)
+        fd, free = fds.exported(memory), rig.device_free()
+        imports = [fds.imported(fd) for _ in range(2)]
+        assert len({int(handle) for handle in (memory, *imports)}) == 3
+        assert rig.device_free() == free
+        props = value(rig.raw.cuMemGetAllocationPropertiesFromHandle(imports[0]))
+        # It is said to have no handle type: an import is not exported again.
+        read = (props.type, props.requestedHandleTypes, props.location.type, props.location.id)
+        assert [int(one) for one in read] == [1, NO_HANDLE, DEVICE, 0]
+
+    def test_is_mapped_as_a_whole(self, rig: Rig, fds: Descriptors) -> None:
+        imported = fds.imported(fds.exported(rig.memory(2 * PAGE, handle_types=POSIX_FD)))
+        start = rig.reserve(4 * PAGE)
+        sizes = (PAGE, 4 * PAGE, 2 * PAGE)
+        answers = [said(rig.raw.cuMemMap(start, size, 0, imported, 0)) for size in sizes]
+        assert answers == ["NOT_SUPPORTED", "NOT_SUPPORTED", "SUCCESS"]
+
+    def test_shows_the_same_bytes(self, rig: Rig, fds: Descriptors) -> None:
+        memory = rig.memory(handle_types=POSIX_FD)
+        imported = fds.imported(fds.exported(memory))
+        there, here = (rig.map(rig.reserve(PAGE), handle) for handle in (imported, memory))
+        for address in (there, here):
+            assert rig.set_access(address, PAGE, OWN) == "SUCCESS"
+        value(rig.raw.cuMemsetD8(there, 4, PAGE))
+        assert rig.read(here, 4) == [4] * 4
+        retained = [value(rig.keep_memory(rig.raw.cuMemRetainAllocationHandle(one))) for one in (there, here)]
+        assert [int(one) for one in retained] == [int(imported), int(memory)]
+
+    def test_of_a_closed_descriptor(self, rig: Rig, fds: Descriptors) -> None:
+        fd = fds.exported(rig.memory(handle_types=POSIX_FD))
+        fds.close(fd)
+        assert said(fds.import_(fd)) == "UNKNOWN"
+
+    @pytest.mark.parametrize("kind", ["pipe", "memfd", "null device"])
+    def test_of_another_kind_of_file(self, fds: Descriptors, kind: str) -> None:
+        opened: tuple[int, ...]
+        if kind == "pipe":
+            opened = os.pipe()
+        else:
+            opened = (os.memfd_create("x") if kind == "memfd" else os.open(os.devnull, os.O_RDONLY),)
+        try:
+            assert said(fds.import_(opened[0])) == "UNKNOWN"
+        finally:
+            for fd in opened:
+                os.close(fd)
+
+    @pytest.mark.parametrize(("handle_type", "expected"), [(WIN32, "NOT_SUPPORTED"), (NO_HANDLE, "INVALID_VALUE")])
+    def test_as_another_type(self, fds: Descriptors, handle_type: int, expected: str) -> None:
+        opened = os.pipe()
+        try:
+            assert said(fds.import_(opened[0], handle_type)) == expected
+        finally:
+            for fd in opened:
+                os.close(fd)
+
+    def test_negative_descriptor(self, fds: Descriptors) -> None:
+        message = re.escape("Provided argument is of type <class 'int'> but expected")
+        with pytest.raises(TypeError, match=f"^{message}"):
+            fds.import_(-1)
+
+    def test_of_a_pool(self, rig: Rig, fds: Descriptors) -> None:
+        pool = rig.pool(handle_types=POSIX_FD)
+        fd = int(value(fds.keep(rig.raw.cuMemPoolExportToShareableHandle(pool, fds.type(POSIX_FD), 0))))
+        assert said(fds.import_(fd)) == "NOT_SUPPORTED"
+
+    def test_as_a_pool(self, rig: Rig, fds: Descriptors) -> None:
+        fd = fds.exported(rig.memory(handle_types=POSIX_FD))
+        assert said(rig.raw.cuMemPoolImportFromShareableHandle(fd, fds.type(POSIX_FD), 0)) == "NOT_SUPPORTED"
+
+
+class TestLifetime:
+    SIZE = 64 * MiB
+
+    def test_a_descriptor_keeps_the_memory(self, rig: Rig, fds: Descriptors) -> None:
+        memory = rig.memory(self.SIZE, handle_types=POSIX_FD)
+        free, fd = rig.device_free(), fds.exported(memory)
+        assert rig.release(memory) == "SUCCESS"
+        assert rig.device_free() == free
+        fds.close(fd)
+        assert rig.device_free() - free == self.SIZE
+
+    def test_an_import_keeps_the_memory(self, rig: Rig, fds: Descriptors) -> None:
+        memory = rig.memory(self.SIZE, handle_types=POSIX_FD)
+        free, fd = rig.device_free(), fds.exported(memory)
+        assert rig.release(memory) == "SUCCESS"
+        imported = fds.imported(fd)
+        fds.close(fd)
+        assert rig.device_free() == free
+        assert rig.release(imported) == "SUCCESS"
+        assert rig.device_free() - free == self.SIZE
+
+
+class TestDmaBuf:
+    """cuMemGetHandleForAddressRange gives a descriptor that has the size of the range."""
+
+    # Pages 0 and 1 of the range are mapped; where it begins and how many bytes.
+    RANGES = (
+        ("a mapping", 0, PAGE, "SUCCESS"),
+        ("an RDMA mapping", PAGE, PAGE, "SUCCESS"),
+        ("both", 0, 2 * PAGE, "SUCCESS"),
+        ("64 KiB", 0, 1 << 16, "SUCCESS"),
+        ("4 KiB", 0, 4096, "SUCCESS"),
+        ("100 bytes", 0, 100, "INVALID_VALUE"),
+        ("from 100 bytes inside", 100, 4096, "INVALID_VALUE"),
+        ("what is not mapped", 2 * PAGE, PAGE, "INVALID_VALUE"),
+        ("no bytes", 0, 0, "INVALID_VALUE"),
+    )
+
+    def check(self, fds: Descriptors, address: int, size: int, expected: str) -> None:
+        raw = fds.rig.raw
+        dma_buf = raw.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+        answer = fds.keep(raw.cuMemGetHandleForAddressRange(address, size, dma_buf, 0))
+        assert said(answer) == expected
+        if expected == "SUCCESS":
+            assert os.lseek(answer[1], 0, os.SEEK_END) == size
+        # The flag asks for a mapping over PCIe.
+        over_pcie = fds.keep(raw.cuMemGetHandleForAddressRange(address, size, dma_buf, 1))
+        assert said(over_pcie) == ("NOT_SUPPORTED" if expected == "SUCCESS" else expected)
+
+    @pytest.mark.parametrize(("at", "size", "expected"), [one[1:] for one in RANGES], ids=[one[0] for one in RANGES])
+    def test_of_mappings(self, rig: Rig, fds: Descriptors, at: int, size: int, expected: str) -> None:
+        start = rig.reserve(4 * PAGE)
+        rig.map(start, rig.memory())
+        rig.map(start + PAGE, rig.memory(rdma=1))
+        assert rig.set_access(start, 2 * PAGE, OWN) == "SUCCESS"
+        self.check(fds, start + at, size, expected)
+
+    @pytest.mark.parametrize(("at", "size"), [(0, 4 * MiB), (1 << 16, 1 << 16)], ids=["all", "part"])
+    def test_of_plain_memory(self, rig: Rig, fds: Descriptors, at: int, size: int) -> None:
+        self.check(fds, int(rig.plain(4 * MiB)) + at, size, "SUCCESS")
+
+    def test_of_pool_memory(self, rig: Rig, fds: Descriptors) -> None:
+        pointer = rig.allocate(rig.pool(), 4 * MiB, rig.stream())
+        self.check(fds, int(pointer), 4 * MiB, "SUCCESS")

@@ -1,0 +1,258 @@
+"""Physical memory: which properties make it, what its handle says of it, and when the device has it back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+from .support import (
+    DEVICE,
+    FABRIC,
+    HOST,
+    HOST_NUMA,
+    HOST_NUMA_CURRENT,
+    NOWHERE,
+    PAGE,
+    POSIX_FD,
+    READWRITE,
+    UINT64_MAX,
+    WIN32,
+    WIN32_KMT,
+    MiB,
+    Rig,
+    in_new_thread,
+    said,
+    value,
+)
+
+Props = dict[str, int]
+
+# What the handle of new memory says where it is not what was asked for.
+AS_HOST_NUMA = {"location": HOST_NUMA, "id": 0}
+NO_USAGE = {"usage": 0}
+
+MADE: dict[str, tuple[Props, Props]] = {
+    "device": ({}, {}),
+    "compressed": ({"compression": 1}, {}),
+    "RDMA": ({"rdma": 1}, {}),
+    "file descriptor": ({"handle_types": POSIX_FD}, {}),
+    "tile pool": ({"usage": 1}, NO_USAGE),
+    "usage 2": ({"usage": 2}, NO_USAGE),
+    "usage 4": ({"usage": 4}, NO_USAGE),
+    "usage 8": ({"usage": 8}, NO_USAGE),
+    "compressed, RDMA": ({"compression": 1, "rdma": 1}, {"compression": 0}),
+    "compressed, file descriptor": ({"compression": 1, "handle_types": POSIX_FD}, {}),
+    "RDMA, file descriptor": ({"rdma": 1, "handle_types": POSIX_FD}, {}),
+    "host": ({"location": HOST}, AS_HOST_NUMA),
+    "host, id 7": ({"location": HOST, "id": 7}, AS_HOST_NUMA),
+    "host, tile pool": ({"location": HOST, "usage": 1}, AS_HOST_NUMA | NO_USAGE),
+    "host NUMA": ({"location": HOST_NUMA}, {}),
+    "host NUMA, file descriptor": ({"location": HOST_NUMA, "handle_types": POSIX_FD}, {}),
+}
+REFUSED: dict[str, tuple[str, Props]] = {
+    # These two of a machine without an IMEX channel.
+    "fabric": ("NOT_PERMITTED", {"handle_types": FABRIC}),
+    "file descriptor and fabric": ("NOT_PERMITTED", {"handle_types": POSIX_FD | FABRIC}),
+    "Win32": ("INVALID_VALUE", {"handle_types": WIN32}),
+    "Win32 KMT": ("INVALID_VALUE", {"handle_types": WIN32_KMT}),
+    "compression 2": ("INVALID_VALUE", {"compression": 2}),
+    "tile pool, compressed": ("INVALID_VALUE", {"usage": 1, "compression": 1}),
+    "tile pool, file descriptor": ("INVALID_VALUE", {"usage": 1, "handle_types": POSIX_FD}),
+    "allocation type 0": ("INVALID_VALUE", {"allocation_type": 0}),
+    "device that is not there": ("INVALID_DEVICE", {"id": 9}),
+    "device -1": ("INVALID_DEVICE", {"id": -1}),
+    "nowhere": ("INVALID_VALUE", {"location": NOWHERE}),
+    "host, file descriptor": ("INVALID_VALUE", {"location": HOST, "handle_types": POSIX_FD}),
+    "host, RDMA": ("INVALID_VALUE", {"location": HOST, "rdma": 1}),
+    "host, compressed": ("INVALID_VALUE", {"location": HOST, "compression": 1}),
+    "host NUMA 99": ("INVALID_VALUE", {"location": HOST_NUMA, "id": 99}),
+    "host NUMA, fabric": ("NOT_PERMITTED", {"location": HOST_NUMA, "handle_types": FABRIC}),
+    "host NUMA, RDMA": ("INVALID_VALUE", {"location": HOST_NUMA, "rdma": 1}),
+    "host NUMA, compressed": ("INVALID_VALUE", {"location": HOST_NUMA, "compression": 1}),
+    "current host NUMA": ("INVALID_VALUE", {"location": HOST_NUMA_CURRENT}),
+}
+ANY = {name: props for name, (props, _) in MADE.items()} | {name: props for name, (_, props) in REFUSED.items()}
+
+
+@pytest.mark.parametrize("name", ANY)
+def test_granularity_is_the_same_for_any_properties(rig: Rig, name: str) -> None:
+    props = rig.memory_props(**ANY[name])
+    flags = rig.raw.CUmemAllocationGranularity_flags
+    for flag in (flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM, flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED):
+        assert value(rig.raw.cuMemGetAllocationGranularity(props, flag)) == PAGE
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_memory(rig: Rig, name: str) -> None:
+    wanted, changed = MADE[name]
+    memory = rig.memory(**wanted)
+    props = value(rig.raw.cuMemGetAllocationPropertiesFromHandle(memory))
+    expected = rig.memory_props(**(wanted | changed))
+    for of in ("type", "location.type", "location.id"):
+        assert attribute(props, of) == attribute(expected, of)
+    for of in ("compressionType", "gpuDirectRDMACapable", "usage"):
+        assert getattr(props.allocFlags, of) == getattr(expected.allocFlags, of)
+    assert int(props.requestedHandleTypes) == int(expected.requestedHandleTypes)
+    assert rig.release(memory) == "SUCCESS"
+
+
+def attribute(of: Any, path: str) -> int:
+    for name in path.split("."):
+        of = getattr(of, name)
+    return int(of)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_memory_that_is_refused(rig: Rig, name: str) -> None:
+    expected, wanted = REFUSED[name]
+    assert said(rig.create_memory(**wanted)) == expected
+
+
+def test_no_properties(rig: Rig) -> None:
+    minimum = rig.raw.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    assert said(rig.raw.cuMemGetAllocationGranularity(None, minimum)) == "INVALID_VALUE"
+    assert said(rig.keep_memory(rig.raw.cuMemCreate(PAGE, None, 0))) == "INVALID_VALUE"
+
+
+def test_flags(rig: Rig) -> None:
+    assert said(rig.keep_memory(rig.raw.cuMemCreate(PAGE, rig.memory_props(), 1))) == "INVALID_VALUE"
+
+
+class TestSize:
+    @pytest.mark.parametrize(
+        ("size", "expected"),
+        [
+            (0, "INVALID_VALUE"),
+            (1, "INVALID_VALUE"),
+            (4096, "INVALID_VALUE"),
+            (PAGE - 1, "INVALID_VALUE"),
+            (PAGE + 4096, "INVALID_VALUE"),
+            (3 * PAGE, "SUCCESS"),
+            (64 * MiB, "SUCCESS"),
+            (1 << 63, "OUT_OF_MEMORY"),
+            (UINT64_MAX + 1 - PAGE, "OUT_OF_MEMORY"),
+            (UINT64_MAX, "INVALID_VALUE"),
+        ],
+    )
+    def test_of_device_memory(self, rig: Rig, size: int, expected: str) -> None:
+        assert said(rig.create_memory(size)) == expected
+
+    def test_more_than_the_device_has(self, rig: Rig) -> None:
+        _, total = value(rig.raw.cuMemGetInfo())
+        assert said(rig.create_memory(-(-total // PAGE) * PAGE)) == "OUT_OF_MEMORY"
+
+    @pytest.mark.parametrize("location", [HOST, HOST_NUMA], ids=["host", "host-numa"])
+    def test_of_host_memory(self, rig: Rig, location: int) -> None:
+        assert said(rig.create_memory(4096, location=location)) == "INVALID_VALUE"
+
+    def test_more_than_the_host_has(self, rig: Rig) -> None:
+        assert said(rig.create_memory(1 << 42, location=HOST)) == "OUT_OF_MEMORY"
+
+    def test_negative(self, rig: Rig) -> None:
+        with pytest.raises(OverflowError, match=r"^can't convert negative value to size_t$"):
+            rig.create_memory(-1)
+
+
+class TestDeviceMemory:
+    """What cuMemGetInfo sees of it."""
+
+    @pytest.mark.parametrize("name", [name for name, (props, _) in MADE.items() if "location" not in props])
+    def test_is_taken_at_once_and_comes_back_at_the_release(self, rig: Rig, name: str) -> None:
+        free = rig.device_free()
+        memory = rig.memory(**MADE[name][0])
+        assert free - rig.device_free() == PAGE
+        assert rig.release(memory) == "SUCCESS"
+        assert rig.device_free() == free
+
+    @pytest.mark.parametrize("name", [name for name, (props, _) in MADE.items() if "location" in props])
+    def test_is_not_taken_by_host_memory(self, rig: Rig, name: str) -> None:
+        # The first of a process takes some for good.
+        assert rig.release(rig.memory(location=HOST)) == "SUCCESS"
+        free = rig.device_free()
+        memory = rig.memory(**MADE[name][0])
+        assert rig.device_free() == free
+        assert rig.release(memory) == "SUCCESS"
+        assert rig.device_free() == free
+
+    def test_comes_back_when_no_handle_and_no_mapping_is_left(self, rig: Rig) -> None:
+        step, taken = 64 * MiB, 256 * MiB
+        free = rig.device_free()
+        memories = [rig.memory(step) for _ in range(4)]
+        assert free - rig.device_free() == taken
+        start = rig.reserve(taken)
+        for number, memory in enumerate(memories):
+            rig.map(start + number * step, memory, step)
+        assert free - rig.device_free() == taken
+        assert rig.set_access(start, taken, (DEVICE, 0, READWRITE)) == "SUCCESS"
+        assert free - rig.device_free() == taken
+        assert [rig.release(memory) for memory in memories] == ["SUCCESS"] * 4
+        assert free - rig.device_free() == taken
+        value(rig.raw.cuMemUnmap(start, taken))
+        # Hardware keeps up to two pages, for what describes the range.
+        assert free - rig.device_free() <= 2 * PAGE
+
+
+class TestHandle:
+    def test_release_twice(self, rig: Rig) -> None:
+        memory = rig.memory()
+        assert rig.release(memory) == "SUCCESS"
+        assert rig.release(memory) == "INVALID_VALUE"
+
+    def test_none(self, rig: Rig) -> None:
+        assert said(rig.raw.cuMemGetAllocationPropertiesFromHandle(0)) == "INVALID_VALUE"
+        assert said(rig.raw.cuMemRelease(0)) == "INVALID_VALUE"
+
+    def test_fresh_memory_has_no_access_for_anyone(self, rig: Rig) -> None:
+        address = rig.mapping()
+        assert rig.get_access(address) == 0
+        assert said(rig.raw.cuMemsetD8(address, 1, PAGE)) == "INVALID_VALUE"
+
+
+def test_no_call_needs_a_context(rig: Rig) -> None:
+    raw = rig.raw
+
+    def call() -> None:
+        minimum = raw.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        assert value(raw.cuMemGetAllocationGranularity(rig.memory_props(), minimum)) == PAGE
+        memory = rig.memory()
+        value(raw.cuMemGetAllocationPropertiesFromHandle(memory))
+        address = rig.map(rig.reserve(PAGE), memory)
+        assert rig.set_access(address, PAGE, (DEVICE, 0, READWRITE)) == "SUCCESS"
+        assert rig.get_access(address) == READWRITE
+        retained = value(rig.keep_memory(raw.cuMemRetainAllocationHandle(address)))
+        assert int(retained) == int(memory)
+        assert said(raw.cuMemUnmap(address, PAGE)) == "SUCCESS"
+        assert [rig.release(retained), rig.release(memory)] == ["SUCCESS"] * 2
+        assert rig.free_range(address, PAGE) == "SUCCESS"
+
+    in_new_thread(call)
+
+
+def test_no_call_makes_the_primary_context(python: Callable[..., CompletedProcess[str]]) -> None:
+    ended = python("""
+from streamalloc.driver import default
+d = default()
+def value(answer):
+    assert answer[0] == 0, answer
+    return answer[-1]
+value(d.cuInit(0))
+props, access = d.CUmemAllocationProp(), d.CUmemAccessDesc()
+props.type = d.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+location = d.CUmemLocation()
+location.type = d.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+props.location = access.location = location
+access.flags = d.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+size = value(d.cuMemGetAllocationGranularity(props, d.CUmemAllocationGranularity_flags(0)))
+memory, address = value(d.cuMemCreate(size, props, 0)), value(d.cuMemAddressReserve(size, 0, 0, 0))
+value(d.cuMemMap(address, size, 0, memory, 0))
+value(d.cuMemSetAccess(address, size, [access], 1))
+assert d.cuDevicePrimaryCtxGetState(0)[1:] == (0, 0)
+value(d.cuMemUnmap(address, size))
+value(d.cuMemRelease(memory))
+value(d.cuMemAddressFree(address, size))
+assert d.cuDevicePrimaryCtxGetState(0)[1:] == (0, 0)
+""")
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -1,0 +1,657 @@
+"""Pools, allocations, plain memory, physical memory and events of one process, used in another.
+
+Readings from two processes on one H200. ``peer`` is the other process.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.peer import OPAQUE_BYTES, Descriptor, Kept, Member, Opaque, Peer, bytes_of, opaque
+
+from .support import (
+    COUNTERS,
+    DEVICE,
+    FABRIC,
+    HOST_NUMA,
+    PAGE,
+    POSIX_FD,
+    READWRITE,
+    REUSE_POLICIES,
+    UINT64_MAX,
+    UNTIMED,
+    MiB,
+    Rig,
+    said,
+    value,
+)
+
+INTERPROCESS = 4
+LAZY_ENABLE_PEER_ACCESS = 1
+FD = Member("CUmemAllocationHandleType", POSIX_FD)
+
+
+@pytest.fixture(scope="module")
+def process(on_cuda: bool) -> Iterator[Peer]:
+    with Peer(on_cuda) as process:
+        yield process
+
+
+@pytest.fixture
+def peer(process: Peer, rig: Rig) -> Iterator[Peer]:
+    """The other process. At the end what was made there is undone, before the same happens here."""
+    yield process
+    process.rig("open_gates")  # streams of either may wait for the other's
+    rig.settle()
+    process.reset()
+
+
+@pytest.fixture
+def another(on_cuda: bool) -> Iterator[Callable[[], Peer]]:
+    """Makes processes that a test may end or kill; what is left of them is killed at its end."""
+    made: list[Peer] = []
+
+    def make() -> Peer:
+        made.append(Peer(on_cuda))
+        return made[-1]
+
+    yield make
+    for process in made:
+        process.close()
+
+
+def eventually(asked: Callable[[], str], answer: str, within: float = 5.0) -> bool:
+    """Whether this is the answer within a time."""
+    end = time.monotonic() + within
+    while asked() != answer:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.0005)
+    return True
+
+
+class SharedPool:
+    """A pool of this process that can be exported, its allocations, and what they are to others."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.pool = rig.pool(UINT64_MAX, handle_types=POSIX_FD)
+        self.stream = rig.stream()
+        raw = rig.raw
+        handle_type = raw.CUmemAllocationHandleType(POSIX_FD)
+        self.fd = int(value(raw.cuMemPoolExportToShareableHandle(self.pool, handle_type, 0)))
+
+    def allocate(self, size: int, byte: int = 7) -> int:
+        """An allocation full of a byte, ready for use."""
+        address = int(self.rig.allocate(self.pool, size, self.stream))
+        self.fill(address, byte, size)
+        return address
+
+    def fill(self, address: int, byte: int, size: int) -> None:
+        value(self.rig.raw.cuMemsetD8Async(address, byte, size, self.stream))
+        value(self.rig.raw.cuStreamSynchronize(self.stream))
+
+    def free(self, address: int) -> None:
+        self.rig.free(address, self.stream)
+        value(self.rig.raw.cuStreamSynchronize(self.stream))
+
+    def data(self, address: int) -> bytes:
+        return bytes_of(value(self.rig.raw.cuMemPoolExportPointer(address)))
+
+
+@pytest.fixture
+def shared(rig: Rig) -> Iterator[SharedPool]:
+    shared = SharedPool(rig)
+    yield shared
+    os.close(shared.fd)
+
+
+@pytest.fixture
+def importer(peer: Peer, shared: SharedPool) -> Peer:
+    """The other process, where the shared pool was imported as "pool"."""
+    assert import_pool(peer, shared.fd) == "SUCCESS"
+    return peer
+
+
+def import_pool(peer: Peer, fd: int, keep: str = "pool") -> str:
+    return peer.said("cuMemPoolImportFromShareableHandle", Descriptor(fd), FD, 0, keep=keep)
+
+
+def pointer_data(data: bytes) -> Opaque:
+    return Opaque("CUmemPoolPtrExportData", data)
+
+
+def import_pointer(peer: Peer, data: bytes, keep: str = "pointer") -> str:
+    return peer.said("cuMemPoolImportPointer", Kept("pool"), pointer_data(data), keep=keep)
+
+
+def imported(peer: Peer, data: bytes, keep: str = "pointer") -> int:
+    return int(peer.value("cuMemPoolImportPointer", Kept("pool"), pointer_data(data), keep=keep))
+
+
+class TestExportOfAPool:
+    def export(self, rig: Rig, pool: Any, handle_type: int = POSIX_FD, flags: int = 0) -> str:
+        answer = rig.raw.cuMemPoolExportToShareableHandle(pool, rig.raw.CUmemAllocationHandleType(handle_type), flags)
+        if said(answer) == "SUCCESS" and handle_type == POSIX_FD:
+            os.close(int(answer[1]))
+        return said(answer)
+
+    def test_descriptor_is_inherited(self, shared: SharedPool) -> None:
+        """Unlike that of physical memory."""
+        assert os.get_inheritable(shared.fd)
+
+    @pytest.mark.parametrize(("handle_type", "flags"), [(POSIX_FD, 1), (FABRIC, 0)], ids=["flags", "fabric"])
+    def test_refused(self, rig: Rig, handle_type: int, flags: int) -> None:
+        pool = rig.pool(handle_types=POSIX_FD)
+        assert self.export(rig, pool, handle_type, flags) == "INVALID_VALUE"
+
+    def test_pool_that_is_not_made_for_it(self, rig: Rig) -> None:
+        assert self.export(rig, rig.pool()) == "INVALID_VALUE"
+
+    def test_default_pool(self, rig: Rig) -> None:
+        assert self.export(rig, value(rig.raw.cuDeviceGetDefaultMemPool(0))) == "INVALID_VALUE"
+
+    def test_pool_of_a_host_node(self, rig: Rig) -> None:
+        assert self.export(rig, rig.pool(location=HOST_NUMA, handle_types=POSIX_FD)) == "SUCCESS"
+
+    def test_as_a_fabric_handle_without_a_channel(self, rig: Rig) -> None:
+        # There is no IMEX channel, which making such a pool does not need.
+        pool = rig.pool(handle_types=FABRIC)
+        assert self.export(rig, pool, FABRIC) == "NOT_PERMITTED"
+
+
+class TestImportOfAPool:
+    def test_twice(self, importer: Peer, shared: SharedPool) -> None:
+        first = importer.value("cuMemPoolImportFromShareableHandle", Descriptor(shared.fd), FD, 0)
+        assert first == importer.value("cuMemPoolImportFromShareableHandle", Descriptor(shared.fd), FD, 0)
+
+    @pytest.mark.parametrize("name", [*REUSE_POLICIES, "RELEASE_THRESHOLD", *COUNTERS])
+    def test_has_no_attributes(self, importer: Peer, name: str, rig: Rig) -> None:
+        attribute = Member("CUmemPool_attribute", int(rig.pool_attribute(name)))
+        assert importer.said("cuMemPoolGetAttribute", Kept("pool"), attribute) == "INVALID_VALUE"
+
+    def test_attributes_cannot_be_set(self, importer: Peer, rig: Rig) -> None:
+        policy = Member("CUmemPool_attribute", int(rig.pool_attribute(REUSE_POLICIES[0])))
+        assert importer.said("cuMemPoolSetAttribute", Kept("pool"), policy, 1) == "INVALID_VALUE"
+
+    def test_is_not_trimmed(self, importer: Peer) -> None:
+        assert importer.said("cuMemPoolTrimTo", Kept("pool"), 0) == "INVALID_VALUE"
+
+    def test_is_not_exported_again(self, importer: Peer) -> None:
+        assert importer.said("cuMemPoolExportToShareableHandle", Kept("pool"), FD, 0) == "INVALID_VALUE"
+
+    def test_is_not_allocated_from(self, importer: Peer) -> None:
+        importer.rig("stream", keep="stream")
+        assert importer.said("cuMemAllocFromPoolAsync", 4, Kept("pool"), Kept("stream")) == "INVALID_VALUE"
+
+    def test_is_not_made_current(self, importer: Peer) -> None:
+        assert importer.said("cuDeviceSetMemPool", 0, Kept("pool")) == "INVALID_VALUE"
+
+    def test_access_of_its_device(self, importer: Peer) -> None:
+        assert importer.rig("access_flags", Kept("pool"), DEVICE, 0) == READWRITE
+        assert importer.rig("grant", Kept("pool"), (DEVICE, 0, READWRITE)) == "SUCCESS"
+        assert importer.rig("access_flags", Kept("pool"), DEVICE, 0) == READWRITE
+
+    def test_is_not_destroyed_while_it_has_imports(self, importer: Peer, shared: SharedPool) -> None:
+        data = shared.data(shared.allocate(MiB))
+        imported(importer, data)
+        assert importer.said("cuMemPoolDestroy", Kept("pool")) == "INVALID_VALUE"
+        assert importer.rig("read", Kept("pointer"), 4) == [7] * 4
+
+    def test_in_the_process_that_exports_it(self, rig: Rig, shared: SharedPool) -> None:
+        raw, address = rig.raw, shared.allocate(MiB)
+        handle_type = raw.CUmemAllocationHandleType(POSIX_FD)
+        pool = value(raw.cuMemPoolImportFromShareableHandle(shared.fd, handle_type, 0))
+        assert said(raw.cuMemAllocFromPoolAsync(4, pool, shared.stream)) == "INVALID_VALUE"
+        assert said(raw.cuDeviceSetMemPool(0, pool)) == "INVALID_VALUE"
+        data = value(raw.cuMemPoolExportPointer(address))
+        assert said(rig.keep(raw.cuMemPoolImportPointer(pool, data))) == "SUCCESS"
+
+    def test_of_no_descriptor(self, rig: Rig) -> None:
+        handle_type = rig.raw.CUmemAllocationHandleType(POSIX_FD)
+        assert said(rig.raw.cuMemPoolImportFromShareableHandle(999999, handle_type, 0)) == "UNKNOWN"
+
+    def test_of_memory(self, rig: Rig) -> None:
+        raw = rig.raw
+        handle_type = raw.CUmemAllocationHandleType(POSIX_FD)
+        memory = rig.memory(handle_types=POSIX_FD)
+        fd = int(value(raw.cuMemExportToShareableHandle(memory, handle_type, 0)))
+        assert said(raw.cuMemPoolImportFromShareableHandle(fd, handle_type, 0)) == "NOT_SUPPORTED"
+        os.close(fd)
+
+
+class TestExportOfAPointer:
+    def test_is_64_bytes_that_stay_the_same(self, shared: SharedPool) -> None:
+        address = shared.allocate(MiB)
+        assert len(shared.data(address)) == OPAQUE_BYTES
+        assert shared.data(address) == shared.data(address)
+
+    def test_inside_an_allocation(self, rig: Rig, shared: SharedPool) -> None:
+        assert said(rig.raw.cuMemPoolExportPointer(shared.allocate(MiB) + 512)) == "INVALID_VALUE"
+
+    def test_freed(self, rig: Rig, shared: SharedPool) -> None:
+        address = shared.allocate(MiB)
+        rig.free(address, shared.stream)
+        assert said(rig.raw.cuMemPoolExportPointer(address)) == "INVALID_VALUE"
+
+    def test_pool_that_is_not_made_for_it(self, rig: Rig) -> None:
+        address = rig.allocate(rig.pool(), MiB, rig.stream())
+        assert said(rig.raw.cuMemPoolExportPointer(address)) == "INVALID_VALUE"
+
+    def test_imported(self, importer: Peer, shared: SharedPool) -> None:
+        imported(importer, shared.data(shared.allocate(MiB)))
+        assert importer.said("cuMemPoolExportPointer", Kept("pointer")) == "INVALID_VALUE"
+
+
+class TestImportOfAPointer:
+    def test_is_the_same_memory(self, importer: Peer, rig: Rig, shared: SharedPool) -> None:
+        address = shared.allocate(4 * MiB)
+        there = imported(importer, shared.data(address))
+        for offset in (0, 4 * MiB - 4):
+            assert importer.rig("read", there + offset, 4) == [7] * 4
+        assert importer.said("cuMemsetD8", Kept("pointer"), 5, 4 * MiB) == "SUCCESS"
+        importer.rig("synchronize")
+        assert rig.read(address, 4) == [5] * 4
+
+    def test_lies_as_in_the_pool(self, importer: Peer, shared: SharedPool) -> None:
+        first, second = shared.allocate(4 * MiB), shared.allocate(1000)
+        distance = imported(importer, shared.data(second)) - imported(importer, shared.data(first))
+        assert distance == second - first
+
+    def test_address_range(self, importer: Peer, shared: SharedPool) -> None:
+        address = imported(importer, shared.data(shared.allocate(4 * MiB)))
+        assert importer.value("cuMemGetAddressRange", address + 5) == [address, 4 * MiB]
+
+    @pytest.mark.parametrize(
+        ("name", "expected"),
+        [
+            ("MEMORY_TYPE", 2),
+            ("RANGE_SIZE", 4 * MiB),
+            ("ALLOWED_HANDLE_TYPES", 0),
+            ("DEVICE_ORDINAL", 0),
+            ("DEVICE_POINTER", "pointer"),
+            ("CONTEXT", 0),
+            ("ACCESS_FLAGS", 3),
+            ("MEMPOOL_HANDLE", "pool"),
+        ],
+    )
+    def test_attributes(self, importer: Peer, shared: SharedPool, rig: Rig, name: str, expected: int | str) -> None:
+        handle = importer.value("cuMemPoolImportFromShareableHandle", Descriptor(shared.fd), FD, 0)
+        known = {"pointer": imported(importer, shared.data(shared.allocate(4 * MiB))), "pool": handle}
+        number = int(getattr(rig.raw.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}"))
+        attribute = Member("CUpointer_attribute", number)
+        read = importer.value("cuPointerGetAttribute", attribute, Kept("pointer"))
+        assert read == (known[expected] if isinstance(expected, str) else expected)
+
+    def test_twice_is_not_counted(self, importer: Peer, shared: SharedPool) -> None:
+        data = shared.data(shared.allocate(MiB))
+        assert imported(importer, data) == imported(importer, data)
+        importer.rig("stream", keep="stream")
+        frees = [importer.said("cuMemFreeAsync", Kept("pointer"), Kept("stream")) for _ in range(2)]
+        assert frees == ["SUCCESS", "INVALID_VALUE"]
+
+    @pytest.mark.parametrize("function", ["cuMemFree", "cuMemFreeAsync"])
+    def test_again_after_its_free(self, importer: Peer, shared: SharedPool, function: str) -> None:
+        data = shared.data(shared.allocate(MiB))
+        address = imported(importer, data)
+        importer.rig("stream", keep="stream")
+        stream = () if function == "cuMemFree" else (Kept("stream"),)
+        assert importer.said(function, address, *stream) == "SUCCESS"
+        assert importer.said("cuMemsetD8", address, 1, 4) == "INVALID_VALUE"
+        assert imported(importer, data) == address
+        assert importer.rig("read", address, 4) == [7] * 4
+
+    def test_while_its_free_is_pending(self, importer: Peer, shared: SharedPool) -> None:
+        data = shared.data(shared.allocate(MiB))
+        imported(importer, data)
+        importer.rig("stream", keep="stream")
+        importer.rig("gate", keep="gate")
+        importer.tell("gate", "hold", Kept("stream"))
+        assert importer.said("cuMemFreeAsync", Kept("pointer"), Kept("stream")) == "SUCCESS"
+        assert import_pointer(importer, data) == "SUCCESS"
+
+    def test_does_not_keep_the_owner_from_using_the_memory_again(
+        self, importer: Peer, rig: Rig, shared: SharedPool
+    ) -> None:
+        address = shared.allocate(MiB)
+        imported(importer, shared.data(address))
+        shared.free(address)
+        assert int(rig.allocate(shared.pool, MiB, shared.stream)) == address
+
+    def test_of_freed_memory(self, importer: Peer, shared: SharedPool) -> None:
+        address = shared.allocate(MiB)
+        data = shared.data(address)
+        shared.free(address)
+        assert import_pointer(importer, data) == "SUCCESS"
+
+    @pytest.mark.parametrize(("byte", "bits"), [(0, 1), (8, 0x80)])
+    def test_of_damaged_data(self, importer: Peer, shared: SharedPool, byte: int, bits: int) -> None:
+        data = bytearray(shared.data(shared.allocate(MiB)))
+        data[byte] ^= bits
+        assert import_pointer(importer, bytes(data)) == "INVALID_VALUE"
+
+    def test_of_zeros(self, importer: Peer) -> None:
+        assert import_pointer(importer, bytes(OPAQUE_BYTES)) == "INVALID_VALUE"
+
+    def test_outlives_the_pool(self, another: Callable[[], Peer], rig: Rig) -> None:
+        # The owner is a process of its own: hardware was seen to crash some time after a pool in use was destroyed.
+        raw, owner = rig.raw, another()
+        owner.rig("pool", UINT64_MAX, handle_types=POSIX_FD, keep="pool")
+        owner.rig("stream", keep="stream")
+        owner.value("cuMemAllocFromPoolAsync", MiB, Kept("pool"), Kept("stream"), keep="memory")
+        owner.value("cuMemsetD8Async", Kept("memory"), 7, MiB, Kept("stream"))
+        owner.value("cuStreamSynchronize", Kept("stream"))
+        fd = owner.fetch(owner.value("cuMemPoolExportToShareableHandle", Kept("pool"), FD, 0))
+        data = owner.value("cuMemPoolExportPointer", Kept("memory"))
+        pool = value(raw.cuMemPoolImportFromShareableHandle(fd, raw.CUmemAllocationHandleType(POSIX_FD), 0))
+        os.close(fd)
+        struct = opaque(raw.CUmemPoolPtrExportData(), data)
+        address = value(rig.keep(raw.cuMemPoolImportPointer(pool, struct)))
+        assert owner.said("cuMemPoolDestroy", Kept("pool")) == "SUCCESS"
+        assert rig.read(address, 4) == [7] * 4
+
+
+class TestPhysicalMemory:
+    """Of cuMemCreate; what one process alone shows of it is in test_memory_exports."""
+
+    @pytest.fixture
+    def fd(self, rig: Rig) -> Iterator[int]:
+        """A descriptor of memory that is full of nines."""
+        raw = rig.raw
+        memory = rig.memory(PAGE, handle_types=POSIX_FD)
+        self.here = rig.map(rig.reserve(PAGE), memory)
+        assert rig.set_access(self.here, PAGE, (DEVICE, 0, READWRITE)) == "SUCCESS"
+        value(raw.cuMemsetD8(self.here, 9, PAGE))
+        value(raw.cuCtxSynchronize())
+        fd = int(value(raw.cuMemExportToShareableHandle(memory, raw.CUmemAllocationHandleType(POSIX_FD), 0)))
+        rig.release(memory)
+        yield fd
+        os.close(fd)
+
+    def import_memory(self, peer: Peer, fd: int, keep: str = "memory") -> int:
+        return int(peer.value("cuMemImportFromShareableHandle", Descriptor(fd), FD, keep=keep))
+
+    def map(self, peer: Peer) -> int:
+        there = int(peer.rig("reserve", PAGE))
+        assert peer.said("cuMemMap", there, PAGE, 0, Kept("memory"), 0) == "SUCCESS"
+        assert peer.rig("set_access", there, PAGE, (DEVICE, 0, READWRITE)) == "SUCCESS"
+        return there
+
+    def test_imports(self, peer: Peer, fd: int) -> None:
+        free = peer.rig("device_free")
+        assert self.import_memory(peer, fd) != self.import_memory(peer, fd, "again")
+        assert peer.rig("device_free") == free
+        assert peer.said("cuMemExportToShareableHandle", Kept("memory"), FD, 0) == "INVALID_VALUE"
+
+    def test_is_the_same_memory(self, peer: Peer, rig: Rig, fd: int) -> None:
+        self.import_memory(peer, fd)
+        there = self.map(peer)
+        assert peer.rig("read", there, 4) == [9] * 4
+        assert peer.said("cuMemsetD8", there, 5, PAGE) == "SUCCESS"
+        peer.rig("synchronize")
+        assert rig.read(self.here, 4) == [5] * 4
+
+    def test_outlives_what_its_owner_has_of_it(self, peer: Peer, rig: Rig, fd: int) -> None:
+        self.import_memory(peer, fd)
+        there = self.map(peer)
+        value(rig.raw.cuMemUnmap(self.here, PAGE))
+        assert peer.rig("read", there, 4) == [9] * 4
+
+
+class TestPlainMemory:
+    """cuIpc*MemHandle."""
+
+    def handle(self, rig: Rig, address: Any) -> bytes:
+        return bytes_of(value(rig.raw.cuIpcGetMemHandle(address)))
+
+    def memory(self, rig: Rig, size: int = 4 * MiB, byte: int = 9) -> int:
+        address = int(rig.plain(size))
+        value(rig.raw.cuMemsetD8(address, byte, size))
+        value(rig.raw.cuCtxSynchronize())
+        return address
+
+    def open(self, peer: Peer, data: bytes, flags: int = LAZY_ENABLE_PEER_ACCESS) -> str:
+        return peer.said("cuIpcOpenMemHandle", Opaque("CUipcMemHandle", data), flags)
+
+    def opened(self, peer: Peer, data: bytes) -> int:
+        return int(peer.value("cuIpcOpenMemHandle", Opaque("CUipcMemHandle", data), LAZY_ENABLE_PEER_ACCESS))
+
+    def test_handle_is_of_the_allocation(self, rig: Rig) -> None:
+        address = self.memory(rig)
+        assert self.handle(rig, address) == self.handle(rig, address) == self.handle(rig, address + 4096)
+
+    def test_handles_of_two_that_share_a_block(self, rig: Rig) -> None:
+        assert self.handle(rig, rig.plain(1000)) != self.handle(rig, rig.plain(1000))
+
+    @pytest.mark.parametrize("kind", ["null", "pinned", "pool", "mapped"])
+    def test_no_handle_of_other_memory(self, rig: Rig, kind: str) -> None:
+        addresses: dict[str, Callable[[], Any]] = {
+            "null": lambda: 0,
+            "pinned": lambda: int(rig.pinned(4096)),
+            "pool": lambda: rig.allocate(rig.pool(), MiB, rig.stream()),
+            "mapped": lambda: rig.mapping(PAGE),
+        }
+        assert said(rig.raw.cuIpcGetMemHandle(addresses[kind]())) == "INVALID_VALUE"
+
+    @pytest.mark.parametrize(("flags", "expected"), [(1, "INVALID_CONTEXT"), (0, "INVALID_VALUE")])
+    def test_opened_by_its_owner(self, rig: Rig, flags: int, expected: str) -> None:
+        handle = value(rig.raw.cuIpcGetMemHandle(self.memory(rig)))
+        assert said(rig.raw.cuIpcOpenMemHandle(handle, flags)) == expected
+
+    def test_closed_by_its_owner(self, rig: Rig) -> None:
+        assert said(rig.raw.cuIpcCloseMemHandle(self.memory(rig))) == "INVALID_VALUE"
+
+    def test_is_the_same_memory(self, peer: Peer, rig: Rig) -> None:
+        address = self.memory(rig)
+        there = self.opened(peer, self.handle(rig, address))
+        for offset in (0, 4 * MiB - 4):
+            assert peer.rig("read", there + offset, 4) == [9] * 4
+        assert peer.said("cuMemsetD8", there, 5, 4 * MiB) == "SUCCESS"
+        peer.rig("synchronize")
+        assert rig.read(address, 4) == [5] * 4
+
+    def test_without_flags(self, peer: Peer, rig: Rig) -> None:
+        assert self.open(peer, self.handle(rig, self.memory(rig)), flags=0) == "INVALID_VALUE"
+
+    def test_opening_is_counted(self, peer: Peer, rig: Rig) -> None:
+        data = self.handle(rig, self.memory(rig))
+        there = self.opened(peer, data)
+        assert self.opened(peer, data) == there
+        assert peer.said("cuIpcCloseMemHandle", there + 4096) == "INVALID_VALUE"
+        assert peer.said("cuIpcCloseMemHandle", there) == "SUCCESS"
+        assert peer.rig("read", there, 4) == [9] * 4
+        assert peer.said("cuIpcCloseMemHandle", there) == "SUCCESS"
+        assert peer.said("cuMemsetD8", there, 1, 4) == "INVALID_VALUE"
+        assert peer.said("cuIpcCloseMemHandle", there) == "INVALID_VALUE"
+
+    def test_is_neither_freed_nor_passed_on(self, peer: Peer, rig: Rig) -> None:
+        there = self.opened(peer, self.handle(rig, self.memory(rig)))
+        assert peer.said("cuMemFree", there) == "INVALID_VALUE"
+        assert peer.said("cuIpcGetMemHandle", there) == "INVALID_VALUE"
+
+    def test_address_range(self, peer: Peer, rig: Rig) -> None:
+        there = self.opened(peer, self.handle(rig, self.memory(rig)))
+        assert peer.value("cuMemGetAddressRange", there + 5) == [there, 4 * MiB]
+
+    @pytest.mark.parametrize(
+        ("name", "expected"),
+        [("MEMORY_TYPE", 2), ("IS_LEGACY_CUDA_IPC_CAPABLE", 0), ("DEVICE_ORDINAL", 0), ("RANGE_SIZE", 4 * MiB)],
+    )
+    def test_attributes(self, peer: Peer, rig: Rig, name: str, expected: int) -> None:
+        there = self.opened(peer, self.handle(rig, self.memory(rig)))
+        number = int(getattr(rig.raw.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}"))
+        assert peer.value("cuPointerGetAttribute", Member("CUpointer_attribute", number), there) == expected
+
+    def test_of_an_address_inside(self, peer: Peer, rig: Rig) -> None:
+        address = self.memory(rig)
+        there = self.opened(peer, self.handle(rig, address))
+        assert self.opened(peer, self.handle(rig, address + 4096)) == there
+
+    def test_two_that_share_a_block(self, peer: Peer, rig: Rig) -> None:
+        one, two = self.memory(rig, 1000, 1), self.memory(rig, 1000, 2)
+        there, there_too = self.opened(peer, self.handle(rig, one)), self.opened(peer, self.handle(rig, two))
+        assert there_too - there == two - one
+        assert there % PAGE == one % PAGE
+        assert peer.value("cuMemGetAddressRange", there) == [there, 1000]
+        assert (peer.rig("read", there, 4), peer.rig("read", there_too, 4)) == ([1] * 4, [2] * 4)
+
+    @pytest.mark.parametrize("byte", [b"\x55", b"\0"])
+    def test_of_garbage(self, peer: Peer, byte: bytes) -> None:
+        assert self.open(peer, byte * OPAQUE_BYTES) == "INVALID_VALUE"
+
+    @pytest.mark.parametrize(("byte", "bits"), [(0, 1), (32, 0xFF)])
+    def test_bytes_that_are_not_looked_at(self, peer: Peer, rig: Rig, byte: int, bits: int) -> None:
+        data = bytearray(self.handle(rig, self.memory(rig)))
+        there = self.opened(peer, bytes(data))
+        data[byte] ^= bits
+        assert self.opened(peer, bytes(data)) == there
+
+    def test_freed_while_it_is_open(self, peer: Peer, rig: Rig) -> None:
+        address = self.memory(rig)
+        data = self.handle(rig, address)
+        there = self.opened(peer, data)
+        assert said(rig.raw.cuMemFree(rig.disown(address))) == "SUCCESS"
+        assert self.opened(peer, data) == there
+
+
+class TestEvents:
+    @pytest.fixture
+    def event(self, rig: Rig) -> Any:
+        return rig.event(UNTIMED | INTERPROCESS)
+
+    @pytest.fixture
+    def opener(self, peer: Peer, rig: Rig, event: Any) -> Peer:
+        """The other process, where the event was opened as "event", and which has a "stream"."""
+        peer.value("cuIpcOpenEventHandle", self.handle(rig, event), keep="event")
+        peer.rig("stream", keep="stream")
+        return peer
+
+    @staticmethod
+    def handle(rig: Rig, event: Any) -> Opaque:
+        return Opaque("CUipcEventHandle", bytes_of(value(rig.raw.cuIpcGetEventHandle(event))))
+
+    @staticmethod
+    def query(peer: Peer) -> str:
+        return peer.said("cuEventQuery", Kept("event"))
+
+    @staticmethod
+    def wait(peer: Peer) -> str:
+        return peer.said("cuStreamWaitEvent", Kept("stream"), Kept("event"), 0)
+
+    @staticmethod
+    def executed(peer: Peer) -> bool:
+        return bool(peer.rig("executed", Kept("stream")))
+
+    @staticmethod
+    def held(peer: Peer) -> bool:
+        return bool(peer.rig("held", Kept("stream")))
+
+    def hold_there(self, peer: Peer) -> None:
+        peer.rig("gate", keep="gate")
+        peer.tell("gate", "hold", Kept("stream"))
+
+    def test_handle_stays_the_same(self, rig: Rig, event: Any) -> None:
+        assert self.handle(rig, event) == self.handle(rig, event)
+
+    def test_no_handle_of_another_event(self, rig: Rig) -> None:
+        assert said(rig.raw.cuIpcGetEventHandle(rig.event(UNTIMED))) == "INVALID_HANDLE"
+
+    def test_opened_by_its_owner(self, rig: Rig, event: Any) -> None:
+        handle = value(rig.raw.cuIpcGetEventHandle(event))
+        assert said(rig.raw.cuIpcOpenEventHandle(handle)) == "INVALID_CONTEXT"
+
+    def test_opened_twice(self, opener: Peer, rig: Rig, event: Any) -> None:
+        first = opener.value("cuIpcOpenEventHandle", self.handle(rig, event))
+        assert opener.value("cuIpcOpenEventHandle", self.handle(rig, event)) != first
+
+    def test_has_no_handle_there_and_no_time(self, opener: Peer) -> None:
+        assert opener.said("cuIpcGetEventHandle", Kept("event")) == "INVALID_HANDLE"
+        assert opener.said("cuEventRecord", Kept("event"), Kept("stream")) == "SUCCESS"
+        assert opener.said("cuEventElapsedTime", Kept("event"), Kept("event")) == "INVALID_HANDLE"
+
+    @pytest.mark.parametrize("byte", [b"\x55", b"\0"])
+    def test_of_garbage(self, peer: Peer, byte: bytes) -> None:
+        handle = Opaque("CUipcEventHandle", byte * OPAQUE_BYTES)
+        assert peer.said("cuIpcOpenEventHandle", handle) == "MAP_FAILED"
+
+    def test_never_recorded(self, opener: Peer) -> None:
+        assert self.query(opener) == "SUCCESS"
+
+    def test_holds_a_stream_of_the_other_process(self, opener: Peer, rig: Rig, event: Any) -> None:
+        stream, gate = rig.stream(), rig.gate()
+        gate.hold(stream)
+        value(rig.raw.cuEventRecord(event, stream))
+        assert self.query(opener) == "NOT_READY"
+        assert self.wait(opener) == "SUCCESS"
+        assert self.held(opener)
+        gate.open()
+        assert self.executed(opener)
+        assert self.query(opener) == "SUCCESS"
+        assert opener.said("cuEventSynchronize", Kept("event")) == "SUCCESS"
+
+    def test_recorded_there(self, opener: Peer, rig: Rig, event: Any) -> None:
+        assert opener.said("cuEventRecord", Kept("event"), Kept("stream")) == "SUCCESS"
+        assert self.executed(opener)
+        assert said(rig.raw.cuEventQuery(event)) == "SUCCESS"
+
+    def test_recorded_there_behind_a_gate(self, opener: Peer, rig: Rig, event: Any) -> None:
+        self.hold_there(opener)
+        opener.value("cuEventRecord", Kept("event"), Kept("stream"))
+        assert said(rig.raw.cuEventQuery(event)) == "NOT_READY"
+        stream = rig.stream()
+        assert said(rig.raw.cuStreamWaitEvent(stream, event, 0)) == "SUCCESS"
+        assert rig.held(stream)
+        opener.tell("gate", "open")
+        assert rig.executed(stream)
+        assert said(rig.raw.cuEventQuery(event)) == "SUCCESS"
+
+    def test_a_wait_is_for_the_recording_that_was_there(self, opener: Peer, rig: Rig, event: Any) -> None:
+        first, second, gate, later = rig.stream(), rig.stream(), rig.gate(), rig.gate()
+        gate.hold(first)
+        value(rig.raw.cuEventRecord(event, first))
+        assert self.wait(opener) == "SUCCESS"
+        later.hold(second)
+        value(rig.raw.cuEventRecord(event, second))
+        gate.open()
+        assert self.executed(opener)
+        assert self.query(opener) == "NOT_READY"
+        later.open()
+        assert eventually(lambda: self.query(opener), "SUCCESS")
+
+    def test_destroyed_while_a_stream_waits(self, opener: Peer, rig: Rig, event: Any) -> None:
+        stream, gate = rig.stream(), rig.gate()
+        gate.hold(stream)
+        value(rig.raw.cuEventRecord(event, stream))
+        assert self.wait(opener) == "SUCCESS"
+        assert said(rig.raw.cuEventDestroy(rig.disown(event))) == "SUCCESS"
+        assert self.held(opener)
+        gate.open()
+        assert self.executed(opener)
+        assert self.query(opener) == "SUCCESS"
+
+    def test_destroyed_by_both(self, opener: Peer, rig: Rig, event: Any) -> None:
+        handle = self.handle(rig, event)
+        assert opener.said("cuEventDestroy", Kept("event")) == "SUCCESS"
+        assert said(rig.raw.cuEventDestroy(rig.disown(event))) == "SUCCESS"
+        assert opener.said("cuIpcOpenEventHandle", handle) == "SUCCESS"
+
+    def test_of_a_process_that_is_killed(self, another: Callable[[], Peer]) -> None:
+        # Whoever waits waits for ever, so that is a process of its own, too.
+        owner, waiting = another(), another()
+        owner.rig("event", UNTIMED | INTERPROCESS, keep="event")
+        owner.rig("stream", keep="stream")
+        self.hold_there(owner)
+        owner.value("cuEventRecord", Kept("event"), Kept("stream"))
+        handle = Opaque("CUipcEventHandle", owner.value("cuIpcGetEventHandle", Kept("event")))
+        waiting.value("cuIpcOpenEventHandle", handle, keep="event")
+        waiting.rig("stream", keep="stream")
+        assert self.wait(waiting) == "SUCCESS"
+        owner.kill()
+        time.sleep(0.1)
+        assert self.held(waiting)
+        assert self.query(waiting) == "NOT_READY"

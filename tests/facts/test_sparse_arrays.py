@@ -1,0 +1,300 @@
+"""Sparse arrays: their tiles, which regions can be mapped, and what is read where nothing is mapped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from .arrays import (
+    CUBEMAP,
+    DEFERRED,
+    DEPTH,
+    FLOAT,
+    GATHER,
+    HALF,
+    INT8,
+    LAYERED,
+    SPARSE,
+    SURFACE,
+    TILE,
+    UINT8,
+    UINT16,
+    UINT32,
+    UNMAP,
+    Arrays,
+    Bytes,
+    Tiling,
+    pattern,
+)
+from .support import LEGACY, PAGE, Rig, said, value
+
+# An array of four bytes an element has four by four such tiles.
+SIDE, WIDTH = 512, 128
+ONE, TWO = (WIDTH, WIDTH), (2 * WIDTH, 2 * WIDTH)
+SHAPE = (SIDE, 4 * SIDE)
+
+
+def tile(data: Bytes, x: int, y: int) -> Bytes:
+    """The bytes of a tile, counted in tiles."""
+    return data[y * WIDTH : (y + 1) * WIDTH, x * 4 * WIDTH : (x + 1) * 4 * WIDTH]
+
+
+@pytest.fixture
+def arrays(rig: Rig) -> Iterator[Arrays]:
+    arrays = Arrays(rig)
+    yield arrays
+    arrays.close()
+
+
+@pytest.fixture
+def array(arrays: Arrays) -> Any:
+    return arrays.array(SIDE, SIDE)
+
+
+@pytest.fixture
+def pool(arrays: Arrays) -> Any:
+    """A page of memory for 32 tiles."""
+    return arrays.pool()
+
+
+class TestTiles:
+    # By the bytes of an element; a tile of two dimensions has no depth.
+    EXTENTS = (
+        (1, (256, 256, 1), (64, 32, 32)),
+        (2, (256, 128, 1), (32, 32, 32)),
+        (4, (128, 128, 1), (32, 32, 16)),
+        (8, (128, 64, 1), (32, 16, 16)),
+        (16, (64, 64, 1), (16, 16, 16)),
+    )
+
+    @pytest.mark.parametrize("channels", [1, 2, 4])
+    @pytest.mark.parametrize(
+        ("format", "size"),
+        [(UINT8, 1), (UINT16, 2), (UINT32, 4), (INT8, 1), (HALF, 2), (FLOAT, 4)],
+        ids=["uint8", "uint16", "uint32", "int8", "half", "float"],
+    )
+    def test_extent(self, arrays: Arrays, format: int, size: int, channels: int) -> None:
+        flat, deep = next(pair for bytes_, *pair in self.EXTENTS if bytes_ == size * channels)
+        wanted = {"format": format, "channels": channels}
+        assert arrays.tiling(arrays.array(1024, 1024, **wanted)) == Tiling(flat)
+        assert arrays.tiling(arrays.array(1024, 1024, 4, flags=SPARSE | LAYERED, **wanted)) == Tiling(flat)
+        assert arrays.tiling(arrays.array(256, 256, 256, **wanted)) == Tiling(deep)
+
+    @pytest.mark.parametrize(
+        ("extent", "flags"),
+        [((256, 256), SPARSE | GATHER), ((131072, 65536), SPARSE), ((200, 150), SPARSE)],
+        ids=["gather", "as large as can be", "no multiple of a tile"],
+    )
+    def test_array(self, arrays: Arrays, extent: tuple[int, ...], flags: int) -> None:
+        assert arrays.tiling(arrays.array(*extent, flags=flags)) == Tiling((WIDTH, WIDTH, 1))
+
+    @pytest.mark.parametrize("extent", [(64, 64), (100, 100), (129, 1)])
+    def test_array_that_is_smaller_than_a_tile(self, arrays: Arrays, extent: tuple[int, ...]) -> None:
+        """All of it is a mip tail, with the flag that says so of every layer together."""
+        assert arrays.tiling(arrays.array(*extent)) == Tiling((WIDTH, WIDTH, 1), 0, TILE, 1)
+
+    @pytest.mark.parametrize(
+        ("extent", "wanted"),
+        [
+            ((4096, 0), {}),
+            ((256, 256, 6), {"flags": SPARSE | CUBEMAP}),
+            ((256, 256, 12), {"flags": SPARSE | CUBEMAP | LAYERED}),
+            ((256, 256), {"flags": SPARSE | DEPTH}),
+            ((256, 256), {"flags": SPARSE | DEFERRED}),
+            ((1024, 1024), {"flags": SPARSE | SURFACE}),
+            ((256, 256), {"channels": 3}),
+            ((131073, 65536), {}),
+        ],
+        ids=[
+            "one dimension",
+            "cube map",
+            "layered cube map",
+            "depth texture",
+            "deferred mapping",
+            "surface",
+            "three channels",
+            "too large",
+        ],
+    )
+    def test_array_that_is_refused(self, arrays: Arrays, extent: tuple[int, ...], wanted: dict[str, int]) -> None:
+        assert said(arrays.create(*extent, **wanted)) == "INVALID_VALUE"
+
+    def test_array_takes_no_memory(self, rig: Rig, arrays: Arrays) -> None:
+        # The first of a process may.
+        arrays.array(100, 100)
+        free = rig.device_free()
+        arrays.array(100, 100)
+        assert rig.device_free() == free
+
+
+class TestBytes:
+    def test_where_nothing_is_mapped(self, arrays: Arrays, array: Any) -> None:
+        """Zero is read, also after a write."""
+        assert not arrays.read(array, SHAPE).any()
+        arrays.write(array, pattern(*SHAPE))
+        assert not arrays.read(array, SHAPE).any()
+
+    def test_of_a_mapped_tile(self, arrays: Arrays, array: Any, pool: Any) -> None:
+        assert arrays.map(array, ONE, pool) == "SUCCESS"
+        written = pattern(*SHAPE)
+        arrays.write(array, written)
+        read = arrays.read(array, SHAPE)
+        assert (tile(read, 0, 0) == tile(written, 0, 0)).all()
+        assert not read[WIDTH:].any() and not read[:, 4 * WIDTH :].any()
+
+    def test_of_a_tile_that_is_mapped_anew(self, arrays: Arrays, array: Any, pool: Any) -> None:
+        assert arrays.map(array, ONE, pool) == "SUCCESS"
+        written = pattern(*SHAPE)
+        arrays.write(array, written)
+        assert arrays.map(array, ONE, pool, offset=TILE) == "SUCCESS"
+        assert not (tile(arrays.read(array, SHAPE), 0, 0) == tile(written, 0, 0)).all()
+        assert arrays.map(array, ONE, pool, at=(WIDTH, 0, 0)) == "SUCCESS"
+        assert (tile(arrays.read(array, SHAPE), 1, 0) == tile(written, 0, 0)).all()
+
+    def test_of_an_unmapped_tile(self, arrays: Arrays, array: Any, pool: Any) -> None:
+        assert arrays.map(array, ONE, pool) == "SUCCESS"
+        arrays.write(array, pattern(*SHAPE))
+        # The memory that an unmapping names is not looked at, and unmapping again is nothing special.
+        assert arrays.unmap(array, ONE, pool=pool) == "SUCCESS"
+        assert [arrays.unmap(array, ONE) for _ in range(2)] == ["SUCCESS"] * 2
+        assert not arrays.read(array, SHAPE).any()
+
+    def test_of_several_tiles(self, arrays: Arrays, array: Any, pool: Any) -> None:
+        """They lie in memory by x, then by y."""
+        assert arrays.map(array, TWO, pool, offset=8 * TILE) == "SUCCESS"
+        written = pattern(*SHAPE)
+        arrays.write(array, written)
+        for number in range(4):
+            at = (3 * WIDTH, number * WIDTH, 0)
+            assert arrays.map(array, ONE, pool, offset=(8 + number) * TILE, at=at) == "SUCCESS"
+        read = arrays.read(array, SHAPE)
+        for number, (x, y) in enumerate([(0, 0), (1, 0), (0, 1), (1, 1)]):
+            assert (tile(read, 3, number) == tile(written, x, y)).all()
+
+    def test_in_three_dimensions(self, arrays: Arrays, pool: Any) -> None:
+        array = arrays.array(256, 256, 64, format=FLOAT, channels=1)
+        width, height, depth = arrays.tiling(array).tile
+        one = (width, height, depth)
+        assert arrays.map(array, one, pool) == "SUCCESS"
+        assert arrays.map(array, one, pool, offset=TILE, at=(0, 0, depth)) == "SUCCESS"
+        assert arrays.map(array, one, pool, at=(0, 0, 1)) == "INVALID_VALUE"
+        written = pattern(64, 256, 4 * 256)
+        arrays.write(array, written)
+        read = arrays.read(array, written.shape)
+        mapped = (slice(2 * depth), slice(height), slice(4 * width))
+        assert (read[mapped] == written[mapped]).all()
+        assert not read[2 * depth :].any() and not read[:, height].any()
+
+
+class TestRegion:
+    # What is not as in a region of one tile that is mapped to the pool's first.
+    REFUSED = (
+        ("x inside a tile", {"at": (1, 0, 0)}),
+        ("width of a tile and more", {"extent": (WIDTH + 1, WIDTH)}),
+        ("width of half a tile", {"extent": (WIDTH // 2, WIDTH)}),
+        ("behind the array", {"at": (SIDE, 0, 0)}),
+        ("over the end of the array", {"at": (SIDE // 2, 0, 0), "extent": (SIDE, WIDTH)}),
+        ("inside a tile of the pool", {"offset": 4096}),
+        ("behind the pool", {"offset": PAGE}),
+        ("over the end of the pool", {"offset": PAGE - TILE, "extent": (2 * WIDTH, WIDTH)}),
+        ("no width", {"extent": (0, WIDTH)}),
+        ("no depth", {"extent": (WIDTH, WIDTH, 0)}),
+        ("depth of two", {"extent": (WIDTH, WIDTH, 2)}),
+        ("z", {"at": (0, 0, 1)}),
+        ("level", {"level": 1}),
+        ("layer", {"layer": 1}),
+        ("no device", {"mask": 0}),
+        ("another device", {"mask": 2}),
+        ("two devices", {"mask": 3}),
+        ("flags", {"flags": 1}),
+        ("tail of an array without one", {"tail": (0, TILE)}),
+    )
+
+    @pytest.mark.parametrize("other", [one[1] for one in REFUSED], ids=[one[0] for one in REFUSED])
+    def test_refused(self, arrays: Arrays, array: Any, pool: Any, other: dict[str, Any]) -> None:
+        assert arrays.submit(arrays.region(array, **({"extent": ONE, "pool": pool} | other))) == "INVALID_VALUE"
+        value(arrays.raw.cuStreamSynchronize(arrays.stream))
+
+    def test_in_memory_that_is_no_tile_pool(self, arrays: Arrays, array: Any) -> None:
+        assert arrays.map(array, ONE, arrays.rig.memory()) == "INVALID_VALUE"
+
+    @pytest.mark.parametrize(
+        ("at", "extent", "expected"),
+        [
+            ((WIDTH, 0, 0), (200 - WIDTH, WIDTH), "SUCCESS"),
+            ((WIDTH, 0, 0), (WIDTH, WIDTH), "INVALID_VALUE"),
+            ((0, 0, 0), (200, 150), "SUCCESS"),
+            ((0, 0, 0), (256, 256), "INVALID_VALUE"),
+        ],
+        ids=["to the edge", "all of a tile at the edge", "the array", "all of its tiles"],
+    )
+    def test_at_the_edge(
+        self, arrays: Arrays, pool: Any, at: tuple[int, ...], extent: tuple[int, ...], expected: str
+    ) -> None:
+        """Of an array that is no multiple of a tile."""
+        assert arrays.map(arrays.array(200, 150), extent, pool, at=at) == expected
+        value(arrays.raw.cuStreamSynchronize(arrays.stream))
+
+    def test_unmapped_that_was_never_mapped(self, arrays: Arrays) -> None:
+        assert arrays.unmap(arrays.array(200, 150), ONE) == "SUCCESS"
+
+    def test_refused_beside_another(self, arrays: Arrays, array: Any, pool: Any) -> None:
+        """Neither is mapped."""
+        good = arrays.region(array, ONE, at=(0, WIDTH, 0), pool=pool, offset=2 * TILE)
+        bad = arrays.region(array, ONE, pool=pool, offset=4096)
+        assert arrays.submit(good, bad) == "INVALID_VALUE"
+        arrays.write(array, pattern(*SHAPE))
+        assert not tile(arrays.read(array, SHAPE), 0, 1).any()
+
+    def test_none(self, arrays: Arrays) -> None:
+        assert arrays.submit() == "INVALID_VALUE"
+
+    def test_fewer_than_said(self, arrays: Arrays, array: Any) -> None:
+        call = arrays.raw.cuMemMapArrayAsync
+        with pytest.raises(RuntimeError, match=r"^List is too small: 0 < 1$"):
+            call(None, 1, arrays.stream)
+        with pytest.raises(RuntimeError, match=r"^List is too small: 1 < 2$"):
+            call([arrays.region(array, ONE, operation=UNMAP)], 2, arrays.stream)
+
+
+class TestStream:
+    def test_legacy(self, arrays: Arrays, array: Any, pool: Any) -> None:
+        assert arrays.submit(arrays.region(array, ONE, pool=pool), stream=LEGACY) == "SUCCESS"
+        arrays.rig.synchronize()
+
+    def test_held(self, arrays: Arrays, array: Any, pool: Any) -> None:
+        """Mapping and unmapping are work in the order of the stream."""
+        gate = arrays.rig.gate()
+        assert arrays.map(array, TWO, pool) == "SUCCESS"
+        arrays.write(array, pattern(*SHAPE))
+        gate.hold(arrays.stream)
+        assert arrays.unmap(array, TWO) == "SUCCESS"
+        assert arrays.rig.query(arrays.stream) == "NOT_READY"
+        gate.open()
+        assert not arrays.read(array, SHAPE).any()
+        gate.hold(arrays.stream)
+        assert arrays.map(array, TWO, pool) == "SUCCESS"
+        gate.open()
+        value(arrays.raw.cuStreamSynchronize(arrays.stream))
+
+
+@pytest.mark.gpus(2)
+class TestTwoDevices:
+    """Memory of device 1 for an array made in device 0's context."""
+
+    @pytest.fixture
+    def region(self, arrays: Arrays, array: Any) -> dict[str, Any]:
+        return {"array": array, "extent": ONE, "pool": arrays.pool(id=1)}
+
+    @pytest.mark.parametrize("mask", [1, 2])
+    def test_on_a_stream_of_device_0(self, arrays: Arrays, region: dict[str, Any], mask: int) -> None:
+        assert arrays.submit(arrays.region(**region, mask=mask)) == "INVALID_VALUE"
+        arrays.rig.synchronize()
+
+    def test_on_a_stream_of_device_1(self, arrays: Arrays, region: dict[str, Any]) -> None:
+        arrays.rig.device_context(1)
+        stream = arrays.rig.stream()
+        assert arrays.submit(arrays.region(**region, mask=2), stream=stream) == "SUCCESS"
+        arrays.rig.synchronize()

@@ -1,0 +1,160 @@
+"""Virtual memory of two devices side by side: each device's access to each mapping, and copies between them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from .support import DEVICE, NO_ACCESS, PAGE, READ, READWRITE, MiB, Rig, said, value
+
+pytestmark = pytest.mark.gpus(2)
+
+FIRST, SECOND = (DEVICE, 0, READWRITE), (DEVICE, 1, READWRITE)
+
+
+@dataclasses.dataclass
+class Pair:
+    """A page of each device's memory, mapped side by side, and what is in each device's context."""
+
+    rig: Rig
+    raw: Any
+    contexts: tuple[Any, Any]
+    streams: tuple[Any, Any]
+    plain: tuple[int, int]  # two pages
+    start: int  # of device 0's page; device 1's is the next
+
+    def use(self, device: int) -> None:
+        self.rig.use(self.contexts[device])
+
+    def set_access(self, *wanted: tuple[int, int, int], pages: int = 2) -> str:
+        return self.rig.set_access(self.start, pages * PAGE, *wanted)
+
+    def flags(self, page: int) -> list[int | str]:
+        """Of device 0 and device 1."""
+        return [self.rig.get_access(self.start + page * PAGE, DEVICE, device) for device in (0, 1)]
+
+    def fill(self, page: int, size: int) -> str:
+        """What a fill in the current context says."""
+        return said(self.raw.cuMemsetD8(self.start + page * PAGE, 1, size))
+
+    def peer_copy(self, on: int, target: int, to: int, source: int, of: int) -> str:
+        """What a copy of a page between contexts says, on a stream of the device ``on``."""
+        contexts, stream = self.contexts, self.streams[on]
+        answer = self.raw.cuMemcpyPeerAsync(target, contexts[to], source, contexts[of], PAGE, stream)
+        value(self.raw.cuStreamSynchronize(stream))
+        return said(answer)
+
+
+@pytest.fixture
+def pair(rig: Rig) -> Pair:
+    first, on_first, of_first = rig.context, rig.stream(), int(rig.plain(2 * PAGE))
+    second = rig.device_context(1)
+    on_second, of_second = rig.stream(), int(rig.plain(2 * PAGE))
+    rig.use(first)
+    start = rig.reserve(8 * PAGE)
+    for device in (0, 1):
+        rig.map(start + device * PAGE, rig.memory(id=device))
+    return Pair(rig, rig.raw, (first, second), (on_first, on_second), (of_first, of_second), start)
+
+
+def test_no_device_has_access_at_first(pair: Pair) -> None:
+    assert pair.flags(1) == [NO_ACCESS, NO_ACCESS]
+
+
+def test_memory_is_taken_from_its_own_device(pair: Pair) -> None:
+    pair.use(1)
+    free = pair.rig.device_free()
+    pair.use(0)
+    pair.rig.memory(64 * MiB, id=1)
+    pair.use(1)
+    assert free - pair.rig.device_free() == 64 * MiB
+
+
+class TestAccess:
+    def test_of_one_device_to_both(self, pair: Pair) -> None:
+        assert pair.set_access(FIRST) == "SUCCESS"
+        assert pair.flags(1)[1] == NO_ACCESS
+        assert pair.fill(0, 2 * PAGE) == "SUCCESS"
+        pair.rig.synchronize()
+        pair.use(1)
+        assert pair.fill(1, 4) == "INVALID_VALUE"
+
+    def test_to_read(self, pair: Pair) -> None:
+        assert pair.set_access(FIRST) == "SUCCESS"
+        value(pair.raw.cuMemsetD8(pair.start, 1, PAGE))
+        pair.rig.synchronize()
+        pair.use(1)
+        assert pair.set_access((DEVICE, 1, READ)) == "SUCCESS"
+        assert pair.flags(0) == [READWRITE, READ]
+        assert pair.fill(0, 4) == "INVALID_VALUE"
+        assert pair.rig.read(pair.start, 4) == [1] * 4
+
+    def test_to_write_to_one_and_read_the_other(self, pair: Pair) -> None:
+        pair.use(1)
+        assert pair.set_access((DEVICE, 1, READ)) == "SUCCESS"
+        assert pair.set_access(SECOND, pages=1) == "SUCCESS"
+        assert said(pair.raw.cuMemcpyHtoD(pair.start, np.full(8, 9, np.uint8), 8)) == "SUCCESS"
+        assert pair.fill(0, 2 * PAGE) == "INVALID_VALUE"
+        assert said(pair.raw.cuMemcpyDtoD(pair.start, pair.start + PAGE, 8)) == "SUCCESS"
+
+    def test_of_both_to_both(self, pair: Pair) -> None:
+        assert pair.set_access(FIRST, SECOND) == "SUCCESS"
+        for device in (0, 1):
+            pair.use(device)
+            assert pair.fill(0, 2 * PAGE) == "SUCCESS"
+            pair.rig.synchronize()
+
+    def test_taken_away(self, pair: Pair) -> None:
+        assert pair.set_access(FIRST, SECOND) == "SUCCESS"
+        assert pair.set_access((DEVICE, 1, NO_ACCESS)) == "SUCCESS"
+        assert [pair.flags(page)[1] for page in (0, 1)] == [NO_ACCESS] * 2
+
+
+class TestCopies:
+    @pytest.fixture(autouse=True)
+    def own_access(self, pair: Pair) -> None:
+        """Each device's access to its own page, and no more."""
+        for device, wanted in enumerate((FIRST, SECOND)):
+            assert pair.rig.set_access(pair.start + device * PAGE, PAGE, wanted) == "SUCCESS"
+
+    def test_between_contexts(self, pair: Pair) -> None:
+        """Need no more: each side is reached in its own context."""
+        first, second = pair.start, pair.start + PAGE
+        pair.use(1)
+        assert pair.peer_copy(1, pair.plain[1], 1, first, 0) == "SUCCESS"
+        pair.use(0)
+        assert pair.peer_copy(0, pair.plain[0], 0, second, 1) == "SUCCESS"
+        assert pair.peer_copy(0, first, 0, second, 1) == "SUCCESS"
+
+    @pytest.mark.parametrize("name", ["cuMemcpyDtoDAsync", "cuMemcpyAsync"])
+    def test_in_one_context(self, pair: Pair, name: str) -> None:
+        pair.use(1)
+        answer = getattr(pair.raw, name)(pair.plain[1], pair.start, PAGE, pair.streams[1])
+        assert said(answer) == "INVALID_VALUE"
+        pair.rig.synchronize()
+
+    def test_over_both_pages(self, pair: Pair) -> None:
+        assert pair.set_access(FIRST, SECOND) == "SUCCESS"
+        pair.use(1)
+        target, (first, second) = pair.plain[1], pair.contexts
+        assert said(pair.raw.cuMemcpyPeer(target, second, pair.start, first, 2 * PAGE)) == "SUCCESS"
+        assert said(pair.raw.cuMemcpyDtoD(target, pair.start, 2 * PAGE)) == "SUCCESS"
+        pair.rig.synchronize()
+
+    @pytest.mark.parametrize("page", [0, 1])
+    def test_pointer(self, pair: Pair, page: int) -> None:
+        """All of the range is said to be device 0's."""
+        address = pair.start + page * PAGE
+        expected: dict[str, int | str] = {
+            "DEVICE_ORDINAL": 0,
+            "MEMORY_TYPE": 2,
+            "ACCESS_FLAGS": NO_ACCESS if page else READWRITE,
+            "DEVICE_POINTER": "INVALID_VALUE" if page else address,
+        }
+        for name, reading in expected.items():
+            attribute = getattr(pair.raw.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
+            answer = pair.raw.cuPointerGetAttribute(attribute, address)
+            assert (said(answer) if isinstance(reading, str) else int(value(answer))) == reading, name
