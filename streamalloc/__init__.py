@@ -1,8 +1,11 @@
 """Full, typed, safe control of GPU memory through NVIDIA's cuda-python bindings.
 
-See :mod:`streamalloc.pool` for stream-ordered memory pools, and :mod:`streamalloc.driver` for the choice of a real or
-a simulated driver.
+See :mod:`streamalloc.pool` for stream-ordered memory pools, :mod:`streamalloc.vmm` for virtual memory by hand, and
+:mod:`streamalloc.driver` for the choice of a real or a simulated driver.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from streamalloc import driver
 from streamalloc.buffer import Buffer, BufferView, GraphBuffer, Memory
@@ -10,10 +13,13 @@ from streamalloc.capabilities import Capabilities
 from streamalloc.device import Device, MemoryInfo
 from streamalloc.driver import DriverNotFoundError, ForkedProcessError
 from streamalloc.errors import (
+    AddressSpaceError,
     CaptureError,
     ClosedError,
     CudaError,
     DeviceLostError,
+    EvictedError,
+    InUseError,
     InvalidContextError,
     InvalidDeviceError,
     InvalidHandleError,
@@ -25,7 +31,10 @@ from streamalloc.errors import (
     OutOfMemoryError,
     PeerAccessError,
     PendingFreesWarning,
+    StaleDescriptorError,
+    StillImported,
 )
+from streamalloc.fd import Fd
 from streamalloc.graph import Graph, GraphMemory, GraphMemoryStatistics
 from streamalloc.pointers import MemoryKind, PointerAttributes, pointer_attributes
 from streamalloc.pool import MemoryPool, PoolAttributes, PoolStatistics, allocate
@@ -44,9 +53,13 @@ from streamalloc.properties import (
 )
 from streamalloc.stream import Event, Stream
 
+if TYPE_CHECKING:
+    from streamalloc import vmm
+
 __version__ = "0.1.0"
 
 __all__ = [
+    "AddressSpaceError",
     "Buffer",
     "BufferView",
     "Capabilities",
@@ -57,11 +70,14 @@ __all__ = [
     "DeviceLostError",
     "DriverNotFoundError",
     "Event",
+    "EvictedError",
+    "Fd",
     "ForkedProcessError",
     "Graph",
     "GraphBuffer",
     "GraphMemory",
     "GraphMemoryStatistics",
+    "InUseError",
     "InvalidContextError",
     "InvalidDeviceError",
     "InvalidHandleError",
@@ -91,8 +107,21 @@ __all__ = [
     "PointerAttributes",
     "PoolAttributes",
     "PoolStatistics",
+    "StaleDescriptorError",
+    "StillImported",
     "Stream",
     "allocate",
     "driver",
     "pointer_attributes",
+    "vmm",
 ]
+
+
+# Imported when first used: whoever only allocates does not wait for them.
+_LATER = ("vmm",)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return importlib.import_module(f"streamalloc.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -136,7 +136,7 @@ class Memory(Unique, abc.ABC):
         written, at each launch; the graph keeps them alive.
         """
         ordered = self._ordered_on(stream)
-        _copy(_Span.of(self), _Span.readable(source, self._door), ordered)
+        _copy(_Span.writable(self, self._door), _Span.readable(source, self._door), ordered)
 
     def as_array(self, dtype: npt.DTypeLike = np.uint8, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
         """The memory itself as a numpy array, where the host can reach it.
@@ -149,6 +149,7 @@ class Memory(Unique, abc.ABC):
         ValueError
             The host cannot reach the memory, or ``dtype`` and ``shape`` do not fit its size.
         """
+        self._check_usable()
         if not self.host_accessible:
             raise ValueError(f"{self!r} is in device memory, which the host cannot reach: copy it with copy_to")
         flat = np.asarray(self).view(dtype)
@@ -182,12 +183,13 @@ class Memory(Unique, abc.ABC):
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """Version 3 of the CUDA array interface: flat bytes, to be used in order after :attr:`stream`."""
+        self._check_usable()
         if not self.device_accessible:
             raise AttributeError(f"{self!r} is not accessible from a device")
         return {
             "shape": (self.nbytes,),
             "typestr": "|u1",
-            "data": (self.address, False),
+            "data": (self.address, self._read_only(on_host=False)),
             "strides": None,
             "version": 3,
             # 0 is not allowed there: the legacy default stream is 1.
@@ -197,6 +199,7 @@ class Memory(Unique, abc.ABC):
     @property
     def __array_interface__(self) -> dict[str, Any]:
         """Version 3 of numpy's array interface, so that ``numpy.asarray`` makes no copy of host memory."""
+        self._check_usable()
         if not self.host_accessible:
             raise AttributeError(f"{self!r} is not accessible from the host")
         return numpy_interface(self)
@@ -224,7 +227,15 @@ class Memory(Unique, abc.ABC):
     def _door(self) -> Door:
         return self.stream._door
 
+    def _check_usable(self) -> None:
+        """Raise where the memory is there but cannot be used now; memory that is gone has no address."""
+
+    def _read_only(self, on_host: bool) -> bool:
+        """Whether the CPU, or else the stream's device, may only read the memory."""
+        return False
+
     def _ordered_on(self, stream: StreamLike | None) -> Stream:
+        self._check_usable()
         ordered = self.stream if stream is None else as_stream(stream, self._door)
         ordered._checked_raw()
         return ordered
@@ -438,7 +449,15 @@ class BufferView(Memory):
 
     @property
     def address(self) -> int:
-        """Where the range begins."""
+        """Where the range begins.
+
+        Raises
+        ------
+        ClosedError
+            The memory was freed, or has shrunk to less than this.
+        """
+        if self._offset + self._nbytes > self._parent.nbytes:
+            raise ClosedError(f"{self!r} is outside of its memory, which has shrunk")
         return self._parent.address + self._offset
 
     @property
@@ -471,14 +490,24 @@ class BufferView(Memory):
         """Whether the stream's device may use the memory."""
         return self._parent.device_accessible
 
+    def _check_usable(self) -> None:
+        self._parent._check_usable()
+
+    def _read_only(self, on_host: bool) -> bool:
+        return self._parent._read_only(on_host)
+
+    def _access_hint(self, stream: Stream) -> str:
+        return self._parent._access_hint(stream)
+
     def __repr__(self) -> str:
         return f"<BufferView of bytes {self._offset}:{self._offset + self._nbytes} of {self._parent!r}>"
 
 
-def numpy_interface(memory: Memory) -> dict[str, Any]:
-    """Version 3 of numpy's array interface for flat bytes, wherever they are."""
+def numpy_interface(memory: Memory, *, on_host: bool = True) -> dict[str, Any]:
+    """Version 3 of numpy's array interface for flat bytes, as the host or else a device may use them."""
     # numpy 2.2 takes the address 0 of empty memory for a missing one; that of no bytes is never used.
-    return {"shape": (memory.nbytes,), "typestr": "|u1", "data": (memory.address or 1, False), "version": 3}
+    data = (memory.address or 1, memory._read_only(on_host))
+    return {"shape": (memory.nbytes,), "typestr": "|u1", "data": data, "version": 3}
 
 
 def _pattern(value: int | bytes | np.generic, width: int | None) -> tuple[int, int]:
@@ -516,6 +545,7 @@ class _Span:
 
     @classmethod
     def of(cls, memory: Memory) -> Self:
+        memory._check_usable()
         location = memory.location
         resident = location.type is MemLocationType.DEVICE and not memory.host_accessible
         return cls(memory.address, memory.nbytes, location.id if resident else None, memory)
@@ -533,7 +563,10 @@ class _Span:
         if isinstance(other, Memory):
             if other._door is not door:
                 raise ValueError(f"{name} {other!r} belongs to another driver")
-            return cls.of(other)
+            span = cls.of(other)
+            if writable and other.location.on_host and other._read_only(on_host=True):
+                raise ValueError(f"{name} {other!r} is read-only to the host")
+            return span
         interface = getattr(other, "__cuda_array_interface__", None)
         if interface is not None:
             return cls._of_interface(other, interface, name, writable)

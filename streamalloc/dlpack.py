@@ -38,9 +38,9 @@ class _DLTensor(ctypes.Structure):
 class _Exposed:
     """Shows memory to numpy wherever it is, so that the array keeps it alive."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, on_host: bool) -> None:
         self.memory = memory
-        self.__array_interface__ = numpy_interface(memory)
+        self.__array_interface__ = numpy_interface(memory, on_host=on_host)
 
 
 _pointer_in = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
@@ -70,8 +70,9 @@ def export(
     ``stream`` is what the Python array API standard says: None or 1 for the legacy default stream, 2 for the per-
     thread one, -1 for no ordering, else a driver handle.
     """
-    exposed = _Exposed(memory)
+    memory._check_usable()
     device = device_of(memory)
+    exposed = _Exposed(memory, on_host=device[0] == _CPU)
     if dl_device is not None and tuple(dl_device) != device:
         raise BufferError(
             f"the memory is on DLPack device {device}; it cannot be exported for {dl_device} without a copy"

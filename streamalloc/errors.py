@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 __all__ = [
+    "AddressSpaceError",
     "CaptureError",
     "ClosedError",
     "CudaError",
     "DeviceLostError",
+    "EvictedError",
+    "InUseError",
     "InvalidContextError",
     "InvalidDeviceError",
     "InvalidHandleError",
@@ -27,6 +30,8 @@ __all__ = [
     "OutOfMemoryError",
     "PeerAccessError",
     "PendingFreesWarning",
+    "StaleDescriptorError",
+    "StillImported",
     "attach",
     "error_from",
     "undoing",
@@ -168,8 +173,28 @@ def _rebuild(kind: type[OutOfMemoryError], args: tuple[Any, ...], figures: dict[
     return error
 
 
+class AddressSpaceError(CudaError, MemoryError):
+    """The process has no address range left of the size that was asked for; there may be memory enough."""
+
+
 class ClosedError(RuntimeError):
     """A buffer was used after it was freed, or a pool, stream, event or graph after it was closed."""
+
+
+class EvictedError(RuntimeError):
+    """Memory was used, resized or evicted while its physical memory was given back: restore it first."""
+
+
+class InUseError(RuntimeError):
+    """Physical memory cannot be given back, as somebody else holds it: an importer, or another mapping."""
+
+
+class StillImported(InUseError):
+    """A shared allocation cannot be freed now: another process has it open."""
+
+
+class StaleDescriptorError(ValueError):
+    """The shared memory that a descriptor names was freed before it was opened."""
 
 
 class PendingFreesWarning(RuntimeWarning):

@@ -151,8 +151,8 @@ def _pool_at(door: Door, ask: _Asker, kind: MemoryKind) -> MemoryPool | None:
     raw = ask.value("MEMPOOL_HANDLE")
     if raw is None or not int(raw):
         return None
-    known = door.allocators.get(int(raw))
-    if isinstance(known, MemoryPool):
+    known = MemoryPool._known(door, raw)
+    if known is not None:
         return known
     allocation_type = MemAllocationType.MANAGED if kind is MemoryKind.MANAGED else MemAllocationType.PINNED
     location = _location_of_pool(door, raw, kind)

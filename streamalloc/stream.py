@@ -120,6 +120,13 @@ class Stream(Closes):
         """Whether the stream is being captured into a graph (``cuStreamIsCapturing``)."""
         return int(self._call("cuStreamIsCapturing")) != 0
 
+    def _refuse_capture(self, call: str, why: str) -> None:
+        """Raise :class:`CaptureError` where the stream is being captured; ``call`` is what would not be replayed."""
+        # Of our own streams we know; other code may capture its own and the default streams without our knowing.
+        unknown = self._foreign is not None or self.is_default
+        if self._capture is not None or (unknown and self.capturing):
+            raise CaptureError("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 900, call, why)
+
     @property
     def priority(self) -> int:
         """The stream's priority; lower numbers run first (``cuStreamGetPriority``)."""
@@ -310,7 +317,10 @@ class Event(Closes):
         Whether other processes can open it; such an event cannot measure time.
     """
 
-    __slots__ = ("__weakref__", "_capture", "_closed", "_door", "_raw", "device")
+    __slots__ = ("__weakref__", "_capture", "_closed", "_door", "_raw", "device", "interprocess")
+
+    interprocess: bool
+    """Whether other processes can open it."""
 
     def __init__(
         self, device: Device, *, timing: bool = False, blocking_sync: bool = False, interprocess: bool = False
@@ -327,11 +337,24 @@ class Event(Closes):
             | (int(kinds.CU_EVENT_INTERPROCESS) if interprocess else 0)
         )
         self.device = device
+        self.interprocess = bool(interprocess)
         self._door = device._door
         self._capture: Capture | None = None
         with device.current():
             self._raw = self._door.call("cuEventCreate", flags)
             self._closed = False
+
+    @classmethod
+    def _of_handle(cls, device: Device, raw: Any) -> Self:
+        """Take over an event that another process made."""
+        event = cls.__new__(cls)
+        event.device = device
+        event.interprocess = False
+        event._door = device._door
+        event._capture = None
+        event._raw = raw
+        event._closed = False
+        return event
 
     @property
     def handle(self) -> int:

@@ -44,8 +44,12 @@ def _printed(cell: Any) -> list[Any]:
         if output.output_type == "stream":
             streams[output.name] = streams.get(output.name, "") + output.text
         elif not _is_image(output):
-            displayed += [re.sub(r"\b0x[0-9a-f]+\b", "0x...", text) for _, text in sorted(output.data.items())]
-    return [*sorted(streams.items()), *displayed]
+            displayed += [_without_numbers(text) for _, text in sorted(output.data.items())]
+    return [*((name, _without_numbers(text)) for name, text in sorted(streams.items())), *displayed]
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\b0x[0-9a-f]+\b", "0x...", text)
 
 
 @pytest.fixture(scope="module", params=NOTEBOOKS, ids=lambda path: str(path.stem))

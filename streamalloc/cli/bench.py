@@ -15,84 +15,27 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import timeit
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 import streamalloc as sa
+from streamalloc.cli import bench_vmm
 from streamalloc.cli.choice import Chosen
 from streamalloc.cli.info import add_json_argument, versions, write_json
+from streamalloc.cli.measuring import FULL, QUICK, SIZE, Bench, Call, interleaved, judged, ratio, spread
 from streamalloc.cli.terminal import Terminal
 
 __all__ = ["HELP", "ROWS", "add_arguments", "run"]
 
 HELP = "measure beside the raw driver calls and other allocators"
 
-SIZE = 4096
-KEEP_ALL = 2**64 - 1
 # The smallest step between two allocations of a pool: the cheapest way to have many.
 LIVE_SIZE = 512
-
-Call = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How long to measure."""
-
-    rounds: int
-    block: float
-    """Seconds that one block of calls is meant to take."""
-    live: tuple[int, ...]
-    live_simulated: tuple[int, ...]
-    host_buffers: int
-    imports: int
-
-
-FULL = Effort(
-    rounds=25,
-    block=0.01,
-    live=(10, 1_000, 100_000, 1_000_000),
-    live_simulated=(10, 1_000, 100_000),
-    host_buffers=10_000,
-    imports=15,
-)
-QUICK = Effort(
-    rounds=11, block=0.002, live=(10, 1_000, 100_000), live_simulated=(10, 1_000), host_buffers=1_000, imports=3
-)
-
-
-class Bench:
-    """What the rows share: a device, a stream and a pool, each as the library's object and as the driver's."""
-
-    def __init__(self, chosen: Chosen, effort: Effort, resources: contextlib.ExitStack) -> None:
-        self.chosen = chosen
-        self.effort = effort
-        self.resources = resources
-        self.kept: list[object] = []
-        """What has to live as long as the benchmark, such as arrays of which a row has only the address."""
-        # Any: the rows also use the bindings' classes, which every driver passes on.
-        self.driver = cast(Any, chosen.driver)
-        self.device = sa.Device(0)
-        # Raw copies want the stream's context to be the current one; the library sees to that itself.
-        resources.enter_context(self.device.current())
-        self.stream = resources.enter_context(self.device.create_stream())
-        self.raw_stream = self.driver.CUstream(self.stream.handle)
-        self.pool, self.raw_pool = self.new_pool()
-
-    def new_pool(self) -> tuple[sa.MemoryPool, Any]:
-        """A pool that gives nothing back, and its driver handle."""
-        pool = self.resources.enter_context(sa.MemoryPool(self.device, release_threshold=KEEP_ALL))
-        return pool, self.driver.CUmemoryPool(pool.handle)
-
-    def buffer(self) -> sa.Buffer:
-        """4 KiB that stay for as long as the benchmark runs."""
-        return self.resources.enter_context(self.pool.allocate(SIZE, self.stream))
 
 
 # --- what is timed --------------------------------------------------------------------------------------------------
@@ -263,36 +206,6 @@ GROUPS = tuple(dict.fromkeys(row.group for row in ROWS))
 
 
 # --- how it is timed ------------------------------------------------------------------------------------------------
-
-
-def interleaved(bench: Bench, calls: Sequence[Call], most: int) -> list[list[float]]:
-    """Microseconds a call, by function and round."""
-    timers = [timeit.Timer(call) for call in calls]
-    for timer in timers:
-        timer.timeit(min(most, 50))
-    bench.device.synchronize()
-    once = max(timer.timeit(20) / 20 for timer in timers)
-    number = max(1, min(most, int(bench.effort.block / once)))
-    times: list[list[float]] = [[] for _ in timers]
-    for number_of_round in range(bench.effort.rounds):
-        # Each round begins with another row, so that none always follows the same one.
-        for step in range(len(timers)):
-            at = (number_of_round + step) % len(timers)
-            bench.device.synchronize()
-            times[at].append(timers[at].timeit(number) / number * 1e6)
-    bench.device.synchronize()
-    return times
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, 10th and 90th percentile."""
-    low, middle, high = np.percentile(values, (10, 50, 90))
-    return {"median_us": float(middle), "p10_us": float(low), "p90_us": float(high)}
-
-
-def ratio(values: Sequence[float], base: Sequence[float]) -> float:
-    """The median of each round's ratio."""
-    return statistics.median(value / one for value, one in zip(values, base, strict=True))
 
 
 def measure_rows(bench: Bench) -> list[dict[str, Any]]:
@@ -479,15 +392,11 @@ def _shown_row(terminal: Terminal, result: dict[str, Any]) -> tuple[str, ...]:
     target = ""
     if "target_us" in result:
         target = f"<= {result['target_us']:g} us"
-        median = _judged(terminal, median, result["median_us"] <= result["target_us"])
+        median = judged(terminal, median, result["median_us"] <= result["target_us"])
     if "target_ratio" in result:
         target = f"<= {result['target_ratio']:g} x raw"
-        times_raw = _judged(terminal, times_raw, result["ratio_to_raw"] <= result["target_ratio"])
+        times_raw = judged(terminal, times_raw, result["ratio_to_raw"] <= result["target_ratio"])
     return (name, median, f"{result['p10_us']:.2f}", f"{result['p90_us']:.2f}", times_raw, target)
-
-
-def _judged(terminal: Terminal, figure: str, met: bool) -> str:
-    return terminal.good(figure) if met else terminal.odd(figure)
 
 
 def show_live(terminal: Terminal, results: list[dict[str, Any]]) -> None:
@@ -500,7 +409,7 @@ def show_live(terminal: Terminal, results: list[dict[str, Any]]) -> None:
                 f"{one['raw_us']:.2f}",
                 f"{one['streamalloc_us']:.2f}",
                 f"{one['added_us']:.3f}",
-                _judged(terminal, f"{one['added_ratio']:.2f}", one["added_ratio"] <= 1.15),
+                judged(terminal, f"{one['added_ratio']:.2f}", one["added_ratio"] <= 1.15),
                 "" if one is results[0] else "<= 1.15 x",
             )
             for one in results
@@ -513,14 +422,14 @@ def show_live(terminal: Terminal, results: list[dict[str, Any]]) -> None:
 def show_host_memory(terminal: Terminal, result: dict[str, Any]) -> None:
     """Host memory of a live buffer."""
     terminal.heading("Host memory of a live buffer")
-    figure = _judged(terminal, f"{result['bytes']:.0f}", result["bytes"] <= result["target_bytes"])
+    figure = judged(terminal, f"{result['bytes']:.0f}", result["bytes"] <= result["target_bytes"])
     terminal.line(f"  {figure} bytes (mean of {result['buffers']:,}; target <= {result['target_bytes']})")
 
 
 def show_imports(terminal: Terminal, result: dict[str, Any]) -> None:
     """Import time."""
     terminal.heading("Import, in a new process")
-    figure = _judged(terminal, f"{result['ratio']:.2f}", result["ratio"] <= result["target_ratio"])
+    figure = judged(terminal, f"{result['ratio']:.2f}", result["ratio"] <= result["target_ratio"])
     terminal.table(
         [
             (
@@ -547,6 +456,7 @@ SECTIONS: tuple[tuple[str, Callable[[Bench], Any], Callable[[Terminal, Any], Non
     ("rows", measure_rows, show_rows),
     ("live_buffers", measure_live, show_live),
     ("host_memory", measure_host_memory, show_host_memory),
+    *bench_vmm.SECTIONS,
     ("import_time", measure_imports, show_imports),
 )
 

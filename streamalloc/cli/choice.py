@@ -8,8 +8,9 @@ from pathlib import Path
 
 from streamalloc.device import Device
 from streamalloc.driver import Driver, DriverNotFoundError, default, simulated
+from streamalloc.properties import MemLocation
 
-__all__ = ["Chosen", "choose", "cuda_version", "plural"]
+__all__ = ["Chosen", "choose", "cuda_version", "host_pool_location", "plural"]
 
 # Enough for the parts of a command that need two.
 _DEVICES_WITHOUT_A_GPU = 2
@@ -80,6 +81,16 @@ def _kernel_module_version() -> str | None:
         return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
         return None
+
+
+def host_pool_location(device: Device) -> MemLocation | None:
+    """Where a pool in host memory can be that the device reaches; None where there can be none."""
+    supports = device.supports
+    if supports.host_memory_pools:
+        return MemLocation.host()
+    if supports.host_numa_memory_pools:
+        return MemLocation.host_numa(max(supports.host_numa_id or 0, 0))
+    return None
 
 
 def plural(count: int, noun: str) -> str:

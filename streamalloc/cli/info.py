@@ -15,6 +15,7 @@ import numpy as np
 import streamalloc as sa
 from streamalloc.capabilities import address_space_limit, imex_channels, missing_for
 from streamalloc.cli.choice import Chosen, cuda_version
+from streamalloc.cli.info_vmm import show_virtual_memory, try_virtual_memory
 from streamalloc.cli.terminal import Terminal, mib
 from streamalloc.driver import Driver
 from streamalloc.driver.bindings import BINDINGS_VERSION
@@ -101,6 +102,7 @@ def _device_report(device: sa.Device) -> dict[str, Any]:
         "total_memory": device.total_memory,
         "supports": {item.name: _plain(getattr(supports, item.name)) for item in dataclasses.fields(supports)},
         "missing": missing_for(supports),
+        "virtual_memory": [trial._asdict() for trial in try_virtual_memory(device)],
     }
 
 
@@ -198,6 +200,10 @@ def _print_device(device: sa.Device, terminal: Terminal) -> None:
         rows.append((name, colours.get(first, str)(first), about))
         rows += [("", other, "") for other in others]
     terminal.table(rows)
+    trials = try_virtual_memory(device)
+    if trials:
+        terminal.line()
+        show_virtual_memory(trials, terminal)
     missing = missing_for(supports)
     if missing:
         terminal.line()

@@ -84,3 +84,21 @@ def read_handle_types(props: Any) -> int:
     The bindings' getter raises on a combination, so the field is read where the struct keeps it.
     """
     return ctypes.c_uint32.from_address(int(props.getPtr()) + _HANDLE_TYPES_OFFSET).value
+
+
+# The opaque structs of inter-process communication all hold 64 bytes; not every version of the bindings shows them.
+_OPAQUE_BYTES = 64
+
+
+def opaque_bytes(struct: Any) -> bytes:
+    """The bytes of a ``CUmemPoolPtrExportData``, ``CUipcMemHandle``, ``CUipcEventHandle`` or ``CUmemFabricHandle``."""
+    return ctypes.string_at(int(struct.getPtr()), _OPAQUE_BYTES)
+
+
+def opaque_struct(name: str, data: bytes) -> Any:
+    """Such a struct with these bytes."""
+    if len(data) != _OPAQUE_BYTES:
+        raise ValueError(f"a {name} has {_OPAQUE_BYTES} bytes, not {len(data)}")
+    struct = getattr(cuda, name)()
+    ctypes.memmove(int(struct.getPtr()), data, _OPAQUE_BYTES)
+    return struct

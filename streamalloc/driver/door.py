@@ -49,6 +49,9 @@ class Door:
         "captures",
         "driver",
         "forked",
+        "importer",
+        "leases",
+        "memories",
         "postponed",
         "retired",
     )
@@ -64,10 +67,20 @@ class Door:
     captures: int
     """How many captures of ours are under way; asking about a pool would break them."""
     retired: list[_Ends]
-    """Closed pools that the driver must not destroy yet."""
+    """Closed pools that the driver must not destroy yet, and frees that wait for other processes."""
+
+    memories: weakref.WeakValueDictionary[int, Any]
+    """What is known of physical memory that is open, by driver handle; kept by :mod:`streamalloc.vmm`."""
+    leases: Any
+    """What this process shares with others, kept by :mod:`streamalloc.ipc`; None where nothing is."""
+    importer: Any
+    """What this process has opened of others, kept by :mod:`streamalloc.ipc`; None where nothing is."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
+        self.memories = weakref.WeakValueDictionary()
+        self.leases = None
+        self.importer = None
         self.captures = 0
         self.retired = []
         self.forked = False
@@ -116,8 +129,7 @@ class Door:
         ForkedProcessError
             This process is a fork of the one that opened the driver.
         """
-        if self.forked:
-            raise ForkedProcessError(_FORKED)
+        self.check_process()
         function = getattr(self.driver, name, None)
         if function is None:
             raise unsupported(name, f"cuda-bindings {version_that_added(name)}", f"cuda-bindings {BINDINGS_VERSION}")
@@ -133,6 +145,11 @@ class Door:
         if answer[0]:
             raise error_from(answer[0], name, hint if isinstance(hint, str) else hint())
         return None if len(answer) == 1 else answer[1] if len(answer) == 2 else answer[1:]
+
+    def check_process(self) -> None:
+        """Raise :class:`ForkedProcessError` in a forked child, for what makes no call of the driver."""
+        if self.forked:
+            raise ForkedProcessError(_FORKED)
 
     def context(self, ordinal: int) -> Any:
         """The primary context of a device, retained once and never released.

@@ -137,7 +137,11 @@ class Allocator(Unique):
         trouble = ""
         if not capturing:
             try:
-                if self._make_room(buffer._stream) and not self._try(buffer):
+                # Frees that waited for other processes may be possible by now.
+                waiting = len(self._door.retired)
+                self._door.reap()
+                freed = len(self._door.retired) < waiting
+                if (self._make_room(buffer._stream) or freed) and not self._try(buffer):
                     return
             except CudaError as error:
                 trouble = f"making room failed: {error}"

@@ -16,6 +16,7 @@ from streamalloc.driver import default as default_driver
 from streamalloc.driver.bindings import BINDINGS_VERSION, cuda, enum_member, version_that_added
 from streamalloc.errors import ClosedError, CudaError, PeerAccessError, PendingFreesWarning, undoing, unsupported
 from streamalloc.ownership import Closes
+from streamalloc.places import FABRIC_NEEDS, check_location, door_of, location_of
 from streamalloc.pool.allocator import Allocator, read_or_none
 from streamalloc.pool.attributes import PoolAttributes, PoolStatistics
 from streamalloc.pool.retirement import retire
@@ -103,10 +104,10 @@ class MemoryPool(Allocator, Closes):
                 raise ValueError("max_size and handle_types are fields of MemPoolProps: set them there")
             properties = where
         else:
-            location = _location("where", where, "a Device, MemLocation or MemPoolProps")
+            location = location_of("where", where, "a Device, MemLocation or MemPoolProps")
             properties = MemPoolProps(location=location, max_size=max_size, handle_types=handle_types)
-        door = _door_of(where, driver)
-        _check_location(door, properties.location)
+        door = door_of(where, driver)
+        check_location(door, properties.location)
         door.reap()
         struct = properties.to_driver()
         raw = door.call("cuMemPoolCreate", struct, hint=_why_refused(properties))
@@ -155,14 +156,14 @@ class MemoryPool(Allocator, Closes):
     def _existing(
         cls, which: str, where: Device | MemLocation, allocation_type: MemAllocationType, driver: Driver | None
     ) -> MemoryPool:
-        location = _location("where", where)
+        location = location_of("where", where)
         kind = _driver_type(allocation_type)
-        door = _door_of(where, driver)
+        door = door_of(where, driver)
         if location.type is MemLocationType.HOST_NUMA_CURRENT:
             raise ValueError("location=HOST_NUMA_CURRENT: name the NUMA node (HOST_NUMA) or take any (HOST)")
         if location.type is MemLocationType.NONE and allocation_type is not MemAllocationType.MANAGED:
             raise ValueError("location=NONE: only managed memory may have no preferred location")
-        _check_location(door, location)
+        check_location(door, location)
         if _has_calls_of_its_own(location, allocation_type):
             raw = door.call(f"cuDeviceGet{which}MemPool", location.id)
         else:
@@ -172,15 +173,20 @@ class MemoryPool(Allocator, Closes):
     @classmethod
     def _of_handle(cls, door: Door, raw: Any, location: MemLocation, allocation_type: MemAllocationType) -> MemoryPool:
         """The object for a driver handle: the one that is alive, else a new one that does not own the pool."""
-        retired = door.is_retired(raw)
-        known = door.allocators.get(int(raw))
-        if isinstance(known, MemoryPool) and known.closed == retired:
+        known = cls._known(door, raw)
+        if known is not None:
             return known
         pool = cls.__new__(cls)
         pool._take(door, raw, location, allocation_type, owned=False)
-        if retired:
+        if door.is_retired(raw):
             pool._shut()
         return pool
+
+    @staticmethod
+    def _known(door: Door, raw: Any) -> MemoryPool | None:
+        """The object that is alive for a driver handle; not one whose pool is gone, as handles are used again."""
+        known = door.allocators.get(int(raw))
+        return known if isinstance(known, MemoryPool) and known.closed == door.is_retired(raw) else None
 
     @property
     def handle(self) -> int:
@@ -212,7 +218,11 @@ class MemoryPool(Allocator, Closes):
         return self._door.call(name, self._checked_raw(), *args, hint=hint)
 
     def statistics(self) -> PoolStatistics:
-        """Bytes reserved and used, now and at most since the last reset, read one right after the other."""
+        """Bytes reserved and used, now and at most since the last reset, read one right after the other.
+
+        Frees that waited for other processes, and can be made by now, are made first.
+        """
+        self._door.reap()
         attributes = self.attributes
         return PoolStatistics(
             attributes.reserved_mem_current,
@@ -233,6 +243,7 @@ class MemoryPool(Allocator, Closes):
         comes back, and a :class:`PendingFreesWarning` says so.
         """
         checked_size("keep", keep)
+        self._door.reap()
         before = self.attributes.reserved_mem_current
         self._call("cuMemPoolTrimTo", keep)
         after, _, used, _ = self.statistics()
@@ -288,10 +299,10 @@ class MemoryPool(Allocator, Closes):
         return MemAccess(int(self._call("cuMemPoolGetAccess", location.to_driver())))
 
     def _location_of(self, who: Device | MemLocation, *, check_peer: bool = True) -> MemLocation:
-        location = _location("who", who)
+        location = location_of("who", who)
         if isinstance(who, Device) and who._door is not self._door:
             raise ValueError(f"{who!r} belongs to another driver than {self!r}")
-        _check_location(self._door, location)
+        check_location(self._door, location)
         if check_peer and location.type is self.location.type is MemLocationType.DEVICE:
             peer = Device(location.id, driver=self._door.driver)
             if not peer.can_access(Device(self.location.id, driver=self._door.driver)):
@@ -487,14 +498,6 @@ def allocate(nbytes: int, stream: StreamLike) -> Buffer:
     return CurrentPool.of(stream.device).allocate(nbytes, stream)
 
 
-def _location(name: str, where: object, allowed: str = "a Device or a MemLocation") -> MemLocation:
-    """The location of a device, or the location itself."""
-    location = where.location if isinstance(where, Device) else where
-    if not isinstance(location, MemLocation):
-        raise TypeError(f"{name} must be {allowed}, not {type(where).__name__} ({where!r})")
-    return location
-
-
 def _has_calls_of_its_own(location: MemLocation, allocation_type: MemAllocationType) -> bool:
     """Whether current and default pool are asked for by ``cuDevice*``, which all bindings have, not by ``cuMem*``."""
     return location.type is MemLocationType.DEVICE and allocation_type is MemAllocationType.PINNED
@@ -503,14 +506,6 @@ def _has_calls_of_its_own(location: MemLocation, allocation_type: MemAllocationT
 def _memory_of(device: Device) -> dict[str, Any]:
     info = read_or_none(device.memory_info)
     return {} if info is None else dict(info._asdict())
-
-
-def _door_of(where: Device | MemLocation | MemPoolProps, driver: Driver | None) -> Door:
-    if not isinstance(where, Device):
-        return Door.of(driver if driver is not None else default_driver())
-    if driver is not None and driver is not where.driver:
-        raise ValueError(f"driver={driver!r}: {where!r} belongs to another driver")
-    return where._door
 
 
 def _driver_type(allocation_type: MemAllocationType) -> Any:
@@ -523,17 +518,10 @@ def _driver_type(allocation_type: MemAllocationType) -> Any:
     return member
 
 
-def _check_location(door: Door, location: MemLocation) -> None:
-    if location.type is MemLocationType.DEVICE:
-        count = int(door.call("cuDeviceGetCount"))
-        if location.id >= count:
-            raise ValueError(f"location id={location.id}: this driver has {count} device{'' if count == 1 else 's'}")
-
-
 def _why_refused(properties: MemPoolProps) -> str:
     """The usual cause where the driver refuses to make a pool."""
     if properties.handle_types & MemHandleType.FABRIC:
-        return "fabric handles need a device that offers them and an IMEX channel: see `python -m streamalloc info`"
+        return FABRIC_NEEDS
     if properties.location.type is MemLocationType.HOST_NUMA:
         return f"location={properties.location}: is there such a NUMA node, and does the device support pools on it?"
     if properties.max_size:

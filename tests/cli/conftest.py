@@ -34,3 +34,15 @@ class Altered:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._driver, name)
+
+
+def without(machine: Any, *attributes: str) -> Altered:
+    """The driver, with devices that answer 0 for some device attributes."""
+    known = machine.CUdevice_attribute
+    wanted = {getattr(known, f"CU_DEVICE_ATTRIBUTE_{name}", None) for name in attributes}
+
+    def answer(asked: Any, device: Any) -> Any:
+        result, value = machine.cuDeviceGetAttribute(asked, device)
+        return result, 0 if asked in wanted else value
+
+    return Altered(machine, cuDeviceGetAttribute=answer)

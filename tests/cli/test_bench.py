@@ -10,12 +10,24 @@ from typing import Any
 import pytest
 
 import streamalloc.driver as sd
-from streamalloc.cli import bench
+from streamalloc.cli import bench, measuring
 from streamalloc.cli.choice import Chosen
 
-from .conftest import Run
+from .conftest import Run, without
 
-SHORT = bench.Effort(rounds=2, block=0.0002, live=(10, 100), live_simulated=(10, 100), host_buffers=200, imports=1)
+SHORT = measuring.Effort(
+    rounds=2,
+    block=0.0002,
+    live=(10, 100),
+    live_simulated=(10, 100),
+    host_buffers=200,
+    imports=1,
+    growths=1,
+    cards=1,
+    evictions=1,
+    evicted=4 << 20,
+    evicted_simulated=4 << 20,
+)
 ALL_SECTIONS = bench.SECTIONS
 ALL_ROWS = bench.ROWS
 
@@ -53,11 +65,46 @@ def test_tables_and_json(machine: Any, run: Run, tmp_path: Path, monkeypatch: py
     assert 0 < report["host_memory"]["bytes"] < 1000
     assert report["import_time"]["ratio"] > 0
 
+    for key in ("growth", "growth_to_the_whole_card"):
+        rows = report[key]["rows"]
+        assert [row["name"] for row in rows][:2] == ["raw calls, results checked", "streamalloc grow"]
+        assert rows[0]["ratio_to_raw"] == 1
+        assert all(0 < row["p10_us"] <= row["median_us"] <= row["p90_us"] for row in rows)
+    assert report["growth"]["times_faster_than_copying"] > 0
+    assert all(row["first_us"] > 0 and row["last_us"] > 0 for row in report["growth_to_the_whole_card"]["rows"])
+    eviction = report["eviction"]["rows"]
+    assert [("gb_per_s" in row, "ratio_to_pinned" in row) for row in eviction] == [
+        *[(True, False)] * 2,
+        *[(True, True)] * 2,
+        *[(False, False)] * 2,
+    ]
+    for row in (*report["growth"]["rows"], *report["growth_to_the_whole_card"]["rows"], *eviction):
+        assert f"\n  {row['name']}  " in text
+
 
 def test_target_stands_beside_the_pair(machine: Any, on_cuda: bool, run: Run) -> None:
     report = json.loads(run("bench", "--quick", "--json")[1])
     pair = next(row for row in report["rows"] if row["name"] == "streamalloc")
     assert (pair.get("target_ratio"), pair.get("target_us")) == ((1.35, None) if on_cuda else (None, 25.0))
+
+
+def test_targets_of_virtual_memory_are_for_a_gpu(machine: Any, on_cuda: bool, run: Run) -> None:
+    report = json.loads(run("bench", "--quick", "--json")[1])
+    rows = [*report["growth"]["rows"], *report["growth_to_the_whole_card"]["rows"], *report["eviction"]["rows"]]
+    assert [row["target_ratio"] for row in rows if "target_ratio" in row] == ([1.1, 1.1, 0.8, 0.8] if on_cuda else [])
+    assert ("target_times_faster" in report["growth"]) == on_cuda
+
+
+@pytest.mark.parametrize("attribute", ["VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HOST_MEMORY_POOLS_SUPPORTED"])
+def test_what_cannot_be_measured_says_why(machine: Any, run: Run, tmp_path: Path, attribute: str) -> None:
+    target = tmp_path / "bench.json"
+    of_nodes = "HOST_NUMA_MEMORY_POOLS_SUPPORTED"
+    with sd.use(without(machine, *{attribute, of_nodes} if "POOLS" in attribute else {attribute})):
+        code, text = run("bench", "--quick", "--json", str(target))
+    assert code == 0
+    report = json.loads(target.read_text())
+    assert report["eviction"]["unavailable"] in text
+    assert ("unavailable" in report["growth"]) == ("POOLS" not in attribute)
 
 
 def test_leaves_nothing_behind(machine: Any, run: Run) -> None:
@@ -76,10 +123,10 @@ class OnAGpu(Chosen):
 
 
 def test_library_that_is_absent_or_fails(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(_: bench.Bench) -> bench.Call:
+    def absent(_: measuring.Bench) -> measuring.Call:
         raise ImportError("no such library")
 
-    def failing(_: bench.Bench) -> bench.Call:
+    def failing(_: measuring.Bench) -> measuring.Call:
         raise RuntimeError("built for another version")
 
     rows = (
@@ -90,7 +137,7 @@ def test_library_that_is_absent_or_fails(machine: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(bench, "ROWS", rows)
     monkeypatch.setattr(bench, "GROUPS", (bench.PAIR,))
     with contextlib.ExitStack() as resources:
-        found = bench.measure_rows(bench.Bench(OnAGpu(machine), SHORT, resources))
+        found = bench.measure_rows(measuring.Bench(OnAGpu(machine), SHORT, resources))
     names = {row["name"]: row for row in found}
     assert "absent" not in names
     assert names["failing"]["unavailable"] == "RuntimeError: built for another version"

@@ -11,11 +11,12 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
+from streamalloc import vmm
 from streamalloc.cli import info
 from streamalloc.driver.bindings import BINDINGS_VERSION
 from streamalloc.pool.attributes import ATTRIBUTES
 
-from .conftest import Run
+from .conftest import Altered, Run, without
 
 
 def test_table_has_every_capability(machine: Any, run: Run) -> None:
@@ -107,5 +108,61 @@ def test_changes_no_pool(machine: Any, run: Run) -> None:
     calls = sd.traced(machine)
     with sd.use(calls):
         run("info")
-    names = {call.name for call in calls.calls}
-    assert not {name for name in names if "Set" in name or "Create" in name or "Alloc" in name or "Trim" in name}
+    of_pools = {call.name for call in calls.calls if "Pool" in call.name or "Async" in call.name}
+    assert of_pools
+    assert not {name for name in of_pools if "Get" not in name}
+
+
+def test_leaves_nothing_behind(machine: Any, run: Run) -> None:
+    accounts = sd.checked(machine)
+    with sd.use(accounts):
+        run("info")
+    accounts.assert_nothing_left()
+
+
+def _trials(run: Run) -> dict[str, Any]:
+    report = json.loads(run("info", "--json")[1])
+    return {one["what"]: one for one in report["devices"][0]["virtual_memory"]}
+
+
+def test_virtual_memory_is_tried(machine: Any, run: Run) -> None:
+    text = run("info")[1]
+    trials = _trials(run)
+    assert list(trials)[:3] == ["device memory", "compressible", "GPUDirect RDMA"]
+    for what, one in trials.items():
+        assert any(line.startswith(f"  {what}  ") and line.endswith(one["found"]) for line in text.splitlines())
+    granularity = vmm.PhysicalMemory.granularity(sa.Device(0))
+    assert trials["device memory"] == {
+        "what": "device memory",
+        "granularity": granularity,
+        "recommended": vmm.PhysicalMemory.granularity(sa.Device(0), recommended=True),
+        "works": True,
+        "found": "made",
+    }
+    assert trials["address range"]["works"] is True
+
+
+def test_compression_is_read_from_the_handle(machine: Any, run: Run) -> None:
+    def never_compressible(handle: Any) -> Any:
+        result, properties = machine.cuMemGetAllocationPropertiesFromHandle(handle)
+        properties.allocFlags.compressionType = 0
+        return result, properties
+
+    with sd.use(Altered(machine, cuMemGetAllocationPropertiesFromHandle=never_compressible)):
+        found = _trials(run)["compressible"]
+    assert (found["works"], found["found"]) == (False, "made, but not compressible")
+
+
+@pytest.mark.parametrize("name", ["cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemGetHandleForAddressRange"])
+def test_what_the_driver_refuses_is_said(machine: Any, run: Run, name: str) -> None:
+    with sd.use(sd.faulty(machine, name, result="CUDA_ERROR_NOT_SUPPORTED")):
+        # Only this call fails; the report goes on, and later trials show what else there is.
+        found = _trials(run)
+    refused = {what for what, one in found.items() if one["found"] == "refused: CUDA_ERROR_NOT_SUPPORTED"}
+    assert refused == ({"device memory"} if name == "cuMemCreate" else {"DMA-BUF"})
+
+
+def test_device_whose_memory_cannot_be_mapped_by_hand(machine: Any, run: Run) -> None:
+    with sd.use(without(machine, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED")):
+        assert _trials(run) == {}
+        assert "one granule, tried" not in run("info")[1]

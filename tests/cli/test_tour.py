@@ -9,7 +9,7 @@ import pytest
 import streamalloc.driver as sd
 from streamalloc.cli import tour
 
-from .conftest import Altered, Run
+from .conftest import Altered, Run, without
 
 MiB = 1 << 20
 
@@ -20,7 +20,7 @@ def test_every_check_holds(machine: Any, run: Run) -> None:
     assert "FAILED" not in text
     for title, _, _ in tour.PARTS:
         assert f"\n{title}\n" in text
-    assert text.count("\n  ok  ") >= 25
+    assert text.count("\n  ok  ") >= 45
     assert text.splitlines()[-1].startswith("All ")
 
 
@@ -45,6 +45,7 @@ def test_two_gpus(machine: Any, run: Run) -> None:
     text = run("tour")[1]
     assert "skipped" not in text
     assert "GPU 1 fills memory that GPU 0 allocated before" in text
+    assert "GPU 0 fills all of it, then GPU 1 the middle, across the seam" in text
 
 
 def test_one_gpu_says_why_two_are_not_shown(run: Run) -> None:
@@ -52,7 +53,7 @@ def test_one_gpu_says_why_two_are_not_shown(run: Run) -> None:
         code, text = run("tour")
     assert code == 0
     assert "skipped  this machine has one GPU" in text
-    assert text.splitlines()[-1].endswith(", 1 part skipped.")
+    assert text.splitlines()[-1].endswith(", 2 parts skipped.")
 
 
 def test_reserved_memory_that_does_not_drop_is_found(machine: Any, run: Run) -> None:
@@ -92,7 +93,36 @@ def test_an_error_fails_its_part_and_the_tour_goes_on(machine: Any, run: Run) ->
     assert "\nPointer attributes\n" in text
 
 
-@pytest.mark.parametrize("name", ["cuMemPoolCreate", "cuMemAllocFromPoolAsync", "cuStreamWaitEvent", "cuGraphLaunch"])
+def test_access_that_is_not_as_asked_for_is_found(machine: Any, run: Run) -> None:
+    flags = machine.CUmemAccess_flags
+
+    def never_read_only(pointer: Any, size: int, descriptors: Any, count: int) -> Any:
+        for one in descriptors:
+            if one.flags == flags.CU_MEM_ACCESS_FLAGS_PROT_READ:
+                one.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        return machine.cuMemSetAccess(pointer, size, descriptors, count)
+
+    with sd.use(Altered(machine, cuMemSetAccess=never_read_only)):
+        code, text = run("tour")
+    assert code == 1
+    assert "access at the second: expected READ, found READWRITE" in text
+    assert "FAILED  the driver refuses to write at the second" in text
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cuMemPoolCreate",
+        "cuMemAllocFromPoolAsync",
+        "cuStreamWaitEvent",
+        "cuGraphLaunch",
+        "cuMemAddressReserve",
+        "cuMemCreate",
+        "cuMemMap",
+        "cuMemSetAccess",
+        "cuMemMapArrayAsync",
+    ],
+)
 def test_a_refused_call_is_found(machine: Any, run: Run, name: str) -> None:
     with sd.use(sd.faulty(machine, name, result="CUDA_ERROR_NOT_SUPPORTED")):
         code, text = run("tour")
@@ -100,14 +130,15 @@ def test_a_refused_call_is_found(machine: Any, run: Run, name: str) -> None:
     assert f"{name} answered CUDA_ERROR_NOT_SUPPORTED" in text
 
 
+def test_device_whose_memory_cannot_be_mapped_by_hand(machine: Any, run: Run) -> None:
+    with sd.use(without(machine, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED")):
+        code, text = run("tour")
+    assert code == 0
+    assert text.count("skipped  this device's memory cannot be mapped by hand") == 5
+
+
 def test_device_without_pools(machine: Any, run: Run) -> None:
-    wanted = machine.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED
-
-    def no_pools(attribute: Any, device: Any) -> Any:
-        result, value = machine.cuDeviceGetAttribute(attribute, device)
-        return result, 0 if attribute == wanted else value
-
-    with sd.use(Altered(machine, cuDeviceGetAttribute=no_pools)):
+    with sd.use(without(machine, "MEMORY_POOLS_SUPPORTED")):
         code, text = run("tour")
     assert code == 1
     assert "no stream-ordered memory pools" in text

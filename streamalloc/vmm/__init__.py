@@ -1,0 +1,24 @@
+"""Virtual memory by hand: physical memory, address ranges, mappings, and the buffers that stand on them."""
+
+from streamalloc.vmm.addresses import AddressRange, Mapping, RangeView
+from streamalloc.vmm.dma_buf import dma_buf
+from streamalloc.vmm.growable import GrowableBuffer, StripedBuffer, stripe
+from streamalloc.vmm.physical import PhysicalMemory
+from streamalloc.vmm.sparse import MipTail, SparseArray, TilePool
+from streamalloc.vmm.virtual import Eviction, VirtualBuffer
+
+__all__ = [
+    "AddressRange",
+    "Eviction",
+    "GrowableBuffer",
+    "Mapping",
+    "MipTail",
+    "PhysicalMemory",
+    "RangeView",
+    "SparseArray",
+    "StripedBuffer",
+    "TilePool",
+    "VirtualBuffer",
+    "dma_buf",
+    "stripe",
+]

@@ -1,0 +1,232 @@
+"""Buffers that grow and shrink without moving, and buffers striped over several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from streamalloc.device import Device
+from streamalloc.errors import PeerAccessError, undoing
+from streamalloc.properties import MemAllocationProp, MemHandleType, checked_size
+from streamalloc.stream import StreamLike
+from streamalloc.vmm.access import Access
+from streamalloc.vmm.ordering import After, accessing, wait
+from streamalloc.vmm.physical import Recipe, properties_for
+from streamalloc.vmm.virtual import Piece, VirtualBuffer, device_rights
+
+__all__ = ["GrowableBuffer", "StripedBuffer", "stripe"]
+
+
+class GrowableBuffer(VirtualBuffer):
+    """Device memory that grows and shrinks in place: its address never changes, and nothing is copied.
+
+    Addresses for ``capacity`` bytes are reserved at once, which costs no memory. Each growth creates physical memory,
+    maps it behind what is there, and gives the same devices access; it takes as long at the end as at the beginning.
+
+    Parameters
+    ----------
+    device
+        Whose memory it is. The device gets access.
+    capacity
+        The most bytes that it can have; rounded up to the granularity, as it is only addresses.
+    nbytes
+        The size to begin with, in bytes.
+    access
+        Other devices that get access, kept when the buffer grows and when it is restored: a device, several, or a
+        ``dict`` that says :class:`MemAccess` of each.
+    chunk
+        The most bytes of one piece of physical memory; 0 makes each growth one piece. Shrinking gives whole pieces
+        back, so that smaller ones give back more, and larger ones cost less.
+    handle_types, compressible, gpu_direct_rdma
+        As for :class:`PhysicalMemory`.
+    alignment, address
+        As for :class:`AddressRange`.
+    stream
+        The stream that orders operations which name no other; default: the device's default stream.
+
+    Raises
+    ------
+    AddressSpaceError
+        There are no addresses left for ``capacity``.
+    OutOfMemoryError
+        There is no memory for ``nbytes``.
+    TypeError, ValueError
+        An argument breaks a rule; the message names it.
+    """
+
+    __slots__ = ("_chunk", "_recipe")
+
+    def __init__(
+        self,
+        device: Device,
+        capacity: int,
+        nbytes: int = 0,
+        *,
+        access: Access = None,
+        chunk: int = 0,
+        handle_types: MemHandleType = MemHandleType.NONE,
+        compressible: bool = False,
+        gpu_direct_rdma: bool = False,
+        alignment: int = 0,
+        address: int = 0,
+        stream: StreamLike | None = None,
+    ) -> None:
+        if not isinstance(device, Device):
+            raise TypeError(f"device must be a Device, not {type(device).__name__} ({device!r})")
+        prop = properties_for(device, handle_types, compressible, gpu_direct_rdma)
+        self._recipe = Recipe(device._door, prop)
+        most = checked_size("capacity", capacity)
+        if not most:
+            raise ValueError("capacity=0: a buffer needs at least one byte of addresses")
+        self._chunk = self._recipe.round_up(checked_size("chunk", chunk))
+        size = self._checked("nbytes", nbytes, most)
+        rights = device_rights((device,), access, device._door)
+        self._open(device, self._recipe.round_up(most), alignment, address, rights, stream)
+        with undoing(self.close):
+            self.resize(size)
+
+    @property
+    def properties(self) -> MemAllocationProp:
+        """What its physical memory is made with."""
+        return self._recipe.prop
+
+    def resize(self, nbytes: int, *, after: After = None) -> None:
+        """Grow or shrink to ``nbytes``, in place. The bytes that stay keep their values; new ones are undefined.
+
+        Growing needs no order: new memory can be used at once. Shrinking unmaps, which is not in stream order.
+
+        Parameters
+        ----------
+        nbytes
+            The new size in bytes, at most :attr:`capacity`.
+        after
+            What must have passed before memory is unmapped: events, streams, ``()`` for nothing; by default all work of
+            the devices that have access.
+
+        Raises
+        ------
+        OutOfMemoryError
+            There is not enough memory. The buffer is as it was, with its access.
+        EvictedError
+            Restore it first.
+        ValueError
+            ``nbytes`` is more than the capacity.
+        """
+        size = self._checked("nbytes", nbytes, self.range.nbytes)
+        self._check_usable()
+        if self._left:
+            self._give_back()
+        needed = self._recipe.round_up(size)
+        if needed > self._mapped:
+            self._put(self._pieces_between(self._mapped, needed))
+            self._mapped = needed
+        elif needed < self._mapped:
+            self._shrink(needed, after)
+        self._nbytes = size
+        if self._left:
+            self._give_back()
+
+    def grow(self, nbytes: int) -> None:
+        """Grow by ``nbytes``: ``resize(self.nbytes + nbytes)``."""
+        self.resize(self._nbytes + checked_size("nbytes", nbytes))
+
+    def _pieces_between(self, start: int, stop: int) -> list[Piece]:
+        step = self._chunk or stop - start
+        return [Piece(at, min(step, stop - at), self._recipe) for at in range(start, stop, step)]
+
+    def _shrink(self, needed: int, after: After) -> None:
+        # A piece of which something stays cannot be cut.
+        spare = [held for held in self._pieces_mapped() if held.offset >= needed]
+        if spare:
+            wait(after, self._door, accessing(held.rights for held in spare))
+            self.range._unmap(spare)
+            self._mapped = spare[0].offset
+            self._left += [held.memory for held in spare]
+
+    def _checked(self, name: str, value: int, most: int) -> int:
+        size = checked_size(name, value)
+        if size > most:
+            raise ValueError(f"{name}={size}: the capacity is {most} bytes")
+        return size
+
+
+class StripedBuffer(VirtualBuffer):
+    """One buffer with memory of several devices side by side: made by :func:`stripe`."""
+
+    __slots__ = ("devices", "stripe_bytes")
+
+    devices: tuple[Device, ...]
+    """The devices that have the memory, in the order of addresses."""
+    stripe_bytes: int
+    """How many bytes each of them has."""
+
+
+def stripe(
+    nbytes: int,
+    devices: Sequence[Device],
+    *,
+    access: Access = None,
+    handle_types: MemHandleType = MemHandleType.NONE,
+    compressible: bool = False,
+    alignment: int = 0,
+    address: int = 0,
+    stream: StreamLike | None = None,
+) -> StripedBuffer:
+    """One contiguous buffer, an equal part of it on each of several devices, accessible from all of them.
+
+    Parameters
+    ----------
+    nbytes
+        Size in bytes. Each device gives the same amount, rounded up to the granularity, so that the last part may have
+        room to spare.
+    devices
+        Whose memory it is, in the order of addresses; they must reach each other's memory.
+    access
+        Further devices that get access.
+    handle_types, compressible
+        As for :class:`PhysicalMemory`.
+    alignment, address
+        As for :class:`AddressRange`.
+    stream
+        The stream that orders operations which name no other; default: the first device's default stream.
+
+    Raises
+    ------
+    PeerAccessError
+        A device cannot reach another's memory.
+    OutOfMemoryError, AddressSpaceError
+        A device has no memory, or the process no addresses left. Nothing is left behind.
+    """
+    devices = tuple(devices)
+    if not devices or not all(isinstance(device, Device) for device in devices):
+        raise TypeError(f"devices must be one or more Devices, not {devices!r}")
+    first = devices[0]
+    if len(set(devices)) < len(devices):
+        raise ValueError(f"devices={devices!r}: a device is named twice")
+    size = checked_size("nbytes", nbytes)
+    if not size:
+        raise ValueError("nbytes=0: a striped buffer has at least one byte")
+    _check_peers(devices)
+    recipes = [Recipe(first._door, properties_for(device, handle_types, compressible, False)) for device in devices]
+    step = max(recipe.round_up(-(-size // len(devices))) for recipe in recipes)
+    rights = device_rights(devices, access, first._door)
+    buffer = StripedBuffer.__new__(StripedBuffer)
+    buffer.devices = devices
+    buffer.stripe_bytes = step
+    buffer._open(first, step * len(devices), alignment, address, rights, stream)
+    with undoing(buffer.close):
+        buffer._put([Piece(place * step, step, recipe) for place, recipe in enumerate(recipes)])
+    buffer._mapped = step * len(devices)
+    buffer._nbytes = size
+    return buffer
+
+
+def _check_peers(devices: Sequence[Device]) -> None:
+    for one in devices:
+        for other in devices:
+            if not one.can_access(other):
+                raise PeerAccessError(
+                    "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED",
+                    217,
+                    "cuDeviceCanAccessPeer",
+                    f"{one!r} cannot reach the memory of {other!r}",
+                )

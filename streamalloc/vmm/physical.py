@@ -1,0 +1,406 @@
+"""Physical memory: bytes without an address (``cuMemCreate``, driver API section 6.14)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from streamalloc.device import Device
+from streamalloc.driver import Door, Driver
+from streamalloc.driver.bindings import cuda
+from streamalloc.errors import ClosedError, CudaError, NotSupportedError, OutOfMemoryError, undoing
+from streamalloc.fd import Fd
+from streamalloc.ownership import Closes
+from streamalloc.places import FABRIC_NEEDS, check_location, door_of, location_of
+from streamalloc.properties import (
+    MemAllocationProp,
+    MemAllocFlags,
+    MemHandleType,
+    MemLocation,
+    MemLocationType,
+    checked_size,
+)
+
+__all__ = ["PhysicalMemory", "Recipe"]
+
+_TILE_POOL = 1
+_COMPRESSION = 1
+_Granularity = cuda.CUmemAllocationGranularity_flags
+
+# What a request needs of the device: the request, the device attribute that offers it, and its name for errors.
+_NEEDS: tuple[tuple[Callable[[MemAllocationProp], object], str, str], ...] = (
+    (lambda prop: True, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "virtual memory management"),
+    (
+        lambda prop: prop.requested_handle_types & MemHandleType.POSIX_FILE_DESCRIPTOR,
+        "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED",
+        "sharing by file descriptors",
+    ),
+    (
+        lambda prop: prop.requested_handle_types & MemHandleType.FABRIC,
+        "HANDLE_TYPE_FABRIC_SUPPORTED",
+        "sharing by fabric handles",
+    ),
+    (lambda prop: prop.alloc_flags.compression_type, "GENERIC_COMPRESSION_SUPPORTED", "compressible memory"),
+    (
+        lambda prop: prop.alloc_flags.gpu_direct_rdma_capable,
+        "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED",
+        "GPUDirect RDMA to memory mapped by hand",
+    ),
+    (lambda prop: prop.alloc_flags.usage & _TILE_POOL, "SPARSE_CUDA_ARRAY_SUPPORTED", "sparse arrays"),
+)
+
+
+class Recipe:
+    """How to make physical memory of one kind: its properties, checked once, and its granularity."""
+
+    __slots__ = ("door", "granularity", "hint", "prop", "struct")
+
+    door: Door
+    prop: MemAllocationProp
+    struct: Any
+    """The driver's form of the properties."""
+    granularity: int
+    """What sizes must be a multiple of, in bytes."""
+    hint: str
+
+    def __init__(self, door: Door, prop: MemAllocationProp) -> None:
+        check_location(door, prop.location)
+        flags = prop.alloc_flags
+        tiles = bool(flags.usage & _TILE_POOL)
+        for broken, message in (
+            (prop.location.on_host and flags.compression_type, "compressible memory is device memory"),
+            (prop.location.on_host and flags.gpu_direct_rdma_capable, "GPUDirect RDMA is for device memory"),
+            (tiles and flags.compression_type, "a tile pool cannot be compressible"),
+            (tiles and prop.requested_handle_types, "a tile pool cannot be shared between processes"),
+        ):
+            if broken:
+                raise ValueError(f"{message}: {prop}")
+        if prop.location.type is MemLocationType.DEVICE and prop != MemAllocationProp(location=prop.location):
+            device = Device(prop.location.id, driver=door.driver)
+            for asked, attribute, name in _NEEDS:
+                if asked(prop) and not device.attribute(attribute):
+                    raise NotSupportedError(
+                        "CUDA_ERROR_NOT_SUPPORTED", 801, "cuMemCreate", f"needs a device with {name}, found {device!r}"
+                    )
+        self.door = door
+        self.prop = prop
+        self.struct = prop.to_driver()
+        self.granularity = granularity_of(door, self.struct)
+        self.hint = FABRIC_NEEDS if prop.requested_handle_types & MemHandleType.FABRIC else ""
+
+    def round_up(self, nbytes: int) -> int:
+        """The smallest size that memory of this kind can have and that holds ``nbytes``."""
+        return -(-nbytes // self.granularity) * self.granularity
+
+    def make(self, nbytes: int) -> PhysicalMemory:
+        """Physical memory of this kind; ``nbytes`` is a multiple of the granularity."""
+        memory = PhysicalMemory.__new__(PhysicalMemory)
+        memory._make(self, nbytes)
+        return memory
+
+    def out_of_memory(self, error: OutOfMemoryError, nbytes: int) -> OutOfMemoryError:
+        """The error with the device's figures, and told from address space that has run out."""
+        figures: dict[str, int] = {"requested": nbytes}
+        hint = "physical memory is exhausted, not address space"
+        location = self.prop.location
+        if location.type is MemLocationType.DEVICE:
+            try:
+                free, total = Device(location.id, driver=self.door.driver).memory_info()
+                figures |= {"free": free, "total": total}
+            except CudaError:
+                pass
+            hint += "; what pools hold in reserve comes back by trim()"
+        return OutOfMemoryError(error.name, error.code, error.call, hint, **figures)
+
+
+def granularity_of(door: Door, struct: Any, *, recommended: bool = False) -> int:
+    """``cuMemGetAllocationGranularity`` for a ``CUmemAllocationProp``, in bytes."""
+    which = (
+        _Granularity.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        if recommended
+        else _Granularity.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    )
+    return int(door.call("cuMemGetAllocationGranularity", struct, which))
+
+
+def properties_for(
+    where: Device | MemLocation | MemAllocationProp,
+    handle_types: MemHandleType,
+    compressible: bool,
+    gpu_direct_rdma: bool,
+    tile_pool: bool = False,
+) -> MemAllocationProp:
+    """The properties that these arguments mean; ``where`` may be complete properties, and then names all."""
+    if isinstance(where, MemAllocationProp):
+        if handle_types or compressible or gpu_direct_rdma or tile_pool:
+            raise ValueError("handle types and flags are fields of MemAllocationProp: set them there")
+        return where
+    return MemAllocationProp(
+        location=location_of("where", where, "a Device, MemLocation or MemAllocationProp"),
+        requested_handle_types=handle_types,
+        alloc_flags=MemAllocFlags(_COMPRESSION if compressible else 0, gpu_direct_rdma, _TILE_POOL if tile_pool else 0),
+    )
+
+
+class Backing:
+    """What all objects for one driver handle know of it."""
+
+    __slots__ = ("__weakref__", "exported", "holders", "imported", "mapping_count")
+
+    def __init__(self) -> None:
+        self.exported = False
+        self.imported = False
+        """Whether it is memory of another process."""
+        self.holders = 1
+        """How many objects hold the handle."""
+        self.mapping_count = 0
+
+
+class PhysicalMemory(Closes):
+    """Physical memory of a device or of the host, without an address (``cuMemCreate``).
+
+    It becomes usable where it is mapped into an :class:`AddressRange`, in one place or in several at once (aliases).
+    The driver keeps the memory until it is closed *and* unmapped everywhere *and* every importer let go of it; the
+    order does not matter.
+
+    Parameters
+    ----------
+    nbytes
+        Size in bytes, a multiple of :meth:`granularity`.
+    where
+        A device, a location (device, host, host NUMA node), or complete :class:`MemAllocationProp`.
+    handle_types
+        How it can be shared with other processes.
+    compressible
+        Ask for compressible memory; :attr:`compressible` says what the driver gave.
+    gpu_direct_rdma
+        Whether other PCIe devices may reach it.
+    tile_pool
+        Memory for the tiles of sparse arrays only, which cannot be mapped into an address range.
+    round_up
+        Round ``nbytes`` up to the granularity instead of refusing it.
+    driver
+        The driver to use, where ``where`` is no device.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The size is no multiple of the granularity, an option does not go with the location or with another.
+    NotSupportedError
+        The device does not offer an option; the message says which.
+    NotPermittedError
+        Fabric handles were asked for and this user may open no IMEX channel.
+    OutOfMemoryError
+        There is no memory; it carries the device's figures.
+    """
+
+    __slots__ = ("__weakref__", "_backing", "_kept", "_raw", "_recipe", "nbytes")
+
+    nbytes: int
+    """Size in bytes."""
+    _backing: Backing
+    _kept: bool
+    """Whether something else releases it, in an order of its own, where it is dropped."""
+    _raw: Any
+    _recipe: Recipe
+
+    def __init__(
+        self,
+        nbytes: int,
+        where: Device | MemLocation | MemAllocationProp,
+        *,
+        handle_types: MemHandleType = MemHandleType.NONE,
+        compressible: bool = False,
+        gpu_direct_rdma: bool = False,
+        tile_pool: bool = False,
+        round_up: bool = False,
+        driver: Driver | None = None,
+    ) -> None:
+        size = checked_size("nbytes", nbytes)
+        prop = properties_for(where, handle_types, compressible, gpu_direct_rdma, tile_pool)
+        recipe = Recipe(door_of(where, driver), prop)
+        if round_up:
+            size = recipe.round_up(size)
+        if not size or size % recipe.granularity:
+            raise ValueError(
+                f"nbytes={nbytes}: allowed are multiples of the granularity, {recipe.granularity} bytes; "
+                "round_up=True rounds"
+            )
+        self._make(recipe, size)
+
+    def _make(self, recipe: Recipe, nbytes: int) -> None:
+        # The object is ready before its handle, so that nothing can come between and lose it.
+        self._take(recipe, nbytes, None)
+        try:
+            self._raw = recipe.door.call("cuMemCreate", nbytes, recipe.struct, 0, hint=recipe.hint)
+        except OutOfMemoryError as error:
+            raise recipe.out_of_memory(error, nbytes) from None
+        recipe.door.memories[int(self._raw)] = self._backing
+
+    def _take(self, recipe: Recipe, nbytes: int, raw: Any) -> None:
+        self._raw = raw
+        self._recipe = recipe
+        self.nbytes = nbytes
+        self._kept = False
+        self._backing = Backing()
+
+    @staticmethod
+    def granularity(
+        where: Device | MemLocation | MemAllocationProp,
+        *,
+        recommended: bool = False,
+        driver: Driver | None = None,
+    ) -> int:
+        """What sizes and addresses of such memory must be a multiple of, in bytes (``cuMemGetAllocationGranularity``).
+
+        ``recommended`` asks for the granularity with the best performance instead of the smallest.
+        """
+        prop = properties_for(where, MemHandleType.NONE, False, False)
+        return granularity_of(door_of(where, driver), prop.to_driver(), recommended=recommended)
+
+    @classmethod
+    def at(cls, address: int, *, driver: Driver | None = None) -> PhysicalMemory:
+        """The memory that is mapped at an address, whoever mapped it (``cuMemRetainAllocationHandle``).
+
+        The object holds the memory as any other does. Its size is that of the mapping.
+
+        Raises
+        ------
+        InvalidValueError
+            Nothing is mapped there by hand.
+        """
+        door = door_of(None, driver)
+        raw = door.call("cuMemRetainAllocationHandle", checked_size("address", address), hint=_NOT_MAPPED)
+        with undoing(lambda: door.call("cuMemRelease", raw)):
+            memory = cls._of_handle(door, raw, 0)
+        location = memory.location
+        with door.current(location.id if location.type is MemLocationType.DEVICE else 0):
+            memory.nbytes = int(door.call("cuMemGetAddressRange", address)[1])
+        return memory
+
+    @classmethod
+    def _of_handle(cls, door: Door, raw: Any, nbytes: int, *, imported: bool = False) -> PhysicalMemory:
+        """Take over a driver handle."""
+        prop = MemAllocationProp.from_driver(door.call("cuMemGetAllocationPropertiesFromHandle", raw))
+        memory = cls.__new__(cls)
+        memory._take(Recipe(door, prop), nbytes, raw)
+        memory._backing.imported = imported
+        known = door.memories.get(int(raw))
+        if known is not None and (known.holders or known.mapping_count):
+            known.holders += 1
+            memory._backing = known
+        else:
+            door.memories[int(raw)] = memory._backing
+        return memory
+
+    @property
+    def handle(self) -> int:
+        """The driver's handle (``CUmemGenericAllocationHandle``) as a number.
+
+        Raises
+        ------
+        ClosedError
+            The memory was closed.
+        """
+        return int(self._checked_raw())
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called; mappings keep the memory nevertheless."""
+        return self._raw is None
+
+    @property
+    def mapping_count(self) -> int:
+        """In how many places of this process it is mapped now."""
+        return self._backing.mapping_count
+
+    @property
+    def exported(self) -> bool:
+        """Whether it was exported: other processes may hold it, too."""
+        return self._backing.exported
+
+    @property
+    def driver(self) -> Driver:
+        """The driver that the memory belongs to."""
+        return self._recipe.door.driver
+
+    @property
+    def location(self) -> MemLocation:
+        """Where the memory is, as it was asked for."""
+        return self._recipe.prop.location
+
+    @property
+    def properties(self) -> MemAllocationProp:
+        """What it was made with."""
+        return self._recipe.prop
+
+    def query(self) -> MemAllocationProp:
+        """What the driver says that it is made with (``cuMemGetAllocationPropertiesFromHandle``).
+
+        It may differ from :attr:`properties`: compression is not always given, memory on HOST is said to be on a NUMA
+        node, and driver 580 does not remember that memory is a tile pool.
+        """
+        struct = self._recipe.door.call("cuMemGetAllocationPropertiesFromHandle", self._checked_raw())
+        return MemAllocationProp.from_driver(struct)
+
+    @property
+    def compressible(self) -> bool:
+        """Whether the memory is compressible, as the driver says of the handle."""
+        return self.query().alloc_flags.compression_type == _COMPRESSION
+
+    def export(self, handle_type: MemHandleType = MemHandleType.POSIX_FILE_DESCRIPTOR) -> Fd | bytes:
+        """A handle for other processes (``cuMemExportToShareableHandle``): an :class:`Fd`, or a fabric handle's bytes.
+
+        The memory stays as long as a handle or an importer holds it, also after it was closed here.
+
+        Raises
+        ------
+        ValueError
+            The memory was not made with this handle type.
+        """
+        if not isinstance(handle_type, MemHandleType) or handle_type not in _EXPORTS:
+            raise ValueError(f"handle_type={handle_type!r}: allowed are POSIX_FILE_DESCRIPTOR and FABRIC")
+        raw = self._checked_raw()
+        if not self.properties.requested_handle_types & handle_type:
+            raise ValueError(
+                f"{self!r} cannot be exported as {handle_type!r}: make it with handle_types={handle_type!r}"
+            )
+        answer = self._recipe.door.call(
+            "cuMemExportToShareableHandle", raw, cuda.CUmemAllocationHandleType(int(handle_type)), 0
+        )
+        self._backing.exported = True
+        return _EXPORTS[handle_type](answer)
+
+    def close(self) -> None:
+        """Give the handle back (``cuMemRelease``); where the memory is mapped it stays usable. Idempotent."""
+        if self._raw is None:
+            return
+        self._recipe.door.call("cuMemRelease", self._raw)
+        self._raw = None
+        self._backing.holders -= 1
+
+    def _checked_raw(self) -> Any:
+        if self._raw is None:
+            raise ClosedError(f"{self!r} was closed")
+        return self._raw
+
+    def __del__(self) -> None:
+        if getattr(self, "_raw", None) is not None and not self._kept and self._recipe.door.usable:
+            self._recipe.door.driver.cuMemRelease(self._raw)
+            self._raw = None
+            self._backing.holders -= 1
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "nbytes"):
+            return f"<{type(self).__name__} that could not be made>"
+        state = "closed" if self.closed else f"handle {int(self._raw):#x}"
+        mapped = f", mapped {self.mapping_count} times" if self.mapping_count else ""
+        return f"<{type(self).__name__} of {self.nbytes} bytes, {self.location}, {state}{mapped}>"
+
+
+_NOT_MAPPED = "nothing is mapped by hand at this address"
+
+_EXPORTS: dict[MemHandleType, Callable[[Any], Fd | bytes]] = {
+    MemHandleType.POSIX_FILE_DESCRIPTOR: lambda answer: Fd(int(answer)),
+    MemHandleType.FABRIC: lambda answer: bytes(answer.data),
+}

@@ -1,0 +1,712 @@
+"""Sparse CUDA arrays: textures and volumes of which only parts have memory (``cuMemMapArrayAsync``).
+
+An array is divided into *tiles* of 64 KiB. Tiles that are not mapped read as zero and drop what is written to them.
+The memory comes from a :class:`TilePool`. Mapping and unmapping are in stream order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from streamalloc.device import Device
+from streamalloc.driver.bindings import cuda
+from streamalloc.errors import ClosedError, CudaError, NotSupportedError, OutOfMemoryError, undoing
+from streamalloc.ownership import Closes
+from streamalloc.properties import checked_size
+from streamalloc.stream import Event, Stream, StreamLike, as_stream
+from streamalloc.vmm.physical import PhysicalMemory
+
+__all__ = ["MipTail", "SparseArray", "TilePool"]
+
+_LAYERED, _SPARSE = 0x01, 0x40
+_SINGLE_TAIL = 1
+_TILE = 1 << 16
+_FORMATS = {
+    "u1": "UNSIGNED_INT8",
+    "u2": "UNSIGNED_INT16",
+    "u4": "UNSIGNED_INT32",
+    "i1": "SIGNED_INT8",
+    "i2": "SIGNED_INT16",
+    "i4": "SIGNED_INT32",
+    "f2": "HALF",
+    "f4": "FLOAT",
+}
+
+Region: TypeAlias = Sequence[slice] | None
+"""Part of a level, a slice in elements for each dimension as in numpy; None for all of it."""
+
+
+class MipTail(NamedTuple):
+    """The levels that are too small for tiles of their own, and share memory."""
+
+    first_level: int
+    nbytes: int
+    """Size in bytes, for each layer unless :attr:`single`."""
+    single: bool
+    """Whether all layers share one tail."""
+
+
+class TilePool(Closes):
+    """Physical memory for the tiles of sparse arrays of one device.
+
+    Tiles that were unmapped on one stream are taken again on any other, which is made to wait for the unmapping.
+
+    Parameters
+    ----------
+    device
+        Whose memory it is.
+    nbytes
+        Size in bytes; rounded up to the granularity if ``round_up``.
+
+    Raises
+    ------
+    NotSupportedError
+        The device has no sparse arrays.
+    OutOfMemoryError, TypeError, ValueError
+        As for :class:`PhysicalMemory`.
+    """
+
+    __slots__ = ("__weakref__", "_free", "_users", "device", "memory", "tiles")
+
+    device: Device
+    """The device that has the memory."""
+    memory: PhysicalMemory
+    """The physical memory."""
+    tiles: int
+    """How many tiles of 64 KiB it has."""
+
+    def __init__(self, device: Device, nbytes: int, *, round_up: bool = False) -> None:
+        if not isinstance(device, Device):
+            raise TypeError(f"device must be a Device, not {type(device).__name__} ({device!r})")
+        self.device = device
+        self.memory = PhysicalMemory(nbytes, device, tile_pool=True, round_up=round_up)
+        # Dropped together with arrays, it goes after them, which the garbage collector does not know.
+        self.memory._kept = True
+        self._users: set[_Array] = set()
+        self.tiles = self.memory.nbytes // _TILE
+        self._free: deque[_FreeTile] = deque(_FreeTile(tile, None, None) for tile in range(self.tiles))
+
+    @property
+    def free_tiles(self) -> int:
+        """How many tiles are not in use."""
+        return len(self._free)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the memory was given back."""
+        return self.memory.closed
+
+    def close(self) -> None:
+        """Give the memory back (``cuMemRelease``), once what was queued with it is done. Idempotent.
+
+        Raises
+        ------
+        ValueError
+            An array still uses tiles of it: close or unmap that first.
+        """
+        if self.memory.closed:
+            return
+        if len(self._free) < self.tiles:
+            raise ValueError(f"{self.tiles - len(self._free)} of {self.tiles} tiles of this pool are mapped in arrays")
+        self._wait()
+        self.memory.close()
+        self._free = deque(_FreeTile(tile, None, None) for tile, _, _ in self._free)
+
+    def _wait(self) -> None:
+        # Driver 580 crashes where the memory is released while an operation with it is queued.
+        for event in {event for _, _, event in self._free if event is not None}:
+            event.synchronize()
+
+    def _take(self, count: int, stream: Stream) -> list[_FreeTile]:
+        """Tiles that ``stream`` may use, those that have been free for longest first."""
+        if self.memory.closed:
+            raise ClosedError(f"{self!r} was closed")
+        if count > len(self._free):
+            raise OutOfMemoryError(
+                "CUDA_ERROR_OUT_OF_MEMORY",
+                2,
+                "cuMemMapArrayAsync",
+                f"the tile pool has {len(self._free)} of {self.tiles} tiles free, and {count} are needed",
+                requested=count * _TILE,
+                free=len(self._free) * _TILE,
+                total=self.memory.nbytes,
+            )
+        taken = [self._free.popleft() for _ in range(count)]
+        try:
+            for event in {tile.event for tile in taken if tile.event is not None and tile.stream is not stream}:
+                stream.wait(event)
+        except BaseException:
+            self._put_back(taken)
+            raise
+        return taken
+
+    def _put_back(self, taken: Sequence[_FreeTile]) -> None:
+        """Undo :meth:`_take`."""
+        self._free.extendleft(reversed(taken))
+
+    def _return(self, tiles: Sequence[int], stream: Stream | None, event: Event | None) -> None:
+        self._free += [_FreeTile(tile, stream, event) for tile in tiles]
+
+    def __del__(self) -> None:
+        memory = getattr(self, "memory", None)
+        if memory is None or memory.closed or not self.device._door.usable:
+            return
+        door = self.device._door
+        if door.captures:
+            door.postponed.append(self._drop)
+        else:
+            self._drop()
+
+    def _drop(self) -> None:
+        with contextlib.suppress(CudaError), self.device._door.relaxed():
+            # Not by events: the garbage collector may have taken those already.
+            self.device.synchronize()
+            for array in tuple(self._users):
+                array.destroy()
+            self.memory.close()
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "_free"):
+            return f"<{type(self).__name__} that could not be made>"
+        return f"<{type(self).__name__} of {self.tiles} tiles on device {self.device.ordinal}, {len(self._free)} free>"
+
+
+class _FreeTile(NamedTuple):
+    """A tile that is free, and since when: after an event of a stream, or for ever."""
+
+    tile: int
+    stream: Stream | None
+    event: Event | None
+
+
+class _Array:
+    """What has to be undone of an array, by itself or by the pools that it has tiles of, whichever goes first."""
+
+    __slots__ = ("device", "last", "map", "mipmapped", "raw", "tails")
+
+    def __init__(self, device: Device, mipmapped: bool) -> None:
+        self.device = device
+        self.mipmapped = mipmapped
+        self.raw: Any = None
+        self.map: dict[_Tile, tuple[TilePool, int]] = {}
+        self.tails: dict[int, tuple[TilePool, list[int]]] = {}
+        self.last: dict[int, Event] = {}
+        """The end of what was queued, by the handle of the stream."""
+
+    def destroy(self) -> None:
+        """Destroy the array, and give its tiles back; what was queued is done."""
+        if self.raw is None:
+            return
+        with self.device.current():
+            self.device._door.call("cuMipmappedArrayDestroy" if self.mipmapped else "cuArrayDestroy", self.raw)
+            self.raw = None
+            for pool, slot in self.map.values():
+                pool._return((slot,), None, None)
+                pool._users.discard(self)
+            for pool, slots in self.tails.values():
+                pool._return(slots, None, None)
+                pool._users.discard(self)
+            self.map.clear()
+            self.tails.clear()
+            self.last.clear()
+
+
+class _Tile(NamedTuple):
+    level: int
+    layer: int
+    z: int
+    y: int
+    x: int
+
+
+class SparseArray(Closes):
+    """A CUDA array, or mipmapped array, whose tiles are given memory one by one.
+
+    Kernels use it through texture and surface objects of other libraries, made from :attr:`handle`.
+
+    Parameters
+    ----------
+    device
+        Whose array it is.
+    shape
+        In elements, the fastest dimension last: (height, width), (depth, height, width), or with ``layered``
+        (layers, height, width).
+    dtype
+        Of one channel: 8, 16 or 32 bits of integer, or 16 or 32 of floating point.
+    channels
+        1, 2 or 4 channels to an element.
+    layered
+        Whether the first of three dimensions counts layers.
+    levels
+        How many levels of detail; 0 makes an array that is not mipmapped.
+
+    Raises
+    ------
+    NotSupportedError
+        The device has no sparse arrays.
+    TypeError, ValueError
+        An argument is none of these.
+    InvalidValueError
+        The driver has no such array; it may be too large in one dimension.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_array",
+        "channels",
+        "device",
+        "dtype",
+        "layered",
+        "levels",
+        "mip_tail",
+        "shape",
+        "tile",
+    )
+
+    device: Device
+    """The device that has the array."""
+    shape: tuple[int, ...]
+    """The shape of level 0, in elements."""
+    dtype: np.dtype[Any]
+    """The type of one channel."""
+    channels: int
+    """How many channels an element has."""
+    layered: bool
+    """Whether the first dimension counts layers."""
+    levels: int
+    """How many levels of detail there are; 0 where the array is not mipmapped."""
+    tile: tuple[int, ...]
+    """The shape of a tile in elements: (height, width) or (depth, height, width)."""
+    mip_tail: MipTail | None
+    """The levels that are mapped together; None where there are none."""
+
+    def __init__(
+        self,
+        device: Device,
+        shape: Sequence[int],
+        dtype: npt.DTypeLike = np.uint8,
+        *,
+        channels: int = 1,
+        layered: bool = False,
+        levels: int = 0,
+    ) -> None:
+        if not isinstance(device, Device):
+            raise TypeError(f"device must be a Device, not {type(device).__name__} ({device!r})")
+        self.device = device
+        self.shape = tuple(checked_size("shape", extent) for extent in shape)
+        self.dtype = np.dtype(dtype)
+        self.channels = channels
+        self.layered = bool(layered)
+        self.levels = checked_size("levels", levels)
+        self._array = _Array(device, bool(self.levels))
+        kind = f"{self.dtype.kind}{self.dtype.itemsize}"
+        if len(self.shape) not in (2, 3) or 0 in self.shape:
+            raise ValueError(f"shape={shape!r}: allowed are two or three extents of one or more elements")
+        if self.layered and len(self.shape) != 3:
+            raise ValueError(f"shape={shape!r}: a layered array has three: layers, height, width")
+        if kind not in _FORMATS:
+            raise ValueError(f"dtype={self.dtype}: allowed are {', '.join(_FORMATS)}")
+        if channels not in (1, 2, 4):
+            raise ValueError(f"channels={channels!r}: allowed are 1, 2 and 4")
+        if not device.attribute("SPARSE_CUDA_ARRAY_SUPPORTED"):
+            raise NotSupportedError(
+                "CUDA_ERROR_NOT_SUPPORTED",
+                801,
+                "cuArray3DCreate",
+                f"needs a device with sparse arrays, found {device!r}",
+            )
+        with undoing(self.close):
+            self._create(kind)
+
+    def _create(self, kind: str) -> None:
+        door = self.device._door
+        descriptor = cuda.CUDA_ARRAY3D_DESCRIPTOR()
+        descriptor.Width, descriptor.Height = self.shape[-1], self.shape[-2]
+        descriptor.Depth = self.shape[0] if len(self.shape) == 3 else 0
+        descriptor.Format = getattr(cuda.CUarray_format, f"CU_AD_FORMAT_{_FORMATS[kind]}")
+        descriptor.NumChannels = self.channels
+        descriptor.Flags = _SPARSE | (_LAYERED if self.layered else 0)
+        hint = f"an array of shape {self.shape}, {self.levels} levels: more than the device can have?"
+        with self.device.current():
+            if self.levels:
+                self._array.raw = door.call("cuMipmappedArrayCreate", descriptor, self.levels, hint=hint)
+                found = door.call("cuMipmappedArrayGetSparseProperties", self._array.raw)
+            else:
+                self._array.raw = door.call("cuArray3DCreate", descriptor, hint=hint)
+                found = door.call("cuArrayGetSparseProperties", self._array.raw)
+        extent = found.tileExtent
+        self.tile = (int(extent.height), int(extent.width))
+        if len(self.shape) == 3 and not self.layered:
+            self.tile = (int(extent.depth), *self.tile)
+        size = int(found.miptailSize)
+        self.mip_tail = (
+            MipTail(int(found.miptailFirstLevel), size, bool(int(found.flags) & _SINGLE_TAIL)) if size else None
+        )
+
+    @property
+    def handle(self) -> int:
+        """The driver's handle (``CUarray`` or ``CUmipmappedArray``) as a number.
+
+        Raises
+        ------
+        ClosedError
+            The array was closed.
+        """
+        return int(self._checked_raw())
+
+    @property
+    def closed(self) -> bool:
+        """Whether the array was destroyed."""
+        return self._array.raw is None
+
+    @property
+    def layers(self) -> int:
+        """How many layers there are; 1 where the array is not layered."""
+        return self.shape[0] if self.layered else 1
+
+    @property
+    def tile_bytes(self) -> int:
+        """Size of a tile in bytes."""
+        return int(np.prod(self.tile)) * self.element_bytes
+
+    @property
+    def element_bytes(self) -> int:
+        """Size of an element with all its channels, in bytes."""
+        return self.dtype.itemsize * self.channels
+
+    def level_shape(self, level: int = 0) -> tuple[int, ...]:
+        """The shape of one level, without layers, in elements."""
+        most = max(self.levels, 1)
+        if not 0 <= level < most:
+            raise ValueError(f"level={level}: the array has {most}")
+        extents = self.shape[1:] if self.layered else self.shape
+        return tuple(max(extent >> level, 1) for extent in extents)
+
+    def mapped(self, level: int = 0, layer: int = 0) -> npt.NDArray[np.bool_]:
+        """Which tiles of a level have memory: an array of one truth value a tile."""
+        self._check_layer(layer)
+        grid = self._grid(level)
+        found = np.zeros(grid, np.bool_)
+        for tile in self._array.map:
+            if (tile.level, tile.layer) == (level, layer):
+                found[(tile.z, tile.y, tile.x)[-len(grid) :]] = True
+        return found
+
+    @property
+    def mapped_bytes(self) -> int:
+        """How much memory of tile pools the array uses, in bytes."""
+        return _TILE * (len(self._array.map) + sum(len(tiles) for _, tiles in self._array.tails.values()))
+
+    def map(self, pool: TilePool, region: Region = None, *, level: int = 0, layer: int = 0, stream: StreamLike) -> None:
+        """Give a region memory, in stream order (``cuMemMapArrayAsync``); its contents are undefined until written.
+
+        Parameters
+        ----------
+        pool
+            Where the tiles come from.
+        region
+            Slices in elements, which begin and end at tiles or at the array's end; None for the whole level.
+        level, layer
+            Of which level of detail, below the mip tail, and of which layer.
+        stream
+            A stream of the array's device, after whose work it is mapped and before whose later work.
+
+        Raises
+        ------
+        OutOfMemoryError
+            The pool has too few tiles. Nothing is mapped.
+        ValueError
+            The region cuts tiles, is outside, or has memory already; level, layer or stream are not the array's.
+        CaptureError
+            The stream is being captured.
+        """
+        ordered = self._ordered(stream)
+        self._check_pool(pool)
+        tiles = list(self._tiles(region, level, layer))
+        double = next((tile for tile in tiles if tile in self._array.map), None)
+        if double is not None:
+            raise ValueError(
+                f"region={region!r}: the tile at {double[-len(self.tile) :]} of level {level} is mapped already"
+            )
+        taken = pool._take(len(tiles), ordered)
+        slots = [free.tile for free in taken]
+        try:
+            self._submit(
+                ordered,
+                [self._tile_info(tile, pool, slot) for tile, slot in zip(tiles, slots, strict=True)],
+            )
+        except BaseException:
+            pool._put_back(taken)
+            raise
+        self._array.map.update({tile: (pool, slot) for tile, slot in zip(tiles, slots, strict=True)})
+        pool._users.add(self._array)
+        self._note(ordered)
+
+    def unmap(self, region: Region = None, *, level: int = 0, layer: int = 0, stream: StreamLike) -> None:
+        """Take the memory of a region away, in stream order, and give its tiles back to their pools.
+
+        Tiles that have none are left alone. Parameters and errors as for :meth:`map`.
+        """
+        ordered = self._ordered(stream)
+        tiles = [tile for tile in self._tiles(region, level, layer) if tile in self._array.map]
+        self._submit(ordered, [self._tile_info(tile, None, 0) for tile in tiles])
+        event = self._note(ordered)
+        for tile in tiles:
+            pool, slot = self._array.map.pop(tile)
+            pool._return((slot,), ordered, event)
+
+    def map_tail(self, pool: TilePool, *, layer: int = 0, stream: StreamLike) -> None:
+        """Give the mip tail of a layer memory, in stream order; parameters and errors as for :meth:`map`."""
+        ordered = self._ordered(stream)
+        self._check_pool(pool)
+        tail, layer = self._tail_of(layer)
+        if layer in self._array.tails:
+            raise ValueError(f"layer={layer}: its mip tail is mapped already")
+        taken = pool._take(-(-tail.nbytes // _TILE), ordered)
+        slots = [free.tile for free in taken]
+        infos = [self._tail_info(layer, place * _TILE, pool, slot) for place, slot in enumerate(slots)]
+        try:
+            self._submit(ordered, infos)
+        except BaseException:
+            pool._put_back(taken)
+            raise
+        self._array.tails[layer] = (pool, slots)
+        pool._users.add(self._array)
+        self._note(ordered)
+
+    def unmap_tail(self, *, layer: int = 0, stream: StreamLike) -> None:
+        """Take the memory of a layer's mip tail away, in stream order."""
+        ordered = self._ordered(stream)
+        _, layer = self._tail_of(layer)
+        if layer not in self._array.tails:
+            return
+        pool, slots = self._array.tails[layer]
+        self._submit(ordered, [self._tail_info(layer, place * _TILE, None, 0) for place in range(len(slots))])
+        del self._array.tails[layer]
+        pool._return(slots, ordered, self._note(ordered))
+
+    def copy_from(
+        self,
+        source: npt.NDArray[Any],
+        stream: StreamLike,
+        *,
+        region: Region = None,
+        level: int = 0,
+        layer: int = 0,
+    ) -> None:
+        """Copy from a contiguous host array into a region, in stream order (``cuMemcpy3DAsync``).
+
+        Its shape is that of the region, with the channels as a last dimension where there are several. What falls on
+        tiles without memory is dropped.
+        """
+        self._copy(np.asarray(source), stream, region, level, layer, to_array=True)
+
+    def copy_to(
+        self,
+        target: npt.NDArray[Any],
+        stream: StreamLike,
+        *,
+        region: Region = None,
+        level: int = 0,
+        layer: int = 0,
+    ) -> None:
+        """Copy a region into a contiguous host array, in stream order; see :meth:`copy_from`."""
+        if not isinstance(target, np.ndarray) or not target.flags.writeable:
+            raise TypeError(f"target must be a writable numpy array, not {target!r}")
+        self._copy(target, stream, region, level, layer, to_array=False)
+
+    def close(self) -> None:
+        """Destroy the array once what was queued is done (``cuArrayDestroy``), and give its tiles back. Idempotent."""
+        # The driver is not said to wait for maps and unmaps that are queued.
+        for event in self._array.last.values():
+            event.synchronize()
+        self._array.destroy()
+
+    # -- the driver's structs --------------------------------------------------------------------------------
+
+    def _info(self, pool: TilePool | None, slot: int) -> Any:
+        info = cuda.CUarrayMapInfo()
+        if self.levels:
+            info.resourceType = cuda.CUresourcetype.CU_RESOURCE_TYPE_MIPMAPPED_ARRAY
+            info.resource.mipmap = self._array.raw
+        else:
+            info.resourceType = cuda.CUresourcetype.CU_RESOURCE_TYPE_ARRAY
+            info.resource.array = self._array.raw
+        operations = cuda.CUmemOperationType
+        info.memHandleType = cuda.CUmemHandleType.CU_MEM_HANDLE_TYPE_GENERIC
+        if pool is None:
+            info.memOperationType = operations.CU_MEM_OPERATION_TYPE_UNMAP
+        else:
+            info.memOperationType = operations.CU_MEM_OPERATION_TYPE_MAP
+            info.memHandle.memHandle = pool.memory._checked_raw()
+            info.offset = slot * _TILE
+        info.deviceBitMask = 1 << self.device.ordinal
+        return info
+
+    def _tile_info(self, tile: _Tile, pool: TilePool | None, slot: int) -> Any:
+        info = self._info(pool, slot)
+        info.subresourceType = cuda.CUarraySparseSubresourceType.CU_ARRAY_SPARSE_SUBRESOURCE_TYPE_SPARSE_LEVEL
+        part = info.subresource.sparseLevel
+        shape, steps = self.level_shape(tile.level), self.tile
+        starts = [place * step for place, step in zip(tile[-len(steps) :], steps, strict=True)]
+        # The last tile ends where the level does.
+        extents = [min(step, extent - start) for start, step, extent in zip(starts, steps, shape, strict=True)]
+        part.level, part.layer = tile.level, tile.layer
+        part.offsetX, part.extentWidth = starts[-1], extents[-1]
+        part.offsetY, part.extentHeight = starts[-2], extents[-2]
+        part.offsetZ, part.extentDepth = (starts[0], extents[0]) if len(steps) == 3 else (0, 1)
+        return info
+
+    def _tail_info(self, layer: int, offset: int, pool: TilePool | None, slot: int) -> Any:
+        info = self._info(pool, slot)
+        info.subresourceType = cuda.CUarraySparseSubresourceType.CU_ARRAY_SPARSE_SUBRESOURCE_TYPE_MIPTAIL
+        info.subresource.miptail.layer = layer
+        info.subresource.miptail.offset = offset
+        info.subresource.miptail.size = _TILE
+        return info
+
+    def _submit(self, stream: Stream, infos: list[Any]) -> None:
+        if infos:
+            with self.device.current():
+                self.device._door.call("cuMemMapArrayAsync", infos, len(infos), stream._checked_raw())
+
+    def _note(self, stream: Stream) -> Event | None:
+        """Remember how far a stream has to go before the array can be destroyed, or what it unmapped be used again."""
+        try:
+            event = stream.record()
+        except CudaError:
+            # The map or unmap is queued and cannot be called back: without an event the host has to see it done.
+            stream.synchronize()
+            return None
+        self._array.last[stream.handle] = event
+        return event
+
+    def _copy(
+        self, host: npt.NDArray[Any], stream: StreamLike, region: Region, level: int, layer: int, *, to_array: bool
+    ) -> None:
+        ordered = self._ordered(stream)
+        self._check_layer(layer)
+        starts, stops = self._bounds(region, level)
+        extents = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        wanted = (*extents, self.channels) if self.channels > 1 else extents
+        if host.shape != wanted or host.dtype != self.dtype or not host.flags.c_contiguous:
+            raise ValueError(
+                f"the host array must be contiguous, of shape {wanted} and {self.dtype}; "
+                f"it has shape {host.shape} and {host.dtype}"
+            )
+        size = self.element_bytes
+        copy = cuda.CUDA_MEMCPY3D()
+        kinds = cuda.CUmemorytype
+        with self.device.current():
+            raw = (
+                self.device._door.call("cuMipmappedArrayGetLevel", self._array.raw, level)
+                if self.levels
+                else self._array.raw
+            )
+            z = layer if self.layered else starts[0] if len(starts) == 3 else 0
+            if to_array:
+                copy.srcMemoryType, copy.dstMemoryType = kinds.CU_MEMORYTYPE_HOST, kinds.CU_MEMORYTYPE_ARRAY
+                copy.srcHost, copy.srcPitch, copy.srcHeight = host.ctypes.data, extents[-1] * size, extents[-2]
+                copy.dstArray, copy.dstXInBytes, copy.dstY, copy.dstZ = raw, starts[-1] * size, starts[-2], z
+            else:
+                copy.srcMemoryType, copy.dstMemoryType = kinds.CU_MEMORYTYPE_ARRAY, kinds.CU_MEMORYTYPE_HOST
+                copy.dstHost, copy.dstPitch, copy.dstHeight = host.ctypes.data, extents[-1] * size, extents[-2]
+                copy.srcArray, copy.srcXInBytes, copy.srcY, copy.srcZ = raw, starts[-1] * size, starts[-2], z
+            copy.WidthInBytes, copy.Height = extents[-1] * size, extents[-2]
+            copy.Depth = extents[0] if len(extents) == 3 else 1
+            self.device._door.call("cuMemcpy3DAsync", copy, ordered._checked_raw())
+
+    # -- checks ----------------------------------------------------------------------------------------------
+
+    def _grid(self, level: int) -> tuple[int, ...]:
+        return tuple(-(-extent // step) for extent, step in zip(self.level_shape(level), self.tile, strict=True))
+
+    def _bounds(self, region: Region, level: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where a region begins and ends, in elements."""
+        shape = self.level_shape(level)
+        parts = (slice(None),) * len(shape) if region is None else tuple(region)
+        if len(parts) != len(shape) or not all(isinstance(part, slice) for part in parts):
+            raise ValueError(f"region={region!r}: allowed are {len(shape)} slices")
+        bounds = []
+        for part, extent in zip(parts, shape, strict=True):
+            start, stop = 0 if part.start is None else part.start, extent if part.stop is None else part.stop
+            if part.step not in (None, 1) or not 0 <= start < stop <= extent:
+                raise ValueError(f"region={region!r} is empty or outside of level {level}, which has shape {shape}")
+            bounds.append((start, stop))
+        starts, stops = zip(*bounds, strict=True)
+        return starts, stops
+
+    def _tiles(self, region: Region, level: int, layer: int) -> Iterator[_Tile]:
+        self._check_layer(layer)
+        starts, stops = self._bounds(region, level)
+        if self.mip_tail is not None and level >= self.mip_tail.first_level:
+            raise ValueError(f"level={level} is in the mip tail: map_tail() and unmap_tail() map it")
+        shape = self.level_shape(level)
+        ranges = []
+        for start, stop, step, extent in zip(starts, stops, self.tile, shape, strict=True):
+            if start % step or (stop % step and stop != extent):
+                raise ValueError(
+                    f"region={region!r} cuts tiles, which are {self.tile} elements: begin and end at multiples, or at "
+                    f"the end of the level, which has shape {shape}"
+                )
+            ranges.append(range(start // step, -(-stop // step)))
+        for place in itertools.product(*ranges):
+            yield _Tile(level, layer, *(0,) * (3 - len(place)), *place)
+
+    def _tail_of(self, layer: int) -> tuple[MipTail, int]:
+        self._check_layer(layer)
+        if self.mip_tail is None:
+            raise ValueError(f"{self!r} has no mip tail: map() maps all of it")
+        return self.mip_tail, 0 if self.mip_tail.single else layer
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.layers:
+            raise ValueError(f"layer={layer}: the array has {self.layers}")
+
+    def _check_pool(self, pool: TilePool) -> None:
+        if not isinstance(pool, TilePool):
+            raise TypeError(f"pool must be a TilePool, not {type(pool).__name__} ({pool!r})")
+        if pool.device != self.device:
+            raise ValueError(f"{pool!r} is not of {self.device!r}")
+
+    def _ordered(self, stream: StreamLike) -> Stream:
+        self._checked_raw()
+        ordered = as_stream(stream, self.device._door)
+        if ordered.device != self.device:
+            raise ValueError(f"{ordered!r} is not of {self.device!r}, whose array this is")
+        ordered._refuse_capture("cuMemMapArrayAsync", "tiles cannot be mapped, and arrays not be copied, in a capture")
+        return ordered
+
+    def _checked_raw(self) -> Any:
+        if self._array.raw is None:
+            raise ClosedError(f"{self!r} was closed")
+        return self._array.raw
+
+    def __del__(self) -> None:
+        if not hasattr(self, "_array") or self._array.raw is None or not self.device._door.usable:
+            return
+        door = self.device._door
+        if door.captures:
+            door.postponed.append(self._drop)
+        else:
+            self._drop()
+
+    def _drop(self) -> None:
+        with contextlib.suppress(CudaError), self.device._door.relaxed():
+            self.device.synchronize()
+            self._array.destroy()
+
+    def __repr__(self) -> str:
+        shape = " x ".join(map(str, getattr(self, "shape", ())))
+        state = (
+            "closed" if not hasattr(self, "_array") or self._array.raw is None else f"{self.mapped_bytes} bytes mapped"
+        )
+        element = f"{getattr(self, 'channels', 0)} x {getattr(self, 'dtype', '?')}"
+        return f"<{type(self).__name__} {shape} of {element}, {state}>"

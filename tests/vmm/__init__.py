@@ -1,0 +1,1 @@
+"""Tests of virtual memory by hand (``streamalloc.vmm``)."""

@@ -1,0 +1,36 @@
+"""Fixtures of the tests of virtual memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
+
+from .support import HOST, PAGE
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> Iterator[None]:
+    """Collections look at what the tests have made only, not at all that pytest has loaded."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def bookkeeping(on_cuda: bool, primary_contexts: None) -> None:
+    """Has the real driver make, before anything is measured, what it keeps for itself once memory was mapped."""
+    if not on_cuda:
+        return
+    driver = sd.real()
+    for ordinal in range(sa.Device(0, driver=driver).driver.cuDeviceGetCount()[1]):
+        device = sa.Device(ordinal, driver=driver)
+        with vmm.GrowableBuffer(device, 64 * PAGE, 64 * PAGE, chunk=PAGE) as buffer:
+            buffer.fill(0)
+        vmm.PhysicalMemory(PAGE, HOST, driver=driver).close()

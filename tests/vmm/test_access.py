@@ -1,0 +1,391 @@
+"""Who may use what is mapped: granting, lowering and revoking, all or nothing, and what has to pass before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
+from tests.support import holds, names, read
+
+from .support import HOST, NONE, PAGE, READ, READWRITE, Account, each
+
+NUMA = sa.MemLocation.host_numa(0)
+
+
+@pytest.fixture
+def pages(device: sa.Device) -> Iterator[vmm.AddressRange]:
+    """Four pages of addresses, of which the first three are mapped and nobody has access: ``000.``."""
+    with vmm.AddressRange(4 * PAGE) as addresses:
+        for place in range(3):
+            with vmm.PhysicalMemory(PAGE, device) as memory:
+                addresses.map(memory, place * PAGE)
+        yield addresses
+
+
+class TestGrant:
+    def test_nobody_has_it_by_itself(self, device: sa.Device, pages: vmm.AddressRange) -> None:
+        mapping = pages.mappings[0]
+        assert mapping.rights == {} and mapping.access(device) == NONE
+        assert not mapping.device_accessible and not mapping.host_accessible
+        for use in each(
+            lambda: mapping.fill(1),
+            lambda: read(mapping),
+            lambda: mapping.__dlpack__(),
+            lambda: mapping.__cuda_array_interface__,
+        ):
+            with pytest.raises(ValueError, match=r"nobody has access.*set_access"):
+                use()
+
+    @pytest.mark.parametrize(
+        ("access", "expected"),
+        [
+            (lambda device: device, READWRITE),
+            (lambda device: device.location, READWRITE),
+            (lambda device: [device], READWRITE),
+            (lambda device: (device.location, device), READWRITE),
+            (lambda device: {device: READ}, READ),
+            (lambda device: {device.location: READWRITE}, READWRITE),
+            (lambda device: {device: NONE}, NONE),
+            (lambda device: iter([device]), READWRITE),
+            (lambda device: None, NONE),
+            (lambda device: [], NONE),
+            (lambda device: {}, NONE),
+        ],
+    )
+    def test_ways_to_say_it(
+        self, device: sa.Device, access: Callable[[sa.Device], Any], expected: sa.MemAccess
+    ) -> None:
+        with vmm.AddressRange(2 * PAGE) as addresses, vmm.PhysicalMemory(PAGE, device) as memory:
+            one, two = addresses.map(memory, access=access(device)), addresses.map(memory, PAGE)
+            two.set_access(access(device))
+            for mapping in (one, two):
+                assert mapping.access(device) == mapping.access(device.location) == expected
+                assert mapping.rights == ({device.location: expected} if expected else {})
+                assert mapping.device_accessible is bool(expected)
+
+    @pytest.mark.parametrize(
+        ("access", "error", "words"),
+        [
+            (0, TypeError, "access"),
+            ("device", TypeError, "access"),
+            ([0], TypeError, "access"),
+            ({sa.MemLocation.device(0): 3}, TypeError, "MemAccess"),
+            ({sa.MemLocation.device(0): None}, TypeError, "MemAccess"),
+            (sa.MemLocation.device(99), ValueError, "id=99"),
+            ([sa.MemLocation.device(0), sa.MemLocation.device(99)], ValueError, "id=99"),
+        ],
+    )
+    def test_bad_arguments(self, machine: Any, access: Any, error: type[Exception], words: str) -> None:
+        driver = sd.traced(machine)
+        device = sa.Device(0, driver=driver)
+        with vmm.AddressRange(2 * PAGE, driver=driver) as addresses, vmm.PhysicalMemory(PAGE, device) as memory:
+            mapping = addresses.map(memory)
+            for use in each(
+                lambda: mapping.set_access(access),
+                lambda: addresses.map(memory, PAGE, access=access),
+                lambda: addresses.set_access(access, stop=PAGE),
+            ):
+                with pytest.raises(error, match=words):
+                    use()
+            assert len(addresses.mappings) == 1 and memory.mapping_count == 1
+        assert names(driver, "cuMemSetAccess") == [] and len(names(driver, "cuMemMap")) == 1
+
+    def test_a_device_of_another_driver(self, machine: Any, pages: vmm.AddressRange) -> None:
+        with pytest.raises(ValueError, match="another driver"):
+            pages.mappings[0].set_access(sa.Device(0, driver=sd.traced(machine)))
+
+    def test_flags_that_are_none(self, device: sa.Device, pages: vmm.AddressRange) -> None:
+        with pytest.raises(TypeError, match="MemAccess"):
+            pages.mappings[0].set_access(device, 3)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("who", [HOST, NUMA])
+    @pytest.mark.parametrize("flags", [READ, READWRITE])
+    def test_the_host_gets_no_device_memory(
+        self, device: sa.Device, pages: vmm.AddressRange, who: sa.MemLocation, flags: sa.MemAccess
+    ) -> None:
+        first = pages.mappings[0]
+        with pytest.raises(sa.NotSupportedError, match="host can only be given access to host memory"):
+            first.set_access(who, flags)
+        assert first.rights == {} and first.access(who) == NONE
+        with vmm.PhysicalMemory(PAGE, device) as memory:
+            asked: list[Any] = [{who: flags}, {device: READWRITE, who: flags}]
+            for access in asked:
+                with pytest.raises(sa.NotSupportedError):
+                    pages.map(memory, 3 * PAGE, access=access)
+                assert pages.draw() == "000." and memory.mapping_count == 0
+            pages.map(memory, 3 * PAGE, access=device)
+
+    def test_all_or_nothing(self, device: sa.Device, pages: vmm.AddressRange) -> None:
+        pages.set_access(device, READ, stop=3 * PAGE)
+        with pytest.raises(sa.NotSupportedError):
+            pages.set_access({device: READWRITE, HOST: READWRITE}, stop=3 * PAGE)
+        for mapping in pages.mappings:
+            assert mapping.access(device) == READ and mapping.rights == {device.location: READ}
+
+
+class TestPart:
+    def test_of_a_range(self, device: sa.Device, pages: vmm.AddressRange) -> None:
+        pages.set_access(device, start=PAGE, stop=3 * PAGE)
+        assert [mapping.access(device) for mapping in pages.mappings] == [NONE, READWRITE, READWRITE]
+        pages.set_access(device, READ, start=2 * PAGE, stop=3 * PAGE)
+        assert [mapping.access(device) for mapping in pages.mappings] == [NONE, READWRITE, READ]
+        pages.set_access({device: NONE}, stop=2 * PAGE)
+        assert [mapping.access(device) for mapping in pages.mappings] == [NONE, NONE, READ]
+
+    @pytest.mark.parametrize(("start", "stop"), [(0, None), (2, 4), (3, 4), (0, 4)])
+    def test_with_a_hole(self, device: sa.Device, pages: vmm.AddressRange, start: int, stop: int | None) -> None:
+        with pytest.raises(ValueError, match="nothing is mapped"):
+            pages.set_access(device, start=start * PAGE, stop=None if stop is None else stop * PAGE)
+        assert all(mapping.access(device) == NONE for mapping in pages.mappings)
+
+    @pytest.mark.parametrize(("start", "stop"), [(0, PAGE + 1), (1, 2 * PAGE), (0, PAGE // 2), (PAGE - 1, PAGE)])
+    def test_that_cuts(self, device: sa.Device, pages: vmm.AddressRange, start: int, stop: int) -> None:
+        with pytest.raises(ValueError, match="cuts a mapping"):
+            pages.set_access(device, start=start, stop=stop)
+        assert all(mapping.access(device) == NONE for mapping in pages.mappings)
+
+    @pytest.mark.parametrize(("start", "stop"), [(0, 5 * PAGE), (2 * PAGE, PAGE), (-PAGE, PAGE)])
+    def test_outside(self, device: sa.Device, pages: vmm.AddressRange, start: int, stop: int) -> None:
+        with pytest.raises(ValueError):
+            pages.set_access(device, start=start, stop=stop)
+
+    @pytest.mark.parametrize("at", [0, PAGE, 4 * PAGE])
+    def test_of_nothing(self, device: sa.Device, pages: vmm.AddressRange, at: int) -> None:
+        """Of no bytes nothing is said, as unmap() does not; or it is refused. The driver is not asked."""
+        try:
+            pages.set_access(device, start=at, stop=at)
+        except ValueError as error:
+            assert "nothing" in str(error) or "start" in str(error)
+        assert all(mapping.access(device) == NONE for mapping in pages.mappings)
+
+    def test_of_mappings_with_different_access(self, device: sa.Device, pages: vmm.AddressRange) -> None:
+        """The least that any of them allows is what the whole allows."""
+        for mapping, flags in zip(pages.mappings, (READWRITE, READ, READWRITE), strict=True):
+            mapping.set_access(device, flags)
+        whole, last = pages.view(0, 3 * PAGE), pages.view(2 * PAGE, 3 * PAGE)
+        last.fill(4)
+        with pytest.raises(sa.InvalidValueError, match="may only read"):
+            whole.fill(1)
+        assert whole.__cuda_array_interface__["data"][1] and not last.__cuda_array_interface__["data"][1]
+        assert (read(whole)[2 * PAGE :] == 4).all()
+        pages.mappings[1].revoke(device)
+        with pytest.raises(ValueError, match="nobody has access"):
+            whole.fill(1)
+
+
+class TestReadOnly:
+    def test_reads_and_does_not_write(self, device: sa.Device, pages: vmm.AddressRange) -> None:
+        one, two, _ = pages.mappings
+        for mapping in (one, two):
+            mapping.set_access(device)
+            mapping.fill(7)
+        one.set_access(device, READ)
+        two.copy_from(one)
+        for write in each(lambda: one.fill(1), lambda: one.copy_from(two), lambda: one[8:12].fill(1, width=4)):
+            with pytest.raises(sa.InvalidValueError, match=f"{device.location} may only read"):
+                write()
+        assert holds(one, 7)
+        one.set_access(device)
+        one.fill(8)
+        assert holds(one, 8)
+
+    def test_revoked(self, device: sa.Device, pages: vmm.AddressRange) -> None:
+        mapping = pages.mappings[0]
+        mapping.set_access(device)
+        mapping.fill(7)
+        mapping.revoke(device)
+        assert mapping.rights == {} and mapping.access(device) == NONE
+        with pytest.raises(ValueError, match="nobody has access"):
+            read(mapping)
+        mapping.set_access(device)
+        assert holds(mapping, 7)
+
+
+class TestWaiting:
+    """Work that uses the memory has to pass before access to it is taken away."""
+
+    WAITS = ("cuCtxSynchronize", "cuStreamSynchronize", "cuEventSynchronize")
+
+    @pytest.mark.parametrize(
+        ("before", "now", "waits"),
+        [
+            (READWRITE, NONE, ["cuCtxSynchronize"]),
+            (READWRITE, READ, ["cuCtxSynchronize"]),
+            (READ, NONE, ["cuCtxSynchronize"]),
+            (READ, READWRITE, []),
+            (READWRITE, READWRITE, []),
+            (NONE, READWRITE, []),
+            (NONE, NONE, []),
+        ],
+    )
+    def test_only_where_it_is_taken(
+        self, machine: Any, before: sa.MemAccess, now: sa.MemAccess, waits: list[str]
+    ) -> None:
+        account = Account(machine)
+        device = account.device
+        with vmm.AddressRange(PAGE, driver=account.driver) as addresses, vmm.PhysicalMemory(PAGE, device) as memory:
+            mapping = addresses.map(memory, access={device: before})
+            done = len(account.calls(*self.WAITS))
+            mapping.set_access(device, now)
+            assert account.calls(*self.WAITS)[done:] == waits
+            assert mapping.access(device) == now
+
+    def test_for_what_it_is_told(self, machine: Any) -> None:
+        account = Account(machine)
+        device = account.device
+        with (
+            device.create_stream() as stream,
+            stream.record() as event,
+            vmm.AddressRange(PAGE, driver=account.driver) as addresses,
+            vmm.PhysicalMemory(PAGE, device) as memory,
+        ):
+            mapping = addresses.map(memory)
+            for after, waits in (
+                ((), []),
+                ([], []),
+                (stream, ["cuStreamSynchronize"]),
+                (event, ["cuEventSynchronize"]),
+                ([stream, event], ["cuStreamSynchronize", "cuEventSynchronize"]),
+                (iter([event]), ["cuEventSynchronize"]),
+                ({stream}, ["cuStreamSynchronize"]),
+                (None, ["cuCtxSynchronize"]),
+            ):
+                mapping.set_access(device)
+                done = len(account.calls(*self.WAITS))
+                mapping.revoke(device, after=after)
+                assert account.calls(*self.WAITS)[done:] == waits
+
+    @pytest.mark.parametrize("after", [3, "stream", [None], [3]])
+    def test_for_what_is_none(self, device: sa.Device, pages: vmm.AddressRange, after: Any) -> None:
+        mapping = pages.mappings[0]
+        mapping.set_access(device)
+        for use in each(lambda: mapping.revoke(device, after=after), lambda: mapping.close(after)):
+            with pytest.raises(TypeError):
+                use()
+        assert mapping.access(device) == READWRITE
+
+    def test_for_a_stream_of_another_driver(self, machine: Any, device: sa.Device, pages: vmm.AddressRange) -> None:
+        other = sa.Device(0, driver=sd.traced(machine))
+        mapping = pages.mappings[0]
+        mapping.set_access(device)
+        with other.create_stream() as stream, stream.record() as event:
+            for after in (stream, event, [event]):
+                with pytest.raises(ValueError, match="another driver"):
+                    mapping.close(after)
+        assert not mapping.closed
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda mapping, device: mapping.close(),
+            lambda mapping, device: mapping.revoke(device),
+            lambda mapping, device: mapping.range.unmap(),
+        ],
+    )
+    def test_for_all_work_in_a_capture(
+        self, device: sa.Device, pages: vmm.AddressRange, stream: sa.Stream, use: Callable[..., None]
+    ) -> None:
+        """A device cannot be synchronised then: it is refused, and the capture goes on."""
+        mapping = pages.mappings[0]
+        mapping.set_access(device)
+        with stream.capture() as graph:
+            with pytest.raises(sa.CaptureError, match="after="):
+                use(mapping, device)
+            mapping.fill(3, stream)
+        assert mapping.access(device) == READWRITE
+        with graph:
+            graph.launch(stream)
+            stream.synchronize()
+        assert holds(mapping, 3)
+
+    def test_for_nothing_in_a_capture(self, device: sa.Device, pages: vmm.AddressRange, stream: sa.Stream) -> None:
+        with stream.capture():
+            pages.mappings[0].set_access(device)
+            pages.unmap(after=())
+        assert pages.mappings == ()
+
+    def test_not_where_nobody_has_access(self, machine: Any) -> None:
+        account = Account(machine)
+        with (
+            vmm.AddressRange(PAGE, driver=account.driver) as addresses,
+            vmm.PhysicalMemory(PAGE, account.device) as memory,
+        ):
+            addresses.map(memory).close()
+            addresses.map(memory)
+        assert account.calls(*self.WAITS) == []
+
+
+@pytest.mark.gpus(2)
+class TestTwoDevices:
+    @pytest.fixture
+    def halves(self, device: sa.Device, peer: sa.Device) -> Iterator[vmm.AddressRange]:
+        """A page of each device side by side, for nobody."""
+        with vmm.AddressRange(2 * PAGE) as addresses:
+            for place, owner in enumerate((device, peer)):
+                with vmm.PhysicalMemory(PAGE, owner) as memory:
+                    addresses.map(memory, place * PAGE)
+            yield addresses
+
+    def test_side_by_side(self, device: sa.Device, peer: sa.Device, halves: vmm.AddressRange) -> None:
+        halves.set_access([device, peer])
+        whole, (mine, theirs) = halves.view(), halves.mappings
+        assert (mine.location, theirs.location) == (device.location, peer.location)
+        assert (mine.stream.device, theirs.stream.device) == (device, peer)
+        with peer.create_stream() as stream:
+            whole.fill(3, stream)  # across the seam, by the one that has the second half
+            stream.synchronize()
+        assert holds(mine, 3) and holds(theirs, 3) and holds(whole, 3)
+        whole[PAGE - 8 : PAGE + 8].fill(4)
+        device.synchronize()
+        assert read(mine)[-9:].tolist() == [3] + 8 * [4] and read(theirs)[:9].tolist() == 8 * [4] + [3]
+
+    def test_each_may_do_something_else(self, device: sa.Device, peer: sa.Device, halves: vmm.AddressRange) -> None:
+        mine, theirs = halves.mappings
+        mine.set_access({device: READWRITE, peer: READ})
+        theirs.set_access(peer)
+        assert [half.access(who) for half in (mine, theirs) for who in (device, peer)] == [
+            READWRITE,
+            READ,
+            NONE,
+            READWRITE,
+        ]
+        mine.fill(5)
+        device.synchronize()
+        with peer.create_stream() as stream:
+            theirs.copy_from(mine, stream)
+            with pytest.raises(sa.InvalidValueError, match="DEVICE:1 may only read"):
+                mine.fill(1, stream)
+            with pytest.raises(sa.InvalidValueError, match="DEVICE:0 has no access"):
+                theirs.fill(1, device.default_stream)
+            stream.synchronize()
+        assert holds(theirs, 5)
+
+    def test_only_the_other_one(self, device: sa.Device, peer: sa.Device, halves: vmm.AddressRange) -> None:
+        """Memory need not be accessible where it is."""
+        mine, _ = halves.mappings
+        mine.set_access(peer)
+        assert not mine.device_accessible and mine.access(device) == NONE
+        with peer.create_stream() as stream:
+            mine.fill(6, stream)
+            stream.synchronize()
+        mine.set_access(device)
+        assert holds(mine, 6)
+
+    def test_taken_from_one(self, machine: Any) -> None:
+        """Only the device that loses access is waited for."""
+        account = Account(machine)
+        one, two = (sa.Device(ordinal, driver=account.driver) for ordinal in (0, 1))
+        with vmm.AddressRange(PAGE, driver=account.driver) as addresses, vmm.PhysicalMemory(PAGE, one) as memory:
+            mapping = addresses.map(memory, access=[one, two])
+            pushed = len(account.calls("cuCtxPushCurrent"))
+            mapping.revoke(two)
+            assert len(account.calls("cuCtxPushCurrent")) == pushed + 1
+            assert mapping.rights == {one.location: READWRITE}
+            assert (mapping.access(one), mapping.access(two)) == (READWRITE, NONE)
+            mapping.fill(1)
+        assert account.left == {}

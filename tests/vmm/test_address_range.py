@@ -1,0 +1,329 @@
+"""Address ranges: where they lie, what is in them, and when they can be given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
+from tests.support import names, read
+
+from .support import HOST, PAGE, Account, assert_unique, each
+
+GiB = 1 << 30
+TiB = 1 << 40
+
+
+@pytest.fixture
+def pages(device: sa.Device) -> Iterator[vmm.AddressRange]:
+    """Eight pages of addresses."""
+    with vmm.AddressRange(8 * PAGE) as addresses:
+        yield addresses
+
+
+@pytest.fixture
+def memory(device: sa.Device) -> Iterator[vmm.PhysicalMemory]:
+    """Two pages of device memory."""
+    with vmm.PhysicalMemory(2 * PAGE, device) as memory:
+        yield memory
+
+
+class TestReserve:
+    @pytest.mark.parametrize("nbytes", [PAGE, 3 * PAGE, GiB, TiB])
+    def test_size(self, machine: Any, nbytes: int) -> None:
+        with vmm.AddressRange(nbytes) as addresses:
+            assert (addresses.nbytes, addresses.address % PAGE, addresses.honoured) == (nbytes, 0, None)
+            assert (addresses.mappings, addresses.mapped_bytes, addresses.holes) == ((), 0, ((0, nbytes),))
+
+    @pytest.mark.parametrize("alignment", [0, 1, 4096, PAGE, 2 * PAGE, GiB, 16 * GiB])
+    def test_alignment(self, machine: Any, alignment: int) -> None:
+        with vmm.AddressRange(PAGE, alignment=alignment) as addresses:
+            assert addresses.address % max(alignment, PAGE) == 0
+
+    @pytest.mark.parametrize(
+        ("arguments", "error", "words"),
+        [
+            ({"nbytes": 0}, ValueError, "nbytes=0"),
+            ({"nbytes": 1}, ValueError, "nbytes=1:"),
+            ({"nbytes": PAGE + 4096}, ValueError, f"nbytes={PAGE + 4096}"),
+            ({"nbytes": -PAGE}, ValueError, "nbytes"),
+            ({"nbytes": 1 << 64}, ValueError, "nbytes"),
+            ({"nbytes": 2e6}, TypeError, "nbytes"),
+            ({"nbytes": PAGE, "alignment": 3}, ValueError, "alignment=3"),
+            ({"nbytes": PAGE, "alignment": 3 * PAGE}, ValueError, "alignment"),
+            ({"nbytes": PAGE, "alignment": -1}, ValueError, "alignment"),
+            ({"nbytes": PAGE, "alignment": "2"}, TypeError, "alignment"),
+            ({"nbytes": PAGE, "address": 4096}, ValueError, "address"),
+            ({"nbytes": PAGE, "address": PAGE, "alignment": GiB}, ValueError, "address"),
+            ({"nbytes": PAGE, "address": None}, TypeError, "address"),
+        ],
+    )
+    def test_bad_arguments(self, machine: Any, arguments: Any, error: type[Exception], words: str) -> None:
+        driver = sd.traced(machine)
+        with pytest.raises(error, match=words):
+            vmm.AddressRange(**arguments, driver=driver)
+        assert names(driver, "cuMemAddressReserve") == []
+
+    def test_no_driver(self) -> None:
+        with pytest.raises(TypeError, match="driver"):
+            vmm.AddressRange(PAGE, driver=3)  # type: ignore[arg-type]
+
+    def test_at_an_address_that_is_taken(self, machine: Any) -> None:
+        with vmm.AddressRange(PAGE) as one, vmm.AddressRange(PAGE, address=one.address) as other:
+            assert other.honoured is False and other.address != one.address
+
+    def test_whether_an_address_was_honoured(self, machine: Any) -> None:
+        """A free address may be refused on hardware; the range says which it was."""
+        found = vmm.AddressRange(PAGE)
+        address = found.address
+        found.close()
+        with vmm.AddressRange(PAGE, address=address) as addresses:
+            assert addresses.honoured is (addresses.address == address)
+
+    @pytest.mark.parametrize("nbytes", [1 << 47, 1 << 60, (1 << 64) - PAGE])
+    def test_more_than_there_are(self, machine: Any, nbytes: int) -> None:
+        """It says that addresses have run out, which is no lack of memory."""
+        with pytest.raises(sa.AddressSpaceError, match=f"no {nbytes} bytes of addresses") as caught:
+            vmm.AddressRange(nbytes)
+        assert isinstance(caught.value, MemoryError) and not isinstance(caught.value, sa.OutOfMemoryError)
+        assert (caught.value.call, caught.value.name) == ("cuMemAddressReserve", "CUDA_ERROR_OUT_OF_MEMORY")
+
+    def test_until_there_are_none(self, machine: Any) -> None:
+        """Two of 64 TiB are more than a process has."""
+        account = Account(machine)
+        with vmm.AddressRange(64 * TiB, driver=account.driver), pytest.raises(sa.AddressSpaceError):
+            vmm.AddressRange(64 * TiB, driver=account.driver)
+        with vmm.AddressRange(64 * TiB, driver=account.driver) as addresses:
+            assert addresses.nbytes == 64 * TiB
+        assert account.left == {}
+
+    @pytest.mark.simulated_only("the real driver needs more addresses for itself")
+    def test_a_limit_is_named(self, python: Callable[..., CompletedProcess[str]]) -> None:
+        done = python(f"""
+import resource, streamalloc as sa
+from streamalloc import vmm
+vmm.AddressRange({PAGE}).close()
+resource.setrlimit(resource.RLIMIT_AS, ({8 * GiB}, {8 * GiB}))
+try: vmm.AddressRange({16 * GiB})
+except sa.AddressSpaceError as error: print("ulimit -v" in str(error) and "{8 * GiB}" in str(error))
+""")
+        assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+class TestClose:
+    def test_once(self, machine: Any) -> None:
+        account = Account(machine)
+        addresses = vmm.AddressRange(PAGE, driver=account.driver)
+        addresses.close()
+        addresses.close()
+        assert addresses.closed and account.calls("cuMemAddressFree") == ["cuMemAddressFree"]
+
+    def test_with_something_mapped(
+        self, device: sa.Device, pages: vmm.AddressRange, memory: vmm.PhysicalMemory
+    ) -> None:
+        mapping = pages.map(memory, PAGE, access=device)
+        with pytest.raises(ValueError, match=r"1 mapping: unmap\(\)"):
+            pages.close()
+        mapping.fill(1)
+        assert not pages.closed and (read(mapping) == 1).all()
+        pages.unmap()
+        pages.close()
+
+    def test_a_block_unmaps(self, machine: Any) -> None:
+        account = Account(machine)
+        memory = vmm.PhysicalMemory(PAGE, account.device)
+        with vmm.AddressRange(4 * PAGE, driver=account.driver) as addresses:
+            first, last = addresses.map(memory), addresses.map(memory, 3 * PAGE)
+        assert first.closed and last.closed and addresses.closed
+        memory.close()
+        assert account.left == {}
+
+    def test_a_block_that_fails(self, machine: Any) -> None:
+        account = Account(machine)
+        with (
+            pytest.raises(KeyError),
+            vmm.PhysicalMemory(PAGE, account.device) as memory,
+            vmm.AddressRange(PAGE, driver=account.driver) as addresses,
+        ):
+            addresses.map(memory)
+            raise KeyError
+        assert account.left == {}
+
+    def test_used_afterwards(self, memory: vmm.PhysicalMemory) -> None:
+        pages = vmm.AddressRange(2 * PAGE, address=0x7FFF00000000)
+        pages.close()
+        for use in each(
+            lambda: pages.address,
+            lambda: pages.honoured,
+            lambda: pages.map(memory),
+        ):
+            with pytest.raises(sa.ClosedError, match="closed"):
+                use()
+        assert memory.mapping_count == 0
+
+    def test_refuses_copies(self, pages: vmm.AddressRange) -> None:
+        assert_unique(pages)
+
+
+class TestContents:
+    def test_table(self, device: sa.Device, pages: vmm.AddressRange, memory: vmm.PhysicalMemory) -> None:
+        last, first = pages.map(memory, 6 * PAGE), pages.map(memory, PAGE)
+        with vmm.PhysicalMemory(PAGE, device) as small:
+            middle = pages.map(small, 3 * PAGE)
+            assert pages.mappings == (first, middle, last)
+            assert [mapping.offset for mapping in pages.mappings] == [PAGE, 3 * PAGE, 6 * PAGE]
+            assert [mapping.memory for mapping in pages.mappings] == [memory, small, memory]
+            assert pages.mapped_bytes == 5 * PAGE
+            assert pages.holes == ((0, PAGE), (4 * PAGE, 2 * PAGE))
+            middle.close()
+            assert list(pages.mappings) == [first, last] and pages.holes == ((0, PAGE), (3 * PAGE, 3 * PAGE))
+            first.close()
+            last.close()
+            assert list(pages.mappings) == [] and list(pages.holes) == [(0, 8 * PAGE)]
+
+    def test_drawing(self, pages: vmm.AddressRange, memory: vmm.PhysicalMemory) -> None:
+        with vmm.PhysicalMemory(PAGE, HOST) as host:
+            assert pages.draw() == "........"
+            pages.map(memory, PAGE)
+            pages.map(host, 7 * PAGE)
+            assert pages.draw() == ".00....H" and "[.00....H]" in repr(pages)
+            assert pages.draw(1) in ".0" and len(pages.draw(4)) == 4
+            pages.unmap(0, 4 * PAGE)
+            assert pages.draw() == ".......H"
+
+    def test_a_long_drawing_is_shortened(self, memory: vmm.PhysicalMemory) -> None:
+        with vmm.AddressRange(TiB) as addresses:
+            addresses.map(memory, TiB // 2)
+            assert len(addresses.draw()) == 64 and len(addresses.draw(10)) == 10
+            assert len(addresses.draw(0)) == 1
+
+    @pytest.mark.gpus(2)
+    def test_a_drawing_of_two_devices(self, device: sa.Device, peer: sa.Device, pages: vmm.AddressRange) -> None:
+        with vmm.PhysicalMemory(PAGE, device) as mine, vmm.PhysicalMemory(PAGE, peer) as theirs:
+            for offset, memory in enumerate((theirs, mine, theirs)):
+                pages.map(memory, offset * PAGE)
+            assert pages.draw() == "101....."
+
+    def test_repr_of_a_closed_one(self, machine: Any) -> None:
+        addresses = vmm.AddressRange(PAGE)
+        assert f"{addresses.address:#x}" in repr(addresses)
+        addresses.close()
+        assert "closed" in repr(addresses)
+
+
+class TestUnmap:
+    @pytest.fixture(autouse=True)
+    def mapped(self, device: sa.Device, pages: vmm.AddressRange, memory: vmm.PhysicalMemory) -> vmm.AddressRange:
+        """Two mappings side by side and one behind a hole: ``.0000.00``."""
+        for offset in (1, 3, 6):
+            pages.map(memory, offset * PAGE)
+        return pages
+
+    @pytest.mark.parametrize(
+        ("start", "stop", "left"),
+        [
+            (0, None, "........"),
+            (1, 3, "...00.00"),
+            (1, 5, "......00"),
+            (3, 8, ".00....."),
+            (0, 6, "......00"),
+            (5, 6, ".0000.00"),
+            (5, 8, ".0000..."),
+            (2, 2, ".0000.00"),
+        ],
+    )
+    def test_a_part(self, pages: vmm.AddressRange, start: int, stop: int | None, left: str) -> None:
+        pages.unmap(start * PAGE, None if stop is None else stop * PAGE)
+        assert pages.draw() == left
+
+    @pytest.mark.parametrize(("start", "stop"), [(0, 2), (2, 5), (2, 3), (4, 5), (4, 8), (0, 7), (7, 8)])
+    def test_a_cut(self, pages: vmm.AddressRange, start: int, stop: int) -> None:
+        with pytest.raises(ValueError, match="cuts a mapping"):
+            pages.unmap(start * PAGE, stop * PAGE)
+        assert pages.draw() == ".0000.00"
+
+    @pytest.mark.parametrize(("start", "stop"), [(0, PAGE + 1), (PAGE + 1, 3 * PAGE), (3 * PAGE - 1, 5 * PAGE)])
+    def test_a_cut_inside_of_a_page(self, pages: vmm.AddressRange, start: int, stop: int) -> None:
+        with pytest.raises(ValueError, match="cuts a mapping"):
+            pages.unmap(start, stop)
+        assert pages.draw() == ".0000.00"
+
+    @pytest.mark.parametrize(("start", "stop"), [(0, 9 * PAGE), (4 * PAGE, PAGE), (-PAGE, PAGE), (9 * PAGE, None)])
+    def test_outside(self, pages: vmm.AddressRange, start: int, stop: int | None) -> None:
+        with pytest.raises(ValueError):
+            pages.unmap(start, stop)
+        assert pages.draw() == ".0000.00"
+
+    def test_nothing(self, machine: Any) -> None:
+        driver = sd.traced(machine)
+        with vmm.AddressRange(PAGE, driver=driver) as addresses:
+            addresses.unmap()
+        assert names(driver, "cuMemUnmap", "cuCtxSynchronize") == []
+
+
+class TestView:
+    def test_across_mappings(self, device: sa.Device, pages: vmm.AddressRange) -> None:
+        with vmm.PhysicalMemory(PAGE, device) as one, vmm.PhysicalMemory(PAGE, device) as two:
+            first, second = pages.map(one, PAGE, access=device), pages.map(two, 2 * PAGE, access=device)
+            view = pages.view(PAGE, 3 * PAGE)
+            assert (view.address, view.nbytes, view.offset) == (pages.address + PAGE, 2 * PAGE, PAGE)
+            assert view.owner is pages and view.location == device.location
+            assert view.device_accessible and not view.host_accessible
+            seam = pages.view(2 * PAGE - 8, 2 * PAGE + 8)
+            view.fill(1)
+            seam.fill(2)
+            assert read(first)[-9:].tolist() == [1] + 8 * [2]
+            assert read(second)[:9].tolist() == 8 * [2] + [1]
+            assert seam[4:12].address == seam.address + 4
+
+    def test_over_a_hole(self, device: sa.Device, pages: vmm.AddressRange, memory: vmm.PhysicalMemory) -> None:
+        pages.map(memory, PAGE, access=device)
+        for start, stop in ((0, 2 * PAGE), (PAGE, 4 * PAGE), (4 * PAGE, 5 * PAGE), (0, None)):
+            with pytest.raises(ValueError, match="nothing is mapped"):
+                pages.view(start, stop)
+
+    @pytest.mark.parametrize(("start", "stop"), [(0, 9 * PAGE), (2 * PAGE, PAGE), (9 * PAGE, 9 * PAGE), (-1, PAGE)])
+    def test_outside(self, pages: vmm.AddressRange, start: int, stop: int) -> None:
+        with pytest.raises(ValueError):
+            pages.view(start, stop)
+
+    def test_of_nothing(self, pages: vmm.AddressRange, memory: vmm.PhysicalMemory, device: sa.Device) -> None:
+        """A view of no bytes is memory like any other, wherever it begins."""
+        pages.map(memory, access=device)
+        for offset in (0, 100, 2 * PAGE, 8 * PAGE):
+            view = pages.view(offset, offset)
+            assert view.nbytes == 0 and view.address == pages.address + offset
+            view.fill(1)
+            view.copy_to(bytearray())
+            assert view[:].nbytes == 0 and repr(view)
+
+    def test_that_was_unmapped(self, device: sa.Device, pages: vmm.AddressRange, memory: vmm.PhysicalMemory) -> None:
+        pages.map(memory, access=device)
+        view, inner = pages.view(0, 2 * PAGE), pages.view(8, 16)[2:6]
+        pages.unmap()
+        for gone in (view, inner):
+            for use in each(lambda gone: gone.fill(1), lambda gone: gone.copy_to(bytearray(gone.nbytes))):
+                with pytest.raises(sa.ClosedError, match="not mapped any more"):
+                    use(gone)
+            with pytest.raises(sa.ClosedError):
+                assert gone.__cuda_array_interface__
+        assert repr(view)
+        pages.map(memory, access=device)
+        view.fill(3)
+        assert (read(view) == 3).all()
+
+    def test_keeps_the_range(self, machine: Any) -> None:
+        account = Account(machine)
+        addresses, memory = vmm.AddressRange(PAGE, driver=account.driver), vmm.PhysicalMemory(PAGE, account.device)
+        addresses.map(memory, access=account.device)
+        view = addresses.view()
+        del addresses, memory
+        view.fill(5)
+        assert (read(view) == 5).all()
+        del view
+        assert account.left == {}

@@ -1,0 +1,546 @@
+"""Evicting and restoring: the memory goes, the addresses stay, and the bytes come back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
+from tests.support import GROWTH, KEEP, holds, read
+
+from .support import HOST, NONE, PAGE, READ, READWRITE, Account, each, pattern, same, write
+
+SIZE = 2 * PAGE + 12345
+MAPPED = 3 * PAGE
+
+
+@pytest.fixture
+def host(device: sa.Device) -> Iterator[sa.MemoryPool]:
+    """A pool in host memory that the device may use."""
+    with sa.MemoryPool(HOST, release_threshold=KEEP) as pool:
+        pool.set_access(device, READWRITE)
+        yield pool
+
+
+@pytest.fixture
+def buffer(device: sa.Device) -> Iterator[vmm.GrowableBuffer]:
+    """A buffer of two and a bit of eight pages, in pieces of a page."""
+    with vmm.GrowableBuffer(device, 8 * PAGE, SIZE, chunk=PAGE) as buffer:
+        yield buffer
+
+
+def free(device: sa.Device) -> int:
+    return device.memory_info().free
+
+
+class TestWithoutBackup:
+    def test_memory_goes_and_addresses_stay(self, device: sa.Device, buffer: vmm.GrowableBuffer) -> None:
+        before, address = free(device), buffer.address
+        buffer.evict()
+        assert buffer.evicted and buffer.mapped_bytes == 0 and buffer.mappings == ()
+        assert (buffer.nbytes, buffer.address, buffer.capacity) == (SIZE, address, 8 * PAGE)
+        assert free(device) == before + MAPPED
+        eviction = buffer.eviction
+        assert eviction is not None and (eviction.nbytes, eviction.backup) == (MAPPED, None)
+        assert "evicted" in repr(buffer)
+        with vmm.AddressRange(8 * PAGE, address=address) as other:  # the addresses are still the buffer's
+            assert not other.honoured
+        buffer.restore()
+        assert (buffer.address, buffer.nbytes, buffer.mapped_bytes) == (address, SIZE, MAPPED)
+        assert buffer.eviction is None
+        assert free(device) == before
+        data = write(buffer, pattern(SIZE))
+        assert same(buffer, data)
+
+    def test_an_empty_one(self, device: sa.Device, host: sa.MemoryPool) -> None:
+        with vmm.GrowableBuffer(device, PAGE) as buffer:
+            for backup in (None, host):
+                buffer.evict(backup)
+                assert buffer.evicted
+                with pytest.raises(sa.EvictedError):
+                    buffer.evict(backup)
+                buffer.restore()
+                assert not buffer.evicted
+            buffer.grow(PAGE)
+            buffer.fill(1)
+        assert host.statistics().used == 0
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda buffer: buffer.fill(1),
+            lambda buffer: buffer.copy_to(np.zeros(SIZE, np.uint8)),
+            lambda buffer: buffer.copy_from(np.zeros(SIZE, np.uint8)),
+            lambda buffer: buffer[8:16].fill(1),
+            lambda buffer: buffer[8:16].copy_to(bytearray(8)),
+            lambda buffer: buffer.__cuda_array_interface__,
+            lambda buffer: buffer.__dlpack__(),
+            lambda buffer: buffer[8:16].__cuda_array_interface__,
+            lambda buffer: buffer.resize(PAGE),
+            lambda buffer: buffer.resize(SIZE),
+            lambda buffer: buffer.grow(1),
+            lambda buffer: vmm.dma_buf(buffer[:PAGE]),
+        ],
+    )
+    def test_used_meanwhile(self, buffer: vmm.GrowableBuffer, use: Callable[[vmm.GrowableBuffer], object]) -> None:
+        view, (mapping, *_) = buffer[8:16], buffer.mappings
+        buffer.evict()
+        with pytest.raises(sa.EvictedError, match=r"restore\(\)"):
+            use(buffer)
+        with pytest.raises(sa.EvictedError):
+            view.fill(1)
+        with pytest.raises(sa.ClosedError):
+            mapping.fill(1)
+        assert buffer.evicted
+        buffer.restore()
+        view.fill(1)
+        assert holds(view, 1)
+
+    def test_as_the_other_side_of_a_copy(
+        self, buffer: vmm.GrowableBuffer, pool: sa.MemoryPool, stream: sa.Stream
+    ) -> None:
+        buffer.evict()
+        with pool.allocate(SIZE, stream) as other:
+            for use in each(other.copy_from, other.copy_to):
+                with pytest.raises(sa.EvictedError):
+                    use(buffer)
+
+    def test_twice(self, buffer: vmm.GrowableBuffer, host: sa.MemoryPool) -> None:
+        data = write(buffer, pattern(SIZE))
+        buffer.evict(host)
+        for backup in (None, host):
+            with pytest.raises(sa.EvictedError, match="evicted already"):
+                buffer.evict(backup)
+        assert host.statistics().used == SIZE
+        buffer.restore()
+        with pytest.raises(sa.EvictedError, match="not evicted"):
+            buffer.restore()
+        assert same(buffer, data)
+
+    def test_what_it_waits_for(self, machine: Any) -> None:
+        account = Account(machine)
+        device = account.device
+        waits = ("cuCtxSynchronize", "cuStreamSynchronize", "cuEventSynchronize", "cuMemUnmap")
+        with (
+            device.create_stream() as stream,
+            stream.record() as event,
+            vmm.GrowableBuffer(device, PAGE, PAGE) as buffer,
+        ):
+            for after, expected in (
+                (None, ["cuCtxSynchronize"]),
+                ((), []),
+                (stream, ["cuStreamSynchronize"]),
+                ([event], ["cuEventSynchronize"]),
+            ):
+                done = len(account.calls(*waits))
+                buffer.evict(after=after)
+                assert account.calls(*waits)[done:] == [*expected, "cuMemUnmap"]
+                buffer.restore()
+
+
+class TestWithBackup:
+    def test_the_same_bytes_at_the_same_address(
+        self, device: sa.Device, buffer: vmm.GrowableBuffer, host: sa.MemoryPool
+    ) -> None:
+        data, address, before = write(buffer, pattern(SIZE)), buffer.address, free(device)
+        for _ in range(3):
+            buffer.evict(host)
+            assert host.statistics().used == SIZE and free(device) == before + MAPPED
+            assert buffer.eviction is not None and buffer.eviction.backup is not None
+            with vmm.PhysicalMemory(4 * PAGE, device) as other, vmm.AddressRange(4 * PAGE) as elsewhere:
+                elsewhere.map(other, access=device).fill(255)  # what was given back is somebody else's
+            buffer.restore()
+            buffer.stream.synchronize()
+            assert host.statistics().used == 0 and free(device) == before
+            assert buffer.address == address and same(buffer, data)
+
+    def test_no_slower_copy_by_mistake(self, device: sa.Device, buffer: vmm.GrowableBuffer) -> None:
+        """A pool whose memory the device may not use is refused: copies would go through a bounce buffer."""
+        data = write(buffer, pattern(SIZE))
+        with sa.MemoryPool(HOST) as pool:
+            with pytest.raises(ValueError, match=r"pool.set_access\(device"):
+                buffer.evict(pool)
+            assert not buffer.evicted and pool.statistics().used == 0
+        assert same(buffer, data)
+
+    def test_into_memory_of_one_s_own(
+        self, device: sa.Device, buffer: vmm.GrowableBuffer, host: sa.MemoryPool, stream: sa.Stream
+    ) -> None:
+        """Which is neither allocated nor freed, and can be looked at meanwhile."""
+        data = write(buffer, pattern(SIZE))
+        with host.allocate(SIZE, stream) as backup:
+            buffer.evict(backup, stream=stream)
+            assert buffer.eviction is not None and buffer.eviction.backup is backup
+            assert np.array_equal(backup.as_array(), data)
+            backup.as_array()[5] = 99
+            buffer.restore(stream=stream)
+            stream.synchronize()
+            assert not backup.freed and read(buffer)[5] == 99
+
+    def test_into_host_memory_mapped_by_hand(self, device: sa.Device) -> None:
+        with (
+            vmm.GrowableBuffer(device, PAGE, PAGE) as buffer,
+            vmm.PhysicalMemory(PAGE, HOST) as memory,
+            vmm.AddressRange(PAGE) as addresses,
+        ):
+            data = write(buffer, pattern(PAGE))
+            backup = addresses.map(memory, access=[device, HOST])
+            buffer.evict(backup)
+            assert np.array_equal(backup.as_array(), data)
+            buffer.restore()
+            buffer.stream.synchronize()
+            assert same(buffer, data)
+
+    def test_into_memory_of_the_device(self, buffer: vmm.GrowableBuffer, pool: sa.MemoryPool) -> None:
+        data = write(buffer, pattern(SIZE))
+        with pool.allocate(SIZE, buffer.stream) as backup:
+            buffer.evict(backup)
+            buffer.restore()
+            assert same(buffer, data)
+
+    @pytest.mark.parametrize("backup", [3, b"x", np.zeros(SIZE, np.uint8)])
+    def test_into_what_is_none(self, buffer: vmm.GrowableBuffer, backup: Any) -> None:
+        with pytest.raises(TypeError, match="backup"):
+            buffer.evict(backup)
+        assert not buffer.evicted
+
+    def test_into_a_pool_of_the_device(self, buffer: vmm.GrowableBuffer, pool: sa.MemoryPool) -> None:
+        with pytest.raises(ValueError, match="host memory"):
+            buffer.evict(pool)
+        assert not buffer.evicted and pool.statistics().used == 0
+
+    @pytest.mark.parametrize("nbytes", [0, SIZE - 1, SIZE + 1, MAPPED])
+    def test_of_another_size(
+        self, buffer: vmm.GrowableBuffer, host: sa.MemoryPool, stream: sa.Stream, nbytes: int
+    ) -> None:
+        with host.allocate(nbytes, stream) as backup, pytest.raises(ValueError, match=f"{nbytes} bytes.*{SIZE}"):
+            buffer.evict(backup)
+        assert not buffer.evicted
+
+    def test_of_another_driver(self, machine: Any, buffer: vmm.GrowableBuffer) -> None:
+        other = sd.traced(machine)
+        with sa.MemoryPool(HOST, driver=other) as pool, pytest.raises(ValueError, match="another driver"):
+            buffer.evict(pool)
+        assert not buffer.evicted
+
+    @pytest.mark.parametrize("which", ["itself", "a view of itself"])
+    def test_into_itself(self, buffer: vmm.GrowableBuffer, which: str) -> None:
+        """It would be gone with the bytes."""
+        data = write(buffer, pattern(SIZE))
+        with pytest.raises(ValueError):
+            buffer.evict(buffer if which == "itself" else buffer[:])
+        assert not buffer.evicted and same(buffer, data)
+
+    def test_into_freed_memory(self, buffer: vmm.GrowableBuffer, host: sa.MemoryPool, stream: sa.Stream) -> None:
+        data = write(buffer, pattern(SIZE))
+        backup = host.allocate(SIZE, stream)
+        backup.free()
+        with pytest.raises(sa.ClosedError):
+            buffer.evict(backup)
+        assert not buffer.evicted and same(buffer, data)
+
+    def test_freed_meanwhile(
+        self, device: sa.Device, buffer: vmm.GrowableBuffer, host: sa.MemoryPool, stream: sa.Stream
+    ) -> None:
+        """The restore says so, takes nothing, and can be given up by closing."""
+        backup, before = host.allocate(SIZE, stream), free(device)
+        buffer.evict(backup, stream=stream)
+        backup.free()
+        for _ in range(2):
+            with pytest.raises(sa.ClosedError):
+                buffer.restore()
+            assert buffer.evicted and free(device) == before + MAPPED
+        buffer.close()
+
+    def test_no_memory_for_it(self, device: sa.Device, buffer: vmm.GrowableBuffer) -> None:
+        data, before = write(buffer, pattern(SIZE)), free(device)
+        with sa.MemoryPool(HOST, max_size=GROWTH) as pool, pool.allocate(GROWTH - PAGE, buffer.stream) as other:
+            pool.set_access(device, READWRITE)
+            with pytest.raises(sa.OutOfMemoryError):
+                buffer.evict(pool)
+            assert pool.statistics().used == other.nbytes
+        assert not buffer.evicted and free(device) == before and same(buffer, data)
+        assert all(mapping.access(device) == READWRITE for mapping in buffer.mappings)
+
+    def test_on_streams_of_choice(
+        self, device: sa.Device, buffer: vmm.GrowableBuffer, host: sa.MemoryPool, stream: sa.Stream
+    ) -> None:
+        """What was evicted on one stream can be restored on another, also after the first is gone."""
+        with device.create_stream() as first:
+            buffer.fill(3, first)
+            buffer.evict(host, stream=first)
+        buffer.restore(stream=stream)
+        buffer.fill(4, stream)
+        stream.synchronize()
+        assert holds(buffer, 4) and host.statistics().used == 0
+
+    def test_the_stream_is_gone_and_the_buffer_closed(
+        self, device: sa.Device, buffer: vmm.GrowableBuffer, host: sa.MemoryPool
+    ) -> None:
+        with device.create_stream() as first:
+            buffer.evict(host, stream=first)
+        buffer.close()
+        device.synchronize()
+        assert host.statistics().used == 0
+
+    def test_shrunk_before(self, device: sa.Device, host: sa.MemoryPool) -> None:
+        """Only the bytes are kept; the pieces come back as large as they were."""
+        with vmm.GrowableBuffer(device, 4 * PAGE, 4 * PAGE) as buffer:
+            data = write(buffer, pattern(4 * PAGE))
+            buffer.resize(100)
+            buffer.evict(host)
+            assert host.statistics().used == 100
+            buffer.restore()
+            assert same(buffer, data[:100]) and buffer.mapped_bytes == 4 * PAGE
+            buffer.resize(4 * PAGE)
+            buffer.fill(1)
+
+    def test_grown_and_shrunk_afterwards(self, buffer: vmm.GrowableBuffer, host: sa.MemoryPool) -> None:
+        data = write(buffer, pattern(SIZE))
+        buffer.evict(host)
+        buffer.restore()
+        buffer.resize(8 * PAGE)
+        assert same(buffer[:SIZE], data)
+        buffer.resize(PAGE)
+        buffer.evict(host)
+        buffer.restore()
+        assert same(buffer, data[:PAGE]) and buffer.mapped_bytes == PAGE
+
+    def test_a_striped_one(self, device: sa.Device, host: sa.MemoryPool) -> None:
+        with vmm.stripe(SIZE, [device]) as buffer:
+            data = write(buffer, pattern(SIZE))
+            buffer.evict(host)
+            buffer.restore()
+            assert same(buffer, data)
+
+
+class TestAccess:
+    def test_comes_back(self, buffer: vmm.GrowableBuffer, device: sa.Device, host: sa.MemoryPool) -> None:
+        data = write(buffer, pattern(SIZE))
+        buffer.evict(host)
+        assert buffer.rights == {device.location: READWRITE}
+        buffer.restore()
+        assert [mapping.access(device) for mapping in buffer.mappings] == 3 * [READWRITE]
+        assert same(buffer, data)
+
+    def test_read_only(self, buffer: vmm.GrowableBuffer, device: sa.Device, host: sa.MemoryPool) -> None:
+        """The bytes come back, though the device may not write; and it may not afterwards."""
+        data = write(buffer, pattern(SIZE))
+        buffer.set_access(device, READ)
+        buffer.evict(host)
+        buffer.restore()
+        assert [mapping.access(device) for mapping in buffer.mappings] == 3 * [READ]
+        assert same(buffer, data)
+
+    def test_set_meanwhile(self, buffer: vmm.GrowableBuffer, device: sa.Device) -> None:
+        buffer.evict()
+        buffer.set_access(device, READ)
+        assert buffer.rights == {device.location: READ}
+        buffer.restore()
+        assert [mapping.access(device) for mapping in buffer.mappings] == 3 * [READ]
+        buffer.evict()
+        buffer.set_access(device)
+        with pytest.raises((ValueError, sa.NotSupportedError)):
+            buffer.set_access(HOST)
+        buffer.restore()
+        buffer.fill(1)
+
+    @pytest.mark.gpus(2)
+    @pytest.mark.parametrize("flags", [READ, READWRITE])
+    def test_of_peers(self, device: sa.Device, peer: sa.Device, host: sa.MemoryPool, flags: sa.MemAccess) -> None:
+        with vmm.GrowableBuffer(device, 4 * PAGE, SIZE, access={peer: flags}, chunk=PAGE) as buffer:
+            data = write(buffer, pattern(SIZE))
+            buffer.evict(host)
+            assert peer.memory_info().total
+            buffer.restore()
+            device.synchronize()
+            assert [mapping.access(peer) for mapping in buffer.mappings] == 3 * [flags]
+            assert [mapping.access(device) for mapping in buffer.mappings] == 3 * [READWRITE]
+            with peer.create_stream() as theirs, vmm.GrowableBuffer(peer, SIZE, SIZE, stream=theirs) as copy:
+                copy.copy_from(buffer)
+                assert same(copy, data)
+
+    @pytest.mark.gpus(2)
+    def test_of_a_peer_taken_meanwhile(self, device: sa.Device, peer: sa.Device) -> None:
+        with vmm.GrowableBuffer(device, PAGE, PAGE, access=peer) as buffer:
+            buffer.evict()
+            buffer.set_access(peer, NONE)
+            buffer.restore()
+            assert [mapping.access(peer) for mapping in buffer.mappings] == [NONE]
+
+
+class TestInUse:
+    """Memory that somebody else holds is not evicted: nothing would be freed."""
+
+    FD = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
+
+    def test_mapped_elsewhere(self, device: sa.Device, buffer: vmm.GrowableBuffer, host: sa.MemoryPool) -> None:
+        data = write(buffer, pattern(SIZE))
+        with vmm.AddressRange(PAGE) as elsewhere:
+            alias = elsewhere.map(buffer.mappings[1].memory, access=device)
+            for backup in (None, host):
+                with pytest.raises(sa.InUseError, match="mapped in 2 places"):
+                    buffer.evict(backup)
+            assert not buffer.evicted and host.statistics().used == 0
+            assert same(buffer, data) and same(alias, data[PAGE : 2 * PAGE])
+        buffer.evict(host)
+        buffer.restore()
+        assert same(buffer, data)
+
+    def test_mapped_elsewhere_by_its_address(self, device: sa.Device, buffer: vmm.GrowableBuffer) -> None:
+        with (
+            vmm.PhysicalMemory.at(buffer.address) as memory,
+            vmm.AddressRange(PAGE) as elsewhere,
+            elsewhere.map(memory, access=device),
+        ):
+            with pytest.raises(sa.InUseError):
+                buffer.evict()
+            assert not buffer.evicted
+
+    def test_exported(self, device: sa.Device, host: sa.MemoryPool) -> None:
+        with vmm.GrowableBuffer(device, 2 * PAGE, 2 * PAGE, chunk=PAGE, handle_types=self.FD) as buffer:
+            data = write(buffer, pattern(2 * PAGE))
+            with device.current():
+                fd = buffer.mappings[1].memory.export()
+            with fd:  # type: ignore[union-attr]
+                for backup in (None, host):
+                    with pytest.raises(sa.InUseError, match="exported"):
+                        buffer.evict(backup)
+                assert not buffer.evicted and host.statistics().used == 0
+            assert same(buffer, data)
+
+    def test_could_be_exported(self, device: sa.Device, host: sa.MemoryPool) -> None:
+        """Memory that can be shared and is not can go; it can be shared afterwards as well."""
+        with vmm.GrowableBuffer(device, PAGE, PAGE, handle_types=self.FD) as buffer:
+            buffer.evict(host)
+            buffer.restore()
+            buffer.stream.synchronize()
+            with device.current(), buffer.mappings[0].memory.export() as fd:  # type: ignore[union-attr]
+                assert fd.fileno() > 2
+
+
+class TestClose:
+    @pytest.mark.parametrize("how", ["close", "drop", "cycle"])
+    def test_while_evicted(self, machine: Any, how: str) -> None:
+        account = Account(machine)
+        device = account.device
+        with sa.MemoryPool(HOST, driver=account.driver) as pool:
+            pool.set_access(device, READWRITE)
+            buffer: Any = vmm.GrowableBuffer(device, PAGE, PAGE)
+            buffer.evict(pool)
+            assert pool.statistics().used == PAGE
+            if how == "close":
+                buffer.close()
+                assert buffer.closed and not buffer.evicted
+                buffer.close()
+            elif how == "cycle":
+                holder = [buffer]
+                holder.append(holder)
+                del holder
+            del buffer
+            gc.collect()
+            device.synchronize()
+            assert pool.statistics().used == 0
+        del pool
+        assert account.left == {}
+
+    def test_leaves_a_backup_of_somebody_else(self, device: sa.Device, host: sa.MemoryPool, stream: sa.Stream) -> None:
+        with host.allocate(PAGE, stream) as backup:
+            with vmm.GrowableBuffer(device, PAGE, PAGE) as buffer:
+                data = write(buffer, pattern(PAGE))
+                buffer.evict(backup)
+            assert not backup.freed and np.array_equal(backup.as_array(), data)
+
+    def test_the_pool_is_closed_first(self, device: sa.Device) -> None:
+        pool = sa.MemoryPool(HOST)
+        pool.set_access(device, READWRITE)
+        with vmm.GrowableBuffer(device, PAGE, PAGE) as buffer:
+            data = write(buffer, pattern(PAGE))
+            buffer.evict(pool)
+            pool.close()
+            buffer.restore()
+            buffer.stream.synchronize()
+            assert same(buffer, data)
+
+
+class TestCapture:
+    def test_evicting(self, buffer: vmm.GrowableBuffer, host: sa.MemoryPool, stream: sa.Stream) -> None:
+        """Refused, with nothing added to the graph, on whatever stream."""
+        data = write(buffer, pattern(SIZE))
+        with stream.capture() as graph:
+            ways: list[dict[str, Any]] = [{}, {"stream": stream}, {"stream": stream, "after": ()}]
+            for options in ways:
+                for backup in (host, None):
+                    if backup is None and "after" in options:
+                        continue
+                    with pytest.raises(sa.CaptureError):
+                        buffer.evict(backup, **options)
+                    assert not buffer.evicted
+        assert graph.nodes == []
+        graph.close()
+        assert same(buffer, data) and host.statistics().used == 0
+
+    def test_restoring(self, buffer: vmm.GrowableBuffer, host: sa.MemoryPool, stream: sa.Stream) -> None:
+        """A copy that is captured would be made at the launch, or never."""
+        data = write(buffer, pattern(SIZE))
+        buffer.evict(host)
+        with stream.capture() as graph:
+            with pytest.raises(sa.CaptureError):
+                buffer.restore(stream=stream)
+            assert buffer.evicted
+        assert graph.nodes == []
+        graph.close()
+        buffer.restore()
+        assert same(buffer, data)
+
+    def test_restoring_on_another_stream(self, device: sa.Device, host: sa.MemoryPool, stream: sa.Stream) -> None:
+        with (
+            device.create_stream() as other,
+            vmm.GrowableBuffer(device, PAGE, PAGE, stream=other) as buffer,
+        ):
+            data = write(buffer, pattern(PAGE))
+            buffer.evict(host)
+            with stream.capture(mode="relaxed"):
+                buffer.restore()
+            assert same(buffer, data)
+
+
+class TestOutOfMemory:
+    @pytest.mark.simulated_only("takes all memory of the device")
+    @pytest.mark.parametrize("room", [0, 1, 2])
+    def test_in_the_middle_of_a_restore(self, room: int) -> None:
+        """It stays evicted, with the whole backup, and takes nothing; later it can be restored."""
+        machine: Any = sd.simulated(memory=16 * PAGE)
+        account = Account(machine)
+        device = account.device
+        with sa.MemoryPool(HOST, driver=account.driver) as host:
+            host.set_access(device, READWRITE)
+            with vmm.GrowableBuffer(device, 8 * PAGE, SIZE, chunk=PAGE) as buffer:
+                data, address = write(buffer, pattern(SIZE)), buffer.address
+                buffer.evict(host)
+                others = [vmm.PhysicalMemory(PAGE, device) for _ in range(16 - room)]
+                for _ in range(2):
+                    with pytest.raises(sa.OutOfMemoryError, match="physical memory is exhausted") as caught:
+                        buffer.restore()
+                    assert (caught.value.requested, caught.value.free) == (PAGE, 0)
+                    assert free(device) == room * PAGE
+                    assert buffer.evicted and buffer.mappings == () and buffer.nbytes == SIZE
+                    assert buffer.eviction is not None and buffer.eviction.nbytes == MAPPED
+                    backup = buffer.eviction.backup
+                    assert isinstance(backup, sa.Buffer) and np.array_equal(backup.as_array(), data)
+                for other in others[: 3 - room]:
+                    other.close()
+                buffer.restore()
+                buffer.stream.synchronize()
+                assert buffer.address == address and same(buffer, data)
+                assert host.statistics().used == 0
+                for other in others:
+                    other.close()
+        del host, backup
+        assert account.left == {} and free(device) == 16 * PAGE

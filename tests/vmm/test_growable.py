@@ -1,0 +1,602 @@
+"""Buffers that grow and shrink in place: the address, the bytes, the access, and the memory that they take."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
+from tests.support import MiB, holds, names, read
+
+from .support import HOST, NONE, PAGE, READ, READWRITE, Account, assert_unique, each, pattern, same, write
+
+Grow = Callable[..., vmm.GrowableBuffer]
+
+
+@pytest.fixture
+def buffer(device: sa.Device) -> Iterator[vmm.GrowableBuffer]:
+    """Room for sixteen pages, in pieces of one page; empty."""
+    with vmm.GrowableBuffer(device, 16 * PAGE, chunk=PAGE) as buffer:
+        yield buffer
+
+
+def free(device: sa.Device) -> int:
+    return device.memory_info().free
+
+
+class TestMake:
+    @pytest.mark.parametrize(
+        ("capacity", "nbytes", "reserved", "mapped"),
+        [
+            (1, 0, PAGE, 0),
+            (1, 1, PAGE, PAGE),
+            (PAGE, PAGE, PAGE, PAGE),
+            (PAGE + 1, PAGE + 1, 2 * PAGE, 2 * PAGE),
+            (1 << 40, 3, 1 << 40, PAGE),
+        ],
+    )
+    def test_sizes(self, device: sa.Device, capacity: int, nbytes: int, reserved: int, mapped: int) -> None:
+        with vmm.GrowableBuffer(device, capacity, nbytes) as buffer:
+            assert (buffer.nbytes, len(buffer)) == (nbytes, nbytes)
+            assert (buffer.capacity, buffer.mapped_bytes) == (reserved, mapped)
+            assert buffer.range.nbytes == reserved and buffer.range.mapped_bytes == mapped
+
+    def test_what_it_says(self, device: sa.Device, stream: sa.Stream) -> None:
+        with vmm.GrowableBuffer(device, 4 * PAGE, 100, stream=stream) as buffer:
+            assert buffer.stream is stream and buffer.device == device and buffer.owner is buffer.range
+            assert buffer.address == buffer.range.address and buffer.location == device.location
+            assert buffer.device_accessible and not buffer.host_accessible
+            assert buffer.rights == {device.location: READWRITE}
+            assert not buffer.evicted and buffer.eviction is None and not buffer.closed
+            assert buffer.properties == sa.MemAllocationProp(location=device.location)
+            assert "100 bytes" in repr(buffer) and "[0...]" in repr(buffer)
+            (mapping,) = buffer.mappings
+            assert mapping.address == buffer.address and mapping.access(device) == READWRITE
+
+    @pytest.mark.parametrize(
+        ("arguments", "error", "words"),
+        [
+            ({"capacity": 0}, ValueError, "capacity=0"),
+            ({"capacity": -1}, ValueError, "capacity"),
+            ({"capacity": 1.5}, TypeError, "capacity"),
+            ({"capacity": 1 << 64}, ValueError, "capacity"),
+            ({"capacity": PAGE, "nbytes": PAGE + 1}, ValueError, f"nbytes={PAGE + 1}.*capacity"),
+            ({"capacity": PAGE, "nbytes": -1}, ValueError, "nbytes"),
+            ({"capacity": PAGE, "nbytes": None}, TypeError, "nbytes"),
+            ({"capacity": PAGE, "chunk": -1}, ValueError, "chunk"),
+            ({"capacity": PAGE, "chunk": "1"}, TypeError, "chunk"),
+            ({"capacity": PAGE, "alignment": 3}, ValueError, "alignment"),
+            ({"capacity": PAGE, "address": 1}, ValueError, "address"),
+            ({"capacity": PAGE, "access": HOST}, ValueError, "access"),
+            ({"capacity": PAGE, "access": {HOST: READ}}, ValueError, "access"),
+            ({"capacity": PAGE, "access": sa.MemLocation.device(99)}, ValueError, "id=99"),
+            ({"capacity": PAGE, "handle_types": 1}, TypeError, "handle_types"),
+            ({"capacity": PAGE, "handle_types": sa.MemHandleType.WIN32}, ValueError, "WIN32"),
+        ],
+    )
+    def test_bad_arguments(self, machine: Any, arguments: Any, error: type[Exception], words: str) -> None:
+        account = Account(machine)
+        with pytest.raises(error, match=words):
+            vmm.GrowableBuffer(account.device, **arguments)
+        gc.collect()
+        assert account.left == {} and account.calls("cuMemAddressReserve", "cuMemCreate") == []
+
+    @pytest.mark.parametrize("device", [None, 0, HOST])
+    def test_no_device(self, machine: Any, device: Any) -> None:
+        with pytest.raises(TypeError, match="device"):
+            vmm.GrowableBuffer(device, PAGE)
+
+    @pytest.mark.parametrize("capacity", [1 << 47, (1 << 64) - PAGE])
+    def test_no_addresses(self, machine: Any, capacity: int) -> None:
+        account = Account(machine)
+        with pytest.raises(sa.AddressSpaceError, match="addresses") as caught:
+            vmm.GrowableBuffer(account.device, capacity, PAGE)
+        assert not isinstance(caught.value, sa.OutOfMemoryError)
+        assert account.left == {} and account.calls("cuMemCreate") == []
+
+    def test_no_memory(self, machine: Any) -> None:
+        """More than the card has, of which there are addresses enough."""
+        account = Account(machine)
+        total = account.device.memory_info().total
+        with pytest.raises(sa.OutOfMemoryError, match="physical memory is exhausted") as caught:
+            vmm.GrowableBuffer(account.device, 4 * total, 2 * total)
+        assert not isinstance(caught.value, sa.AddressSpaceError)
+        assert caught.value.total == total and caught.value.requested is not None
+        assert account.left == {}
+
+    @pytest.mark.parametrize("alignment", [16 * PAGE, 1 << 30])
+    def test_alignment(self, device: sa.Device, alignment: int) -> None:
+        with vmm.GrowableBuffer(device, PAGE, alignment=alignment) as buffer:
+            assert buffer.address % alignment == 0
+
+    def test_options(self, device: sa.Device) -> None:
+        kind = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
+        with vmm.GrowableBuffer(
+            device, 2 * PAGE, 1, handle_types=kind, compressible=True, gpu_direct_rdma=False
+        ) as buffer:
+            assert buffer.properties.requested_handle_types == kind
+            assert buffer.mappings[0].memory.compressible
+            buffer.grow(PAGE)
+            assert all(mapping.memory.properties == buffer.properties for mapping in buffer.mappings)
+
+    def test_refuses_copies(self, buffer: vmm.GrowableBuffer) -> None:
+        assert_unique(buffer)
+
+
+class TestGrow:
+    def test_ten_unaligned_growths(self, device: sa.Device) -> None:
+        """The bytes stay, the address stays, and no more memory is taken than what holds them."""
+        step = PAGE - 517
+        data = pattern(10 * step)
+        with vmm.GrowableBuffer(device, 10 * step) as buffer:
+            address = buffer.address
+            for number in range(1, 11):
+                buffer.grow(step)
+                assert (buffer.address, buffer.nbytes) == (address, number * step)
+                assert buffer.mapped_bytes == -(-number * step // PAGE) * PAGE
+                write(buffer[(number - 1) * step :], data[(number - 1) * step : number * step])
+                assert same(buffer, data[: number * step])
+            with pytest.raises(ValueError, match="capacity"):
+                buffer.grow(PAGE)
+            assert same(buffer, data)
+
+    @pytest.mark.parametrize("chunk", [0, 1, PAGE, PAGE + 1, 3 * PAGE, 100 * PAGE])
+    def test_pieces(self, device: sa.Device, chunk: int) -> None:
+        step = -(-chunk // PAGE) * PAGE
+        with vmm.GrowableBuffer(device, 16 * PAGE, chunk=chunk) as buffer:
+            for size in (PAGE, 5 * PAGE, 12 * PAGE):
+                before = buffer.mapped_bytes
+                known = len(buffer.mappings)
+                buffer.resize(size)
+                sizes = [mapping.nbytes for mapping in buffer.mappings[known:]]
+                assert sum(sizes) == size - before and max(sizes) <= (step or 16 * PAGE)
+                assert step or len(sizes) == 1
+                assert step != PAGE or len(sizes) == (size - before) // PAGE
+
+    def test_a_step_costs_the_same_at_the_end(self, machine: Any) -> None:
+        """Create, map, set access: whatever is there is not touched again."""
+        driver = sd.traced(machine)
+        with vmm.GrowableBuffer(sa.Device(0, driver=driver), 64 * PAGE) as buffer:
+            for _ in range(64):
+                del driver.calls[:]
+                buffer.grow(PAGE)
+                assert names(driver) == ["cuMemCreate", "cuMemMap", "cuMemSetAccess"]
+                assert int(driver.calls[2].args[1]) == PAGE
+
+    def test_no_growth_is_no_call(self, machine: Any) -> None:
+        driver = sd.traced(machine)
+        with vmm.GrowableBuffer(sa.Device(0, driver=driver), 4 * PAGE, 100) as buffer:
+            del driver.calls[:]
+            buffer.resize(100)
+            buffer.grow(0)
+            buffer.resize(PAGE)
+            buffer.resize(1)
+            assert names(driver) == [] and buffer.nbytes == 1 and buffer.mapped_bytes == PAGE
+
+    def test_takes_what_it_grows_by(self, device: sa.Device) -> None:
+        with vmm.GrowableBuffer(device, 64 * PAGE, PAGE) as buffer:
+            before = free(device)
+            buffer.grow(31 * PAGE)
+            assert before - free(device) == 31 * PAGE
+            buffer.resize(PAGE)
+            assert free(device) == before
+
+    def test_with_occupied_neighbours(self, device: sa.Device) -> None:
+        """The addresses before and behind the buffer belong to others, who keep their bytes."""
+        reserved = sorted((vmm.AddressRange(4 * PAGE) for _ in range(24)), key=lambda addresses: addresses.address)
+        hole = next(
+            (
+                place
+                for place in range(1, 23)
+                if all(reserved[place + k].address == reserved[place].address + 4 * PAGE * k for k in (-1, 1))
+            ),
+            None,
+        )
+        try:
+            if hole is None:
+                pytest.skip("the driver reserved no three ranges side by side")
+            address = reserved[hole].address
+            reserved.pop(hole).close()
+            before, behind = reserved[hole - 1], reserved[hole]
+            with (
+                vmm.PhysicalMemory(PAGE, device) as memory,
+                before.map(memory, 3 * PAGE, access=device) as first,
+                behind.map(memory, access=device) as last,
+                vmm.GrowableBuffer(device, 4 * PAGE, address=address) as buffer,
+            ):
+                if not buffer.range.honoured:
+                    pytest.skip("the driver did not give the address between the neighbours")
+                assert (first.address + PAGE, last.address) == (address, address + buffer.capacity)
+                first.fill(7)
+                data = pattern(4 * PAGE)
+                for size in (1, PAGE + 1, 4 * PAGE):
+                    buffer.resize(size)
+                    write(buffer, data[:size])
+                    assert buffer.address == address and holds(first, 7) and holds(last, 7)
+                with pytest.raises(ValueError, match="capacity"):
+                    buffer.grow(1)
+                buffer.resize(PAGE)
+                assert holds(last, 7)
+                buffer.resize(4 * PAGE)
+                assert same(buffer[:PAGE], data[:PAGE])
+        finally:
+            for addresses in reserved:
+                addresses.unmap()
+                addresses.close()
+
+    def test_sixty_four_times_64_mib(self, device: sa.Device) -> None:
+        """All of it is back after the buffer is closed."""
+        for _ in range(2):
+            # The driver keeps something for itself the first time.
+            before = device.memory_info()
+            with vmm.GrowableBuffer(device, 64 * 64 * MiB) as buffer:
+                for _ in range(64):
+                    buffer.grow(64 * MiB)
+                assert before.free - free(device) >= 4096 * MiB
+                assert len(buffer.mappings) == 64
+            after = device.memory_info()
+        assert after == before
+
+    @pytest.mark.simulated_only("takes all memory of the device")
+    def test_out_of_memory(self) -> None:
+        """The buffer stays as it was, usable, and grows by less or later."""
+        machine: Any = sd.simulated(memory=16 * PAGE)
+        account = Account(machine)
+        device = account.device
+        with vmm.GrowableBuffer(device, 64 * PAGE, 3 * PAGE, chunk=PAGE) as buffer:
+            data = write(buffer, pattern(3 * PAGE))
+            other = vmm.PhysicalMemory(8 * PAGE, device)
+            with pytest.raises(sa.OutOfMemoryError, match="physical memory is exhausted") as caught:
+                buffer.grow(10 * PAGE)
+            assert (caught.value.requested, caught.value.total) == (PAGE, 16 * PAGE)
+            assert (buffer.nbytes, buffer.mapped_bytes, len(buffer.mappings)) == (3 * PAGE, 3 * PAGE, 3)
+            assert free(device) == 5 * PAGE
+            assert all(mapping.access(device) == READWRITE for mapping in buffer.mappings)
+            assert same(buffer, data)
+            buffer.grow(5 * PAGE)
+            assert free(device) == 0
+            with pytest.raises(sa.OutOfMemoryError):
+                buffer.grow(1)
+            other.close()
+            buffer.resize(16 * PAGE)
+            assert same(buffer[: 3 * PAGE], data)
+        assert account.left == {} and free(device) == 16 * PAGE
+
+
+class TestShrink:
+    def test_gives_whole_pieces_back(self, device: sa.Device) -> None:
+        with vmm.GrowableBuffer(device, 16 * PAGE, chunk=2 * PAGE) as buffer:
+            buffer.resize(6 * PAGE)
+            data = write(buffer, pattern(6 * PAGE))
+            before = free(device)
+            for size, mapped in (
+                (6 * PAGE - 1, 6),
+                (5 * PAGE, 6),
+                (4 * PAGE + 1, 6),
+                (4 * PAGE, 4),
+                (3 * PAGE, 4),
+                (1, 2),
+                (0, 0),
+            ):
+                buffer.resize(size)
+                assert (buffer.nbytes, buffer.mapped_bytes) == (size, mapped * PAGE)
+                assert free(device) - before == (6 - mapped) * PAGE
+                assert same(buffer, data[:size])
+
+    def test_and_grows_again(self, buffer: vmm.GrowableBuffer) -> None:
+        address = buffer.address
+        buffer.resize(4 * PAGE)
+        data = write(buffer, pattern(4 * PAGE))
+        buffer.resize(PAGE + 7)
+        for size in (4 * PAGE, 6 * PAGE):
+            buffer.resize(size)
+            assert buffer.address == address and same(buffer[: PAGE + 7], data[: PAGE + 7])
+        write(buffer, pattern(6 * PAGE, 5))
+        assert same(buffer, pattern(6 * PAGE, 5))
+
+    def test_what_is_gone_is_refused(self, buffer: vmm.GrowableBuffer) -> None:
+        buffer.resize(4 * PAGE)
+        kept, cut, gone = buffer[:PAGE], buffer[PAGE : 3 * PAGE], buffer[3 * PAGE :][8:16]
+        mapping = buffer.mappings[3]
+        buffer.resize(2 * PAGE)
+        kept.fill(1)
+        assert holds(kept, 1)
+        for view in (cut, gone):
+            for use in each(
+                lambda view: view.fill(1),
+                lambda view: view.copy_to(bytearray(view.nbytes)),
+                lambda view: view.copy_from(bytes(view.nbytes)),
+                lambda view: view.__cuda_array_interface__,
+                lambda view: view.__dlpack__(),
+                lambda view: view.address,
+            ):
+                with pytest.raises(sa.ClosedError, match="shrunk"):
+                    use(view)
+            assert "BufferView" in repr(view)
+        assert mapping.closed
+        with pytest.raises(sa.ClosedError):
+            mapping.fill(1)
+        buffer.resize(4 * PAGE)
+        for view in (cut, gone):
+            view.fill(2)
+            assert holds(view, 2)
+        assert mapping.closed
+
+    def test_within_a_piece(self, device: sa.Device) -> None:
+        """What is behind the size is refused, though its memory is there."""
+        with vmm.GrowableBuffer(device, PAGE, PAGE) as buffer:
+            view = buffer[100:200]
+            buffer.resize(150)
+            with pytest.raises(sa.ClosedError, match="shrunk"):
+                view.fill(1)
+            with pytest.raises(ValueError):
+                buffer.copy_from(bytes(200))
+            buffer.resize(200)
+            view.fill(1)
+
+    @pytest.mark.parametrize(
+        ("after", "waits"),
+        [
+            (lambda stream, event: None, ["cuCtxSynchronize"]),
+            (lambda stream, event: (), []),
+            (lambda stream, event: stream, ["cuStreamSynchronize"]),
+            (lambda stream, event: [event], ["cuEventSynchronize"]),
+            (lambda stream, event: (event, stream), ["cuEventSynchronize", "cuStreamSynchronize"]),
+        ],
+    )
+    def test_waits_before_it_unmaps(self, machine: Any, after: Callable[..., Any], waits: list[str]) -> None:
+        account = Account(machine)
+        device = account.device
+        kinds = ("cuCtxSynchronize", "cuStreamSynchronize", "cuEventSynchronize", "cuMemUnmap", "cuMemRelease")
+        with (
+            device.create_stream() as stream,
+            stream.record() as event,
+            vmm.GrowableBuffer(device, 4 * PAGE, 2 * PAGE, chunk=PAGE) as buffer,
+        ):
+            done = len(account.calls(*kinds))
+            buffer.resize(PAGE, after=after(stream, event))
+            assert account.calls(*kinds)[done:] == [*waits, "cuMemUnmap", "cuMemRelease"]
+
+    def test_does_not_wait_where_nothing_goes(self, machine: Any) -> None:
+        account = Account(machine)
+        with vmm.GrowableBuffer(account.device, PAGE, PAGE) as buffer:
+            buffer.resize(1)
+            buffer.resize(PAGE)
+            assert account.calls("cuCtxSynchronize", "cuMemUnmap") == []
+
+    @pytest.mark.parametrize("after", [3, [None]])
+    def test_after_nothing_that_passes(self, buffer: vmm.GrowableBuffer, after: Any) -> None:
+        buffer.resize(2 * PAGE)
+        with pytest.raises(TypeError):
+            buffer.resize(PAGE, after=after)
+        assert buffer.nbytes == buffer.mapped_bytes == 2 * PAGE
+
+    def test_in_a_capture(self, buffer: vmm.GrowableBuffer, stream: sa.Stream) -> None:
+        buffer.resize(2 * PAGE)
+        buffer.fill(1)
+        with stream.capture() as graph:
+            with pytest.raises(sa.CaptureError, match="after="):
+                buffer.resize(PAGE)
+            assert buffer.nbytes == 2 * PAGE
+            buffer.resize(3 * PAGE)
+            buffer.resize(2 * PAGE, after=())
+        assert graph.nodes == [] and holds(buffer, 1)
+
+
+class TestUse:
+    """It is a buffer like any other."""
+
+    def test_fill_and_copy(self, buffer: vmm.GrowableBuffer, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        buffer.resize(3 * PAGE)
+        buffer.fill(0x01020304, stream, width=4)
+        with pool.allocate(3 * PAGE, stream) as other:
+            other.copy_from(buffer)
+            assert read(other)[:8].tolist() == [4, 3, 2, 1, 4, 3, 2, 1]
+            other.fill(9)
+            buffer.copy_from(other, stream)
+            other.copy_to(buffer)
+            stream.synchronize()
+        assert holds(buffer, 9)
+
+    def test_empty(self, buffer: vmm.GrowableBuffer) -> None:
+        buffer.fill(1)
+        buffer.copy_from(b"")
+        buffer.copy_to(bytearray())
+        assert buffer[:].nbytes == 0 and buffer.address and bool(buffer)
+        assert buffer.__cuda_array_interface__["shape"] == (0,)
+
+    def test_interfaces(self, buffer: vmm.GrowableBuffer) -> None:
+        buffer.resize(100)
+        found = buffer.__cuda_array_interface__
+        assert (found["shape"], found["data"]) == ((100,), (buffer.address, False))
+        assert buffer.__dlpack_device__() == (2, 0) and "dltensor" in repr(buffer.__dlpack__(stream=-1))
+        assert not hasattr(buffer, "__array_interface__")
+        with pytest.raises(ValueError, match="device memory"):
+            buffer.as_array()
+
+    def test_in_another_library_s_hands(self, buffer: vmm.GrowableBuffer, pool: sa.MemoryPool) -> None:
+        """As an object with the CUDA array interface, copied from by a pool's buffer."""
+        buffer.resize(PAGE + 64)
+        data = write(buffer, pattern(PAGE + 64))
+
+        class Theirs:
+            __cuda_array_interface__ = buffer.__cuda_array_interface__
+
+        with pool.allocate(PAGE + 64, buffer.stream) as ours:
+            ours.copy_from(Theirs())
+            assert same(ours, data)
+
+    def test_in_a_graph(self, buffer: vmm.GrowableBuffer, stream: sa.Stream) -> None:
+        """The address is constant, so that a graph stays valid while the buffer grows."""
+        buffer.resize(PAGE)
+        with stream.capture() as graph:
+            buffer.fill(4, stream)
+        buffer.resize(4 * PAGE)
+        buffer[PAGE:].fill(0)
+        buffer.stream.synchronize()
+        with graph:
+            graph.launch(stream)
+            stream.synchronize()
+        found = read(buffer)
+        assert (found[:PAGE] == 4).all() and (found[PAGE:] == 0).all()
+
+    def test_on_a_closed_stream(self, device: sa.Device) -> None:
+        stream = device.create_stream()
+        with vmm.GrowableBuffer(device, PAGE, PAGE, stream=stream) as buffer:
+            stream.close()
+            with pytest.raises(sa.ClosedError):
+                buffer.fill(1)
+            buffer.fill(1, device.default_stream)
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda buffer: buffer.fill(1),
+            lambda buffer: buffer.copy_to(bytearray(PAGE)),
+            lambda buffer: buffer.copy_from(bytes(PAGE)),
+            lambda buffer: buffer.resize(PAGE),
+            lambda buffer: buffer.grow(1),
+            lambda buffer: buffer.resize(0),
+            lambda buffer: buffer.evict(),
+            lambda buffer: buffer.restore(),
+            lambda buffer: buffer.set_access(buffer.device),
+            lambda buffer: buffer.address,
+            lambda buffer: buffer.__cuda_array_interface__,
+            lambda buffer: buffer.__dlpack__(),
+            lambda buffer: buffer.__enter__(),
+        ],
+    )
+    def test_closed(self, device: sa.Device, use: Callable[[vmm.GrowableBuffer], object]) -> None:
+        with vmm.GrowableBuffer(device, 2 * PAGE, PAGE) as buffer:
+            view = buffer[8:16]
+        assert buffer.closed and (buffer.nbytes, buffer.mapped_bytes) == (0, 0)
+        with pytest.raises(sa.ClosedError):
+            use(buffer)
+        with pytest.raises(sa.ClosedError):
+            view.fill(1)
+        assert "closed" in repr(buffer)
+        buffer.close()
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda buffer, memory: buffer.range.close(),
+            lambda buffer, memory: buffer.range.unmap(),
+            lambda buffer, memory: buffer.range.map(memory, 3 * PAGE),
+            lambda buffer, memory: buffer.mappings[0].close(),
+            lambda buffer, memory: buffer.mappings[-1].close(()),
+        ],
+    )
+    def test_its_pieces_are_its_own(self, device: sa.Device, use: Callable[..., object]) -> None:
+        """Nothing is mapped or unmapped behind its back."""
+        with (
+            vmm.PhysicalMemory(PAGE, device) as memory,
+            vmm.GrowableBuffer(device, 4 * PAGE, 2 * PAGE, chunk=PAGE) as buffer,
+        ):
+            with pytest.raises((ValueError, sa.InUseError)):
+                use(buffer, memory)
+            buffer.fill(1)
+            assert holds(buffer, 1)
+            buffer.resize(4 * PAGE)
+            buffer.fill(2)
+
+
+class TestAccess:
+    def test_taken_and_given(self, buffer: vmm.GrowableBuffer, device: sa.Device) -> None:
+        """What is set holds for what is mapped now, and for what will be."""
+        buffer.resize(PAGE)
+        buffer.fill(6)
+        buffer.set_access(device, READ)
+        buffer.resize(2 * PAGE)
+        assert [mapping.access(device) for mapping in buffer.mappings] == [READ, READ]
+        assert buffer.__cuda_array_interface__["data"][1]
+        with pytest.raises(sa.InvalidValueError):
+            buffer.fill(1)
+        buffer.set_access(device)
+        buffer[PAGE:].fill(7)
+        assert buffer.rights == {device.location: READWRITE} and holds(buffer[:PAGE], 6) and holds(buffer[PAGE:], 7)
+
+    def test_of_nobody(self, buffer: vmm.GrowableBuffer, device: sa.Device) -> None:
+        buffer.resize(PAGE)
+        buffer.set_access(device, NONE)
+        assert buffer.rights == {} and not buffer.device_accessible
+        with pytest.raises((ValueError, sa.InvalidValueError)):
+            buffer.fill(1)
+        buffer.resize(2 * PAGE)
+        assert [mapping.access(device) for mapping in buffer.mappings] == [NONE, NONE]
+        buffer.set_access(device)
+        buffer.fill(1)
+        assert holds(buffer, 1)
+
+    @pytest.mark.parametrize("nbytes", [0, PAGE])
+    def test_of_the_host(self, buffer: vmm.GrowableBuffer, device: sa.Device, nbytes: int) -> None:
+        """Refused at once, also while nothing is mapped: later growths must not fail for it."""
+        buffer.resize(nbytes)
+        with pytest.raises((ValueError, sa.NotSupportedError)):
+            buffer.set_access(HOST)
+        assert buffer.rights == {device.location: READWRITE}
+        buffer.grow(PAGE)
+        buffer.fill(1)
+
+    @pytest.mark.parametrize("access", [0, "x", [None], {sa.MemLocation.device(0): 3}])
+    def test_bad_arguments(self, buffer: vmm.GrowableBuffer, device: sa.Device, access: Any) -> None:
+        with pytest.raises(TypeError):
+            buffer.set_access(access)
+        assert buffer.rights == {device.location: READWRITE}
+
+    @pytest.mark.gpus(2)
+    @pytest.mark.parametrize("flags", [READ, READWRITE])
+    def test_of_a_peer_is_kept(self, device: sa.Device, peer: sa.Device, flags: sa.MemAccess) -> None:
+        with (
+            vmm.GrowableBuffer(device, 4 * PAGE, PAGE, access={peer: flags}, chunk=PAGE) as buffer,
+            peer.create_stream() as theirs,
+            vmm.GrowableBuffer(peer, 4 * PAGE, stream=theirs) as target,
+        ):
+            for size in (PAGE, 3 * PAGE, 2 * PAGE, 4 * PAGE):
+                buffer.resize(size)
+                target.resize(size)
+                buffer.fill(size // PAGE)
+                device.synchronize()
+                assert [mapping.access(peer) for mapping in buffer.mappings] == [flags] * (size // PAGE)
+                assert [mapping.access(device) for mapping in buffer.mappings] == [READWRITE] * (size // PAGE)
+                target.copy_from(buffer)
+                assert holds(target, size // PAGE)
+            if flags == READ:
+                with pytest.raises(sa.InvalidValueError):
+                    buffer.fill(1, theirs)
+            else:
+                buffer.fill(9, theirs)
+                theirs.synchronize()
+                assert holds(buffer, 9)
+
+    @pytest.mark.gpus(2)
+    def test_of_a_peer_that_comes_later(self, device: sa.Device, peer: sa.Device) -> None:
+        with vmm.GrowableBuffer(device, 8 * PAGE, 2 * PAGE, chunk=PAGE) as buffer, peer.create_stream() as theirs:
+            assert not any(mapping.access(peer) for mapping in buffer.mappings)
+            buffer.set_access(peer)
+            buffer.grow(2 * PAGE)
+            assert [mapping.access(peer) for mapping in buffer.mappings] == 4 * [READWRITE]
+            buffer.fill(3, theirs)
+            theirs.synchronize()
+            assert holds(buffer, 3)
+            buffer.set_access(peer, NONE)
+            buffer.grow(PAGE)
+            assert [mapping.access(peer) for mapping in buffer.mappings] == 5 * [NONE]
+
+    @pytest.mark.gpus(2)
+    def test_ordered_by_a_stream_of_the_peer(self, device: sa.Device, peer: sa.Device) -> None:
+        with (
+            peer.create_stream() as theirs,
+            vmm.GrowableBuffer(device, PAGE, PAGE, access={peer: READ}, stream=theirs) as buffer,
+        ):
+            assert buffer.device_accessible and buffer.__cuda_array_interface__["data"][1]
+            buffer.fill(5, device.default_stream)
+            device.synchronize()
+            assert holds(buffer, 5)
+            assert np.array_equal(read(buffer[:16]), np.full(16, 5, np.uint8))

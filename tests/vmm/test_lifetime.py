@@ -1,0 +1,461 @@
+"""The end of things: garbage collection in any order, captures, threads, interpreter exit and forks."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections.abc import Callable
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
+from tests.support import holds
+
+from .support import HOST, PAGE, READWRITE, Account, pattern, same, write
+
+Python = Callable[..., CompletedProcess[str]]
+
+
+def everything(device: sa.Device) -> list[object]:
+    """One of each kind of object, in every state that a user can drop it in."""
+    driver = device.driver
+    pool = sa.MemoryPool(HOST, driver=driver)
+    pool.set_access(device, READWRITE)
+    memory, host = vmm.PhysicalMemory(PAGE, device), vmm.PhysicalMemory(PAGE, HOST, driver=driver)
+    addresses = vmm.AddressRange(6 * PAGE, driver=driver)
+    first, alias = addresses.map(memory, access=device), addresses.map(memory, 2 * PAGE, access=device)
+    shared = addresses.map(host, PAGE, access=[device, HOST])
+    gone = addresses.map(memory, 5 * PAGE)
+    gone.close()
+    released = vmm.PhysicalMemory(PAGE, device)
+    addresses.map(released, 3 * PAGE)
+    released.close()
+    growable = vmm.GrowableBuffer(device, 4 * PAGE, 3 * PAGE, chunk=PAGE)
+    piece = growable.mappings[0]
+    found = vmm.PhysicalMemory.at(growable.address, driver=driver)
+    evicted = vmm.GrowableBuffer(device, PAGE, 4096)
+    evicted.evict(pool)
+    given_up = vmm.GrowableBuffer(device, PAGE, 4096)
+    given_up.evict()
+    striped = vmm.stripe(PAGE, [device])
+    closed = vmm.GrowableBuffer(device, PAGE, 1)
+    view = closed[:1]
+    closed.close()
+    return [
+        device, pool, memory, host, addresses, first, alias, shared, gone, released, growable, piece, found, evicted,
+        given_up, striped, closed, view, addresses.view(0, 3 * PAGE), first[8:16], growable[PAGE:][4:8], striped[:],
+        shared.as_array(), growable.__dlpack__(stream=-1), addresses.mappings, evicted.eviction, evicted[:8],
+    ]  # fmt: skip
+
+
+def addresses(things: list[object]) -> vmm.AddressRange:
+    """The range among them that belongs to no buffer."""
+    return next(thing for thing in things if isinstance(thing, vmm.AddressRange))
+
+
+class TestGarbage:
+    @pytest.mark.parametrize("seed", range(10))
+    def test_dropped_in_any_order(self, machine: Any, seed: int) -> None:
+        account = Account(machine)
+        things = everything(account.device)
+        random.Random(seed).shuffle(things)
+        while things:
+            things.pop()
+            if len(things) % 5 == 0:
+                gc.collect()
+        gc.collect()
+        assert account.left == {}
+
+    def test_a_cycle_of_everything(self, machine: Any) -> None:
+        """The collector ends the objects of a cycle in an order of its own."""
+        account = Account(machine)
+        before = account.device.memory_info().free
+        things = everything(account.device)
+        things.append(things)
+        del things
+        gc.collect()
+        assert account.left == {}
+        assert account.device.memory_info().free == before
+
+    def test_cycles_of_each(self, machine: Any) -> None:
+        account = Account(machine)
+        for thing in everything(account.device):
+            holder = [thing]
+            holder.append(holder)
+        del thing, holder
+        gc.collect()
+        assert account.left == {}
+
+    def test_in_another_thread(self, machine: Any) -> None:
+        account = Account(machine)
+        things = everything(account.device)
+        thread = threading.Thread(target=things.clear)
+        thread.start()
+        thread.join()
+        gc.collect()
+        assert account.left == {}
+
+    def test_closed_in_any_order(self, machine: Any) -> None:
+        """Nothing that can be closed minds what was closed before it, except a range that has mappings."""
+        for seed in range(5):
+            account = Account(machine)
+            things = everything(account.device)
+            random.Random(seed).shuffle(things)
+            for thing in things:
+                if isinstance(thing, vmm.AddressRange):
+                    thing.unmap()
+                if isinstance(thing, vmm.Mapping) and thing.range is not addresses(things):
+                    continue  # a piece of a buffer, which is the buffer's to unmap
+                if hasattr(thing, "close"):
+                    thing.close()
+                    thing.close()
+            account.device.synchronize()
+            left = {kind for kind in account.left if kind not in ("event", "stream")}
+            assert left == set(), (seed, left)
+            del thing, things
+
+    @pytest.mark.parametrize("keep", ["mapping", "view", "slice", "array", "memory"])
+    def test_what_is_kept_alive(self, machine: Any, keep: str) -> None:
+        """A piece keeps its range mapped; memory alone keeps only itself."""
+        account = Account(machine)
+        addresses = vmm.AddressRange(2 * PAGE, driver=account.driver)
+        memory = vmm.PhysicalMemory(PAGE, HOST, driver=account.driver)
+        mapping = addresses.map(memory, PAGE, access=[account.device, HOST])
+        kept: Any = {
+            "mapping": mapping,
+            "view": addresses.view(PAGE, 2 * PAGE),
+            "slice": mapping[16:32],
+            "array": mapping.as_array(),
+            "memory": memory,
+        }[keep]
+        del addresses, memory, mapping
+        gc.collect()
+        assert len(account.mapped) == (0 if keep == "memory" else 1)
+        if keep == "array":
+            kept[:] = 3
+            assert (kept == 3).all()
+        elif keep != "memory":
+            kept.fill(3)
+            assert holds(kept, 3)
+        del kept
+        gc.collect()
+        assert account.left == {}
+
+    def test_failed_constructors(self, machine: Any) -> None:
+        account = Account(machine)
+        device, driver = account.device, account.driver
+        makers: list[Callable[[], object]] = [
+            lambda: vmm.PhysicalMemory(1, device),
+            lambda: vmm.PhysicalMemory(1 << 46, device),
+            lambda: vmm.AddressRange(1, driver=driver),
+            lambda: vmm.AddressRange(1 << 47, driver=driver),
+            lambda: vmm.GrowableBuffer(device, 0),
+            lambda: vmm.GrowableBuffer(device, 1 << 46, 1 << 45),
+            lambda: vmm.stripe(1 << 45, [device]),
+            lambda: vmm.PhysicalMemory.at(0x1000, driver=driver),
+        ]
+        for make in makers:
+            with pytest.raises((ValueError, sa.CudaError)):
+                make()
+        gc.collect()
+        assert account.left == {}
+
+    def test_a_finaliser_that_fails_warns(self, machine: Any) -> None:
+        driver = sd.faulty(machine, "cuMemAddressFree", result="CUDA_ERROR_UNKNOWN")
+        addresses = vmm.AddressRange(PAGE, driver=driver)
+        address = addresses.address
+        with pytest.warns(ResourceWarning, match=f"{address:#x}.*CUDA_ERROR_UNKNOWN"):
+            del addresses
+        machine.cuMemAddressFree(address, PAGE)
+
+    def test_a_driver_that_has_ended_is_no_news(self, machine: Any) -> None:
+        driver = sd.faulty(machine, "cuMemAddressFree", result="CUDA_ERROR_DEINITIALIZED")
+        addresses = vmm.AddressRange(PAGE, driver=driver)
+        address = addresses.address
+        del addresses
+        assert driver.failed == ["cuMemAddressFree"]
+        machine.cuMemAddressFree(address, PAGE)
+
+    def test_dropped_memory_that_nobody_may_use_is_not_waited_for(self, machine: Any) -> None:
+        account = Account(machine)
+        addresses, memory = vmm.AddressRange(PAGE, driver=account.driver), vmm.PhysicalMemory(PAGE, account.device)
+        addresses.map(memory)
+        del addresses, memory
+        gc.collect()
+        assert account.left == {} and account.calls("cuCtxSynchronize") == []
+
+
+class TestCapture:
+    def test_dropped_while_a_stream_is_captured(self, machine: Any) -> None:
+        """The device cannot be synchronised then: it is unmapped when the capture has ended."""
+        account = Account(machine)
+        device = account.device
+        with device.create_stream() as stream:
+            buffer: Any = vmm.GrowableBuffer(device, PAGE, PAGE)
+            other = vmm.GrowableBuffer(device, PAGE, PAGE)
+            with stream.capture() as graph:
+                other.fill(1, stream)
+                before = account.calls("cuCtxSynchronize", "cuMemUnmap")
+                del buffer
+                gc.collect()
+                assert account.calls("cuCtxSynchronize", "cuMemUnmap") == before
+                assert len(account.mapped) == 2
+                other.fill(2, stream)
+            assert len(account.mapped) == 1 and graph.nodes == ["MEMSET", "MEMSET"]
+            with graph:
+                graph.launch(stream)
+                stream.synchronize()
+            assert holds(other, 2)
+            other.close()
+        del graph, stream, other
+        gc.collect()
+        assert account.left == {}
+
+    def test_dropped_while_evicted(self, machine: Any) -> None:
+        account = Account(machine)
+        device = account.device
+        with sa.MemoryPool(HOST, driver=account.driver) as pool, device.create_stream() as stream:
+            pool.set_access(device, READWRITE)
+            buffer: Any = vmm.GrowableBuffer(device, PAGE, 4096)
+            buffer.evict(pool)
+            with stream.capture() as graph:
+                del buffer
+                gc.collect()
+            graph.close()
+            device.synchronize()
+            assert pool.statistics().used == 0
+        del pool, stream, graph
+        gc.collect()
+        assert account.left == {}
+
+    def test_a_graph_keeps_what_it_uses(self, machine: Any) -> None:
+        account = Account(machine)
+        device = account.device
+        with device.create_stream() as stream:
+            buffer = vmm.GrowableBuffer(device, PAGE, PAGE)
+            source = pattern(64)
+            with stream.capture() as graph:
+                buffer[:64].copy_from(source, stream)
+            del buffer
+            gc.collect()
+            assert len(account.mapped) == 1
+            graph.launch(stream)
+            stream.synchronize()
+            graph.close()
+        del graph, stream
+        gc.collect()
+        assert account.left == {}
+
+
+EXIT = """
+import streamalloc as sa
+from streamalloc import vmm
+from streamalloc.testing import Gate
+PAGE = 2 << 20
+device = sa.Device(0); stream = device.create_stream()
+pool = sa.MemoryPool(sa.MemLocation.host()); pool.set_access(device, sa.MemAccess.READWRITE)
+buffer = vmm.GrowableBuffer(device, 4 * PAGE, PAGE, chunk=PAGE); buffer.fill(1); view = buffer[8:]
+memory = vmm.PhysicalMemory(PAGE, device); addresses = vmm.AddressRange(PAGE)
+mapping = addresses.map(memory, access=device)
+evicted = vmm.GrowableBuffer(device, PAGE, PAGE); evicted.evict(pool)
+array = vmm.SparseArray(device, (256, 256)); tiles = vmm.TilePool(device, PAGE); array.map(tiles, stream=stream)
+pending = vmm.GrowableBuffer(device, PAGE, PAGE)
+gate = Gate(device); gate.hold(stream); pending.fill(1, stream); gate.open()
+holder = [pending, evicted]; holder.append(holder)
+"""
+
+
+def test_interpreter_exit(python: Python) -> None:
+    """With live objects in a module, a cycle of them, and work that is pending."""
+    done = python(EXIT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+FORK = """
+import gc, os, sys, warnings
+import streamalloc as sa, streamalloc.driver as sd
+from streamalloc import vmm
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and newer say that threads and forks do not mix
+PAGE = 2 << 20
+driver = sd.traced(sd.simulated())
+device = sa.Device(0, driver=driver); stream = device.create_stream()
+pool = sa.MemoryPool(sa.MemLocation.host(), driver=driver); pool.set_access(device, sa.MemAccess.READWRITE)
+memory = vmm.PhysicalMemory(PAGE, device); addresses = vmm.AddressRange(2 * PAGE, driver=driver)
+mapping = addresses.map(memory, access=device)
+buffer = vmm.GrowableBuffer(device, 4 * PAGE, 2 * PAGE, chunk=PAGE); evicted = vmm.GrowableBuffer(device, PAGE, PAGE)
+evicted.evict(pool)
+array = vmm.SparseArray(device, (256, 256)); tiles = vmm.TilePool(device, PAGE); array.map(tiles, stream=stream)
+stream.synchronize()
+before = len(driver.calls)
+child = os.fork()
+if child == 0:
+    kinds = []
+    for use in (
+        lambda: vmm.PhysicalMemory(PAGE, device),
+        lambda: vmm.AddressRange(PAGE, driver=driver),
+        lambda: vmm.GrowableBuffer(device, PAGE),
+        lambda: vmm.stripe(PAGE, [device]),
+        lambda: vmm.PhysicalMemory.at(mapping.address, driver=driver),
+        lambda: addresses.map(memory, PAGE),
+        lambda: addresses.unmap(),
+        lambda: addresses.set_access(device, stop=PAGE),
+        lambda: mapping.access(device),
+        lambda: mapping.fill(1),
+        lambda: mapping.close(),
+        lambda: memory.query(),
+        lambda: memory.close(),
+        lambda: buffer.resize(PAGE),
+        lambda: buffer.grow(PAGE),
+        lambda: buffer.evict(),
+        lambda: buffer.close(),
+        lambda: evicted.restore(),
+        lambda: array.unmap(stream=stream),
+        lambda: array.close(),
+    ):
+        try: use()
+        except Exception as error: kinds.append(type(error).__name__)
+        else: kinds.append("nothing")
+    del memory, addresses, mapping, buffer, evicted, array, tiles, pool, stream, device, use
+    gc.collect()
+    print(sorted(set(kinds)), len(driver.calls) - before, flush=True)
+    sys.exit(0)
+_, status = os.waitpid(child, 0)
+assert len(driver.calls) == before
+buffer.fill(3); target = bytearray(2 * PAGE); buffer.copy_to(target); device.synchronize()
+print(os.waitstatus_to_exitcode(status), set(target))
+evicted.restore(); mapping.close(); addresses.close(); memory.close()
+"""
+
+
+@pytest.mark.simulated_only("a process that uses a GPU must not be forked")
+def test_forked_child(python: Python) -> None:
+    """The child gets a clear error for each use, and makes no driver call, not even when it drops everything."""
+    done = python(FORK)
+    assert (done.stdout, done.stderr) == ("['ForkedProcessError'] 0\n0 {3}\n", "")
+
+
+QUEUED = """
+import gc, threading, time
+import streamalloc as sa
+from streamalloc import vmm
+from streamalloc.testing import Gate
+PAGE = 2 << 20
+device = sa.Device(0); stream = device.create_stream()
+pool = sa.MemoryPool(sa.MemLocation.host()); pool.set_access(device, sa.MemAccess.READWRITE)
+
+memory, addresses, mapping = vmm.PhysicalMemory(PAGE, device), vmm.AddressRange(PAGE), None
+
+class Holder: pass
+
+def scenario(name, act):
+    "Work is queued behind a gate; whether the act took until the gate was opened."
+    holder = Holder()
+    holder.buffer = vmm.GrowableBuffer(device, 4 * PAGE, 2 * PAGE, chunk=PAGE)
+    with Gate(device) as gate:
+        gate.hold(stream)
+        holder.buffer.fill(5, stream)
+        mapping.fill(5, stream)
+        holder.event = stream.record()
+        opened = []
+        timer = threading.Timer(0.02, lambda: (opened.append(True), gate.open()))
+        timer.start()
+        act(holder)
+        waited = bool(opened)
+        timer.join()
+        stream.synchronize()
+    holder.__dict__.clear()
+    gc.collect()
+    print(name, waited)
+
+def drop(holder): del holder.buffer
+def cycle(holder):
+    holder.buffer_again = [holder.buffer]; holder.buffer_again.append(holder.buffer_again)
+    holder.__dict__.clear(); gc.collect()
+def evict_and_look(holder):
+    holder.buffer.evict(pool)
+    assert (holder.buffer.eviction.backup.as_array() == 5).all()
+
+for name, act in {
+    "close": lambda h: h.buffer.close(),
+    "close after": lambda h: h.buffer.close(after=h.event),
+    "shrink": lambda h: h.buffer.resize(PAGE),
+    "shrink after": lambda h: h.buffer.resize(PAGE, after=[stream]),
+    "evict": lambda h: h.buffer.evict(),
+    "evict after": lambda h: h.buffer.evict(after=h.event),
+    "evict with a backup": evict_and_look,
+    "unmap": lambda h: mapping.close(),
+    "unmap a range": lambda h: addresses.unmap(),
+    "lower access": lambda h: h.buffer.set_access(device, sa.MemAccess.READ),
+    "revoke": lambda h: mapping.revoke(device),
+    "drop": drop,
+    "cycle": cycle,
+    "grow": lambda h: h.buffer.resize(3 * PAGE),
+    "give access": lambda h: h.buffer.set_access(device),
+    "shrink after nothing, within a piece": lambda h: h.buffer.resize(PAGE + 1, after=()),
+}.items():
+    if mapping is None or mapping.closed or not mapping.rights:
+        addresses.unmap()
+        mapping = addresses.map(memory, access=device)
+    scenario(name, act)
+
+# What is said to wait for nothing is taken at its word: the work finds no memory, and the context is lost (facts).
+buffer = vmm.GrowableBuffer(device, PAGE, PAGE)
+gate = Gate(device); gate.hold(stream)
+buffer.fill(5, stream)
+buffer.resize(0, after=())
+gate.open()
+try: stream.synchronize()
+except sa.DeviceLostError as error: print("after nothing", error.name, flush=True)
+import os; os._exit(0)
+"""
+
+
+def test_queued_work_is_waited_for(python: Python) -> None:
+    """Whatever unmaps waits for the work that is queued; whatever does not, does not wait.
+
+    In a child: unmapping under queued work breaks the context of the whole process.
+    """
+    done = python(QUEUED)
+    assert done.stderr == ""
+    found = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
+    assert found.pop("after nothing") == "CUDA_ERROR_ILLEGAL_ADDRESS"
+    without = {"grow", "give access", "shrink after nothing, within a piece"}
+    assert len(found) == 16
+    assert {name for name, waited in found.items() if waited == "False"} == without
+
+
+class TestThreads:
+    def test_buffers_of_their_own(self, machine: Any) -> None:
+        """Ranges and buffers of one device in several threads do not get in each other's way."""
+        account = Account(machine)
+        device = account.device
+        wrong: list[BaseException] = []
+        start = threading.Barrier(4)
+
+        def work(number: int) -> None:
+            try:
+                start.wait()
+                with device.create_stream() as stream:
+                    for round_ in range(3):
+                        with vmm.GrowableBuffer(device, 4 * PAGE, PAGE, chunk=PAGE, stream=stream) as buffer:
+                            data = write(buffer[:4096], pattern(4096, number + round_))
+                            for size in (3, 2, 4, 1):
+                                buffer.resize(size * PAGE, after=stream)
+                            assert same(buffer[:4096], data)
+                            buffer.evict(after=stream)
+                            buffer.restore()
+            except BaseException as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        gc.collect()
+        assert wrong == [] and account.left == {}

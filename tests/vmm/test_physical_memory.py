@@ -1,0 +1,350 @@
+"""Physical memory: sizes, places and options, what it takes, and how long it stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
+from tests.support import MiB, holds, names
+
+from .support import HOST, PAGE, Account, assert_unique
+
+FD = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
+FABRIC = sa.MemHandleType.FABRIC
+NUMA = sa.MemLocation.host_numa(0)
+
+
+def free(device: sa.Device) -> int:
+    return device.memory_info().free
+
+
+class TestSize:
+    @pytest.mark.parametrize("nbytes", [1, 4096, PAGE - 1, PAGE + 1, PAGE + 4096, 3 * MiB])
+    def test_that_is_not_aligned(self, machine: Any, nbytes: int) -> None:
+        driver = sd.traced(machine)
+        with pytest.raises(ValueError, match=rf"nbytes={nbytes}.*{PAGE}"):
+            vmm.PhysicalMemory(nbytes, sa.Device(0, driver=driver))
+        assert names(driver, "cuMemCreate") == []
+
+    @pytest.mark.parametrize(("asked", "given"), [(1, PAGE), (PAGE, PAGE), (PAGE + 1, 2 * PAGE), (5 * MiB, 3 * PAGE)])
+    def test_rounded_when_asked(self, device: sa.Device, asked: int, given: int) -> None:
+        with vmm.PhysicalMemory(asked, device, round_up=True) as memory:
+            assert memory.nbytes == given
+
+    @pytest.mark.parametrize("round_up", [False, True])
+    def test_nothing(self, device: sa.Device, round_up: bool) -> None:
+        with pytest.raises(ValueError, match="nbytes=0"):
+            vmm.PhysicalMemory(0, device, round_up=round_up)
+
+    @pytest.mark.parametrize(
+        ("nbytes", "error"), [(-PAGE, ValueError), (1 << 64, ValueError), (2.0, TypeError), (True, TypeError)]
+    )
+    def test_that_is_none(self, device: sa.Device, nbytes: Any, error: type[Exception]) -> None:
+        with pytest.raises(error, match="nbytes"):
+            vmm.PhysicalMemory(nbytes, device)
+
+    @pytest.mark.parametrize("where", [HOST, NUMA, sa.MemLocation.device(0), None])
+    def test_granularity(self, device: sa.Device, where: sa.MemLocation | None) -> None:
+        for recommended in (False, True):
+            assert vmm.PhysicalMemory.granularity(where or device, recommended=recommended) == PAGE
+
+    @pytest.mark.parametrize("nbytes", [1 << 46, 1 << 63, (1 << 64) - PAGE])
+    def test_more_than_there_is(self, device: sa.Device, nbytes: int) -> None:
+        before = device.memory_info()
+        with pytest.raises(sa.OutOfMemoryError, match="physical memory") as caught:
+            vmm.PhysicalMemory(nbytes, device)
+        error = caught.value
+        assert isinstance(error, MemoryError) and error.call == "cuMemCreate"
+        assert (error.requested, error.total) == (nbytes, before.total)
+        assert error.free == before.free == free(device)
+
+
+class TestPlace:
+    @pytest.mark.parametrize("where", [HOST, NUMA, sa.MemLocation.device(0)])
+    def test_location(self, machine: Any, where: sa.MemLocation) -> None:
+        with vmm.PhysicalMemory(PAGE, where) as memory:
+            assert memory.location == memory.properties.location == where
+            # Memory on HOST reads back as on a NUMA node (facts).
+            assert memory.query().location == (NUMA if where.on_host else where)
+
+    def test_complete_properties(self, machine: Any) -> None:
+        prop = sa.MemAllocationProp(location=sa.MemLocation.device(0), requested_handle_types=FD)
+        with vmm.PhysicalMemory(PAGE, prop) as memory:
+            assert memory.properties == memory.query() == prop
+
+    @pytest.mark.parametrize("option", [{"handle_types": FD}, {"compressible": True}, {"gpu_direct_rdma": True}])
+    def test_complete_properties_and_more(self, machine: Any, option: dict[str, Any]) -> None:
+        prop = sa.MemAllocationProp(location=sa.MemLocation.device(0))
+        with pytest.raises(ValueError, match="MemAllocationProp"):
+            vmm.PhysicalMemory(PAGE, prop, **option)
+
+    def test_of_another_driver(self, machine: Any, device: sa.Device) -> None:
+        with pytest.raises(ValueError, match="another driver"):
+            vmm.PhysicalMemory(PAGE, device, driver=sd.traced(machine))
+
+    @pytest.mark.parametrize("where", [None, 0, "cuda:0"])
+    def test_that_is_none(self, machine: Any, where: Any) -> None:
+        with pytest.raises(TypeError, match="where"):
+            vmm.PhysicalMemory(PAGE, where)
+
+    def test_a_device_that_is_not_there(self, machine: Any) -> None:
+        driver = sd.traced(machine)
+        with pytest.raises(ValueError, match="id=99"):
+            vmm.PhysicalMemory(PAGE, sa.MemLocation.device(99), driver=driver)
+        assert names(driver, "cuMemCreate") == []
+
+    def test_nowhere(self, machine: Any) -> None:
+        driver = sd.traced(machine)
+        with pytest.raises(ValueError, match="location"):
+            vmm.PhysicalMemory(PAGE, sa.MemLocation.none(), driver=driver)
+        assert names(driver, "cuMemCreate") == []
+
+    def test_a_node_that_is_not_there(self, machine: Any) -> None:
+        with pytest.raises(sa.InvalidValueError) as caught:
+            vmm.PhysicalMemory(PAGE, sa.MemLocation.host_numa(99))
+        assert caught.value.call == "cuMemCreate"
+
+    def test_host_memory_takes_none_of_the_device(self, device: sa.Device) -> None:
+        vmm.PhysicalMemory(PAGE, HOST).close()  # the first has the driver take some for itself
+        before = free(device)
+        with vmm.PhysicalMemory(8 * PAGE, HOST):
+            assert free(device) == before
+
+
+class Without:
+    """A driver of whose devices one attribute is 0."""
+
+    def __init__(self, driver: Any, attribute: str) -> None:
+        self._driver = driver
+        # Some attributes have two names, of which bindings of one version know the one as the name, others the other.
+        self._attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{attribute}")
+        self.created = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._driver, name)
+
+    def cuDeviceGetAttribute(self, attribute: Any, device: Any) -> Any:
+        answer = self._driver.cuDeviceGetAttribute(attribute, device)
+        return (answer[0], 0) if attribute == self._attribute else answer
+
+    def cuMemCreate(self, *args: Any) -> Any:
+        self.created += 1
+        return self._driver.cuMemCreate(*args)
+
+
+class TestOptions:
+    def test_compressible(self, device: sa.Device) -> None:
+        with vmm.PhysicalMemory(PAGE, device, compressible=True) as memory, vmm.PhysicalMemory(PAGE, device) as plain:
+            assert memory.compressible and not plain.compressible
+
+    def test_compression_that_is_not_given(self, device: sa.Device) -> None:
+        """The handle tells what the driver gave: with GPUDirect RDMA it gives none (facts)."""
+        with vmm.PhysicalMemory(PAGE, device, compressible=True, gpu_direct_rdma=True) as memory:
+            assert memory.properties.alloc_flags.compression_type == 1
+            assert not memory.compressible
+            assert memory.query().alloc_flags.gpu_direct_rdma_capable
+
+    def test_gpu_direct_rdma(self, device: sa.Device) -> None:
+        with vmm.PhysicalMemory(PAGE, device, gpu_direct_rdma=True) as memory:
+            assert memory.query().alloc_flags.gpu_direct_rdma_capable
+
+    def test_tile_pool(self, device: sa.Device) -> None:
+        with vmm.PhysicalMemory(PAGE, device, tile_pool=True) as memory:
+            assert memory.properties.alloc_flags.usage == 1
+
+    @pytest.mark.parametrize(
+        ("where", "options", "words"),
+        [
+            (HOST, {"compressible": True}, "compressible"),
+            (NUMA, {"compressible": True}, "compressible"),
+            (HOST, {"gpu_direct_rdma": True}, "GPUDirect"),
+            (NUMA, {"gpu_direct_rdma": True}, "GPUDirect"),
+            (sa.MemLocation.device(0), {"tile_pool": True, "compressible": True}, "tile pool"),
+            (sa.MemLocation.device(0), {"tile_pool": True, "handle_types": FD}, "tile pool"),
+        ],
+    )
+    def test_that_do_not_go_together(self, machine: Any, where: Any, options: Any, words: str) -> None:
+        driver = sd.traced(machine)
+        with pytest.raises(ValueError, match=words):
+            vmm.PhysicalMemory(PAGE, where, driver=driver, **options)
+        assert names(driver, "cuMemCreate") == []
+
+    @pytest.mark.parametrize(
+        ("attribute", "options", "words"),
+        [
+            ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", {"compressible": True}, "virtual memory management"),
+            ("GENERIC_COMPRESSION_SUPPORTED", {"compressible": True}, "compressible memory"),
+            ("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED", {"gpu_direct_rdma": True}, "GPUDirect RDMA"),
+            ("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", {"handle_types": FD}, "sharing by file descriptors"),
+            ("HANDLE_TYPE_FABRIC_SUPPORTED", {"handle_types": FABRIC}, "sharing by fabric handles"),
+            ("SPARSE_CUDA_ARRAY_SUPPORTED", {"tile_pool": True}, "sparse arrays"),
+        ],
+    )
+    def test_that_the_device_does_not_offer(self, machine: Any, attribute: str, options: Any, words: str) -> None:
+        driver: Any = Without(machine, attribute)
+        device = sa.Device(0, driver=driver)
+        with pytest.raises(sa.NotSupportedError, match=f"needs a device with {words}"):
+            vmm.PhysicalMemory(PAGE, device, **options)
+        assert driver.created == 0
+        vmm.PhysicalMemory(PAGE, device).close()
+
+    def test_fabric_handles_without_a_channel(self, device: sa.Device) -> None:
+        with pytest.raises(sa.NotPermittedError, match="IMEX"):
+            vmm.PhysicalMemory(PAGE, device, handle_types=FABRIC)
+
+    def test_a_descriptor_for_host_memory(self, machine: Any) -> None:
+        """HOST memory cannot be exported, memory of a NUMA node can (facts)."""
+        driver = sd.traced(machine)
+        with pytest.raises(ValueError, match="HOST"):
+            vmm.PhysicalMemory(PAGE, HOST, handle_types=FD, driver=driver)
+        assert names(driver, "cuMemCreate") == []
+        vmm.PhysicalMemory(PAGE, NUMA, handle_types=FD).close()
+
+
+class TestLife:
+    def test_taken_at_once_and_given_back(self, device: sa.Device) -> None:
+        with vmm.PhysicalMemory(PAGE, device):  # so that the driver's own bookkeeping is there
+            before = free(device)
+            memories = [vmm.PhysicalMemory(32 * PAGE, device) for _ in range(4)]
+            assert before - free(device) == 128 * PAGE
+            for memory in memories:
+                memory.close()
+            assert free(device) == before
+
+    def test_closed_once(self, machine: Any) -> None:
+        account = Account(machine)
+        with vmm.PhysicalMemory(PAGE, account.device) as memory:
+            memory.close()
+            assert memory.closed
+        memory.close()
+        assert account.calls("cuMemRelease") == ["cuMemRelease"] and account.left == {}
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda memory: memory.handle,
+            lambda memory: memory.query(),
+            lambda memory: memory.compressible,
+            lambda memory: memory.export(),
+            lambda memory: vmm.AddressRange(PAGE).map(memory),
+        ],
+    )
+    def test_used_after_closed(self, device: sa.Device, use: Callable[[vmm.PhysicalMemory], object]) -> None:
+        memory = vmm.PhysicalMemory(PAGE, device, handle_types=FD)
+        memory.close()
+        with pytest.raises(sa.ClosedError):
+            use(memory)
+
+    def test_stays_while_it_is_mapped(self, device: sa.Device) -> None:
+        with vmm.AddressRange(PAGE) as addresses:
+            memory = vmm.PhysicalMemory(PAGE, device)
+            before = free(device)
+            mapping = addresses.map(memory, access=device)
+            memory.close()
+            mapping.fill(7)
+            assert holds(mapping, 7) and free(device) == before
+            assert mapping.memory is memory and memory.mapping_count == 1
+            mapping.close()
+            assert free(device) == before + PAGE and memory.mapping_count == 0
+
+    def test_refuses_copies(self, device: sa.Device) -> None:
+        with vmm.PhysicalMemory(PAGE, device) as memory:
+            assert_unique(memory)
+
+    def test_repr(self, device: sa.Device) -> None:
+        memory = vmm.PhysicalMemory(PAGE, device)
+        assert f"{PAGE} bytes" in repr(memory) and f"{memory.handle:#x}" in repr(memory)
+        with vmm.AddressRange(PAGE) as addresses:
+            addresses.map(memory)
+            assert "mapped 1 times" in repr(memory)
+        memory.close()
+        assert "closed" in repr(memory)
+
+
+class TestAt:
+    """Memory found by the address where it is mapped."""
+
+    @pytest.mark.parametrize("offset", [0, 100, PAGE, 2 * PAGE - 1])
+    def test_by_any_of_its_addresses(self, device: sa.Device, offset: int) -> None:
+        with vmm.AddressRange(4 * PAGE) as addresses, vmm.PhysicalMemory(2 * PAGE, device) as memory:
+            mapping = addresses.map(memory, PAGE, access=device)
+            with vmm.PhysicalMemory.at(mapping.address + offset) as found:
+                assert (found.nbytes, found.location, found.handle) == (2 * PAGE, device.location, memory.handle)
+
+    @pytest.mark.parametrize("first", [0, 1])
+    def test_each_holds_it(self, machine: Any, first: int) -> None:
+        account = Account(machine)
+        device = account.device
+        before = free(device)
+        with vmm.AddressRange(2 * PAGE, driver=account.driver) as addresses:
+            memory = vmm.PhysicalMemory(PAGE, device)
+            mapping = addresses.map(memory, access=device)
+            mapping.fill(5)
+            both = [memory, vmm.PhysicalMemory.at(mapping.address, driver=account.driver)]
+            mapping.close()
+            both[first].close()
+            with addresses.map(both[1 - first], PAGE, access=device) as other:
+                assert holds(other, 5)
+            both[1 - first].close()
+            assert free(device) == before
+        assert account.left == {}
+
+    def test_where_nothing_is_mapped(self, device: sa.Device) -> None:
+        with vmm.AddressRange(2 * PAGE) as addresses, vmm.PhysicalMemory(PAGE, device) as memory:
+            addresses.map(memory)
+            for address in (addresses.address + PAGE, 0x1000):
+                with pytest.raises(sa.InvalidValueError, match="nothing is mapped by hand"):
+                    vmm.PhysicalMemory.at(address)
+
+
+class TestExport:
+    def test_not_made_for_it(self, machine: Any) -> None:
+        driver = sd.traced(machine)
+        with vmm.PhysicalMemory(PAGE, sa.Device(0, driver=driver)) as memory:
+            with pytest.raises(ValueError, match=r"make it with handle_types=.*FILE_DESCRIPTOR"):
+                memory.export()
+            assert not memory.exported
+        assert names(driver, "cuMemExportToShareableHandle") == []
+
+    @pytest.mark.parametrize("handle_type", [sa.MemHandleType.NONE, FD | FABRIC, sa.MemHandleType.WIN32, 1, None])
+    def test_of_a_kind_that_there_is_not(self, device: sa.Device, handle_type: Any) -> None:
+        with (
+            vmm.PhysicalMemory(PAGE, device, handle_types=FD) as memory,
+            pytest.raises((TypeError, ValueError), match="handle_type"),
+        ):
+            memory.export(handle_type)
+
+    def test_as_another_kind(self, device: sa.Device) -> None:
+        with (
+            vmm.PhysicalMemory(PAGE, device, handle_types=FD) as memory,
+            pytest.raises(ValueError, match="cannot be exported"),
+        ):
+            memory.export(FABRIC)
+
+    def test_the_descriptor_keeps_the_memory(self, device: sa.Device) -> None:
+        with vmm.PhysicalMemory(PAGE, device), device.current():
+            before = free(device)
+            memory = vmm.PhysicalMemory(8 * PAGE, device, handle_types=FD)
+            one, two = memory.export(), memory.export()
+            assert isinstance(one, sa.Fd) and isinstance(two, sa.Fd)
+            assert one.fileno() != two.fileno() and memory.exported
+            memory.close()
+            assert free(device) == before - 8 * PAGE
+            one.close()
+            assert free(device) == before - 8 * PAGE
+            two.close()
+            assert free(device) == before
+
+    def test_of_a_mapped_piece(self, device: sa.Device) -> None:
+        with vmm.AddressRange(PAGE) as addresses:
+            memory = vmm.PhysicalMemory(PAGE, device, handle_types=FD)
+            mapping = addresses.map(memory, access=device)
+            mapping.fill(3)
+            with mapping.memory.export() as fd:  # type: ignore[union-attr]
+                assert fd.fileno() > 2
+            assert holds(mapping, 3)

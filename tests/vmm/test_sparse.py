@@ -1,0 +1,1017 @@
+"""Sparse arrays: tiles, regions, mip tails, and pools of tiles that are used again in stream order."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator
+from subprocess import CompletedProcess
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
+from streamalloc.testing import Gate
+from tests.support import executed, names, pending
+
+from .support import PAGE, Account, assert_unique, each
+from .test_faults import Case, sweep
+
+TILE = 1 << 16
+TILES = PAGE // TILE  # in a pool of one page
+
+Array = npt.NDArray[Any]
+
+
+@pytest.fixture
+def tiles(device: sa.Device) -> Iterator[vmm.TilePool]:
+    """A pool of 32 tiles."""
+    with vmm.TilePool(device, PAGE) as pool:
+        yield pool
+
+
+@pytest.fixture
+def image(device: sa.Device, tiles: vmm.TilePool) -> Iterator[vmm.SparseArray]:
+    """An image of 4 x 3 tiles of 256 x 256 bytes, without memory."""
+    with vmm.SparseArray(device, (1024, 768)) as array:
+        yield array
+
+
+def noise(shape: tuple[int, ...], dtype: npt.DTypeLike = np.uint8, seed: int = 0) -> Array:
+    """Values of which none is 0."""
+    return np.random.default_rng(seed).integers(1, 100, shape).astype(dtype)
+
+
+def read(array: vmm.SparseArray, stream: sa.Stream, shape: tuple[int, ...] | None = None, **part: Any) -> Array:
+    """What is in an array, or in a part of it that has the given shape."""
+    target = np.full(array.shape if shape is None else shape, 77).astype(array.dtype)
+    array.copy_to(target, stream, **part)
+    stream.synchronize()
+    return target
+
+
+def write(array: vmm.SparseArray, stream: sa.Stream, data: Array, **part: Any) -> Array:
+    array.copy_from(data, stream, **part)
+    stream.synchronize()
+    return data
+
+
+class TestShape:
+    @pytest.mark.parametrize(
+        ("nbytes", "flat", "solid"),
+        # Readings of an H200, by the size of an element: rows and columns, and layers, rows and columns.
+        [
+            (1, (256, 256), (32, 32, 64)),
+            (2, (128, 256), (32, 32, 32)),
+            (4, (128, 128), (16, 32, 32)),
+            (8, (64, 128), (16, 16, 32)),
+            (16, (64, 64), (16, 16, 16)),
+        ],
+    )
+    def test_tiles(self, device: sa.Device, nbytes: int, flat: tuple[int, int], solid: tuple[int, int, int]) -> None:
+        kinds = [
+            (dtype, channels)
+            for dtype in ("u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4")
+            for channels in (1, 2, 4)
+            if np.dtype(dtype).itemsize * channels == nbytes
+        ]
+        assert kinds
+        for dtype, channels in kinds:
+            options: dict[str, Any] = {"dtype": dtype, "channels": channels}
+            with vmm.SparseArray(device, (512, 512), **options) as array:
+                assert array.tile == flat and array.tile_bytes == TILE and array.element_bytes == nbytes
+                assert array.mip_tail is None and array.mapped_bytes == 0 and array.layers == 1
+            with vmm.SparseArray(device, (2, 512, 512), layered=True, **options) as array:
+                assert array.tile == flat and array.layers == 2 and array.level_shape() == (512, 512)
+            with vmm.SparseArray(device, (64, 64, 64), **options) as array:
+                assert array.tile == solid and array.tile_bytes == TILE
+
+    def test_what_it_says(self, device: sa.Device, image: vmm.SparseArray) -> None:
+        assert (image.shape, image.dtype.name, image.channels) == ((1024, 768), "uint8", 1)
+        assert image.device == device and image.handle and not image.closed
+        assert image.level_shape(0) == (1024, 768) and image.levels == 0
+        assert image.mapped().shape == (4, 3) and not image.mapped().any()
+        assert "1024 x 768" in repr(image) and "0 bytes mapped" in repr(image)
+
+    def test_smaller_than_a_tile(self, device: sa.Device) -> None:
+        """All of it is a tail."""
+        with vmm.SparseArray(device, (100, 100), np.float32) as array:
+            assert array.tile == (128, 128) and array.mip_tail == vmm.MipTail(0, TILE, True)
+
+    @pytest.mark.parametrize(
+        ("arguments", "error", "words"),
+        [
+            ({"shape": (1024,)}, ValueError, "shape"),
+            ({"shape": (2, 2, 2, 2)}, ValueError, "shape"),
+            ({"shape": (0, 256)}, ValueError, "shape"),
+            ({"shape": (-1, 256)}, ValueError, "shape"),
+            ({"shape": (256.0, 256)}, TypeError, "shape"),
+            ({"shape": (256, 256), "dtype": np.float64}, ValueError, "dtype"),
+            ({"shape": (256, 256), "dtype": np.int64}, ValueError, "dtype"),
+            ({"shape": (256, 256), "dtype": np.complex64}, ValueError, "dtype"),
+            ({"shape": (256, 256), "dtype": bool}, ValueError, "dtype"),
+            ({"shape": (256, 256), "channels": 3}, ValueError, "channels=3"),
+            ({"shape": (256, 256), "channels": 0}, ValueError, "channels=0"),
+            ({"shape": (256, 256), "layered": True}, ValueError, "layered"),
+            ({"shape": (256, 256), "levels": -1}, ValueError, "levels"),
+            ({"shape": (256, 256), "levels": 1.5}, TypeError, "levels"),
+        ],
+    )
+    def test_bad_arguments(self, machine: Any, arguments: Any, error: type[Exception], words: str) -> None:
+        driver = sd.traced(machine)
+        with pytest.raises(error, match=words):
+            vmm.SparseArray(sa.Device(0, driver=driver), **arguments)
+        assert names(driver, "cuArray3DCreate", "cuMipmappedArrayCreate") == []
+
+    def test_no_device(self, machine: Any) -> None:
+        for make in each(lambda: vmm.SparseArray(None, (256, 256)), lambda: vmm.TilePool(0, PAGE)):  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match="device"):
+                make()
+
+    def test_too_large_for_the_driver(self, device: sa.Device) -> None:
+        with pytest.raises(sa.InvalidValueError, match="more than the device can have"):
+            vmm.SparseArray(device, (1 << 20, 1 << 20))
+
+    def test_a_device_without(self, machine: Any) -> None:
+        class Without:
+            """A driver whose device has no sparse arrays."""
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(machine, name)
+
+            def cuDeviceGetAttribute(self, attribute: Any, device: Any) -> Any:
+                answer = machine.cuDeviceGetAttribute(attribute, device)
+                return (answer[0], 0) if "SPARSE" in attribute.name else answer
+
+        driver: Any = Without()
+        device = sa.Device(0, driver=driver)
+        for make in each(lambda: vmm.SparseArray(device, (256, 256)), lambda: vmm.TilePool(device, PAGE)):
+            with pytest.raises(sa.NotSupportedError, match="sparse arrays"):
+                make()
+
+
+class TestPool:
+    def test_tiles(self, device: sa.Device) -> None:
+        before = device.memory_info().free
+        with vmm.TilePool(device, PAGE) as pool:
+            assert (pool.tiles, pool.free_tiles, pool.memory.nbytes) == (TILES, TILES, PAGE)
+            assert device.memory_info().free == before - PAGE and f"{TILES} tiles" in repr(pool)
+        assert pool.closed and device.memory_info().free == before
+        pool.close()
+
+    @pytest.mark.parametrize("nbytes", [0, 1, TILE, PAGE + TILE])
+    def test_sizes(self, device: sa.Device, nbytes: int) -> None:
+        with pytest.raises(ValueError, match=f"nbytes={nbytes}"):
+            vmm.TilePool(device, nbytes)
+        if nbytes:
+            with vmm.TilePool(device, nbytes, round_up=True) as pool:
+                assert pool.tiles == TILES * -(-nbytes // PAGE)
+
+    def test_no_memory(self, device: sa.Device) -> None:
+        with pytest.raises(sa.OutOfMemoryError, match="physical memory"):
+            vmm.TilePool(device, 1 << 46)
+
+    def test_with_mapped_tiles(self, tiles: vmm.TilePool, image: vmm.SparseArray, stream: sa.Stream) -> None:
+        image.map(tiles, stream=stream)
+        with pytest.raises(ValueError, match=f"12 of {TILES} tiles"):
+            tiles.close()
+        assert not tiles.closed
+        image.unmap(stream=stream)
+        tiles.close()
+
+    def test_closed(self, device: sa.Device, image: vmm.SparseArray, stream: sa.Stream) -> None:
+        pool = vmm.TilePool(device, PAGE)
+        pool.close()
+        with pytest.raises(sa.ClosedError):
+            image.map(pool, stream=stream)
+        assert image.mapped_bytes == 0
+
+    def test_not_for_address_ranges(self, tiles: vmm.TilePool) -> None:
+        with vmm.AddressRange(PAGE) as addresses, pytest.raises(ValueError, match="tile pool"):
+            addresses.map(tiles.memory)
+
+    def test_refuse_copies(self, tiles: vmm.TilePool, image: vmm.SparseArray) -> None:
+        assert_unique(tiles)
+        assert_unique(image)
+
+
+class TestMap:
+    def test_all_of_it(self, tiles: vmm.TilePool, image: vmm.SparseArray, stream: sa.Stream) -> None:
+        image.map(tiles, stream=stream)
+        assert image.mapped().all() and image.mapped_bytes == 12 * TILE and tiles.free_tiles == TILES - 12
+        data = write(image, stream, noise(image.shape))
+        assert np.array_equal(read(image, stream), data)
+        image.unmap(stream=stream)
+        assert not image.mapped().any() and tiles.free_tiles == TILES
+        assert not read(image, stream).any()
+
+    def test_without_memory(self, image: vmm.SparseArray, stream: sa.Stream) -> None:
+        """It reads as zero, and what is written is dropped."""
+        assert not read(image, stream).any()
+        write(image, stream, noise(image.shape))
+        assert not read(image, stream).any()
+
+    def test_a_region(self, tiles: vmm.TilePool, image: vmm.SparseArray, stream: sa.Stream) -> None:
+        region = (slice(256, 768), slice(512, 768))
+        image.map(tiles, region, stream=stream)
+        expected = np.zeros((4, 3), bool)
+        expected[1:3, 2] = True
+        assert np.array_equal(image.mapped(), expected) and image.mapped_bytes == 2 * TILE
+        data = write(image, stream, noise(image.shape))
+        kept = np.zeros_like(data)
+        kept[region] = data[region]
+        assert np.array_equal(read(image, stream), kept)
+        part = read(image, stream, (10, 300), region=(slice(250, 260), slice(460, 760)))
+        assert np.array_equal(part, kept[250:260, 460:760])
+        image.unmap((slice(512, 768), slice(None)), stream=stream)  # also where there is nothing
+        kept[512:] = 0
+        assert np.array_equal(read(image, stream), kept) and image.mapped_bytes == TILE
+
+    def test_again(self, tiles: vmm.TilePool, image: vmm.SparseArray, stream: sa.Stream) -> None:
+        """What has memory already is refused, and nothing of the region mapped."""
+        image.map(tiles, (slice(0, 256), slice(256, 512)), stream=stream)
+        data = write(image, stream, noise((256, 256)), region=(slice(0, 256), slice(256, 512)))
+        for region in (None, (slice(0, 256), slice(None)), (slice(0, 256), slice(256, 512))):
+            with pytest.raises(ValueError, match="mapped already"):
+                image.map(tiles, region, stream=stream)
+        assert image.mapped_bytes == TILE and tiles.free_tiles == TILES - 1
+        assert np.array_equal(read(image, stream, (256, 256), region=(slice(0, 256), slice(256, 512))), data)
+
+    @pytest.mark.parametrize(
+        "region",
+        [
+            (slice(1, 256), slice(None)),
+            (slice(0, 255), slice(None)),
+            (slice(None), slice(0, 700)),
+            (slice(None), slice(128, 256)),
+            (slice(0, 1025), slice(None)),
+            (slice(None), slice(512, 1024)),
+            (slice(256, 256), slice(None)),
+            (slice(512, 256), slice(None)),
+            (slice(-256, None), slice(None)),
+            (slice(None, None, 2), slice(None)),
+            (slice(None),),
+            (slice(None), slice(None), slice(None)),
+            (0, slice(None)),
+        ],
+    )
+    def test_bad_regions(self, tiles: vmm.TilePool, image: vmm.SparseArray, stream: sa.Stream, region: Any) -> None:
+        for use in each(
+            lambda: image.map(tiles, region, stream=stream),
+            lambda: image.unmap(region, stream=stream),
+        ):
+            with pytest.raises(ValueError, match="region"):
+                use()
+        assert image.mapped_bytes == 0 and tiles.free_tiles == TILES
+
+    @pytest.mark.parametrize("options", [{"level": 1}, {"level": -1}, {"layer": 1}, {"layer": -1}])
+    def test_bad_levels_and_layers(
+        self, tiles: vmm.TilePool, image: vmm.SparseArray, stream: sa.Stream, options: Any
+    ) -> None:
+        for use in each(
+            lambda: image.map(tiles, stream=stream, **options),
+            lambda: image.unmap(stream=stream, **options),
+            lambda: image.mapped(**options),
+            lambda: image.copy_from(noise(image.shape), stream, **options),
+        ):
+            with pytest.raises(ValueError, match=next(iter(options))):
+                use()
+        assert tiles.free_tiles == TILES
+
+    def test_at_the_edge(self, device: sa.Device, tiles: vmm.TilePool, stream: sa.Stream) -> None:
+        """The last tiles end where the array does."""
+        with vmm.SparseArray(device, (600, 300)) as array:
+            assert array.mapped().shape == (3, 2)
+            array.map(tiles, (slice(512, 600), slice(256, 300)), stream=stream)
+            data = write(array, stream, noise(array.shape))
+            found = read(array, stream)
+            assert np.array_equal(found[512:, 256:], data[512:, 256:])
+            assert not found[:512].any() and not found[:, :256].any()
+            array.map(tiles, (slice(0, 512), slice(None)), stream=stream)
+            array.map(tiles, (slice(512, None), slice(0, 256)), stream=stream)
+            write(array, stream, data)
+            assert np.array_equal(read(array, stream), data) and array.mapped().all()
+            assert array.mapped_bytes == 6 * TILE
+            with pytest.raises(ValueError, match="region"):
+                array.unmap((slice(512, 768), slice(None)), stream=stream)
+
+    def test_several_channels(self, device: sa.Device, tiles: vmm.TilePool, stream: sa.Stream) -> None:
+        with vmm.SparseArray(device, (256, 256), np.float32, channels=4) as array:
+            array.map(tiles, (slice(64, 128), slice(None)), stream=stream)
+            data = write(array, stream, noise((256, 256, 4), np.float32))
+            kept = np.zeros_like(data)
+            kept[64:128] = data[64:128]
+            assert np.array_equal(read(array, stream, data.shape), kept)
+
+    def test_a_volume(self, device: sa.Device, tiles: vmm.TilePool, stream: sa.Stream) -> None:
+        with vmm.SparseArray(device, (32, 64, 96), np.float32) as array:
+            assert array.tile == (16, 32, 32) and array.mapped().shape == (2, 2, 3)
+            region = (slice(16, 32), slice(0, 32), slice(32, 96))
+            array.map(tiles, region, stream=stream)
+            data = write(array, stream, noise(array.shape, np.float32))
+            kept = np.zeros_like(data)
+            kept[region] = data[region]
+            assert np.array_equal(read(array, stream), kept) and array.mapped_bytes == 2 * TILE
+            inner = (slice(10, 20), slice(5, 40), slice(30, 95))
+            assert np.array_equal(read(array, stream, (10, 35, 65), region=inner), kept[inner])
+
+    def test_layers(self, device: sa.Device, tiles: vmm.TilePool, stream: sa.Stream) -> None:
+        with vmm.SparseArray(device, (3, 256, 512), layered=True) as array:
+            array.map(tiles, layer=1, stream=stream)
+            array.map(tiles, (slice(None), slice(256, 512)), layer=2, stream=stream)
+            assert [array.mapped(layer=layer).tolist() for layer in range(3)] == [
+                [[False, False]],
+                [[True, True]],
+                [[False, True]],
+            ]
+            data = [write(array, stream, noise((256, 512), seed=layer), layer=layer) for layer in range(3)]
+            data[0][:] = 0
+            data[2][:, :256] = 0
+            for layer, expected in enumerate(data):
+                assert np.array_equal(read(array, stream, (256, 512), layer=layer), expected)
+            array.unmap(layer=1, stream=stream)
+            assert array.mapped_bytes == TILE and not read(array, stream, (256, 512), layer=1).any()
+
+    @pytest.mark.parametrize("what", [None, 0])
+    def test_no_pool(self, image: vmm.SparseArray, stream: sa.Stream, what: Any) -> None:
+        with pytest.raises(TypeError, match="TilePool"):
+            image.map(what, stream=stream)
+
+    def test_on_the_default_stream(self, device: sa.Device, tiles: vmm.TilePool, image: vmm.SparseArray) -> None:
+        image.map(tiles, stream=device.default_stream)
+        data = write(image, device.default_stream, noise(image.shape))
+        assert np.array_equal(read(image, device.default_stream), data)
+
+    def test_in_a_capture(self, tiles: vmm.TilePool, image: vmm.SparseArray, stream: sa.Stream) -> None:
+        """Refused, and the capture goes on."""
+        with stream.capture() as graph:
+            for use in each(
+                lambda: image.map(tiles, stream=stream),
+                lambda: image.unmap(stream=stream),
+                lambda: image.copy_from(noise(image.shape), stream),
+                lambda: image.copy_to(noise(image.shape), stream),
+            ):
+                with pytest.raises(sa.CaptureError):
+                    use()
+        assert graph.nodes == [] and tiles.free_tiles == TILES
+        graph.close()
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_any_sequence(self, device: sa.Device, tiles: vmm.TilePool, stream: sa.Stream, seed: int) -> None:
+        """Mapped and unmapped at random, the array is a numpy array of which parts are cleared."""
+        chance = random.Random(seed)
+        with vmm.SparseArray(device, (512, 512), np.float32) as array:
+            model = np.zeros(array.shape, np.float32)
+            grid = np.zeros((4, 4), bool)
+            for number in range(1, 25):
+                y, x = chance.randrange(4), chance.randrange(4)
+                stop_y, stop_x = chance.randint(y + 1, 4), chance.randint(x + 1, 4)
+                region = (slice(y * 128, stop_y * 128), slice(x * 128, stop_x * 128))
+                part = grid[y:stop_y, x:stop_x]
+                if chance.random() < 0.6 and not part.any():
+                    array.map(tiles, region, stream=stream)
+                    part[:] = True
+                    array.copy_from(np.full(model[region].shape, number, np.float32), stream, region=region)
+                    model[region] = number
+                else:
+                    array.unmap(region, stream=stream)
+                    part[:] = False
+                    model[region] = 0
+                assert np.array_equal(array.mapped(), grid)
+                assert tiles.free_tiles == TILES - grid.sum()
+            assert np.array_equal(read(array, stream), model)
+
+
+class TestCopy:
+    def test_arrays_that_do_not_fit(self, image: vmm.SparseArray, stream: sa.Stream) -> None:
+        for data in (
+            noise((768, 1024)),
+            noise((1024, 768, 1)),
+            noise((1023, 768)),
+            noise((1024, 768), np.int8),
+            noise((1024, 768), np.uint16),
+            np.asfortranarray(noise((1024, 768))),
+            noise((1024, 1536))[:, ::2],
+        ):
+            for use in each(image.copy_from, image.copy_to):
+                with pytest.raises(ValueError, match="contiguous"):
+                    use(data, stream)
+
+    def test_targets_that_are_none(self, image: vmm.SparseArray, stream: sa.Stream) -> None:
+        frozen = noise(image.shape)
+        frozen.flags.writeable = False
+        for target in (frozen, bytearray(1024 * 768), None):
+            with pytest.raises(TypeError, match="writable numpy array"):
+                image.copy_to(target, stream)  # type: ignore[arg-type]
+
+    def test_a_source_may_be_dropped(self, tiles: vmm.TilePool, image: vmm.SparseArray, stream: sa.Stream) -> None:
+        image.map(tiles, stream=stream)
+        expected = noise(image.shape)
+        image.copy_from(expected.copy(), stream)
+        gc.collect()
+        noise(image.shape, seed=1)
+        assert np.array_equal(read(image, stream), expected)
+
+
+class TestMipmaps:
+    @pytest.fixture
+    def texture(self, device: sa.Device, tiles: vmm.TilePool) -> Iterator[vmm.SparseArray]:
+        """512 x 512 of four bytes, with all levels: two have tiles, of 4 x 4 and 2 x 2, one is a tile, seven a tail."""
+        with vmm.SparseArray(device, (512, 512), np.float32, levels=10) as array:
+            yield array
+
+    def test_what_it_says(self, texture: vmm.SparseArray) -> None:
+        assert texture.levels == 10 and texture.tile == (128, 128)
+        assert texture.mip_tail == vmm.MipTail(3, TILE, False)
+        assert [texture.level_shape(level) for level in (0, 1, 2, 3, 9)] == [
+            (512, 512),
+            (256, 256),
+            (128, 128),
+            (64, 64),
+            (1, 1),
+        ]
+        assert [texture.mapped(level).shape for level in range(3)] == [(4, 4), (2, 2), (1, 1)]
+
+    def test_levels(self, texture: vmm.SparseArray, tiles: vmm.TilePool, stream: sa.Stream) -> None:
+        texture.map(tiles, (slice(0, 128), slice(None)), stream=stream)
+        texture.map(tiles, level=2, stream=stream)
+        assert texture.mapped_bytes == 5 * TILE
+        assert texture.mapped(0)[0].all() and not texture.mapped(0)[1:].any()
+        assert not texture.mapped(1).any() and texture.mapped(2).all()
+        data = [
+            write(texture, stream, noise(texture.level_shape(level), np.float32, level), level=level)
+            for level in range(3)
+        ]
+        data[0][128:] = 0
+        data[1][:] = 0
+        for level, expected in enumerate(data):
+            assert np.array_equal(read(texture, stream, expected.shape, level=level), expected)
+
+    def test_tail(self, texture: vmm.SparseArray, tiles: vmm.TilePool, stream: sa.Stream) -> None:
+        """All levels that are too small for a tile share one."""
+        shapes = {level: texture.level_shape(level) for level in range(3, 10)}
+        for level, shape in shapes.items():
+            write(texture, stream, noise(shape, np.float32), level=level)
+            assert not read(texture, stream, shape, level=level).any()
+        texture.map_tail(tiles, stream=stream)
+        assert texture.mapped_bytes == TILE and tiles.free_tiles == TILES - 1
+        with pytest.raises(ValueError, match="mapped already"):
+            texture.map_tail(tiles, stream=stream)
+        data = {
+            level: write(texture, stream, noise(shape, np.float32, level), level=level)
+            for level, shape in shapes.items()
+        }
+        for level, expected in data.items():
+            assert np.array_equal(read(texture, stream, expected.shape, level=level), expected)
+        texture.unmap_tail(stream=stream)
+        texture.unmap_tail(stream=stream)
+        assert texture.mapped_bytes == 0 and tiles.free_tiles == TILES
+        assert not read(texture, stream, (64, 64), level=3).any()
+
+    def test_levels_of_the_tail_have_no_tiles(
+        self, texture: vmm.SparseArray, tiles: vmm.TilePool, stream: sa.Stream
+    ) -> None:
+        for use in each(
+            lambda: texture.map(tiles, level=3, stream=stream),
+            lambda: texture.unmap(level=9, stream=stream),
+        ):
+            with pytest.raises(ValueError, match="mip tail"):
+                use()
+        with pytest.raises(ValueError, match="level=10"):
+            texture.map(tiles, level=10, stream=stream)
+        with pytest.raises(ValueError, match="layer=1"):
+            texture.map_tail(tiles, layer=1, stream=stream)
+
+    def test_no_tail(self, image: vmm.SparseArray, tiles: vmm.TilePool, stream: sa.Stream) -> None:
+        for use in each(lambda: image.map_tail(tiles, stream=stream), lambda: image.unmap_tail(stream=stream)):
+            with pytest.raises(ValueError, match="no mip tail"):
+                use()
+
+    def test_layers(self, device: sa.Device, tiles: vmm.TilePool, stream: sa.Stream) -> None:
+        """Each layer has a tail of its own."""
+        with vmm.SparseArray(device, (2, 256, 256), np.float32, layered=True, levels=9) as array:
+            assert array.mip_tail == vmm.MipTail(2, TILE, False)
+            array.map_tail(tiles, layer=1, stream=stream)
+            array.map(tiles, level=1, layer=0, stream=stream)
+            assert array.mapped_bytes == 2 * TILE
+            found = []
+            for layer in range(2):
+                for level, shape in ((1, (128, 128)), (2, (64, 64))):
+                    data = write(array, stream, noise(shape, np.float32, layer), level=level, layer=layer)
+                    same = np.array_equal(read(array, stream, shape, level=level, layer=layer), data)
+                    found.append((layer, level, same))
+            assert found == [(0, 1, True), (0, 2, False), (1, 1, False), (1, 2, True)]
+
+    def test_pool_that_is_too_small(
+        self, device: sa.Device, texture: vmm.SparseArray, tiles: vmm.TilePool, stream: sa.Stream
+    ) -> None:
+        with vmm.SparseArray(device, (1024, 2048)) as other:
+            other.map(tiles, stream=stream)
+            assert tiles.free_tiles == 0
+            with pytest.raises(sa.OutOfMemoryError, match="0 of 32 tiles free"):
+                texture.map_tail(tiles, stream=stream)
+            other.unmap((slice(0, 256), slice(0, 256)), stream=stream)
+            texture.map_tail(tiles, stream=stream)
+            assert tiles.free_tiles == 0
+
+
+class TestExhaustion:
+    def test_too_few_tiles(self, device: sa.Device, tiles: vmm.TilePool, stream: sa.Stream) -> None:
+        with (
+            vmm.SparseArray(device, (1024, 1792)) as one,  # 28 tiles
+            vmm.SparseArray(device, (512, 768)) as two,  # 6
+        ):
+            one.map(tiles, stream=stream)
+            data = write(one, stream, noise(one.shape))
+            for _ in range(2):
+                with pytest.raises(sa.OutOfMemoryError, match="4 of 32 tiles free, and 6 are needed") as caught:
+                    two.map(tiles, stream=stream)
+                assert (caught.value.requested, caught.value.free, caught.value.total) == (6 * TILE, 4 * TILE, PAGE)
+            assert two.mapped_bytes == 0 and tiles.free_tiles == 4
+            two.map(tiles, (slice(None), slice(0, 512)), stream=stream)
+            assert tiles.free_tiles == 0
+            write(two, stream, noise(two.shape))
+            assert np.array_equal(read(one, stream), data)
+            with vmm.TilePool(two.device, PAGE) as more:
+                two.map(more, (slice(None), slice(512, 768)), stream=stream)
+                other = write(two, stream, noise(two.shape, seed=3))
+                assert np.array_equal(read(two, stream), other) and np.array_equal(read(one, stream), data)
+                two.unmap(stream=stream)
+                assert (tiles.free_tiles, more.free_tiles) == (4, TILES)
+
+    def test_tiles_of_a_closed_array(self, device: sa.Device, tiles: vmm.TilePool, stream: sa.Stream) -> None:
+        for _ in range(3):
+            with vmm.SparseArray(device, (1024, 2048)) as array:
+                array.map(tiles, stream=stream)
+                assert tiles.free_tiles == 0
+            assert tiles.free_tiles == TILES and array.closed
+        array.close()
+
+
+class TestClosed:
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda array, pool, stream: array.handle,
+            lambda array, pool, stream: array.map(pool, stream=stream),
+            lambda array, pool, stream: array.unmap(stream=stream),
+            lambda array, pool, stream: array.map_tail(pool, stream=stream),
+            lambda array, pool, stream: array.unmap_tail(stream=stream),
+            lambda array, pool, stream: array.copy_from(noise((512, 512)), stream),
+            lambda array, pool, stream: array.copy_to(noise((512, 512)), stream),
+        ],
+    )
+    def test_used(self, device: sa.Device, tiles: vmm.TilePool, stream: sa.Stream, use: Callable[..., object]) -> None:
+        with vmm.SparseArray(device, (512, 512)) as array:
+            array.map(tiles, stream=stream)
+        with pytest.raises(sa.ClosedError):
+            use(array, tiles, stream)
+        assert "closed" in repr(array) and tiles.free_tiles == TILES
+
+    def test_on_a_closed_stream(self, device: sa.Device, tiles: vmm.TilePool, image: vmm.SparseArray) -> None:
+        stream = device.create_stream()
+        image.map(tiles, (slice(0, 256), slice(None)), stream=stream)
+        stream.close()
+        for use in each(
+            lambda: image.map(tiles, (slice(256, 512), slice(None)), stream=stream),
+            lambda: image.unmap(stream=stream),
+            lambda: image.copy_from(noise(image.shape), stream),
+        ):
+            with pytest.raises(sa.ClosedError):
+                use()
+        assert tiles.free_tiles == TILES - 3 and image.mapped_bytes == 3 * TILE
+
+    @pytest.mark.parametrize("seed", range(6))
+    def test_dropped_in_any_order(self, machine: Any, seed: int) -> None:
+        account = Account(machine)
+        device = account.device
+        stream = device.create_stream()
+        pool, other = vmm.TilePool(device, PAGE), vmm.TilePool(device, PAGE)
+        arrays = [vmm.SparseArray(device, (512, 512)), vmm.SparseArray(device, (512, 512), np.float32, levels=10)]
+        for array in arrays:
+            array.map(pool, (slice(0, 256), slice(None)), stream=stream)
+            array.map(other, (slice(256, 512), slice(None)), stream=stream)
+        arrays[0].unmap((slice(0, 256), slice(None)), stream=stream)
+        arrays[1].map_tail(pool, stream=stream)
+        things: list[object] = [device, stream, pool, other, *arrays]
+        del device, stream, pool, other, arrays, array
+        random.Random(seed).shuffle(things)
+        if seed % 2:
+            things.append(things)  # a cycle, which the collector ends in an order of its own
+            del things
+        else:
+            while things:
+                things.pop()
+        gc.collect()
+        assert account.left == {}
+
+    @pytest.mark.parametrize("order", [0, 1])
+    def test_cycles_with_their_pool(self, machine: Any, order: int) -> None:
+        """The memory must not go before the array that has its tiles there."""
+        account = Account(machine)
+        device = account.device
+        pool = vmm.TilePool(device, PAGE)
+        array = vmm.SparseArray(device, (512, 512))
+        array.map(pool, stream=device.default_stream)
+        holder: list[object] = [pool, array] if order else [array, pool]
+        holder.append(holder)
+        del pool, array, holder, device
+        gc.collect()
+        assert account.left == {}
+        released = account.calls("cuArrayDestroy", "cuMemRelease", "cuMemMapArrayAsync")
+        assert released[-2:] == ["cuArrayDestroy", "cuMemRelease"]
+
+    def test_dropped_in_a_capture(self, machine: Any) -> None:
+        account = Account(machine)
+        device = account.device
+        with device.create_stream() as stream, device.create_stream() as other:
+            pool: Any = vmm.TilePool(device, PAGE)
+            array: Any = vmm.SparseArray(device, (512, 512))
+            array.map(pool, stream=other)
+            with stream.capture() as graph:
+                del array, pool
+                gc.collect()
+                assert account.calls("cuArrayDestroy", "cuMemRelease") == []
+            graph.close()
+            assert account.calls("cuArrayDestroy", "cuMemRelease") == ["cuArrayDestroy", "cuMemRelease"]
+        del stream, other, graph
+        gc.collect()
+        assert account.left == {}
+
+
+class TestStreamOrder:
+    """Mapping and unmapping are in stream order; tiles that are used again elsewhere make that stream wait."""
+
+    LEFT, RIGHT = (slice(0, 1024), slice(0, 1024)), (slice(0, 1024), slice(1024, 2048))
+
+    @pytest.fixture
+    def full(self, device: sa.Device, tiles: vmm.TilePool, stream: sa.Stream) -> Iterator[vmm.SparseArray]:
+        """An array that has all tiles of the pool."""
+        with vmm.SparseArray(device, (1024, 2048)) as array:
+            array.map(tiles, stream=stream)
+            write(array, stream, noise(array.shape))
+            yield array
+            device.synchronize()
+
+    def test_after_earlier_work(
+        self, device: sa.Device, tiles: vmm.TilePool, full: vmm.SparseArray, stream: sa.Stream, gate: Gate
+    ) -> None:
+        gate.hold(stream)
+        full.unmap(self.LEFT, stream=stream)
+        assert not full.mapped()[:, :4].any() and tiles.free_tiles == TILES // 2 and pending(stream)
+        with device.create_stream() as other:
+            assert read(full, other, (1024, 1024), region=self.LEFT).all()  # still mapped
+            gate.open()
+            stream.synchronize()
+            assert not read(full, other, (1024, 1024), region=self.LEFT).any()
+            assert read(full, other, (1024, 1024), region=self.RIGHT).all()
+
+    def test_used_again_on_another_stream(
+        self, device: sa.Device, tiles: vmm.TilePool, full: vmm.SparseArray, stream: sa.Stream, gate: Gate
+    ) -> None:
+        with device.create_stream() as other, vmm.SparseArray(device, (256, 256)) as small:
+            gate.hold(stream)
+            full.unmap(self.LEFT, stream=stream)
+            small.map(tiles, stream=other)
+            assert pending(other)
+            gate.open()
+            assert executed(other) and executed(stream)
+            data = write(small, other, noise((256, 256), seed=8))
+            assert np.array_equal(read(small, other), data)
+            assert not read(full, other, (1024, 1024), region=self.LEFT).any()
+
+    def test_used_again_on_the_same_stream(
+        self, machine: Any, device: sa.Device, tiles: vmm.TilePool, full: vmm.SparseArray, stream: sa.Stream
+    ) -> None:
+        """Stream order is order enough: no stream waits."""
+        driver = sd.traced(machine)
+        mine = sa.Device(0, driver=driver)
+        with (
+            mine.create_stream() as one,
+            vmm.TilePool(mine, PAGE) as pool,
+            vmm.SparseArray(mine, (1024, 2048)) as array,
+        ):
+            for _ in range(3):
+                array.map(pool, stream=one)
+                array.unmap(stream=one)
+            assert names(driver, "cuStreamWaitEvent", "cuStreamSynchronize", "cuCtxSynchronize") == []
+
+    def test_never_waits_for_the_host(self, machine: Any, device: sa.Device, tiles: vmm.TilePool) -> None:
+        driver = sd.traced(machine)
+        mine = sa.Device(0, driver=driver)
+        with (
+            mine.create_stream() as one,
+            mine.create_stream() as two,
+            vmm.TilePool(mine, PAGE) as pool,
+            vmm.SparseArray(mine, (1024, 2048)) as array,
+        ):
+            for stream in (one, two, one):
+                array.map(pool, stream=stream)
+                array.unmap(stream=stream)
+            waits = [name for name in names(driver) if "Synchronize" in name]
+            assert waits == [] and "cuStreamWaitEvent" in names(driver)
+
+    def test_free_tiles_are_taken_first(
+        self, device: sa.Device, tiles: vmm.TilePool, image: vmm.SparseArray, stream: sa.Stream, gate: Gate
+    ) -> None:
+        """Nobody waits for tiles that are being unmapped while others are free."""
+        row = (slice(0, 256), slice(None))
+        image.map(tiles, row, stream=stream)
+        stream.synchronize()
+        with device.create_stream() as other, vmm.SparseArray(device, (256, 768)) as small:
+            gate.hold(stream)
+            image.unmap(row, stream=stream)
+            small.map(tiles, stream=other)
+            free_at_once = executed(other, within=5.0)
+            gate.open()
+            device.synchronize()
+            assert free_at_once
+
+    def test_a_map_that_fails_forgets_no_wait(self, machine: Any) -> None:
+        """The tiles that it gives back are still being unmapped elsewhere."""
+        driver = sd.faulty(machine, "cuMemMapArrayAsync", nth=3, result="CUDA_ERROR_UNKNOWN")
+        device = sa.Device(0, driver=driver)
+        with (
+            device.create_stream() as one,
+            device.create_stream() as two,
+            device.create_stream() as three,
+            vmm.TilePool(device, PAGE) as pool,
+            vmm.SparseArray(device, (1024, 2048)) as array,
+            vmm.SparseArray(device, (256, 256)) as small,
+            Gate(device) as gate,
+        ):
+            array.map(pool, stream=one)
+            gate.hold(one)
+            array.unmap(stream=one)
+            with pytest.raises(sa.CudaError) as caught:
+                small.map(pool, stream=two)
+            assert caught.value.call == "cuMemMapArrayAsync" and pool.free_tiles == TILES
+            small.map(pool, stream=three)
+            assert pending(three)
+            gate.open()
+            assert executed(three)
+
+    def test_after_the_stream_is_gone(
+        self, device: sa.Device, tiles: vmm.TilePool, full: vmm.SparseArray, stream: sa.Stream
+    ) -> None:
+        with device.create_stream() as other:
+            full.unmap(self.LEFT, stream=other)
+        with vmm.SparseArray(device, (256, 256)) as small:
+            small.map(tiles, stream=stream)
+            data = write(small, stream, noise((256, 256)))
+            assert np.array_equal(read(small, stream), data)
+
+
+QUEUED = """
+import gc, threading
+import streamalloc as sa
+from streamalloc import vmm
+from streamalloc.testing import Gate
+PAGE = 2 << 20
+device = sa.Device(0); stream = device.create_stream()
+
+class Holder: pass
+
+def scenario(name, queue, act):
+    "Something is queued behind a gate; whether the act took until the gate was opened."
+    holder = Holder()
+    holder.pool = vmm.TilePool(device, PAGE); holder.array = vmm.SparseArray(device, (512, 512))
+    if queue != "map":
+        holder.array.map(holder.pool, stream=stream); stream.synchronize()
+    with Gate(device) as gate:
+        gate.hold(stream)
+        getattr(holder.array, queue)(*([holder.pool] if queue == "map" else []), stream=stream)
+        opened = []
+        timer = threading.Timer(0.02, lambda: (opened.append(True), gate.open()))
+        timer.start()
+        act(holder)
+        waited = bool(opened)
+        timer.join()
+        stream.synchronize()
+    holder.__dict__.clear()
+    gc.collect()
+    print(name, waited)
+
+def cycle(holder):
+    holder.__dict__["self"] = [holder]
+    holder.array, holder.pool = [holder.pool, holder.array], None
+    holder.array.append(holder.array); del holder.array; holder.__dict__.clear(); gc.collect()
+
+scenario("close the array", "map", lambda h: h.array.close())
+scenario("close the array after an unmapping", "unmap", lambda h: h.array.close())
+scenario("close the pool after an unmapping", "unmap", lambda h: h.pool.close())
+scenario("drop the array", "map", lambda h: h.__dict__.pop("array") and None)
+scenario("drop the pool after an unmapping", "unmap", lambda h: h.__dict__.pop("pool") and None)
+scenario("drop both", "map", cycle)
+scenario("drop both after an unmapping", "unmap", cycle)
+"""
+
+
+def test_queued_maps_are_waited_for(python: Callable[..., CompletedProcess[str]]) -> None:
+    """In a child: a driver that loses memory or an array under a queued operation crashes (readings)."""
+    done = python(QUEUED)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
+    assert len(found) == 7 and set(found.values()) == {"True"}, found
+
+
+@pytest.mark.gpus(2)
+class TestTwoDevices:
+    def test_of_the_other_device(self, peer: sa.Device) -> None:
+        with (
+            peer.create_stream() as stream,
+            vmm.TilePool(peer, PAGE) as pool,
+            vmm.SparseArray(peer, (512, 512)) as array,
+        ):
+            array.map(pool, (slice(0, 256), slice(None)), stream=stream)
+            data = write(array, stream, noise(array.shape))
+            data[256:] = 0
+            assert np.array_equal(read(array, stream), data)
+
+    def test_not_across_devices(
+        self, device: sa.Device, peer: sa.Device, tiles: vmm.TilePool, image: vmm.SparseArray, stream: sa.Stream
+    ) -> None:
+        with vmm.TilePool(peer, PAGE) as theirs, peer.create_stream() as other:
+            with pytest.raises(ValueError, match=r"is not of <Device 0"):
+                image.map(theirs, stream=stream)
+            for use in each(
+                lambda: image.map(tiles, stream=other),
+                lambda: image.unmap(stream=other),
+                lambda: image.copy_from(noise(image.shape), other),
+            ):
+                with pytest.raises(ValueError, match=r"is not of <Device 0"):
+                    use()
+        assert tiles.free_tiles == TILES
+
+
+class MakeArray(Case):
+    levels = 0
+
+    def step(self) -> None:
+        self.array = vmm.SparseArray(self.device, (512, 512), np.float32, levels=self.levels)
+
+    def check_failed(self, failed: str) -> None:
+        assert self.account.left == {}
+
+    def end(self) -> None:
+        self.array.close()
+
+
+class MakeTexture(MakeArray):
+    levels = 10
+
+
+class MakeTiles(Case):
+    def step(self) -> None:
+        self.pool = vmm.TilePool(self.device, PAGE)
+
+    def check_failed(self, failed: str) -> None:
+        assert self.account.left == {}
+
+    def end(self) -> None:
+        self.pool.close()
+
+
+class ArrayCase(Case):
+    """A texture whose upper half is mapped, on one stream, and another stream for the step."""
+
+    def prepare(self) -> None:
+        self.stream, self.other = self.device.create_stream(), self.device.create_stream()
+        self.pool = vmm.TilePool(self.device, PAGE)
+        self.array = vmm.SparseArray(self.device, (512, 512), np.float32, levels=10)
+        self.array.map(self.pool, (slice(0, 256), slice(None)), stream=self.stream)
+        self.array.copy_from(np.full((256, 512), 5, np.float32), self.stream, region=(slice(0, 256), slice(None)))
+        self.stream.synchronize()
+
+    def check_tiles(self, mapped: int, upper: bool = True) -> None:
+        assert self.array.mapped_bytes == mapped * TILE and self.pool.free_tiles == TILES - mapped
+        self.other.synchronize()
+        found = read(self.array, self.stream, (256, 512), region=(slice(0, 256), slice(None)))
+        assert (found == (5 if upper else 0)).all()
+
+    def check_failed(self, failed: str) -> None:
+        self.check_tiles(8)
+
+    def end(self) -> None:
+        self.array.close()
+        self.pool.close()
+        for stream in (self.stream, self.other):
+            stream.close()
+
+
+class MapTiles(ArrayCase):
+    region = (slice(256, 512), slice(None))
+
+    def step(self) -> None:
+        self.array.map(self.pool, self.region, stream=self.other)
+
+    def check_done(self) -> None:
+        self.check_tiles(16)
+        data = write(self.array, self.other, noise((256, 512), np.float32), region=self.region)
+        assert np.array_equal(read(self.array, self.other, (256, 512), region=self.region), data)
+
+
+class MapTilesAgain(MapTiles):
+    """All free tiles were unmapped on another stream."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        with vmm.SparseArray(self.device, (1024, 1536)) as filler:
+            filler.map(self.pool, stream=self.stream)
+            filler.unmap(stream=self.stream)
+
+
+class UnmapTiles(ArrayCase):
+    def step(self) -> None:
+        self.array.unmap(stream=self.other)
+
+    def check_failed(self, failed: str) -> None:
+        # It is queued already where only the context could not be taken off.
+        self.check_tiles(8, upper=failed != "cuCtxPopCurrent")
+
+    def check_done(self) -> None:
+        self.check_tiles(0, upper=False)
+
+
+class MapTail(ArrayCase):
+    def step(self) -> None:
+        self.array.map_tail(self.pool, stream=self.other)
+
+    def check_done(self) -> None:
+        self.check_tiles(9)
+
+
+class UnmapTail(ArrayCase):
+    def prepare(self) -> None:
+        super().prepare()
+        self.array.map_tail(self.pool, stream=self.stream)
+        self.stream.synchronize()
+
+    def step(self) -> None:
+        self.array.unmap_tail(stream=self.other)
+
+    def check_failed(self, failed: str) -> None:
+        self.check_tiles(9)
+
+    def check_done(self) -> None:
+        self.check_tiles(8)
+
+
+class CopyIn(ArrayCase):
+    def step(self) -> None:
+        self.array.copy_from(np.full((256, 512), 6, np.float32), self.other, region=(slice(0, 256), slice(None)))
+
+    def check_failed(self, failed: str) -> None:
+        # The copy is queued already where only the context could not be taken off.
+        if failed != "cuCtxPopCurrent":
+            super().check_failed(failed)
+
+
+class CloseArray(ArrayCase):
+    def step(self) -> None:
+        self.array.close()
+
+    def check_failed(self, failed: str) -> None:
+        if failed != "cuCtxPopCurrent":
+            assert not self.array.closed
+            super().check_failed(failed)
+
+    def check_done(self) -> None:
+        assert self.array.closed and self.pool.free_tiles == TILES
+
+
+class CloseTiles(ArrayCase):
+    def prepare(self) -> None:
+        super().prepare()
+        self.array.unmap(stream=self.stream)
+
+    def step(self) -> None:
+        self.pool.close()
+
+    def check_failed(self, failed: str) -> None:
+        assert not self.pool.closed and self.pool.free_tiles == TILES
+
+    def check_done(self) -> None:
+        assert self.pool.closed
+
+
+# An event that cannot be recorded is made up for by waiting.
+SURVIVED = {"cuEventCreate", "cuEventRecord", "cuEventDestroy", "cuCtxPushCurrent", "cuCtxPopCurrent"}
+FAULTS = [
+    MakeArray, MakeTexture, MakeTiles, MapTiles, MapTilesAgain, UnmapTiles, MapTail, UnmapTail, CopyIn, CloseArray,
+    CloseTiles,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_every_call_fails_in_turn(machine: Any, kind: type[Case]) -> None:
+    sweep(machine, kind, 1, "CUDA_ERROR_OUT_OF_MEMORY", again=True, survived=SURVIVED)
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_all_is_dropped_afterwards(machine: Any, kind: type[Case]) -> None:
+    sweep(machine, kind, 1, "CUDA_ERROR_UNKNOWN", again=False, survived=SURVIVED)

@@ -1,0 +1,199 @@
+"""One contiguous buffer with memory of several devices."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
+from tests.support import holds, read
+
+from .support import HOST, NONE, PAGE, READ, READWRITE, Account, assert_unique, pattern, same, write
+
+
+def devices(count: int, driver: Any = None) -> list[sa.Device]:
+    return [sa.Device(ordinal, driver=driver) for ordinal in range(count)]
+
+
+class TestOneDevice:
+    @pytest.mark.parametrize(
+        ("nbytes", "each"), [(1, PAGE), (PAGE, PAGE), (PAGE + 1, 2 * PAGE), (5 * PAGE - 7, 5 * PAGE)]
+    )
+    def test_sizes(self, device: sa.Device, nbytes: int, each: int) -> None:
+        with vmm.stripe(nbytes, [device]) as buffer:
+            assert (buffer.nbytes, buffer.stripe_bytes, buffer.capacity, buffer.mapped_bytes) == (
+                nbytes,
+                each,
+                each,
+                each,
+            )
+            assert buffer.devices == (device,) and buffer.device == device
+            data = write(buffer, pattern(nbytes))
+            assert same(buffer, data)
+
+    @pytest.mark.parametrize(
+        ("nbytes", "error", "words"),
+        [
+            (0, ValueError, "nbytes=0"),
+            (-1, ValueError, "nbytes"),
+            (1.0, TypeError, "nbytes"),
+            (1 << 64, ValueError, "nbytes"),
+        ],
+    )
+    def test_bad_sizes(self, device: sa.Device, nbytes: Any, error: type[Exception], words: str) -> None:
+        with pytest.raises(error, match=words):
+            vmm.stripe(nbytes, [device])
+
+    @pytest.mark.parametrize(
+        ("arguments", "error", "words"),
+        [
+            ({"alignment": 3}, ValueError, "alignment"),
+            ({"address": 1}, ValueError, "address"),
+            ({"access": HOST}, ValueError, "access"),
+            ({"access": sa.MemLocation.device(99)}, ValueError, "id=99"),
+            ({"handle_types": 1}, TypeError, "handle_types"),
+        ],
+    )
+    def test_bad_arguments(self, machine: Any, arguments: Any, error: type[Exception], words: str) -> None:
+        account = Account(machine)
+        with pytest.raises(error, match=words):
+            vmm.stripe(PAGE, [account.device], **arguments)
+        gc.collect()
+        assert account.left == {} and account.calls("cuMemCreate") == []
+
+    def test_bad_devices(self, machine: Any, device: sa.Device) -> None:
+        for what, error in (([], TypeError), ([0], TypeError), ([device, None], TypeError), ([device] * 2, ValueError)):
+            with pytest.raises(error, match="device"):
+                vmm.stripe(PAGE, what)  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            vmm.stripe(PAGE, device)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="another driver"):
+            vmm.stripe(PAGE, [device, sa.Device(0, driver=sd.traced(machine))])
+
+    def test_no_addresses(self, machine: Any) -> None:
+        account = Account(machine)
+        with pytest.raises(sa.AddressSpaceError):
+            vmm.stripe(1 << 47, [account.device])
+        assert account.left == {}
+
+    def test_no_memory(self, machine: Any) -> None:
+        account = Account(machine)
+        with pytest.raises(sa.OutOfMemoryError, match="physical memory is exhausted"):
+            vmm.stripe(1 << 46, [account.device])
+        assert account.left == {}
+
+    def test_refuses_copies(self, device: sa.Device) -> None:
+        with vmm.stripe(1, [device]) as buffer:
+            assert_unique(buffer)
+
+    def test_closed(self, machine: Any) -> None:
+        account = Account(machine)
+        with vmm.stripe(PAGE, [account.device]) as buffer:
+            assert len(account.mapped) == 1
+        buffer.close()
+        assert buffer.closed and account.left == {}
+        with pytest.raises(sa.ClosedError):
+            buffer.fill(1)
+
+
+@pytest.mark.gpus(2)
+class TestTwoDevices:
+    @pytest.mark.parametrize(("nbytes", "each"), [(1, 1), (2 * PAGE, 1), (2 * PAGE + 1, 2), (7 * PAGE, 4)])
+    @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+    def test_where_it_lies(self, machine: Any, nbytes: int, each: int, order: tuple[int, int]) -> None:
+        """The same amount of each device, side by side in the order given."""
+        chosen = [sa.Device(ordinal) for ordinal in order]
+        before = [device.memory_info().free for device in devices(2)]
+        with vmm.stripe(nbytes, chosen) as buffer:
+            assert (buffer.nbytes, buffer.stripe_bytes, buffer.capacity) == (nbytes, each * PAGE, 2 * each * PAGE)
+            assert [mapping.location.id for mapping in buffer.mappings] == list(order)
+            assert [mapping.offset for mapping in buffer.mappings] == [0, each * PAGE]
+            assert buffer.device == chosen[0] and buffer.location == chosen[0].location
+            assert buffer.range.draw() == str(order[0]) * each + str(order[1]) * each
+            for device in chosen:
+                assert [mapping.access(device) for mapping in buffer.mappings] == [READWRITE, READWRITE]
+            data = write(buffer, pattern(nbytes))
+            assert same(buffer, data)
+        assert [device.memory_info().free for device in devices(2)] == before
+
+    def test_each_device_uses_all_of_it(self, device: sa.Device, peer: sa.Device) -> None:
+        with vmm.stripe(2 * PAGE, [device, peer]) as buffer, peer.create_stream() as theirs:
+            for value, stream in ((3, device.default_stream), (4, theirs)):
+                buffer.fill(value, stream)
+                stream.synchronize()
+                assert holds(buffer, value)
+            seam = buffer[PAGE - 4 : PAGE + 4]
+            seam.fill(9, theirs)
+            theirs.synchronize()
+            assert read(buffer)[PAGE - 5 : PAGE + 5].tolist() == [4, *8 * [9], 4]
+
+    def test_access_for_less(self, device: sa.Device, peer: sa.Device) -> None:
+        with vmm.stripe(2 * PAGE, [device], access={peer: READ}) as buffer, peer.create_stream() as theirs:
+            assert [mapping.access(peer) for mapping in buffer.mappings] == [READ]
+            buffer.fill(1)
+            device.synchronize()
+            with vmm.GrowableBuffer(peer, 2 * PAGE, 2 * PAGE, stream=theirs) as copy:
+                copy.copy_from(buffer)
+                assert holds(copy, 1)
+            with pytest.raises(sa.InvalidValueError):
+                buffer.fill(2, theirs)
+            buffer.set_access(peer, NONE)
+            assert [mapping.access(peer) for mapping in buffer.mappings] == [NONE]
+
+    def test_evicted(self, device: sa.Device, peer: sa.Device) -> None:
+        """What each device gave comes back from the same device."""
+        before = [one.memory_info().free for one in (device, peer)]
+        with sa.MemoryPool(HOST) as host, vmm.stripe(4 * PAGE - 5, [peer, device]) as buffer:
+            for one in (device, peer):
+                host.set_access(one, READWRITE)
+            data = write(buffer, pattern(4 * PAGE - 5))
+            buffer.evict(host)
+            assert [one.memory_info().free for one in (device, peer)] == before
+            buffer.restore()
+            buffer.stream.synchronize()
+            assert [one.memory_info().free for one in (device, peer)] == [size - 2 * PAGE for size in before]
+            assert [mapping.location.id for mapping in buffer.mappings] == [1, 0]
+            assert same(buffer, data)
+            for one in (device, peer):
+                assert [mapping.access(one) for mapping in buffer.mappings] == [READWRITE, READWRITE]
+
+    def test_devices_that_are_no_peers(self, machine: Any) -> None:
+        class Apart:
+            """A driver whose devices do not reach each other."""
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(machine, name)
+
+            def cuDeviceCanAccessPeer(self, one: Any, other: Any) -> Any:
+                return machine.CUresult.CUDA_SUCCESS, 0
+
+        driver: Any = Apart()
+        with pytest.raises(sa.PeerAccessError, match="cannot reach"):
+            vmm.stripe(PAGE, devices(2, driver))
+
+    @pytest.mark.simulated_only("takes all memory of a device")
+    @pytest.mark.parametrize("full", [0, 1])
+    def test_one_of_them_has_no_memory(self, full: int) -> None:
+        account = Account(sd.simulated(devices=2, memory=4 * PAGE))
+        both = devices(2, account.driver)
+        with vmm.PhysicalMemory(3 * PAGE, both[full]):
+            with pytest.raises(sa.OutOfMemoryError) as caught:
+                vmm.stripe(4 * PAGE, both)
+            assert (caught.value.requested, caught.value.free) == (2 * PAGE, PAGE)
+            assert both[1 - full].memory_info().free == 4 * PAGE
+            with vmm.stripe(2 * PAGE, both) as buffer:
+                buffer.fill(1)
+                assert holds(buffer, 1)
+        assert account.left == {}
+
+
+@pytest.mark.gpus(4)
+def test_over_four_devices(machine: Any) -> None:
+    with vmm.stripe(8 * PAGE - 1, devices(4)) as buffer:
+        assert buffer.range.draw() == "00112233"
+        data = write(buffer, pattern(8 * PAGE - 1))
+        assert same(buffer, data)
