@@ -1,7 +1,8 @@
 """Full, typed, safe control of GPU memory through NVIDIA's cuda-python bindings.
 
-See :mod:`streamalloc.pool` for stream-ordered memory pools, :mod:`streamalloc.vmm` for virtual memory by hand, and
-:mod:`streamalloc.driver` for the choice of a real or a simulated driver.
+See :mod:`streamalloc.pool` for stream-ordered memory pools, :mod:`streamalloc.vmm` for virtual memory by hand,
+:mod:`streamalloc.ipc` for sharing between processes, and :mod:`streamalloc.driver` for the choice of a real or a
+simulated driver.
 """
 
 import importlib
@@ -54,7 +55,7 @@ from streamalloc.properties import (
 from streamalloc.stream import Event, Stream
 
 if TYPE_CHECKING:
-    from streamalloc import vmm
+    from streamalloc import ipc, vmm
 
 __version__ = "0.1.0"
 
@@ -112,13 +113,14 @@ __all__ = [
     "Stream",
     "allocate",
     "driver",
+    "ipc",
     "pointer_attributes",
     "vmm",
 ]
 
 
 # Imported when first used: whoever only allocates does not wait for them.
-_LATER = ("vmm",)
+_LATER = ("ipc", "vmm")
 
 
 def __getattr__(name: str) -> Any:

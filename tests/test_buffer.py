@@ -405,7 +405,7 @@ class TestCopy:
                     with pytest.raises(ValueError, match=rf"\b{size}\b"):
                         copy(other)
 
-    @pytest.mark.parametrize("other", [None, 0, "text", [0] * 64, object()], ids=repr)
+    @pytest.mark.parametrize("other", [None, 0, "text", [0] * 64, object()], ids=lambda value: type(value).__name__)
     def test_with_what_is_no_memory(self, buffer: sa.Buffer, other: Any) -> None:
         for name, copy in (("target", buffer.copy_to), ("source", buffer.copy_from)):
             with pytest.raises(TypeError, match=name):

@@ -26,7 +26,14 @@ MODULES = sorted(
     if not info.name.endswith("__main__") and ".simulator" not in info.name and ".cli" not in info.name
 )
 # The modules whose names users import directly.
-PUBLIC = ["streamalloc", "streamalloc.driver", "streamalloc.pool", "streamalloc.testing", "streamalloc.vmm"]
+PUBLIC = [
+    "streamalloc",
+    "streamalloc.driver",
+    "streamalloc.pool",
+    "streamalloc.testing",
+    "streamalloc.vmm",
+    "streamalloc.ipc",
+]
 
 
 def _relative(path: Path) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 import streamalloc as sa
-from streamalloc.cli import bench_vmm
+from streamalloc.cli import bench_ipc, bench_vmm
 from streamalloc.cli.choice import Chosen
 from streamalloc.cli.info import add_json_argument, versions, write_json
 from streamalloc.cli.measuring import FULL, QUICK, SIZE, Bench, Call, interleaved, judged, ratio, spread
@@ -457,6 +457,7 @@ SECTIONS: tuple[tuple[str, Callable[[Bench], Any], Callable[[Terminal, Any], Non
     ("live_buffers", measure_live, show_live),
     ("host_memory", measure_host_memory, show_host_memory),
     *bench_vmm.SECTIONS,
+    *bench_ipc.SECTIONS,
     ("import_time", measure_imports, show_imports),
 )
 

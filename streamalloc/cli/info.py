@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import streamalloc as sa
-from streamalloc.capabilities import address_space_limit, imex_channels, missing_for
+from streamalloc.capabilities import address_space_limit, missing_for
 from streamalloc.cli.choice import Chosen, cuda_version
+from streamalloc.cli.info_ipc import Sharing, imex_report, show_imex, show_sharing, try_sharing
 from streamalloc.cli.info_vmm import show_virtual_memory, try_virtual_memory
 from streamalloc.cli.terminal import Terminal, mib
 from streamalloc.driver import Driver
@@ -55,14 +58,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """Print the report as tables, as JSON, or both."""
+    # Once for both, as it takes another process.
+    sharing = functools.cache(lambda: try_sharing(sa.Device(0)))
     if options.json != "-":
-        _print(chosen, terminal)
+        _print(chosen, terminal, sharing)
     if options.json is not None:
-        write_json(report(chosen), options.json, terminal)
+        write_json(report(chosen, sharing), options.json, terminal)
     return 0
 
 
-def report(chosen: Chosen) -> dict[str, Any]:
+def report(chosen: Chosen, sharing: Callable[[], list[Sharing]]) -> dict[str, Any]:
     """All that the command says, as plain data."""
     driver = chosen.driver
     devices = sa.Device.all(driver)
@@ -73,7 +78,8 @@ def report(chosen: Chosen) -> dict[str, Any]:
         "versions": versions(chosen),
         "devices": [_device_report(device) for device in devices],
         "peer_access": peer_access(devices),
-        "imex_channels": imex_channels(),
+        "sharing": [trial._asdict() for trial in sharing()],
+        "imex_channels": imex_report(),
         "unreadable_pool_attributes": unreadable_attributes(driver),
         "address_space_limit": address_space_limit(),
     }
@@ -131,7 +137,7 @@ def unreadable_attributes(driver: Driver) -> dict[str, str]:
     return found
 
 
-def _print(chosen: Chosen, terminal: Terminal) -> None:
+def _print(chosen: Chosen, terminal: Terminal, sharing: Callable[[], list[Sharing]]) -> None:
     terminal.line(terminal.bold(chosen.headline))
     if chosen.not_found:
         terminal.line()
@@ -156,9 +162,8 @@ def _print(chosen: Chosen, terminal: Terminal) -> None:
     if len(devices) > 1:
         _print_peers(devices, terminal)
 
-    terminal.heading("IMEX channels")
-    channels = imex_channels()
-    terminal.paragraph(", ".join(channels) or "none: /dev/nvidia-caps-imex-channels is absent or empty")
+    show_sharing(sharing(), terminal)
+    show_imex(terminal, devices[0].supports)
 
     terminal.heading("Pool attributes that cannot be read here")
     for reason, names in _by_reason(unreadable_attributes(chosen.driver)).items():

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import numpy as np
+from typing_extensions import Self
 
 import streamalloc as sa
 from streamalloc.cli.choice import host_pool_location
+from streamalloc.cli.peer import Peer
 from streamalloc.cli.terminal import Terminal, mib
 
 __all__ = [
@@ -73,7 +77,7 @@ class Skipped(Exception):
 
 
 class Tour:
-    """What the parts of the tour share: the devices, and the lines that say what was done and found."""
+    """What the parts of the tour share: devices, another process, and the lines that say what was done and found."""
 
     # Where the figures begin in a line, counted from the text's start.
     _FIGURES_AT = 63
@@ -84,6 +88,18 @@ class Tour:
         self.checks = 0
         self.failed = 0
         self.skipped = 0
+        self.resources = contextlib.ExitStack()
+        """What lives until the end of the tour."""
+        self.partner: Peer | None = None
+        """The other process, once a part needs one."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.resources.close()
 
     def step(self, text: str, *claims: Claim, figures: sa.PoolStatistics | str = "") -> None:
         """One thing that was done, with what is claimed of it; prints each claim that does not hold."""

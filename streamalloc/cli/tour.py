@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import streamalloc as sa
-from streamalloc.cli import tour_vmm
+from streamalloc.cli import tour_ipc, tour_vmm
 from streamalloc.cli.choice import Chosen, plural
 from streamalloc.cli.steps import (
     KEEP_ALL,
@@ -443,6 +443,7 @@ PARTS: tuple[tuple[str, str, Callable[[Tour], None]], ...] = (
     ("Out of memory", "What the error says.", out_of_memory),
     ("Pointer attributes", "What the driver knows about any address.", addresses),
     *tour_vmm.PARTS,
+    *tour_ipc.PARTS,
 )
 
 
@@ -460,9 +461,9 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
         return 1
     with use(accounts), warnings.catch_warnings():
         warnings.simplefilter("error", sa.PendingFreesWarning)
-        tour = Tour(terminal)
-        for title, about, part in PARTS:
-            tour.run(title, about, part)
+        with Tour(terminal) as tour:
+            for title, about, part in PARTS:
+                tour.run(title, about, part)
         terminal.heading("At the end")
         _nothing_left(tour, accounts)
     terminal.line()

@@ -86,6 +86,8 @@ def read_handle_types(props: Any) -> int:
     return ctypes.c_uint32.from_address(int(props.getPtr()) + _HANDLE_TYPES_OFFSET).value
 
 
+_copy_bytes = ctypes.memmove
+
 # The opaque structs of inter-process communication all hold 64 bytes; not every version of the bindings shows them.
 _OPAQUE_BYTES = 64
 
@@ -100,5 +102,5 @@ def opaque_struct(name: str, data: bytes) -> Any:
     if len(data) != _OPAQUE_BYTES:
         raise ValueError(f"a {name} has {_OPAQUE_BYTES} bytes, not {len(data)}")
     struct = getattr(cuda, name)()
-    ctypes.memmove(int(struct.getPtr()), data, _OPAQUE_BYTES)
+    _copy_bytes(struct.getPtr(), data, _OPAQUE_BYTES)
     return struct

@@ -69,7 +69,7 @@ class Door:
     retired: list[_Ends]
     """Closed pools that the driver must not destroy yet, and frees that wait for other processes."""
 
-    memories: weakref.WeakValueDictionary[int, Any]
+    memories: dict[int, Any]
     """What is known of physical memory that is open, by driver handle; kept by :mod:`streamalloc.vmm`."""
     leases: Any
     """What this process shares with others, kept by :mod:`streamalloc.ipc`; None where nothing is."""
@@ -78,7 +78,7 @@ class Door:
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
-        self.memories = weakref.WeakValueDictionary()
+        self.memories = {}
         self.leases = None
         self.importer = None
         self.captures = 0
@@ -129,7 +129,8 @@ class Door:
         ForkedProcessError
             This process is a fork of the one that opened the driver.
         """
-        self.check_process()
+        if self.forked:
+            raise ForkedProcessError(_FORKED)
         function = getattr(self.driver, name, None)
         if function is None:
             raise unsupported(name, f"cuda-bindings {version_that_added(name)}", f"cuda-bindings {BINDINGS_VERSION}")

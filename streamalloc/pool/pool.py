@@ -75,7 +75,10 @@ class MemoryPool(Allocator, Closes):
         Device, driver or bindings cannot make such a pool; the message says what is needed.
     """
 
-    __slots__ = ("_closed", "_owned", "allocation_type", "on_oom", "properties")
+    __slots__ = ("_closed", "_owned", "_route", "allocation_type", "on_oom", "properties")
+
+    _route: Any
+    """How the pool is shared, kept by :mod:`streamalloc.ipc`; None where it is not."""
 
     allocation_type: MemAllocationType
     """Whether the memory is pinned in place or managed."""
@@ -122,6 +125,7 @@ class MemoryPool(Allocator, Closes):
         self, door: Door, raw: Any, location: MemLocation, allocation_type: MemAllocationType, *, owned: bool
     ) -> None:
         self._bind(door, door.driver.cuMemAllocFromPoolAsync, raw)
+        self._route = None
         self._owned = owned
         self.properties = None
         self._closed = False

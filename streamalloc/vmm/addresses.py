@@ -10,7 +10,7 @@ import contextlib
 import functools
 import warnings
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 
 from typing_extensions import Self
@@ -195,6 +195,7 @@ class AddressRange(Closes):
         mapped = self._map(memory, checked_size("offset", offset))
         if rights:
             try:
+                self._check_host((mapped,), rights)
                 self._grant((mapped,), rights, structs_of(rights))
             except BaseException as error:
                 self._undo_map((mapped,), error)
@@ -334,30 +335,27 @@ class AddressRange(Closes):
         memory._backing.mapping_count += 1
         return mapped
 
-    def _grant(self, pieces: Iterable[Mapped], rights: Rights, structs: list[object]) -> None:
+    def _grant(self, pieces: Sequence[Mapped], rights: Rights, structs: list[object]) -> None:
         """Set access of mappings that lie side by side."""
-        pieces = tuple(pieces)
-        for mapped in pieces:
-            for where, flags in rights.items():
-                if flags and where.on_host and not mapped.memory.location.on_host:
-                    raise NotSupportedError(
-                        "CUDA_ERROR_NOT_SUPPORTED",
-                        801,
-                        "cuMemSetAccess",
-                        "the host can only be given access to host memory",
-                    )
         start = pieces[0].offset
-        self._door.call(
-            "cuMemSetAccess",
-            self.address + start,
-            pieces[-1].stop - start,
-            structs,
-            len(structs),
-        )
+        self._door.call("cuMemSetAccess", self.address + start, pieces[-1].stop - start, structs, len(structs))
         for mapped in pieces:
             mapped.rights.update(rights)
 
+    def _check_host(self, pieces: Iterable[Mapped], rights: Rights) -> None:
+        """Refuse what the driver never gives: it sets the rest of such a request before it says so."""
+        if any(where.on_host and flags for where, flags in rights.items()) and not all(
+            mapped.memory.location.on_host for mapped in pieces
+        ):
+            raise NotSupportedError(
+                "CUDA_ERROR_NOT_SUPPORTED",
+                801,
+                "cuMemSetAccess",
+                "the host can only be given access to host memory",
+            )
+
     def _set_rights(self, pieces: tuple[Mapped, ...], rights: Rights, after: After) -> None:
+        self._check_host(pieces, rights)
         losing = accessing(
             {where: had for where, had in mapped.rights.items() if had & ~rights.get(where, had)} for mapped in pieces
         )
@@ -392,7 +390,7 @@ class AddressRange(Closes):
         for mapped in run:
             mapped.live = False
             del self._at[mapped.offset]
-            mapped.memory._backing.mapping_count -= 1
+            mapped.memory._backing.unmapped()
         place = bisect_left(self._offsets, start)
         del self._offsets[place : place + len(run)]
 
@@ -692,7 +690,7 @@ def _give_up(door: Door, address: int, nbytes: int, pieces: list[Mapped]) -> Non
             attempt(door.call, "cuMemUnmap", address + mapped.offset, mapped.memory.nbytes)
         attempt(door.call, "cuMemAddressFree", address, nbytes)
     for mapped in pieces:
-        mapped.memory._backing.mapping_count -= 1
+        mapped.memory._backing.unmapped()
     if any(error.name not in _GONE for error in errors):
         warnings.warn(
             f"a dropped address range at {address:#x} could not be freed: {errors[0]}", ResourceWarning, stacklevel=2

@@ -145,15 +145,38 @@ def properties_for(
 class Backing:
     """What all objects for one driver handle know of it."""
 
-    __slots__ = ("__weakref__", "exported", "holders", "imported", "mapping_count")
+    __slots__ = ("_known", "exported", "handle", "holders", "imported", "mapping_count")
 
-    def __init__(self) -> None:
+    def __init__(self, known: dict[int, Any]) -> None:
+        self._known = known
+        """Where it is found by its handle, as long as that is held or mapped."""
+        self.handle = 0
         self.exported = False
         self.imported = False
         """Whether it is memory of another process."""
         self.holders = 1
         """How many objects hold the handle."""
         self.mapping_count = 0
+
+    def name(self, handle: int) -> None:
+        """Tell the handle, once the driver has given it."""
+        self.handle = handle
+        self._known[handle] = self
+
+    def released(self) -> None:
+        """An object has let go of the handle."""
+        self.holders -= 1
+        self._forget()
+
+    def unmapped(self) -> None:
+        """A mapping is gone."""
+        self.mapping_count -= 1
+        self._forget()
+
+    def _forget(self) -> None:
+        # The driver uses handles again.
+        if not self.holders and not self.mapping_count and self._known.get(self.handle) is self:
+            del self._known[self.handle]
 
 
 class PhysicalMemory(Closes):
@@ -235,14 +258,14 @@ class PhysicalMemory(Closes):
             self._raw = recipe.door.call("cuMemCreate", nbytes, recipe.struct, 0, hint=recipe.hint)
         except OutOfMemoryError as error:
             raise recipe.out_of_memory(error, nbytes) from None
-        recipe.door.memories[int(self._raw)] = self._backing
+        self._backing.name(int(self._raw))
 
     def _take(self, recipe: Recipe, nbytes: int, raw: Any) -> None:
         self._raw = raw
         self._recipe = recipe
         self.nbytes = nbytes
         self._kept = False
-        self._backing = Backing()
+        self._backing = Backing(recipe.door.memories)
 
     @staticmethod
     def granularity(
@@ -286,11 +309,11 @@ class PhysicalMemory(Closes):
         memory._take(Recipe(door, prop), nbytes, raw)
         memory._backing.imported = imported
         known = door.memories.get(int(raw))
-        if known is not None and (known.holders or known.mapping_count):
+        if known is not None:
             known.holders += 1
             memory._backing = known
         else:
-            door.memories[int(raw)] = memory._backing
+            memory._backing.name(int(raw))
         return memory
 
     @property
@@ -377,7 +400,7 @@ class PhysicalMemory(Closes):
             return
         self._recipe.door.call("cuMemRelease", self._raw)
         self._raw = None
-        self._backing.holders -= 1
+        self._backing.released()
 
     def _checked_raw(self) -> Any:
         if self._raw is None:
@@ -388,7 +411,7 @@ class PhysicalMemory(Closes):
         if getattr(self, "_raw", None) is not None and not self._kept and self._recipe.door.usable:
             self._recipe.door.driver.cuMemRelease(self._raw)
             self._raw = None
-            self._backing.holders -= 1
+            self._backing.released()
 
     def __repr__(self) -> str:
         if not hasattr(self, "nbytes"):

@@ -351,9 +351,8 @@ class VirtualBuffer(Memory, Closes):
         memories: list[PhysicalMemory] = []
         try:
             for offset, nbytes, recipe in pieces:
-                memory = recipe.make(nbytes)
-                memories.append(memory)
-                made.append(self.range._map(memory, offset))
+                memories.append(recipe.make(nbytes))
+                made.append(self.range._map(memories[-1], offset))
             if made and self._structs:
                 self.range._grant(made, self._rights, self._structs)
         except BaseException as first:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import streamalloc.driver as sd
-from streamalloc.cli import bench, measuring
+from streamalloc.cli import bench, bench_ipc, measuring
 from streamalloc.cli.choice import Chosen
 
 from .conftest import Run, without
@@ -30,14 +30,15 @@ SHORT = measuring.Effort(
 )
 ALL_SECTIONS = bench.SECTIONS
 ALL_ROWS = bench.ROWS
+PROCESSES = ("import_time", "sharing")
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short measurement, without import times, which start processes, and peers, which change the default pool."""
+    """A short measurement, without what starts processes, and without peers, which change the default pool."""
     monkeypatch.setattr(bench, "ROWS", tuple(row for row in ALL_ROWS if not row.peer))
     monkeypatch.setattr(bench, "QUICK", SHORT)
-    monkeypatch.setattr(bench, "SECTIONS", tuple(one for one in ALL_SECTIONS if one[0] != "import_time"))
+    monkeypatch.setattr(bench, "SECTIONS", tuple(one for one in ALL_SECTIONS if one[0] not in PROCESSES))
 
 
 def test_tables_and_json(machine: Any, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +113,64 @@ def test_leaves_nothing_behind(machine: Any, run: Run) -> None:
     with sd.use(accounts):
         run("bench", "--quick", "--json")
     accounts.assert_nothing_left()
+
+
+def test_sharing(machine: Any, on_cuda: bool, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "SECTIONS", bench_ipc.SECTIONS)
+    monkeypatch.setattr(bench_ipc, "WAYS", tuple(way for way in bench_ipc.WAYS if not way.other))
+    target = tmp_path / "bench.json"
+    code, text = run("bench", "--quick", "--json", str(target))
+    assert code == 0
+    rows = {row["name"]: row for row in json.loads(target.read_text())["sharing"]["rows"]}
+    assert list(rows) == [way.name for way in bench_ipc.WAYS]
+    for name, row in rows.items():
+        assert 0 < row["p10_us"] <= row["median_us"] <= row["p90_us"]
+        assert row["per_second"] == pytest.approx(1e6 / row["median_us"])
+        assert f"\n  {name}  " in text
+    assert rows[bench_ipc.RAW]["ratio_to_raw"] == 1
+    (to_raw,) = rows["streamalloc share and open"]["compared"]
+    assert (to_raw["to"], to_raw.get("at_most")) == (bench_ipc.RAW, 1.3 if on_cuda else None)
+    assert to_raw["times_the_time"] == rows["streamalloc share and open"]["ratio_to_raw"]
+    assert ("target: <= 1.2" in text) == on_cuda
+
+
+def test_sharing_leaves_nothing_behind(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "SECTIONS", bench_ipc.SECTIONS)
+    monkeypatch.setattr(bench_ipc, "WAYS", tuple(way for way in bench_ipc.WAYS if not way.other))
+    accounts = sd.checked(machine)
+    with sd.use(accounts):
+        run("bench", "--quick", "--json")
+    accounts.assert_nothing_left()
+
+
+def test_other_library_that_cannot_share(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(_: bench_ipc.Stage) -> bench_ipc.Contender:
+        raise ImportError("no such library")
+
+    def failing(_: bench_ipc.Stage) -> bench_ipc.Contender:
+        raise RuntimeError("built for another version")
+
+    ways = (
+        *bench_ipc.WAYS[:3],
+        bench_ipc.Way(bench_ipc.CUDA_CORE, failing, other=True),
+        bench_ipc.Way(bench_ipc.TORCH, absent, other=True),
+    )
+    monkeypatch.setattr(bench_ipc, "WAYS", ways)
+    with contextlib.ExitStack() as resources:
+        found = bench_ipc.measure_sharing(measuring.Bench(OnAGpu(machine), SHORT, resources))
+    rows = {row["name"]: row for row in found["rows"]}
+    assert bench_ipc.TORCH not in rows
+    assert rows[bench_ipc.CUDA_CORE]["unavailable"] == "RuntimeError: built for another version"
+    ours = rows["streamalloc share and open"]
+    assert [one["to"] for one in ours["compared"]] == [bench_ipc.RAW]
+
+
+def test_device_whose_pools_cannot_be_shared(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "SECTIONS", bench_ipc.SECTIONS)
+    with sd.use(without(machine, "MEMPOOL_SUPPORTED_HANDLE_TYPES")):
+        code, text = run("bench", "--quick")
+    assert code == 0
+    assert "not measured: this device's pools cannot be shared between processes" in text
 
 
 class OnAGpu(Chosen):

@@ -12,7 +12,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from streamalloc.cli import info
+from streamalloc.cli import info, info_ipc
 from streamalloc.driver.bindings import BINDINGS_VERSION
 from streamalloc.pool.attributes import ATTRIBUTES
 
@@ -77,8 +77,65 @@ def test_limit_of_the_address_space(machine: Any, run: Run, monkeypatch: pytest.
 
 def test_imex_channels(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     channel = "/dev/nvidia-caps-imex-channels/channel7"
-    monkeypatch.setattr(info, "imex_channels", lambda: [channel])
-    assert channel in run("info")[1]
+    monkeypatch.setattr(info_ipc, "imex_channels", lambda: [channel])
+    assert f"  {channel}  may not be opened\n" in run("info")[1]
+    assert json.loads(run("info", "--json")[1])["imex_channels"] == [{"path": channel, "permitted": False}]
+
+
+def test_imex_channel_that_this_user_may_open(
+    machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    channel = tmp_path / "channel0"
+    channel.touch()
+    monkeypatch.setattr(info_ipc, "imex_channels", lambda: [str(channel)])
+    assert f"  {channel}  may be opened\n" in run("info")[1]
+
+
+def test_what_to_ask_the_administrator_for(run: Run) -> None:
+    with sd.use(sd.simulated(devices=1)):
+        text = run("info")[1]
+    part = text[text.index("\nIMEX channels\n") : text.index("\nPool attributes")]
+    missing = [line for line in text.splitlines() if line.startswith("  - fabric handles")]
+    for line in missing:
+        assert line.removeprefix("  - ") in part
+        assert "ask the administrator" in line
+
+
+def _sharing(run: Run) -> dict[str, Any]:
+    return {one["what"]: one for one in json.loads(run("info", "--json")[1])["sharing"]}
+
+
+@pytest.mark.simulated_only("what a real machine can share is not known beforehand")
+def test_sharing_is_tried(machine: Any, run: Run) -> None:
+    found = _sharing(run)
+    of_one_machine = [one for what, one in found.items() if what != "memory between machines"]
+    assert len(of_one_machine) == 4
+    assert all(one["works"] and "by another process" in one["found"] for one in of_one_machine)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("cuMemPoolExportToShareableHandle", "pool and its allocations"),
+        ("cuMemExportToShareableHandle", "memory mapped by hand"),
+        ("cuIpcGetMemHandle", "memory of cuMemAlloc"),
+        ("cuIpcGetEventHandle", "event"),
+    ],
+)
+def test_sharing_that_the_driver_refuses(machine: Any, run: Run, name: str, what: str) -> None:
+    with sd.use(sd.faulty(machine, name, result="CUDA_ERROR_NOT_SUPPORTED")):
+        found = _sharing(run)
+    refused = {one["what"] for one in found.values() if one["found"] == "refused: CUDA_ERROR_NOT_SUPPORTED"}
+    assert refused == {what}
+
+
+def test_wrong_bytes_in_the_other_process(machine: Any, run: Run) -> None:
+    def fill_with_another(pointer: Any, value: int, count: int, stream: Any) -> Any:
+        return machine.cuMemsetD8Async(pointer, value ^ 1, count, stream)
+
+    with sd.use(Altered(machine, cuMemsetD8Async=fill_with_another)):
+        found = _sharing(run)["pool and its allocations"]
+    assert (found["works"], found["found"]) == (False, "failed: ValueError: the other process read 4,096 wrong bytes")
 
 
 def test_json(machine: Any, run: Run) -> None:
@@ -104,13 +161,15 @@ def test_json_to_a_file(machine: Any, run: Run, tmp_path: Path) -> None:
     assert "devices" in json.loads(target.read_text())
 
 
-def test_changes_no_pool(machine: Any, run: Run) -> None:
+def test_changes_no_pool_of_others(machine: Any, run: Run) -> None:
     calls = sd.traced(machine)
     with sd.use(calls):
         run("info")
-    of_pools = {call.name for call in calls.calls if "Pool" in call.name or "Async" in call.name}
-    assert of_pools
-    assert not {name for name in of_pools if "Get" not in name}
+    # It makes one pool of its own, to share memory of it.
+    own = {int(call.answer[1]) for call in calls.calls if call.name == "cuMemPoolCreate"}
+    changed = [call for call in calls.calls if "Pool" in call.name and ("Set" in call.name or "Trim" in call.name)]
+    assert len(own) == 1
+    assert all(int(call.args[0]) in own for call in changed)
 
 
 def test_leaves_nothing_behind(machine: Any, run: Run) -> None:

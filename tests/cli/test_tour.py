@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
 from typing import Any
 
 import pytest
 
 import streamalloc.driver as sd
+from streamalloc import ipc
+from streamalloc.buffer import Buffer
 from streamalloc.cli import tour
+from streamalloc.cli.peer import Peer
 
 from .conftest import Altered, Run, without
 
@@ -22,6 +27,55 @@ def test_every_check_holds(machine: Any, run: Run) -> None:
         assert f"\n{title}\n" in text
     assert text.count("\n  ok  ") >= 45
     assert text.splitlines()[-1].startswith("All ")
+
+
+def test_another_process_takes_part(machine: Any, run: Run) -> None:
+    text = run("tour")[1]
+    assert f"process {os.getpid()}" not in text
+    assert re.search(r"another process opens 8 MiB, while a gate holds what fills them +process \d+\n", text)
+    assert "is open in another process" in text
+    assert "this memory was freed by its owner before it was opened here" in text
+
+
+def test_wrong_bytes_in_the_other_process_are_found(machine: Any, run: Run) -> None:
+    def fill_with_another(pointer: Any, value: int, count: int, stream: Any) -> Any:
+        return machine.cuMemsetD8Async(pointer, value + (value == 0x44), count, stream)
+
+    with sd.use(Altered(machine, cuMemsetD8Async=fill_with_another)):
+        code, text = run("tour")
+    assert code == 1
+    assert "other bytes that it finds: expected 0, found 8388608" in text
+    assert text.count("FAILED") == 1
+
+
+def test_free_that_does_not_wait_is_found(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def free_at_once(self: Any, *_: Any, **__: Any) -> None:
+        Buffer.free(self)
+
+    monkeypatch.setattr(ipc.LeasedBuffer, "free", free_at_once)
+    code, text = run("tour")
+    assert code == 1
+    assert "the free: expected StillImported, found no error" in text
+
+
+def test_other_process_that_is_killed_fails_its_parts(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = Peer.ask
+
+    def kill_and_ask(self: Peer, *arguments: Any, **options: Any) -> Any:
+        self.process.kill()
+        return ask(self, *arguments, **options)
+
+    monkeypatch.setattr(Peer, "ask", kill_and_ask)
+    code, text = run("tour")
+    assert code == 1
+    assert "FAILED  expected no error, found PeerGoneError" in text
+
+
+def test_device_whose_pools_cannot_be_shared(machine: Any, run: Run) -> None:
+    with sd.use(without(machine, "MEMPOOL_SUPPORTED_HANDLE_TYPES")):
+        code, text = run("tour")
+    assert code == 0
+    assert text.count("skipped  this device's pools cannot be shared with other processes") == 5
 
 
 def test_first_line_says_what_it_runs_on(machine: Any, on_cuda: bool, run: Run) -> None:
@@ -121,6 +175,9 @@ def test_access_that_is_not_as_asked_for_is_found(machine: Any, run: Run) -> Non
         "cuMemMap",
         "cuMemSetAccess",
         "cuMemMapArrayAsync",
+        "cuMemPoolExportToShareableHandle",
+        "cuMemPoolExportPointer",
+        "cuMemExportToShareableHandle",
     ],
 )
 def test_a_refused_call_is_found(machine: Any, run: Run, name: str) -> None:
@@ -134,7 +191,7 @@ def test_device_whose_memory_cannot_be_mapped_by_hand(machine: Any, run: Run) ->
     with sd.use(without(machine, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED")):
         code, text = run("tour")
     assert code == 0
-    assert text.count("skipped  this device's memory cannot be mapped by hand") == 5
+    assert text.count("skipped  this device's memory cannot be mapped by hand") == 6
 
 
 def test_device_without_pools(machine: Any, run: Run) -> None:

@@ -112,7 +112,7 @@ def test_overlapping_extents_are_those_that_share_a_byte() -> None:
 def test_reservations_leave_no_gap_between_them(rig: VirtualRig) -> None:
     ranges = sorted(rig.reserve(PAGE) for _ in range(16))
     touching = sum(one + PAGE == two for one, two in itertools.pairwise(ranges))
-    assert touching >= 12, "so that mappings over two of them can be tried out"
+    assert touching >= 4, "so that mappings over two of them can be tried out"
 
 
 def test_a_free_hint_is_honoured(rig: VirtualRig) -> None:

@@ -50,6 +50,11 @@ class SimulatedDriver(
         # exit, when the system takes all of them anyway
         weakref.finalize(self, machine.close).atexit = False
 
+    @property
+    def machine_name(self) -> str:
+        """What STREAMALLOC_MACHINE has to be in another process, so that it simulates the same machine."""
+        return self._machine.identity
+
     def __getattr__(self, name: str) -> Any:
         found = getattr(cuda, name)
         if name.startswith("cu") and callable(found) and not isinstance(found, type):

@@ -301,6 +301,7 @@ class Sharing:
         assert allocation.device is not None
         physical, offset = self._machine.devices[allocation.device].heap.locate(allocation.base)
         physical.seal()
+        physical.kept = True  # importers go on reading what the owner frees (observed on H200)
         return pack_memory(allocation.id, os.getpid(), allocation.size, offset, physical.fd, self._owner)
 
     def open_memory(self, data: bytes, context: Context) -> int:

@@ -1,0 +1,306 @@
+"""The board: shared memory in which exporter and importers tell each other how far they are.
+
+The driver protects nobody: memory that is freed by its owner is reused while importers read it. So each exporting
+process has a board, a page-locked file in memory that importers map too. It has a *slot* for each shared allocation:
+
+* ``generation``: which allocation the slot stands for; counted up when that is freed, so that older descriptors are
+  stale;
+* ``announced``: how far ``ready`` will come by what is queued;
+* ``ready``: written by the exporter's streams when the contents are there; importers' streams wait for it;
+* ``opened``, ``closing``, ``closed``, a word for each importer: the importer's host counts ``opened`` up when it opens
+  the allocation and sets ``closing`` to that when it has closed it; its stream sets ``closed`` when its work is done,
+  and the exporter's stream waits for that before it frees;
+* ``sent``, and ``received`` for each importer: descriptors that are on their way.
+
+Every word has one writer. A process holds a lock on its byte of the file, which the kernel lifts when the process dies,
+however it dies: waiting for the lock is waiting for the death.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import secrets
+import struct
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streamalloc.device import Device
+from streamalloc.driver import Door
+from streamalloc.driver.bindings import cuda
+from streamalloc.errors import CudaError, error_from, undoing
+from streamalloc.fd import Fd
+from streamalloc.stream import Stream
+
+__all__ = ["IMPORTERS", "SLOTS", "Board"]
+
+SLOTS = 1024
+IMPORTERS = 32
+
+_MAGIC = b"SAboard\1"
+_HEADER = struct.Struct("<8s16sII")
+_HEADER_BYTES = 4096
+_PLAIN = ("generation", "announced", "ready", "sent")
+_EACH = ("opened", "closing", "closed", "received")
+_BYTES = _HEADER_BYTES + 4 * SLOTS * (len(_PLAIN) + len(_EACH) * IMPORTERS)
+# Where each kind of word begins, and how far apart the words of two slots are, in bytes.
+_PLACES = {
+    **{name: (_HEADER_BYTES + 4 * SLOTS * place, 4) for place, name in enumerate(_PLAIN)},
+    **{
+        name: (_HEADER_BYTES + 4 * SLOTS * (len(_PLAIN) + IMPORTERS * place), 4 * IMPORTERS)
+        for place, name in enumerate(_EACH)
+    },
+}
+_REGISTER_PORTABLE_AND_MAPPED = 3
+_FLAGS = cuda.CUstreamWaitValue_flags
+_AT_LEAST = int(_FLAGS.CU_STREAM_WAIT_VALUE_GEQ)
+_LOCK = struct.Struct("hhqqi4x")
+WORD = 1 << 32
+
+Words = npt.NDArray[np.uint32]
+
+
+class Board:
+    """A board as one process sees it: made by the exporter (:meth:`create`), mapped by importers (:meth:`attach`)."""
+
+    __slots__ = (
+        "__weakref__",
+        "_address",
+        "_expected",
+        "_map",
+        "_own",
+        "_watched",
+        "_write",
+        "announced",
+        "closed",
+        "closing",
+        "door",
+        "fd",
+        "generation",
+        "id",
+        "importer",
+        "opened",
+        "ready",
+        "received",
+        "sent",
+    )
+
+    id: bytes
+    """16 bytes that name the board."""
+    fd: Fd
+    importer: int
+    """Which importer this process is; -1 for the exporter."""
+    generation: Words
+    announced: Words
+    ready: Words
+    sent: Words
+    opened: Words
+    closing: Words
+    closed: Words
+    received: Words
+
+    def __init__(self, door: Door, fd: Fd) -> None:
+        self.door = door
+        self.fd = fd
+        self.importer = -1
+        self._watched: set[int] = set()
+        self._expected: dict[int, list[tuple[int, Callable[[], None]]]] = {}
+        self._map = mmap.mmap(fd.fileno(), _BYTES)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        at = _HEADER_BYTES
+        for name in (*_PLAIN, *_EACH):
+            shape = (SLOTS,) if name in _PLAIN else (SLOTS, IMPORTERS)
+            words: Words = np.frombuffer(self._map, np.uint32, int(np.prod(shape)), at).reshape(shape)
+            setattr(self, name, words)
+            at += words.nbytes
+        # Locks belong to the open file, and a descriptor that was received is the sender's open file.
+        self._own = Fd(os.open(f"/proc/self/fd/{fd.fileno()}", os.O_RDWR | os.O_CLOEXEC))
+        self._address = 0
+        self._write = door.driver.cuStreamWriteValue32
+        with undoing(self._unregister), Device(0, driver=door.driver).current():
+            door.call("cuMemHostRegister", base, _BYTES, _REGISTER_PORTABLE_AND_MAPPED)
+            self._address = base
+        _boards.add(self)
+
+    def _unregister(self) -> None:
+        address, self._address = self._address, 0
+        self._own.close()
+        if address:
+            with Device(0, driver=self.door.driver).current():
+                self.door.call("cuMemHostUnregister", address)
+
+    def __del__(self) -> None:
+        if getattr(self, "_address", 0) and self.door.usable:
+            with contextlib.suppress(CudaError):
+                self._unregister()
+
+    @classmethod
+    def create(cls, door: Door) -> Board:
+        """A new board, of which this process is the exporter."""
+        fd = Fd(os.memfd_create("streamalloc:board", os.MFD_CLOEXEC))
+        os.ftruncate(fd.fileno(), _BYTES)
+        name = secrets.token_bytes(16)
+        os.pwrite(fd.fileno(), _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS), 0)
+        board = cls(door, fd)
+        board.id = name
+        board._lock(0, wait=False)
+        return board
+
+    @classmethod
+    def attach(cls, door: Door, fd: Fd, name: bytes) -> Board:
+        """The board in a descriptor that was received.
+
+        Raises
+        ------
+        ValueError
+            It is no board, or another one than ``name``, or has no room for one more importer.
+        """
+        # A shorter file would end the process when its missing pages are touched; a memfd of ours cannot be anything
+        # else, and another user's process was refused.
+        header = os.pread(fd.fileno(), _HEADER.size, 0) if os.fstat(fd.fileno()).st_size == _BYTES else b""
+        if header != _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS):
+            raise ValueError("the descriptor that came with the message is not its board")
+        board = cls(door, fd)
+        board.id = name
+        with undoing(board._unregister):
+            board.importer = board._take_place()
+        return board
+
+    def _take_place(self) -> int:
+        for importer in range(IMPORTERS):
+            if self._lock(1 + importer, wait=False):
+                # What an importer before us left open when it died has ended.
+                self._end(importer)
+                return importer
+        raise ValueError(f"this exporter has {IMPORTERS} importers already")
+
+    # -- words and streams -----------------------------------------------------------------------------------
+
+    def word(self, name: str, slot: int, importer: int = 0) -> int:
+        """The address of a word, for devices and host."""
+        begin, step = _PLACES[name]
+        return self._address + begin + step * slot + 4 * importer
+
+    def write(self, stream: Stream, address: int, value: int) -> None:
+        """Have a stream store a word after its work so far (``cuStreamWriteValue32``)."""
+        if stream._direct is self.door:
+            result = self._write(stream._handle, address, value, 0)[0]
+            if result:
+                raise error_from(result, "cuStreamWriteValue32")
+        else:
+            stream._call("cuStreamWriteValue32", address, value, 0)
+
+    def wait(self, stream: Stream, address: int, value: int) -> None:
+        """Have a stream wait until a word is at a value or beyond (``cuStreamWaitValue32``)."""
+        stream._call("cuStreamWaitValue32", address, value, _AT_LEAST)
+
+    # -- life and death --------------------------------------------------------------------------------------
+
+    def _lock(self, byte: int, *, wait: bool) -> bool:
+        command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
+        try:
+            fcntl.fcntl(self._own.fileno(), command, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+        except BlockingIOError:
+            return False
+        return True
+
+    def _alive(self, byte: int) -> bool:
+        asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+        kind: int = _LOCK.unpack(fcntl.fcntl(self._own.fileno(), fcntl.F_OFD_GETLK, asked))[0]
+        return kind != fcntl.F_UNLCK
+
+    def exporter_alive(self) -> bool:
+        """Whether the process that made the board lives."""
+        return self._alive(0)
+
+    def importer_alive(self, importer: int) -> bool:
+        """Whether an importer lives."""
+        return self._alive(1 + importer)
+
+    def idle(self) -> bool:
+        """Whether no stream of this importer waits for a word, or has one to write."""
+        me = self.importer
+        waiting = any(
+            not reached(self.ready[slot], wanted) for slot, ones in self._expected.items() for wanted, _ in ones
+        )
+        return not waiting and bool((self.opened[:, me] == self.closed[:, me]).all())
+
+    def watch_importer(self, importer: int) -> None:
+        """End an importer's leases once it dies, so that no stream of ours waits for it for ever."""
+        self._watch(1 + importer, lambda: self._end(importer))
+
+    def expect(self, slot: int, wanted: int, lose: Callable[[], None]) -> None:
+        """Release streams that wait for an announcement if the exporter dies before it; ``lose`` is called then."""
+        waiting = [one for one in self._expected.get(slot, ()) if not reached(self.ready[slot], one[0])]
+        self._expected[slot] = [*waiting, (wanted, lose)]
+        self._watch(0, self._exporter_died)
+
+    def forget(self, slot: int) -> None:
+        """Expect nothing more of a slot: what waited for it has let go."""
+        self._expected.pop(slot, None)
+
+    def _exporter_died(self) -> None:
+        for slot, waiting in list(self._expected.items()):
+            for wanted, lose in waiting:
+                if not reached(self.ready[slot], wanted):
+                    lose()
+                    self.ready[slot] = wanted
+
+    def _watch(self, byte: int, then: Callable[[], None]) -> None:
+        if byte in self._watched:
+            return
+        self._watched.add(byte)
+
+        def watch() -> None:
+            with Fd(os.open(f"/proc/self/fd/{self.fd.fileno()}", os.O_RDWR | os.O_CLOEXEC)) as own:
+                fcntl.fcntl(own.fileno(), fcntl.F_OFD_SETLKW, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+                # The lock is held until the words are written: nobody takes the place of the dead in between.
+                self._watched.discard(byte)
+                then()
+
+        threading.Thread(target=watch, name="streamalloc lease", daemon=True).start()
+
+    def _end(self, importer: int) -> None:
+        self.closing[:, importer] = self.opened[:, importer]
+        self.closed[:, importer] = self.opened[:, importer]
+
+
+_barrier = threading.Lock()
+_boards: weakref.WeakSet[Board] = weakref.WeakSet()
+
+
+def _forget_locks_after_fork() -> None:
+    # A child that inherits the lock would make its dead parent count as alive.
+    for board in list(_boards):
+        board._own.close()
+
+
+os.register_at_fork(after_in_child=_forget_locks_after_fork)
+
+
+def fence() -> None:
+    """Let what this thread has written be seen before it reads on.
+
+    Exporter and importer each write a word and then read the other's, which processors may reorder; taking a lock does
+    not let them.
+    """
+    with _barrier:
+        pass
+
+
+def next_word(value: Any) -> int:
+    """The next value of a word that counts up, round and round."""
+    return (int(value) + 1) % WORD
+
+
+def reached(value: Any, wanted: int) -> bool:
+    """Whether a word that counts up is at ``wanted`` or beyond, as ``CU_STREAM_WAIT_VALUE_GEQ`` compares."""
+    return (int(value) - int(wanted)) % WORD < WORD // 2

@@ -1,0 +1,196 @@
+"""What travels: a versioned binary format of our own, checked byte by byte before the driver is asked anything.
+
+A descriptor names a mechanism, where the memory is, and what must come with it. Nothing in it is trusted: lengths,
+versions, ranges and a checksum are checked here, the device and the size of what was imported by :func:`open`.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+import zlib
+from typing import NamedTuple
+
+__all__ = ["Chunk", "Descriptor", "Flags", "Mechanism", "head_of", "joined"]
+
+
+class Mechanism(enum.IntEnum):
+    """How memory is shared."""
+
+    POOL = 1
+    """A pool: ``cuMemPoolExportToShareableHandle``."""
+    POOL_POINTER = 2
+    """An allocation of a pool: ``cuMemPoolExportPointer``."""
+    PHYSICAL = 3
+    """Physical memory, one or several pieces: ``cuMemExportToShareableHandle``."""
+    LEGACY = 4
+    """A block of ``cuMemAlloc``: ``cuIpcGetMemHandle``."""
+    EVENT = 5
+    """An event: ``cuIpcGetEventHandle``."""
+
+
+_WITHOUT_MEMORY = (Mechanism.POOL, Mechanism.EVENT)
+_MECHANISMS = {int(mechanism): mechanism for mechanism in Mechanism}
+MAGIC = b"SAipc"
+VERSION = 1
+
+# What stays the same from one allocation to the next: magic, version, mechanism, total length; device, origin, board,
+# endpoint. And what does not: flags, slot, generation, ready, driver version, handle type; offset, size, base size;
+# payload length, chunks.
+_HEAD = struct.Struct("<5sHBI16s16s16s16s")
+_NUMBERS = struct.Struct("<IIIIIIQQQHH")
+_FIXED = struct.Struct(_HEAD.format + _NUMBERS.format[1:])
+_CHUNK = struct.Struct("<16sQ")
+_CHECK = struct.Struct("<I")
+_MOST_CHUNKS = 2048
+_MOST_PAYLOAD = 256
+_MOST_BYTES = 1 << 48
+_FLAGS = 0xF
+
+
+class Chunk(NamedTuple):
+    """A piece of physical memory in a descriptor: 16 bytes that name it, and its size."""
+
+    id: bytes
+    nbytes: int
+
+
+class Flags:
+    """The bits of :attr:`Descriptor.flags`."""
+
+    HELD = 1
+    """The exporter counts this descriptor as on its way."""
+    READ_ONLY = 2
+    """Importers map the memory for reading only."""
+    LEASED = 8
+    """The slot is the allocation's lease, and importers say there when they open and close it."""
+    GROWABLE = 4
+    """``base_size`` is a capacity, and later descriptors of this origin may have more chunks."""
+
+
+def head_of(mechanism: Mechanism, device: bytes, origin: bytes, board: bytes, endpoint: bytes, extra: int) -> bytes:
+    """The first part of a descriptor with ``extra`` bytes of payload and chunks."""
+    length = _FIXED.size + extra + _CHECK.size
+    return _HEAD.pack(MAGIC, VERSION, mechanism, length, device, origin, board, endpoint)
+
+
+def joined(head: bytes, numbers: tuple[int, ...], payload: int, chunks: int, rest: bytes) -> bytes:
+    """A descriptor of its parts: the nine ``numbers`` from ``flags`` to ``base_size``, and payload and chunks."""
+    body = head + _NUMBERS.pack(*numbers, payload, chunks) + rest
+    return body + _CHECK.pack(zlib.crc32(body))
+
+
+class Descriptor(NamedTuple):
+    """A descriptor's fields; sizes and offsets in bytes.
+
+    Attributes
+    ----------
+    mechanism
+        How it is shared.
+    device
+        The device's UUID, 16 bytes.
+    origin
+        16 bytes that name the pool, the block or the range: what is imported once and used by many descriptors.
+    board, slot, generation, ready
+        The exporter's board, the allocation's slot there, which allocation it stands for, and the value of the slot's
+        ``ready`` word from which on the contents are there. A board of zeros means that there is none.
+    endpoint
+        Where handles can be had that did not come along; zeros where nowhere.
+    driver_version
+        The exporter's driver.
+    handle_type
+        ``CUmemAllocationHandleType`` of the handles.
+    offset, size, base_size
+        The part that is shared, and the size of the allocation that it is a part of.
+    payload
+        The driver's opaque bytes.
+    chunks
+        The pieces of physical memory, in the order of addresses.
+    """
+
+    mechanism: Mechanism
+    device: bytes
+    origin: bytes = bytes(16)
+    board: bytes = bytes(16)
+    endpoint: bytes = bytes(16)
+    flags: int = 0
+    slot: int = 0
+    generation: int = 0
+    ready: int = 0
+    driver_version: int = 0
+    handle_type: int = 0
+    offset: int = 0
+    size: int = 0
+    base_size: int = 0
+    payload: bytes = b""
+    chunks: tuple[Chunk, ...] = ()
+
+    def to_bytes(self) -> bytes:
+        """The descriptor as it travels."""
+        head = head_of(
+            self.mechanism,
+            self.device,
+            self.origin,
+            self.board,
+            self.endpoint,
+            len(self.payload) + _CHUNK.size * len(self.chunks),
+        )
+        rest = self.payload + b"".join(_CHUNK.pack(*chunk) for chunk in self.chunks)
+        return joined(head, self[5:14], len(self.payload), len(self.chunks), rest)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Descriptor:
+        """The descriptor in bytes that were received.
+
+        Raises
+        ------
+        ValueError
+            They are not a descriptor, are damaged, or of a version that this library does not know.
+        """
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise TypeError(f"a descriptor is bytes, not {type(data).__name__}")
+        data = bytes(data)
+        if len(data) < _FIXED.size + _CHECK.size or data[: len(MAGIC)] != MAGIC:
+            raise ValueError(f"these {len(data)} bytes are no descriptor of shared memory")
+        (_, version, mechanism, length, device, origin, board, endpoint, *numbers) = _FIXED.unpack_from(data)
+        if version != VERSION:
+            raise ValueError(f"a descriptor of version {version}: this library knows version {VERSION}")
+        if length != len(data) or _CHECK.unpack_from(data, length - _CHECK.size)[0] != zlib.crc32(data[: -_CHECK.size]):
+            raise ValueError("the descriptor is damaged: its length or checksum is wrong")
+        flags, slot, generation, ready, driver_version, handle_type, offset, size, base_size, extra, count = numbers
+        parts = _FIXED.size + extra + _CHUNK.size * count + _CHECK.size
+        if extra > _MOST_PAYLOAD or count > _MOST_CHUNKS or length != parts:
+            raise ValueError("the descriptor is damaged: its parts do not fit its length")
+        kind = _MECHANISMS.get(mechanism)
+        if kind is None:
+            raise ValueError(f"a descriptor of mechanism {mechanism}: allowed are 1 to {max(Mechanism)}")
+        if flags & ~_FLAGS or handle_type not in (0, 1, 8):
+            raise ValueError(f"the descriptor has unknown flags ({flags:#x}) or handle type ({handle_type})")
+        if base_size > _MOST_BYTES or offset > base_size or size > base_size - offset:
+            raise ValueError(f"the descriptor's {size} bytes at {offset} are outside of its {base_size} bytes")
+        if kind in _WITHOUT_MEMORY and (count or base_size or flags):
+            raise ValueError(f"a descriptor of a {kind.name} speaks of memory")
+        at = _FIXED.size + extra
+        chunks: tuple[Chunk, ...] = ()
+        if count:
+            chunks = tuple(Chunk(*_CHUNK.unpack_from(data, at + place * _CHUNK.size)) for place in range(count))
+            if any(not 0 < chunk.nbytes <= _MOST_BYTES for chunk in chunks):
+                raise ValueError("a chunk of the descriptor has no size, or too large a one")
+        return cls(
+            kind,
+            device,
+            origin,
+            board,
+            endpoint,
+            flags,
+            slot,
+            generation,
+            ready,
+            driver_version,
+            handle_type,
+            offset,
+            size,
+            base_size,
+            data[_FIXED.size : at],
+            chunks,
+        )

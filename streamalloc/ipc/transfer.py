@@ -1,0 +1,106 @@
+"""Sending and receiving what is shared: over a :class:`Channel`, and through :mod:`multiprocessing`."""
+
+from __future__ import annotations
+
+import weakref
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from streamalloc.buffer import Buffer, BufferView
+from streamalloc.driver import Driver
+from streamalloc.driver import default as default_driver
+from streamalloc.ipc.channel import MAX_HANDLES, Channel
+from streamalloc.ipc.descriptor import Mechanism
+from streamalloc.ipc.endpoint import serve
+from streamalloc.ipc.leases import LeasedBuffer
+from streamalloc.ipc.opening import open as open_shared
+from streamalloc.ipc.sharing import Shared, door_of, share
+from streamalloc.pool import MemoryPool
+from streamalloc.stream import Event, StreamLike
+from streamalloc.vmm import GrowableBuffer, Mapping, PhysicalMemory, RangeView, StripedBuffer
+
+__all__ = ["receive", "send"]
+
+# A message with handles for the descriptor that follows, where there are more than one message can carry.
+_MORE = b"SAmore"
+
+# What the other end of a channel has had already.
+_carried: weakref.WeakKeyDictionary[Channel, set[bytes]] = weakref.WeakKeyDictionary()
+
+
+def send(
+    channel: Channel,
+    thing: object,
+    *,
+    stream: StreamLike | None = None,
+    hold: bool = False,
+    timeout: float | None = None,
+) -> None:
+    """Share something and send it; handles go along the first time only.
+
+    Parameters
+    ----------
+    channel
+        Where to.
+    thing
+        As for :func:`share`, or what that returned.
+    stream, hold
+        As for :func:`share`. Without ``hold`` the allocation must not be freed before the other end has opened it.
+    timeout
+        Seconds until ``TimeoutError``.
+    """
+    shared = thing if isinstance(thing, Shared) else share(thing, stream, hold=hold)
+    had = _carried.get(channel)
+    if had is None:
+        had = _carried[channel] = set()
+    # What importers keep for good goes along once; physical memory they let go of.
+    if had.issuperset(shared.handles) and shared.descriptor.mechanism is not Mechanism.PHYSICAL:
+        channel.send(shared.to_bytes(), timeout=timeout)
+        return
+    fds = shared.fds
+    while len(fds) > MAX_HANDLES:
+        channel.send(_MORE, fds[:MAX_HANDLES], timeout=timeout)
+        fds = fds[MAX_HANDLES:]
+    channel.send(shared.to_bytes(), fds, timeout=timeout)
+    had.update(shared.handles)
+
+
+def receive(
+    channel: Channel,
+    *,
+    stream: StreamLike | None = None,
+    timeout: float | None = None,
+    driver: Driver | None = None,
+) -> Any:
+    """Receive what :func:`send` sent, and open it; see :func:`open` and ``channel.receive``."""
+    message = channel.receive(timeout=timeout)
+    handles = message.handles
+    while message.data == _MORE:
+        message = channel.receive(timeout=timeout)
+        handles += message.handles
+    return open_shared(message.data, handles, stream=stream, driver=driver)
+
+
+def _reduce(thing: Any) -> tuple[Any, tuple[bytes]]:
+    serve(door_of(thing))
+    return _rebuild, (bytes(share(thing, hold=True)),)
+
+
+def _rebuild(data: bytes) -> Any:
+    return open_shared(data, driver=default_driver())
+
+
+# Through multiprocessing only: a plain pickle of a driver resource means nothing.
+for _kind in (
+    MemoryPool,
+    Buffer,
+    LeasedBuffer,
+    BufferView,
+    PhysicalMemory,
+    Mapping,
+    RangeView,
+    GrowableBuffer,
+    StripedBuffer,
+    Event,
+):
+    ForkingPickler.register(_kind, _reduce)

@@ -1,0 +1,1 @@
+"""Sharing between processes."""

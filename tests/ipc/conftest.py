@@ -1,0 +1,71 @@
+"""Fixtures for sharing between processes: a partner in another process, and pools to share."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import streamalloc as sa
+
+from .support import Partner, shared_pool
+
+# Each simulated machine of ours is one more importer of its memory, of which there may be 32.
+TESTS_OF_ONE_PROCESS = 20
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[list[Partner]]:
+    """The other process, which tests use one after the other, or none yet."""
+    processes: list[Partner] = []
+    yield processes
+    for process in processes:
+        process.close()
+
+
+@pytest.fixture
+def partner(processes: list[Partner], on_cuda: bool, device: sa.Device) -> Iterator[Partner]:
+    """The other process; what it has opened is closed at the end."""
+    if processes and processes[0].tests == TESTS_OF_ONE_PROCESS:
+        processes.pop().close()
+    if not processes:
+        processes.append(Partner(on_cuda))
+    processes[0].tests += 1
+    yield processes[0]
+    try:
+        processes[0].reset()
+    except BaseException:
+        # It hangs or has ended: the next test gets another one.
+        processes.pop().close()
+        raise
+    device.synchronize()
+
+
+@pytest.fixture
+def another(on_cuda: bool) -> Iterator[Callable[[], Partner]]:
+    """Makes processes that a test may end or kill; what is left of them is killed at its end."""
+    made: list[Partner] = []
+
+    def make() -> Partner:
+        made.append(Partner(on_cuda))
+        return made[-1]
+
+    yield make
+    for partner in made:
+        partner.close()
+
+
+@pytest.fixture
+def pool(device: sa.Device) -> Iterator[sa.MemoryPool]:
+    """A pool that can be shared."""
+    with shared_pool(device) as pool:
+        yield pool
+
+
+@pytest.fixture
+def quick_collections() -> Iterator[None]:
+    """Collections look at what the test has made only, not at all that pytest has loaded."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
