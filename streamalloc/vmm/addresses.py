@@ -65,6 +65,8 @@ class AddressRange(Closes):
     breaks its device's context. Whatever unmaps therefore takes ``after``: an event, a stream or several of them which
     the host waits for; ``()`` for nothing; by default all work of the devices that have access.
 
+    Not to be used from several threads at once.
+
     Parameters
     ----------
     nbytes
