@@ -21,6 +21,7 @@ from streamalloc.errors import ClosedError, CudaError, StaleDescriptorError, att
 from streamalloc.fd import Fd
 from streamalloc.ipc.board import SLOTS, WORD, Board, fence, next_word, reached
 from streamalloc.ipc.descriptor import Chunk, Descriptor, Flags, Mechanism
+from streamalloc.ipc.leases import making
 from streamalloc.ownership import Closes
 from streamalloc.properties import MemAccess, MemAccessDesc, MemLocation
 from streamalloc.stream import Event, Stream, StreamLike, as_stream
@@ -223,13 +224,10 @@ def _nothing() -> None:
     pass
 
 
-_making = threading.Lock()
-
-
 def importer_of(door: Door) -> Importer:
     """What this process has opened through a driver."""
     if door.importer is None:
-        with _making:
+        with making:
             if door.importer is None:
                 door.importer = Importer(door)
     importer: Importer = door.importer
