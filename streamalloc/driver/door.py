@@ -63,7 +63,7 @@ class Door:
     allocators: weakref.WeakValueDictionary[Any, Any]
     """The pool objects of this driver that are alive: pools by driver handle, and the current pools of devices."""
     postponed: list[Callable[[], None]]
-    """Frees that a finaliser could not make because their stream was being captured; made when a capture ends."""
+    """Undos that a finaliser could not make because a stream was being captured; made when a capture ends."""
     captures: int
     """How many captures of ours are under way; asking about a pool would break them."""
     retired: list[_Ends]
@@ -168,6 +168,13 @@ class Door:
     def current(self, ordinal: int) -> _Current:
         """A ``with`` block in which a device's primary context is this thread's current one."""
         return _Current(self, self.context(ordinal))
+
+    def outside_captures(self, undo: Callable[[], None]) -> None:
+        """Make a finaliser's undo now, or when the capture that is under way ends: a capture must not see it."""
+        if self.captures:
+            self.postponed.append(undo)
+        else:
+            undo()
 
     def free_postponed(self) -> None:
         """Make the frees that a capture held up."""

@@ -575,10 +575,7 @@ class ImportedBuffer(Memory, Closes):
         if held is None or not self._door.usable:
             return
         self._held = None
-        if self._door.captures:
-            self._door.postponed.append(lambda: self._drop(held))
-        else:
-            self._drop(held)
+        self._door.outside_captures(lambda: self._drop(held))
 
     def _drop(self, held: _Import) -> None:
         try:

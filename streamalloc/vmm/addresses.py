@@ -454,10 +454,7 @@ class AddressRange(Closes):
             return
         undo = functools.partial(_give_up, self._door, address, self.nbytes, list(self._at.values()))
         self._address = None
-        if self._door.captures:
-            self._door.postponed.append(undo)
-        else:
-            undo()
+        self._door.outside_captures(undo)
 
     def __repr__(self) -> str:
         if getattr(self, "_address", None) is None:

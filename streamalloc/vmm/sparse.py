@@ -158,11 +158,7 @@ class TilePool(Closes):
         memory = getattr(self, "memory", None)
         if memory is None or memory.closed or not self.device._door.usable:
             return
-        door = self.device._door
-        if door.captures:
-            door.postponed.append(self._drop)
-        else:
-            self._drop()
+        self.device._door.outside_captures(self._drop)
 
     def _drop(self) -> None:
         with contextlib.suppress(CudaError), self.device._door.relaxed():
@@ -692,11 +688,7 @@ class SparseArray(Closes):
     def __del__(self) -> None:
         if not hasattr(self, "_array") or self._array.raw is None or not self.device._door.usable:
             return
-        door = self.device._door
-        if door.captures:
-            door.postponed.append(self._drop)
-        else:
-            self._drop()
+        self.device._door.outside_captures(self._drop)
 
     def _drop(self) -> None:
         with contextlib.suppress(CudaError), self.device._door.relaxed():
