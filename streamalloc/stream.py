@@ -120,11 +120,15 @@ class Stream(Closes):
         """Whether the stream is being captured into a graph (``cuStreamIsCapturing``)."""
         return int(self._call("cuStreamIsCapturing")) != 0
 
-    def _refuse_capture(self, call: str, why: str) -> None:
-        """Raise :class:`CaptureError` where the stream is being captured; ``call`` is what would not be replayed."""
+    def _captured(self) -> bool:
+        """What :attr:`capturing` says, without a driver call where we know it ourselves."""
         # Of our own streams we know; other code may capture its own and the default streams without our knowing.
         unknown = self._foreign is not None or self.is_default
-        if self._capture is not None or (unknown and self.capturing):
+        return self._capture is not None or (unknown and self.capturing)
+
+    def _refuse_capture(self, call: str, why: str) -> None:
+        """Raise :class:`CaptureError` where the stream is being captured; ``call`` is what would not be replayed."""
+        if self._captured():
             raise CaptureError("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 900, call, why)
 
     @property

@@ -169,9 +169,7 @@ class Leases:
             free = False
             try:
                 using = lease.using()
-                if not using:
-                    free = True
-                elif not lease.still_open(using):
+                if not lease.still_open(using):
                     lease.wait_for(using, stream)
                     free = True
             finally:

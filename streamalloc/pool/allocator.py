@@ -106,9 +106,7 @@ class Allocator(Unique):
     def _allocate_slowly(self, nbytes: int, stream: StreamLike) -> Buffer:
         self._check_open()
         stream = as_stream(stream, self._door)
-        # Captures that our own stream objects cannot know of: other code's, and those of the default streams.
-        unknown = stream._foreign is not None or stream.is_default
-        if stream._capture is not None or (unknown and stream.capturing):
+        if stream._captured():
             buffer: Buffer = GraphBuffer(stream._capture)
         else:
             buffer = Buffer()
