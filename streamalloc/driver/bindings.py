@@ -43,6 +43,8 @@ _ADDED_IN = {
     "CU_MEMPOOL_ATTR_LOCALITY_DOMAIN_ID": "13.4",
     "CU_DEVICE_ATTRIBUTE_LOCALITY_DOMAIN_COUNT": "13.4",
     "CU_MEM_LOCATION_TYPE_INVISIBLE": "13.1",
+    "cuMulticastBindMem_v2": "13.1",
+    "cuMulticastBindAddr_v2": "13.1",
     "CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN": "13.4",
 }
 
@@ -97,10 +99,23 @@ def opaque_bytes(struct: Any) -> bytes:
     return ctypes.string_at(int(struct.getPtr()), _OPAQUE_BYTES)
 
 
+class OpaqueStruct:
+    """Such a struct, for bytes that change."""
+
+    __slots__ = ("_at", "struct")
+
+    def __init__(self, name: str) -> None:
+        self.struct: Any = getattr(cuda, name)()
+        self._at = self.struct.getPtr()
+
+    def filled(self, data: bytes) -> Any:
+        """The struct, with these bytes."""
+        if len(data) != _OPAQUE_BYTES:
+            raise ValueError(f"a {type(self.struct).__name__} has {_OPAQUE_BYTES} bytes, not {len(data)}")
+        _copy_bytes(self._at, data, _OPAQUE_BYTES)
+        return self.struct
+
+
 def opaque_struct(name: str, data: bytes) -> Any:
     """Such a struct with these bytes."""
-    if len(data) != _OPAQUE_BYTES:
-        raise ValueError(f"a {name} has {_OPAQUE_BYTES} bytes, not {len(data)}")
-    struct = getattr(cuda, name)()
-    _copy_bytes(struct.getPtr(), data, _OPAQUE_BYTES)
-    return struct
+    return OpaqueStruct(name).filled(data)

@@ -24,6 +24,8 @@ def simulated(
     fabric: bool | None = None,
     seed: int | None = None,
     name: str | None = None,
+    multicast_slots: int = 128,
+    patience: float = 10.0,
 ) -> Driver:
     """A simulated machine: the driver's functions over ordinary memory, on any Linux machine.
 
@@ -43,11 +45,16 @@ def simulated(
         that stream order allows, the same for the same number, so that a missing dependency shows.
     name
         Machines of one name (default: ``STREAMALLOC_MACHINE``, else the other arguments) have the same device UUIDs.
+    multicast_slots
+        How many multicast objects the simulated switch has room for (128 on machines with eight H200).
+    patience
+        Seconds that binding or mapping a multicast object waits for other processes and threads to add their devices.
+        Then, and at once where there are none, a ``DeadlockError`` says what the real driver would wait for.
     """
     # Imported on first use: who runs on a GPU should not pay for it at import.
     from streamalloc.driver.simulator import simulated as make
 
-    machine: Driver = make(devices, memory, profile, multicast, fabric, seed, name)
+    machine: Driver = make(devices, memory, profile, multicast, fabric, seed, name, multicast_slots, patience)
     return machine
 
 

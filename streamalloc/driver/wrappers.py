@@ -113,6 +113,7 @@ _MAKERS = {
     "cuStreamEndCapture": "graph",
     "cuGraphInstantiate": "executable graph",
     "cuMemCreate": "physical memory",
+    "cuMulticastCreate": "physical memory",  # handles of the same kind
     "cuMemRetainAllocationHandle": "physical memory",
     "cuMemImportFromShareableHandle": "physical memory",
     "cuMemPoolImportPointer": "pool allocation",

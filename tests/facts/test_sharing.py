@@ -252,6 +252,14 @@ class TestExportOfAPointer:
         address = rig.allocate(rig.pool(), MiB, rig.stream())
         assert said(rig.raw.cuMemPoolExportPointer(address)) == "INVALID_VALUE"
 
+    def test_before_its_pool_was_exported(self, rig: Rig) -> None:
+        pool, stream, raw = rig.pool(handle_types=POSIX_FD), rig.stream(), rig.raw
+        address = rig.allocate(pool, MiB, stream)
+        assert said(raw.cuMemPoolExportPointer(address)) == "INVALID_VALUE"
+        handle_type = raw.CUmemAllocationHandleType(POSIX_FD)
+        os.close(int(value(raw.cuMemPoolExportToShareableHandle(pool, handle_type, 0))))
+        assert said(raw.cuMemPoolExportPointer(address)) == "SUCCESS"
+
     def test_imported(self, importer: Peer, shared: SharedPool) -> None:
         imported(importer, shared.data(shared.allocate(MiB)))
         assert importer.said("cuMemPoolExportPointer", Kept("pointer")) == "INVALID_VALUE"
@@ -526,6 +534,35 @@ class TestPlainMemory:
         there = self.opened(peer, data)
         assert said(rig.raw.cuMemFree(rig.disown(address))) == "SUCCESS"
         assert self.opened(peer, data) == there
+
+    def test_of_freed_memory(self, peer: Peer, rig: Rig) -> None:
+        """Unlike a pool's."""
+        address = self.memory(rig)
+        data = self.handle(rig, address)
+        assert said(rig.raw.cuMemFree(rig.disown(address))) == "SUCCESS"
+        assert self.open(peer, data) == "INVALID_VALUE"
+
+    def test_of_freed_memory_that_was_open(self, peer: Peer, rig: Rig) -> None:
+        address = self.memory(rig)
+        data = self.handle(rig, address)
+        assert peer.said("cuIpcCloseMemHandle", self.opened(peer, data)) == "SUCCESS"
+        assert said(rig.raw.cuMemFree(rig.disown(address))) == "SUCCESS"
+        assert self.open(peer, data) == "INVALID_VALUE"
+
+    def test_of_freed_memory_in_a_block_that_lives(self, peer: Peer, rig: Rig) -> None:
+        address, other = self.memory(rig, 1000), self.memory(rig, 1000, 2)
+        data = self.handle(rig, address)
+        there = self.opened(peer, self.handle(rig, other))
+        assert said(rig.raw.cuMemFree(rig.disown(address))) == "SUCCESS"
+        assert self.open(peer, data) == "INVALID_VALUE"
+        assert peer.rig("read", there, 4) == [2] * 4
+
+    @pytest.mark.parametrize("how", ["kill", "end"])
+    def test_of_a_process_that_is_gone(self, peer: Peer, another: Callable[[], Peer], how: str) -> None:
+        owner = another()
+        data = owner.value("cuIpcGetMemHandle", owner.value("cuMemAlloc", 4 * MiB))
+        getattr(owner, how)()
+        assert self.open(peer, data) == "INVALID_HANDLE"
 
 
 class TestEvents:

@@ -127,3 +127,11 @@ def test_the_interpreter_ends_with_work_pending() -> None:
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
+def test_calls_of_what_was_forgotten_with_its_machine() -> None:
+    """Its finaliser may come after the machine's where both are one piece of garbage."""
+    rig = Rig()
+    rig.driver._machine.close()
+    answers = (rig.driver.cuMemRelease(1), rig.driver.cuMemGetInfo(), rig.driver.cuMemFree(1))
+    assert {answer[0].name for answer in answers} == {"CUDA_ERROR_DEINITIALIZED"}

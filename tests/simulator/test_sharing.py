@@ -231,6 +231,7 @@ class TestDamage:
         for damaged in each_byte_damaged(data):
             assert said(pointer(other, imported, damaged)) == "INVALID_VALUE"
         another_pool = rig.pool(UINT64_MAX, handle_types=POSIX_FD)
+        os.close(export_pool(rig, another_pool))
         _, foreign = allocate(rig, another_pool, MiB, 1, rig.stream())
         assert said(pointer(other, imported, foreign)) == "INVALID_VALUE"
 
@@ -287,7 +288,7 @@ class TestDamage:
         memory = opaque(raw.CUipcMemHandle(), owner.value("cuIpcGetMemHandle", owner.value("cuMemAlloc", MiB)))
         getattr(owner, how)()
         assert said(raw.cuIpcOpenEventHandle(event)) == "MAP_FAILED"
-        assert said(raw.cuIpcOpenMemHandle(memory, 1)) == "INVALID_VALUE"
+        assert said(raw.cuIpcOpenMemHandle(memory, 1)) == "INVALID_HANDLE"
 
 
 def each_byte_damaged(data: bytes) -> Iterator[bytes]:
@@ -424,11 +425,11 @@ class TestFabric:
         rig, importer = new_rig(fabric=True), another(fabric=True)
         raw, kind = rig.raw, handle_type(rig, FABRIC)
         pool, memory = rig.pool(UINT64_MAX, handle_types=FABRIC), rig.memory(PAGE, handle_types=FABRIC)
-        _, data = allocate(rig, pool, MiB, 7, rig.stream())
         handles = {
             "pool": bytes_of(value(raw.cuMemPoolExportToShareableHandle(pool, kind, 0))),
             "memory": bytes_of(value(raw.cuMemExportToShareableHandle(memory, kind, 0))),
         }
+        _, data = allocate(rig, pool, MiB, 7, rig.stream())
         fabric = Member("CUmemAllocationHandleType", FABRIC)
         importer.rig("synchronize")  # it has started
         before = len(descriptors(importer.process.pid))
@@ -463,8 +464,8 @@ class TestWhatIsLeft:
         """Share one of everything, once."""
         raw, stream = rig.raw, rig.stream()
         pool, event = rig.pool(UINT64_MAX, handle_types=POSIX_FD), rig.event(SHARED_EVENT)
-        address, data = allocate(rig, pool, MiB, 1, stream)
         fds = [export_pool(rig, pool)]
+        address, data = allocate(rig, pool, MiB, 1, stream)
         peer.value("cuMemPoolImportFromShareableHandle", Descriptor(fds[0]), FD, 0, keep="pool")
         there = peer.value("cuMemPoolImportPointer", Kept("pool"), Opaque("CUmemPoolPtrExportData", data))
         peer.value("cuMemFree", there)

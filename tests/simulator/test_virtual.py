@@ -350,7 +350,7 @@ def _access_of_queued_work(rig: VirtualRig) -> None:
 
 
 def _word(rig: VirtualRig) -> None:
-    rig.driver.cuStreamWaitValue32(rig.stream(), rig.mapped(), 0, 0)
+    rig.driver.cuStreamWaitValue32(rig.stream(), rig.mapped(place=HOST), 0, 0)
 
 
 def _pools_have_it(rig: VirtualRig) -> None:
@@ -375,7 +375,7 @@ def _dma_buf_of_host_memory(rig: VirtualRig) -> None:
         (_host_to_device, "mapped host memory"),
         (_no_access_at_all, "mapped host memory"),
         (_access_of_queued_work, "work on the memory is queued"),
-        (_word, "word of mapped memory"),
+        (_word, "word of mapped host memory"),
         (_pools_have_it, "pools hold in reserve"),
         (_dma_buf_of_host_memory, "of host memory"),
     ],

@@ -4,11 +4,13 @@ one.
 ``machine`` holds the state, ``timeline`` makes things happen in stream order, ``allocator`` decides where
 memory goes, ``memory`` provides it, ``graphs`` records and replays, ``graph_memory`` has what graphs allocate,
 ``virtual`` maps memory by hand, ``arrays`` has sparse arrays, ``sharing`` and ``shared_events`` are what processes have
-in common, and ``calls`` is the interface of the real driver on top.
+in common, ``multicast`` and ``team`` have memory of several devices at one address, and ``calls`` is the interface of
+the real driver on top.
 """
 
 from __future__ import annotations
 
 from .driver import SimulatedDriver, simulated
+from .errors import DeadlockError
 
-__all__ = ["SimulatedDriver", "simulated"]
+__all__ = ["DeadlockError", "SimulatedDriver", "simulated"]

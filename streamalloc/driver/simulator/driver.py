@@ -14,6 +14,7 @@ from .calls.capture import CaptureCalls
 from .calls.contexts import ContextCalls
 from .calls.copies import CopyCalls
 from .calls.devices import DeviceCalls
+from .calls.multicast import MulticastCalls
 from .calls.plain import PlainMemoryCalls
 from .calls.pools import PoolCalls
 from .calls.sharing import SharingCalls
@@ -30,6 +31,7 @@ class SimulatedDriver(
     StreamCalls,
     PlainMemoryCalls,
     ArrayCalls,
+    MulticastCalls,
     CopyCalls,
     PoolCalls,
     CaptureCalls,
@@ -95,6 +97,8 @@ def simulated(
     fabric: bool | None = None,
     seed: int | None = None,
     name: str | None = None,
+    multicast_slots: int = 128,
+    patience: float = 10.0,
 ) -> SimulatedDriver:
     """A simulated machine, with the functions of ``cuda.bindings.driver``.
 
@@ -103,7 +107,9 @@ def simulated(
     these; by default multicast needs two devices, as on hardware. With ``seed`` no work runs in the calling
     thread, and streams are delayed and interleaved by chance, in any order that CUDA allows. ``name`` (by
     default the environment's STREAMALLOC_MACHINE) identifies the machine: machines of the same name, or made
-    by the same arguments where they have none, have devices with the same UUIDs.
+    by the same arguments where they have none, have devices with the same UUIDs. ``multicast_slots`` is how many
+    multicast objects the switch has room for; ``patience``, how many seconds a call waits for devices that other
+    processes or threads should add to one, before it raises :class:`DeadlockError` (at once if there are no others).
     """
     if devices < 1:
         raise ValueError(f"devices must be at least 1, got {devices}")
@@ -124,5 +130,7 @@ def simulated(
             fabric,
             seed,
             identity,
+            multicast_slots,
+            patience,
         )
     )

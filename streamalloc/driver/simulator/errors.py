@@ -24,6 +24,10 @@ class NotModelled(NotImplementedError):
         super().__init__(f"not modelled: {what}")
 
 
+class DeadlockError(RuntimeError):
+    """A call for which the real driver would block for ever."""
+
+
 def check(condition: object, code: Any = Result.CUDA_ERROR_INVALID_VALUE) -> None:
     """Fail with ``code`` unless ``condition`` holds."""
     if not condition:

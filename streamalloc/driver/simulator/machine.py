@@ -17,6 +17,7 @@ from .blocks import Block
 from .errors import Fault, Result, check
 from .heap import Heap
 from .memory import AddressMap, Bank, Reservation
+from .multicast import Multicast
 from .pool import PINNED, Place, Pool
 from .profiles import Profile
 from .shared_events import SharedEvent
@@ -281,6 +282,8 @@ class Machine:
         fabric: bool | None,
         seed: int | None,
         identity: str,
+        multicast_slots: int,
+        patience: float,
     ) -> None:
         self.profile = profile
         self.identity = identity
@@ -313,6 +316,7 @@ class Machine:
         self.host_heap = Heap("pinned", self.host_bank, self.arenas, self.make_room)
         self.virtual = VirtualMemory(self)
         self.sharing = Sharing(self)
+        self.multicast = Multicast(self, multicast_slots, patience)
         self.devices = [self._device(ordinal, memory, multicast) for ordinal in range(devices)]
         for device in self.devices:
             device.primary = Context(self, device, primary=True, flags=0)
@@ -342,6 +346,7 @@ class Machine:
     def close(self) -> None:
         """Give back everything; nothing may use the machine any more."""
         if not self.forked and not sys.is_finalizing():
+            self.ready = False  # finalisers of what was garbage together with the driver may call it yet
             self.timeline.close()
 
     def _release(self) -> None:
@@ -354,6 +359,7 @@ class Machine:
             for slab in list(device.slabs):
                 slab.close()
         self.host_heap.close()
+        self.multicast.close()
         self.virtual.close()
         self.sharing.close()
         for bank in (self.host_bank, *(device.bank for device in self.devices)):
@@ -463,6 +469,7 @@ class Machine:
         if allocation.block is not None and allocation.pool is None:
             heap = self.host_heap if allocation.device is None else self.devices[allocation.device].heap
             heap.free(allocation.base, allocation.block)
+            self.sharing.withdraw(allocation)
 
     def is_mapped(self, address: int, size: int) -> bool:
         """False for simulated memory that is gone by now; true for memory that is not simulated."""

@@ -21,6 +21,8 @@ class Profile:
     context_flags: int
     stream_priorities: tuple[int, int]
     """Least and greatest."""
+    multicast_granularity: int
+    """The recommended one; the smallest is 2 MiB everywhere."""
     attributes: Mapping[str, int] = field(repr=False)
     """Device attributes by enum name without CU_DEVICE_ATTRIBUTE_; what is not here is
     CUDA_ERROR_INVALID_VALUE.
@@ -196,6 +198,9 @@ H200 = Profile(
     context_api_version=3020,
     context_flags=8,
     stream_priorities=(0, -5),
+    # Not read from hardware: what users were told by H100s (microsoft/mscclpp, DefaultNvlsBufferSize), and the page
+    # size in NVIDIA's kernel module. That 2 MiB will do is known from NCCL, which binds as little (NVIDIA/nccl#2077).
+    multicast_granularity=512 << 20,
     attributes=_H200_ATTRIBUTES,
     peer_attributes={
         "PERFORMANCE_RANK": 0,

@@ -37,12 +37,14 @@ HANDLE_BYTES = 64
 """Of a pointer's export data, of the handles for events and plain memory, and of a fabric handle."""
 
 _DEVICE = 1  # CUmemLocationType
+_INVALID_DEVICE = -2  # CU_DEVICE_INVALID
 _NOWHERE = Place(0, 0)
+_FLOCK = struct.Struct("hhqqi4x")
 _NAME = re.compile(r"/memfd:streamalloc:(\w+):([0-9a-f]{16}):([0-9a-f]{16}):(\d+)\.(\d+) \(deleted\)")
 
 
 class Label(NamedTuple):
-    """What a file's name says: ``kind`` is pool, memory, heap or events."""
+    """What a file's name says: ``kind`` is pool, memory, multicast, heap or events."""
 
     kind: str
     machine: str
@@ -80,6 +82,16 @@ def recognise(fd: int) -> Label | None:
     return label if writable and sealed else None
 
 
+def has_ended(process: int) -> bool:
+    """Whether a process is gone, reaped or not."""
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            state = file.read().rpartition(b") ")[2][:1]
+    except OSError:
+        return True
+    return state in b"ZX"
+
+
 def reach(process: int, fd: int, fits: Callable[[Label], bool]) -> int | None:
     """A descriptor of our own for another process's, or None where that is gone or something else by now."""
     path = f"/proc/{process}/fd/{fd}"
@@ -104,6 +116,24 @@ def operating_system() -> Iterator[None]:
         yield
     except OSError as error:
         raise Fault(Result.CUDA_ERROR_OPERATING_SYSTEM) from error
+
+
+# -- what lives ----------------------------------------------------------------------------------------------
+
+
+def mark(fd: int, number: int, *, alive: bool) -> None:
+    """Let other processes see, or see no more, that something in a file lives: by a lock on the byte of that number.
+
+    It is there for as long as this descriptor's file is open, and whether or not there is such a byte.
+    """
+    kind = fcntl.F_WRLCK if alive else fcntl.F_UNLCK
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, number, 1, 0))
+
+
+def lives(fd: int, number: int) -> bool:
+    """Whether something in another process's file is marked as living."""
+    asked = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0))
+    return bool(_FLOCK.unpack(asked)[0] != fcntl.F_UNLCK)
 
 
 # -- 64 bytes ------------------------------------------------------------------------------------------------
@@ -223,7 +253,8 @@ class Sharing:
         self._identity = hashlib.sha256(machine.identity.encode()).hexdigest()[:16]
         self._owner = int.from_bytes(os.urandom(8), "little")  # whose handles are our own
         self.pools: dict[int, ImportedPool] = {}  # by handle
-        self._blocks: dict[tuple[int, ...], OpenedBlock] = {}  # by process, descriptor, owner, offset
+        self._handed_out: dict[int, int] = {}  # descriptors of plain memory with handles, by the allocations' numbers
+        self._blocks: dict[tuple[int, ...], OpenedBlock] = {}  # by process and descriptor, owner, offset
         self._opened: dict[tuple[int, ...], OpenedMemory] = {}  # by what the handle says
         self._own_boards: list[Board] = []
         self._boards: weakref.WeakValueDictionary[tuple[int, ...], Board] = weakref.WeakValueDictionary()
@@ -244,21 +275,29 @@ class Sharing:
         return reach(process, fd, lambda label: label[:3] == expected)
 
     def recognise(self, fd: int, kind: str) -> Label:
-        """What a descriptor is that should be a pool or memory of this machine."""
+        """What a descriptor is that should be a pool or memory of this machine; with memory goes a multicast object."""
         label = recognise(fd)
-        known = label is not None and label.machine == self._identity and label.kind in ("pool", "memory")
+        known = label is not None and label.machine == self._identity and label.kind in ("pool", "memory", "multicast")
         check(known, Result.CUDA_ERROR_UNKNOWN)
         assert label is not None
+        if label.kind == "multicast":
+            if kind == "pool":
+                raise NotModelled("importing a multicast object as a pool")
+            return label
         check(label.kind == kind, Result.CUDA_ERROR_NOT_SUPPORTED)
         if label.place.type != _DEVICE:
             raise NotModelled(f"importing a {kind} of host memory" if kind == "pool" else "importing host memory")
         if label.place.id >= len(self._machine.devices):
-            raise NotModelled("importing memory of a device that this process does not have")
+            if kind == "pool":
+                raise NotModelled("importing a pool of a device that this process does not have")
+            # so it is where CUDA_VISIBLE_DEVICES hides the device (observed on H200)
+            return label._replace(place=Place(_DEVICE, _INVALID_DEVICE))
         return label
 
     # -- fabric handles --------------------------------------------------------------------------------------
 
     def fabric_handle(self, kind: str, physical: Physical) -> bytes:
+        """``kind`` is pool or memory, the latter for multicast objects too."""
         return pack(f"fabric {kind}", os.getpid(), physical.fd, self._owner)
 
     def open_fabric(self, kind: str, data: bytes) -> int:
@@ -266,7 +305,8 @@ class Sharing:
         words = unpack(f"fabric {kind}", data, 3)
         check(words is not None)
         assert words is not None
-        fd = reach(words[0], words[1], lambda label: label.kind == kind and label.machine == self._identity)
+        kinds = ("memory", "multicast") if kind == "memory" else (kind,)
+        fd = reach(words[0], words[1], lambda label: label.kind in kinds and label.machine == self._identity)
         if fd is None:
             raise NotModelled("importing from a fabric handle of a process that has given the memory up")
         fcntl.flock(fd, fcntl.LOCK_SH)  # as a descriptor that was exported: see Physical.lend
@@ -302,25 +342,43 @@ class Sharing:
         physical, offset = self._machine.devices[allocation.device].heap.locate(allocation.base)
         physical.seal()
         physical.kept = True  # importers go on reading what the owner frees (observed on H200)
-        return pack_memory(allocation.id, os.getpid(), allocation.size, offset, physical.fd, self._owner)
+        if allocation.id not in self._handed_out:
+            mark(physical.fd, allocation.id, alive=True)
+            self._handed_out[allocation.id] = physical.fd
+        where = os.getpid() << 32 | physical.fd
+        return pack_memory(allocation.id, where, allocation.size, offset, self._owner, allocation.id)
+
+    def withdraw(self, allocation: Allocation) -> None:
+        """Plain memory is freed: its handle opens nothing any more, unless it is open already."""
+        fd = self._handed_out.pop(allocation.id, None)
+        if fd is not None:
+            mark(fd, allocation.id, alive=False)
 
     def open_memory(self, data: bytes, context: Context) -> int:
-        """Open memory of another process, and count how often. The block around it is mapped with it."""
+        """Open memory of another process, and count how often. The block around it is mapped with it.
+
+        What is open can be opened again also after its owner has freed it (observed on H200).
+        """
         words = unpack_memory(data)
         check(words is not None)
         assert words is not None
-        process, size, offset, fd, owner = words
-        check(not self._is_own(process, owner), Result.CUDA_ERROR_INVALID_CONTEXT)
+        where, size, offset, owner, number = words
+        check(not self._is_own(where >> 32, owner), Result.CUDA_ERROR_INVALID_CONTEXT)
         found = self._opened.get(words)
         if found is not None:
             found.times += 1
             return found.allocation.base
         start = offset // BLOCK * BLOCK
-        key = (process, fd, owner, start)
-        block = self._blocks.get(key)
-        if block is None:
-            end = -(-(offset + size) // BLOCK) * BLOCK
-            block = self._blocks[key] = self._map_block(process, fd, owner, start, end, context)
+        key = (where, owner, start)
+        own = self._reach_heap(where >> 32, where & 0xFFFFFFFF, owner)
+        try:
+            check(lives(own, number))
+            block = self._blocks.get(key)
+            if block is None:
+                end = -(-(offset + size) // BLOCK) * BLOCK
+                block = self._blocks[key] = self._map_block(own, start, end, context)
+        finally:
+            os.close(own)
         address = block.reservation.base + offset - start
         if address + size > block.reservation.end or self._machine.allocations.overlapping(address, address + size):
             raise NotModelled("opening memory while something is open that was freed by its owner before")
@@ -329,22 +387,27 @@ class Sharing:
         self._opened[words] = OpenedMemory(allocation, block)
         return address
 
-    def _map_block(self, process: int, fd: int, owner: int, start: int, end: int, context: Context) -> OpenedBlock:
+    def _reach_heap(self, process: int, fd: int, owner: int) -> int:
+        """A descriptor for the file with another process's plain memory."""
         own = self._reach(process, fd, owner, "heap")
-        check(own is not None)
-        assert own is not None
-        physical = Physical.adopt(own)
-        try:
-            label = recognise(own)
-            check(label is not None and end <= physical.size)
-            assert label is not None
-            if label.place.id != context.device.ordinal:
-                raise NotModelled("opening plain memory of another device than the current context's")
-            with operating_system():
+        if own is None:
+            check(not has_ended(process), Result.CUDA_ERROR_INVALID_HANDLE)
+            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)  # all that was in the file is freed
+        return own
+
+    def _map_block(self, fd: int, start: int, end: int, context: Context) -> OpenedBlock:
+        label, size = recognise(fd), os.fstat(fd).st_size
+        check(label is not None and end <= size)
+        assert label is not None
+        if label.place.id != context.device.ordinal:
+            raise NotModelled("opening plain memory of another device than the current context's")
+        with operating_system():
+            physical = Physical.adopt(os.dup(fd))
+            try:
                 reservation = Reservation(end - start, BLOCK)
                 reservation.map(reservation.base, end - start, physical, start)
-        finally:
-            physical.close()
+            finally:
+                physical.close()
         self._machine.arenas.add(reservation)
         return OpenedBlock(reservation)
 

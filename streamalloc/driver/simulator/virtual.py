@@ -53,11 +53,34 @@ class Properties:
         return self.place.id if self.place.type == _DEVICE else None
 
 
-class Memory:
+class Mappable:
+    """What a CUmemGenericAllocationHandle names, and how many hold on to it: handles given out, and mappings."""
+
+    def __init__(self, handle: int, size: int, properties: Properties) -> None:
+        self.handle = handle
+        self.size = size
+        self.properties = properties
+        self.handles = 1
+        self.mappings = 0
+
+    def check_part(self, offset: int, size: int) -> None:
+        """Fail unless this part can be mapped."""
+        raise NotImplementedError
+
+    def map_at(self, found: AddressRange, start: int, size: int, offset: int) -> None:
+        """Put the bytes from ``offset`` on at an address."""
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """Give it up if nobody refers to it any more."""
+        raise NotImplementedError
+
+
+class Memory(Mappable):
     """Physical memory, as one handle names it: ``size`` bytes of a file, from ``offset`` on.
 
-    It is there until its handle was released as often as it was given out, and nothing is mapped. ``bank`` gets its
-    bytes back then: None where they were never taken, because another process has.
+    It is there until its handle was released as often as it was given out, and nothing is mapped or bound to a
+    multicast object. ``bank`` gets its bytes back then: None where they were never taken, because another process has.
     """
 
     def __init__(
@@ -69,14 +92,12 @@ class Memory:
         properties: Properties,
         bank: Bank | None,
     ) -> None:
-        self.handle = handle
+        super().__init__(handle, size, properties)
         self.physical = physical
         self.offset = offset
-        self.size = size
-        self.properties = properties
         self.bank = bank
-        self.handles = 1
-        self.mappings = 0
+        self.bindings = 0
+        """To multicast objects."""
         self.tiles = 0
         """Tiles of arrays that have their memory here, or will once queued work is done."""
         self._window: Window | None = None
@@ -92,9 +113,14 @@ class Memory:
             self._window.close()
             self._window = None
 
+    def check_part(self, offset: int, size: int) -> None:
+        check(size == self.size and not offset, Result.CUDA_ERROR_NOT_SUPPORTED)
+
+    def map_at(self, found: AddressRange, start: int, size: int, offset: int) -> None:
+        found.map(start, size, self.physical, self.offset + offset)
+
     def leave(self) -> None:
-        """Give the memory up if nobody refers to it any more."""
-        if self.handles or self.mappings:
+        if self.handles or self.mappings or self.bindings:
             return
         self.close_window()
         if self.bank is None:
@@ -112,13 +138,17 @@ class Mapping:
 
     base: int
     size: int
-    memory: Memory
+    memory: Mappable
     rights: dict[Place, int] = field(default_factory=dict)
     """By device, and of the host; in the order in which they were set, without those that were taken away."""
 
     @property
     def end(self) -> int:
         return self.base + self.size
+
+    @property
+    def is_multicast(self) -> bool:
+        return not isinstance(self.memory, Memory)
 
     def right(self, place: Place) -> int:
         return self.rights.get(place, NO_ACCESS)
@@ -148,7 +178,7 @@ class VirtualMemory:
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self._memories: dict[int, Memory] = {}
+        self._named: dict[int, Mappable] = {}
         self._ranges: dict[int, AddressRange] = {}
         self._shared: Physical | None = None
         self.mappings: AddressMap[Mapping] = AddressMap()
@@ -176,32 +206,44 @@ class VirtualMemory:
     def adopt(self, physical: Physical, offset: int, size: int, properties: Properties, bank: Bank | None) -> Memory:
         """Give memory a handle."""
         memory = Memory(self._machine.new_handle(), physical, offset, size, properties, bank)
-        self._memories[memory.handle] = memory
+        self.name(memory)
         return memory
 
     def memory(self, handle: int) -> Memory:
+        found = self.named(handle)
+        if not isinstance(found, Memory):
+            raise NotModelled("a handle of a multicast object where physical memory is expected")
+        return found
+
+    # -- handles, of physical memory and of multicast objects ------------------------------------------------
+
+    def name(self, made: Mappable) -> None:
+        """Let it be known by its handle."""
+        self._named[made.handle] = made
+
+    def named(self, handle: int) -> Mappable:
         check(handle)
-        found = self._memories.get(handle)
+        found = self._named.get(handle)
         if found is None:
             raise NotModelled("using a memory handle that does not exist: the real driver crashes")
         return found
 
     def release(self, handle: int) -> None:
-        memory = self._memories.get(handle)
-        check(memory is not None)
-        assert memory is not None
-        if memory.handles == 1 and memory.tiles:
+        found = self._named.get(handle)
+        check(found is not None)
+        assert found is not None
+        if found.handles == 1 and isinstance(found, Memory) and found.tiles:
             raise NotModelled("releasing memory that tiles of an array are mapped to, or will be: unmap them before")
-        memory.handles -= 1
-        if not memory.handles:
-            del self._memories[handle]
-            memory.leave()
+        found.handles -= 1
+        if not found.handles:
+            del self._named[handle]
+            found.leave()
 
-    def retain(self, memory: Memory) -> int:
+    def retain(self, found: Mappable) -> int:
         """Another reference by the same handle, also where all before were released (observed on H200)."""
-        memory.handles += 1
-        self._memories[memory.handle] = memory
-        return memory.handle
+        found.handles += 1
+        self._named[found.handle] = found
+        return found.handle
 
     # -- addresses -------------------------------------------------------------------------------------------
 
@@ -251,9 +293,9 @@ class VirtualMemory:
 
     # -- mappings --------------------------------------------------------------------------------------------
 
-    def map(self, address: int, size: int, offset: int, memory: Memory) -> None:
+    def map(self, address: int, size: int, offset: int, memory: Mappable) -> None:
         check(address and size and address % GRANULARITY == 0)
-        check(size == memory.size and not offset, Result.CUDA_ERROR_NOT_SUPPORTED)
+        memory.check_part(offset, size)
         end = address + size
         pieces = self._pieces(address, end)
         check(pieces and not self.mappings.overlapping(address, end))
@@ -263,7 +305,7 @@ class VirtualMemory:
             raise NotModelled("cuMemMap of memory for tiles of arrays")
         try:
             for found, start, stop in pieces:
-                found.map(start, stop - start, memory.physical, memory.offset + start - address)
+                memory.map_at(found, start, stop - start, offset + start - address)
         except OSError as error:
             for found, start, stop in pieces:
                 found.unmap(start, stop - start)
@@ -316,11 +358,11 @@ class VirtualMemory:
     # -- the end ---------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        for memory in self._memories.values():
+        known = {*self._named.values(), *(mapping.memory for mapping in self.mappings.at.values())}
+        memories = [one for one in known if isinstance(one, Memory)]
+        for memory in memories:
             memory.close_window()
-        files = {memory.physical for memory in self._memories.values()}
-        files.update(mapping.memory.physical for mapping in self.mappings.at.values())
-        for physical in files:
+        for physical in {memory.physical for memory in memories}:
             physical.close()
         if self._shared is not None:
             self._shared.close()
@@ -328,5 +370,5 @@ class VirtualMemory:
             self._machine.arenas.remove(found)
             found.close()
         self._ranges.clear()
-        self._memories.clear()
+        self._named.clear()
         self.mappings = AddressMap()

@@ -335,5 +335,7 @@ class ArrayCalls(CopyCalls):
     ) -> Allocation | None:
         size = linear.span(box)
         end = self._copy_end(linear.address, size, must_be_device, False, context)
+        if end is not None and end.mapping is not None and end.mapping.is_multicast:
+            raise NotModelled("cuMemcpy3D with a multicast object")
         self._check_mapped(linear.address, size, end, READ if into else READ_WRITE, context, end)
         return end

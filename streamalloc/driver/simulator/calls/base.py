@@ -32,7 +32,7 @@ def modelled(values: int, before_init: bool = False) -> Callable[[Method], Metho
         def call(self: Calls, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
             machine = self._machine
             if not machine.ready and (machine.forked or not before_init):
-                return (not_initialized, *nothing)
+                return (deinitialized if machine.timeline.closed else not_initialized, *nothing)
             if exiting():  # the worker may have been stopped for good while it held the lock
                 return (deinitialized, *nothing)
             try:

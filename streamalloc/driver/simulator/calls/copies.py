@@ -13,6 +13,7 @@ from typing import Any
 from .. import arguments
 from ..errors import Fault, NotModelled, Result, check
 from ..machine import Allocation, Context, Machine
+from ..multicast import Piece
 from ..timeline import Operation, Stream
 from ..virtual import HOST, READ, READ_WRITE, device_place, least_right
 from .base import Calls, modelled
@@ -21,68 +22,87 @@ PIECE = 4 << 20
 """How much is moved in one go, a millisecond or so: other streams and threads get turns in between."""
 
 
-class Move(Operation):
-    """Moves bytes piece by piece; memory that is gone by then breaks the context instead of the process."""
+_READING = "reading a multicast object with a copy: hardware defines it for multimem.ld_reduce alone"
 
-    def __init__(self, machine: Machine, context: Context, size: int, *addresses: int) -> None:
+
+class Move(Operation):
+    """Writes bytes piece by piece; memory that is gone by then breaks the context instead of the process."""
+
+    def __init__(self, machine: Machine, context: Context, target: int, size: int, source: int | None = None) -> None:
         self._machine = machine
         self._context = context
+        self._target = target
         self._size = size
         self._done = 0
         # ordinary host memory is nobody's business here
-        self._simulated = [address for address in addresses if machine.arenas.find(address) is not None]
+        self._into_simulated = machine.arenas.find(target) is not None
+        self._simulated_source = source if source is not None and machine.arenas.find(source) is not None else None
         self.heavy = size > PIECE
 
     def step(self) -> bool:
         size = min(PIECE, self._size - self._done)
-        if all(self._machine.is_backed(address + self._done, size) for address in self._simulated):
-            self.move(self._done, size)
+        targets = self._targets(size)
+        source = self._simulated_source
+        if targets and (source is None or self._machine.is_backed(source + self._done, size)):
+            for address, at, length in targets:
+                self.put(address, self._done + at, length)
             self._done += size
         else:
-            self._context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
-            self._done = self._size
+            self.fail()
         return self._done >= self._size
+
+    def fail(self) -> None:
+        self._context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
+        self._done = self._size
+
+    def _targets(self, size: int) -> list[Piece] | None:
+        """Where the next bytes go: to one address, or to that of each replica of multicast memory."""
+        target = self._target + self._done
+        if not self._into_simulated or self._machine.is_backed(target, size):
+            return [Piece(target, 0, size)]
+        return self._machine.multicast.targets(target, size)
 
     def touches(self, start: int, end: int) -> bool:
         """Whether it has a byte of a range of simulated addresses to read or write."""
-        return any(address < end and start < address + self._size for address in self._simulated)
+        ends = (self._target if self._into_simulated else None, self._simulated_source)
+        return any(one is not None and one < end and start < one + self._size for one in ends)
 
-    def move(self, offset: int, size: int) -> None:
+    def put(self, address: int, offset: int, size: int) -> None:
+        """Write the bytes from ``offset`` on to an address."""
         raise NotImplementedError
 
 
 class Copy(Move):
     def __init__(self, machine: Machine, context: Context, target: int, source: int, size: int) -> None:
-        super().__init__(machine, context, size, target, source)
-        self._target, self._source = target, source
+        super().__init__(machine, context, target, size, source)
+        self._source = source
 
-    def move(self, offset: int, size: int) -> None:
-        ctypes.memmove(self._target + offset, self._source + offset, size)
+    def put(self, address: int, offset: int, size: int) -> None:
+        ctypes.memmove(address, self._source + offset, size)
 
 
 class CopyFrom(Move):
     """Copies from bytes that were taken when the call was made."""
 
     def __init__(self, machine: Machine, context: Context, target: int, data: bytes) -> None:
-        super().__init__(machine, context, len(data), target)
-        self._target = target
+        super().__init__(machine, context, target, len(data))
         self._data = data  # keeps it alive
         self._source = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
-    def move(self, offset: int, size: int) -> None:
-        ctypes.memmove(self._target + offset, self._source + offset, size)
+    def put(self, address: int, offset: int, size: int) -> None:
+        ctypes.memmove(address, self._source + offset, size)
 
 
 class Fill(Move):
     def __init__(self, machine: Machine, context: Context, target: int, pattern: bytes, count: int) -> None:
-        super().__init__(machine, context, count * len(pattern), target)
-        self._target, self._pattern = target, pattern
+        super().__init__(machine, context, target, count * len(pattern))
+        self._pattern = pattern
 
-    def move(self, offset: int, size: int) -> None:
+    def put(self, address: int, offset: int, size: int) -> None:
         if len(set(self._pattern)) == 1:
-            ctypes.memset(self._target + offset, self._pattern[0], size)
+            ctypes.memset(address, self._pattern[0], size)
         else:
-            ctypes.memmove(self._target + offset, self._pattern * (size // len(self._pattern)), size)
+            ctypes.memmove(address, self._pattern * (size // len(self._pattern)), size)
 
 
 _VALUES: dict[int, Callable[[Any], int]] = {
@@ -142,6 +162,7 @@ class CopyCalls(Calls):
         if allocation.mapping is not None:
             mappings = self._machine.virtual.span(address, size)
             check(least_right(mappings, device_place(context.device.ordinal)) == READ_WRITE)
+            self._check_team(address, size)
         else:
             check(address + size <= allocation.base + allocation.size)
             check(_reachable(allocation, context))
@@ -242,6 +263,8 @@ class CopyCalls(Calls):
         stream = self._stream(hStream)
         captured = bool(machine.captures) and self._captured(stream)
         if captured:
+            if machine.multicast.mapping_at(source) is not None:
+                raise NotModelled(_READING)
             stream.capture.add("MEMCPY", Copy(machine, stream.context, target, source, size), stream)
             return
         if not size:
@@ -308,12 +331,26 @@ class CopyCalls(Calls):
             return
         mappings = self._machine.virtual.span(address, size)
         if least_right(mappings, device_place(context.device.ordinal)) & needed == needed:
+            if needed == READ and any(mapping.is_multicast for mapping in mappings):
+                raise NotModelled(_READING)
+            self._check_team(address, size)
             return
         # the host copies between its own memory, also where no device has access
         check(all(mapping.memory.properties.device is None for mapping in mappings))
         by_host = least_right(mappings, HOST) & needed == needed
         if not by_host or not (other is None or other.kind in ("pinned", "registered")):
             raise NotModelled("a copy of mapped host memory that neither the device nor the host may make alone")
+
+    def _check_team(self, address: int, size: int) -> None:
+        """That all devices of the teams have memory under a range of mappings, which may be of multicast objects.
+
+        By the PTX manual other writes than those of multimem instructions are undefined; that copies reach every device
+        is what users report (NVIDIA/Fuser#5620).
+        """
+        for mapping in self._machine.virtual.span(address, size):
+            if mapping.is_multicast:
+                first, end = max(address, mapping.base), min(address + size, mapping.end)
+                self._machine.multicast.check_bound(first, end - first)
 
 
 def _accessible(allocation: Allocation, context: Context) -> bool:

@@ -161,6 +161,8 @@ class PlainMemoryCalls(Calls):
         check(allocation is not None and allocation.known, Result.CUDA_ERROR_NOT_FOUND)
         assert allocation is not None
         mapping = allocation.mapping
+        if mapping is not None and mapping.is_multicast:
+            raise NotModelled("cuMemGetAddressRange of a multicast object")
         if mapping is not None and not mapped_attribute(self._machine, "ACCESS_FLAGS", mapping, allocation.base):
             raise NotModelled("cuMemGetAddressRange of mapped memory that the current device has no access to")
         return cuda.CUdeviceptr(allocation.base), allocation.size
@@ -200,10 +202,19 @@ class PlainMemoryCalls(Calls):
 
     def _attribute_reader(self, attribute: Any) -> Callable[[Allocation, int], Any]:
         read, name = _pointer_attribute(attribute), attribute.name.removeprefix(_PREFIX)
-        if name not in MAPPED_ATTRIBUTES:
-            return read
         machine = self._machine
-        return lambda a, at: read(a, at) if a.mapping is None else mapped_attribute(machine, name, a.mapping, at)
+
+        def read_mapped(allocation: Allocation, address: int) -> Any:
+            mapping = allocation.mapping
+            if mapping is None:
+                return read(allocation, address)
+            if mapping.is_multicast:
+                raise NotModelled(f"{attribute.name} of a multicast object")
+            if name not in MAPPED_ATTRIBUTES:
+                return read(allocation, address)
+            return mapped_attribute(machine, name, mapping, address)
+
+        return read_mapped
 
 
 # -- cuPointerGetAttribute -----------------------------------------------------------------------------------

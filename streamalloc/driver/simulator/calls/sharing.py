@@ -12,6 +12,7 @@ from .. import arguments
 from ..errors import Fault, NotModelled, Result, check
 from ..machine import Event
 from ..memory import Physical
+from ..multicast import MulticastObject
 from ..pool import Pool
 from ..sharing import (
     FABRIC,
@@ -104,9 +105,12 @@ class SharingCalls(Calls):
     @modelled(1)
     def cuMemExportToShareableHandle(self, handle: Any, handleType: Any, flags: Any) -> Any:
         kind, flag = _handle_type("handleType", handleType), arguments.unsigned_long_long(flags)
-        memory = self._machine.virtual.memory(arguments.memory(handle))
+        memory = self._machine.virtual.named(arguments.memory(handle))
         self._not_during_capture()
         check(kind & memory.properties.handle_types and not flag)
+        if isinstance(memory, MulticastObject):
+            return self._export_multicast(memory, kind)
+        assert isinstance(memory, Memory)
         if memory.properties.device is None:
             raise NotModelled("exporting host memory")
         if kind == FABRIC:
@@ -116,6 +120,17 @@ class SharingCalls(Calls):
                 return memory.physical.lend()
             memory.physical.lent = True
             return self._fabric_handle("memory", memory.physical)
+
+    def _export_multicast(self, found: MulticastObject, kind: int) -> Any:
+        if kind == FABRIC:
+            self._need_channel()
+        if found.imported:
+            raise NotModelled("exporting a multicast object that was imported")
+        with operating_system():
+            if kind == POSIX_FD:
+                return found.team.export()
+            found.team.has_fabric_handle = True
+            return self._fabric_handle("memory", found.team.physical)
 
     @modelled(1)
     def cuMemImportFromShareableHandle(self, osHandle: Any, shHandleType: Any) -> Any:
@@ -131,7 +146,7 @@ class SharingCalls(Calls):
         physical.seal()
         return _with_bytes(cuda.CUmemFabricHandle(), self._machine.sharing.fabric_handle(kind, physical))
 
-    def _import(self, kind: str, handle_type: int, given: int) -> ImportedPool | Memory:
+    def _import(self, kind: str, handle_type: int, given: int) -> ImportedPool | Memory | MulticastObject:
         """What a descriptor, or the fabric handle at an address, stands for; the descriptor stays the caller's."""
         sharing = self._machine.sharing
         take = sharing.import_pool if kind == "pool" else self._import_memory
@@ -146,11 +161,13 @@ class SharingCalls(Calls):
         finally:
             os.close(fd)
 
-    def _import_memory(self, fd: int) -> Memory:
+    def _import_memory(self, fd: int) -> Memory | MulticastObject:
         """Every import has a handle of its own; none takes memory of this process (observed on H200)."""
         machine = self._machine
         label = machine.sharing.recognise(fd, "memory")
         with operating_system():
+            if label.kind == "multicast":
+                return machine.multicast.open(fd)
             physical = Physical.adopt(os.dup(fd))
         return machine.virtual.adopt(physical, 0, physical.size, Properties(device_place(label.place.id)), None)
 
@@ -167,6 +184,7 @@ class SharingCalls(Calls):
         assert isinstance(pool, Pool) and block is not None
         if pool.destroyed or not (pool.handle_types & POSIX_FD or self._machine.fabric):
             raise NotModelled("cuMemPoolExportPointer of a pool that can no longer, or not here, be exported itself")
+        check(pool.space.physical.kept)  # the pool itself has to be exported first (observed on H200)
         data = self._machine.sharing.export_pointer(pool, block.start, allocation.size)
         return _with_bytes(cuda.CUmemPoolPtrExportData(), data)
 

@@ -11,7 +11,9 @@ from streamalloc.driver.bindings import cuda
 from .. import arguments
 from ..errors import Fault, NotModelled, Result, check
 from ..machine import LEGACY_STREAM, PER_THREAD_STREAM, Event, Stamp
+from ..pool import READ_WRITE
 from ..timeline import Call, HostFunction, Operation, Stream, Until, merge
+from ..virtual import device_place
 from .base import Calls, modelled
 
 _NON_BLOCKING = 1
@@ -169,9 +171,9 @@ class StreamCalls(Calls):
 
     def _wait_value(self, stream: Any, addr: Any, value: int, flags: Any, bits: int) -> None:
         target = self._stream(stream)
-        address, flag = self._word(addr, bits), arguments.unsigned_int(flags)
-        if flag & _FLUSH:
-            raise NotModelled("CU_STREAM_WAIT_VALUE_FLUSH")
+        address, flag = self._word(target, addr, bits), arguments.unsigned_int(flags)
+        # observed on H200; CAN_FLUSH_REMOTE_WRITES says so
+        check(not flag & _FLUSH, Result.CUDA_ERROR_NOT_SUPPORTED)
         compare = _comparison(flag, bits)
         # what is queued must not refer to the driver object, whose end is the end of the machine
         machine, context, word = self._machine, target.context, _WORDS[bits]
@@ -194,8 +196,8 @@ class StreamCalls(Calls):
 
     def _write_value(self, stream: Any, addr: Any, value: int, flags: Any, bits: int) -> None:
         target = self._stream(stream)
-        address = self._word(addr, bits)
-        check(arguments.unsigned_int(flags) in (0, 1))
+        address = self._word(target, addr, bits, written=True)
+        check(not arguments.unsigned_int(flags))  # CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER too (observed on H200)
         machine, context, word = self._machine, target.context, _WORDS[bits]
 
         def write() -> None:
@@ -207,14 +209,21 @@ class StreamCalls(Calls):
 
         self._submit(target, Call(write), "BATCH_MEM_OP")
 
-    def _word(self, addr: Any, bits: int) -> int:
-        """An aligned word in plain device, pinned or registered memory; pool memory is refused here."""
+    def _word(self, stream: Stream, addr: Any, bits: int, written: bool = False) -> int:
+        """An aligned word in plain device, pinned, registered or mapped memory; pool memory is refused here."""
         address = arguments.device_pointer(addr)
         allocation = self._machine.allocations.find(address)
         check(address % (bits // 8) == 0 and allocation is not None and allocation.pool is None)
         assert allocation is not None
         if allocation.mapping is not None:
-            raise NotModelled("waiting for or writing a word of mapped memory")
+            if allocation.mapping.is_multicast:
+                raise NotModelled("waiting for or writing a word of a multicast object")
+            right = allocation.mapping.right(device_place(stream.context.device.ordinal))
+            if allocation.device is None:
+                raise NotModelled("waiting for or writing a word of mapped host memory")
+            check(right)  # at the call, whatever is granted later (observed on H200)
+            if written and right != READ_WRITE:
+                raise NotModelled("writing a word of memory that may only be read: the context breaks")
         check(address + bits // 8 <= allocation.base + max(allocation.size, 8))
         return address
 

@@ -14,6 +14,7 @@ from .. import arguments
 from ..arrays import TileCopy
 from ..errors import Fault, NotModelled, Result, check
 from ..machine import Machine
+from ..multicast import MulticastObject
 from ..pool import PINNED, Place
 from ..virtual import GRANULARITY, HOST, Mapping, Memory, Properties, device_place
 from .base import Calls, modelled
@@ -76,9 +77,6 @@ class VirtualMemoryCalls(Calls):
     def cuMemRelease(self, handle: Any) -> None:
         self._machine.virtual.release(arguments.memory(handle))
 
-    def _memory(self, handle: Any) -> Memory:
-        return self._machine.virtual.memory(arguments.memory(handle))
-
     @modelled(1)
     def cuMemRetainAllocationHandle(self, addr: Any) -> Any:
         virtual = self._machine.virtual
@@ -87,7 +85,10 @@ class VirtualMemoryCalls(Calls):
 
     @modelled(1)
     def cuMemGetAllocationPropertiesFromHandle(self, handle: Any) -> Any:
-        properties = self._memory(handle).properties
+        named = self._machine.virtual.named(arguments.memory(handle))
+        if not isinstance(named, Memory):
+            raise NotModelled("cuMemGetAllocationPropertiesFromHandle of a multicast object")
+        properties = named.properties
         props, location = cuda.CUmemAllocationProp(), cuda.CUmemLocation()
         location.type, location.id = cuda.CUmemLocationType(properties.place.type), properties.place.id
         props.type, props.location = cuda.CUmemAllocationType(PINNED), location
@@ -119,9 +120,13 @@ class VirtualMemoryCalls(Calls):
     @modelled(0)
     def cuMemMap(self, ptr: Any, size: Any, offset: Any, handle: Any, flags: Any) -> None:
         address, number, start = arguments.device_pointer(ptr), arguments.size_t(size), arguments.size_t(offset)
-        memory = self._memory(handle)
+        virtual, named = self._machine.virtual, arguments.memory(handle)
+        found = virtual.named(named)
         check(arguments.unsigned_long_long(flags) == 0)
-        self._machine.virtual.map(address, number, start, memory)
+        if isinstance(found, MulticastObject):
+            self._machine.multicast.formed(found, "cuMemMap")
+            found = virtual.named(named)  # another thread may have released it meanwhile
+        virtual.map(address, number, start, found)
 
     @modelled(0)
     def cuMemUnmap(self, ptr: Any, size: Any) -> None:
@@ -147,6 +152,7 @@ class VirtualMemoryCalls(Calls):
                 # what comes before it is set nevertheless (observed on H200)
                 refused = fault
                 break
+        self._check_teams(mappings, wanted)
         losing = any(flags < mapping.right(place) for mapping in mappings for place, flags in wanted)
         if losing and self._is_in_use(address, address + length):
             raise NotModelled("taking access away while work on the memory is queued")
@@ -155,6 +161,17 @@ class VirtualMemoryCalls(Calls):
                 mapping.grant(place, flags)
         if refused is not None:
             raise refused
+
+    @staticmethod
+    def _check_teams(mappings: list[Mapping], wanted: list[tuple[Place, int]]) -> None:
+        """A device outside the team gets no access to a multicast object: ILLEGAL_STATE, users report (NVIDIA developer
+        forum, 356726).
+        """
+        for mapping in mappings:
+            if isinstance(mapping.memory, MulticastObject):
+                team = mapping.memory.team.devices
+                outside = any(flags and place.type == _DEVICE and place.id not in team for place, flags in wanted)
+                check(not outside, Result.CUDA_ERROR_ILLEGAL_STATE)
 
     def _is_in_use(self, start: int, end: int) -> bool:
         queues = [stream.queue for stream in self._machine.timeline.streams.values()]
@@ -203,6 +220,8 @@ class VirtualMemoryCalls(Calls):
         allocation = self._machine.allocations.find(address)
         check(allocation is not None)
         assert allocation is not None
+        if allocation.mapping is not None and allocation.mapping.is_multicast:
+            raise NotModelled("cuMemGetHandleForAddressRange of a multicast object")
         if allocation.mapping is not None:
             devices = [mapping.memory.properties.device for mapping in self._machine.virtual.span(address, length)]
         else:

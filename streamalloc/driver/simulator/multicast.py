@@ -1,0 +1,362 @@
+"""Multicast objects: memory that is written on every device of a team at once.
+
+An object has no bytes of its own, and a mapping of it stays inaccessible to the host: work on such an address is
+carried out on the bytes that each device has bound there, those of other processes included. There is no reading of
+multicast from hardware. What is modelled is what NVIDIA documents; where that is silent, what the source of their
+kernel module says (open-gpu-kernel-modules, mem_multicast_fabric.c), and what users of these calls have reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from .errors import DeadlockError, Fault, NotModelled, Result, check
+from .memory import AddressRange, Physical, Window
+from .pool import Place, Pool
+from .sharing import Label, reach
+from .team import FORMED, NO_SLOT, WAITING, Binding, Team
+from .virtual import GRANULARITY, Mappable, Mapping, Memory, Properties
+
+if TYPE_CHECKING:
+    from .machine import Allocation, Machine
+
+_DEVICE = 1  # CUmemLocationType
+_NOWHERE = Place(0, 0)
+_OF_A_TEAM = Place(_DEVICE, -1)
+"""Where a multicast object is: on devices, but on none alone."""
+
+
+class Piece(NamedTuple):
+    """Some bytes of what work is to be done on: where they are, where in the work they belong, and how many."""
+
+    address: int
+    at: int
+    size: int
+
+
+class Backing(NamedTuple):
+    """What can be bound: bytes of a file, from ``start`` on."""
+
+    physical: Physical
+    start: int
+    memory: Memory | None = None
+    allocation: Allocation | None = None
+    """Of a pool, where it is no memory that was created by itself."""
+
+    @property
+    def device(self) -> int | None:
+        if self.memory is not None:
+            return self.memory.properties.device
+        assert self.allocation is not None
+        return self.allocation.device
+
+
+class MulticastObject(Mappable):
+    """A multicast object as one handle names it.
+
+    It is there, with what it has bound, until its handle was released as often as it was given out, and nothing is
+    mapped; a handle of another process, or from another import, goes on.
+    """
+
+    def __init__(self, machine: Machine, team: Team, imported: bool) -> None:
+        super().__init__(machine.new_handle(), team.size, Properties(_OF_A_TEAM, team.handle_types))
+        self.team = team
+        self.imported = imported
+        self._machine = machine
+        self._bound: dict[int, Backing] = {}  # by this holder, by the bindings' numbers
+        self._windows: dict[int, Window] = {}  # to what anybody has bound
+
+    @property
+    def serial(self) -> str:
+        """The same for all handles of an object."""
+        label = Label.of(f"/proc/self/fd/{self.team.physical.fd}")
+        assert label is not None
+        return label.serial
+
+    def leave(self) -> None:
+        if not self.handles and not self.mappings:
+            self._machine.multicast.objects.discard(self)
+            self.close()
+
+    def close(self) -> None:
+        for number in list(self._bound):
+            self._release(number)
+        for window in self._windows.values():
+            window.close()
+        self._windows.clear()
+        self.team.leave()
+
+    # -- as something that is mapped -------------------------------------------------------------------------
+
+    def check_part(self, offset: int, size: int) -> None:
+        """Less than all may be mapped, from the start on (mscclpp does so: what is mapped is always the beginning)."""
+        check(size % GRANULARITY == 0 and offset % GRANULARITY == 0 and offset + size <= self.size)
+        if offset:
+            raise NotModelled("mapping a multicast object from another offset than 0")
+
+    def map_at(self, found: AddressRange, start: int, size: int, offset: int) -> None:
+        """Nothing: the host has no address for memory of several devices."""
+
+    # -- bindings --------------------------------------------------------------------------------------------
+
+    def bind(self, offset: int, size: int, backing: Backing) -> None:
+        device, physical = backing.device, backing.physical
+        check(device in self.team.devices, Result.CUDA_ERROR_INVALID_DEVICE)
+        assert device is not None
+        label = Label.of(f"/proc/self/fd/{physical.fd}")
+        if label is not None:
+            physical.seal()
+        serial = 0 if label is None else int(label.serial, 16)
+        with self.team.locked():
+            there = (one for one in self.team.bindings() if one.device == device)
+            check(not any(one.offset < offset + size and offset < one.end for one in there))
+            binding = self.team.bind(device, offset, physical.fd, serial, backing.start, size)
+        check(binding is not None, Result.CUDA_ERROR_OUT_OF_MEMORY)
+        assert binding is not None
+        self._bound[binding.number] = backing
+        if backing.memory is not None:
+            backing.memory.bindings += 1
+
+    def unbind(self, device: int, offset: int, size: int) -> None:
+        """What was bound at an offset. A size that is not that of the binding is undefined, says the documentation; the
+        kernel module does not look at it.
+        """
+        there = next((one for one in self.team.bindings() if (one.device, one.offset) == (device, offset)), None)
+        check(there is not None)
+        assert there is not None
+        if there.size != size:
+            raise NotModelled("cuMulticastUnbind of another size than was bound")
+        if there.number not in self._bound:
+            raise NotModelled("cuMulticastUnbind of what was bound by another process or another handle")
+        self.team.unbind(there.number)
+        self._release(there.number)
+
+    def _release(self, number: int) -> None:
+        memory = self._bound.pop(number).memory
+        window = self._windows.pop(number, None)
+        if window is not None:
+            window.close()
+        if memory is not None:
+            memory.bindings -= 1
+            memory.leave()
+
+    # -- what work is done on --------------------------------------------------------------------------------
+
+    def replicas(self, offset: int, size: int) -> dict[int, list[Piece]]:
+        """Where each device of the team has a range; what is not bound is missing."""
+        found: dict[int, list[Piece]] = {device: [] for device in self.team.devices}
+        bindings = self.team.bindings()
+        self._drop_windows({binding.number for binding in bindings})
+        for binding in bindings:
+            first, stop = max(offset, binding.offset), min(offset + size, binding.end)
+            if first < stop:
+                window = self._window(binding)
+                if window is not None:
+                    piece = Piece(window.address + first - binding.offset, first - offset, stop - first)
+                    found[binding.device].append(piece)
+        return found
+
+    def _drop_windows(self, live: set[int]) -> None:
+        for number in [number for number in self._windows if number not in live]:
+            self._windows.pop(number).close()
+
+    def _window(self, binding: Binding) -> Window | None:
+        """The bytes of a binding; None where they were given up."""
+        window = self._windows.get(binding.number)
+        backing = self._bound.get(binding.number)
+        allocation = None if backing is None else backing.allocation
+        if allocation is not None and self._machine.allocations.at.get(allocation.base) is not allocation:
+            return None  # a pool may give the bytes to others by now
+        if window is None:
+            if backing is not None:
+                window = Window(backing.physical, binding.start, binding.size)
+            else:
+                window = _window_elsewhere(binding)
+            if window is not None:
+                self._windows[binding.number] = window
+        return window
+
+
+def _window_elsewhere(binding: Binding) -> Window | None:
+    """What another holder has bound; None where its process has given it up by now."""
+    fd = reach(binding.process, binding.fd, lambda label: int(label.serial, 16) == binding.serial)
+    if fd is None:
+        return None
+    physical = Physical.adopt(fd)
+    try:
+        return Window(physical, binding.start, binding.size)
+    finally:
+        physical.close()
+
+
+class Multicast:
+    """The multicast objects of a machine."""
+
+    def __init__(self, machine: Machine, slots: int, patience: float) -> None:
+        self._machine = machine
+        self._slots = slots
+        self._patience = patience
+        self.objects: set[MulticastObject] = set()
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether the switch has room for another team. Only what this machine object has a handle of is counted."""
+        return len({one.serial for one in self.objects if one.team.state == FORMED}) < self._slots
+
+    def create(self, devices: int, size: int, handle_types: int) -> MulticastObject:
+        label = self._machine.sharing.label("multicast", _NOWHERE)
+        return self._adopt(Team.create(str(label), devices, size, handle_types), imported=False)
+
+    def open(self, fd: int) -> MulticastObject:
+        """An object by a descriptor, which stays the caller's."""
+        return self._adopt(Team.open(fd), imported=True)
+
+    def _adopt(self, team: Team, imported: bool) -> MulticastObject:
+        made = MulticastObject(self._machine, team, imported)
+        self.objects.add(made)
+        self._machine.virtual.name(made)
+        return made
+
+    def object(self, handle: int) -> MulticastObject:
+        found = self._machine.virtual.named(handle)
+        if not isinstance(found, MulticastObject):
+            raise NotModelled("a handle of physical memory where a multicast object is expected")
+        return found
+
+    # -- waiting for the team --------------------------------------------------------------------------------
+
+    def formed(self, wanted: MulticastObject, call: str) -> None:
+        """Block until all devices were added, as the real driver does; for good if nobody adds them."""
+        with self._pinned(wanted):
+            if wanted.team.state == WAITING:
+                self._wait(wanted.team, call)
+            # users who run out of slots see that here and not when the last device is added (NVIDIA/nccl#2077)
+            check(wanted.team.state != NO_SLOT, Result.CUDA_ERROR_OUT_OF_MEMORY)
+
+    def _wait(self, team: Team, call: str) -> None:
+        timeline = self._machine.timeline
+        end = time.monotonic() + self._patience
+
+        def over() -> bool:
+            return team.state != WAITING or not self._may_come(team) or time.monotonic() > end
+
+        timeline.wait(over, polled=True)
+        if timeline.closed:
+            raise Fault(Result.CUDA_ERROR_DEINITIALIZED)
+        if team.state != WAITING:
+            return
+        added = team.devices
+        names = f"{len(added)} of {team.device_count} devices were added ({', '.join(map(str, added)) or 'none'})"
+        if self._may_come(team):
+            why = f"nobody has added the others within {self._patience:g} s"
+        else:
+            why = "nobody else is there to add the others"
+        raise DeadlockError(f"{call} blocks until all devices of the team were added: {names}, and {why}")
+
+    @staticmethod
+    def _may_come(team: Team) -> bool:
+        """Whether another process, or another thread of this one, may still add devices."""
+        if team.is_elsewhere or team.has_fabric_handle:
+            return True
+        here = threading.current_thread()
+        return any(one is not here and not one.name.startswith("streamalloc ") for one in threading.enumerate())
+
+    @contextlib.contextmanager
+    def _pinned(self, wanted: MulticastObject) -> Iterator[None]:
+        """Other threads may release the object meanwhile."""
+        wanted.mappings += 1
+        try:
+            yield
+        finally:
+            wanted.mappings -= 1
+            wanted.leave()
+
+    # -- memory by its address -------------------------------------------------------------------------------
+
+    def locate(self, address: int, size: int) -> Backing:
+        """Memory at an address: of one mapping, or of one allocation of a pool."""
+        allocation = self._machine.allocations.find(address)
+        check(allocation is not None)
+        assert allocation is not None
+        mapping, pool = allocation.mapping, allocation.pool
+        if mapping is not None:
+            memory = mapping.memory
+            if not isinstance(memory, Memory):
+                raise NotModelled("binding a multicast object to another")
+            if len(self._machine.virtual.span(address, size)) > 1:
+                raise NotModelled("cuMulticastBindAddr of more than one mapping")
+            return Backing(memory.physical, memory.offset + address - mapping.base, memory)
+        check(address + size <= allocation.base + allocation.size)
+        if not isinstance(pool, Pool):
+            # the documentation wants memory of cuMemCreate or of a pool
+            check(pool is not None)
+            raise NotModelled("cuMulticastBindAddr of another process's pool memory")
+        return Backing(pool.space.physical, address - pool.space.base, allocation=allocation)
+
+    # -- work on mapped objects ------------------------------------------------------------------------------
+
+    def mapping_at(self, address: int) -> tuple[Mapping, MulticastObject] | None:
+        mapping = self._machine.virtual.mappings.find(address)
+        if mapping is None or not isinstance(mapping.memory, MulticastObject):
+            return None
+        return mapping, mapping.memory
+
+    def replicas(self, address: int, size: int) -> dict[int, list[Piece]] | None:
+        """Where each device of the team has a range of one mapping; None unless all have all of it."""
+        found = self.mapping_at(address)
+        if found is None or address + size > found[0].end:
+            return None
+        mapping, mapped = found
+        replicas = mapped.replicas(address - mapping.base, size)
+        return None if _incomplete(replicas, size) else replicas
+
+    def targets(self, address: int, size: int) -> list[Piece] | None:
+        """All that a write to a range reaches; it may be of several mappings, of memory too. None where something is
+        missing.
+        """
+        targets: list[Piece] = []
+        end = address + size
+        at = address
+        while at < end:
+            mapping = self._machine.virtual.mappings.find(at)
+            if mapping is None:
+                return None
+            stop = min(end, mapping.end)
+            if isinstance(mapping.memory, Memory):
+                targets.append(Piece(at, at - address, stop - at))
+            else:
+                replicas = self.replicas(at, stop - at)
+                if replicas is None:
+                    return None
+                for pieces in replicas.values():
+                    targets += [Piece(to, at - address + inside, length) for to, inside, length in pieces]
+            at = stop
+        return targets
+
+    def check_bound(self, address: int, size: int) -> None:
+        """Every device of the team has memory under a range of one mapping, when work on it is submitted.
+
+        Where one has none, users report memory errors, but not which (NVIDIA developer forum, 356726).
+        """
+        found = self.mapping_at(address)
+        assert found is not None
+        mapping, mapped = found
+        without = _incomplete(mapped.replicas(address - mapping.base, size), size)
+        if without:
+            raise NotModelled(f"work on a multicast object where devices {without} have bound nothing, or freed it")
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        for one in self.objects:
+            one.close()
+        self.objects.clear()
+
+
+def _incomplete(replicas: dict[int, list[Piece]], size: int) -> list[int]:
+    """The devices that do not have all of a range."""
+    return [device for device, pieces in replicas.items() if sum(piece.size for piece in pieces) < size]

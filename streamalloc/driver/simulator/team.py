@@ -1,0 +1,225 @@
+"""What the processes that have a multicast object know of it together: a table in an anonymous file.
+
+Every handle of an object, in whatever process, is a *holder* of its table, and opens the file anew: holders lock bytes
+of it that way (the bytes stand for nothing, and most lie beyond the end). One byte is the lock around changes. One is
+each holder's own, and free again when the holder is gone, however that came. One is shared by the descriptors that
+were exported. So the table tells a binding whose process was killed from one that is there, and whether anybody else
+may still add a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from .memory import Physical
+
+WAITING, FORMED, NO_SLOT = 0, 1, 2
+"""Of a team: devices are missing, all were added, all were added but the switch has no room for it."""
+
+_DEVICES, _SIZE, _HANDLE_TYPES, _STATE, _CHANGES, _HOLDERS, _RECORDS, _NUMBERS, _ADDED = range(9)
+_FIRST_ADDED = 16
+MAX_DEVICES = 256
+_FIRST_RECORD = 512
+_RECORD_WORDS = 16
+_MAX_RECORDS = 4096
+_WORD = 8
+_BYTES = (_FIRST_RECORD + _MAX_RECORDS * _RECORD_WORDS) * _WORD
+
+_CHANGING, _EXPORTED, _FIRST_HOLDER = 0, 1, 2  # bytes to lock
+_FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, process
+
+
+class Binding(NamedTuple):
+    """Memory of one device at one place of a multicast object."""
+
+    number: int
+    """Never given to another one; 0 in a place of the table that is free."""
+    holder: int
+    process: int
+    fd: int
+    """Of the file with the memory, in that process."""
+    serial: int
+    """Of that file; 0 where it has no name that others could know."""
+    device: int
+    offset: int
+    """In the object."""
+    start: int
+    """In the file."""
+    size: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.size
+
+
+class Team:
+    """A holder's view of the table. Owns ``physical``, a file description that nobody else has."""
+
+    has_fabric_handle = False
+    """Whether one was exported, so that there may be holders any time."""
+
+    def __init__(self, physical: Physical) -> None:
+        self.physical = physical
+        self._locked = 0
+        self._memory = mmap.mmap(physical.fd, _BYTES)
+        self._words = memoryview(self._memory).cast("Q")
+        self._seen = -1
+        self._bindings: list[Binding] = []
+        with self.locked():
+            self._words[_HOLDERS] += 1
+            self.holder = self._words[_HOLDERS]
+        self._lock(fcntl.F_WRLCK, _FIRST_HOLDER + self.holder)
+
+    @classmethod
+    def create(cls, name: str, devices: int, size: int, handle_types: int) -> Team:
+        physical = Physical(name, _BYTES)
+        physical.seal()
+        team = cls(physical)
+        team._words[_DEVICES], team._words[_SIZE], team._words[_HANDLE_TYPES] = devices, size, handle_types
+        return team
+
+    @classmethod
+    def open(cls, fd: int) -> Team:
+        """A new holder, by anybody's descriptor; the descriptor stays the caller's."""
+        return cls(Physical.adopt(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)))
+
+    # -- locks -----------------------------------------------------------------------------------------------
+
+    def _lock(self, kind: int, byte: int, fd: int | None = None) -> None:
+        request = struct.pack(_FLOCK, kind, os.SEEK_SET, byte, 1, 0)
+        fcntl.fcntl(self.physical.fd if fd is None else fd, fcntl.F_OFD_SETLKW, request)
+
+    def _is_locked(self, first: int, count: int) -> bool:
+        """Whether another holder has locked one of some bytes (0: all from there on)."""
+        request = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, first, count, 0)
+        answer = fcntl.fcntl(self.physical.fd, fcntl.F_OFD_GETLK, request)
+        return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other holders from changing anything; the lock of one that is killed is gone. May be nested."""
+        if not self._locked:
+            self._lock(fcntl.F_WRLCK, _CHANGING)
+        self._locked += 1
+        try:
+            yield
+        finally:
+            self._locked -= 1
+            if not self._locked:
+                self._lock(fcntl.F_UNLCK, _CHANGING)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether there is another holder, or a descriptor by which there may be one."""
+        return self._is_locked(_EXPORTED, 0)
+
+    def is_alive(self, holder: int) -> bool:
+        return holder == self.holder or self._is_locked(_FIRST_HOLDER + holder, 1)
+
+    def export(self) -> int:
+        """A descriptor for another process."""
+        fd = self.physical.lend()
+        self._lock(fcntl.F_RDLCK, _EXPORTED, fd)
+        return fd
+
+    # -- devices ---------------------------------------------------------------------------------------------
+
+    @property
+    def device_count(self) -> int:
+        """How many devices the team is of, added or not."""
+        return self._words[_DEVICES]
+
+    @property
+    def size(self) -> int:
+        return self._words[_SIZE]
+
+    @property
+    def handle_types(self) -> int:
+        return self._words[_HANDLE_TYPES]
+
+    @property
+    def state(self) -> int:
+        return self._words[_STATE]
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The devices that were added, by whichever process, in that order."""
+        return tuple(self._words[_FIRST_ADDED : _FIRST_ADDED + self._words[_ADDED]])
+
+    def add(self, device: int, has_slot: bool) -> bool:
+        """Add a device; False for one that was added before, or too many. The last one forms the team, if the switch
+        has room for another.
+        """
+        with self.locked():
+            added = self.devices
+            if device in added or len(added) == self.device_count:
+                return False
+            self._words[_FIRST_ADDED + len(added)] = device
+            self._words[_ADDED] += 1
+            if self._words[_ADDED] == self.device_count:
+                self._words[_STATE] = FORMED if has_slot else NO_SLOT
+            return True
+
+    # -- bindings --------------------------------------------------------------------------------------------
+
+    def bindings(self) -> list[Binding]:
+        """What is bound by processes that live, by offset."""
+        changes = self._words[_CHANGES]
+        if changes != self._seen:
+            with self.locked():
+                places = range(self._words[_RECORDS])
+                found = [binding for binding in map(self._read, places) if binding.number]
+                changes = self._words[_CHANGES]
+            self._bindings = sorted(found, key=lambda binding: binding.offset)
+            self._seen = changes
+        alive = {holder: self.is_alive(holder) for holder in {binding.holder for binding in self._bindings}}
+        return [binding for binding in self._bindings if alive[binding.holder]]
+
+    def bind(self, device: int, offset: int, fd: int, serial: int, start: int, size: int) -> Binding | None:
+        """Note a binding; None where the table is full."""
+        with self.locked():
+            live = {binding.number for binding in self.bindings()}
+            count = self._words[_RECORDS]
+            # also in the place of one whose process has died
+            free = (place for place in range(count) if self._read(place).number not in live)
+            place = next(free, count)
+            if place == _MAX_RECORDS:
+                return None
+            self._words[_RECORDS] = max(count, place + 1)
+            self._words[_NUMBERS] += 1
+            number = self._words[_NUMBERS]
+            binding = Binding(number, self.holder, os.getpid(), fd, serial, device, offset, start, size)
+            self._write(place, binding)
+            return binding
+
+    def unbind(self, number: int) -> None:
+        self._forget(lambda binding: binding.number == number)
+
+    def leave(self) -> None:
+        """End this holder, and what it has bound."""
+        self._forget(lambda binding: binding.holder == self.holder)
+        self._words.release()
+        self._memory.close()
+        self.physical.close()
+
+    def _forget(self, which: Callable[[Binding], bool]) -> None:
+        with self.locked():
+            for place in range(self._words[_RECORDS]):
+                if which(self._read(place)):
+                    self._write(place, Binding(*(0,) * len(Binding._fields)))
+
+    def _read(self, place: int) -> Binding:
+        first = _FIRST_RECORD + place * _RECORD_WORDS
+        return Binding(*self._words[first : first + len(Binding._fields)])
+
+    def _write(self, place: int, binding: Binding) -> None:
+        self._words[_CHANGES] += 1
+        first = _FIRST_RECORD + place * _RECORD_WORDS
+        for word, value in enumerate(binding, first):
+            self._words[word] = value

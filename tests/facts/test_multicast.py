@@ -1,0 +1,353 @@
+"""Multicast objects. Unlike the other facts these are no readings: nothing here has run on hardware.
+
+They say what NVIDIA documents, and what the simulated driver therefore does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.peer import Descriptor, Kept, Member, Peer
+
+from .support import DEVICE, HOST_NUMA, NO_HANDLE, PAGE, POSIX_FD, READWRITE, WIN32, Rig, said, value
+from .teams import Team, properties, whole
+
+pytestmark = [pytest.mark.multicast, pytest.mark.gpus(2)]
+
+
+@pytest.fixture
+def team(rig: Rig) -> Team:
+    """Two devices that were added, and nothing bound yet; room for two pages."""
+    return Team(rig, size=2 * PAGE).add_all()
+
+
+class TestGranularity:
+    def granularity(self, rig: Rig, option: int, **props: int) -> int:
+        flag = rig.raw.CUmulticastGranularity_flags(option)
+        return int(value(rig.raw.cuMulticastGetGranularity(properties(rig.raw, 2, **props), flag)))
+
+    def test_the_recommended_one_is_a_multiple_of_the_smallest(self, rig: Rig) -> None:
+        smallest, recommended = self.granularity(rig, 0), self.granularity(rig, 1)
+        assert smallest == PAGE
+        assert recommended % smallest == 0
+
+    @pytest.mark.parametrize("size", [0, PAGE, 1 << 30])
+    def test_does_not_depend_on_the_size(self, rig: Rig, size: int) -> None:
+        assert self.granularity(rig, 0, size=size) == PAGE
+
+    def test_needs_properties(self, rig: Rig) -> None:
+        flag = rig.raw.CUmulticastGranularity_flags(0)
+        assert said(rig.raw.cuMulticastGetGranularity(None, flag)) == "INVALID_VALUE"
+
+
+class TestCreate:
+    @pytest.mark.parametrize(
+        "wrong",
+        [{"devices": 0}, {"size": 0}, {"size": PAGE + 4096}, {"flags": 1}, {"handle_types": WIN32}],
+        ids=lambda wrong: "-".join(wrong),
+    )
+    def test_bad_properties(self, rig: Rig, wrong: dict[str, int]) -> None:
+        props = properties(rig.raw, **{"devices": 2, **wrong})
+        assert said(rig.raw.cuMulticastCreate(props)) == "INVALID_VALUE"
+
+    def test_no_properties(self, rig: Rig) -> None:
+        assert said(rig.raw.cuMulticastCreate(None)) == "INVALID_VALUE"
+
+    def test_release(self, rig: Rig) -> None:
+        assert rig.release(Team(rig).object) == "SUCCESS"
+
+    def test_release_with_devices(self, rig: Rig) -> None:
+        assert rig.release(Team(rig).add_all().object) == "SUCCESS"
+
+
+class TestAddDevice:
+    def test_no_such_device(self, rig: Rig) -> None:
+        assert Team(rig).add(99) == "INVALID_DEVICE"
+
+    def test_twice(self, rig: Rig) -> None:
+        team = Team(rig)
+        assert [team.add(0), team.add(0), team.add(1)] == ["SUCCESS", "INVALID_VALUE", "SUCCESS"]
+
+    def test_of_another_team_too(self, rig: Rig) -> None:
+        Team(rig).add_all()
+        Team(rig).add_all()
+
+
+class TestBind:
+    def test_memory_of_each_device(self, rig: Rig, team: Team) -> None:
+        assert [team.bind(rig.memory(2 * PAGE, id=device)) for device in (0, 1)] == ["SUCCESS"] * 2
+
+    def test_parts(self, rig: Rig, team: Team) -> None:
+        memory = rig.memory(2 * PAGE)
+        assert team.bind(memory, offset=0, start=PAGE, size=PAGE) == "SUCCESS"
+        assert team.bind(memory, offset=PAGE, start=0, size=PAGE) == "SUCCESS"
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"offset": 4096, "size": PAGE},
+            {"start": 4096, "size": PAGE},
+            {"size": PAGE + 4096},
+            {"size": 0},
+            {"offset": PAGE},
+            {"start": PAGE},
+            {"size": 3 * PAGE},
+            {"flags": 1},
+        ],
+        ids=str,
+    )
+    def test_bad_ranges(self, rig: Rig, team: Team, wrong: dict[str, int]) -> None:
+        assert team.bind(rig.memory(2 * PAGE), **wrong) == "INVALID_VALUE"
+
+    def test_where_something_is_bound(self, rig: Rig, team: Team) -> None:
+        memory = rig.memory(2 * PAGE)
+        assert team.bind(memory, offset=PAGE, size=PAGE) == "SUCCESS"
+        assert team.bind(rig.memory(2 * PAGE)) == "INVALID_VALUE"
+        assert team.bind(memory, start=PAGE, size=PAGE) == "SUCCESS"
+
+    def test_host_memory(self, rig: Rig, team: Team) -> None:
+        assert team.bind(rig.memory(2 * PAGE, location=HOST_NUMA)) == "INVALID_VALUE"
+
+    def test_memory_that_cannot_be_shared_to_an_object_that_can(self, rig: Rig) -> None:
+        team = Team(rig, handle_types=POSIX_FD).add_all()
+        assert team.bind(rig.memory(PAGE, handle_types=NO_HANDLE)) == "INVALID_VALUE"
+        assert team.bind(rig.memory(PAGE, handle_types=POSIX_FD)) == "SUCCESS"
+
+    def test_shareable_memory_to_an_object_that_is_not(self, rig: Rig, team: Team) -> None:
+        assert team.bind(rig.memory(2 * PAGE, handle_types=POSIX_FD)) == "SUCCESS"
+
+    @pytest.mark.bindings("13.1")
+    def test_with_the_device_named(self, rig: Rig, team: Team) -> None:
+        bind, memory = rig.raw.cuMulticastBindMem_v2, rig.memory(2 * PAGE, id=1)
+        assert said(bind(team.object, 0, 0, memory, 0, PAGE, 0)) == "INVALID_VALUE"
+        assert said(bind(team.object, 99, 0, memory, 0, PAGE, 0)) == "INVALID_DEVICE"
+        assert said(bind(team.object, 1, 0, memory, 0, PAGE, 0)) == "SUCCESS"
+
+
+class TestBindAddress:
+    def test_mapped_memory(self, rig: Rig, team: Team) -> None:
+        address = rig.mapping(2 * PAGE, (DEVICE, 0, READWRITE))
+        assert team.bind_address(address) == "SUCCESS"
+
+    def test_pool_memory(self, rig: Rig, team: Team) -> None:
+        pool, stream = rig.pool(), rig.stream()
+        address = int(rig.allocate(pool, 4 * PAGE, stream))
+        assert team.bind_address(address) == "SUCCESS"
+
+    def test_pool_memory_that_cannot_be_shared(self, rig: Rig) -> None:
+        team = Team(rig, handle_types=POSIX_FD).add_all()
+        stream = rig.stream()
+        assert team.bind_address(int(rig.allocate(rig.pool(), PAGE, stream))) == "INVALID_VALUE"
+        assert team.bind_address(int(rig.allocate(rig.pool(handle_types=POSIX_FD), PAGE, stream))) == "SUCCESS"
+
+    def test_other_memory(self, rig: Rig, team: Team) -> None:
+        assert team.bind_address(int(rig.plain(4 * PAGE)) // PAGE * PAGE + PAGE, size=PAGE) == "INVALID_VALUE"
+        assert team.bind_address(rig.reserve(2 * PAGE)) == "INVALID_VALUE"
+
+    def test_bad_ranges(self, rig: Rig, team: Team) -> None:
+        address = rig.mapping(PAGE, (DEVICE, 0, READWRITE))
+        assert team.bind_address(address) == "INVALID_VALUE"
+        assert team.bind_address(address + 4096, size=PAGE) == "INVALID_VALUE"
+
+    @pytest.mark.bindings("13.1")
+    def test_with_the_device_named(self, rig: Rig, team: Team) -> None:
+        bind, address = rig.raw.cuMulticastBindAddr_v2, rig.mapping(2 * PAGE, (DEVICE, 0, READWRITE))
+        assert said(bind(team.object, 1, 0, address, PAGE, 0)) == "INVALID_VALUE"
+        assert said(bind(team.object, 0, 0, address, PAGE, 0)) == "SUCCESS"
+
+
+class TestUnbind:
+    def test_what_was_bound(self, rig: Rig, team: Team) -> None:
+        memory = rig.memory(2 * PAGE)
+        assert team.bind(memory) == "SUCCESS"
+        assert team.unbind(0) == "SUCCESS"
+        assert team.bind(memory) == "SUCCESS"
+
+    def test_where_nothing_is_bound(self, rig: Rig, team: Team) -> None:
+        assert team.bind(rig.memory(2 * PAGE), offset=PAGE, size=PAGE) == "SUCCESS"
+        assert team.unbind(0, size=PAGE) == "INVALID_VALUE"
+        assert team.unbind(1, offset=PAGE, size=PAGE) == "INVALID_VALUE"
+        assert team.unbind(0, offset=PAGE, size=PAGE) == "SUCCESS"
+        assert team.unbind(0, offset=PAGE, size=PAGE) == "INVALID_VALUE"
+
+    def test_bad_ranges(self, team: Team) -> None:
+        assert team.unbind(0, offset=4096) == "INVALID_VALUE"
+        assert team.unbind(0, size=3 * PAGE) == "INVALID_VALUE"
+        assert team.unbind(99) == "INVALID_DEVICE"
+
+
+class TestMapping:
+    def test_twice(self, rig: Rig) -> None:
+        team, _ = whole(rig)
+        team.map()
+
+    def test_half(self, rig: Rig) -> None:
+        team = Team(rig, size=2 * PAGE).add_all().bind_all()
+        rig.map(rig.reserve(PAGE), team.object, PAGE)
+
+    def test_bad_ranges(self, rig: Rig, team: Team) -> None:
+        start = rig.reserve(4 * PAGE)
+        for size, offset in ((3 * PAGE, 0), (4096, 0), (PAGE, 4096), (0, 0), (PAGE, 2 * PAGE)):
+            assert said(rig.raw.cuMemMap(start, size, offset, team.object, 0)) == "INVALID_VALUE"
+        assert said(rig.raw.cuMemMap(start + 4096, PAGE, 0, team.object, 0)) == "INVALID_VALUE"
+
+    def test_before_anything_is_bound(self, rig: Rig) -> None:
+        Team(rig).add_all().map()
+
+    def test_access(self, rig: Rig) -> None:
+        team, address = whole(rig)
+        assert [rig.get_access(address, id=device) for device in (0, 1)] == [3, 0]
+        assert rig.set_access(address, team.size, (DEVICE, 1, READWRITE)) == "SUCCESS"
+        assert rig.get_access(address, id=1) == 3
+        assert rig.set_access(address, team.size, (HOST_NUMA, 0, READWRITE)) == "NOT_SUPPORTED"
+
+    def test_its_range_stays_until_it_is_unmapped(self, rig: Rig) -> None:
+        team, address = whole(rig)
+        assert rig.free_range(address, team.size) == "INVALID_VALUE"
+        assert said(rig.raw.cuMemUnmap(address, team.size)) == "SUCCESS"
+        assert rig.free_range(address, team.size) == "SUCCESS"
+
+    def test_a_mapping_goes_on_without_the_handle(self, rig: Rig) -> None:
+        team, address = whole(rig)
+        assert rig.release(team.object) == "SUCCESS"
+        value(rig.raw.cuMemsetD8(address, 6, team.size))
+        assert team.read() == [[6] * 4] * 2
+
+    def test_the_handle_by_the_address(self, rig: Rig) -> None:
+        team, address = whole(rig)
+        rig.release(team.object)
+        team.object = value(rig.keep_memory(rig.raw.cuMemRetainAllocationHandle(address)))
+        assert [team.unbind(device) for device in team.devices] == ["SUCCESS"] * 2
+
+
+class TestWrites:
+    def test_fills_reach_every_device(self, rig: Rig) -> None:
+        team, address = whole(rig, size=2 * PAGE)
+        value(rig.raw.cuMemsetD8(address, 7, 2 * PAGE))
+        value(rig.raw.cuMemsetD32(address + PAGE, 0x01020304, 1))
+        assert team.read(PAGE - 2) == [[7, 7, 4, 3]] * 2
+        assert team.read(2 * PAGE - 4) == [[7] * 4] * 2
+
+    def test_copies_reach_every_device(self, rig: Rig) -> None:
+        team, address = whole(rig)
+        value(rig.raw.cuMemcpyHtoD(address + 4, np.arange(8, dtype=np.uint8), 8))
+        assert team.read(4, 8) == [list(range(8))] * 2
+        source = rig.plain(PAGE)
+        value(rig.raw.cuMemsetD8(source, 9, PAGE))
+        value(rig.raw.cuMemcpyDtoD(address, source, PAGE))
+        assert team.read(PAGE - 4) == [[9] * 4] * 2
+
+    def test_need_access(self, rig: Rig) -> None:
+        team = Team(rig).add_all().bind_all()
+        address = rig.map(rig.reserve(PAGE), team.object)
+        assert said(rig.raw.cuMemsetD8(address, 1, 1)) == "INVALID_VALUE"
+
+    def test_come_in_stream_order(self, rig: Rig) -> None:
+        team, address = whole(rig)
+        stream, gate = rig.stream(), rig.gate()
+        value(rig.raw.cuMemsetD8(address, 1, PAGE))
+        gate.hold(stream)
+        value(rig.raw.cuMemsetD8Async(address, 2, PAGE, stream))
+        assert rig.held(stream)
+        other: Any = np.zeros(2, np.uint8)
+        for device, view in enumerate(team.views):
+            value(rig.raw.cuMemcpyDtoHAsync(other[device:], view, 1, rig.stream()))
+        assert other.tolist() == [1, 1]
+        gate.open()
+        value(rig.raw.cuStreamSynchronize(stream))
+        assert team.read() == [[2] * 4] * 2
+
+    def test_go_where_each_device_has_bound_the_place(self, rig: Rig) -> None:
+        team = Team(rig, size=2 * PAGE).add_all()
+        swapped, straight = rig.memory(2 * PAGE, id=0), rig.memory(2 * PAGE, id=1)
+        assert team.bind(swapped, offset=0, start=PAGE, size=PAGE) == "SUCCESS"
+        assert team.bind(swapped, offset=PAGE, start=0, size=PAGE) == "SUCCESS"
+        assert team.bind(straight) == "SUCCESS"
+        first, second = team.view(swapped), team.view(straight)
+        address = team.map()
+        value(rig.raw.cuMemsetD8(address, 1, PAGE))
+        value(rig.raw.cuMemsetD8(address + PAGE, 2, PAGE))
+        value(rig.raw.cuMemsetD8(address + PAGE - 1, 3, 2))
+        assert rig.read(first, 2) + rig.read(first + PAGE - 1, 2) + rig.read(first + 2 * PAGE - 1, 1) == [3, 2, 2, 1, 3]
+        assert rig.read(second, 1) + rig.read(second + PAGE - 1, 2) + rig.read(second + 2 * PAGE - 1, 1) == [1, 3, 3, 2]
+
+    def test_reach_memory_whose_handle_was_released(self, rig: Rig) -> None:
+        team, address = whole(rig)
+        for memory in team.memory:
+            assert rig.release(memory) == "SUCCESS"
+        value(rig.raw.cuMemsetD8(address, 5, PAGE))
+        assert team.read() == [[5] * 4] * 2
+
+    def test_reach_memory_that_was_bound_by_its_address(self, rig: Rig) -> None:
+        team = Team(rig).add_all()
+        stream = rig.stream()
+        pooled = int(rig.allocate(rig.pool(), PAGE, stream))
+        mapped = rig.mapping(PAGE, (DEVICE, 0, READWRITE), id=1)
+        assert team.bind_address(pooled) == team.bind_address(mapped) == "SUCCESS"
+        value(rig.raw.cuMemsetD8(team.map(), 8, PAGE))
+        assert rig.read(pooled, 2) + rig.read(mapped + PAGE - 2, 2) == [8] * 4
+
+
+class TestMemoryThatIsBound:
+    def test_counts_until_it_is_unbound(self, rig: Rig, team: Team) -> None:
+        memory = rig.memory(2 * PAGE)
+        before = rig.device_free()
+        assert team.bind(memory) == "SUCCESS"
+        rig.release(memory)
+        assert rig.device_free() == before
+        assert team.unbind(0) == "SUCCESS"
+        assert rig.device_free() == before + 2 * PAGE
+
+    def test_counts_until_the_object_is_gone(self, rig: Rig, team: Team) -> None:
+        memory = rig.memory(2 * PAGE)
+        before = rig.device_free()
+        assert team.bind(memory) == "SUCCESS"
+        rig.release(memory)
+        rig.release(team.object)
+        assert rig.device_free() == before + 2 * PAGE
+
+
+class TestBetweenProcesses:
+    @pytest.fixture
+    def peer(self, on_cuda: bool, rig: Rig) -> Iterator[Peer]:
+        with Peer(on_cuda, **({} if on_cuda else {"devices": 2})) as process:
+            yield process
+            rig.settle()
+            process.reset()
+
+    def test_an_object_that_is_not_shareable(self, rig: Rig, team: Team) -> None:
+        kind = rig.raw.CUmemAllocationHandleType(POSIX_FD)
+        assert said(rig.raw.cuMemExportToShareableHandle(team.object, kind, 0)) == "INVALID_VALUE"
+
+    def test_each_adds_its_device_and_binds_its_memory(self, rig: Rig, peer: Peer) -> None:
+        team = Team(rig, handle_types=POSIX_FD)
+        kind = rig.raw.CUmemAllocationHandleType(POSIX_FD)
+        fd = value(rig.raw.cuMemExportToShareableHandle(team.object, kind, 0))
+        shared = Member("CUmemAllocationHandleType", POSIX_FD)
+        peer.value("cuMemImportFromShareableHandle", Descriptor(fd), shared, keep="object")
+        os.close(fd)
+        assert team.add(0) == "SUCCESS"
+        peer.value("cuMulticastAddDevice", Kept("object"), 1)
+        mine = rig.memory(PAGE, handle_types=POSIX_FD)
+        peer.rig("memory", PAGE, id=1, handle_types=POSIX_FD, keep="memory")
+        assert team.bind(mine) == "SUCCESS"
+        peer.value("cuMulticastBindMem", Kept("object"), 0, Kept("memory"), 0, PAGE, 0)
+        view, there = team.view(mine), peer.rig("reserve", PAGE)
+        peer.rig("map", there, Kept("memory"))
+        peer.rig("set_access", there, PAGE, (DEVICE, 0, READWRITE))
+
+        value(rig.raw.cuMemsetD8(team.map(), 4, PAGE))
+        rig.synchronize()
+        assert rig.read(view, 2) + peer.rig("read", there, 2) == [4] * 4
+
+        mapped = peer.rig("reserve", PAGE)
+        peer.rig("map", mapped, Kept("object"))
+        assert peer.rig("set_access", mapped, PAGE, (DEVICE, 0, READWRITE)) == "SUCCESS"
+        peer.value("cuMemsetD8", mapped, 3, PAGE)
+        peer.rig("synchronize")
+        assert rig.read(view, 2) + peer.rig("read", there, 2) == [3] * 4
