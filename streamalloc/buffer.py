@@ -126,7 +126,7 @@ class Memory(Unique, abc.ABC):
             The target is not one of these, is read-only or not contiguous, or has another size.
         """
         ordered = self._ordered_on(stream)
-        _copy(_Span.writable(target, self._door), _Span.of(self), ordered)
+        _copy(_Span.writable(target, self._door), _Span.readable(self, self._door), ordered)
 
     def copy_from(self, source: Memory | Any, stream: StreamLike | None = None) -> None:
         """Copy all bytes from ``source``, which must have the same size; otherwise as :meth:`copy_to`.
@@ -184,8 +184,9 @@ class Memory(Unique, abc.ABC):
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """Version 3 of the CUDA array interface: flat bytes, to be used in order after :attr:`stream`."""
         self._check_usable()
-        if not self.device_accessible:
-            raise AttributeError(f"{self!r} is not accessible from a device")
+        unreadable = self._unreadable()
+        if unreadable or not self.device_accessible:
+            raise AttributeError(unreadable or f"{self!r} is not accessible from a device")
         return {
             "shape": (self.nbytes,),
             "typestr": "|u1",
@@ -229,6 +230,16 @@ class Memory(Unique, abc.ABC):
 
     def _check_usable(self) -> None:
         """Raise where the memory is there but cannot be used now; memory that is gone has no address."""
+
+    def _unreadable(self) -> str:
+        """Why ordinary reads mean nothing, as those of a multicast object's mapping; empty where they do."""
+        return ""
+
+    def _resident_on(self) -> int | None:
+        """The device that copies between devices name as the owner; None where the address is enough."""
+        location = self.location
+        named = location.type is MemLocationType.DEVICE and location.seen
+        return location.id if named and not self.host_accessible else None
 
     def _read_only(self, on_host: bool) -> bool:
         """Whether the CPU, or else the stream's device, may only read the memory."""
@@ -493,6 +504,12 @@ class BufferView(Memory):
     def _check_usable(self) -> None:
         self._parent._check_usable()
 
+    def _unreadable(self) -> str:
+        return self._parent._unreadable()
+
+    def _resident_on(self) -> int | None:
+        return self._parent._resident_on()
+
     def _read_only(self, on_host: bool) -> bool:
         return self._parent._read_only(on_host)
 
@@ -546,9 +563,7 @@ class _Span:
     @classmethod
     def of(cls, memory: Memory) -> Self:
         memory._check_usable()
-        location = memory.location
-        resident = location.type is MemLocationType.DEVICE and not memory.host_accessible
-        return cls(memory.address, memory.nbytes, location.id if resident else None, memory)
+        return cls(memory.address, memory.nbytes, memory._resident_on(), memory)
 
     @classmethod
     def readable(cls, source: object, door: Door) -> Self:
@@ -564,6 +579,9 @@ class _Span:
             if other._door is not door:
                 raise ValueError(f"{name} {other!r} belongs to another driver")
             span = cls.of(other)
+            unreadable = "" if writable else other._unreadable()
+            if unreadable:
+                raise ValueError(unreadable)
             if writable and other.location.on_host and other._read_only(on_host=True):
                 raise ValueError(f"{name} {other!r} is read-only to the host")
             return span

@@ -71,6 +71,9 @@ def export(
     thread one, -1 for no ordering, else a driver handle.
     """
     memory._check_usable()
+    unreadable = memory._unreadable()
+    if unreadable:
+        raise BufferError(unreadable)
     device = device_of(memory)
     exposed = _Exposed(memory, on_host=device[0] == _CPU)
     if dl_device is not None and tuple(dl_device) != device:

@@ -8,6 +8,7 @@ before the driver is reached and have no class here.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "DeviceLostError",
     "EvictedError",
     "InUseError",
+    "IncompleteTeamError",
     "InvalidContextError",
     "InvalidDeviceError",
     "InvalidHandleError",
@@ -32,6 +34,7 @@ __all__ = [
     "PendingFreesWarning",
     "StaleDescriptorError",
     "StillImported",
+    "SystemNotReadyError",
     "attach",
     "error_from",
     "undoing",
@@ -113,8 +116,12 @@ class DeviceLostError(CudaError):
     """Earlier work failed on the device (an illegal address, a launch failure); its context can no longer be used."""
 
 
+class SystemNotReadyError(CudaError):
+    """Something that the driver needs, such as the fabric manager, is not running or not in a valid state."""
+
+
 class OutOfMemoryError(CudaError, MemoryError):
-    """An allocation found no memory (``CUDA_ERROR_OUT_OF_MEMORY``).
+    """An allocation found no memory, or a multicast object no room in the switches (``CUDA_ERROR_OUT_OF_MEMORY``).
 
     All figures are bytes as they were right after the failure; a figure that could not be read is None.
 
@@ -185,6 +192,13 @@ class EvictedError(RuntimeError):
     """Memory was used, resized or evicted while its physical memory was given back: restore it first."""
 
 
+class IncompleteTeamError(RuntimeError):
+    """Memory was to be bound, or a mapping made, before all devices were added to a multicast object.
+
+    The driver does not refuse that: it blocks the calling thread until the others are added.
+    """
+
+
 class InUseError(RuntimeError):
     """Physical memory cannot be given back, as somebody else holds it: an importer, or another mapping."""
 
@@ -218,7 +232,8 @@ _KINDS: dict[str, type[CudaError]] = {
     "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": PeerAccessError,
     "CUDA_ERROR_PEER_ACCESS_NOT_ENABLED": PeerAccessError,
     "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED": PeerAccessError,
-    "CUDA_ERROR_ILLEGAL_STATE": CaptureError,
+    "CUDA_ERROR_SYSTEM_NOT_READY": SystemNotReadyError,
+    "CUDA_ERROR_ILLEGAL_STATE": SystemNotReadyError,
     "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": CaptureError,
     "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED": CaptureError,
     "CUDA_ERROR_STREAM_CAPTURE_MERGE": CaptureError,
@@ -234,9 +249,37 @@ _KINDS: dict[str, type[CudaError]] = {
     "CUDA_ERROR_ECC_UNCORRECTABLE": DeviceLostError,
 }
 
+_FABRIC_MANAGER = (
+    "the GPUs' fabric is not set up: is the fabric manager running on the host (`systemctl status "
+    "nvidia-fabricmanager`), and does `nvidia-smi -q` show its state as completed?"
+)
+
+# What an answer means where functions on this subject give it (the word after "cu" in their names), and its usual
+# cause there.
+_KINDS_OF_CALLS: dict[tuple[str, str], type[CudaError]] = {("Stream", "CUDA_ERROR_ILLEGAL_STATE"): CaptureError}
+_HINTS_OF_CALLS = {
+    ("Multicast", "CUDA_ERROR_NOT_SUPPORTED"): (
+        "multicast objects need GPUs joined by NVSwitch, at least two of them visible, and a running fabric manager; "
+        "Device.supports.multicast tells"
+    ),
+    ("Multicast", "CUDA_ERROR_OUT_OF_MEMORY"): (
+        "this is not about memory: the switches have room for few multicast objects, which all processes and other "
+        "libraries share; close some, or bind less"
+    ),
+    ("Multicast", "CUDA_ERROR_NOT_PERMITTED"): (
+        "fabric handles need an IMEX channel that this user may open: see `python -m streamalloc info`"
+    ),
+    ("Multicast", "CUDA_ERROR_ILLEGAL_STATE"): _FABRIC_MANAGER,
+    ("Mem", "CUDA_ERROR_ILLEGAL_STATE"): _FABRIC_MANAGER,
+    ("Multicast", "CUDA_ERROR_INVALID_DEVICE"): (
+        "the device is not in the team, or not joined by NVLink to the others of the team"
+    ),
+}
+
 # The usual cause of an answer, whatever the call; calls with a cause of their own pass a hint.
 _HINTS = {
     "CUDA_ERROR_NOT_INITIALIZED": "make a Device first; a forked child cannot use its parent's CUDA",
+    "CUDA_ERROR_SYSTEM_NOT_READY": _FABRIC_MANAGER,
     "CUDA_ERROR_CONTEXT_IS_DESTROYED": "the device's primary context was released or reset by other code",
     "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": (
         "this call is not allowed while a stream of this thread captures, and the capture is now invalid; "
@@ -254,8 +297,10 @@ def error_from(result: Any, call: str, hint: str = "", **figures: int | None) ->
     ``figures`` are passed on to :class:`OutOfMemoryError` and must be empty for any other answer.
     """
     name = str(getattr(result, "name", result))
-    kind = _KINDS.get(name, CudaError)
-    return kind(name, int(result), call, hint or _HINTS.get(name, ""), **figures)
+    subject = re.match("cu([A-Z][a-z]*)", call)
+    called = subject[1] if subject else "", name
+    kind = _KINDS_OF_CALLS.get(called) or _KINDS.get(name, CudaError)
+    return kind(name, int(result), call, hint or _HINTS_OF_CALLS.get(called) or _HINTS.get(name, ""), **figures)
 
 
 def attach(first: BaseException, later: BaseException) -> None:

@@ -12,6 +12,7 @@ import warnings
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
@@ -19,14 +20,17 @@ from streamalloc.buffer import Memory
 from streamalloc.capabilities import address_space_limit
 from streamalloc.device import Device
 from streamalloc.driver import Door, Driver
-from streamalloc.errors import AddressSpaceError, ClosedError, CudaError, NotSupportedError, OutOfMemoryError, attach
+from streamalloc.errors import AddressSpaceError, ClosedError, CudaError, OutOfMemoryError, attach
 from streamalloc.ownership import Closes
 from streamalloc.places import door_of, location_of
 from streamalloc.properties import MemAccess, MemLocation, MemLocationType, checked_size
 from streamalloc.stream import Stream
 from streamalloc.vmm.access import Access, Place, Rights, rights_of, structs_of
+from streamalloc.vmm.handle import Backing, GenericAllocation, once_gone
 from streamalloc.vmm.ordering import After, accessing, wait
-from streamalloc.vmm.physical import PhysicalMemory
+
+if TYPE_CHECKING:
+    from streamalloc.vmm.physical import PhysicalMemory
 
 __all__ = ["AddressRange", "Mapped", "Mapping", "RangeView"]
 
@@ -43,7 +47,7 @@ class Mapped:
 
     __slots__ = ("live", "memory", "offset", "rights")
 
-    def __init__(self, memory: PhysicalMemory, offset: int) -> None:
+    def __init__(self, memory: GenericAllocation, offset: int) -> None:
         self.memory = memory
         self.offset = offset
         self.rights: Rights = {}
@@ -58,8 +62,8 @@ class AddressRange(Closes):
     """A range of addresses, reserved for memory that is mapped into it (``cuMemAddressReserve``).
 
     All devices and the host see the same addresses. The range holds memory of any device and of the host side by side;
-    ``print(range)`` draws it, a character for each part: ``0`` for memory of device 0, ``H`` for the host's, ``.`` for
-    a hole.
+    ``print(range)`` draws it, a character for each part: ``0`` for memory of device 0, ``H`` for the host's, ``M`` for
+    a multicast object, ``.`` for a hole.
 
     Unmapping is *not* in stream order: the driver does it at once, and work that is queued and uses the memory then
     breaks its device's context. Whatever unmaps therefore takes ``after``: an event, a stream or several of them which
@@ -160,8 +164,8 @@ class AddressRange(Closes):
         starts = [*self._offsets, self.nbytes]
         return tuple((end, start - end) for end, start in zip(ends, starts, strict=True) if start > end)
 
-    def map(self, memory: PhysicalMemory, offset: int = 0, *, access: Access = None) -> Mapping:
-        """Map physical memory at an offset (``cuMemMap``), and give access to it (``cuMemSetAccess``).
+    def map(self, memory: GenericAllocation, offset: int = 0, *, access: Access = None) -> Mapping:
+        """Map memory at an offset (``cuMemMap``), and give access to it (``cuMemSetAccess``).
 
         The driver maps memory as a whole only. The range keeps what is mapped until it is unmapped, whether or not the
         returned object, or ``memory``, is kept or closed.
@@ -169,9 +173,10 @@ class AddressRange(Closes):
         Parameters
         ----------
         memory
-            What to map; it may be mapped elsewhere as well.
+            :class:`PhysicalMemory` or a :class:`~streamalloc.multicast.MulticastObject`; it may be mapped elsewhere as
+            well.
         offset
-            Where in the range, in bytes, a multiple of the memory's granularity.
+            Where in the range, in bytes, so that the address is a multiple of the memory's granularity.
         access
             Who may use it: a device, a location, several, or a ``dict`` that says :class:`MemAccess` of each. Nobody
             may by default.
@@ -183,21 +188,24 @@ class AddressRange(Closes):
             is a tile pool or of another driver.
         ClosedError
             Range or memory was closed.
+        IncompleteTeamError
+            Not all devices were added to the multicast object.
         NotSupportedError
             The driver does not give this access, such as the host's to device memory. Nothing is mapped then.
         """
         self._check_own()
-        if not isinstance(memory, PhysicalMemory):
-            raise TypeError(f"memory must be PhysicalMemory, not {type(memory).__name__} ({memory!r})")
-        if memory._recipe.door is not self._door:
+        if not isinstance(memory, GenericAllocation):
+            raise TypeError(
+                f"memory must be PhysicalMemory or a MulticastObject, not {type(memory).__name__} ({memory!r})"
+            )
+        if memory._door is not self._door:
             raise ValueError(f"{memory!r} belongs to another driver than {self!r}")
-        if memory.properties.alloc_flags.usage & 1:
-            raise ValueError(f"{memory!r} is a tile pool, which only backs sparse arrays")
+        memory._check_mappable()
         rights = rights_of(access, self._door)
+        memory._check_access(rights)
         mapped = self._map(memory, checked_size("offset", offset))
         if rights:
             try:
-                self._check_host((mapped,), rights)
                 self._grant((mapped,), rights, structs_of(rights))
             except BaseException as error:
                 self._undo_map((mapped,), error)
@@ -296,23 +304,27 @@ class AddressRange(Closes):
         self._address = None
 
     def draw(self, width: int = 64) -> str:
-        """The range as ``width`` characters: a device's ordinal, ``H`` for host memory, ``.`` for a hole."""
+        """The range as ``width`` characters, one for what is mapped there, as the class says."""
         width = max(1, min(width, self.nbytes // GRANULARITY))
         cells = []
         for cell in range(width):
             mapped = self._find((2 * cell + 1) * self.nbytes // (2 * width))
-            location = mapped.memory.location if mapped else None
-            cells.append("." if location is None else "H" if location.on_host else f"{location.id % 16:x}")
+            cells.append("." if mapped is None else mapped.memory._mark)
         return "".join(cells)
 
     # -- for the other modules of this package ---------------------------------------------------------------
 
-    def _map(self, memory: PhysicalMemory, offset: int) -> Mapped:
+    def _map(self, memory: GenericAllocation, offset: int) -> Mapped:
         address = self.address
         raw = memory._checked_raw()
-        granularity = memory._recipe.granularity
+        granularity = memory._granularity
         if offset % granularity:
             raise ValueError(f"offset={offset}: allowed are multiples of the granularity, {granularity} bytes")
+        if address % granularity:
+            raise ValueError(
+                f"{self!r} begins at no multiple of the granularity of {memory!r}: reserve it with "
+                f"alignment={granularity}"
+            )
         end = offset + memory.nbytes
         if end > self.nbytes:
             raise ValueError(
@@ -334,7 +346,7 @@ class AddressRange(Closes):
         except BaseException:
             del self._offsets[place], self._at[offset]
             raise
-        memory._backing.mapping_count += 1
+        memory._was_mapped(self)
         return mapped
 
     def _grant(self, pieces: Sequence[Mapped], rights: Rights, structs: list[object]) -> None:
@@ -344,20 +356,9 @@ class AddressRange(Closes):
         for mapped in pieces:
             mapped.rights.update(rights)
 
-    def _check_host(self, pieces: Iterable[Mapped], rights: Rights) -> None:
-        """Refuse what the driver never gives: it sets the rest of such a request before it says so."""
-        if any(where.on_host and flags for where, flags in rights.items()) and not all(
-            mapped.memory.location.on_host for mapped in pieces
-        ):
-            raise NotSupportedError(
-                "CUDA_ERROR_NOT_SUPPORTED",
-                801,
-                "cuMemSetAccess",
-                "the host can only be given access to host memory",
-            )
-
     def _set_rights(self, pieces: tuple[Mapped, ...], rights: Rights, after: After) -> None:
-        self._check_host(pieces, rights)
+        for mapped in pieces:
+            mapped.memory._check_access(rights)
         losing = accessing(
             {where: had for where, had in mapped.rights.items() if had & ~rights.get(where, had)} for mapped in pieces
         )
@@ -392,7 +393,7 @@ class AddressRange(Closes):
         for mapped in run:
             mapped.live = False
             del self._at[mapped.offset]
-            mapped.memory._backing.unmapped()
+            mapped.memory._was_unmapped()
         place = bisect_left(self._offsets, start)
         del self._offsets[place : place + len(run)]
 
@@ -452,9 +453,10 @@ class AddressRange(Closes):
         address = getattr(self, "_address", None)
         if address is None or not self._door.usable:
             return
-        undo = functools.partial(_give_up, self._door, address, self.nbytes, list(self._at.values()))
+        pieces = list(self._at.values())
+        self._at.clear()
         self._address = None
-        self._door.outside_captures(undo)
+        self._door.outside_captures(functools.partial(_give_up, self._door, address, self.nbytes, pieces))
 
     def __repr__(self) -> str:
         if getattr(self, "_address", None) is None:
@@ -502,7 +504,7 @@ class RangeView(Memory):
             *(mapped.memory.location for mapped in pieces),
             *(where for m in pieces for where in m.rights),
         ):
-            if location.type is MemLocationType.DEVICE:
+            if location.type is MemLocationType.DEVICE and location.seen:
                 return Device(location.id, driver=self.range.driver).default_stream
         return Device(0, driver=self.range.driver).default_stream
 
@@ -543,6 +545,9 @@ class RangeView(Memory):
             if not any(mapped.rights.values()):
                 # Driver 580 crashes in copies of host memory that nobody may use.
                 raise ValueError(f"nobody has access to {mapped.memory!r}: set_access() gives it")
+
+    def _unreadable(self) -> str:
+        return next(filter(None, (mapped.memory._unreadable for mapped in self._pieces())), "")
 
     def _read_only(self, on_host: bool) -> bool:
         where = self.stream.device.location
@@ -587,8 +592,8 @@ class Mapping(RangeView):
         return super().address
 
     @property
-    def memory(self) -> PhysicalMemory:
-        """The physical memory, which may have been closed since."""
+    def memory(self) -> PhysicalMemory | Any:
+        """The :class:`PhysicalMemory` or multicast object, which may have been closed since."""
         return self._mapped.memory
 
     @property
@@ -657,7 +662,7 @@ class Mapping(RangeView):
 
     def __repr__(self) -> str:
         state = "" if self._mapped.live else ", unmapped"
-        return f"<Mapping of {self._mapped.memory!r} at offset {self._start}{state}>"
+        return f"<{type(self).__name__} of {self._mapped.memory!r} at offset {self._start}{state}>"
 
 
 def _multiple(name: str, value: int) -> int:
@@ -672,7 +677,46 @@ def _host_rights(mapped: Mapped) -> MemAccess:
 
 
 def _give_up(door: Door, address: int, nbytes: int, pieces: list[Mapped]) -> None:
-    """Unmap and free a range that nobody holds any more. Called by finalisers: never raises."""
+    """Unmap and free a range that nobody holds any more. Called by finalisers: never raises.
+
+    A multicast object that is involved goes first, then the memory that was bound to it, and the addresses last.
+    """
+    what = f"address range at {address:#x}"
+    free = functools.partial(door.call, "cuMemAddressFree", address, nbytes)
+    objects: list[Backing] = []
+    members: list[Backing] = []
+    # An object that unmaps for itself must not be kept here: it may have waited for this range only.
+    for mapped in tuple(pieces):
+        backing = mapped.memory._backing
+        objects += backing.bound_to
+        members += (*backing.members, *backing.peers)
+        if mapped.memory._take_mapping(address + mapped.offset, mapped.rights):
+            objects.append(backing)
+            pieces.remove(mapped)
+
+    def let_go() -> None:
+        for mapped in pieces:
+            mapped.memory._was_unmapped()
+        pieces.clear()
+
+    def unmap() -> None:
+        undos: list[Callable[[], object]] = [
+            functools.partial(door.call, "cuMemUnmap", address + mapped.offset, mapped.memory.nbytes)
+            for mapped in pieces
+        ]
+        undos.append(let_go)
+        if not members:
+            undos.append(free)
+        give_up(door, what, accessing(mapped.rights for mapped in pieces), undos)
+        let_go()
+        if members:
+            once_gone(members, lambda: give_up(door, what, (), [free]))
+
+    once_gone(objects, lambda: door.outside_captures(unmap))
+
+
+def give_up(door: Door, what: str, devices: Iterable[int], undos: Iterable[Callable[[], object]]) -> None:
+    """Make what gives things back, once ``devices`` have done their work, whatever fails. Never raises."""
     errors: list[CudaError] = []
 
     def attempt(call: Callable[..., object], *arguments: object) -> None:
@@ -684,13 +728,8 @@ def _give_up(door: Door, address: int, nbytes: int, pieces: list[Mapped]) -> Non
     with contextlib.suppress(CudaError), door.relaxed():
         # Work may be queued that uses the memory, and unmapping under it is worse than a wait. Where the wait fails the
         # context is lost, and no work is left.
-        attempt(wait, None, door, accessing(mapped.rights for mapped in pieces))
-        for mapped in pieces:
-            attempt(door.call, "cuMemUnmap", address + mapped.offset, mapped.memory.nbytes)
-        attempt(door.call, "cuMemAddressFree", address, nbytes)
-    for mapped in pieces:
-        mapped.memory._backing.unmapped()
+        attempt(wait, None, door, devices)
+        for undo in undos:
+            attempt(undo)
     if any(error.name not in _GONE for error in errors):
-        warnings.warn(
-            f"a dropped address range at {address:#x} could not be freed: {errors[0]}", ResourceWarning, stacklevel=2
-        )
+        warnings.warn(f"a dropped {what} could not be freed: {errors[0]}", ResourceWarning, stacklevel=2)

@@ -8,9 +8,7 @@ from typing import Any
 from streamalloc.device import Device
 from streamalloc.driver import Door, Driver
 from streamalloc.driver.bindings import cuda
-from streamalloc.errors import ClosedError, CudaError, NotSupportedError, OutOfMemoryError, undoing
-from streamalloc.fd import Fd
-from streamalloc.ownership import Closes
+from streamalloc.errors import CudaError, NotSupportedError, OutOfMemoryError, undoing
 from streamalloc.places import FABRIC_NEEDS, check_location, door_of, location_of
 from streamalloc.properties import (
     MemAllocationProp,
@@ -20,6 +18,8 @@ from streamalloc.properties import (
     MemLocationType,
     checked_size,
 )
+from streamalloc.vmm.access import Rights
+from streamalloc.vmm.handle import GenericAllocation
 
 __all__ = ["PhysicalMemory", "Recipe"]
 
@@ -63,7 +63,18 @@ class Recipe:
     """What sizes must be a multiple of, in bytes."""
     hint: str
 
-    def __init__(self, door: Door, prop: MemAllocationProp) -> None:
+    def __init__(self, door: Door, prop: MemAllocationProp, *, found: bool = False) -> None:
+        """``found``: of memory that there is, perhaps of a device that this process does not see."""
+        if not found:
+            self._check(door, prop)
+        self.door = door
+        self.prop = prop
+        self.struct = prop.to_driver()
+        self.granularity = granularity_of(door, self.struct)
+        self.hint = FABRIC_NEEDS if prop.requested_handle_types & MemHandleType.FABRIC else ""
+
+    @staticmethod
+    def _check(door: Door, prop: MemAllocationProp) -> None:
         check_location(door, prop.location)
         flags = prop.alloc_flags
         tiles = bool(flags.usage & _TILE_POOL)
@@ -82,11 +93,6 @@ class Recipe:
                     raise NotSupportedError(
                         "CUDA_ERROR_NOT_SUPPORTED", 801, "cuMemCreate", f"needs a device with {name}, found {device!r}"
                     )
-        self.door = door
-        self.prop = prop
-        self.struct = prop.to_driver()
-        self.granularity = granularity_of(door, self.struct)
-        self.hint = FABRIC_NEEDS if prop.requested_handle_types & MemHandleType.FABRIC else ""
 
     def round_up(self, nbytes: int) -> int:
         """The smallest size that memory of this kind can have and that holds ``nbytes``."""
@@ -142,49 +148,12 @@ def properties_for(
     )
 
 
-class Backing:
-    """What all objects for one driver handle know of it."""
-
-    __slots__ = ("_known", "exported", "handle", "holders", "imported", "mapping_count")
-
-    def __init__(self, known: dict[int, Any]) -> None:
-        self._known = known
-        """Where it is found by its handle, as long as that is held or mapped."""
-        self.handle = 0
-        self.exported = False
-        self.imported = False
-        """Whether it is memory of another process."""
-        self.holders = 1
-        """How many objects hold the handle."""
-        self.mapping_count = 0
-
-    def name(self, handle: int) -> None:
-        """Tell the handle, once the driver has given it."""
-        self.handle = handle
-        self._known[handle] = self
-
-    def released(self) -> None:
-        """An object has let go of the handle."""
-        self.holders -= 1
-        self._forget()
-
-    def unmapped(self) -> None:
-        """A mapping is gone."""
-        self.mapping_count -= 1
-        self._forget()
-
-    def _forget(self) -> None:
-        # The driver uses handles again.
-        if not self.holders and not self.mapping_count and self._known.get(self.handle) is self:
-            del self._known[self.handle]
-
-
-class PhysicalMemory(Closes):
+class PhysicalMemory(GenericAllocation):
     """Physical memory of a device or of the host, without an address (``cuMemCreate``).
 
     It becomes usable where it is mapped into an :class:`AddressRange`, in one place or in several at once (aliases).
     The driver keeps the memory until it is closed *and* unmapped everywhere *and* every importer let go of it; the
-    order does not matter.
+    order does not matter. Memory that is closed while it is bound to a multicast object is released when it is unbound.
 
     Parameters
     ----------
@@ -217,14 +186,8 @@ class PhysicalMemory(Closes):
         There is no memory; it carries the device's figures.
     """
 
-    __slots__ = ("__weakref__", "_backing", "_kept", "_raw", "_recipe", "nbytes")
+    __slots__ = ("_recipe",)
 
-    nbytes: int
-    """Size in bytes."""
-    _backing: Backing
-    _kept: bool
-    """Whether something else releases it, in an order of its own, where it is dropped."""
-    _raw: Any
     _recipe: Recipe
 
     def __init__(
@@ -261,11 +224,8 @@ class PhysicalMemory(Closes):
         self._backing.name(int(self._raw))
 
     def _take(self, recipe: Recipe, nbytes: int, raw: Any) -> None:
-        self._raw = raw
         self._recipe = recipe
-        self.nbytes = nbytes
-        self._kept = False
-        self._backing = Backing(recipe.door.memories)
+        self._hold(recipe.door, nbytes, raw)
 
     @staticmethod
     def granularity(
@@ -297,7 +257,7 @@ class PhysicalMemory(Closes):
         with undoing(lambda: door.call("cuMemRelease", raw)):
             memory = cls._of_handle(door, raw, 0)
         location = memory.location
-        with door.current(location.id if location.type is MemLocationType.DEVICE else 0):
+        with door.current(location.id if location.type is MemLocationType.DEVICE and location.seen else 0):
             memory.nbytes = int(door.call("cuMemGetAddressRange", address)[1])
         return memory
 
@@ -306,7 +266,7 @@ class PhysicalMemory(Closes):
         """Take over a driver handle."""
         prop = MemAllocationProp.from_driver(door.call("cuMemGetAllocationPropertiesFromHandle", raw))
         memory = cls.__new__(cls)
-        memory._take(Recipe(door, prop), nbytes, raw)
+        memory._take(Recipe(door, prop, found=True), nbytes, raw)
         memory._backing.imported = imported
         known = door.memories.get(int(raw))
         if known is not None:
@@ -315,37 +275,6 @@ class PhysicalMemory(Closes):
         else:
             memory._backing.name(int(raw))
         return memory
-
-    @property
-    def handle(self) -> int:
-        """The driver's handle (``CUmemGenericAllocationHandle``) as a number.
-
-        Raises
-        ------
-        ClosedError
-            The memory was closed.
-        """
-        return int(self._checked_raw())
-
-    @property
-    def closed(self) -> bool:
-        """Whether :meth:`close` was called; mappings keep the memory nevertheless."""
-        return self._raw is None
-
-    @property
-    def mapping_count(self) -> int:
-        """In how many places of this process it is mapped now."""
-        return self._backing.mapping_count
-
-    @property
-    def exported(self) -> bool:
-        """Whether it was exported: other processes may hold it, too."""
-        return self._backing.exported
-
-    @property
-    def driver(self) -> Driver:
-        """The driver that the memory belongs to."""
-        return self._recipe.door.driver
 
     @property
     def location(self) -> MemLocation:
@@ -371,59 +300,35 @@ class PhysicalMemory(Closes):
         """Whether the memory is compressible, as the driver says of the handle."""
         return self.query().alloc_flags.compression_type == _COMPRESSION
 
-    def export(self, handle_type: MemHandleType = MemHandleType.POSIX_FILE_DESCRIPTOR) -> Fd | bytes:
-        """A handle for other processes (``cuMemExportToShareableHandle``): an :class:`Fd`, or a fabric handle's bytes.
+    @property
+    def _handle_types(self) -> MemHandleType:
+        return self._recipe.prop.requested_handle_types
 
-        The memory stays as long as a handle or an importer holds it, also after it was closed here.
+    @property
+    def _granularity(self) -> int:
+        return self._recipe.granularity
 
-        Raises
-        ------
-        ValueError
-            The memory was not made with this handle type.
-        """
-        if not isinstance(handle_type, MemHandleType) or handle_type not in _EXPORTS:
-            raise ValueError(f"handle_type={handle_type!r}: allowed are POSIX_FILE_DESCRIPTOR and FABRIC")
-        raw = self._checked_raw()
-        if not self.properties.requested_handle_types & handle_type:
-            raise ValueError(
-                f"{self!r} cannot be exported as {handle_type!r}: make it with handle_types={handle_type!r}"
+    @property
+    def _mark(self) -> str:
+        if not self.location.seen:
+            return "?"
+        return "H" if self.location.on_host else f"{self.location.id % 16:x}"
+
+    def _check_mappable(self) -> None:
+        if self.properties.alloc_flags.usage & _TILE_POOL:
+            raise ValueError(f"{self!r} is a tile pool, which only backs sparse arrays")
+
+    def _check_access(self, rights: Rights) -> None:
+        # The driver sets the rest of a request that asks for it before it says that it cannot.
+        if not self.location.on_host and any(where.on_host and flags for where, flags in rights.items()):
+            raise NotSupportedError(
+                "CUDA_ERROR_NOT_SUPPORTED", 801, "cuMemSetAccess", "the host can only be given access to host memory"
             )
-        answer = self._recipe.door.call(
-            "cuMemExportToShareableHandle", raw, cuda.CUmemAllocationHandleType(int(handle_type)), 0
-        )
-        self._backing.exported = True
-        return _EXPORTS[handle_type](answer)
-
-    def close(self) -> None:
-        """Give the handle back (``cuMemRelease``); where the memory is mapped it stays usable. Idempotent."""
-        if self._raw is None:
-            return
-        self._recipe.door.call("cuMemRelease", self._raw)
-        self._raw = None
-        self._backing.released()
-
-    def _checked_raw(self) -> Any:
-        if self._raw is None:
-            raise ClosedError(f"{self!r} was closed")
-        return self._raw
-
-    def __del__(self) -> None:
-        if getattr(self, "_raw", None) is not None and not self._kept and self._recipe.door.usable:
-            self._recipe.door.driver.cuMemRelease(self._raw)
-            self._raw = None
-            self._backing.released()
 
     def __repr__(self) -> str:
         if not hasattr(self, "nbytes"):
             return f"<{type(self).__name__} that could not be made>"
-        state = "closed" if self.closed else f"handle {int(self._raw):#x}"
-        mapped = f", mapped {self.mapping_count} times" if self.mapping_count else ""
-        return f"<{type(self).__name__} of {self.nbytes} bytes, {self.location}, {state}{mapped}>"
+        return f"<{type(self).__name__} of {self.nbytes} bytes, {self.location}, {self._said_of_handle()}>"
 
 
 _NOT_MAPPED = "nothing is mapped by hand at this address"
-
-_EXPORTS: dict[MemHandleType, Callable[[Any], Fd | bytes]] = {
-    MemHandleType.POSIX_FILE_DESCRIPTOR: lambda answer: Fd(int(answer)),
-    MemHandleType.FABRIC: lambda answer: bytes(answer.data),
-}

@@ -18,6 +18,7 @@ from streamalloc.properties import MemAccess, MemLocation, MemLocationType
 from streamalloc.stream import Stream, StreamLike, as_stream
 from streamalloc.vmm.access import Access, Rights, rights_of, structs_of
 from streamalloc.vmm.addresses import AddressRange, Mapped, Mapping
+from streamalloc.vmm.handle import GenericAllocation
 from streamalloc.vmm.ordering import After, accessing, wait
 from streamalloc.vmm.physical import PhysicalMemory, Recipe
 
@@ -86,7 +87,7 @@ class VirtualBuffer(Memory, Closes):
         self._mapped = 0
         self._nbytes = 0
         self._evicted: Eviction | None = None
-        self._left: list[PhysicalMemory | Buffer] = []
+        self._left: list[GenericAllocation | Buffer] = []
         self.range = AddressRange(capacity, alignment=alignment, address=address, driver=device.driver)
         self.range._owned = True
 
@@ -207,7 +208,8 @@ class VirtualBuffer(Memory, Closes):
         EvictedError
             It is evicted already.
         InUseError
-            Some of the memory was exported, or is mapped elsewhere too: giving it back here would free nothing.
+            Some of the memory was exported, is mapped elsewhere too or bound to a multicast object: giving it back here
+            would free nothing.
         OutOfMemoryError
             There is no memory for the backup. Nothing has changed.
         CaptureError
@@ -226,6 +228,8 @@ class VirtualBuffer(Memory, Closes):
                 raise InUseError(f"{held.memory!r} was exported: importers would keep it, and the old bytes")
             if held.memory.mapping_count > 1:
                 raise InUseError(f"{held.memory!r} is mapped in {held.memory.mapping_count} places: unmap the others")
+            if held.memory._backing.bound_to:
+                raise InUseError(f"{held.memory!r} is bound to a multicast object, which would keep it: unbind() it")
             if held.memory._backing.holders > 1:
                 raise InUseError(f"{held.memory!r} is held by another PhysicalMemory, too: close that")
         ordered = self._copying_stream(stream)
@@ -239,7 +243,7 @@ class VirtualBuffer(Memory, Closes):
             pieces = tuple(
                 Piece(held.offset, held.memory.nbytes, held.memory._recipe)
                 for held in mapped
-                if held.offset < self._mapped
+                if held.offset < self._mapped and isinstance(held.memory, PhysicalMemory)
             )
             self.range._unmap(mapped)
         except BaseException as first:
