@@ -36,6 +36,7 @@ import numpy.typing as npt
 from streamalloc.device import Device
 from streamalloc.driver import Door
 from streamalloc.driver.bindings import cuda
+from streamalloc.driver.door import refuse_after_fork
 from streamalloc.errors import CudaError, error_from, undoing
 from streamalloc.fd import Fd
 from streamalloc.stream import Stream
@@ -43,7 +44,8 @@ from streamalloc.stream import Stream
 __all__ = ["IMPORTERS", "SLOTS", "Board"]
 
 SLOTS = 1024
-IMPORTERS = 32
+IMPORTERS = 128
+"""Of one exporter at a time. A board has 2 MiB with so many, all of which is page-locked, once by each of them."""
 
 _MAGIC = b"SAboard\1"
 _HEADER = struct.Struct("<8s16sII")
@@ -61,11 +63,43 @@ _PLACES = {
 }
 _REGISTER_PORTABLE_AND_MAPPED = 3
 _FLAGS = cuda.CUstreamWaitValue_flags
+_NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
 _AT_LEAST = int(_FLAGS.CU_STREAM_WAIT_VALUE_GEQ)
 _LOCK = struct.Struct("hhqqi4x")
 WORD = 1 << 32
 
 Words = npt.NDArray[np.uint32]
+
+
+def _word(address: int) -> ctypes.c_uint32:
+    # Its value is there in a quarter of the time that an element of an array takes.
+    return ctypes.c_uint32.from_address(address)
+
+
+class SlotWords:
+    """The words of one slot that its exporter writes."""
+
+    __slots__ = ("announced", "generation", "ready", "ready_address", "sent")
+
+    def __init__(self, board: Board, slot: int) -> None:
+        self.generation = _word(board.address("generation", slot))
+        self.announced = _word(board.address("announced", slot))
+        self.ready = _word(board.address("ready", slot))
+        self.sent = _word(board.address("sent", slot))
+        self.ready_address = cuda.CUdeviceptr(board.address("ready", slot))
+
+
+class ImporterWords:
+    """The words of one slot that one importer writes."""
+
+    __slots__ = ("closed", "closed_address", "closing", "opened", "received")
+
+    def __init__(self, board: Board, slot: int, importer: int) -> None:
+        self.opened = _word(board.address("opened", slot, importer))
+        self.closing = _word(board.address("closing", slot, importer))
+        self.closed = _word(board.address("closed", slot, importer))
+        self.received = _word(board.address("received", slot, importer))
+        self.closed_address = cuda.CUdeviceptr(board.address("closed", slot, importer))
 
 
 class Board:
@@ -75,8 +109,12 @@ class Board:
         "__weakref__",
         "_address",
         "_expected",
+        "_importers",
         "_map",
         "_own",
+        "_query",
+        "_slots",
+        "_wait",
         "_watched",
         "_write",
         "announced",
@@ -124,11 +162,15 @@ class Board:
         # Locks belong to the open file, and a descriptor that was received is the sender's open file.
         self._own = Fd(os.open(f"/proc/self/fd/{fd.fileno()}", os.O_RDWR | os.O_CLOEXEC))
         self._address = 0
-        self._write = door.driver.cuStreamWriteValue32
+        self._slots: dict[int, SlotWords] = {}
+        self._importers: dict[tuple[int, int], ImporterWords] = {}
+        self._query: Any = door.driver.cuStreamQuery
+        self._write: Any = door.driver.cuStreamWriteValue32
+        self._wait: Any = door.driver.cuStreamWaitValue32
         with undoing(self._unregister), Device(0, driver=door.driver).current():
             door.call("cuMemHostRegister", base, _BYTES, _REGISTER_PORTABLE_AND_MAPPED)
             self._address = base
-        _boards.add(self)
+        door.shut_with_me(self)
 
     def _unregister(self) -> None:
         address, self._address = self._address, 0
@@ -184,22 +226,66 @@ class Board:
 
     # -- words and streams -----------------------------------------------------------------------------------
 
-    def word(self, name: str, slot: int, importer: int = 0) -> int:
+    def address(self, name: str, slot: int, importer: int = 0) -> int:
         """The address of a word, for devices and host."""
         begin, step = _PLACES[name]
         return self._address + begin + step * slot + 4 * importer
 
-    def write(self, stream: Stream, address: int, value: int) -> None:
-        """Have a stream store a word after its work so far (``cuStreamWriteValue32``)."""
+    def slot_words(self, slot: int) -> SlotWords:
+        """A slot's words that the exporter writes."""
+        words = self._slots.get(slot)
+        if words is None:
+            words = self._slots[slot] = SlotWords(self, slot)
+        return words
+
+    def importer_words(self, slot: int, importer: int) -> ImporterWords:
+        """A slot's words that an importer writes."""
+        words = self._importers.get((slot, importer))
+        if words is None:
+            words = self._importers[slot, importer] = ImporterWords(self, slot, importer)
+        return words
+
+    def all_closed(self, slot: int) -> bool:
+        """Whether all importers that have opened a slot have closed it, and their work has ended."""
+        opened, step = _PLACES["opened"]
+        closed = _PLACES["closed"][0]
+        at = step * slot
+        return self._map[opened + at : opened + at + step] == self._map[closed + at : closed + at + step]
+
+    def tell(self, stream: Stream, word: ctypes.c_uint32, address: Any, value: int) -> None:
+        """Have a word say ``value`` after a stream's work so far.
+
+        The host does so where the stream has no work left (``cuStreamQuery``), as a store of the device's has to travel
+        both ways; else the stream (``cuStreamWriteValue32``).
+        """
         if stream._direct is self.door:
-            result = self._write(stream._handle, address, value, 0)[0]
+            handle = stream._handle
+            # Asking about any stream may break a capture.
+            if not self.door.captures:
+                result = self._query(handle)[0]
+                if not result:
+                    word.value = value
+                    return
+                if result != _NOT_READY:
+                    raise error_from(result, "cuStreamQuery")
+            result = self._write(handle, address, value, 0)[0]
             if result:
                 raise error_from(result, "cuStreamWriteValue32")
+            return
+        _refuse_capture(stream, "cuStreamWriteValue32")
+        if not self.door.captures and stream.query():
+            word.value = value
         else:
             stream._call("cuStreamWriteValue32", address, value, 0)
 
-    def wait(self, stream: Stream, address: int, value: int) -> None:
+    def wait(self, stream: Stream, address: Any, value: int) -> None:
         """Have a stream wait until a word is at a value or beyond (``cuStreamWaitValue32``)."""
+        if stream._direct is self.door:
+            result = self._wait(stream._handle, address, value, _AT_LEAST)[0]
+            if result:
+                raise error_from(result, "cuStreamWaitValue32")
+            return
+        _refuse_capture(stream, "cuStreamWaitValue32")
         stream._call("cuStreamWaitValue32", address, value, _AT_LEAST)
 
     # -- life and death --------------------------------------------------------------------------------------
@@ -235,13 +321,13 @@ class Board:
 
     def watch_importer(self, importer: int) -> None:
         """End an importer's leases once it dies, so that no stream of ours waits for it for ever."""
-        self._watch(1 + importer, lambda: self._end(importer))
+        self._watch(1 + importer)
 
     def expect(self, slot: int, wanted: int, lose: Callable[[], None]) -> None:
         """Release streams that wait for an announcement if the exporter dies before it; ``lose`` is called then."""
         waiting = [one for one in self._expected.get(slot, ()) if not reached(self.ready[slot], one[0])]
         self._expected[slot] = [*waiting, (wanted, lose)]
-        self._watch(0, self._exporter_died)
+        self._watch(0)
 
     def forget(self, slot: int) -> None:
         """Expect nothing more of a slot: what waited for it has let go."""
@@ -254,36 +340,47 @@ class Board:
                     lose()
                     self.ready[slot] = wanted
 
-    def _watch(self, byte: int, then: Callable[[], None]) -> None:
+    def _watch(self, byte: int) -> None:
         if byte in self._watched:
             return
         self._watched.add(byte)
+        file = Fd(os.open(f"/proc/self/fd/{self.fd.fileno()}", os.O_RDWR | os.O_CLOEXEC))
+        # It lasts as long as the other process, and must not keep the board, nor the driver behind it, for that long.
+        watching = (weakref.ref(self), file, byte)
+        threading.Thread(target=_wait_for_the_death, args=watching, name="streamalloc lease", daemon=True).start()
 
-        def watch() -> None:
-            with Fd(os.open(f"/proc/self/fd/{self.fd.fileno()}", os.O_RDWR | os.O_CLOEXEC)) as own:
-                fcntl.fcntl(own.fileno(), fcntl.F_OFD_SETLKW, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
-                # The lock is held until the words are written: nobody takes the place of the dead in between.
-                self._watched.discard(byte)
-                then()
+    def _died(self, byte: int) -> None:
+        self._watched.discard(byte)
+        if byte:
+            self._end(byte - 1)
+        else:
+            self._exporter_died()
 
-        threading.Thread(target=watch, name="streamalloc lease", daemon=True).start()
+    def _shut_after_fork(self) -> None:
+        self._query = self._write = self._wait = refuse_after_fork
+        # A child that keeps the lock would make its dead parent count as alive.
+        self._own.close()
 
     def _end(self, importer: int) -> None:
         self.closing[:, importer] = self.opened[:, importer]
         self.closed[:, importer] = self.opened[:, importer]
 
 
+def _wait_for_the_death(watching: weakref.ref[Board], file: Fd, byte: int) -> None:
+    with file:
+        fcntl.fcntl(file.fileno(), fcntl.F_OFD_SETLKW, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+        # The lock is held until the words are written: nobody takes the place of the dead in between.
+        board = watching()
+        if board is not None:
+            board._died(byte)
+
+
+def _refuse_capture(stream: Stream, call: str) -> None:
+    stream._checked_raw()
+    stream._refuse_capture(call, "what is shared between processes is not used in a capture")
+
+
 _barrier = threading.Lock()
-_boards: weakref.WeakSet[Board] = weakref.WeakSet()
-
-
-def _forget_locks_after_fork() -> None:
-    # A child that inherits the lock would make its dead parent count as alive.
-    for board in list(_boards):
-        board._own.close()
-
-
-os.register_at_fork(after_in_child=_forget_locks_after_fork)
 
 
 def fence() -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from streamalloc.buffer import Buffer
 from streamalloc.driver import Door
 from streamalloc.errors import CudaError, DeviceLostError, InvalidContextError, NotInitializedError, StillImported
-from streamalloc.ipc.board import IMPORTERS, SLOTS, WORD, Board, fence, next_word, reached
+from streamalloc.ipc.board import SLOTS, WORD, Board, fence, next_word, reached
 from streamalloc.stream import Stream, StreamLike, as_stream
 
 __all__ = ["Lease", "LeasedBuffer", "Leases", "StillImportedPolicy"]
@@ -30,12 +30,13 @@ _LOST = (DeviceLostError, InvalidContextError, NotInitializedError)
 class Lease:
     """A slot of a board: the words of one allocation, or of one announcement."""
 
-    __slots__ = ("_announcer", "_uneven", "board", "generation", "held", "payload", "slot")
+    __slots__ = ("_announcer", "_uneven", "board", "generation", "held", "payload", "slot", "words")
 
     def __init__(self, board: Board, slot: int) -> None:
         self.board = board
         self.slot = slot
-        self.generation = int(board.generation[slot])
+        self.words = board.slot_words(slot)
+        self.generation = self.words.generation.value
         self.payload = b""
         """The driver's export data, once asked for."""
         self.held = False
@@ -44,15 +45,14 @@ class Lease:
 
     def announce(self, stream: Stream) -> int:
         """Have ``stream`` say that the contents are there; the value that importers wait for."""
-        board, slot = self.board, self.slot
-        before = int(board.announced[slot])
+        words = self.words
+        before = words.announced.value
         value = next_word(before)
-        address = board.word("ready", slot)
-        if self._announcer is not stream and not reached(board.ready[slot], before):
+        if self._announcer is not stream and not reached(words.ready.value, before):
             # The word only ever counts up, whichever stream writes it.
-            board.wait(stream, address, before)
-        board.write(stream, address, value)
-        board.announced[slot] = value
+            self.board.wait(stream, words.ready_address, before)
+        self.board.tell(stream, words.ready, words.ready_address, value)
+        words.announced.value = value
         self._announcer = stream
         return value
 
@@ -62,30 +62,30 @@ class Lease:
             # What earlier allocations in this slot left uneven: some descriptors never arrive, others do twice.
             self._uneven = self._balance()
             self.held = True
-        self.board.sent[self.slot] += 1
+        self.words.sent.value += 1
 
     def in_flight(self) -> bool:
         """Whether a descriptor that was counted has not arrived."""
         return self.held and 0 < (self._balance() - self._uneven) % WORD < WORD // 2
 
     def _balance(self) -> int:
-        return int(self.board.sent[self.slot]) - int(self.board.received[self.slot].sum(dtype="u4"))
+        return self.words.sent.value - int(self.board.received[self.slot].sum(dtype="u4"))
 
     def revoke(self) -> None:
         """Make descriptors stale: importers that have not opened the allocation cannot any more."""
-        self.board.generation[self.slot] = next_word(self.generation)
+        self.words.generation.value = next_word(self.generation)
         fence()
 
     def renew(self) -> None:
         """Make descriptors good again."""
-        self.board.generation[self.slot] = self.generation
+        self.words.generation.value = self.generation
 
     def using(self) -> list[int]:
         """The importers whose use has not ended."""
-        opened, closed = self.board.opened[self.slot], self.board.closed[self.slot]
-        if opened.tobytes() == closed.tobytes():
+        if self.board.all_closed(self.slot):
             return []
-        importers = [place for place in range(IMPORTERS) if opened[place] != closed[place]]
+        opened, closed = self.board.opened[self.slot], self.board.closed[self.slot]
+        importers: list[int] = (opened != closed).nonzero()[0].tolist()
         for importer in importers:
             self.board.watch_importer(importer)
         return importers
@@ -98,13 +98,12 @@ class Lease:
     def wait_for(self, using: list[int], stream: Stream) -> None:
         """Let a stream wait for the rest of importers' work."""
         for importer in using:
-            value = int(self.board.opened[self.slot, importer])
-            self.board.wait(stream, self.board.word("closed", self.slot, importer), value)
+            theirs = self.board.importer_words(self.slot, importer)
+            self.board.wait(stream, theirs.closed_address, theirs.opened.value)
 
     def quiet(self) -> bool:
         """Whether everything that was queued with the slot's words has run, so that it can stand for something else."""
-        board, slot = self.board, self.slot
-        return reached(board.ready[slot], board.announced[slot]) and not self.using()
+        return reached(self.words.ready.value, self.words.announced.value) and not self.using()
 
 
 class Leases:
@@ -124,9 +123,10 @@ class Leases:
     def take(self) -> Lease:
         """A slot that nobody uses."""
         with self.lock:
-            # The oldest are quiet first; looking at two for each that is taken keeps up with them.
-            for _ in range(min(2, len(self._leaving))):
-                self._retire(self._leaving.popleft())
+            if self._leaving:
+                # The oldest are quiet first; looking at two for each that is taken keeps up with them.
+                for _ in range(min(2, len(self._leaving))):
+                    self._retire(self._leaving.popleft())
             if not self._free:
                 board = Board.create(self.door)
                 self.boards.append(board)
@@ -137,7 +137,8 @@ class Leases:
     def give(self, lease: Lease) -> None:
         """Give a slot back; descriptors of it are stale. It is used again once it is quiet."""
         with self.lock:
-            lease.revoke()
+            if lease.words.generation.value == lease.generation:
+                lease.revoke()
             lease._announcer = None
             self._retire(lease)
 
@@ -147,9 +148,8 @@ class Leases:
         else:
             self._leaving.append(lease)
 
-    def of(self, buffer: Buffer) -> Lease:
-        """The lease of a buffer, which becomes a :class:`LeasedBuffer`."""
-        address = buffer.address
+    def of(self, buffer: Buffer, address: int) -> Lease:
+        """The lease of a buffer at an address; the buffer becomes a :class:`LeasedBuffer`."""
         lease = self.live.get(address)
         if lease is None or not isinstance(buffer, LeasedBuffer):
             lease = self.live[address] = self.take()
@@ -213,14 +213,16 @@ class LeasedBuffer(Buffer):
         if still_imported not in _POLICIES:
             raise ValueError(f"still_imported={still_imported!r}: allowed are {', '.join(map(repr, _POLICIES))}")
         address = int(self._live())
-        self._pool._door.check_process()
-        leases = leases_of(self._pool._door)
+        door = self._pool._door
+        door.check_process()
+        leases = leases_of(door)
         lease = leases.live.get(address)
         if lease is None:
             super().free(stream)
             return
-        ordered = self._stream if stream is None else as_stream(stream, self._pool._door)
-        ordered._refuse_capture("cuMemFreeAsync", "a shared buffer cannot be freed in a capture")
+        ordered = self._stream if stream is None else as_stream(stream, door)
+        if ordered._direct is not door:
+            ordered._refuse_capture("cuMemFreeAsync", "a shared buffer cannot be freed in a capture")
         end = None if timeout is None else time.monotonic() + timeout
         defer = still_imported == "defer"
         while still_imported != "ignore" and not leases.may_free(lease, ordered, for_good=defer):
@@ -236,7 +238,7 @@ class LeasedBuffer(Buffer):
             lease.renew()
             raise
         leases.give(leases.live.pop(address))
-        leases.door.reap()
+        door.reap()
 
     def close(self) -> None:
         """Free the memory if that was not done, once importers have closed it; idempotent."""

@@ -16,17 +16,18 @@ from streamalloc.buffer import Memory
 from streamalloc.device import Device
 from streamalloc.driver import Door, Driver
 from streamalloc.driver import default as default_driver
-from streamalloc.driver.bindings import cuda, opaque_struct
+from streamalloc.driver.bindings import OpaqueStruct, cuda, opaque_struct
 from streamalloc.errors import ClosedError, CudaError, StaleDescriptorError, attach, error_from, undoing
 from streamalloc.fd import Fd
-from streamalloc.ipc.board import SLOTS, WORD, Board, fence, next_word, reached
-from streamalloc.ipc.descriptor import Chunk, Descriptor, Flags, Mechanism
+from streamalloc.ipc.board import SLOTS, WORD, Board, ImporterWords, fence, next_word, reached
+from streamalloc.ipc.descriptor import FABRIC, HEAD_BYTES, Chunk, Descriptor, Flags, Mechanism
 from streamalloc.ipc.leases import making
 from streamalloc.ownership import Closes
 from streamalloc.properties import MemAccess, MemAccessDesc, MemLocation
 from streamalloc.stream import Event, Stream, StreamLike, as_stream
 from streamalloc.vmm import PhysicalMemory, VirtualBuffer
 from streamalloc.vmm.addresses import AddressRange, Mapped
+from streamalloc.vmm.handle import import_handle
 from streamalloc.vmm.ordering import accessing, wait
 
 __all__ = ["DriverVersionWarning", "ImportedBuffer", "ImportedPool", "ImportedRange", "open"]
@@ -75,6 +76,15 @@ class Handles:
 
         return fetch(self.endpoint, name)
 
+    def take_here(self, name: bytes) -> Fd | None:
+        """The same; None where it did not come along and the exporter is not of this machine, or has ended."""
+        if name not in self._named and self.endpoint == bytes(16):
+            return None
+        try:
+            return self.take(name)
+        except ConnectionError:
+            return None
+
     def close(self) -> None:
         """Close what nobody took."""
         for fd in (*self._given, *self._named.values()):
@@ -92,16 +102,28 @@ class Importer:
         """Pools that were imported, by name; they stay, as importing a pool again gives the same."""
         self.ranges: weakref.WeakValueDictionary[bytes, ImportedRange] = weakref.WeakValueDictionary()
         self.imports: dict[bytes, _Import] = {}
+        self.ways: dict[bytes, _PoolWay] = {}
+        """How allocations are opened whose descriptors begin so, once one of them was."""
+        self.import_pointer: Any = door.driver.cuMemPoolImportPointer
+        self._attribute: Any = door.driver.cuPointerGetAttribute
         self.version = int(door.call("cuDriverGetVersion"))
         self._devices: dict[bytes, Device] = {}
 
-    def device(self, uuid: bytes) -> Device:
-        """The device of this process with a UUID."""
+    def device(self, described: Descriptor, stream: StreamLike | None) -> Device:
+        """The device that has the memory; of memory on another machine, that of the stream."""
+        uuid = described.device
         found = self._devices.get(uuid)
         if found is None:
             for device in Device.all(self.door.driver):
                 self._devices[device.uuid.bytes] = device
             found = self._devices.get(uuid)
+        if found is None and described.handle_type == FABRIC:
+            if stream is None:
+                raise ValueError(
+                    f"the memory is on device {uuid.hex()}, which is not of this machine, or hidden from this process: "
+                    "pass stream=, whose device is to have access"
+                )
+            return as_stream(stream, self.door).device
         if found is None:
             raise ValueError(
                 f"the memory is on device {uuid.hex()}, which this process does not see: is it hidden by "
@@ -115,29 +137,31 @@ class Importer:
             f"the exporter runs a driver for CUDA {version // 1000}.{version % 1000 // 10}, this process one for "
             f"{self.version // 1000}.{self.version % 1000 // 10}: NVIDIA supports equal ones only",
             DriverVersionWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
     def board(self, described: Descriptor, handles: Handles) -> Board | None:
-        """The exporter's board; None where the descriptor names none."""
+        """The exporter's board; None where the descriptor names none, or with fabric handles one of another machine."""
         if described.board == _NO_BOARD:
             return None
-        if described.slot >= SLOTS:
-            raise ValueError(f"the descriptor's slot {described.slot} is none of its board, which has {SLOTS}")
         board = self.boards.get(described.board)
         if board is None:
             self._forget_the_dead()
-            fd = handles.take(described.board)
+            fabric = described.handle_type == FABRIC
+            fd = handles.take_here(described.board) if fabric else handles.take(described.board)
+            if fd is None:
+                return None
             with undoing(fd.close):
                 board = self.boards[described.board] = Board.attach(self.door, fd, described.board)
         return board
 
     def _forget_the_dead(self) -> None:
         """Let go of the boards of exporters that have ended, where nothing of them is open."""
-        open_boards = {id(held.board) for held in self.imports.values()}
+        open_boards = {id(held.way.board) for held in self.imports.values()}
         for name, board in list(self.boards.items()):
             if id(board) not in open_boards and not board.exporter_alive() and board.idle():
                 del self.boards[name]
+                self.ways = {head: way for head, way in self.ways.items() if way.board is not board}
 
     def pool(self, described: Descriptor, handles: Handles) -> Any:
         """The driver's handle of an imported pool; it is kept in :attr:`pools` once something was opened with it."""
@@ -149,24 +173,22 @@ class Importer:
                 )
         return raw
 
-    def free(self, held: _Import, stream: Stream) -> None:
-        """Let go of an imported allocation, in stream order."""
-        if stream._direct is self.door:
-            result = self.door.driver.cuMemFreeAsync(held.address, stream._handle)[0]
-            if result:
-                raise error_from(result, "cuMemFreeAsync")
-            held.released = True
-        else:
-            with stream._context():
-                self.door.call("cuMemFreeAsync", held.address, stream._checked_raw())
-                held.released = True
+    def size_at(self, address: int) -> int:
+        """How many bytes the driver has there (``cuPointerGetAttribute``)."""
+        result, size = self._attribute(_RANGE_SIZE, address)
+        if result:
+            raise error_from(result, "cuPointerGetAttribute")
+        return int(size)
 
-    def memory(self, name: bytes, nbytes: int, handles: Handles) -> PhysicalMemory:
+    def memory(self, chunk: Chunk, handles: Handles) -> PhysicalMemory:
         """Physical memory; each import holds it by itself."""
-        with handles.take(name) as fd:
-            raw = self.door.call("cuMemImportFromShareableHandle", fd.fileno(), _POSIX_MEMBER, hint=_BAD_HANDLE)
+        if chunk.fabric:
+            raw = import_handle(self.door, chunk.fabric)
+        else:
+            with handles.take(chunk.id) as fd:
+                raw = import_handle(self.door, fd)
         with undoing(lambda: self.door.call("cuMemRelease", raw)):
-            return PhysicalMemory._of_handle(self.door, raw, nbytes, imported=True)
+            return PhysicalMemory._of_handle(self.door, raw, chunk.nbytes, imported=True)
 
 
 Lessor: TypeAlias = tuple[bytes, int, int]
@@ -176,43 +198,23 @@ Lessor: TypeAlias = tuple[bytes, int, int]
 class _Import:
     """One allocation of another process, however many objects of this process name it."""
 
-    __slots__ = (
-        "address",
-        "board",
-        "count",
-        "device",
-        "key",
-        "lessor",
-        "lost",
-        "passed",
-        "release",
-        "released",
-        "slot",
-    )
+    __slots__ = ("address", "count", "key", "lessor", "lost", "passed", "released", "way", "words")
 
     def __init__(
-        self,
-        key: bytes | None,
-        lessor: Lessor | None,
-        device: Device,
-        board: Board | None,
-        slot: int,
-        release: Callable[[_Import, Stream], None],
+        self, key: bytes | None, lessor: Lessor | None, way: _PoolWay | _LegacyWay, words: ImporterWords | None
     ) -> None:
         self.key = key
         """The driver's export data, for which it always gives the same address."""
         self.lessor = lessor
-        self.device = device
-        self.board = board
-        """The board that keeps account of the lease; None where there is none."""
-        self.slot = slot
-        self.release = release
+        self.way = way
+        self.words = words
+        """Ours on the board that keeps account of the lease; None where there is none."""
         self.released = False
         """Whether the driver was told; the board is then still to be."""
         self.address = 0
         self.count = 0
         self.lost = False
-        self.passed: list[Event] = []
+        self.passed: tuple[Event, ...] = ()
         """The ends of the work of objects that were closed before the last one."""
 
     def lose(self) -> None:
@@ -249,10 +251,11 @@ def open(
         The descriptor's bytes.
     handles
         The handles that came with it, in the order of :attr:`Shared.fds`; they are this call's from now on. Needed once
-        for each pool, board and piece of physical memory.
+        for each pool, board and piece of physical memory. Fabric handles are in the descriptor; without the board, no
+        stream waits for the contents, see :func:`share`.
     stream
         The stream that orders operations which name no other, and waits for the exporter's work; default: the device's
-        default stream.
+        default stream. Memory of another machine's device is for the device of this stream.
     driver
         The driver to use; default: the one that :func:`streamalloc.driver.default` names.
 
@@ -271,7 +274,19 @@ def open(
     InvalidValueError, CudaError
         The driver refuses a handle.
     """
-    door = Door.of(driver if driver is not None else default_driver())
+    if type(stream) is Stream and stream._door.driver is driver:
+        door = stream._door
+    else:
+        door = Door.of(driver if driver is not None else default_driver())
+    importer = door.importer
+    if importer is not None and not handles and type(data) is bytes:
+        way = importer.ways.get(data[:HEAD_BYTES])
+        if way is not None:
+            door.check_process()
+            with importer.lock:
+                described = Descriptor.from_bytes(data, way.described)
+                ordered = _prepared(importer, described, way.device, stream)
+                return _open_allocation(way, described, ordered, described.payload)
     given = Handles(handles)
     try:
         door.check_process()
@@ -281,24 +296,30 @@ def open(
         given.endpoint = described.endpoint
         importer = importer_of(door)
         with importer.lock:
-            device = importer.device(described.device)
-            if described.driver_version != importer.version:
-                importer.warn_of_version(described.driver_version)
-            ordered = device.default_stream if stream is None else stream
-            if type(ordered) is not Stream or ordered._direct is not door:
-                ordered = as_stream(ordered, door)
-                ordered._refuse_capture(
-                    "cuStreamWaitValue32", "memory of other processes cannot be opened in a capture"
-                )
+            device = importer.device(described, stream)
+            ordered = _prepared(importer, described, device, stream)
             return _OPENERS[described.mechanism](importer, described, device, ordered, given)
     finally:
         if handles:
             given.close()
 
 
+def _prepared(importer: Importer, described: Descriptor, device: Device, stream: StreamLike | None) -> Stream:
+    """What is the same for all mechanisms; the stream to use."""
+    if described.driver_version != importer.version:
+        importer.warn_of_version(described.driver_version)
+    if described.slot >= SLOTS:
+        raise ValueError(f"the descriptor's slot {described.slot} is none of its board, which has {SLOTS}")
+    ordered = device.default_stream if stream is None else stream
+    if type(ordered) is not Stream or ordered._direct is not importer.door:
+        ordered = as_stream(ordered, importer.door)
+        ordered._refuse_capture("cuStreamWaitValue32", "memory of other processes cannot be opened in a capture")
+    return ordered
+
+
 def _names(described: Descriptor) -> list[bytes]:
     """The names of the handles that a descriptor needs, in order."""
-    names = [chunk.id for chunk in described.chunks]
+    names = [chunk.id for chunk in described.chunks if not chunk.fabric]
     if described.mechanism in (Mechanism.POOL, Mechanism.POOL_POINTER):
         names = [described.origin]
     if described.board != _NO_BOARD:
@@ -313,21 +334,77 @@ def _open_pool(
     return ImportedPool(importer, raw, device)
 
 
+class _PoolWay:
+    """How allocations of one pool are opened whose leases are on one board."""
+
+    __slots__ = ("_data", "board", "described", "device", "importer", "pool")
+
+    def __init__(self, importer: Importer, described: Descriptor, device: Device, board: Board | None, pool: Any):
+        self.importer = importer
+        self.described = described
+        """Any of their descriptors."""
+        self.device = device
+        self.board = board
+        self.pool = pool
+        # One struct for all: they are opened one at a time.
+        self._data = OpaqueStruct("CUmemPoolPtrExportData")
+
+    def acquire(self, held: _Import, data: bytes) -> None:
+        """Import an allocation by the driver's export data (``cuMemPoolImportPointer``)."""
+        result, address = self.importer.import_pointer(self.pool, self._data.filled(data))
+        if result:
+            raise error_from(result, "cuMemPoolImportPointer", _BAD_POINTER)
+        held.address = int(address)
+
+    def release(self, held: _Import, stream: Stream) -> None:
+        """Let go of an allocation, in stream order."""
+        door = self.importer.door
+        if stream._direct is door:
+            result = door.driver.cuMemFreeAsync(held.address, stream._handle)[0]
+            if result:
+                raise error_from(result, "cuMemFreeAsync")
+            held.released = True
+        else:
+            with stream._context():
+                door.call("cuMemFreeAsync", held.address, stream._checked_raw())
+                held.released = True
+
+
+class _LegacyWay:
+    """How memory of ``cuMemAlloc`` is opened."""
+
+    __slots__ = ("board", "device", "importer")
+
+    def __init__(self, importer: Importer, device: Device, board: Board | None) -> None:
+        self.importer = importer
+        self.device = device
+        self.board = board
+
+    def acquire(self, held: _Import, data: bytes) -> None:
+        """Open a block (``cuIpcOpenMemHandle``)."""
+        handle = opaque_struct("CUipcMemHandle", data)
+        with self.device.current():
+            call = self.importer.door.call
+            held.address = int(call("cuIpcOpenMemHandle", handle, _LAZY_PEER_ACCESS, hint=_BAD_POINTER))
+
+    def release(self, held: _Import, stream: Stream) -> None:
+        """Close it, which is not in stream order."""
+        stream.synchronize()
+        with self.device.current():
+            self.importer.door.call("cuIpcCloseMemHandle", held.address)
+            held.released = True
+
+
 def _open_pointer(
     importer: Importer, described: Descriptor, device: Device, stream: Stream, handles: Handles
 ) -> ImportedBuffer:
-    door = importer.door
     pool = importer.pool(described, handles)
-
-    def acquire(held: _Import) -> None:
-        data = opaque_struct("CUmemPoolPtrExportData", described.payload)
-        held.address = int(door.call("cuMemPoolImportPointer", pool, data, hint=_BAD_POINTER))
-
     known = described.origin in importer.pools
     if described.flags & Flags.LEASED:
         importer.pools[described.origin] = pool
     try:
-        return _open_allocation(importer, described, device, stream, handles, described.payload, acquire, importer.free)
+        way = _PoolWay(importer, described, device, importer.board(described, handles), pool)
+        opened = _open_allocation(way, described, stream, described.payload)
     except StaleDescriptorError:
         raise
     except BaseException:
@@ -335,107 +412,89 @@ def _open_pointer(
             # It may have been another pool's handle that came along.
             importer.pools.pop(described.origin, None)
         raise
+    if described.flags & Flags.LEASED:
+        importer.ways[described.head] = way
+    return opened
 
 
 def _open_legacy(
     importer: Importer, described: Descriptor, device: Device, stream: Stream, handles: Handles
 ) -> ImportedBuffer:
-    door = importer.door
-    handle = opaque_struct("CUipcMemHandle", described.payload)
-
-    def acquire(held: _Import) -> None:
-        with device.current():
-            held.address = int(door.call("cuIpcOpenMemHandle", handle, _LAZY_PEER_ACCESS, hint=_BAD_POINTER))
-
-    def release(held: _Import, stream: Stream) -> None:
-        # Closing is not in stream order.
-        stream.synchronize()
-        with device.current():
-            door.call("cuIpcCloseMemHandle", held.address)
-            held.released = True
-
+    way = _LegacyWay(importer, device, importer.board(described, handles))
     # The driver counts how often such memory is open, so that each object has its own import.
-    return _open_allocation(importer, described, device, stream, handles, None, acquire, release)
+    return _open_allocation(way, described, stream, None)
 
 
 def _open_allocation(
-    importer: Importer,
-    described: Descriptor,
-    device: Device,
-    stream: Stream,
-    handles: Handles,
-    key: bytes | None,
-    acquire: Callable[[_Import], None],
-    release: Callable[[_Import, Stream], None],
+    way: _PoolWay | _LegacyWay, described: Descriptor, stream: Stream, key: bytes | None
 ) -> ImportedBuffer:
-    board = importer.board(described, handles)
-    leased = board if described.flags & Flags.LEASED else None
-    if leased is None and described.flags & (Flags.LEASED | Flags.HELD):
-        raise ValueError("the descriptor speaks of a lease, and names no board")
-    lessor = (described.board, described.slot, described.generation) if leased is not None else None
+    importer, board = way.importer, way.board
+    flags = described.flags
+    words: ImporterWords | None = None
+    lessor: Lessor | None = None
+    if flags & Flags.LEASED:
+        if board is None:
+            raise ValueError("the descriptor speaks of a lease, and names no board")
+        words = board.importer_words(described.slot, board.importer)
+        lessor = (described.board, described.slot, described.generation)
+    elif flags & Flags.HELD:
+        raise ValueError("the descriptor speaks of a lease, and has none")
     held = None if key is None else importer.imports.get(key)
-    if held is not None and lessor is not None and held.lessor != lessor:
-        _check_generation(leased, described)
-        raise ValueError("this memory is open here under another lease: close that first")
     if held is None:
-        held = _Import(key, lessor, device, leased, described.slot, release)
-        _import(importer, held, described, acquire, stream)
+        held = _Import(key, lessor, way, words)
+        _import(importer, held, described, stream)
         if key is not None:
             importer.imports[key] = held
-    elif described.base_size != _size_at(importer.door, held.address):
+    elif lessor is not None and held.lessor != lessor:
+        _check_generation(board, described)
+        raise ValueError("this memory is open here under another lease: close that first")
+    elif described.base_size != importer.size_at(held.address):
         raise ValueError(f"the descriptor says {described.base_size} bytes, which is not what is open here")
     held.count += 1
-    try:
-        _wait_until_ready(held.lose, board, described, stream)
-    except BaseException as first:
+    if board is not None:
         try:
-            _let_go(importer, held, stream)
-        except CudaError as later:
-            attach(first, later)
-        raise
-    if leased is not None and described.flags & Flags.HELD:
-        leased.received[described.slot, leased.importer] += 1
+            _wait_until_ready(held.lose, board, described, stream)
+        except BaseException as first:
+            try:
+                _let_go(importer, held, stream)
+            except CudaError as later:
+                attach(first, later)
+            raise
+        if words is not None and flags & Flags.HELD:
+            words.received.value += 1
     return ImportedBuffer(importer, held, described.offset, described.size, stream)
-
-
-def _size_at(door: Door, address: int) -> int:
-    """How many bytes the driver has there."""
-    return int(door.call("cuPointerGetAttribute", _RANGE_SIZE, address))
 
 
 def _check_generation(board: Board | None, described: Descriptor) -> None:
     """Raise :class:`StaleDescriptorError` where the slot stands for something else by now."""
-    if board is not None and int(board.generation[described.slot]) != described.generation:
+    if board is not None and board.slot_words(described.slot).generation.value != described.generation:
         raise StaleDescriptorError("this memory was freed by its owner before it was opened here")
 
 
-def _import(
-    importer: Importer, held: _Import, described: Descriptor, acquire: Callable[[_Import], None], stream: Stream
-) -> None:
+def _import(importer: Importer, held: _Import, described: Descriptor, stream: Stream) -> None:
     """Import an allocation, having said so on the board, unless it was freed."""
-    board, slot = held.board, held.slot
+    mine = held.words
     before = 0
-    if board is not None:
-        mine = board.opened[slot]
-        before = int(mine[board.importer])
-        mine[board.importer] = next_word(before)
+    if mine is not None:
+        before = mine.opened.value
+        mine.opened.value = next_word(before)
     try:
-        if board is not None:
+        if mine is not None:
             fence()
-            _check_generation(board, described)
-        acquire(held)
-        size = _size_at(importer.door, held.address)
+            _check_generation(held.way.board, described)
+        held.way.acquire(held, described.payload)
+        size = importer.size_at(held.address)
         if size != described.base_size:
             raise ValueError(f"the descriptor says {described.base_size} bytes, and the driver has {size} there")
     except BaseException as first:
         if held.address:
             try:
-                held.release(held, stream)
+                held.way.release(held, stream)
             except CudaError as later:
                 attach(first, later)
-        if board is not None:
+        if mine is not None:
             # Not by counting on: the streams' writes of earlier closes may still be on their way.
-            board.opened[slot, board.importer] = before
+            mine.opened.value = before
         raise
 
 
@@ -443,12 +502,12 @@ def _wait_until_ready(lose: Callable[[], None], board: Board | None, described: 
     """Have ``stream`` wait for the exporter's announcement, if that is still to come."""
     if board is None:
         return
-    slot, wanted = described.slot, described.ready
-    if not reached(board.ready[slot], wanted):
-        if not reached(board.announced[slot], wanted):
+    words, wanted = board.slot_words(described.slot), described.ready
+    if words.ready.value != wanted and not reached(words.ready.value, wanted):
+        if not reached(words.announced.value, wanted):
             raise ValueError("the descriptor waits for contents that its exporter has not announced")
-        board.wait(stream, board.word("ready", slot), wanted)
-        board.expect(slot, wanted, lose)
+        board.wait(stream, words.ready_address, wanted)
+        board.expect(described.slot, wanted, lose)
 
 
 def _let_go(importer: Importer, held: _Import, stream: Stream) -> None:
@@ -457,25 +516,24 @@ def _let_go(importer: Importer, held: _Import, stream: Stream) -> None:
     with importer.lock:
         if held.count > 1:
             # The end of this one's work, which the last one has to come after.
-            held.passed.append(stream.record())
+            held.passed += (stream.record(),)
             held.count -= 1
             return
         for event in held.passed:
             stream.wait(event)
-        held.passed.clear()
+        held.passed = ()
         if not held.released:
-            held.release(held, stream)
+            held.way.release(held, stream)
             if held.key is not None:
                 importer.imports.pop(held.key, None)
-        board, slot = held.board, held.slot
-        if board is not None:
-            opened = int(board.opened[slot, board.importer])
-            address = board.word("closed", slot, board.importer)
-            if not reached(board.closed[slot, board.importer], opened - 1):
+        board, mine = held.way.board, held.words
+        if board is not None and mine is not None:
+            opened = mine.opened.value
+            if not reached(mine.closed.value, opened - 1):
                 # An earlier import's end is still on its way, on another stream: the word only ever counts up.
-                board.wait(stream, address, (opened - 1) % WORD)
-            board.write(stream, address, opened)
-            board.closing[slot, board.importer] = opened
+                board.wait(stream, mine.closed_address, (opened - 1) % WORD)
+            board.tell(stream, mine.closed, mine.closed_address, opened)
+            mine.closing.value = opened
         held.count = 0
 
 
@@ -518,7 +576,7 @@ class ImportedBuffer(Memory, Closes):
     @property
     def location(self) -> MemLocation:
         """The device that has the memory."""
-        return self._open_import().device.location
+        return self._open_import().way.device.location
 
     @property
     def owner(self) -> object:
@@ -528,7 +586,7 @@ class ImportedBuffer(Memory, Closes):
     @property
     def device_accessible(self) -> bool:
         """True where the stream is of the device that has the memory."""
-        return self._stream.device == self._open_import().device
+        return self._stream.device == self._open_import().way.device
 
     @property
     def closed(self) -> bool:
@@ -543,7 +601,8 @@ class ImportedBuffer(Memory, Closes):
     @property
     def owner_alive(self) -> bool | None:
         """Whether the process that shared it lives; None where that cannot be known."""
-        board = self._open_import().board
+        held = self._open_import()
+        board = held.way.board if held.words is not None else None
         return None if board is None else board.exporter_alive()
 
     def close(self, stream: StreamLike | None = None) -> None:
@@ -580,9 +639,9 @@ class ImportedBuffer(Memory, Closes):
     def _drop(self, held: _Import) -> None:
         try:
             with self._door.relaxed():
-                stream = held.device.default_stream if self._stream.closed else self._stream
+                stream = held.way.device.default_stream if self._stream.closed else self._stream
                 if self._stream.closed:
-                    held.device.synchronize()
+                    held.way.device.synchronize()
                 _let_go(self._importer, held, stream)
         except CudaError as error:
             warnings.warn(f"a dropped import could not be closed: {error}", ResourceWarning, stacklevel=2)
@@ -655,7 +714,7 @@ def _open_physical(
     if described.origin == bytes(16):
         if len(chunks) != 1:
             raise ValueError(f"the descriptor is of one piece of memory, and names {len(chunks)}")
-        memory = importer.memory(chunks[0].id, chunks[0].nbytes, handles)
+        memory = importer.memory(chunks[0], handles)
         with undoing(memory.close):
             _verify(memory)
             board = importer.board(described, handles)
@@ -696,7 +755,8 @@ def _map_rest(importer: Importer, mapped: ImportedRange, described: Descriptor, 
     """Map what is not mapped yet, and unmap what the owner does not have any more."""
     chunks = described.chunks
     same = 0
-    while same < min(len(mapped._names), len(chunks)) and mapped._names[same] == chunks[same]:
+    # Whichever handles a piece is shared by, it is the same.
+    while same < min(len(mapped._names), len(chunks)) and mapped._names[same][:2] == chunks[same][:2]:
         same += 1
     have = mapped._pieces_mapped()
     if have[same:]:
@@ -712,7 +772,7 @@ def _map_rest(importer: Importer, mapped: ImportedRange, described: Descriptor, 
     at = mapped._mapped
     try:
         for chunk in chunks[same:]:
-            memories.append(importer.memory(chunk.id, chunk.nbytes, handles))
+            memories.append(importer.memory(chunk, handles))
             made.append(mapped.range._map(memories[-1], at))
             at += chunk.nbytes
         if made:

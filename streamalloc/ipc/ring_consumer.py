@@ -12,7 +12,6 @@ from typing_extensions import Self
 
 from streamalloc.driver import Door, Driver
 from streamalloc.driver import default as default_driver
-from streamalloc.driver.bindings import cuda
 from streamalloc.driver.door import refuse_after_fork
 from streamalloc.errors import ClosedError, undoing
 from streamalloc.ipc.board import SLOTS, Board
@@ -34,10 +33,7 @@ from streamalloc.ipc.ring_words import (
     NUMBER,
     PACKET,
     VERSION,
-    Order,
     Part,
-    Place,
-    word,
 )
 from streamalloc.ownership import Closes
 from streamalloc.stream import Stream, StreamLike, as_stream
@@ -57,17 +53,16 @@ class RingItem(Part):
     object is used again for later items in the same slot.
     """
 
-    __slots__ = ("_board", "_lost", "_number", "_place", "_ready", "_ready_address")
+    __slots__ = ("_board", "_lost", "_number", "_place", "_words")
 
     def __init__(
-        self, memory: ImportedBuffer, order: Order, index: int, offset: int, board: Board, number: int
+        self, memory: ImportedBuffer, stream: Stream, index: int, offset: int, board: Board, number: int
     ) -> None:
-        super().__init__(memory, order, index, offset)
+        super().__init__(memory, stream, index, offset)
         self._board = board
         self._number = number
-        self._place = Place(board, number, board.importer)
-        self._ready = word(board, "ready", number)
-        self._ready_address = cuda.CUdeviceptr(board.word("ready", number))
+        self._place = board.importer_words(number, board.importer)
+        self._words = board.slot_words(number)
         self._lost = False
         self._value = self._place.closing.value
 
@@ -84,27 +79,23 @@ class RingItem(Part):
     def release(self, stream: StreamLike | None = None) -> None:
         """Let the slot be filled again after the work of ``stream`` (default: the ring's); idempotent.
 
-        ``cuStreamWriteValue32``.
+        ``cuStreamQuery``, ``cuStreamWriteValue32``.
         """
         if not self._held:
             return
         place = self._place
         value = self._value
-        if stream is None:
-            self._order.write(place.closed_address, value)
-        else:
-            ordered = as_stream(stream, self._order.stream._door)
-            ordered._refuse_capture("cuStreamWriteValue32", "a ring is not used in a capture")
-            self._board.write(ordered, place.closed_address, value)
+        ordered = self._stream if stream is None else as_stream(stream, self._stream._door)
+        self._board.tell(ordered, place.closed, place.closed_address, value)
         self._held = False
         # From here on the producer's host has the slot, and its stream waits for ours.
         place.closing.value = value
 
     def _take(self, ready: int, value: int, nbytes: int) -> None:
         self._lost = False
-        if (self._ready.value - ready) & MASK >= HALF:
+        if (self._words.ready.value - ready) & MASK >= HALF:
             self._board.expect(self._number, ready, self._lose)
-            self._order.wait(self._ready_address, ready)
+            self._board.wait(self._stream, self._words.ready_address, ready)
         self._place.opened.value = value
         self._value = value
         self._used = nbytes
@@ -137,7 +128,6 @@ class RingConsumer(Closes):
         "_ended",
         "_items",
         "_memory",
-        "_order",
         "_receive",
         "slot_bytes",
         "slots",
@@ -196,16 +186,15 @@ class RingConsumer(Closes):
         self.slots = len(told.numbers)
         self.slot_bytes = told.slot_bytes
         self._memory = memory
-        self._order = order = Order(memory.stream)
         self._items: list[RingItem] = [
-            RingItem(memory, order, index, index * told.stride, boards[place], number)
+            RingItem(memory, memory.stream, index, index * told.stride, boards[place], number)
             for index, (place, number) in enumerate(told.numbers)
         ]
 
     @property
     def stream(self) -> Stream:
         """The stream that waits for the contents, and after whose work slots are free again."""
-        return self._order.stream
+        return self._memory.stream
 
     @property
     def closed(self) -> bool:

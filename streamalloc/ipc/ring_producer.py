@@ -14,10 +14,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from streamalloc.buffer import Buffer, Memory, _copy, _Span
 from streamalloc.driver import Door
-from streamalloc.driver.bindings import cuda
 from streamalloc.errors import ClosedError, undoing
 from streamalloc.fd import Fd
-from streamalloc.ipc.board import IMPORTERS, Board
+from streamalloc.ipc.board import IMPORTERS, Board, ImporterWords
 from streamalloc.ipc.channel import Channel, Message, PeerGoneError, ProtocolError
 from streamalloc.ipc.deadlines import end_of, left
 from streamalloc.ipc.leases import Lease, leases_of
@@ -36,9 +35,7 @@ from streamalloc.ipc.ring_words import (
     NUMBER,
     PACKET,
     VERSION,
-    Order,
     Part,
-    Place,
 )
 from streamalloc.ipc.sharing import Shared, share
 from streamalloc.ownership import Closes
@@ -80,18 +77,18 @@ class RingSlot(Part):
     back unsent. The object is used again for later items in the same slot.
     """
 
-    __slots__ = ("_board", "_number", "_place", "_ready", "_ready_address", "_ring", "_size")
+    __slots__ = ("_board", "_number", "_place", "_ready", "_ring", "_size", "_words")
 
     def __init__(self, ring: RingProducer, lease: Lease, index: int) -> None:
-        super().__init__(ring._buffer, ring._order, index, index * ring._stride)
+        super().__init__(ring._buffer, ring.stream, index, index * ring._stride)
         # The ring refers to its slots, and is closed when it is dropped: so they must not refer back.
         self._ring = weakref.ref(ring)
         self._size = ring.slot_bytes
         self._board = lease.board
         self._number = lease.slot
-        self._ready = lease.board.announced[lease.slot]
-        self._ready_address = cuda.CUdeviceptr(lease.board.word("ready", lease.slot))
-        self._place: Place | None = None
+        self._words = lease.words
+        self._ready = lease.words.announced.value
+        self._place: ImporterWords | None = None
         """The words of the consumer that has it, or had it last."""
 
     @property
@@ -162,7 +159,7 @@ class _Consumer:
 
     __slots__ = ("boards", "channel", "in_flight", "places", "send", "turn")
 
-    def __init__(self, channel: Channel, boards: list[tuple[Board, int]], places: list[Place]) -> None:
+    def __init__(self, channel: Channel, boards: list[tuple[Board, int]], places: list[ImporterWords]) -> None:
         self.channel = channel
         self.send = channel.send
         self.boards = boards
@@ -241,7 +238,6 @@ class RingProducer(Closes):
         "_leases",
         "_leaving",
         "_lock",
-        "_order",
         "_ordinal",
         "_redelivered",
         "_slots",
@@ -249,12 +245,15 @@ class RingProducer(Closes):
         "_unsent",
         "slot_bytes",
         "slots",
+        "stream",
     )
 
     slot_bytes: int
     """The most bytes of an item."""
     slots: int
     """How many slots there are."""
+    stream: Stream
+    """The stream that fills the slots."""
 
     def __init__(self, pool: MemoryPool, slot_bytes: int, slots: int, stream: StreamLike) -> None:
         self._closed = True
@@ -270,7 +269,7 @@ class RingProducer(Closes):
         self._door = pool._door
         ordered = as_stream(stream, self._door)
         ordered._refuse_capture("cuMemAllocFromPoolAsync", "a ring is not made in a capture")
-        self._order = Order(ordered)
+        self.stream = ordered
         self._lock = threading.Lock()
         self._free: deque[RingSlot] = deque()
         self._unsent: deque[RingSlot] = deque()
@@ -298,11 +297,6 @@ class RingProducer(Closes):
         for lease in self._leases:
             leases_of(self._door).give(lease)
         self._buffer.close()
-
-    @property
-    def stream(self) -> Stream:
-        """The stream that fills the slots."""
-        return self._order.stream
 
     @property
     def closed(self) -> bool:
@@ -369,7 +363,7 @@ class RingProducer(Closes):
                 raise ProtocolError(f"a ring's consumer says that it is importer {importer}, which is nobody")
             board.watch_importer(importer)
         on = {id(board): importer for board, importer in zip(boards, importers, strict=True)}
-        places = [Place(slot._board, slot._number, on[id(slot._board)]) for slot in self._slots]
+        places = [slot._board.importer_words(slot._number, on[id(slot._board)]) for slot in self._slots]
         return _Consumer(channel, list(zip(boards, importers, strict=True)), places)
 
     # -- slots -----------------------------------------------------------------------------------------------
@@ -420,7 +414,7 @@ class RingProducer(Closes):
             raise ValueError(f"data has {source.nbytes} bytes, and the slots of this ring {self.slot_bytes}")
         with self.next(timeout) as slot:
             slot._used = source.nbytes
-            _copy(_Span(slot._base, source.nbytes, self._ordinal, slot), source, self._order.stream)
+            _copy(_Span(slot._base, source.nbytes, self._ordinal, slot), source, self.stream)
 
     def statistics(self) -> RingStatistics:
         """Figures as they are now."""
@@ -471,7 +465,7 @@ class RingProducer(Closes):
         slot = self._free[0]
         place = slot._place
         if place is not None and (place.closed.value - slot._value) & MASK >= HALF:
-            self._order.wait(place.closed_address, slot._value)
+            slot._board.wait(self.stream, place.closed_address, slot._value)
         self._free.popleft()
         slot._held = True
         slot._used = slot._size
@@ -485,8 +479,9 @@ class RingProducer(Closes):
             if self._unsent:
                 self._deliver_unsent()
             ready = (slot._ready + 1) & MASK
-            self._order.write(slot._ready_address, ready)
-            slot._ready = slot._board.announced[slot._number] = ready
+            words = slot._words
+            slot._board.tell(self.stream, words.ready, words.ready_address, ready)
+            slot._ready = words.announced.value = ready
             self._deliver(slot)
             slot._held = False
 

@@ -14,17 +14,12 @@ gone another one can have it.
 
 from __future__ import annotations
 
-import ctypes
 import struct
-from typing import Any
 
 from typing_extensions import Self
 
 from streamalloc.buffer import Memory
-from streamalloc.driver.bindings import cuda
-from streamalloc.driver.door import refuse_after_fork
-from streamalloc.errors import ClosedError, error_from
-from streamalloc.ipc.board import Board
+from streamalloc.errors import ClosedError
 from streamalloc.properties import MemLocation
 from streamalloc.stream import Stream
 
@@ -43,10 +38,7 @@ __all__ = [
     "NUMBER",
     "PACKET",
     "VERSION",
-    "Order",
     "Part",
-    "Place",
-    "word",
 ]
 
 MOST_SLOTS = 256
@@ -73,76 +65,15 @@ IMPORTER = struct.Struct("<I")
 MAGIC = b"SAring"
 VERSION = 1
 
-_AT_LEAST = int(cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
-
-
-def word(board: Board, name: str, number: int, importer: int = 0) -> ctypes.c_uint32:
-    """A word of a board. Its value is there in a quarter of the time that an element of an array takes."""
-    return ctypes.c_uint32.from_address(board.word(name, number, importer))
-
-
-class Place:
-    """The words of one slot and one consumer."""
-
-    __slots__ = ("closed", "closed_address", "closing", "opened")
-
-    def __init__(self, board: Board, number: int, importer: int) -> None:
-        self.opened = word(board, "opened", number, importer)
-        self.closing = word(board, "closing", number, importer)
-        self.closed = word(board, "closed", number, importer)
-        self.closed_address = cuda.CUdeviceptr(board.word("closed", number, importer))
-
-
-class Order:
-    """A stream's writes and waits, with the driver's functions bound once."""
-
-    __slots__ = ("__weakref__", "_wait", "_write", "stream")
-
-    def __init__(self, stream: Stream) -> None:
-        door = stream._door
-        self.stream = stream
-        self._write: Any = door.driver.cuStreamWriteValue32
-        self._wait: Any = door.driver.cuStreamWaitValue32
-        door.shut_with_me(self)
-
-    def write(self, address: Any, value: int) -> None:
-        """Store a word after the stream's work so far (``cuStreamWriteValue32``)."""
-        try:
-            result = self._write(self.stream._handle, address, value, 0)[0]
-        except TypeError:
-            # The bindings refused the stand-in for a handle: this stream is not for the direct path.
-            self._slowly("cuStreamWriteValue32", address, value, 0)
-            return
-        if result:
-            raise error_from(result, "cuStreamWriteValue32")
-
-    def wait(self, address: Any, value: int) -> None:
-        """Have the stream wait until a word is at a value or beyond (``cuStreamWaitValue32``)."""
-        try:
-            result = self._wait(self.stream._handle, address, value, _AT_LEAST)[0]
-        except TypeError:
-            self._slowly("cuStreamWaitValue32", address, value, _AT_LEAST)
-            return
-        if result:
-            raise error_from(result, "cuStreamWaitValue32")
-
-    def _slowly(self, name: str, *arguments: Any) -> None:
-        self.stream._checked_raw()
-        self.stream._refuse_capture(name, "a ring is not used in a capture")
-        self.stream._call(name, *arguments)
-
-    def _shut_after_fork(self) -> None:
-        self._write = self._wait = refuse_after_fork
-
 
 class Part(Memory):
     """A slot as one end sees it: a part of the shared memory, usable while it is held."""
 
-    __slots__ = ("__weakref__", "_base", "_held", "_index", "_memory", "_order", "_used", "_value")
+    __slots__ = ("__weakref__", "_base", "_held", "_index", "_memory", "_stream", "_used", "_value")
 
-    def __init__(self, memory: Memory, order: Order, index: int, offset: int) -> None:
+    def __init__(self, memory: Memory, stream: Stream, index: int, offset: int) -> None:
         self._memory = memory
-        self._order = order
+        self._stream = stream
         self._index = index
         self._base = memory.address + offset
         self._held = False
@@ -170,7 +101,7 @@ class Part(Memory):
     @property
     def stream(self) -> Stream:
         """The ring's stream in this process."""
-        return self._order.stream
+        return self._stream
 
     @property
     def location(self) -> MemLocation:

@@ -12,6 +12,7 @@ from streamalloc.device import Device
 from streamalloc.driver import Door
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.bindings import cuda, opaque_bytes
+from streamalloc.errors import error_from
 from streamalloc.fd import Fd
 from streamalloc.ipc.board import Board
 from streamalloc.ipc.descriptor import Chunk, Descriptor, Flags, Mechanism, head_of, joined
@@ -25,7 +26,7 @@ from streamalloc.vmm import AddressRange, GrowableBuffer, Mapping, PhysicalMemor
 
 __all__ = ["Shared", "share"]
 
-_POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
+_POSIX, _FABRIC = MemHandleType.POSIX_FILE_DESCRIPTOR, MemHandleType.FABRIC
 _POSIX_MEMBER = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 # Memory of cuMemAlloc is shared in blocks of this size, with whatever else is in them.
 _BLOCK = 2 << 20
@@ -41,13 +42,15 @@ class Shared:
     ``channel.send(bytes(shared), shared.fds)``; an importer that has had them once needs only the bytes.
     """
 
-    __slots__ = ("__weakref__", "_data", "handles")
+    __slots__ = ("__weakref__", "_data", "_kept", "handles")
 
     handles: dict[bytes, Fd]
     """The handles by their names, which the descriptor holds; they stay the exporter's."""
 
-    def __init__(self, data: bytes, handles: dict[bytes, Fd]) -> None:
+    def __init__(self, data: bytes, handles: dict[bytes, Fd], *, kept: bool = True) -> None:
         self._data = data
+        self._kept = kept
+        """Whether importers keep what the handles stand for, so that they need to travel once only."""
         self.handles = handles
 
     @property
@@ -95,6 +98,16 @@ class _Route:
         return found
 
 
+class _Piece:
+    """The name of physical memory, and its handles of each type."""
+
+    __slots__ = ("handles", "name")
+
+    def __init__(self) -> None:
+        self.name = secrets.token_bytes(16)
+        self.handles: dict[MemHandleType, Fd | bytes] = {}
+
+
 class Exports:
     """What one process has exported through one driver: handles are made once and kept."""
 
@@ -105,8 +118,9 @@ class Exports:
         """Where other processes may ask for handles; zeros until :mod:`streamalloc.ipc.endpoint` serves them."""
         self.handles: weakref.WeakValueDictionary[bytes, Fd] = weakref.WeakValueDictionary()
         self.version = int(door.call("cuDriverGetVersion"))
+        self._export_pointer: Any = door.driver.cuMemPoolExportPointer
         self._uuids: dict[int, bytes] = {}
-        self._memories: weakref.WeakKeyDictionary[PhysicalMemory, tuple[bytes, Fd]] = weakref.WeakKeyDictionary()
+        self._pieces: weakref.WeakKeyDictionary[PhysicalMemory, _Piece] = weakref.WeakKeyDictionary()
         self._names: weakref.WeakKeyDictionary[VirtualBuffer, bytes] = weakref.WeakKeyDictionary()
 
     def describe(
@@ -141,7 +155,7 @@ class Exports:
             driver_version=self.version,
             **fields,
         )
-        shared = Shared(descriptor.to_bytes(), named)
+        shared = Shared(descriptor.to_bytes(), named, kept=mechanism is not Mechanism.PHYSICAL)
         if words is not None:
             weakref.finalize(shared, self.leases.give, words).atexit = False
         return shared
@@ -159,7 +173,7 @@ class Exports:
             if pool.properties is not None and not pool.properties.handle_types & _POSIX:
                 raise ValueError(
                     f"{pool!r} cannot be shared: make it with handle_types=MemHandleType.POSIX_FILE_DESCRIPTOR"
-                    + (" (fabric handles of pools are not supported here)" if pool.properties.handle_types else "")
+                    + (f"; {_NO_FABRIC_POOLS}" if pool.properties.handle_types else "")
                 )
             on_device = pool.location.type is MemLocationType.DEVICE
             device = Device(pool.location.id if on_device else 0, driver=self.door.driver)
@@ -171,14 +185,24 @@ class Exports:
         number = self.door.call("cuMemPoolExportToShareableHandle", raw, _POSIX_MEMBER, 0, hint=_NOT_EXPORTABLE)
         return secrets.token_bytes(16), Fd(int(number))
 
-    def memory(self, memory: PhysicalMemory) -> tuple[bytes, Fd]:
-        """The name and handle of physical memory."""
-        found = self._memories.get(memory)
-        if found is None:
-            fd = memory.export(_POSIX)
-            assert isinstance(fd, Fd)
-            found = self._memories[memory] = (secrets.token_bytes(16), fd)
-        return found
+    def pointer(self, address: int) -> bytes:
+        """The driver's export data of an allocation (``cuMemPoolExportPointer``)."""
+        result, data = self._export_pointer(address)
+        if result:
+            raise error_from(result, "cuMemPoolExportPointer", _NOT_EXPORTABLE)
+        return opaque_bytes(data)
+
+    def memory(self, memory: PhysicalMemory, handle_type: MemHandleType) -> tuple[Chunk, Fd | None]:
+        """Physical memory as a descriptor has it, and the file descriptor that goes along, if one does."""
+        piece = self._pieces.get(memory)
+        if piece is None:
+            piece = self._pieces[memory] = _Piece()
+        handle = piece.handles.get(handle_type)
+        if handle is None:
+            handle = piece.handles[handle_type] = memory.export(handle_type)
+        if isinstance(handle, Fd):
+            return Chunk(piece.name, memory.nbytes), handle
+        return Chunk(piece.name, memory.nbytes, handle), None
 
     def name(self, buffer: VirtualBuffer) -> bytes:
         """Sixteen bytes that stand for a buffer that may grow, so that importers know it again."""
@@ -199,7 +223,14 @@ def exports_of(door: Door) -> Exports:
     return found
 
 
-def share(thing: object, stream: StreamLike | None = None, *, expose_block: bool = False, hold: bool = False) -> Shared:
+def share(
+    thing: object,
+    stream: StreamLike | None = None,
+    *,
+    expose_block: bool = False,
+    hold: bool = False,
+    handle_type: MemHandleType | None = None,
+) -> Shared:
     """Make memory, a pool or an event known to other processes of this user on this machine.
 
     ``thing`` is a :class:`MemoryPool`, a :class:`Buffer` of a pool (or a view of one), :class:`PhysicalMemory`, a
@@ -209,6 +240,13 @@ def share(thing: object, stream: StreamLike | None = None, *, expose_block: bool
 
     A shared allocation of a pool carries a lease: freeing it waits for importers, see :class:`LeasedBuffer`. Memory of
     other libraries is freed by them, and carries none.
+
+    Physical memory and what it is mapped in can be shared by fabric handles, too, and then with processes of other
+    machines in the same IMEX domain. Such handles are bytes in the descriptor, so no file descriptor has to travel, and
+    nothing keeps the memory before it was opened: it must not be closed until then. The board, by which importers'
+    streams wait for the contents, is of this machine. Elsewhere, and where neither the board's descriptor comes along
+    nor this process can be asked for it (:func:`streamalloc.ipc.send` and :mod:`multiprocessing` see to that), nothing
+    waits: synchronise ``stream`` before the descriptor leaves.
 
     Parameters
     ----------
@@ -222,6 +260,9 @@ def share(thing: object, stream: StreamLike | None = None, *, expose_block: bool
     hold
         Count this descriptor as on its way: until it was opened, the allocation is not freed. For descriptors that are
         certain to arrive once.
+    handle_type
+        Of physical memory, and what it is mapped in: ``POSIX_FILE_DESCRIPTOR`` or ``FABRIC``. Default: file descriptors
+        where the memory was made with them, else fabric handles. Pools are shared by file descriptors only.
 
     Raises
     ------
@@ -234,6 +275,8 @@ def share(thing: object, stream: StreamLike | None = None, *, expose_block: bool
     CaptureError
         The stream is being captured.
     """
+    if handle_type is not None:
+        _check_handle_type(thing, handle_type)
     if isinstance(thing, Buffer):
         door = thing._pool._door
         door.check_process()
@@ -244,12 +287,36 @@ def share(thing: object, stream: StreamLike | None = None, *, expose_block: bool
             door = door_of(thing)
             door.check_process()
             with leases_of(door).lock:
-                return how(thing, stream, hold)
+                return how(thing, stream, hold, handle_type)
     if hasattr(thing, "__cuda_array_interface__"):
-        return _share_foreign(thing, stream, hold, expose_block)
+        return _share_foreign(thing, stream, hold, expose_block, handle_type)
     raise TypeError(
         f"{thing!r} cannot be shared: allowed are pools, memory, events, and CUDA arrays of other libraries"
     )
+
+
+def _check_handle_type(thing: object, handle_type: object) -> None:
+    """Raise where something is not shared by handles of this type, as far as its kind tells."""
+    if not isinstance(handle_type, MemHandleType):
+        raise TypeError(f"handle_type must be a MemHandleType, not {type(handle_type).__name__} ({handle_type!r})")
+    if handle_type not in (_POSIX, _FABRIC):
+        raise ValueError(f"handle_type={handle_type!r}: allowed are POSIX_FILE_DESCRIPTOR and FABRIC")
+    while isinstance(thing, BufferView):
+        thing = thing._parent
+    if isinstance(thing, Event):
+        raise ValueError(f"handle_type={handle_type!r}: {thing!r} is shared without any, leave it out")
+    if handle_type == _FABRIC and isinstance(thing, (MemoryPool, Buffer)):
+        raise ValueError(f"handle_type={handle_type!r}: {thing!r} cannot be shared so, {_NO_FABRIC_POOLS}")
+
+
+def _handle_type(memories: Iterable[PhysicalMemory], asked: MemHandleType | None) -> MemHandleType:
+    """By which handles pieces of physical memory are shared; where they have none, exporting them says so."""
+    if asked is not None:
+        return asked
+    common = _POSIX | _FABRIC
+    for memory in memories:
+        common &= memory.properties.requested_handle_types
+    return _FABRIC if common == _FABRIC else _POSIX
 
 
 def door_of(thing: Any) -> Door:
@@ -268,7 +335,7 @@ def _ordered(thing: Any, stream: StreamLike | None, door: Door) -> Stream:
     return ordered
 
 
-def _share_pool(pool: MemoryPool, stream: StreamLike | None, hold: bool) -> Shared:
+def _share_pool(pool: MemoryPool, stream: StreamLike | None, hold: bool, handle_type: MemHandleType | None) -> Shared:
     exports = exports_of(pool._door)
     route = exports.route(pool)
     exports.handles[route.origin] = route.fd
@@ -283,7 +350,7 @@ def _share_pool(pool: MemoryPool, stream: StreamLike | None, hold: bool) -> Shar
     return Shared(described.to_bytes(), {route.origin: route.fd})
 
 
-def _share_view(view: BufferView, stream: StreamLike | None, hold: bool) -> Shared:
+def _share_view(view: BufferView, stream: StreamLike | None, hold: bool, handle_type: MemHandleType | None) -> Shared:
     parent: Memory = view
     offset = 0
     view._check_usable()
@@ -295,9 +362,9 @@ def _share_view(view: BufferView, stream: StreamLike | None, hold: bool) -> Shar
     if isinstance(parent, Buffer):
         return _share_part(parent, offset, view.nbytes, stream, hold)
     if isinstance(parent, VirtualBuffer):
-        return _share_range(parent, parent.range, offset, view.nbytes, stream)
+        return _share_range(parent, parent.range, offset, view.nbytes, stream, handle_type)
     if isinstance(parent, RangeView):
-        return _share_range(parent, parent.range, parent.offset + offset, view.nbytes, stream)
+        return _share_range(parent, parent.range, parent.offset + offset, view.nbytes, stream, handle_type)
     raise ValueError(f"{view!r} cannot be shared: share the memory itself in the process that owns it")
 
 
@@ -307,18 +374,17 @@ def _share_part(buffer: Buffer, offset: int, size: int, stream: StreamLike | Non
     if isinstance(buffer, GraphBuffer):
         raise ValueError(f"{buffer!r} belongs to a graph and cannot be shared: copy it to memory of a pool")
     address = buffer.address
-    if not buffer.nbytes:
+    if not buffer._nbytes:
         raise ValueError(f"{buffer!r} is empty: there is nothing to share")
     exports = exports_of(door)
     ordered = buffer._stream if stream is None else stream
     if type(ordered) is not Stream or ordered._direct is not door:
         ordered = _ordered(buffer, stream, door)
-    pool = buffer._pool.pool_of(buffer)
-    route = exports.route(pool)
-    lease = exports.leases.of(buffer)
+    route = exports.route(buffer._pool.pool_of(buffer))
+    lease = exports.leases.of(buffer, address)
     try:
         if not lease.payload:
-            lease.payload = opaque_bytes(door.call("cuMemPoolExportPointer", address, hint=_NOT_EXPORTABLE))
+            lease.payload = exports.pointer(address)
         ready = lease.announce(ordered)
     except BaseException:
         if not lease.payload:
@@ -335,23 +401,26 @@ def _share_part(buffer: Buffer, offset: int, size: int, stream: StreamLike | Non
     return Shared(joined(head, numbers, _PAYLOAD, 0, lease.payload), handles)
 
 
-def _share_physical(memory: PhysicalMemory, stream: StreamLike | None, hold: bool) -> Shared:
+def _share_physical(
+    memory: PhysicalMemory, stream: StreamLike | None, hold: bool, handle_type: MemHandleType | None
+) -> Shared:
     door = memory._recipe.door
     _refuse_imported(memory)
     exports = exports_of(door)
-    name, fd = exports.memory(memory)
+    kind = _handle_type([memory], handle_type)
+    chunk, fd = exports.memory(memory, kind)
     device = _device_of(memory)
     ordered = None if stream is None else as_stream(stream, door)
     return exports.describe(
         Mechanism.PHYSICAL,
         device,
         ordered,
-        [(name, fd)],
+        [] if fd is None else [(chunk.id, fd)],
         origin=bytes(16),
-        handle_type=int(_POSIX),
+        handle_type=int(kind),
         size=memory.nbytes,
         base_size=memory.nbytes,
-        chunks=(Chunk(name, memory.nbytes),),
+        chunks=(chunk,),
     )
 
 
@@ -360,17 +429,27 @@ def _device_of(memory: PhysicalMemory) -> Device:
     return Device(location.id if location.type is MemLocationType.DEVICE else 0, driver=memory.driver)
 
 
-def _share_mapping(view: RangeView, stream: StreamLike | None, hold: bool) -> Shared:
-    return _share_range(view, view.range, view.offset, view.nbytes, stream)
+def _share_mapping(view: RangeView, stream: StreamLike | None, hold: bool, handle_type: MemHandleType | None) -> Shared:
+    return _share_range(view, view.range, view.offset, view.nbytes, stream, handle_type)
 
 
-def _share_virtual(buffer: VirtualBuffer, stream: StreamLike | None, hold: bool) -> Shared:
+def _share_virtual(
+    buffer: VirtualBuffer, stream: StreamLike | None, hold: bool, handle_type: MemHandleType | None
+) -> Shared:
     buffer._check_usable()
-    return _share_range(buffer, buffer.range, 0, buffer.nbytes, stream, growable=isinstance(buffer, GrowableBuffer))
+    growable = isinstance(buffer, GrowableBuffer)
+    return _share_range(buffer, buffer.range, 0, buffer.nbytes, stream, handle_type, growable=growable)
 
 
 def _share_range(
-    thing: Any, range_: AddressRange, start: int, size: int, stream: StreamLike | None, *, growable: bool = False
+    thing: Any,
+    range_: AddressRange,
+    start: int,
+    size: int,
+    stream: StreamLike | None,
+    handle_type: MemHandleType | None,
+    *,
+    growable: bool = False,
 ) -> Shared:
     """Share the pieces that bytes of an address range lie in."""
     if not size:
@@ -380,32 +459,36 @@ def _share_range(
     ordered = _ordered(thing, stream, door)
     # Of a growing buffer, all pieces from its beginning on, so that importers recognise those they have.
     pieces = list(range_._covering(start, start + size))
-    chunks = []
+    memories = []
     for mapped in pieces:
-        _refuse_imported(mapped.memory)
         memory = mapped.memory
+        if not isinstance(memory, PhysicalMemory):
+            raise ValueError(f"{memory!r} is shared by its own handle: export() it, and share the memory bound to it")
+        _refuse_imported(memory)
         if memory.closed:
             # The mapping is all that is left of it, and knows its handle.
             memory = PhysicalMemory.at(range_.address + mapped.offset, driver=range_.driver)
-        chunks.append((exports.memory(memory), memory.nbytes))
+        memories.append(memory)
+    kind = _handle_type(memories, handle_type)
+    chunks = [exports.memory(memory, kind) for memory in memories]
     offset = start - pieces[0].offset
-    total = sum(nbytes for _, nbytes in chunks)
+    total = sum(chunk.nbytes for chunk, _ in chunks)
     return exports.describe(
         Mechanism.PHYSICAL,
-        _device_of(pieces[0].memory),
+        _device_of(memories[0]),
         ordered,
-        [handle for handle, _ in chunks],
+        [(chunk.id, fd) for chunk, fd in chunks if fd is not None],
         origin=exports.name(thing) if growable else secrets.token_bytes(16),
         flags=Flags.GROWABLE if growable else 0,
-        handle_type=int(_POSIX),
+        handle_type=int(kind),
         offset=offset,
         size=size,
         base_size=thing.capacity if growable else total,
-        chunks=tuple(Chunk(name, nbytes) for (name, _), nbytes in chunks),
+        chunks=tuple(chunk for chunk, _ in chunks),
     )
 
 
-def _share_event(event: Event, stream: StreamLike | None, hold: bool) -> Shared:
+def _share_event(event: Event, stream: StreamLike | None, hold: bool, handle_type: MemHandleType | None) -> Shared:
     exports = exports_of(event._door)
     if not event.interprocess:
         raise ValueError(f"{event!r} cannot be shared: make it with interprocess=True, in the process that shares it")
@@ -414,16 +497,20 @@ def _share_event(event: Event, stream: StreamLike | None, hold: bool) -> Shared:
     return exports.describe(Mechanism.EVENT, event.device, None, (), payload=opaque_bytes(raw))
 
 
-def _share_imported(thing: Any, stream: StreamLike | None, hold: bool) -> Shared:
+def _share_imported(
+    thing: Any, stream: StreamLike | None = None, hold: bool = False, handle_type: MemHandleType | None = None
+) -> Shared:
     raise ValueError(f"{thing!r} was opened here: only the process that owns memory can share it")
 
 
 def _refuse_imported(memory: PhysicalMemory) -> None:
     if memory._backing.imported:
-        _share_imported(memory, None, False)
+        _share_imported(memory)
 
 
-def _share_foreign(thing: Any, stream: StreamLike | None, hold: bool, expose_block: bool) -> Shared:
+def _share_foreign(
+    thing: Any, stream: StreamLike | None, hold: bool, expose_block: bool, handle_type: MemHandleType | None
+) -> Shared:
     """Memory of another library: find out what it is, and share that."""
     interface = thing.__cuda_array_interface__
     driver = default_driver()
@@ -453,7 +540,17 @@ def _share_foreign(thing: Any, stream: StreamLike | None, hold: bool, expose_blo
                 "pieces one by one"
             )
         return _foreign_kinds(
-            exports, thing, known, device, ordered, base, size, span.address - base, span.nbytes, expose_block
+            exports,
+            thing,
+            known,
+            device,
+            ordered,
+            base,
+            size,
+            span.address - base,
+            span.nbytes,
+            expose_block,
+            handle_type,
         )
 
 
@@ -468,22 +565,27 @@ def _foreign_kinds(
     offset: int,
     size: int,
     expose_block: bool,
+    handle_type: MemHandleType | None,
 ) -> Shared:
     door = exports.door
     where = {"offset": offset, "size": size, "base_size": base_size}
     if known.pool is not None:
+        if handle_type == _FABRIC:
+            raise ValueError(f"{thing!r} is memory of a pool, and cannot be shared so: {_NO_FABRIC_POOLS}")
         if not known.handle_types & _POSIX:
             raise ValueError(
                 f"{thing!r} is memory of a pool that was not made for sharing: have the library allocate from a pool "
                 "with handle_types=POSIX_FILE_DESCRIPTOR (MemoryPool.make_current), or copy it to such a pool"
             )
         origin, fd = exports.export_pool(known.pool._handle)
-        data = opaque_bytes(door.call("cuMemPoolExportPointer", base, hint=_NOT_EXPORTABLE))
+        data = exports.pointer(base)
         return exports.describe(
             Mechanism.POOL_POINTER, device, stream, [(origin, fd)],
             origin=origin, handle_type=int(_POSIX), payload=data, **where,
         )  # fmt: skip
     if known.legacy_ipc:
+        if handle_type is not None:
+            raise ValueError(f"{thing!r} is memory of cuMemAlloc, which is shared without a handle type: leave it out")
         if not expose_block and (base % _BLOCK or base_size % _BLOCK):
             raise ValueError(
                 f"{thing!r} is not alone in its blocks of 2 MiB: an importer could read the rest of them. Share it "
@@ -492,20 +594,22 @@ def _foreign_kinds(
         data = opaque_bytes(door.call("cuIpcGetMemHandle", base))
         return exports.describe(Mechanism.LEGACY, device, stream, (), payload=data, **where)
     memory = PhysicalMemory.at(base, driver=door.driver)
-    if not memory.properties.requested_handle_types & _POSIX:
+    kind = _handle_type([memory], handle_type)
+    if not memory.properties.requested_handle_types & kind:
         raise ValueError(
-            f"{thing!r} is mapped memory that was not made for sharing: create it with handle type "
-            "POSIX_FILE_DESCRIPTOR"
+            f"{thing!r} is mapped memory that was not made for sharing: create it with handle type {kind.name}"
         )
     _refuse_imported(memory)
-    (name, fd), chunk = exports.memory(memory), memory.nbytes
-    if offset + size > chunk:
+    piece, handle = exports.memory(memory, kind)
+    if offset + size > piece.nbytes:
         raise ValueError(f"{thing!r} lies in several pieces of physical memory: share them one by one")
     return exports.describe(
-        Mechanism.PHYSICAL, device, stream, [(name, fd)],
-        origin=secrets.token_bytes(16), handle_type=int(_POSIX), chunks=(Chunk(name, chunk),), **where,
+        Mechanism.PHYSICAL, device, stream, [] if handle is None else [(piece.id, handle)],
+        origin=secrets.token_bytes(16), handle_type=int(kind), chunks=(piece,), **where,
     )  # fmt: skip
 
+
+_NO_FABRIC_POOLS = "fabric handles of pools are not supported: a refused export as one damages the process's heap"
 
 _NOT_EXPORTABLE = (
     "only allocations of pools made with handle_types=POSIX_FILE_DESCRIPTOR can be shared, "
@@ -517,7 +621,7 @@ _DOORS: tuple[tuple[type, Callable[[Any], Door]], ...] = (
     (ImportedPool, lambda pool: pool._importer.door),
 )
 
-_HOW: tuple[tuple[type, Callable[[Any, StreamLike | None, bool], Shared]], ...] = (
+_HOW: tuple[tuple[type, Callable[[Any, StreamLike | None, bool, MemHandleType | None], Shared]], ...] = (
     (MemoryPool, _share_pool),
     (ImportedBuffer, _share_imported),
     (ImportedPool, _share_imported),

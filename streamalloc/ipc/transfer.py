@@ -10,7 +10,6 @@ from streamalloc.buffer import Buffer, BufferView
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.ipc.channel import MAX_HANDLES, Channel
-from streamalloc.ipc.descriptor import Mechanism
 from streamalloc.ipc.endpoint import serve
 from streamalloc.ipc.leases import LeasedBuffer
 from streamalloc.ipc.opening import open as open_shared
@@ -53,8 +52,7 @@ def send(
     had = _carried.get(channel)
     if had is None:
         had = _carried[channel] = set()
-    # What importers keep for good goes along once; physical memory they let go of.
-    if had.issuperset(shared.handles) and shared.descriptor.mechanism is not Mechanism.PHYSICAL:
+    if shared._kept and had.issuperset(shared.handles):
         channel.send(shared.to_bytes(), timeout=timeout)
         return
     fds = shared.fds

@@ -11,7 +11,7 @@ import streamalloc as sa
 
 from .support import Partner, shared_pool
 
-# Each simulated machine of ours is one more importer of its memory, of which there may be 32.
+# Each simulated machine of ours leaves a thread that waits for the end of that process.
 TESTS_OF_ONE_PROCESS = 20
 
 

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.ipc import Chunk, Descriptor, Mechanism
+from streamalloc.ipc.board import IMPORTERS, SLOTS
+from streamalloc.ipc.descriptor import FABRIC
 from streamalloc.ipc.opening import importer_of
 from tests.support import MiB, executed
 
@@ -30,8 +32,10 @@ MOST = 1 << 48
 
 @st.composite
 def descriptors(draw: st.DrawFn) -> Descriptor:
-    mechanism = draw(st.sampled_from(Mechanism))
+    handle_type = draw(st.sampled_from([0, 1, FABRIC]))
+    mechanism = Mechanism.PHYSICAL if handle_type == FABRIC else draw(st.sampled_from(Mechanism))
     memory = mechanism not in (Mechanism.POOL, Mechanism.EVENT)
+    handle = st.binary(min_size=64, max_size=64) if handle_type == FABRIC else st.just(b"")
     base = draw(st.integers(0, MOST)) if memory else 0
     offset = draw(st.integers(0, base))
     return Descriptor(
@@ -45,12 +49,12 @@ def descriptors(draw: st.DrawFn) -> Descriptor:
         generation=draw(WORD),
         ready=draw(WORD),
         driver_version=draw(WORD),
-        handle_type=draw(st.sampled_from([0, 1, 8])),
+        handle_type=handle_type,
         offset=offset,
         size=draw(st.integers(0, base - offset)),
         base_size=base,
         payload=draw(st.binary(max_size=256)),
-        chunks=tuple(draw(st.lists(st.builds(Chunk, NAME, st.integers(1, MOST)), max_size=5 * memory))),
+        chunks=tuple(draw(st.lists(st.builds(Chunk, NAME, st.integers(1, MOST), handle), max_size=5 * memory))),
     )
 
 
@@ -78,6 +82,12 @@ def example(**fields: Any) -> Descriptor:
     return whole._replace(**fields)
 
 
+def fabric_example(**fields: Any) -> Descriptor:
+    """One whose handles are bytes."""
+    chunks = (Chunk(bytes(range(16)), 2 * MiB, bytes(range(64))), Chunk(bytes(16), 4 * MiB, bytes(range(64, 128))))
+    return example(mechanism=Mechanism.PHYSICAL, handle_type=FABRIC, payload=b"", chunks=chunks)._replace(**fields)
+
+
 class TestFormat:
     @given(descriptors())
     @settings(max_examples=200, deadline=None)
@@ -95,7 +105,7 @@ class TestFormat:
         other: dict[str, Any] = {
             "mechanism": Mechanism.LEGACY, "device": bytes(16), "origin": bytes(16), "board": bytes(16),
             "endpoint": bytes(16), "flags": 2, "slot": 9, "generation": 9, "ready": 9, "driver_version": 9,
-            "handle_type": 8, "offset": 9, "size": 9, "base_size": 9000, "payload": b"x", "chunks": (),
+            "handle_type": 0, "offset": 9, "size": 9, "base_size": 9000, "payload": b"x", "chunks": (),
         }  # fmt: skip
         assert set(other) == set(Descriptor._fields)
         for name, value in other.items():
@@ -123,12 +133,24 @@ class TestFormat:
     def test_another_version(self) -> None:
         data = bytearray(example().to_bytes())
         data[5] += 1
-        with pytest.raises(ValueError, match=r"version 2.*version 1"):
+        with pytest.raises(ValueError, match=r"version 3.*version 2"):
             Descriptor.from_bytes(bytes(data))
 
-    def test_every_byte_counts(self) -> None:
+    def test_fabric_handles_travel(self) -> None:
+        whole = fabric_example()
+        assert Descriptor.from_bytes(whole.to_bytes()) == whole
+        assert len(whole.to_bytes()) == len(whole._replace(handle_type=1).to_bytes()) + 2 * 64
+
+    @pytest.mark.parametrize("mechanism", [one for one in Mechanism if one is not Mechanism.PHYSICAL])
+    def test_fabric_handles_of_something_else(self, mechanism: Mechanism) -> None:
+        data = fabric_example(mechanism=mechanism, chunks=(), flags=0, offset=0, size=0, base_size=0).to_bytes()
+        with pytest.raises(ValueError, match=f"{mechanism.name} with fabric handles"):
+            Descriptor.from_bytes(data)
+
+    @pytest.mark.parametrize("descriptor", [example(), fabric_example()], ids=["descriptors", "fabric"])
+    def test_every_byte_counts(self, descriptor: Descriptor) -> None:
         """No byte of it can change, be missing or be too many without notice."""
-        data = example().to_bytes()
+        data = descriptor.to_bytes()
         for at in range(len(data)):
             with pytest.raises(ValueError):
                 Descriptor.from_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
@@ -139,10 +161,15 @@ class TestFormat:
 
     def test_a_hundred_thousand_mutations(self) -> None:
         chance = random.Random(4)
-        originals = [example().to_bytes(), example(payload=b"", chunks=()).to_bytes(), bytes(200)]
+        originals = [
+            example().to_bytes(),
+            example(payload=b"", chunks=()).to_bytes(),
+            fabric_example().to_bytes(),
+            bytes(200),
+        ]
         start, refused = time.monotonic(), 0
         for number in range(100_000):
-            data = bytearray(originals[number % 3])
+            data = bytearray(originals[number % 4])
             kind = chance.randrange(4)
             if kind == 0:
                 for _ in range(chance.choice((1, 1, 2, 8))):
@@ -417,7 +444,7 @@ class TestWrongHandles:
         if kind == "large file":
             os.ftruncate(fd, 1 << 30)
         if kind == "file of a board's size":
-            os.ftruncate(fd, 4096 + 4 * 1024 * (3 + 4 * 32))
+            os.ftruncate(fd, 4096 + 4 * SLOTS * (4 + 4 * IMPORTERS))
         return ipc.Fd(fd)
 
     @pytest.mark.parametrize("strange", ["pipe", "null", "empty file", "large file", "file of a board's size"])

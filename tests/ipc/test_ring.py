@@ -1105,7 +1105,9 @@ class TestClose:
         device.synchronize()
         assert eventually(lambda: pool.statistics().used == 0)
 
-    def test_leaves_nothing(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, device: sa.Device) -> None:
+    def test_leaves_nothing(
+        self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, device: sa.Device, gate: Gate
+    ) -> None:
         """Descriptors, mappings, threads, memory and words, on both sides."""
         leases = leases_of(device._door)
 
@@ -1123,6 +1125,14 @@ class TestClose:
             partner.run(_close, "other")
             assert eventually(lambda: pool.statistics().used == 0 and not settled(stream))
 
+        with Ring.producer(pool, SIZE, 1, stream=stream) as ring:
+            # Once there was something to wait for, a thread watches over the producer for good.
+            join(partner, ring)
+            gate.hold(stream)
+            send_held(ring, 1)
+            partner.run(_take)
+            gate.open()
+            partner.run(_close)
         round()
         before = state(), partner.run(_state), words(leases)
         for _ in range(10):
