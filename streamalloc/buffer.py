@@ -11,7 +11,6 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from typing_extensions import Self
 
 from streamalloc.driver import Door
 from streamalloc.errors import CaptureError, ClosedError, error_from
@@ -21,6 +20,7 @@ from streamalloc.stream import Stream, StreamLike, as_stream
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+    from typing_extensions import Self
 
     from streamalloc.graph import Capture
 

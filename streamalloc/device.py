@@ -7,7 +7,7 @@ import uuid
 from typing import TYPE_CHECKING, NamedTuple
 
 from streamalloc.capabilities import Capabilities, query_capabilities
-from streamalloc.driver import Door, Driver
+from streamalloc.driver import Door
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.bindings import BINDINGS_VERSION, cuda, enum_member, version_that_added
 from streamalloc.errors import unsupported
@@ -15,6 +15,7 @@ from streamalloc.properties import MemLocation
 from streamalloc.stream import Event, Stream
 
 if TYPE_CHECKING:
+    from streamalloc.driver import Driver
     from streamalloc.graph import GraphMemory
 
 __all__ = ["Device", "MemoryInfo"]

@@ -10,14 +10,14 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from typing_extensions import Self
-
 from streamalloc.driver.bindings import cuda
 from streamalloc.errors import ClosedError, CudaError, undoing
 from streamalloc.ownership import Closes
 from streamalloc.stream import StreamLike, as_stream
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from streamalloc.device import Device
     from streamalloc.stream import Stream
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from streamalloc.device import Device
-from streamalloc.driver import Door, Driver
+from streamalloc.driver import Door
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.bindings import cuda
 from streamalloc.errors import InvalidDeviceError, InvalidValueError
@@ -16,6 +16,8 @@ from streamalloc.properties import MemAccess, MemAllocationType, MemHandleType, 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from streamalloc.driver import Driver
 
 __all__ = ["MemoryKind", "PointerAttributes", "pointer_attributes"]
 

@@ -12,14 +12,14 @@ import ctypes
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
-from typing_extensions import Self
-
 from streamalloc.driver import Door
 from streamalloc.driver.bindings import cuda
 from streamalloc.errors import CaptureError, ClosedError, NotReadyError
 from streamalloc.ownership import Closes
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from streamalloc.device import Device
     from streamalloc.graph import Capture, CaptureMode, Graph
 

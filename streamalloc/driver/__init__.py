@@ -5,11 +5,16 @@ convention. :func:`real` is the machine's own, :func:`simulated` makes one over 
 :func:`checked` and :func:`faulty` wrap any of them.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from streamalloc.driver.door import Door, ForkedProcessError
-from streamalloc.driver.protocol import Driver
 from streamalloc.driver.real import DriverNotFoundError, real
 from streamalloc.driver.selection import default, simulated, use
-from streamalloc.driver.wrappers import Call, DriverMisuseError, checked, faulty, traced
+
+if TYPE_CHECKING:
+    from streamalloc.driver.protocol import Driver
+    from streamalloc.driver.wrappers import Call, DriverMisuseError, checked, faulty, traced
 
 __all__ = [
     "Call",
@@ -26,3 +31,18 @@ __all__ = [
     "traced",
     "use",
 ]
+
+
+# Imported when first used: a program without a wrapper does not wait for them.
+_LATER = {
+    "Driver": "protocol",
+    **dict.fromkeys(("Call", "DriverMisuseError", "checked", "faulty", "traced"), "wrappers"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        found = getattr(importlib.import_module(f"streamalloc.driver.{_LATER[name]}"), name)
+        globals()[name] = found
+        return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

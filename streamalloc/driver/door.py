@@ -13,11 +13,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import ModuleType, TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from streamalloc.driver.bindings import BINDINGS_VERSION, cuda, version_that_added
-from streamalloc.driver.protocol import Driver
 from streamalloc.errors import CudaError, attach, error_from, unsupported
+
+if TYPE_CHECKING:
+    from streamalloc.driver.protocol import Driver
 
 __all__ = ["Door", "ForkedProcessError"]
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from streamalloc.driver.bindings import BINDINGS_VERSION, cuda
-from streamalloc.driver.protocol import Driver
+
+if TYPE_CHECKING:
+    from streamalloc.driver.protocol import Driver
 
 __all__ = ["DriverNotFoundError", "real"]
 
@@ -32,7 +34,7 @@ def real() -> Driver:
         ) from reason
     if result:
         raise DriverNotFoundError(_not_found(f"cuInit answered {result.name} ({int(result)})"))
-    return cast(Driver, cuda)
+    return cast("Driver", cuda)
 
 
 def _not_found(what: str) -> str:

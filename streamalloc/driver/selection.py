@@ -7,9 +7,12 @@ import contextvars
 import functools
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from streamalloc.driver.protocol import Driver
 from streamalloc.driver.real import real
+
+if TYPE_CHECKING:
+    from streamalloc.driver.protocol import Driver
 
 __all__ = ["default", "simulated", "use"]
 

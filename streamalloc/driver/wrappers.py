@@ -10,10 +10,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from streamalloc.driver.bindings import cuda
-from streamalloc.driver.protocol import Driver
+
+if TYPE_CHECKING:
+    from streamalloc.driver.protocol import Driver
 
 __all__ = ["Call", "DriverMisuseError", "checked", "faulty", "traced"]
 

@@ -313,7 +313,9 @@ def _prepared(importer: Importer, described: Descriptor, device: Device, stream:
     ordered = device.default_stream if stream is None else stream
     if type(ordered) is not Stream or ordered._direct is not importer.door:
         ordered = as_stream(ordered, importer.door)
-        ordered._refuse_capture("cuStreamWaitValue32", "memory of other processes cannot be opened in a capture")
+        if ordered._capture is not None:
+            # Of captures that are not ours it is asked where there is something to wait for.
+            ordered._refuse_capture("cuStreamWaitValue32", "memory of other processes cannot be opened in a capture")
     return ordered
 
 
@@ -532,7 +534,7 @@ def _let_go(importer: Importer, held: _Import, stream: Stream) -> None:
             if not reached(mine.closed.value, opened - 1):
                 # An earlier import's end is still on its way, on another stream: the word only ever counts up.
                 board.wait(stream, mine.closed_address, (opened - 1) % WORD)
-            board.tell(stream, mine.closed, mine.closed_address, opened)
+            board.tell(stream, mine.closed, mine.closed_address, opened, checked=True)
             mine.closing.value = opened
         held.count = 0
 

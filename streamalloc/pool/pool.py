@@ -7,11 +7,9 @@ import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
-from typing_extensions import Self
-
 from streamalloc.buffer import Buffer
 from streamalloc.device import Device
-from streamalloc.driver import Door, Driver
+from streamalloc.driver import Door
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.bindings import BINDINGS_VERSION, cuda, enum_member, version_that_added
 from streamalloc.errors import ClosedError, CudaError, PeerAccessError, PendingFreesWarning, undoing, unsupported
@@ -34,6 +32,10 @@ from streamalloc.stream import Stream, StreamLike, as_stream
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+    from typing_extensions import Self
+
+    from streamalloc.driver import Driver
 
 __all__ = ["MemoryPool", "allocate"]
 

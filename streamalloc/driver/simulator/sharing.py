@@ -357,7 +357,7 @@ class Sharing:
     def open_memory(self, data: bytes, context: Context) -> int:
         """Open memory of another process, and count how often. The block around it is mapped with it.
 
-        What is open can be opened again also after its owner has freed it (observed on H200).
+        What is open, or in a block that is, can be opened also after its owner has freed it (observed on H200).
         """
         words = unpack_memory(data)
         check(words is not None)
@@ -372,9 +372,9 @@ class Sharing:
         key = (where, owner, start)
         own = self._reach_heap(where >> 32, where & 0xFFFFFFFF, owner)
         try:
-            check(lives(own, number))
             block = self._blocks.get(key)
             if block is None:
+                check(lives(own, number))
                 end = -(-(offset + size) // BLOCK) * BLOCK
                 block = self._blocks[key] = self._map_block(own, start, end, context)
         finally:
