@@ -1,8 +1,8 @@
 """Full, typed, safe control of GPU memory through NVIDIA's cuda-python bindings.
 
 See :mod:`streamalloc.pool` for stream-ordered memory pools, :mod:`streamalloc.vmm` for virtual memory by hand,
-:mod:`streamalloc.ipc` for sharing between processes, and :mod:`streamalloc.driver` for the choice of a real or a
-simulated driver.
+:mod:`streamalloc.ipc` for sharing between processes, :mod:`streamalloc.multicast` for writes that reach several GPUs,
+and :mod:`streamalloc.driver` for the choice of a real or a simulated driver.
 """
 
 import importlib
@@ -20,6 +20,7 @@ from streamalloc.errors import (
     CudaError,
     DeviceLostError,
     EvictedError,
+    IncompleteTeamError,
     InUseError,
     InvalidContextError,
     InvalidDeviceError,
@@ -34,6 +35,7 @@ from streamalloc.errors import (
     PendingFreesWarning,
     StaleDescriptorError,
     StillImported,
+    SystemNotReadyError,
 )
 from streamalloc.fd import Fd
 from streamalloc.graph import Graph, GraphMemory, GraphMemoryStatistics
@@ -55,7 +57,7 @@ from streamalloc.properties import (
 from streamalloc.stream import Event, Stream
 
 if TYPE_CHECKING:
-    from streamalloc import ipc, vmm
+    from streamalloc import ipc, multicast, vmm
 
 __version__ = "0.1.0"
 
@@ -79,6 +81,7 @@ __all__ = [
     "GraphMemory",
     "GraphMemoryStatistics",
     "InUseError",
+    "IncompleteTeamError",
     "InvalidContextError",
     "InvalidDeviceError",
     "InvalidHandleError",
@@ -111,16 +114,18 @@ __all__ = [
     "StaleDescriptorError",
     "StillImported",
     "Stream",
+    "SystemNotReadyError",
     "allocate",
     "driver",
     "ipc",
+    "multicast",
     "pointer_attributes",
     "vmm",
 ]
 
 
 # Imported when first used: whoever only allocates does not wait for them.
-_LATER = ("ipc", "vmm")
+_LATER = ("ipc", "multicast", "vmm")
 
 
 def __getattr__(name: str) -> Any:

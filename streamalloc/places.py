@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from streamalloc.device import Device
-from streamalloc.driver import Door, Driver
+from streamalloc.driver import Door
 from streamalloc.driver import default as default_driver
 from streamalloc.properties import MemLocation, MemLocationType
+
+if TYPE_CHECKING:
+    from streamalloc.driver import Driver
 
 __all__ = ["FABRIC_NEEDS", "check_location", "door_of", "location_of"]
 
@@ -31,6 +36,8 @@ def door_of(where: object, driver: Driver | None) -> Door:
 
 def check_location(door: Door, location: MemLocation) -> None:
     """Raise ``ValueError`` for a device that is not there."""
+    if not location.seen:
+        raise ValueError(f"location id={location.id}: this process does not see that device")
     if location.type is MemLocationType.DEVICE:
         count = int(door.call("cuDeviceGetCount"))
         if location.id >= count:

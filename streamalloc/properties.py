@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
-
-from typing_extensions import Self
+from typing import TYPE_CHECKING, Any
 
 from streamalloc.driver.bindings import (
     BINDINGS_VERSION,
@@ -22,6 +20,9 @@ from streamalloc.driver.bindings import (
     version_that_added,
 )
 from streamalloc.errors import unsupported
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "MemAccess",
@@ -117,6 +118,10 @@ def _bindings_member(enum_name: str, member: str) -> Any:
     return found
 
 
+# CU_DEVICE_INVALID.
+_UNSEEN = -2
+
+
 @dataclass(frozen=True, slots=True)
 class MemLocality:
     """One locality domain of a device (the ``localized`` part of ``CUmemLocation``; bindings 13.4)."""
@@ -134,7 +139,8 @@ class MemLocation:
     type
         Device, host, one NUMA node of the host, or none (managed memory without a preferred place).
     id
-        The device ordinal or NUMA node number; 0 where the type needs none.
+        The device ordinal or NUMA node number; 0 where the type needs none. -2 stands for a device of another process
+        that this one does not see, as where ``CUDA_VISIBLE_DEVICES`` shows each its own: only the driver says so.
     localized
         The device and domain for DEVICE_LOCALITY_DOMAIN; None otherwise.
 
@@ -154,7 +160,7 @@ class MemLocation:
         _checked_enum("location type", self.type, MemLocationType)
         if isinstance(self.id, bool) or not isinstance(self.id, int):
             raise TypeError(f"location id must be an integer, not {type(self.id).__name__} ({self.id!r})")
-        if self.id < 0:
+        if self.id < 0 and (self.type, self.id) != (MemLocationType.DEVICE, _UNSEEN):
             raise ValueError(f"location id={self.id}: device ordinals and NUMA nodes are 0 or more")
         if (self.localized is not None) != (self.type is MemLocationType.DEVICE_LOCALITY_DOMAIN):
             raise ValueError("localized goes with the location type DEVICE_LOCALITY_DOMAIN, and with no other")
@@ -178,6 +184,11 @@ class MemLocation:
     def none(cls) -> Self:
         """No preferred place; only for managed memory."""
         return cls(MemLocationType.NONE)
+
+    @property
+    def seen(self) -> bool:
+        """Whether it is a place of this process: False for a device that only other processes see."""
+        return self.id >= 0
 
     @property
     def on_host(self) -> bool:

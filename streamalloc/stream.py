@@ -52,6 +52,7 @@ class Stream(Closes):
         "__weakref__",
         "_capture",
         "_closed",
+        "_default",
         "_direct",
         "_door",
         "_foreign",
@@ -72,6 +73,7 @@ class Stream(Closes):
         self._door = door
         self._capture: Capture | None = None
         self._closed = False
+        self._default = int(raw) in _DEFAULT_HANDLES
         self._last: Event | None = None
         # What the hot path uses: the handle where it can go straight to the driver, and the door to compare with its
         # own.
@@ -86,7 +88,7 @@ class Stream(Closes):
 
     def _allow_direct(self) -> None:
         # Other code may capture its own streams without our knowing, so those are looked at each time.
-        if not (self.is_default or self._closed or self._capture or self._foreign is not None):
+        if not (self._default or self._closed or self._capture or self._foreign is not None):
             self._handle = self._raw
             self._direct = self._door
 
@@ -108,7 +110,7 @@ class Stream(Closes):
     @property
     def is_default(self) -> bool:
         """Whether it is one of the device's default streams (legacy or per-thread)."""
-        return int(self._raw) in _DEFAULT_HANDLES
+        return self._default
 
     @property
     def closed(self) -> bool:
@@ -123,7 +125,7 @@ class Stream(Closes):
     def _captured(self) -> bool:
         """What :attr:`capturing` says, without a driver call where we know it ourselves."""
         # Of our own streams we know; other code may capture its own and the default streams without our knowing.
-        unknown = self._foreign is not None or self.is_default
+        unknown = self._foreign is not None or self._default
         return self._capture is not None or (unknown and self.capturing)
 
     def _refuse_capture(self, call: str, why: str) -> None:
@@ -158,7 +160,7 @@ class Stream(Closes):
 
     def _context(self) -> contextlib.AbstractContextManager[None]:
         """The device's context made current, where the handle means nothing without one."""
-        return self.device.current() if self.is_default else contextlib.nullcontext()
+        return self.device.current() if self._default else contextlib.nullcontext()
 
     def _call(self, name: str, *args: Any, hint: str = "") -> Any:
         """A driver call whose first argument is this stream."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import streamalloc.driver as sd
+from streamalloc.capabilities import imex_channels
 from streamalloc.driver.bindings import BINDINGS_VERSION
 from tests.fixtures import *  # noqa: F403
 
@@ -56,8 +57,12 @@ def _why_skipped(mark: pytest.Mark, on_cuda: bool, present: int) -> str | None:
         return f"simulated only: {mark.args[0]}"
     if mark.name == "gpus" and present < mark.args[0]:
         return f"needs {mark.args[0]} GPUs, found {present}"
-    if mark.name == "managed" and not os.environ.get("STREAMALLOC_TEST_MANAGED"):
+    if mark.name == "fabric" and not any(os.access(path, os.R_OK | os.W_OK) for path in imex_channels()):
+        return "needs an IMEX channel that this user may open"
+    if mark.name == "managed" and os.environ.get("STREAMALLOC_TEST_MANAGED") != "1":
         return "managed allocations run only with STREAMALLOC_TEST_MANAGED=1"
+    if mark.name == "multicast" and os.environ.get("STREAMALLOC_TEST_MULTICAST") != "1":
+        return "multicast objects are made on real hardware only with STREAMALLOC_TEST_MULTICAST=1"
     return None
 
 
@@ -65,6 +70,19 @@ def _why_skipped(mark: pytest.Mark, on_cuda: bool, present: int) -> str | None:
 def on_cuda(request: pytest.FixtureRequest) -> bool:
     """Whether the real driver is under test (for tests of the door itself; no other test may branch on it)."""
     return bool(request.config.getoption("--driver") == "cuda")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_multicast_by_mistake(on_cuda: bool) -> Iterator[None]:
+    """On GPUs that others share, a test that forgets its mark must not make a multicast object."""
+    with pytest.MonkeyPatch.context() as patch:
+        if on_cuda and os.environ.get("STREAMALLOC_TEST_MULTICAST") != "1":
+            patch.setattr(sd.real(), "cuMulticastCreate", _refuse_multicast, raising=False)
+        yield
+
+
+def _refuse_multicast(*_: object) -> None:
+    raise AssertionError("a multicast object is made on real hardware only with STREAMALLOC_TEST_MULTICAST=1")
 
 
 @pytest.fixture(scope="session")
@@ -84,7 +102,9 @@ def machine(request: pytest.FixtureRequest, on_cuda: bool, primary_contexts: Non
     """The driver under test, as a user would name it; a fresh machine for each test where it is simulated."""
     mark = request.node.get_closest_marker("gpus")
     count = mark.args[0] if mark else 1
-    driver: Any = sd.real() if on_cuda else sd.simulated(devices=count)
+    # None: as a real machine without an IMEX channel.
+    fabric = True if request.node.get_closest_marker("fabric") else None
+    driver: Any = sd.real() if on_cuda else sd.simulated(devices=count, fabric=fabric)
     with sd.use(driver):
         yield driver
     if on_cuda:

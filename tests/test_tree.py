@@ -33,6 +33,7 @@ PUBLIC = [
     "streamalloc.testing",
     "streamalloc.vmm",
     "streamalloc.ipc",
+    "streamalloc.multicast",
 ]
 
 

@@ -18,6 +18,7 @@ import streamalloc as sa
 from streamalloc.capabilities import address_space_limit, missing_for
 from streamalloc.cli.choice import Chosen, cuda_version
 from streamalloc.cli.info_ipc import Sharing, imex_report, show_imex, show_sharing, try_sharing
+from streamalloc.cli.info_multicast import multicast_report, query_multicast, show_multicast
 from streamalloc.cli.info_vmm import show_virtual_memory, try_virtual_memory
 from streamalloc.cli.terminal import Terminal, mib
 from streamalloc.driver import Driver
@@ -80,6 +81,7 @@ def report(chosen: Chosen, sharing: Callable[[], list[Sharing]]) -> dict[str, An
         "peer_access": peer_access(devices),
         "sharing": [trial._asdict() for trial in sharing()],
         "imex_channels": imex_report(),
+        "multicast": multicast_report(query_multicast(devices)),
         "unreadable_pool_attributes": unreadable_attributes(driver),
         "address_space_limit": address_space_limit(),
     }
@@ -164,6 +166,7 @@ def _print(chosen: Chosen, terminal: Terminal, sharing: Callable[[], list[Sharin
 
     show_sharing(sharing(), terminal)
     show_imex(terminal, devices[0].supports)
+    show_multicast(query_multicast(devices), terminal)
 
     terminal.heading("Pool attributes that cannot be read here")
     for reason, names in _by_reason(unreadable_attributes(chosen.driver)).items():

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import streamalloc as sa
-from streamalloc.cli import tour_ipc, tour_vmm
+from streamalloc.cli import tour_ipc, tour_multicast, tour_vmm
 from streamalloc.cli.choice import Chosen, plural
 from streamalloc.cli.steps import (
     KEEP_ALL,
@@ -444,6 +444,7 @@ PARTS: tuple[tuple[str, str, Callable[[Tour], None]], ...] = (
     ("Pointer attributes", "What the driver knows about any address.", addresses),
     *tour_vmm.PARTS,
     *tour_ipc.PARTS,
+    *tour_multicast.PARTS,
 )
 
 

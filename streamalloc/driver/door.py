@@ -16,7 +16,7 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from streamalloc.driver.bindings import BINDINGS_VERSION, cuda, version_that_added
-from streamalloc.errors import CudaError, attach, error_from, unsupported
+from streamalloc.errors import attach, error_from, unsupported
 
 if TYPE_CHECKING:
     from streamalloc.driver.protocol import Driver
@@ -240,16 +240,20 @@ class _Current:
         self._context = context
 
     def __enter__(self) -> None:
-        self._door.call("cuCtxPushCurrent", self._context)
+        # Not by name, like other calls: default streams come here for each of theirs.
+        self._door.check_process()
+        result = self._door.driver.cuCtxPushCurrent(self._context)[0]
+        if result:
+            raise error_from(result, "cuCtxPushCurrent")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self._door.call("cuCtxPopCurrent")
-        except CudaError as later:
+        result = self._door.driver.cuCtxPopCurrent()[0]
+        if result:
+            later = error_from(result, "cuCtxPopCurrent")
             if error is None:
-                raise
+                raise later
             attach(error, later)
 
 

@@ -127,10 +127,12 @@ class Channel(Closes):
         Seconds for calls that are given no timeout of their own; None, the default: no limit.
     """
 
-    __slots__ = ("__weakref__", "_peer", "_ready", "_receive", "_send", "_send_with", "_socket", "timeout")
+    __slots__ = ("__weakref__", "_carried", "_peer", "_ready", "_receive", "_send", "_send_with", "_socket", "timeout")
 
     def __init__(self, connection: _Socket, peer: Peer) -> None:
         self.timeout: float | None = None
+        self._carried: set[bytes] = set()
+        """The names of handles that the other end has had already."""
         self._socket = connection
         self._peer = peer
         # Bound once: a hand-off is one of the first two calls, and looking them up each time costs as much as a tenth.

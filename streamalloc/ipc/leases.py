@@ -103,7 +103,9 @@ class Lease:
 
     def quiet(self) -> bool:
         """Whether everything that was queued with the slot's words has run, so that it can stand for something else."""
-        return reached(self.words.ready.value, self.words.announced.value) and not self.using()
+        words = self.words
+        ready, announced = words.ready.value, words.announced.value
+        return (ready == announced or reached(ready, announced)) and not self.using()
 
 
 class Leases:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -22,9 +21,6 @@ __all__ = ["receive", "send"]
 
 # A message with handles for the descriptor that follows, where there are more than one message can carry.
 _MORE = b"SAmore"
-
-# What the other end of a channel has had already.
-_carried: weakref.WeakKeyDictionary[Channel, set[bytes]] = weakref.WeakKeyDictionary()
 
 
 def send(
@@ -49,9 +45,7 @@ def send(
         Seconds until ``TimeoutError``.
     """
     shared = thing if isinstance(thing, Shared) else share(thing, stream, hold=hold)
-    had = _carried.get(channel)
-    if had is None:
-        had = _carried[channel] = set()
+    had = channel._carried
     if shared._kept and had.issuperset(shared.handles):
         channel.send(shared.to_bytes(), timeout=timeout)
         return

@@ -26,11 +26,11 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 class Altered:
-    """A driver in which some functions are others."""
+    """A driver in which some functions, or other attributes, are others."""
 
-    def __init__(self, driver: Any, **functions: Callable[..., Any]) -> None:
+    def __init__(self, driver: Any, **others: Any) -> None:
         self._driver = driver
-        vars(self).update(functions)
+        vars(self).update(others)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._driver, name)

@@ -97,7 +97,8 @@ def test_leaves_nothing_behind(machine: Any, run: Run) -> None:
 @pytest.mark.gpus(2)
 def test_two_gpus(machine: Any, run: Run) -> None:
     text = run("tour")[1]
-    assert "skipped" not in text
+    # Real hardware may leave out what is shown only on request.
+    assert all("STREAMALLOC_TEST_MULTICAST=1" in reason for reason in re.findall("  skipped  (.*)", text))
     assert "GPU 1 fills memory that GPU 0 allocated before" in text
     assert "GPU 0 fills all of it, then GPU 1 the middle, across the seam" in text
 
@@ -191,7 +192,7 @@ def test_device_whose_memory_cannot_be_mapped_by_hand(machine: Any, run: Run) ->
     with sd.use(without(machine, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED")):
         code, text = run("tour")
     assert code == 0
-    assert text.count("skipped  this device's memory cannot be mapped by hand") == 6
+    assert text.count("skipped  this device's memory cannot be mapped by hand") == 8
 
 
 def test_device_without_pools(machine: Any, run: Run) -> None:

@@ -1,0 +1,277 @@
+"""The parts of the tour about multicast objects and symmetric memory, all of it in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+import streamalloc as sa
+from streamalloc import vmm
+from streamalloc.cli.choice import plural
+from streamalloc.cli.steps import Skipped, Tour, equal, every_byte, need_gates, raised
+from streamalloc.cli.terminal import mib
+from streamalloc.driver import checked, simulated, traced
+from streamalloc.multicast import MulticastObject, SymmetricMemory
+from streamalloc.testing import multimem_ld_reduce
+
+__all__ = ["PARTS"]
+
+# What goes wrong with a multicast object on real hardware can disturb whoever else uses the same switches.
+_ASKED_FOR = "STREAMALLOC_TEST_MULTICAST"
+_DEVICES = 4
+_ENDS = {
+    "cuMulticastUnbind": "unbind",
+    "cuMemUnmap": "unmap",
+    "cuMemRelease": "release",
+    "cuMemAddressFree": "free the addresses",
+}
+
+
+def _is_simulated(driver: Any) -> bool:
+    return bool(getattr(driver, "is_simulated", False))
+
+
+def _may_make_objects(driver: Any) -> bool:
+    return _is_simulated(driver) or os.environ.get(_ASKED_FOR) == "1"
+
+
+def _on_several(tour: Tour, show: Callable[[Tour, Any], None]) -> None:
+    """Show something with the driver of the tour's machine; where that is simulated and has one device, of another."""
+    driver: Any = tour.device.driver
+    if not tour.device.supports.virtual_memory_management:
+        raise Skipped("this device's memory cannot be mapped by hand")
+    if sa.Device.count(driver) > 1 or not _is_simulated(driver):
+        show(tour, driver)
+        return
+    tour.terminal.paragraph(f"On a machine of its own, simulated with {_DEVICES} devices, for the tour's has one.")
+    own = checked(simulated(devices=_DEVICES))
+    show(tour, own)
+    own.assert_nothing_left()
+
+
+def _team(driver: Any) -> list[sa.Device]:
+    """Devices that a multicast object can be made for; leave the part where there are none, or none may be made."""
+    # Asked first: without it nothing about multicast is asked of real hardware.
+    if not _may_make_objects(driver):
+        raise Skipped(f"multicast objects are made on real hardware only with {_ASKED_FOR}=1")
+    devices = [device for device in sa.Device.all(driver) if device.supports.multicast]
+    if len(devices) < 2:
+        raise Skipped("this machine has no two GPUs that support multicast objects")
+    return devices
+
+
+def _peers(driver: Any) -> list[sa.Device]:
+    """Devices that reach the memory of each other; leave the part where there are no two."""
+    devices = sa.Device.all(driver)
+    if len(devices) < 2:
+        raise Skipped("this machine has one GPU")
+    team: list[sa.Device] = []
+    for device in devices:
+        if all(device.can_access(other) and other.can_access(device) for other in team):
+            team.append(device)
+    if len(team) < 2:
+        raise Skipped("no other GPU of this machine and GPU 0 can reach the memory of each other")
+    return team
+
+
+def _ended(calls: list[Any]) -> list[str]:
+    """What a trace of driver calls has undone, in order."""
+    return [_ENDS[call.name] for call in calls if call.name in _ENDS and not call.answer[0]]
+
+
+def _counted(words: list[str]) -> str:
+    """Words in their order, those that follow each other as one with their number."""
+    runs = ((word, len(list(run))) for word, run in groupby(words))
+    return ", ".join(word if count == 1 else f"{count} x {word}" for word, count in runs)
+
+
+def multicast(tour: Tour) -> None:
+    _on_several(tour, _multicast)
+
+
+def _multicast(tour: Tour, driver: Any) -> None:
+    with contextlib.ExitStack() as resources:
+        # Traced, to see in which order things go at the end.
+        calls = traced(driver)
+        devices = [sa.Device(device.ordinal, driver=calls) for device in _team(driver)]
+        count = len(devices)
+        names = [f"GPU {device.ordinal}" for device in devices]
+        size = 2 * MulticastObject.granularity(count, driver=calls)
+        streams = [resources.enter_context(device.create_stream()) for device in devices]
+        memories = [resources.enter_context(vmm.PhysicalMemory(size, device)) for device in devices]
+
+        def replicas() -> Iterator[np.ndarray[Any, Any]]:
+            """The memory of each device, read by its own address."""
+            for replica, stream in zip(own, streams, strict=True):
+                stream.wait(streams[0])
+                host = np.empty(size, np.uint8)
+                replica.copy_to(host, stream)
+                stream.synchronize()
+                yield host
+
+        with MulticastObject(size, count, driver=calls) as team:
+            for device in devices[:-1]:
+                team.add_device(device)
+            claim, words = raised("binding", sa.IncompleteTeamError, lambda: team.bind(memories[0]))
+            tour.step(
+                f"a team of {plural(count, 'GPU')}, of which one is still missing: binding too early is refused",
+                claim,
+                equal("bound", len(team.bindings), 0),
+            )
+            tour.quote(words)
+            team.add_device(devices[-1])
+            claim, words = raised("adding it", ValueError, lambda: team.add_device(devices[0]))
+            tour.step("all added, and none twice", claim, equal("the team is complete", team.complete, True))
+            tour.quote(words)
+
+            for memory in memories:
+                team.bind(memory)
+            view = team.map(access=devices)
+            addresses = resources.enter_context(vmm.AddressRange(count * size, driver=calls))
+            own = [addresses.map(memory, at * size, access=devices) for at, memory in enumerate(memories)]
+            tour.step(
+                "memory of each GPU bound, and the object mapped",
+                equal("bound for", [binding.device for binding in team.bindings], devices),
+                equal("size", view.nbytes, size, mib),
+                figures=f"{count} x {mib(size)} at {view.address:#x}",
+            )
+
+            view.fill(0x2D, streams[0])
+            tour.step(
+                f"one fill of it by {names[0]}: the memory of every GPU has it",
+                *(every_byte(f"on {name}", host, 0x2D) for name, host in zip(names, replicas(), strict=True)),
+            )
+            own[1][: size // 2].fill(0x3E, streams[0])
+            view[size // 2 :].fill(0x4F, streams[0])
+            halves = [host.reshape(2, -1) for host in replicas()]
+            tour.step(
+                "each GPU's memory has an address of its own too: written there, only that one changes",
+                *(
+                    every_byte(f"first half on {name}", host[0], 0x3E if name == names[1] else 0x2D)
+                    for name, host in zip(names, halves, strict=True)
+                ),
+                *(
+                    every_byte(f"second half on {name}", host[1], 0x4F)
+                    for name, host in zip(names, halves, strict=True)
+                ),
+            )
+            host = np.empty(size, np.uint8)
+            claim, words = raised("the copy", ValueError, lambda: view.copy_to(host, streams[0]))
+            tour.step("the common address is for writing: what an ordinary read would give is not defined", claim)
+            tour.quote(words)
+
+            for mapping in own:
+                mapping.close()
+            before = len(calls.calls)
+            for memory in memories:
+                memory.close()
+            tour.step(
+                "memory that is closed now is not released, for it is bound",
+                equal("released", _ended(calls.calls[before:]), []),
+            )
+        found = _ended(calls.calls[before:])
+        tour.step(
+            "left the `with` block: unbound first, the memory released last",
+            equal("order", found[: count + 2], [*["unbind"] * count, "unmap", "release"], _counted),
+            equal("released", found.count("release"), 1 + count),
+            figures=_counted(found),
+        )
+
+
+def symmetric(tour: Tour) -> None:
+    need_gates(tour.device)
+    _on_several(tour, _symmetric)
+
+
+def _symmetric(tour: Tour, driver: Any) -> None:
+    with contextlib.ExitStack() as resources:
+        devices = _peers(driver)
+        count, part = len(devices), 64 << 10
+        streams = [resources.enter_context(device.create_stream()) for device in devices]
+        may = _may_make_objects(driver)
+        with SymmetricMemory.local(count * part, devices, multicast="auto" if may else False) as memory:
+            view = memory.multicast_buffer
+            tour.step(
+                f"{mib(count * part)} on each of {plural(count, 'GPU')}, every one mapped for all",
+                equal("ranks", memory.size, count),
+                equal("different addresses", len(set(memory.addresses.tolist())), count),
+                equal(
+                    "there is a multicast view",
+                    view is not None,
+                    may and all(device.supports.multicast for device in devices),
+                ),
+                figures="no multicast view" if view is None else f"multicast view at {view.address:#x}",
+            )
+
+            targets = memory.buffers if view is None else (view,)
+            for rank, stream in enumerate(streams):
+                for target in targets:
+                    target[rank * part : (rank + 1) * part].fill(rank + 1, stream)
+            memory.barrier(*streams)
+            gathered = np.zeros((count, count, part), np.uint8)
+            for host, buffer, stream in zip(gathered, memory.buffers, streams, strict=True):
+                buffer.copy_to(host, stream)
+            for stream in streams:
+                stream.synchronize()
+            parts = np.arange(1, count + 1, dtype=np.uint8)[:, np.newaxis]
+            tour.step(
+                "each stores its part on all, then a barrier: all have all parts",
+                equal("bytes that differ", int(np.count_nonzero(gathered != parts)), 0),
+                figures=plural(count * len(targets), "store"),
+            )
+
+            if view is not None and _is_simulated(driver):
+                _all_reduce(tour, memory, streams)
+
+            memory.wait_signal(0, streams[1])
+            waiting = streams[1].query()
+            memory.put_signal(1, streams[0])
+            streams[1].synchronize()
+            tour.step(
+                f"a signal from GPU {devices[0].ordinal} to GPU {devices[1].ordinal}: the host waits for neither",
+                equal("the stream is done before it", waiting, False),
+                equal("the stream is done after it", streams[1].query(), True),
+            )
+        claim, words = raised("using it", sa.ClosedError, lambda: memory.buffers)
+        tour.step("closed: all is given back", claim)
+        tour.quote(words)
+
+
+def _all_reduce(tour: Tour, memory: SymmetricMemory, streams: list[sa.Stream]) -> None:
+    values = np.arange(memory.size * 256, dtype=np.float32).reshape(memory.size, -1)
+    for row, buffer, stream in zip(values, memory.buffers, streams, strict=True):
+        buffer[: row.nbytes].copy_from(row, stream)
+    memory.barrier(*streams)
+    for buffer, stream in zip(memory.buffers, streams, strict=True):
+        multimem_ld_reduce(
+            stream, buffer[values[0].nbytes :], memory.multicast_address or 0, values.shape[1], np.float32
+        )
+    sums = np.empty_like(values)
+    for row, buffer, stream in zip(sums, memory.buffers, streams, strict=True):
+        buffer[row.nbytes : 2 * row.nbytes].copy_to(row, stream)
+        stream.synchronize()
+    tour.step(
+        "the sum over all, as a kernel's multimem.ld_reduce gives it",
+        equal("sums that differ from numpy's", int(np.count_nonzero(sums != values.sum(axis=0))), 0),
+        figures="simulated: no kernel runs",
+    )
+
+
+PARTS: tuple[tuple[str, str, Callable[[Tour], None]], ...] = (
+    (
+        "Multicast",
+        "One address for memory on several GPUs: what is stored there reaches all of them, through the switches "
+        "between them.",
+        multicast,
+    ),
+    (
+        "Symmetric memory",
+        "As much memory on every GPU, and all of it within reach of each, set up in one call: on all or on none.",
+        symmetric,
+    ),
+)

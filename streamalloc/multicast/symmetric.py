@@ -1,0 +1,595 @@
+"""Memory of the same size on several devices, each of which reaches all of it: set up everywhere, or nowhere."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from streamalloc.buffer import BufferView
+from streamalloc.device import Device
+from streamalloc.driver import Door, Driver
+from streamalloc.errors import ClosedError, CudaError, attach
+from streamalloc.ipc import Communicator, as_communicator
+from streamalloc.ipc.deadlines import end_of, left
+from streamalloc.multicast.agreement import Layout
+from streamalloc.multicast.parts import Parts, finish
+from streamalloc.multicast.setup import Asked, agree, check_now, checked_team, end_or_none, set_up
+from streamalloc.multicast.signals import Signals
+from streamalloc.multicast.team import SymmetricMemoryError, Team
+from streamalloc.ownership import Closes
+from streamalloc.properties import MemHandleType
+from streamalloc.stream import Stream, StreamLike, as_stream
+from streamalloc.vmm import Mapping
+
+__all__ = ["SymmetricBuffer", "SymmetricMemory", "Tables"]
+
+_SIGNAL_PAD_BYTES = 4096
+# How long what was dropped, or is abandoned, is waited for.
+_PATIENCE = 10.0
+# What a rank takes after the others have failed it, where no time is left.
+_GRACE = 1.0
+
+
+class Tables(NamedTuple):
+    """Where a rank's memory has the addresses of all ranks' memory, as arrays of 64-bit words, one word for each."""
+
+    buffers: int
+    signal_pads: int
+
+
+class SymmetricBuffer(BufferView):
+    """One rank's memory, or the multicast view of all of it, as this process sees it; it keeps the whole alive."""
+
+    __slots__ = ("_device", "_keeper")
+
+    def __init__(self, keeper: SymmetricMemory, mapping: Mapping, start: int, nbytes: int, device: Device) -> None:
+        super().__init__(mapping, start, nbytes)
+        self._keeper = keeper
+        self._device = device
+
+    @property
+    def stream(self) -> Stream:
+        """The default stream of this rank's device."""
+        return self._device.default_stream
+
+    @property
+    def owner(self) -> SymmetricMemory:
+        """What it is a part of."""
+        return self._keeper
+
+    @property
+    def device_accessible(self) -> bool:
+        """True: the devices of this process's ranks may use it."""
+        return True
+
+    def _check_usable(self) -> None:
+        self._keeper._check_open()
+
+    def _resident_on(self) -> int | None:
+        # Its address is enough for copies, which then need no context on another rank's device.
+        return None
+
+    def __repr__(self) -> str:
+        where = "closed" if self._keeper.closed else f"at {self.address:#x}"
+        return f"<SymmetricBuffer of {self.nbytes} bytes {where}, of {self._keeper!r}>"
+
+
+class SymmetricMemory(Closes):
+    """Memory of the same size on each device of a team, mapped by every rank.
+
+    Every rank allocates, the ranks exchange handles, and each maps the memory of all: :attr:`buffers`. Where the
+    devices support it, :attr:`multicast_buffer` is a view of all of them at once, into which one store reaches every
+    device. All ranks make this at the same time, and close it at the same time.
+
+    The ranks agree on how it is done, and tell each other after each step how it went. So the set-up succeeds on all of
+    them or fails on all with one :class:`SymmetricMemoryError`, which names the rank and the step. By then nothing is
+    left of it, and if no rank has died the communicator is good for another attempt.
+
+    Close it with :meth:`close`, on all ranks, or by a ``with`` block; where a block ends with an exception the other
+    ranks are not waited for (:meth:`abandon`). What is dropped instead is given back without a word to the other ranks,
+    with a ``ResourceWarning``.
+
+    Not to be used from several threads at once.
+
+    Parameters
+    ----------
+    nbytes
+        Size of each rank's part in bytes, as users see it; the same on all ranks. The physical memory is larger: signal
+        pads and tables lie behind these bytes, and it is rounded up to the granularity, with multicast the recommended
+        one for multicast objects (which may be 512 MiB).
+    communicator
+        The group: whatever :func:`streamalloc.ipc.as_communicator` takes. None: the default group of
+        ``torch.distributed``.
+    device
+        This rank's device. Default: that of the current context, else the only one that is visible.
+    devices
+        In place of ``communicator``: one process has all ranks, one for each of these devices; see :meth:`local`.
+    multicast
+        Whether there is a multicast view. ``"auto"``: where all devices support it and differ from each other. What
+        fails while it is made is an error nevertheless. The same on all ranks.
+    handle_type
+        What the processes exchange. Default: fabric handles where all devices offer them and may make them, else file
+        descriptors, for which all ranks have to be on one machine. The same on all ranks.
+    signal_pad_bytes
+        Size of each rank's signal pad, zeroed memory for the users' kernels; the same on all ranks.
+    timeout
+        Seconds for the set-up as a whole, and for :meth:`close`. None: as the communicator has it for each call.
+    driver
+        The driver to use where no device is given.
+
+    Raises
+    ------
+    ValueError
+        The ranks gave different sizes or options; on all ranks, naming them.
+    TypeError, ValueError
+        An argument of this rank breaks a rule; the other ranks get a :class:`SymmetricMemoryError` that says so.
+    NotSupportedError
+        Multicast or a handle type was asked for and does not work here, or nothing does; on all ranks.
+    SymmetricMemoryError
+        A step failed on some rank, or a rank did not come in time or died; on all ranks.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_bases",
+        "_communicator",
+        "_finalizer",
+        "_layout",
+        "_leaving",
+        "_owned",
+        "_parts",
+        "_signals",
+        "_team",
+        "timeout",
+    )
+
+    timeout: float | None
+    """Seconds for :meth:`close`."""
+
+    def __init__(
+        self,
+        nbytes: int,
+        communicator: Any = None,
+        *,
+        device: Device | None = None,
+        devices: Sequence[Device] | None = None,
+        multicast: bool | Literal["auto"] = "auto",
+        handle_type: MemHandleType | None = None,
+        signal_pad_bytes: int = _SIGNAL_PAD_BYTES,
+        timeout: float | None = 60.0,
+        driver: Driver | None = None,
+    ) -> None:
+        if devices is None:
+            group = as_communicator(communicator)
+            self._owned = group is not communicator
+            self._team = Team(group)
+        else:
+            group = None
+            self._owned = False
+            self._team = Team(None, checked_team(communicator, device, devices))
+        self._communicator: Communicator | None = group
+        self._leaving = False
+        self.timeout = timeout
+        parts: Parts | None = None
+        end = end_or_none(timeout)
+        try:
+            asked = Asked(nbytes, multicast, handle_type, signal_pad_bytes, timeout)
+            given = {} if devices is None else dict(enumerate(devices))
+            if device is not None:
+                given = dict.fromkeys(self._team.here, device)
+            plan, chosen = agree(self._team, asked, given, driver, end)
+            self._layout = plan.layout
+            parts = Parts(chosen[self._team.here[0]]._door, chosen, self._team.size)
+            self._bases = set_up(self._team, parts, plan, end)
+        except BaseException as first:
+            if parts is not None:
+                _undo(parts, first)
+            self._team.settle(end)
+            self._leave_group()
+            raise
+        bases = self._bases
+        self._parts = parts
+        self._signals = Signals(plan.layout, self._team.size, lambda rank: bases[rank])
+        self._finalizer = weakref.finalize(self, _drop, parts, self._signals, plan.layout, repr(self))
+        # The operating system takes everything at the end of a process.
+        self._finalizer.atexit = False
+
+    @classmethod
+    def local(
+        cls,
+        nbytes: int,
+        devices: Sequence[Device],
+        *,
+        multicast: bool | Literal["auto"] = "auto",
+        signal_pad_bytes: int = _SIGNAL_PAD_BYTES,
+        timeout: float | None = 60.0,
+    ) -> SymmetricMemory:
+        """Symmetric memory of several devices in this process alone; a rank is the index of its device.
+
+        No communicator is needed, and no handles: every part is usable from all of the devices. Whatever is for one
+        rank (:attr:`rank`, :attr:`device`, :attr:`buffer_table`) is for rank 0 then.
+        """
+        return cls(nbytes, devices=devices, multicast=multicast, signal_pad_bytes=signal_pad_bytes, timeout=timeout)
+
+    # -- what it is ------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This process's rank; the first where it has all of them."""
+        return self._team.here[0]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of this process: one, or all."""
+        return self._team.here
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self._team.size
+
+    @property
+    def nbytes(self) -> int:
+        """Size of each rank's part in bytes, as it was asked for."""
+        return self._layout.nbytes
+
+    @property
+    def physical_bytes(self) -> int:
+        """How much memory each rank's device gave, in bytes."""
+        return self._parts.physical_bytes
+
+    @property
+    def device(self) -> Device:
+        """This rank's device."""
+        return self._parts.devices[self.rank]
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices of :attr:`ranks`."""
+        return tuple(self._parts.devices.values())
+
+    @property
+    def driver(self) -> Driver:
+        """The driver that it belongs to."""
+        return self._parts.door.driver
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """The group of its ranks; None where one process has all."""
+        return self._communicator
+
+    @property
+    def handle_type(self) -> MemHandleType:
+        """What was exchanged; ``NONE`` where one process has all ranks."""
+        return self._parts.kind
+
+    @property
+    def multicast(self) -> bool:
+        """Whether there is a multicast view."""
+        return self._parts.multicast is not None
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed or abandoned."""
+        return not self._parts.made
+
+    # -- its memory ------------------------------------------------------------------------------------------
+
+    @property
+    def buffers(self) -> tuple[SymmetricBuffer, ...]:
+        """The memory of each rank, by rank; this rank's own among them."""
+        return self._replicas(0, self._layout.nbytes)
+
+    @property
+    def signal_pads(self) -> tuple[SymmetricBuffer, ...]:
+        """Each rank's signal pad, for the users' kernels: zero at first, and never touched by anything here."""
+        return self._replicas(self._layout.signal_pad, self._layout.signal_pad_bytes)
+
+    @property
+    def multicast_buffer(self) -> SymmetricBuffer | None:
+        """The memory of all ranks at once, to be written only; None where there is no multicast view.
+
+        A store to it reaches every rank's memory at the same place, and so do fills and copies into it. Ordinary reads
+        of it mean nothing: kernels use ``multimem.ld_reduce``, which gives the sum (or another reduction) of what the
+        ranks have there.
+
+        It is another address of memory that :attr:`buffers` name, too, and the hardware does not order accesses by
+        different addresses, not even those of one thread: between a store to the view and a load of the buffer, or the
+        other way round, belongs a ``fence.proxy.alias``. The end of a kernel and a wait for another rank's barrier or
+        signal order them as well.
+        """
+        self._check_open()
+        mapping = self._parts.view_mapping
+        if mapping is None:
+            return None
+        return SymmetricBuffer(self, mapping, 0, self._layout.nbytes, self.device)
+
+    @property
+    def addresses(self) -> npt.NDArray[np.uint64]:
+        """Where each rank's memory begins in this process, by rank."""
+        self._check_open()
+        return np.array(self._bases, np.uint64)
+
+    @property
+    def multicast_address(self) -> int | None:
+        """Where the multicast view begins; None where there is none. The parts of a rank's memory are at the same
+        places in it, so that signal pads can be written through it too.
+        """
+        self._check_open()
+        mapping = self._parts.view_mapping
+        return None if mapping is None else mapping.address
+
+    @property
+    def signal_addresses(self) -> npt.NDArray[np.uint64]:
+        """Where each rank's signal pad begins in this process, by rank."""
+        self._check_open()
+        return np.array([base + self._layout.signal_pad for base in self._bases], np.uint64)
+
+    @property
+    def signal_offset(self) -> int:
+        """Where the signal pad is in each rank's memory, in bytes from its beginning."""
+        return self._layout.signal_pad
+
+    @property
+    def signal_pad_bytes(self) -> int:
+        """Size of each signal pad in bytes."""
+        return self._layout.signal_pad_bytes
+
+    def tables(self, rank: int | None = None) -> Tables:
+        """Where kernels find :attr:`addresses` and :attr:`signal_addresses` in a rank's own memory.
+
+        Parameters
+        ----------
+        rank
+            One of :attr:`ranks`; default: the first.
+        """
+        self._check_open()
+        base = self._bases[self.rank if rank is None else self._checked_here(rank)]
+        return Tables(base + self._layout.buffer_table, base + self._layout.signal_table)
+
+    @property
+    def buffer_table(self) -> int:
+        """The address of :attr:`addresses` in this rank's device memory: an array of ``uint64``."""
+        return self.tables().buffers
+
+    @property
+    def signal_table(self) -> int:
+        """The address of :attr:`signal_addresses` in this rank's device memory: an array of ``uint64``."""
+        return self.tables().signal_pads
+
+    def _replicas(self, start: int, nbytes: int) -> tuple[SymmetricBuffer, ...]:
+        self._check_open()
+        devices = self._parts.devices
+        return tuple(
+            SymmetricBuffer(self, mapping, start, nbytes, devices.get(rank, self.device))
+            for rank, mapping in enumerate(self._parts.replicas)
+        )
+
+    # -- order between ranks ---------------------------------------------------------------------------------
+
+    def barrier(self, *streams: StreamLike, channel: int = 0) -> None:
+        """Let work that is queued on a stream from now on wait for all that every rank has queued before its barrier.
+
+        All ranks call it, as often as each other; the host does not wait (``cuStreamWriteValue32``,
+        ``cuStreamWaitValue32``). What any rank has written before the barrier is seen by all after it.
+
+        Parameters
+        ----------
+        streams
+            This rank's stream; where one process has all ranks, a stream for each, in their order.
+        channel
+            Barriers of different channels have nothing to do with each other; there are 16. On one channel a stream
+            waits for the one that was used before it.
+
+        Raises
+        ------
+        CaptureError
+            The stream is being captured: the counters behind it count up at each call.
+        """
+        self._check_open()
+        if len(streams) != len(self.ranks):
+            raise TypeError(
+                f"barrier() takes a stream for each rank of this process, {len(self.ranks)}, and got {len(streams)}"
+            )
+        self._signals.barrier(
+            {rank: self._team_stream(stream) for rank, stream in zip(self.ranks, streams, strict=True)}, channel
+        )
+
+    def put_signal(self, peer: int, stream: StreamLike, *, channel: int = 0, rank: int | None = None) -> None:
+        """Tell another rank, in stream order, that what this stream has queued so far is done.
+
+        The host does not wait (``cuStreamWriteValue32``). Signals add up: the n-th wait there is for the n-th signal
+        from here on this channel.
+
+        Parameters
+        ----------
+        peer
+            Whom to tell.
+        stream
+            Whose work is done then.
+        channel
+            Signals of different channels have nothing to do with each other; there are 16.
+        rank
+            Who tells it, where one process has all ranks; default: the rank on the stream's device.
+        """
+        self._check_open()
+        ordered = self._team_stream(stream)
+        self._signals.put(self._acting(rank, ordered), peer, ordered, channel)
+
+    def wait_signal(self, peer: int, stream: StreamLike, *, channel: int = 0, rank: int | None = None) -> None:
+        """Let a stream wait for the next signal from another rank (``cuStreamWaitValue32``); see :meth:`put_signal`."""
+        self._check_open()
+        ordered = self._team_stream(stream)
+        self._signals.wait(self._acting(rank, ordered), peer, ordered, channel)
+
+    def _team_stream(self, stream: StreamLike) -> Stream:
+        ordered = as_stream(stream, self._parts.door)
+        if ordered.device not in self._parts.devices.values():
+            raise ValueError(f"{ordered!r} has no access: the devices of this process's ranks are {list(self.devices)}")
+        return ordered
+
+    def _acting(self, rank: int | None, stream: Stream) -> int:
+        if rank is not None:
+            return self._checked_here(rank)
+        found = [rank for rank, device in self._parts.devices.items() if device == stream.device]
+        if len(found) > 1:
+            raise ValueError(f"ranks {found} are on the stream's device: say which one with rank=")
+        return found[0]
+
+    def _checked_here(self, rank: int) -> int:
+        if rank not in self._parts.devices:
+            raise ValueError(f"rank={rank!r}: this process has {list(self.ranks)}")
+        return rank
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def close(self, timeout: float | None = None) -> None:
+        """Give everything back, once all ranks are here and have done their work. Collective; idempotent.
+
+        Where that cannot be because a rank does not come, or has died, this rank gives its part back all the same, and
+        the error says which rank it was.
+
+        Parameters
+        ----------
+        timeout
+            Seconds for it; default: :attr:`timeout`.
+
+        Raises
+        ------
+        SymmetricMemoryError
+            Not all ranks came, or one has not done its work in time. What this rank had is given back, unless its own
+            device still works a second later.
+        CaptureError
+            A stream is being captured: nothing was done, and no rank was told.
+        CudaError
+            Work of this rank's device had failed, or the driver refuses to give something back; calling it again tries
+            the latter again.
+        """
+        if self.closed:
+            return
+        check_now(self._parts.door)
+        end = end_of(self.timeout if timeout is None else timeout)
+        lost: list[CudaError] = []
+        if not self._leaving:
+            try:
+                # First all have to have queued what others may wait for.
+                self._team.step("close", lambda rank: None, end)
+                self._team.step("close", lambda rank: finish([self._parts.devices[rank]], end, lost), end)
+            except SymmetricMemoryError as first:
+                try:
+                    self.abandon(_GRACE if end is None else max(left(end), _GRACE))
+                except Exception as later:
+                    attach(first, later)
+                raise
+            self._leaving = True
+        self._release()
+        self._leave_group()
+        if lost:
+            raise lost[0]
+
+    def abandon(self, timeout: float = _PATIENCE) -> None:
+        """Give back what this rank has, without the others: the way out after one of them has died. Idempotent.
+
+        Streams that wait for a barrier or a signal are let go on, whatever they would find. Memory that others have
+        mapped stays until they let go of it. The communicator is left as it is.
+
+        Raises
+        ------
+        TimeoutError
+            This rank's device has not done its work in so many seconds: a kernel may wait for another rank. Nothing was
+            given back.
+        CaptureError, CudaError
+            As :meth:`close`.
+        """
+        if self.closed:
+            return
+        check_now(self._parts.door)
+        lost: list[CudaError] = []
+        _let_go_on(self._parts, self._signals, self._layout, lost)
+        finish(self._parts.devices.values(), end_of(timeout), lost)
+        self._release()
+        if lost:
+            raise lost[0]
+
+    def _release(self) -> None:
+        self._parts.release()
+        self._signals.forget()
+        self._finalizer.detach()
+
+    def _leave_group(self) -> None:
+        if self._owned and self._communicator is not None and not self._team.lost:
+            self._communicator.close()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"{self!r} was closed")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.abandon()
+        except Exception as later:
+            attach(error, later)
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "_parts"):
+            return f"<{type(self).__name__} that could not be made>"
+        who = f"rank {self.rank} of {self.size}" if self._communicator is not None else f"{self.size} devices"
+        state = ", closed" if self.closed else ", with multicast" if self.multicast else ""
+        return f"<{type(self).__name__} of {self.nbytes} bytes for each rank, {who}{state}>"
+
+
+# -- undoing -------------------------------------------------------------------------------------------------
+
+
+def _undo(parts: Parts, first: BaseException) -> None:
+    """Give back what a set-up that failed has made."""
+    try:
+        parts.release()
+    except Exception as later:
+        attach(first, later)
+
+
+def _let_go_on(parts: Parts, signals: Signals, layout: Layout, lost: list[CudaError]) -> None:
+    """Write what streams may wait for, so that none waits for a rank that never answers."""
+    if not signals.used or not parts.replicas:
+        return
+    for rank, device in parts.devices.items():
+        words = signals.awaited(rank)
+        try:
+            # Not the default stream, which waits for the others.
+            with device.create_stream() as stream:
+                parts.replicas[rank][layout.words : layout.words + words.nbytes].copy_from(words, stream)
+                stream.synchronize()
+        except CudaError as error:
+            # As after a failed kernel, when nothing waits any more.
+            lost.append(error)
+
+
+def _drop(parts: Parts, signals: Signals, layout: Layout, what: str) -> None:
+    """Give back what was dropped, for a finaliser: the other ranks are told nothing, and nothing is raised."""
+    if parts.made and parts.door.usable:
+        parts.door.outside_captures(functools.partial(_give_up, parts.door, parts, signals, layout, what))
+
+
+def _give_up(door: Door, parts: Parts, signals: Signals, layout: Layout, what: str) -> None:
+    trouble = ""
+    try:
+        with door.relaxed():
+            _let_go_on(parts, signals, layout, [])
+            finish(parts.devices.values(), end_of(_PATIENCE), [])
+            parts.release()
+    except Exception as error:
+        trouble = f", and could not be given back: {type(error).__name__}: {error}"
+    warnings.warn(f"{what} was dropped without close(){trouble}", ResourceWarning, stacklevel=2)

@@ -1,0 +1,1 @@
+"""Tests of multicast objects and symmetric memory."""

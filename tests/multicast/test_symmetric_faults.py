@@ -1,0 +1,271 @@
+"""Each rank fails in each step of the set-up: all raise the same error, nothing is left, another attempt succeeds."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import pytest
+
+from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
+from streamalloc.multicast.team import rank_at_fault
+
+from .ranks import Crew, Meddled, Rank, descriptors
+
+pytestmark = pytest.mark.simulated_only("driver calls are made to fail, and multicast objects are made")
+
+SIZE = 8
+FEW = 3
+
+# A call of each step; several where a step has several.
+CALLS = {
+    "agree": "cuMemGetAllocationGranularity",
+    "create": "cuMemCreate",
+    "export": "cuMemExportToShareableHandle",
+    "import": "cuMemImportFromShareableHandle",
+    "add": "cuMulticastAddDevice",
+    "bind": "cuMulticastBindMem",
+    "reserve": "cuMemAddressReserve",
+    "map": "cuMemMap",
+    "access": "cuMemSetAccess",
+    "clear": "cuStreamSynchronize",
+}
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with Crew(SIZE, fabric=False) as crew:
+        crew.run(use)
+        yield crew
+
+
+def use(rank: Rank) -> None:
+    """What has to succeed after a failure."""
+    with rank.memory(multicast=True) as memory:
+        stream = rank.device.create_stream()
+        memory.barrier(stream)
+        stream.synchronize()
+        stream.close()
+
+
+def assert_all_fail(crew: Crew, make: Callable[[Rank], SymmetricMemory], who: int, step: str, reason: str) -> None:
+    """All ranks raise one error, and nothing is left of the attempt."""
+    free, before = [rank.free for rank in crew.ranks], descriptors()
+    outcomes = crew.outcomes(make)
+    for error in outcomes:
+        assert isinstance(error, SymmetricMemoryError), outcomes
+        assert (error.rank, error.step) == (who, step) and reason in error.reason, outcomes
+    assert len({str(error) for error in outcomes}) == 1
+    assert outcomes[who].__cause__ is not None
+    # The errors are still there, and what their tracebacks hold.
+    assert crew.left == [{}] * crew.size
+    assert [rank.free for rank in crew.ranks] == free
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("step", CALLS)
+@pytest.mark.parametrize("who", range(SIZE))
+def test_a_driver_call_fails(crew: Crew, who: int, step: str) -> None:
+    crew.ranks[who].fail(CALLS[step])
+    try:
+        assert_all_fail(crew, functools.partial(Rank.memory, multicast=True), who, step, CALLS[step])
+    finally:
+        crew.ranks[who].fail("")
+    crew.run(use)
+    assert crew.left == [{}] * SIZE
+
+
+@pytest.mark.parametrize("who", range(SIZE))
+def test_the_exchange_fails(crew: Crew, who: int) -> None:
+    """Before this rank has given anything, as where a descriptor is not open any more. The group is not harmed."""
+
+    def refuse(go_on: Callable[[], Any]) -> NoReturn:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    def make(rank: Rank) -> SymmetricMemory:
+        group = Meddled(rank.group, "exchange", refuse) if rank.number == who else None
+        return rank.memory(group=group, multicast=True)
+
+    assert_all_fail(crew, make, who, "exchange", "OSError: [Errno 9] Bad file descriptor")
+    crew.run(use)
+    assert crew.left == [{}] * SIZE
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_every_call_of_the_driver(who: int) -> None:
+    """Whichever it is, of the rank that makes the multicast object and of another."""
+    with Crew(2, fabric=None) as few:
+        few.run(use)
+        victim = few.ranks[who]
+        for call in itertools.count(1):
+            outcomes = few.outcomes(functools.partial(_fails_at, call=call, who=who))
+            failed = [one for one in outcomes if one is not None]
+            assert all(isinstance(error, SymmetricMemoryError) and error.rank == who for error in failed), outcomes
+            assert len(failed) in (0, 2) and len({str(error) for error in failed}) <= 1, outcomes
+            over = not failed
+            # Where making or closing a stream fails, the stream is what the errors still hold.
+            del outcomes, failed
+            descriptors()
+            # A stream that cannot be destroyed is left, whoever made it.
+            if victim.driver.failed != ["cuStreamDestroy"]:
+                assert few.left == [{}] * 2, victim.driver.failed
+            if over:
+                break
+        assert call > 60
+
+
+def _fails_at(rank: Rank, call: int, who: int) -> None:
+    device = rank.device
+    if rank.number == who:
+        rank.fail("")
+        device = rank.device
+        rank.driver._target = len(rank.driver.seen) + call
+    memory = rank.memory(device=device, multicast=True)
+    rank.driver._target = ""
+    memory.close()
+
+
+class TestSeveral:
+    def test_ranks_fail_at_once(self, crew: Crew) -> None:
+        for who in (6, 2):
+            crew.ranks[who].fail("cuMemMap", 3)
+        outcomes = crew.outcomes(lambda rank: rank.memory())
+        assert {(error.rank, error.step) for error in outcomes} == {(2, "map")}
+        for rank in crew.ranks:
+            rank.fail("")
+        crew.run(use)
+
+    @pytest.mark.parametrize(("call", "nth", "step"), [("cuMemCreate", 1, "create"), ("cuMemMap", 9, "map")])
+    def test_undoing_fails_too(self, crew: Crew, call: str, nth: int, step: str) -> None:
+        """The first error is the one that is told; what could not be given back goes with the last reference."""
+        crew.ranks[3].fail(call, nth)
+        crew.ranks[5].fail("cuMemRelease")
+        outcomes = crew.outcomes(lambda rank: rank.memory(multicast=True))
+        assert {(error.rank, error.step) for error in outcomes} == {(3, step)}
+        assert any("cuMemRelease answered" in note for note in outcomes[5].__notes__)
+        del outcomes
+        descriptors()
+        assert crew.left == [{}] * SIZE
+        for rank in crew.ranks:
+            rank.fail("")
+        crew.run(use)
+
+
+class TestInterrupts:
+    def test_are_told_to_the_others(self, crew: Crew) -> None:
+        def interrupted(rank: Rank) -> SymmetricMemory:
+            if rank.number == 4:
+                wrapped = rank.driver.cuMemSetAccess
+
+                def once(*args: Any) -> Any:
+                    rank.driver.cuMemSetAccess = wrapped
+                    raise KeyboardInterrupt
+
+                rank.driver.cuMemSetAccess = once
+            return rank.memory(multicast=True)
+
+        outcomes = crew.outcomes(interrupted)
+        assert type(outcomes[4]) is KeyboardInterrupt
+        for error in outcomes[:4] + outcomes[5:]:
+            assert (error.rank, error.step) == (4, "access") and "KeyboardInterrupt" in error.reason
+        del outcomes, error
+        assert crew.left == [{}] * SIZE
+        crew.run(use)
+
+
+class TestGroups:
+    """Where the communicator itself fails there is no other attempt with it, but all hear of it."""
+
+    @pytest.mark.parametrize("nth", range(1, 12))
+    @pytest.mark.parametrize("who", [0, 2])
+    def test_a_rank_leaves(self, who: int, nth: int) -> None:
+        steps = ("agree", "create", "export", "exchange", "import", "add", "bind", "reserve", "map", "access", "clear")
+
+        def make(rank: Rank) -> SymmetricMemory:
+            def leave(go_on: Callable[[], Any]) -> Any:
+                rank.group.close()
+                return go_on()
+
+            return rank.memory(
+                group=Meddled(rank.group, "allgather", leave, nth) if rank.number == who else None, multicast=True
+            )
+
+        with Crew(FEW, fabric=False) as few:
+            few.run(use)
+            before = descriptors()
+            outcomes = few.outcomes(make)
+            for error in outcomes:
+                assert isinstance(error, SymmetricMemoryError), outcomes
+                assert (error.rank, error.step) == (who, steps[nth - 1]), outcomes
+            del outcomes, error
+            assert few.left == [{}] * FEW
+            assert descriptors() <= before
+            few.regroup()
+            few.run(use)
+
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_a_rank_cannot_exchange(self, when: str) -> None:
+        def refuse(go_on: Callable[[], Any]) -> NoReturn:
+            if when == "after":
+                go_on()
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        def make(rank: Rank) -> SymmetricMemory:
+            group = Meddled(rank.group, "exchange", refuse, times=9 if when == "before" else 1)
+            return rank.memory(group=group if rank.number == 1 else None, multicast=True)
+
+        with Crew(FEW, fabric=False) as few:
+            outcomes = few.outcomes(make)
+            assert {(error.rank, error.step) for error in outcomes} == {(1, "exchange")}, outcomes
+            del outcomes
+            assert few.left == [{}] * FEW
+            few.regroup()
+            few.run(use)
+
+    @pytest.mark.parametrize(
+        ("text", "rank"),
+        [
+            ("rank 4 gave up: ProtocolError: rank 0 does call number 3, exchange, while rank 4 does", 4),
+            ("rank 4 does call number 3, allgather, while rank 0 does call number 3, exchange", 4),
+            ("rank 3 did not come to the barrier within 0.2 s", 3),
+            ("ranks 1, 3 did not come within 1 s", 1),
+            ("rank 2 (process 77) is gone", 2),
+            ("rank 4 gave up: OSError: [Errno 24] Too many open files", 4),
+            ("rank 4 gave up: ProtocolError: rank 1 does call number 3, barrier, while rank 4 does", 1),
+            ("rank 4 gave up: TimeoutError: rank 5 gave up: PeerGoneError: ranks 6, 7 are gone", 6),
+            ("[Errno 24] Too many open files", 9),
+        ],
+    )
+    def test_the_rank_at_fault(self, text: str, rank: int) -> None:
+        assert rank_at_fault(RuntimeError(text), own=9, call="exchange") == rank
+
+
+class TestInOneProcess:
+    """Without a communicator the errors name the rank, too."""
+
+    @pytest.mark.parametrize("step", [step for step in CALLS if step not in ("export", "import")])
+    def test_a_driver_call_fails(self, crew: Crew, step: str) -> None:
+        victim = crew.ranks[0]
+        devices = [victim.device.__class__(number, driver=victim.machine) for number in range(FEW)]
+        SymmetricMemory.local(100, devices).close()
+        victim.fail(CALLS[step], 1)
+        devices = [victim.device.__class__(number, driver=victim.driver) for number in range(FEW)]
+        with pytest.raises(SymmetricMemoryError, match=CALLS[step]) as raised:
+            SymmetricMemory.local(100, devices)
+        assert (raised.value.rank, raised.value.step) == (0, step)
+        assert victim.left == {}
+        SymmetricMemory.local(100, devices).close()
+        assert victim.left == {}
+        victim.fail("")
+
+
+def test_errors_travel() -> None:
+    import pickle
+
+    error = SymmetricMemoryError(3, "bind", "OutOfMemoryError: no room")
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.rank, again.step, again.reason) == (3, "bind", "OutOfMemoryError: no room")
+    assert str(again) == "rank 3 failed in step 'bind': OutOfMemoryError: no room"

@@ -1,0 +1,576 @@
+"""Symmetric memory of one to eight ranks, which are threads here: what they agree on, and the multicast view."""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import ipc
+from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
+from streamalloc.testing import Gate, multimem_ld_reduce, multimem_red, multimem_st
+from tests.ipc.support import eventually
+from tests.support import MiB, executed, holds, pending, read
+from tests.vmm.support import each
+
+from .ranks import Crew, Meddled, Rank, reaches_all
+
+pytestmark = pytest.mark.simulated_only("the ranks are threads, each with a machine of its own")
+
+POSIX, FABRIC = sa.MemHandleType.POSIX_FILE_DESCRIPTOR, sa.MemHandleType.FABRIC
+
+
+def test_ranks_that_do_not_see_each_other_s_devices() -> None:
+    """As where CUDA_VISIBLE_DEVICES shows each process its own."""
+
+    def use(rank: Rank) -> tuple[bool, list[tuple[bool, int]]]:
+        with rank.memory(multicast=False) as memory:
+            places = [(buffer.location.seen, buffer.stream.device.ordinal) for buffer in memory.buffers]
+            memory.buffers[rank.number].copy_from(memory.buffers[1 - rank.number])
+            rank.device.synchronize()
+            rank.group.barrier()
+            return reaches_all(rank, memory), places
+
+    with Crew(2) as crew:
+        crew.ranks[0].machine = sd.simulated(devices=1, name="one machine")
+        crew.ranks[1].machine = sd.simulated(devices=2, name="one machine")
+        for rank in crew.ranks:
+            rank.fail("")
+        assert crew.run(use) == [(True, [(True, 0), (False, 0)]), (True, [(True, 1), (True, 1)])]
+        assert crew.left == [{}] * 2
+
+
+@pytest.mark.parametrize("multicast", [False, True], ids=["unicast", "multicast"])
+@pytest.mark.parametrize("size", range(1, 9))
+def test_every_rank_reaches_every_rank(size: int, multicast: bool) -> None:
+    if multicast and size == 1:
+        pytest.skip("one device is no team")
+
+    def use(rank: Rank) -> bool:
+        with rank.memory(multicast=multicast) as memory:
+            assert (memory.rank, memory.size, memory.device) == (rank.number, size, rank.device)
+            assert memory.multicast is multicast
+            return reaches_all(rank, memory)
+
+    with Crew(size) as crew:
+        assert crew.run(use) == [True] * size
+        assert crew.left == [{}] * size
+
+
+def test_what_multicast_auto_means() -> None:
+    with Crew(2) as crew:
+        assert crew.run(lambda rank: _closed(rank.memory()).multicast) == [True, True]
+    with Crew(2, multicast=False) as crew:
+        assert crew.run(lambda rank: _closed(rank.memory()).multicast) == [False, False]
+        for error in crew.outcomes(lambda rank: rank.memory(multicast=True)):
+            assert isinstance(error, sa.NotSupportedError)
+            assert str(error) == (
+                "cuMulticastCreate needs devices that support multicast objects (joined by NVSwitch), found that those "
+                "of ranks 0, 1 do not"
+            )
+    with Crew(3) as crew:
+
+        def share_a_device(rank: Rank, multicast: Any = "auto") -> bool:
+            device = sa.Device(rank.number // 2, driver=rank.driver)
+            return bool(_closed(rank.memory(device=device, multicast=multicast)).multicast)
+
+        assert crew.run(share_a_device) == [False] * 3
+        for error in crew.outcomes(lambda rank: share_a_device(rank, True)):
+            assert isinstance(error, sa.NotSupportedError) and "a device for each rank" in str(error)
+    with Crew(1) as crew:
+        (error,) = crew.outcomes(lambda rank: rank.memory(multicast=True))
+        assert isinstance(error, sa.NotSupportedError) and "two devices or more" in str(error)
+        # Nothing of that harms the group.
+        assert crew.run(lambda rank: _closed(rank.memory()).multicast) == [False]
+
+
+def _closed(memory: SymmetricMemory) -> Any:
+    """What is told of memory that is closed then."""
+
+    class Told:
+        multicast, handle_type, physical_bytes = memory.multicast, memory.handle_type, memory.physical_bytes
+
+    memory.close()
+    return Told
+
+
+class TestMulticastView:
+    def test_a_write_reaches_every_rank(self) -> None:
+        def use(rank: Rank) -> list[bool]:
+            seen = []
+            with rank.memory(8 * 1024) as memory:
+                stream = rank.device.create_stream()
+                view = memory.multicast_buffer
+                assert view is not None and view.nbytes == 8 * 1024 and view.address == memory.multicast_address
+                part = view[rank.number * 1024 : rank.number * 1024 + 512]
+                part.fill(rank.number + 1, stream)
+                view[rank.number * 1024 + 512 : rank.number * 1024 + 1024].copy_from(
+                    np.full(512, 100, np.uint8), stream
+                )
+                memory.barrier(stream)
+                stream.synchronize()
+                for other in range(rank.size):
+                    mine = memory.buffers[rank.number]
+                    seen.append(holds(mine[other * 1024 : other * 1024 + 512], other + 1))
+                    seen.append(holds(mine[other * 1024 + 512 : other * 1024 + 1024], 100))
+                stream.close()
+            return seen
+
+        with Crew(8) as crew:
+            assert crew.run(use) == [[True] * 16] * 8
+            assert crew.left == [{}] * 8
+
+    def test_is_for_writing_only(self) -> None:
+        with SymmetricMemory.local(100, sa.Device.all(sd.simulated(devices=2))) as memory:
+            view = memory.multicast_buffer
+            assert view is not None
+            for read_it in each(
+                lambda: view.copy_to(np.zeros(100, np.uint8)),
+                lambda: memory.buffers[0].copy_from(view),
+                lambda: view[:10].copy_to(np.zeros(10, np.uint8)),
+                lambda: view.__cuda_array_interface__,
+            ):
+                with pytest.raises((ValueError, AttributeError), match=r"ordinary reads .* mean nothing"):
+                    read_it()
+            assert memory.multicast and "with multicast" in repr(memory)
+        with pytest.raises(sa.ClosedError):
+            view.fill(0)
+
+    def test_signal_pads_are_in_it(self) -> None:
+        devices = sa.Device.all(sd.simulated(devices=3))
+        with SymmetricMemory.local(100, devices) as memory:
+            stream = devices[1].create_stream()
+            assert memory.multicast_address is not None
+            multimem_st(stream, memory.multicast_address + memory.signal_offset + 8, np.array([5, 6], np.uint32))
+            stream.synchronize()
+            for pad in memory.signal_pads:
+                assert read(pad[:20]).view(np.uint32).tolist() == [0, 0, 5, 6, 0]
+
+    @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int32, np.uint64])
+    def test_all_reduce(self, dtype: Any) -> None:
+        """One-shot: everybody reduces over all replicas, each a part, and writes the result to all of them."""
+        count, size = 4000, 4
+        data = np.random.default_rng(3).integers(-100, 100, (size, count)).astype(dtype)
+        nbytes = count * data.itemsize
+
+        def reduce(rank: Rank) -> Any:
+            with rank.memory(2 * nbytes) as memory:
+                stream = rank.device.create_stream()
+                mine = memory.buffers[rank.number]
+                view = memory.multicast_buffer
+                assert view is not None
+                mine[:nbytes].copy_from(data[rank.number], stream)
+                memory.barrier(stream)
+                part = nbytes // size
+                start = rank.number * part
+                multimem_ld_reduce(stream, mine[nbytes + start :], view[start:], part // data.itemsize, dtype)
+                for peer, buffer in enumerate(memory.buffers):
+                    if peer != rank.number:
+                        ours = slice(nbytes + start, nbytes + start + part)
+                        buffer[ours].copy_from(mine[ours], stream)
+                memory.barrier(stream)
+                stream.synchronize()
+                stream.close()
+                return read(mine[nbytes:]).view(dtype)
+
+        expected = data.astype(np.float32).sum(0).astype(dtype) if dtype is np.float16 else data.sum(0, dtype=dtype)
+        with Crew(size) as crew:
+            for found in crew.run(reduce):
+                assert np.array_equal(found, expected)
+
+    def test_reduction_of_every_rank_s_contribution_in_place(self) -> None:
+        def reduce(rank: Rank) -> Any:
+            with rank.memory(400) as memory:
+                stream = rank.device.create_stream()
+                memory.buffers[rank.number].fill(0, stream)
+                memory.barrier(stream)
+                multimem_red(stream, memory.multicast_address, np.full(100, 1 << rank.number, np.uint32))
+                memory.barrier(stream)
+                stream.synchronize()
+                stream.close()
+                return read(memory.buffers[rank.number]).view(np.uint32)
+
+        with Crew(8) as crew:
+            for found in crew.run(reduce):
+                assert (found == 255).all()
+
+    def test_physical_memory_has_the_recommended_granularity(self) -> None:
+        devices = sa.Device.all(sd.simulated(devices=2))
+        with SymmetricMemory.local(100, devices) as memory:
+            assert memory.physical_bytes == sa.multicast.MulticastObject.granularity(
+                2, recommended=True, driver=memory.driver
+            )
+
+
+class TestBarrier:
+    def test_of_many_rounds_with_work_in_between(self) -> None:
+        """Each rank adds to what its neighbour had in the round before."""
+        size, rounds = 4, 20
+
+        def run(rank: Rank) -> int:
+            with rank.memory(8 * 64, multicast=False) as memory:
+                stream = rank.device.create_stream()
+                mine = memory.buffers[rank.number]
+                theirs = memory.buffers[(rank.number + 1) % size]
+                mine[:4].copy_from(np.array([rank.number], np.uint32), stream)
+                for turn in range(rounds):
+                    now, after = (turn % 2) * 64, ((turn + 1) % 2) * 64
+                    memory.barrier(stream, channel=turn % 3)
+                    mine[after : after + 4].copy_from(theirs[now : now + 4], stream)
+                memory.barrier(stream)
+                stream.synchronize()
+                stream.close()
+                return int(read(mine[(rounds % 2) * 64 : (rounds % 2) * 64 + 4]).view(np.uint32)[0])
+
+        # With a seed, streams are delayed and interleaved as they please.
+        for seed in (None, 1, 2):
+            with Crew(size, seed=seed) as crew:
+                assert crew.run(run) == [(number + rounds) % size for number in range(size)]
+
+    def test_of_a_rank_that_is_ahead(self) -> None:
+        def run(rank: Rank) -> bool:
+            with rank.memory(100, multicast=False) as memory:
+                stream = rank.device.create_stream()
+                if rank.number == 0:
+                    for _ in range(5):
+                        memory.barrier(stream)
+                    waits = pending(stream)
+                    rank.group.barrier()
+                else:
+                    rank.group.barrier()
+                    waits = True
+                    for _ in range(5):
+                        memory.barrier(stream)
+                return waits and executed(stream)
+
+        with Crew(3) as crew:
+            assert crew.run(run) == [True] * 3
+
+    def test_counters_wrap_around(self) -> None:
+        def run(rank: Rank) -> bool:
+            with rank.memory(100, multicast=False) as memory:
+                stream = rank.device.create_stream()
+                start = (1 << 32) - 3
+                memory._signals._rounds[0] = start
+                words = np.full(memory._layout.word_count, start, np.uint32)
+                memory._parts.replicas[rank.number][memory._layout.words :][: words.nbytes].copy_from(words, stream)
+                stream.synchronize()
+                rank.group.barrier()
+                for _ in range(6):
+                    memory.barrier(stream)
+                return executed(stream) and memory._signals._rounds[0] == 3
+
+        with Crew(2) as crew:
+            assert crew.run(run) == [True] * 2
+
+    def test_that_failed_half_way_can_be_tried_again(self) -> None:
+        def run(rank: Rank) -> bool:
+            with rank.memory(100, multicast=False) as memory:
+                stream = rank.device.create_stream()
+                if rank.number == 1:
+                    rank.driver._target, rank.driver._first = "cuStreamWriteValue32", 2
+                    with pytest.raises(sa.CudaError):
+                        memory.barrier(stream)
+                memory.barrier(stream)
+                return executed(stream)
+
+        with Crew(3) as crew:
+            assert crew.run(run) == [True] * 3
+
+
+class TestAgreement:
+    """Ranks that want different things all hear of it, and can try again."""
+
+    @pytest.mark.parametrize(
+        ("name", "values", "message"),
+        [
+            (
+                "nbytes",
+                (4096, 8192, 4096),
+                "nbytes must be the same on all ranks: ranks 0, 2 gave 4096; rank 1 gave 8192",
+            ),
+            ("multicast", (True, "auto", False), "rank 0 gave True; rank 1 gave 'auto'; rank 2 gave False"),
+            ("handle_type", (None, POSIX, None), "ranks 0, 2 gave none; rank 1 gave .*POSIX_FILE_DESCRIPTOR"),
+            ("signal_pad_bytes", (0, 0, 1), "ranks 0, 1 gave 0; rank 2 gave 1"),
+        ],
+    )
+    def test_different_arguments(self, name: str, values: tuple[Any, ...], message: str) -> None:
+        with Crew(3) as crew:
+            errors = crew.outcomes(lambda rank: rank.memory(**{name: values[rank.number]}))
+            for error in errors:
+                with pytest.raises(ValueError, match=message):
+                    raise error
+            assert len({str(error) for error in errors}) == 1
+            assert crew.left == [{}] * 3
+            assert crew.run(lambda rank: rank.memory().close()) == [None] * 3
+
+    @pytest.mark.parametrize(
+        ("options", "kind"),
+        [({"nbytes": -1}, ValueError), ({"device": 3}, TypeError), ({"timeout": -1}, ValueError)],
+    )
+    def test_one_rank_s_bad_argument(self, options: dict[str, Any], kind: type[Exception]) -> None:
+        with Crew(3) as crew:
+            errors = crew.outcomes(lambda rank: rank.memory(**(options if rank.number == 1 else {})))
+            assert type(errors[1]) is kind
+            for rank in (0, 2):
+                assert isinstance(errors[rank], SymmetricMemoryError)
+                assert (errors[rank].rank, errors[rank].step) == (1, "agree")
+                assert errors[rank].reason == f"{kind.__name__}: {errors[1]}"
+            assert crew.run(lambda rank: rank.memory().close()) == [None] * 3
+
+    def test_a_rank_that_does_something_else(self) -> None:
+        with Crew(3) as crew:
+            errors = crew.each(
+                lambda rank: rank.memory(),
+                lambda rank: rank.group.barrier(),
+                lambda rank: rank.memory(),
+            )
+            for rank in (0, 2):
+                assert isinstance(errors[rank], SymmetricMemoryError) and errors[rank].step == "agree"
+            assert isinstance(errors[1], (ipc.ProtocolError, ipc.PeerGoneError))
+
+    def test_a_rank_that_does_not_come(self) -> None:
+        with Crew(3) as crew:
+            errors = crew.each(
+                lambda rank: rank.memory(timeout=0.3), lambda rank: None, lambda rank: rank.memory(timeout=0.3)
+            )
+            for rank in (0, 2):
+                assert isinstance(errors[rank], SymmetricMemoryError)
+                assert (errors[rank].rank, errors[rank].step) == (1, "agree")
+                assert isinstance(errors[rank].__cause__, TimeoutError)
+
+    def test_other_versions_of_this_library(self) -> None:
+        def meddle(rank: Rank) -> None:
+            def older(go_on: Any) -> list[bytes]:
+                return [b"\0" + packet[1:].replace(b'"format": 1', b'"format": 0') for packet in go_on()]
+
+            rank.memory(group=Meddled(rank.group, "allgather", older))
+
+        with Crew(2) as crew:
+            for error in crew.outcomes(meddle):
+                with pytest.raises(ValueError, match="do not understand each other"):
+                    raise error
+
+    def test_drivers_of_different_versions(self) -> None:
+        def run(rank: Rank) -> None:
+            if rank.number:
+                version = rank.driver.cuDriverGetVersion
+                rank.driver.cuDriverGetVersion = lambda: (version()[0], 12080)
+            rank.memory().close()
+
+        with Crew(2) as crew, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            crew.run(run)
+            assert caught and all(one.category is ipc.DriverVersionWarning for one in caught)
+            assert "[12080, 13000]" in str(caught[0].message)
+
+
+class TestHandleTypes:
+    """Where fabric handles can be made they are used; where one rank cannot, all take descriptors."""
+
+    def test_fabric(self) -> None:
+        def use(rank: Rank) -> tuple[Any, bool]:
+            with rank.memory() as memory:
+                return memory.handle_type, reaches_all(rank, memory)
+
+        with Crew(3, fabric=True) as crew:
+            assert crew.run(use) == [(FABRIC, True)] * 3
+            assert all(rank.calls("cuMemCreate") == ["cuMemCreate"] for rank in crew.ranks)
+            assert crew.left == [{}] * 3
+
+    def test_without_an_imex_channel(self) -> None:
+        with Crew(3) as crew:
+            assert crew.run(lambda rank: _closed(rank.memory()).handle_type) == [POSIX] * 3
+            errors = crew.outcomes(lambda rank: rank.memory(handle_type=FABRIC))
+            for error in errors:
+                assert isinstance(error, SymmetricMemoryError) and (error.rank, error.step) == (0, "create")
+                assert "NotPermittedError" in error.reason and "IMEX channel" in error.reason
+            assert crew.left == [{}] * 3
+
+    @pytest.mark.parametrize("who", [0, 2])
+    def test_one_rank_without_a_channel(self, who: int) -> None:
+        def use(rank: Rank) -> tuple[Any, bool]:
+            if rank.number == who:
+                rank.fail("cuMemCreate", result="CUDA_ERROR_NOT_PERMITTED")
+            with rank.memory() as memory:
+                return memory.handle_type, reaches_all(rank, memory)
+
+        with Crew(3, fabric=True) as crew:
+            assert crew.run(use) == [(POSIX, True)] * 3
+            assert crew.left == [{}] * 3
+
+    @pytest.mark.parametrize("kind", [POSIX, FABRIC])
+    def test_as_asked(self, kind: sa.MemHandleType) -> None:
+        with Crew(2, fabric=True) as crew:
+            assert crew.run(lambda rank: _closed(rank.memory(handle_type=kind)).handle_type) == [kind] * 2
+
+    def test_several_machines(self) -> None:
+        def elsewhere(rank: Rank, **options: Any) -> Any:
+            group: Any = Meddled(rank.group, "", lambda go_on: go_on())
+            group.host = f"machine {rank.number // 2}"
+            return _closed(rank.memory(group=group, **options)).handle_type
+
+        with Crew(3, fabric=True) as crew:
+            assert crew.run(elsewhere) == [FABRIC] * 3
+            for error in crew.outcomes(lambda rank: elsewhere(rank, handle_type=POSIX)):
+                assert isinstance(error, sa.NotSupportedError)
+                assert "all ranks on one machine" in str(error)
+                assert "ranks 0, 1 on machine 0; rank 2 on machine 1" in str(error)
+        with Crew(3, fabric=False) as crew:
+            for error in crew.outcomes(elsewhere):
+                assert isinstance(error, sa.NotSupportedError)
+                assert "fabric handles need" in str(error) and "or else file descriptors need" in str(error)
+            assert crew.left == [{}] * 3
+
+
+class TestTheEnd:
+    def test_closing_waits_for_all(self) -> None:
+        """A rank's memory stays until nobody's work can use it any more."""
+
+        def run(rank: Rank) -> bool:
+            memory = rank.memory(100, multicast=False)
+            if rank.number:
+                memory.close()
+                return True
+            with Gate(rank.device) as gate, rank.device.create_stream() as stream:
+                gate.hold(stream)
+                memory.buffers[1].fill(1, stream)
+                gate.open()
+                memory.close()
+                return executed(stream)
+
+        with Crew(2) as crew:
+            assert crew.run(run) == [True, True]
+            assert crew.left == [{}] * 2
+
+    def test_one_closes_late(self) -> None:
+        def run(rank: Rank) -> None:
+            memory = rank.memory(100, multicast=False)
+            if rank.number:
+                memory.close(timeout=0.2)
+            else:
+                # The others have given up by then.
+                time.sleep(0.4)
+                with pytest.raises(SymmetricMemoryError) as raised:
+                    memory.close()
+                assert (raised.value.rank, raised.value.step) == (0, "close")
+            assert memory.closed
+            memory.close()
+
+        with Crew(3) as crew:
+            outcomes = crew.outcomes(run)
+            assert outcomes[0] is None
+            for error in outcomes[1:]:
+                assert isinstance(error, SymmetricMemoryError)
+                assert (error.rank, error.step) == (0, "close") and "rank 0 did not come" in error.reason
+            del outcomes, error
+            assert crew.left == [{}] * 3
+
+    def test_the_group_is_left_to_whoever_has_it(self) -> None:
+        with Crew(2) as crew:
+            for _ in range(2):
+                crew.run(lambda rank: rank.memory().close())
+            crew.run(lambda rank: rank.group.barrier())
+
+            def closed_before(rank: Rank) -> None:
+                memory = rank.memory(multicast=False)
+                rank.group.barrier()
+                rank.group.close()
+                memory.close()
+
+            for rank, error in enumerate(crew.outcomes(closed_before)):
+                assert isinstance(error, SymmetricMemoryError) and error.step == "close"
+                assert error.rank == rank and "was closed" in error.reason
+            assert crew.left == [{}] * 2
+
+    def test_a_rank_that_drops_it(self) -> None:
+        """It tells nobody; the others find out when they close."""
+
+        def run(rank: Rank) -> None:
+            memory = rank.memory(100)
+            stream = rank.device.create_stream()
+            memory.barrier(stream)
+            assert executed(stream)
+            stream.close()
+            if rank.number == 1:
+                del memory
+                gc.collect()
+                return
+            memory.close(timeout=0.2)
+
+        with Crew(3) as crew:
+            with pytest.warns(ResourceWarning, match=r"rank 1 of 3, with multicast> was dropped without close\(\)$"):
+                outcomes = crew.outcomes(run)
+            assert outcomes[1] is None
+            assert all(isinstance(outcomes[rank], SymmetricMemoryError) for rank in (0, 2))
+            del outcomes
+            assert crew.left == [{}] * 3
+
+    @pytest.mark.parametrize("call", ["cuMulticastUnbind", "cuMemUnmap", "cuMemRelease", "cuMemAddressFree"])
+    def test_failures_to_give_back_are_tried_again(self, call: str) -> None:
+        def run(rank: Rank) -> None:
+            memory = rank.memory()
+            if rank.number == 1:
+                rank.driver._target, rank.driver._first = call, rank.driver.seen.count(call) + 1
+                with pytest.raises(sa.CudaError, match=call):
+                    memory.close()
+                assert not memory.closed
+            memory.close()
+            assert memory.closed
+
+        with Crew(3) as crew:
+            crew.run(run)
+            assert crew.left == [{}] * 3
+
+    @pytest.mark.filterwarnings("ignore:.*dropped without close:ResourceWarning")
+    @pytest.mark.parametrize("how", ["close", "abandon", "drop", "cycle", "fail"])
+    def test_the_order(self, how: str) -> None:
+        """Unbind; unmap and release the multicast object; then the memories; the addresses last."""
+
+        def run(rank: Rank) -> list[str]:
+            if how == "fail":
+                if rank.number == 1:
+                    rank.fail("cuStreamSynchronize")
+                with pytest.raises(SymmetricMemoryError, match="rank 1 failed in step 'clear'"):
+                    rank.memory()
+            else:
+                memory = rank.memory()
+                rank.group.barrier()
+                if how in ("drop", "cycle"):
+                    if how == "cycle":
+                        cycle: list[Any] = [memory, memory.buffers, memory.multicast_buffer, memory._parts.replicas]
+                        cycle.append(cycle)
+                        del cycle
+                    del memory
+                    # A collection that another thread has begun may be the one that finds it.
+                    assert eventually(lambda: gc.collect() < 0 or len(rank.calls("cuMemAddressFree")) == 2)
+                else:
+                    getattr(memory, how)()
+            return rank.calls("cuMulticastUnbind", "cuMemUnmap", "cuMemRelease", "cuMemAddressFree")
+
+        with Crew(3) as crew:
+            for calls in crew.run(run):
+                # Before that, the memory with fabric handles that was made in vain.
+                assert calls == [
+                    "cuMulticastUnbind",
+                    "cuMemUnmap",
+                    "cuMemRelease",
+                    "cuMemUnmap",
+                    *["cuMemRelease"] * 3,
+                    *["cuMemAddressFree"] * 2,
+                ]
+            assert crew.left == [{}] * 3
+
+
+def test_a_mistake_in_the_size_of_memory_shows_the_size() -> None:
+    with Crew(2) as crew:
+        for result in crew.outcomes(lambda rank: rank.memory(200 << 30, multicast=False)):
+            assert isinstance(result, SymmetricMemoryError)
+            assert (result.rank, result.step) == (0, "create") and "OutOfMemoryError" in result.reason
+        assert crew.run(lambda rank: _closed(rank.memory(3 * MiB, multicast=False)).physical_bytes) == [4 * MiB] * 2

@@ -1,0 +1,385 @@
+"""The end of things: whatever is dropped in whichever order, the driver sees the one right order."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import multicast, vmm
+from tests.support import holds, names
+
+from .support import PAGE, TEAM, Account, Team, misorders
+
+Python = Callable[..., CompletedProcess[str]]
+pytestmark = [pytest.mark.gpus(TEAM), pytest.mark.multicast]
+
+# The calls of the end, in the order in which they come where everything goes.
+PHASES = ["cuMulticastUnbind", "release object", "release memory", "cuMemAddressFree"]
+
+
+def parts(driver: Any) -> list[object]:
+    """All that a user can hold of a team: bound by handle and by address, mapped several times, closed in part."""
+    team = Team(driver)
+    devices, made = team.devices, team.object
+    team.bindings.pop().close()
+    closed = team.memories.pop()
+    found = made.bind(team.unicast[-1])
+    closed.close()
+    team.unicast[0].close()
+    team.ranges.pop(0).close()
+    buffer = vmm.GrowableBuffer(devices[1], 4 * PAGE, PAGE, chunk=PAGE)
+    team.bindings[1].close()
+    part = made.bind(team.memories[1], nbytes=PAGE)
+    growable = made.bind(buffer[:PAGE], PAGE)
+    again = vmm.PhysicalMemory.at(team.unicast[2].address, driver=driver)
+    return [
+        made, *team.memories, *team.bindings, *team.ranges, *team.unicast, team.view, team.range, team.alias, closed,
+        found, buffer, part, growable, again, made.bindings, team.view[:64], team.unicast[1][16:],
+        team.range.view(2 * PAGE), buffer.mappings,
+    ]  # fmt: skip
+
+
+def phases(calls: list[Any]) -> list[int]:
+    """The calls of the end, as places in :data:`PHASES`."""
+    objects = {int(call.answer[1]) for call in calls if call.name == "cuMulticastCreate"}
+    found = []
+    for call in calls:
+        name = call.name
+        if name == "cuMemRelease":
+            name = "release object" if int(call.args[0]) in objects else "release memory"
+        if name in PHASES:
+            found.append(PHASES.index(name))
+    return found
+
+
+class TestGarbage:
+    @pytest.mark.parametrize("seed", range(200))
+    def test_dropped_in_any_order(self, machine: Any, seed: int) -> None:
+        """Some of it in cycles, and collected now and then."""
+        chance = random.Random(seed)
+        account = Account(machine)
+        things = parts(account.driver)
+        begun = len(account.traced.calls)
+        chance.shuffle(things)
+        while things:
+            count = chance.randint(1, 6)
+            holder: list[object] = things[:count]
+            del things[:count]
+            if chance.random() < 0.5:
+                holder.append(holder)
+            del holder
+            if chance.random() < 0.3:
+                gc.collect()
+        gc.collect()
+        assert account.left == {}
+        assert misorders(account.traced.calls, begun) == []
+        ends = phases(account.traced.calls)[len(phases(account.traced.calls[:begun])) :]
+        assert ends == sorted(ends) and set(ends) == set(range(len(PHASES)))
+
+    def test_a_cycle_of_everything(self, machine: Any) -> None:
+        account = Account(machine)
+        before = [device.memory_info().free for device in sa.Device.all(account.driver)]
+        things = [*parts(account.driver), account.driver]
+        begun = len(account.traced.calls)
+        things.append(things)
+        del things
+        gc.collect()
+        assert account.left == {} and misorders(account.traced.calls, begun) == []
+        assert [device.memory_info().free for device in sa.Device.all(account.driver)] == before
+
+    @pytest.mark.parametrize("reverse", [False, True])
+    def test_a_cycle_in_the_order_in_which_it_was_made(self, machine: Any, reverse: bool) -> None:
+        """The collector goes by age: an object that is older than its memory is ended first."""
+        account = Account(machine)
+        devices = sa.Device.all(account.driver)
+
+        def memories() -> list[vmm.PhysicalMemory]:
+            return [vmm.PhysicalMemory(PAGE, device) for device in devices]
+
+        def addresses() -> vmm.AddressRange:
+            return vmm.AddressRange(3 * PAGE, driver=account.driver)
+
+        first = (memories(), addresses()) if reverse else None
+        made = multicast.MulticastObject(PAGE, len(devices), driver=account.driver)
+        memory, range = first or (memories(), addresses())
+        for device in devices:
+            made.add_device(device)
+        for one in memory:
+            made.bind(one)
+        range.map(memory[0], access=devices)
+        range.map(made, PAGE, access=devices)
+        things: list[object] = [made, memory, range]
+        things.append(things)
+        del things, made, memory, range, first, one
+        gc.collect()
+        assert account.left == {} and misorders(account.traced.calls) == []
+
+    def test_bound_memory_of_a_pool_in_a_cycle(self, machine: Any) -> None:
+        """It is freed after it was unbound."""
+        account = Account(machine)
+        devices = sa.Device.all(account.driver)
+        stream = devices[0].create_stream()
+        pool = sa.MemoryPool(devices[0])
+        buffer = pool.allocate(16 * PAGE, stream)
+        made = multicast.MulticastObject(PAGE, len(devices), driver=account.driver)
+        for device in devices:
+            made.add_device(device)
+        made.bind(buffer[-buffer.address % PAGE :][:PAGE])
+        things = [buffer, made]
+        things.append(things)  # type: ignore[arg-type]
+        del things, made, buffer
+        gc.collect()
+        ends = names(account.traced, "cuMulticastUnbind", "cuMemFreeAsync", "cuMemRelease")
+        assert ends == ["cuMulticastUnbind", "cuMemRelease", "cuMemFreeAsync"]
+        pool.close()
+        stream.close()
+
+    def test_the_check_can_fail(self, machine: Any) -> None:
+        """What a user does by hand in the wrong order is found."""
+        traced = sd.traced(machine)
+        team = Team(traced)
+        calls = list(traced.calls)
+        one, memory = team.object.handle, team.memories[0].handle
+        for name, arguments in {
+            "released while it was bound": ("cuMemRelease", (memory,)),
+            "before object": ("cuMemRelease", (memory,)),
+            "released while it was mapped": ("cuMemRelease", (one,)),
+            "unmapped before it was unbound": ("cuMemUnmap", (team.view.address, 2 * PAGE)),
+            "freed before": ("cuMemAddressFree", (team.view.address, 2 * PAGE)),
+        }.items():
+            assert misorders(calls) == []
+            assert any(name in text for text in misorders([*calls, sd.wrappers.Call(*arguments, (0,))])), name
+        assert phases([*calls, sd.wrappers.Call("cuMemRelease", (one,), (0,))]) == [1]
+
+
+class TestDropped:
+    """What keeps what, and when it goes."""
+
+    def test_an_object_that_is_mapped_lives_on(self, machine: Any) -> None:
+        account = Account(machine)
+        team = Team(account.driver)
+        view, unicast = team.view, team.unicast[1]
+        del team
+        gc.collect()
+        assert names(account.traced, "cuMulticastUnbind") == []
+        view[:8].fill(7)
+        view.stream.synchronize()
+        assert holds(unicast[:8], 7)
+        del view, unicast
+        gc.collect()
+        assert account.left == {} and misorders(account.traced.calls) == []
+
+    def test_a_binding_that_is_dropped_stays(self, machine: Any) -> None:
+        account = Account(machine)
+        team = Team(account.driver)
+        team.bindings.clear()
+        team.memories.clear()
+        gc.collect()
+        assert len(team.object.bindings) == TEAM and names(account.traced, "cuMulticastUnbind", "cuMemRelease") == []
+
+    def test_a_range_that_is_dropped_keeps_its_addresses_as_long_as_the_object(self, machine: Any) -> None:
+        account = Account(machine)
+        team = Team(account.driver)
+        del team.alias, team.range
+        del team.view
+        team.unicast.clear()
+        team.ranges.clear()
+        gc.collect()
+        assert names(account.traced, "cuMemUnmap", "cuMemAddressFree") == []
+        assert team.object.mapping_count == 0
+        team.object.close()
+        assert len(account.mapped) == 0
+        assert names(account.traced, "cuMemAddressFree") == []
+        team.memories.clear()
+        team.bindings.clear()
+        assert account.left == {} and misorders(account.traced.calls) == []
+
+    def test_dropped_while_a_stream_is_captured(self, machine: Any) -> None:
+        account = Account(machine)
+        team: Any = Team(account.driver)
+        with team.devices[0].create_stream() as stream:
+            with stream.capture() as graph:
+                del team
+                gc.collect()
+                assert names(account.traced, "cuMulticastUnbind", "cuMemUnmap", "cuMemRelease") == []
+            graph.close()
+            assert misorders(account.traced.calls) == []
+        del stream, graph
+        assert account.left == {}
+
+    def test_a_finaliser_that_fails_warns_and_goes_on(self, machine: Any) -> None:
+        account = Account(machine)
+        team: Any = Team(sd.faulty(account.driver, "cuMulticastUnbind", result="CUDA_ERROR_UNKNOWN"))
+        with pytest.warns(ResourceWarning, match=r"multicast object.*cuMulticastUnbind answered CUDA_ERROR_UNKNOWN"):
+            del team
+            gc.collect()
+        assert account.left == {}
+
+    def test_a_driver_that_has_ended_is_no_news(self, machine: Any) -> None:
+        driver = sd.faulty(machine, "cuMemRelease", result="CUDA_ERROR_DEINITIALIZED")
+        made = multicast.MulticastObject(PAGE, TEAM, driver=driver)
+        handle = made.handle
+        del made
+        assert driver.failed == ["cuMemRelease"]
+        machine.cuMemRelease(handle)
+
+
+class TestClosed:
+    def test_leaving_a_block_unbinds_unmaps_and_releases(self, machine: Any) -> None:
+        account = Account(machine)
+        team = Team(account.driver)
+        with team.object:
+            team.view.fill(3)
+        assert team.object.closed and team.view.closed and team.alias.closed
+        assert all(binding.closed for binding in team.bindings)
+        assert names(account.traced, "cuMulticastUnbind", "cuMemUnmap", "cuMemRelease") == [
+            *TEAM * ["cuMulticastUnbind"], "cuMemUnmap", "cuMemUnmap", "cuMemRelease",
+        ]  # fmt: skip
+        assert all(holds(one[:8], 3) for one in team.unicast)
+
+    def test_nested_blocks(self, machine: Any) -> None:
+        account = Account(machine)
+        devices = sa.Device.all(account.driver)
+        with (
+            vmm.AddressRange(2 * PAGE, driver=account.driver) as addresses,
+            vmm.PhysicalMemory(PAGE, devices[0]) as memory,
+            multicast.MulticastObject(PAGE, len(devices), driver=account.driver) as made,
+        ):
+            for device in devices:
+                made.add_device(device)
+            made.bind(memory)
+            addresses.map(memory)
+            addresses.map(made, PAGE, access=devices)
+        assert account.left == {}
+        assert names(account.traced, "cuMulticastUnbind", "cuMemUnmap", "cuMemRelease", "cuMemAddressFree") == [
+            "cuMulticastUnbind", "cuMemUnmap", "cuMemRelease", "cuMemRelease", "cuMemUnmap", "cuMemAddressFree",
+        ]  # fmt: skip
+
+    def test_refused_while_mapped(self, machine: Any) -> None:
+        team = Team(machine)
+        with pytest.raises(ValueError, match="has 2 mappings: unmap"):
+            team.object.close()
+        team.view.close()
+        with pytest.raises(ValueError, match="has 1 mapping: unmap"):
+            team.object.close()
+        assert team.object.handle and len(team.object.bindings) == TEAM
+        team.alias.close()
+        team.object.close()
+        team.object.close()
+        assert team.object.closed and team.object.bindings == ()
+
+    def test_memory_that_is_closed_while_bound_is_released_when_unbound(self, machine: Any) -> None:
+        account = Account(machine)
+        team = Team(account.driver)
+        memory = team.memories[0]
+        team.unicast[0].close()
+        memory.close()
+        memory.close()
+        assert memory.closed and names(account.traced, "cuMemRelease") == []
+        with pytest.raises(sa.ClosedError):
+            team.ranges[0].map(memory)
+        team.bindings[0].close()
+        assert names(account.traced, "cuMulticastUnbind", "cuMemRelease") == ["cuMulticastUnbind", "cuMemRelease"]
+
+    def test_memory_that_is_bound_twice(self, machine: Any) -> None:
+        """It goes with the last binding."""
+        account = Account(machine)
+        devices = sa.Device.all(account.driver)
+        made = multicast.MulticastObject(2 * PAGE, len(devices), driver=account.driver)
+        for device in devices:
+            made.add_device(device)
+        memory = vmm.PhysicalMemory(PAGE, devices[0])
+        first, second = made.bind(memory), made.bind(memory, PAGE)
+        memory.close()
+        first.close()
+        assert names(account.traced, "cuMemRelease") == []
+        second.unbind()
+        assert names(account.traced, "cuMemRelease") == ["cuMemRelease"]
+
+    def test_queued_work_is_waited_for(self, machine: Any) -> None:
+        account = Account(machine)
+        team = Team(account.driver)
+        account.traced.calls.clear()
+        team.bindings[0].close()
+        assert names(account.traced, "cuCtxSynchronize", "cuMulticastUnbind") == [
+            *TEAM * ["cuCtxSynchronize"], "cuMulticastUnbind",
+        ]  # fmt: skip
+        account.traced.calls.clear()
+        team.bindings[1].close(())
+        assert names(account.traced, "cuCtxSynchronize", "cuMulticastUnbind") == ["cuMulticastUnbind"]
+
+
+EXIT = """
+import streamalloc as sa
+from streamalloc import multicast, vmm
+PAGE = 2 << 20
+import streamalloc.driver as sd
+driver = sd.simulated(devices=2)
+devices = sa.Device.all(driver)
+made = multicast.MulticastObject(PAGE, 2, driver=driver)
+for device in devices: made.add_device(device)
+memories = [vmm.PhysicalMemory(PAGE, device) for device in devices]
+bindings = [made.bind(memory) for memory in memories]
+view = made.map(access=devices); view.fill(1)
+addresses = vmm.AddressRange(PAGE, driver=driver); addresses.map(memories[0], access=devices)
+holder = [view, bindings[1]]; holder.append(holder)
+"""
+
+FORK = """
+import gc, os, sys, warnings
+import streamalloc as sa, streamalloc.driver as sd
+from streamalloc import multicast, vmm
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and newer say that threads and forks do not mix
+PAGE = 2 << 20
+driver = sd.traced(sd.simulated(devices=2))
+devices = sa.Device.all(driver)
+made = multicast.MulticastObject(2 * PAGE, 2, driver=driver)
+for device in devices: made.add_device(device)
+memories = [vmm.PhysicalMemory(PAGE, device) for device in devices]
+bindings = [made.bind(memory) for memory in memories]
+view = made.map(access=devices)
+before = len(driver.calls)
+child = os.fork()
+if child == 0:
+    kinds = []
+    for use in (
+        lambda: multicast.MulticastObject(PAGE, 2, driver=driver),
+        lambda: made.bind(memories[0], PAGE),
+        lambda: made.map(access=devices),
+        lambda: bindings[0].close(()),
+        lambda: view.fill(1),
+        lambda: view.close(),
+        lambda: made.__exit__(None, None, None),
+    ):
+        try: use()
+        except Exception as error: kinds.append(type(error).__name__)
+        else: kinds.append("nothing")
+    del made, memories, bindings, view, devices, device, use
+    gc.collect()
+    print(sorted(set(kinds)), len(driver.calls) - before, flush=True)
+    sys.exit(0)
+_, status = os.waitpid(child, 0)
+assert len(driver.calls) == before
+view[:PAGE].fill(3); view.stream.synchronize()
+print(os.waitstatus_to_exitcode(status))
+view.close(); made.close()
+"""
+
+
+@pytest.mark.simulated_only("names its driver")
+def test_interpreter_exit(python: Python) -> None:
+    done = python(EXIT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.simulated_only("a process that uses a GPU must not be forked")
+def test_forked_child(python: Python) -> None:
+    done = python(FORK)
+    assert (done.stdout, done.stderr) == ("['ForkedProcessError'] 0\n0\n", "")
