@@ -11,12 +11,14 @@ import pytest
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.buffer import Buffer
-from streamalloc.cli import tour
+from streamalloc.cli import tour, tour_ipc, tour_multicast, tour_vmm
 from streamalloc.cli.peer import Peer
 
 from .conftest import Altered, Run, without
 
 MiB = 1 << 20
+OTHERS = (*tour_vmm.PARTS, *tour_ipc.PARTS, *tour_multicast.PARTS)
+OF_POOLS = tuple(part for part in tour.PARTS if part not in OTHERS)
 
 
 def test_every_check_holds(machine: Any, run: Run) -> None:
@@ -165,23 +167,26 @@ def test_access_that_is_not_as_asked_for_is_found(machine: Any, run: Run) -> Non
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "parts"),
     [
-        "cuMemPoolCreate",
-        "cuMemAllocFromPoolAsync",
-        "cuStreamWaitEvent",
-        "cuGraphLaunch",
-        "cuMemAddressReserve",
-        "cuMemCreate",
-        "cuMemMap",
-        "cuMemSetAccess",
-        "cuMemMapArrayAsync",
-        "cuMemPoolExportToShareableHandle",
-        "cuMemPoolExportPointer",
-        "cuMemExportToShareableHandle",
+        ("cuMemPoolCreate", OF_POOLS),
+        ("cuMemAllocFromPoolAsync", OF_POOLS),
+        ("cuStreamWaitEvent", OF_POOLS),
+        ("cuGraphLaunch", OF_POOLS),
+        ("cuMemAddressReserve", tour_vmm.PARTS),
+        ("cuMemCreate", tour_vmm.PARTS),
+        ("cuMemMap", tour_vmm.PARTS),
+        ("cuMemSetAccess", tour_vmm.PARTS),
+        ("cuMemMapArrayAsync", tour_vmm.PARTS),
+        ("cuMemPoolExportToShareableHandle", tour_ipc.PARTS),
+        ("cuMemPoolExportPointer", tour_ipc.PARTS),
+        ("cuMemExportToShareableHandle", tour_ipc.PARTS),
     ],
 )
-def test_a_refused_call_is_found(machine: Any, run: Run, name: str) -> None:
+def test_a_refused_call_is_found(
+    machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch, name: str, parts: tuple[Any, ...]
+) -> None:
+    monkeypatch.setattr(tour, "PARTS", parts)
     with sd.use(sd.faulty(machine, name, result="CUDA_ERROR_NOT_SUPPORTED")):
         code, text = run("tour")
     assert code == 1
