@@ -177,7 +177,8 @@ class Device:
             raise TypeError(f"priority must be an integer, not {type(priority).__name__}")
         flags = cuda.CUstream_flags.CU_STREAM_DEFAULT if blocking else cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
         with self.current():
-            return Stream(self, self._door.call("cuStreamCreateWithPriority", int(flags), priority))
+            raw = self._door.call("cuStreamCreateWithPriority", int(flags), priority)
+            return Stream(self, raw, non_blocking=not blocking)
 
     def create_event(self, *, timing: bool = False, blocking_sync: bool = False, interprocess: bool = False) -> Event:
         """A new event; see :class:`Event` for the options."""

@@ -59,13 +59,14 @@ class Stream(Closes):
         "_handle",
         "_last",
         "_raw",
+        "_sees_all",
         "device",
     )
 
     device: Device
     """The device that runs the stream's work."""
 
-    def __init__(self, device: Device, raw: Any, *, foreign: object | None = None) -> None:
+    def __init__(self, device: Device, raw: Any, *, foreign: object | None = None, non_blocking: bool = False) -> None:
         door = device._door
         self.device = device
         self._raw = raw
@@ -74,6 +75,9 @@ class Stream(Closes):
         self._capture: Capture | None = None
         self._closed = False
         self._default = int(raw) in _DEFAULT_HANDLES
+        # Whether a query sees all that later work would wait for: that of a blocking stream does not see what the
+        # legacy stream has to do, while the legacy stream's sees the work of all blocking streams.
+        self._sees_all = non_blocking or int(raw) in (0, _LEGACY)
         self._last: Event | None = None
         # What the hot path uses: the handle where it can go straight to the driver, and the door to compare with its
         # own.

@@ -162,6 +162,8 @@ def _operand(values: Values, address: AddressLike) -> tuple[Values, int]:
 
 
 def _aligned(address: AddressLike, dtype: np.dtype[Any]) -> int:
+    if not dtype.isnative:
+        raise ValueError(f"{dtype!r}: GPUs have the byte order of the CPU")
     at = _address(address)
     if at % dtype.itemsize:
         raise ValueError(f"address={at:#x}: must be a multiple of {dtype.itemsize}, the size of a {dtype.name}")

@@ -249,6 +249,7 @@ class _Current:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._door.check_process()
         result = self._door.driver.cuCtxPopCurrent()[0]
         if result:
             later = error_from(result, "cuCtxPopCurrent")

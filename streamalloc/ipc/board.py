@@ -7,6 +7,7 @@ process has a board, a page-locked file in memory that importers map too. It has
   stale;
 * ``announced``: how far ``ready`` will come by what is queued;
 * ``ready``: written by the exporter's streams when the contents are there; importers' streams wait for it;
+* ``lost``: how much of that importers had to write themselves, as the exporter had died;
 * ``opened``, ``closing``, ``closed``, a word for each importer: the importer's host counts ``opened`` up when it opens
   the allocation and sets ``closing`` to that when it has closed it; its stream sets ``closed`` when its work is done,
   and the exporter's stream waits for that before it frees;
@@ -47,10 +48,10 @@ SLOTS = 1024
 IMPORTERS = 128
 """Of one exporter at a time. A board has 2 MiB with so many, all of which is page-locked, once by each of them."""
 
-_MAGIC = b"SAboard\1"
+_MAGIC = b"SAboard\2"
 _HEADER = struct.Struct("<8s16sII")
 _HEADER_BYTES = 4096
-_PLAIN = ("generation", "announced", "ready", "sent")
+_PLAIN = ("generation", "announced", "ready", "sent", "lost")
 _EACH = ("opened", "closing", "closed", "received")
 _BYTES = _HEADER_BYTES + 4 * SLOTS * (len(_PLAIN) + len(_EACH) * IMPORTERS)
 # Where each kind of word begins, and how far apart the words of two slots are, in bytes.
@@ -64,6 +65,7 @@ _PLACES = {
 _REGISTER_PORTABLE_AND_MAPPED = 3
 _FLAGS = cuda.CUstreamWaitValue_flags
 _NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
+_RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _AT_LEAST = int(_FLAGS.CU_STREAM_WAIT_VALUE_GEQ)
 _LOCK = struct.Struct("hhqqi4x")
 WORD = 1 << 32
@@ -79,14 +81,19 @@ def _word(address: int) -> ctypes.c_uint32:
 class SlotWords:
     """The words of one slot that its exporter writes."""
 
-    __slots__ = ("announced", "generation", "ready", "ready_address", "sent")
+    __slots__ = ("announced", "generation", "lost", "ready", "ready_address", "sent")
 
     def __init__(self, board: Board, slot: int) -> None:
         self.generation = _word(board.address("generation", slot))
         self.announced = _word(board.address("announced", slot))
         self.ready = _word(board.address("ready", slot))
         self.sent = _word(board.address("sent", slot))
+        self.lost = _word(board.address("lost", slot))
         self.ready_address = cuda.CUdeviceptr(board.address("ready", slot))
+
+    def was_lost(self, wanted: int) -> bool:
+        """Whether the exporter died before ``ready`` had come to a value that it has now."""
+        return bool(self.lost.value) and not reached(self.ready.value - self.lost.value, wanted)
 
 
 class ImporterWords:
@@ -108,6 +115,7 @@ class Board:
     __slots__ = (
         "__weakref__",
         "_address",
+        "_exchange",
         "_expected",
         "_importers",
         "_map",
@@ -125,6 +133,7 @@ class Board:
         "generation",
         "id",
         "importer",
+        "lost",
         "opened",
         "ready",
         "received",
@@ -140,6 +149,7 @@ class Board:
     announced: Words
     ready: Words
     sent: Words
+    lost: Words
     opened: Words
     closing: Words
     closed: Words
@@ -164,6 +174,7 @@ class Board:
         self._address = 0
         self._slots: dict[int, SlotWords] = {}
         self._importers: dict[tuple[int, int], ImporterWords] = {}
+        self._exchange: Any = door.driver.cuThreadExchangeStreamCaptureMode
         self._query: Any = door.driver.cuStreamQuery
         self._write: Any = door.driver.cuStreamWriteValue32
         self._wait: Any = door.driver.cuStreamWaitValue32
@@ -260,9 +271,8 @@ class Board:
         """
         if stream._direct is self.door:
             handle = stream._handle
-            # Asking about any stream may break a capture.
-            if not self.door.captures:
-                result = self._query(handle)[0]
+            if stream._sees_all:
+                result = self._asked(handle)
                 if not result:
                     word.value = value
                     return
@@ -274,10 +284,26 @@ class Board:
             return
         if not checked:
             _refuse_capture(stream, "cuStreamWriteValue32")
-        if not self.door.captures and stream.query():
-            word.value = value
-        else:
-            stream._call("cuStreamWriteValue32", address, value, 0)
+        if stream._sees_all:
+            with self.door.relaxed():
+                idle = stream.query()
+            if idle:
+                word.value = value
+                return
+        stream._call("cuStreamWriteValue32", address, value, 0)
+
+    def _asked(self, handle: Any) -> Any:
+        """What ``cuStreamQuery`` says of a stream; asked in this mode, it breaks no capture of another one."""
+        mode = self._exchange(_RELAXED)
+        if mode[0]:
+            raise error_from(mode[0], "cuThreadExchangeStreamCaptureMode")
+        try:
+            result = self._query(handle)[0]
+        finally:
+            failed = self._exchange(mode[1])[0]
+        if failed:
+            raise error_from(failed, "cuThreadExchangeStreamCaptureMode")
+        return result
 
     def wait(self, stream: Stream, address: Any, value: int) -> None:
         """Have a stream wait until a word is at a value or beyond (``cuStreamWaitValue32``)."""
@@ -336,19 +362,28 @@ class Board:
 
     def _exporter_died(self) -> None:
         for slot, waiting in list(self._expected.items()):
+            words = self.slot_words(slot)
             for wanted, lose in waiting:
-                if not reached(self.ready[slot], wanted):
+                short = (wanted - words.ready.value) % WORD
+                if short < WORD // 2:
+                    # For others too: how far it was really is what is left.
+                    words.lost.value = (words.lost.value + short) % WORD
+                    words.ready.value = wanted
+                if words.was_lost(wanted):
                     lose()
-                    self.ready[slot] = wanted
 
     def _watch(self, byte: int) -> None:
         if byte in self._watched:
             return
         self._watched.add(byte)
-        file = Fd(os.open(f"/proc/self/fd/{self.fd.fileno()}", os.O_RDWR | os.O_CLOEXEC))
-        # It lasts as long as the other process, and must not keep the board, nor the driver behind it, for that long.
-        watching = (weakref.ref(self), file, byte)
-        threading.Thread(target=_wait_for_the_death, args=watching, name="streamalloc lease", daemon=True).start()
+        with undoing(lambda: self._watched.discard(byte)):
+            file = Fd(os.open(f"/proc/self/fd/{self.fd.fileno()}", os.O_RDWR | os.O_CLOEXEC))
+            # It lasts as long as the other process, and must not keep the board, nor the driver behind it, so long.
+            watch = threading.Thread(
+                target=_wait_for_the_death, args=(weakref.ref(self), file, byte), name="streamalloc lease", daemon=True
+            )
+            with undoing(file.close):
+                watch.start()
 
     def _died(self, byte: int) -> None:
         self._watched.discard(byte)
@@ -358,7 +393,7 @@ class Board:
             self._exporter_died()
 
     def _shut_after_fork(self) -> None:
-        self._query = self._write = self._wait = refuse_after_fork
+        self._exchange = self._query = self._write = self._wait = refuse_after_fork
         # A child that keeps the lock would make its dead parent count as alive.
         self._own.close()
 
@@ -374,6 +409,8 @@ def _wait_for_the_death(watching: weakref.ref[Board], file: Fd, byte: int) -> No
         board = watching()
         if board is not None:
             board._died(byte)
+        # Closing the file is not enough where a forked child of this process has it, too.
+        fcntl.fcntl(file.fileno(), fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
 
 
 def _refuse_capture(stream: Stream, call: str) -> None:

@@ -11,7 +11,7 @@ import struct
 import zlib
 from typing import NamedTuple
 
-__all__ = ["HEAD_BYTES", "Chunk", "Descriptor", "Flags", "Mechanism", "head_of", "joined"]
+__all__ = ["HEAD_BYTES", "MOST_CHUNKS", "Chunk", "Descriptor", "Flags", "Mechanism", "head_of", "joined"]
 
 
 class Mechanism(enum.IntEnum):
@@ -48,7 +48,8 @@ _CHUNK = struct.Struct("<16sQ")
 _FABRIC_CHUNK = struct.Struct("<16sQ64s")
 _CHECK = struct.Struct("<I")
 _SHORTEST = _BODY + _CHECK.size
-_MOST_CHUNKS = 2048
+MOST_CHUNKS = 2048
+"""The most pieces of physical memory in one descriptor."""
 _MOST_PAYLOAD = 256
 _MOST_BYTES = 1 << 48
 _FLAGS = 0xF
@@ -161,7 +162,7 @@ class Descriptor(NamedTuple):
         ValueError
             They are not a descriptor, are damaged, or of a version that this library does not know.
         """
-        if known is not None:
+        if known is not None and len(data) >= _SHORTEST:
             numbers = _NUMBERS.unpack_from(data, HEAD_BYTES)
             flags, _, _, _, _, handle_type, offset, size, base_size, extra, count = numbers
             payload = data[_BODY : -_CHECK.size]
@@ -190,7 +191,7 @@ class Descriptor(NamedTuple):
         flags, _, _, _, _, handle_type, offset, size, base_size, extra, count = numbers
         form = _FABRIC_CHUNK if handle_type == FABRIC else _CHUNK
         parts = _SHORTEST + extra + form.size * count
-        if extra > _MOST_PAYLOAD or count > _MOST_CHUNKS or length != parts:
+        if extra > _MOST_PAYLOAD or count > MOST_CHUNKS or length != parts:
             raise ValueError("the descriptor is damaged: its parts do not fit its length")
         kind = _MECHANISMS.get(mechanism)
         if kind is None:

@@ -99,7 +99,8 @@ class Lease:
         """Let a stream wait for the rest of importers' work."""
         for importer in using:
             theirs = self.board.importer_words(self.slot, importer)
-            self.board.wait(stream, theirs.closed_address, theirs.opened.value)
+            # Not ``opened``, which goes up for a moment where a stale descriptor is being refused.
+            self.board.wait(stream, theirs.closed_address, theirs.closing.value)
 
     def quiet(self) -> bool:
         """Whether everything that was queued with the slot's words has run, so that it can stand for something else."""

@@ -313,8 +313,8 @@ def _prepared(importer: Importer, described: Descriptor, device: Device, stream:
     ordered = device.default_stream if stream is None else stream
     if type(ordered) is not Stream or ordered._direct is not importer.door:
         ordered = as_stream(ordered, importer.door)
-        if ordered._capture is not None:
-            # Of captures that are not ours it is asked where there is something to wait for.
+        if not ordered.is_default:
+            # Of default streams, which others may capture, it is asked where there is something to wait for.
             ordered._refuse_capture("cuStreamWaitValue32", "memory of other processes cannot be opened in a capture")
     return ordered
 
@@ -441,30 +441,48 @@ def _open_allocation(
         lessor = (described.board, described.slot, described.generation)
     elif flags & Flags.HELD:
         raise ValueError("the descriptor speaks of a lease, and has none")
+    if board is not None and stream._direct is not importer.door and not _is_ready(board, described):
+        # Before anything is open here, which could not be closed on that stream.
+        stream._refuse_capture("cuStreamWaitValue32", "memory of other processes cannot be opened in a capture")
     held = None if key is None else importer.imports.get(key)
-    if held is None:
+    if held is not None:
+        # First of all: a finaliser that comes in between may let go of the last object that there is.
+        held.count += 1
+    if held is None or held.released:
         held = _Import(key, lessor, way, words)
         _import(importer, held, described, stream)
+        held.count = 1
         if key is not None:
             importer.imports[key] = held
-    elif lessor is not None and held.lessor != lessor:
-        _check_generation(board, described)
-        raise ValueError("this memory is open here under another lease: close that first")
-    elif described.base_size != importer.size_at(held.address):
-        raise ValueError(f"the descriptor says {described.base_size} bytes, which is not what is open here")
-    held.count += 1
-    if board is not None:
-        try:
+        new = True
+    else:
+        new = False
+    try:
+        if not new:
+            if lessor is not None and held.lessor != lessor:
+                _check_generation(board, described)
+                raise ValueError("this memory is open here under another lease: close that first")
+            if described.base_size != importer.size_at(held.address):
+                raise ValueError(f"the descriptor says {described.base_size} bytes, which is not what is open here")
+        if board is not None:
             _wait_until_ready(held.lose, board, described, stream)
-        except BaseException as first:
-            try:
-                _let_go(importer, held, stream)
-            except CudaError as later:
-                attach(first, later)
-            raise
-        if words is not None and flags & Flags.HELD:
-            words.received.value += 1
+    except BaseException as first:
+        try:
+            _take_back(importer, held, stream)
+        except CudaError as later:
+            attach(first, later)
+        raise
+    if words is not None and flags & Flags.HELD:
+        words.received.value += 1
     return ImportedBuffer(importer, held, described.offset, described.size, stream)
+
+
+def _take_back(importer: Importer, held: _Import, stream: Stream) -> None:
+    """Undo what counts one more object, which has not queued anything that others would have to come after."""
+    if held.count > 1:
+        held.count -= 1
+    else:
+        _let_go(importer, held, stream)
 
 
 def _check_generation(board: Board | None, described: Descriptor) -> None:
@@ -500,12 +518,21 @@ def _import(importer: Importer, held: _Import, described: Descriptor, stream: St
         raise
 
 
+def _is_ready(board: Board, described: Descriptor) -> bool:
+    """Whether the contents are there, as the exporter announced them."""
+    ready = board.slot_words(described.slot).ready.value
+    return ready == described.ready or reached(ready, described.ready)
+
+
 def _wait_until_ready(lose: Callable[[], None], board: Board | None, described: Descriptor, stream: Stream) -> None:
     """Have ``stream`` wait for the exporter's announcement, if that is still to come."""
     if board is None:
         return
     words, wanted = board.slot_words(described.slot), described.ready
-    if words.ready.value != wanted and not reached(words.ready.value, wanted):
+    if _is_ready(board, described):
+        if words.was_lost(wanted):
+            lose()
+    else:
         if not reached(words.announced.value, wanted):
             raise ValueError("the descriptor waits for contents that its exporter has not announced")
         board.wait(stream, words.ready_address, wanted)

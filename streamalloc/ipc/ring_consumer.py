@@ -92,10 +92,13 @@ class RingItem(Part):
         place.closing.value = value
 
     def _take(self, ready: int, value: int, nbytes: int) -> None:
+        words = self._words
         self._lost = False
-        if (self._words.ready.value - ready) & MASK >= HALF:
+        if (words.ready.value - ready) & MASK >= HALF:
             self._board.expect(self._number, ready, self._lose)
-            self._board.wait(self._stream, self._words.ready_address, ready)
+            self._board.wait(self._stream, words.ready_address, ready)
+        elif words.lost.value:
+            self._lost = words.was_lost(ready)
         self._place.opened.value = value
         self._value = value
         self._used = nbytes

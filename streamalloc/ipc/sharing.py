@@ -15,7 +15,7 @@ from streamalloc.driver.bindings import cuda, opaque_bytes
 from streamalloc.errors import error_from
 from streamalloc.fd import Fd
 from streamalloc.ipc.board import Board
-from streamalloc.ipc.descriptor import Chunk, Descriptor, Flags, Mechanism, head_of, joined
+from streamalloc.ipc.descriptor import MOST_CHUNKS, Chunk, Descriptor, Flags, Mechanism, head_of, joined
 from streamalloc.ipc.leases import Lease, Leases, leases_of, making
 from streamalloc.ipc.opening import ImportedBuffer, ImportedPool, ImportedRange
 from streamalloc.pointers import MemoryKind, PointerAttributes, pointer_attributes
@@ -459,6 +459,11 @@ def _share_range(
     ordered = _ordered(thing, stream, door)
     # Of a growing buffer, all pieces from its beginning on, so that importers recognise those they have.
     pieces = list(range_._covering(start, start + size))
+    if len(pieces) > MOST_CHUNKS:
+        raise ValueError(
+            f"{thing!r} lies in {len(pieces)} pieces of physical memory, and at most {MOST_CHUNKS} are shared at once: "
+            "grow in larger steps, or share parts of it"
+        )
     memories = []
     for mapped in pieces:
         memory = mapped.memory

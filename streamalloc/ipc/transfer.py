@@ -8,7 +8,8 @@ from typing import Any
 from streamalloc.buffer import Buffer, BufferView
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
-from streamalloc.ipc.channel import MAX_HANDLES, Channel
+from streamalloc.ipc.channel import MAX_DATA, MAX_HANDLES, Channel
+from streamalloc.ipc.descriptor import MOST_CHUNKS
 from streamalloc.ipc.endpoint import serve
 from streamalloc.ipc.leases import LeasedBuffer
 from streamalloc.ipc.opening import open as open_shared
@@ -19,8 +20,13 @@ from streamalloc.vmm import GrowableBuffer, Mapping, PhysicalMemory, RangeView, 
 
 __all__ = ["receive", "send"]
 
-# A message with handles for the descriptor that follows, where there are more than one message can carry.
+# Begins a message with handles for the descriptor that follows, and with bytes of its end, where these are more than
+# one message can carry.
 _MORE = b"SAmore"
+_PIECE = MAX_DATA - len(_MORE)
+# Those of the largest descriptor there is, with its board.
+_MOST_HANDLES = MOST_CHUNKS + 1
+_MOST_DATA = 4 * MAX_DATA
 
 
 def send(
@@ -49,11 +55,13 @@ def send(
     if shared._kept and had.issuperset(shared.handles):
         channel.send(shared.to_bytes(), timeout=timeout)
         return
-    fds = shared.fds
-    while len(fds) > MAX_HANDLES:
-        channel.send(_MORE, fds[:MAX_HANDLES], timeout=timeout)
-        fds = fds[MAX_HANDLES:]
-    channel.send(shared.to_bytes(), fds, timeout=timeout)
+    data, fds = shared.to_bytes(), shared.fds
+    while len(fds) > MAX_HANDLES or len(data) > MAX_DATA:
+        # The last part stays for the message that begins like a descriptor.
+        piece = min(_PIECE, len(data) - MAX_DATA) if len(data) > MAX_DATA else 0
+        channel.send(_MORE + data[len(data) - piece :], fds[:MAX_HANDLES], timeout=timeout)
+        data, fds = data[: len(data) - piece], fds[MAX_HANDLES:]
+    channel.send(data, fds, timeout=timeout)
     had.update(shared.handles)
 
 
@@ -66,11 +74,16 @@ def receive(
 ) -> Any:
     """Receive what :func:`send` sent, and open it; see :func:`open` and ``channel.receive``."""
     message = channel.receive(timeout=timeout)
-    handles = message.handles
-    while message.data == _MORE:
+    handles, rest = message.handles, b""
+    while message.data.startswith(_MORE):
+        rest = message.data[len(_MORE) :] + rest
         message = channel.receive(timeout=timeout)
         handles += message.handles
-    return open_shared(message.data, handles, stream=stream, driver=driver)
+        if len(handles) > _MOST_HANDLES or len(rest) > _MOST_DATA:
+            for handle in handles:
+                handle.close()
+            raise ValueError(f"{len(rest)} bytes and {len(handles)} handles are no part of a descriptor")
+    return open_shared(message.data + rest, handles, stream=stream, driver=driver)
 
 
 def _reduce(thing: Any) -> tuple[Any, tuple[bytes]]:

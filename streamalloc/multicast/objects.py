@@ -389,7 +389,7 @@ class MulticastObject(GenericAllocation):
         size = -(-self.nbytes // GRANULARITY) * GRANULARITY
         addresses = AddressRange(size, alignment=max(self._step, GRANULARITY), driver=self.driver)
         with undoing(addresses.close):
-            mapping = addresses.map(self, access=access)
+            mapping = addresses.map(self, access=rights)
         addresses._owned = True
         return MulticastView(addresses, mapping._mapped)
 

@@ -242,7 +242,7 @@ def finish(devices: Iterable[Device], end: float | None, lost: list[CudaError]) 
         # The driver's call has no time limit, and a stream may wait for a rank that will never answer.
         waiter = threading.Thread(target=wait, args=(device,), name="streamalloc waits for a device", daemon=True)
         waiter.start()
-        waiter.join(None if end is None else left(end))
+        waiter.join(None if end is None else min(left(end), threading.TIMEOUT_MAX))
         if waiter.is_alive():
             raise TimeoutError(f"{device!r} has not done its work in time")
         if captured:

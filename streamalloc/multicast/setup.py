@@ -104,7 +104,7 @@ def agree(
         warnings.warn(
             f"the ranks run drivers of different versions, {sorted(versions)}: NVIDIA supports equal ones only",
             DriverVersionWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
     return decide(cards, one_process=team.communicator is None), chosen
 
@@ -238,8 +238,7 @@ def _clear(parts: Parts, layout: Layout, rank: int) -> None:
     replica = parts.replicas[rank]
     bases = np.array([one.address for one in parts.replicas], np.uint64)
     with parts.devices[rank].create_stream() as stream:
-        if layout.signal_pad < layout.total:
-            replica[layout.signal_pad : layout.total].fill(0, stream)
+        replica[layout.signal_pad : layout.total].fill(0, stream)
         for table, addresses in (
             (layout.buffer_table, bases),
             (layout.signal_table, bases + np.uint64(layout.signal_pad)),

@@ -146,6 +146,8 @@ class Team:
                 # What failed first says more: after a failed call a communicator only says that it is of no use.
                 (own,) = self.here
                 first = errors.get(own, error)
+                if not isinstance(first, Exception):
+                    raise first from error
                 call = "exchange" if own in errors and name == "exchange" else "allgather"
                 raise SymmetricMemoryError(rank_at_fault(first, own, call), name, described(first)) from first
         failed = [rank for rank, packet in enumerate(packets) if packet[:1] != _DONE]
@@ -164,7 +166,7 @@ def _seconds(end: float | None) -> float | None:
 
 def _packet(outcome: bytes | BaseException) -> bytes:
     if isinstance(outcome, BaseException):
-        return _FAILED + described(outcome).encode()[:_LONGEST_REASON]
+        return _FAILED + described(outcome).encode(errors="backslashreplace")[:_LONGEST_REASON]
     return _DONE + outcome
 
 

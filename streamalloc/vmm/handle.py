@@ -58,7 +58,7 @@ class Backing:
         self.members: list[Backing] = []
         """The memory that is bound to a multicast object, in the same way."""
         self.peers: set[Backing] = set()
-        """All memory that is or was bound to the same multicast object as this memory, itself too."""
+        """All memory that is or was bound to the same multicast object as this memory, itself too, and is held."""
         self.ending: list[GenericAllocation] = []
         """Objects that were closed while the memory was bound."""
 
@@ -72,6 +72,9 @@ class Backing:
         self.holders -= 1
         self._forget()
         if not self.holders:
+            # Nobody waits for it any more; a range that still maps it waits for its peers.
+            for peer in self.peers - {self}:
+                peer.peers.discard(self)
             after, self._after = self._after, []
             for undo in after:
                 undo()
@@ -83,11 +86,12 @@ class Backing:
 
     def bind(self, memory: Backing) -> None:
         """A piece of ``memory`` was bound to this multicast object."""
+        if memory.holders and memory not in self.members:
+            team = [one for one in (*self.members, memory) if one.holders]
+            memory.peers.update(team)
+            for one in team:
+                one.peers.add(memory)
         self.members.append(memory)
-        team = {memory, *memory.peers, *self.members}
-        team = {one for one in team if one.holders}
-        for one in team:
-            one.peers |= team
         memory.bound_to.append(self)
 
     def unbind(self, memory: Backing) -> None:

@@ -425,6 +425,20 @@ def _used(there: There) -> int:
     return int(there.kept["pool"].statistics().used)
 
 
+def test_cut_off_after_another_was_opened(partner: Partner, stream: sa.Stream) -> None:
+    """Those that begin like a known one are checked as well."""
+    partner.run(make_pool)
+    partner.run(make_buffer, "buffer", 1)
+    data, fds = partner.shared("buffer")
+    with ipc.open(data, fds, stream=stream):
+        for length in range(len(data)):
+            with pytest.raises(ValueError):
+                ipc.open(data[:length], stream=stream)
+        for at in range(len(data)):
+            with pytest.raises(ValueError):
+                ipc.open(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], stream=stream)
+
+
 class TestWrongHandles:
     """The bytes are the exporter's, and what comes with them is not."""
 

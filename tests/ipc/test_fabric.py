@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -11,8 +13,9 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc import ipc, vmm
+from streamalloc import ClosedError, ipc, vmm
 from streamalloc.ipc import Chunk, Descriptor
+from streamalloc.ipc.channel import MAX_DATA
 from tests.support import MiB, executed
 
 from .support import PAGE, POSIX, SECONDS, Partner, State, There, busy, filled, hold, idle, release, shows, state
@@ -569,3 +572,52 @@ def test_without_a_channel(device: sa.Device, stream: sa.Stream, partner: Partne
         without = sd.simulated(fabric=False)
         with pytest.raises(sa.NotPermittedError, match="IMEX channel"):
             ipc.open(data, stream=sa.Device(0, driver=without).default_stream, driver=without)
+
+
+@pytest.mark.simulated_only("the other process is another driver of this one")
+def test_of_more_pieces_than_a_message_has_room_for(device: sa.Device, stream: sa.Stream) -> None:
+    pieces = 800
+    range_, memories = several_chunks(device, *pieces * [PAGE])
+    filled(range_.mappings[-1], 5, stream)
+    shared = ipc.share(range_.view(), stream)
+    assert len(bytes(shared)) > MAX_DATA
+    elsewhere = sa.Device(0, driver=sd.simulated(fabric=True)).create_stream()
+    ours, theirs = ipc.Channel.pair()
+    with ours, theirs:
+        ipc.send(ours, shared, timeout=SECONDS)
+        opened = ipc.receive(theirs, stream=elsewhere, driver=elsewhere.device.driver, timeout=SECONDS)
+    assert opened.nbytes == pieces * PAGE
+    assert shows(opened[-PAGE:], 5)
+    opened.close()
+    close(range_, memories)
+
+
+def test_of_too_many_pieces(device: sa.Device, stream: sa.Stream) -> None:
+    range_, memories = several_chunks(device, *2049 * [PAGE])
+    with pytest.raises(ValueError, match=r"2049 pieces.*at most 2048"):
+        ipc.share(range_.view(), stream)
+    close(range_, memories)
+
+
+def test_parts_without_an_end() -> None:
+    """From a peer that means no good."""
+    ours, theirs = ipc.Channel.pair()
+    with ours, theirs:
+        sender = threading.Thread(target=_send_parts, args=(ours,), daemon=True)
+        sender.start()
+        with pytest.raises(ValueError, match="no part of a descriptor"):
+            ipc.receive(theirs, timeout=SECONDS)
+    sender.join(SECONDS)
+
+
+def _send_parts(channel: ipc.Channel) -> None:
+    with contextlib.suppress(OSError, ClosedError):
+        while True:
+            channel.send(b"SAmore" + bytes(60_000), timeout=SECONDS)
+
+
+def close(range_: vmm.AddressRange, memories: list[vmm.PhysicalMemory]) -> None:
+    range_.unmap()
+    range_.close()
+    for one in memories:
+        one.close()

@@ -855,3 +855,40 @@ class TestThreads:
 def _used(there: There) -> int:
     there.stream.synchronize()
     return int(there.kept["pool"].statistics().used)
+
+
+class TestStreamsThatAreToldOfByTheHost:
+    """A stream without work lets the host write its words; but only where it would wait for nothing else."""
+
+    def writes(self, machine: Any, stream_of: Callable[[sa.Device], sa.Stream], hold: bool) -> list[str]:
+        """The driver calls of sharing a buffer on a stream, while another stream is held or not."""
+        traced = sd.traced(machine)
+        device = sa.Device(0, driver=traced)
+        stream = stream_of(device)
+        with shared_pool(device) as pool, Gate(device) as gate:
+            buffer = pool.allocate(MiB, stream)
+            ipc.share(buffer)
+            if hold:
+                gate.hold(device.create_stream(blocking=True))
+            seen = len(traced.calls)
+            ipc.share(buffer)
+            names = [call.name for call in traced.calls[seen:]]
+            gate.open()
+            buffer.free()
+            stream.synchronize()
+        return names
+
+    @pytest.mark.parametrize("hold", [False, True])
+    def test_non_blocking(self, machine: Any, hold: bool) -> None:
+        assert "cuStreamWriteValue32" not in self.writes(machine, lambda device: device.create_stream(), hold)
+
+    @pytest.mark.parametrize("hold", [False, True])
+    def test_blocking(self, machine: Any, hold: bool) -> None:
+        """What the legacy stream has to do is not seen by a query, and would be waited for."""
+        names = self.writes(machine, lambda device: device.create_stream(blocking=True), hold)
+        assert "cuStreamQuery" not in names and "cuStreamWriteValue32" in names
+
+    @pytest.mark.parametrize("hold", [False, True])
+    def test_legacy(self, machine: Any, hold: bool) -> None:
+        names = self.writes(machine, lambda device: device.default_stream, hold)
+        assert ("cuStreamWriteValue32" in names) == hold

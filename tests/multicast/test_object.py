@@ -206,6 +206,20 @@ class TestBind:
         for one in made:
             one.close()
 
+    @pytest.mark.simulated_only("uses private names")
+    def test_memory_that_has_gone_is_forgotten(self, devices: list[sa.Device]) -> None:
+        """By memory that stays, and is bound to one team after another."""
+        staying = vmm.PhysicalMemory(PAGE, devices[0])
+        made = added(PAGE, devices)
+        made.bind(staying)
+        for _ in range(3):
+            with added(PAGE, devices) as other, vmm.PhysicalMemory(PAGE, devices[1]) as going:
+                found = [one.bind(memory) for one, memory in ((other, staying), (other, going), (made, going))]
+                assert staying._backing.peers == going._backing.peers == {staying._backing, going._backing}
+                found[-1].close()
+            assert staying._backing.peers == {staying._backing}
+        made.close()
+
     @pytest.mark.bindings("13.1")
     @pytest.mark.simulated_only("looks at a call that the driver does not get")
     def test_host_memory_is_bound_for_a_device(self, machine: Any) -> None:
@@ -250,6 +264,10 @@ class TestMapped:
         view.close()
         view.close()
         assert view.closed and view.range.closed
+
+    def test_for_devices_that_can_be_named_once_only(self, team: Team) -> None:
+        with team.object.map(access=iter(team.devices)) as view:
+            assert view.rights == {device.location: READWRITE for device in team.devices}
 
     def test_in_a_range_of_the_user(self, team: Team) -> None:
         with vmm.AddressRange(2 * PAGE) as addresses:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 from collections.abc import Iterator, Sequence
 from secrets import token_hex
@@ -277,6 +278,11 @@ class TestInOneProcess:
             gate.open()
         memory.close()
         assert memory.closed
+
+    @pytest.mark.parametrize("seconds", [math.inf, 1e300])
+    def test_of_more_time_than_a_thread_can_wait(self, devices: list[sa.Device], seconds: float) -> None:
+        SymmetricMemory.local(100, devices, multicast=False, timeout=seconds).close()
+        SymmetricMemory.local(100, devices, multicast=False).abandon(seconds)
 
     def test_a_capture_is_not_broken(self, devices: list[sa.Device], streams: list[sa.Stream]) -> None:
         memory = SymmetricMemory.local(100, devices, multicast=False)

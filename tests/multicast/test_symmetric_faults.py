@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import pytest
 
 from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
-from streamalloc.multicast.team import rank_at_fault
+from streamalloc.multicast.team import Team, rank_at_fault
 
 from .ranks import Crew, Meddled, Rank, descriptors
 
@@ -175,6 +175,19 @@ class TestInterrupts:
         assert crew.left == [{}] * SIZE
         crew.run(use)
 
+    def test_are_raised_where_the_group_has_failed_too(self) -> None:
+        def interrupted(rank: Rank) -> list[bytes]:
+            def interrupt(_: int) -> NoReturn:
+                raise KeyboardInterrupt
+
+            rank.group.barrier()
+            if rank.number:
+                rank.group.close()
+            return Team(rank.group).step("map", interrupt if rank.number == 0 else lambda _: None, None)
+
+        with Crew(2) as few:
+            assert type(few.outcomes(interrupted)[0]) is KeyboardInterrupt
+
 
 class TestGroups:
     """Where the communicator itself fails there is no other attempt with it, but all hear of it."""
@@ -224,6 +237,18 @@ class TestGroups:
             assert few.left == [{}] * FEW
             few.regroup()
             few.run(use)
+
+    def test_a_reason_that_is_no_text(self) -> None:
+        """As of a file name that is no UTF-8."""
+
+        def refuse(number: int) -> None:
+            if number == 1:
+                raise OSError("\udcff")
+
+        with Crew(2) as few:
+            outcomes = few.outcomes(lambda rank: Team(rank.group).step("map", refuse, None))
+            assert [str(error) for error in outcomes] == 2 * ["rank 1 failed in step 'map': OSError: \\udcff"]
+            few.run(lambda rank: rank.group.barrier())
 
     @pytest.mark.parametrize(
         ("text", "rank"),

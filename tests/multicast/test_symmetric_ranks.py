@@ -362,12 +362,13 @@ class TestAgreement:
             if rank.number:
                 version = rank.driver.cuDriverGetVersion
                 rank.driver.cuDriverGetVersion = lambda: (version()[0], 12080)
-            rank.memory().close()
+            SymmetricMemory(100, rank.group, device=rank.device).close()
 
         with Crew(2) as crew, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             crew.run(run)
             assert caught and all(one.category is ipc.DriverVersionWarning for one in caught)
+            assert {one.filename for one in caught} == {__file__}
             assert "[12080, 13000]" in str(caught[0].message)
 
 

@@ -484,6 +484,15 @@ class TestMultimem:
             testing.multimem_ld_reduce(stream, four.team.views[0], four.address, 4, np.int16)
         with pytest.raises(sa.CudaError):
             testing.multimem_ld_reduce(stream, four.rig.reserve(PAGE), four.address, 4, np.float32)
+        with pytest.raises(ValueError, match="byte order"):
+            testing.multimem_red(stream, four.address, ones.astype(ones.dtype.newbyteorder("S")))
+        raw: Any = four.rig.raw
+        for address, size in ((four.address + 1, 4), (four.address, 3)):
+            with pytest.raises(ValueError, match="must be multiples of 4, for float32"):
+                raw.multimem_red(stream.handle, address, bytes(size), "float32", "add")
+            with pytest.raises(ValueError, match="must be multiples of 4, for float32"):
+                raw.multimem_ld_reduce(stream.handle, four.team.views[0], address, size, "float32", "add")
+        stream.synchronize()
 
     def test_access(self, four: Machine) -> None:
         address = four.rig.map(four.rig.reserve(PAGE), four.team.object)

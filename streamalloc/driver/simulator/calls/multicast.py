@@ -165,7 +165,7 @@ class MulticastCalls(CopyCalls):
     @modelled(0)
     def multimem_red(self, hStream: Any, address: int, data: bytes, dtype: str, op: str) -> None:
         """The same with ``multimem.red``: apply an operation to every replica, each by itself."""
-        check_supported(dtype, op)
+        check_supported(dtype, op, address, len(data))
         stream = self._stream(hStream)
         self._check_multimem(stream.context, address, len(data), READ_WRITE)
         stream.submit(Reduce(self._machine, stream.context, address, data, dtype, op))
@@ -173,7 +173,7 @@ class MulticastCalls(CopyCalls):
     @modelled(0)
     def multimem_ld_reduce(self, hStream: Any, target: int, address: int, size: int, dtype: str, op: str) -> None:
         """The same with ``multimem.ld_reduce``: store what all replicas are together at ``target``."""
-        check_supported(dtype, op)
+        check_supported(dtype, op, address, size)
         stream = self._stream(hStream)
         self._check_multimem(stream.context, address, size, READ)
         if self._machine.arenas.find(target) is not None:

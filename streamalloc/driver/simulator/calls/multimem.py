@@ -36,12 +36,15 @@ SUPPORTED: dict[str, frozenset[str]] = {
 """By type, as numpy calls it: the operations that there is an instruction for."""
 
 
-def check_supported(dtype: str, op: str) -> None:
-    """Raise ValueError unless hardware has such an instruction."""
+def check_supported(dtype: str, op: str, address: int, size: int) -> None:
+    """Raise ValueError unless hardware has such an instruction, for values in a place like this."""
     if dtype not in SUPPORTED:
         raise ValueError(f"dtype={dtype!r}: multimem instructions are for {', '.join(SUPPORTED)}")
     if op not in SUPPORTED[dtype]:
         raise ValueError(f"op={op!r}: for {dtype} there are {', '.join(sorted(SUPPORTED[dtype]))}")
+    itemsize = np.dtype(dtype).itemsize
+    if address % itemsize or size % itemsize:
+        raise ValueError(f"{size} bytes at {address:#x}: address and size must be multiples of {itemsize}, for {dtype}")
 
 
 def _at(address: int, size: int, dtype: str) -> _Values:
