@@ -163,6 +163,7 @@ class MulticastObject(GenericAllocation):
         self._step = step
         self._views = []
         self._hold(door, prop.size, None)
+        self._backing.multicast = True
 
     @staticmethod
     def granularity(

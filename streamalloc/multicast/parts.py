@@ -17,7 +17,7 @@ from streamalloc.properties import MemHandleType
 from streamalloc.vmm import AddressRange, Mapping, PhysicalMemory
 from streamalloc.vmm.handle import import_handle
 
-__all__ = ["Parts", "finish"]
+__all__ = ["Parts", "finish", "in_time"]
 
 Handle: TypeAlias = Fd | bytes
 
@@ -216,34 +216,40 @@ def _power_of_two_in(number: int) -> int:
 
 
 def finish(devices: Iterable[Device], end: float | None, lost: list[CudaError]) -> None:
-    """Block until devices have done all their work.
+    """Block until devices have done all their work; see :func:`in_time`."""
+    for device in devices:
+        in_time(device, functools.partial(device._door.call, "cuCtxSynchronize"), end, lost)
 
-    ``lost`` gets the errors of those whose work has failed: no work is left there, either.
+
+def in_time(device: Device, do: Callable[[], object], end: float | None, lost: list[CudaError]) -> None:
+    """Do something that waits for a device; nothing in the driver has a time limit.
+
+    ``lost`` gets the error of a device whose work has failed: no work is left there, either.
 
     Raises
     ------
     TimeoutError
-        They have not by ``end``, a moment on the monotonic clock.
+        It was not done by ``end``, a moment on the monotonic clock: a stream may wait for a rank that never answers.
     CaptureError
         Other code captures a stream: devices cannot be synchronised then.
     """
-    captured: list[CaptureError] = []
+    failed: list[Exception] = []
 
-    def wait(device: Device) -> None:
+    def run() -> None:
         try:
             with device.current():
-                device._door.call("cuCtxSynchronize")
+                do()
         except CaptureError as error:
-            captured.append(error)
+            failed.append(error)
         except CudaError as error:
             lost.append(error)
+        except Exception as error:
+            failed.append(error)
 
-    for device in devices:
-        # The driver's call has no time limit, and a stream may wait for a rank that will never answer.
-        waiter = threading.Thread(target=wait, args=(device,), name="streamalloc waits for a device", daemon=True)
-        waiter.start()
-        waiter.join(None if end is None else min(left(end), threading.TIMEOUT_MAX))
-        if waiter.is_alive():
-            raise TimeoutError(f"{device!r} has not done its work in time")
-        if captured:
-            raise captured[0]
+    waiter = threading.Thread(target=run, name="streamalloc waits for a device", daemon=True)
+    waiter.start()
+    waiter.join(None if end is None else min(left(end), threading.TIMEOUT_MAX))
+    if waiter.is_alive():
+        raise TimeoutError(f"{device!r} has not done its work in time")
+    if failed:
+        raise failed[0]

@@ -53,10 +53,12 @@ class Asked(NamedTuple):
         end_of(self.timeout)
 
 
-def checked_team(communicator: Any, device: Device | None, devices: Sequence[Device]) -> int:
+def checked_team(communicator: Any, device: Device | None, devices: Sequence[Device], handle_type: object) -> int:
     """How many ranks ``devices`` mean, where one process has all of them."""
-    if communicator is not None or device is not None:
-        raise TypeError("devices= is for one process that has all ranks: it goes with no communicator and no device=")
+    if communicator is not None or device is not None or handle_type is not None:
+        raise TypeError(
+            "devices= is for one process that has all ranks: it goes with no communicator, device= or handle_type="
+        )
     for one in devices:
         if not isinstance(one, Device):
             raise TypeError(f"devices must be Devices, not {type(one).__name__} ({one!r})")

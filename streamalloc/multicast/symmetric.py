@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Self
 
 from streamalloc.buffer import BufferView
 from streamalloc.device import Device
@@ -19,7 +20,7 @@ from streamalloc.errors import ClosedError, CudaError, attach
 from streamalloc.ipc import Communicator, as_communicator
 from streamalloc.ipc.deadlines import end_of, left
 from streamalloc.multicast.agreement import Layout
-from streamalloc.multicast.parts import Parts, finish
+from streamalloc.multicast.parts import Parts, finish, in_time
 from streamalloc.multicast.setup import Asked, agree, check_now, checked_team, end_or_none, set_up
 from streamalloc.multicast.signals import Signals
 from streamalloc.multicast.team import SymmetricMemoryError, Team
@@ -173,7 +174,7 @@ class SymmetricMemory(Closes):
         else:
             group = None
             self._owned = False
-            self._team = Team(None, checked_team(communicator, device, devices))
+            self._team = Team(None, checked_team(communicator, device, devices, handle_type))
         self._communicator: Communicator | None = group
         self._leaving = False
         self.timeout = timeout
@@ -512,8 +513,9 @@ class SymmetricMemory(Closes):
             return
         check_now(self._parts.door)
         lost: list[CudaError] = []
-        _let_go_on(self._parts, self._signals, self._layout, lost)
-        finish(self._parts.devices.values(), end_of(timeout), lost)
+        end = end_of(timeout)
+        _let_go_on(self._parts, self._signals, self._layout, end, lost)
+        finish(self._parts.devices.values(), end, lost)
         self._release()
         if lost:
             raise lost[0]
@@ -530,6 +532,10 @@ class SymmetricMemory(Closes):
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError(f"{self!r} was closed")
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -561,20 +567,20 @@ def _undo(parts: Parts, first: BaseException) -> None:
         attach(first, later)
 
 
-def _let_go_on(parts: Parts, signals: Signals, layout: Layout, lost: list[CudaError]) -> None:
+def _let_go_on(parts: Parts, signals: Signals, layout: Layout, end: float | None, lost: list[CudaError]) -> None:
     """Write what streams may wait for, so that none waits for a rank that never answers."""
     if not signals.used or not parts.replicas:
         return
-    for rank, device in parts.devices.items():
+
+    def write(rank: int, device: Device) -> None:
         words = signals.awaited(rank)
-        try:
-            # Not the default stream, which waits for the others.
-            with device.create_stream() as stream:
-                parts.replicas[rank][layout.words : layout.words + words.nbytes].copy_from(words, stream)
-                stream.synchronize()
-        except CudaError as error:
-            # As after a failed kernel, when nothing waits any more.
-            lost.append(error)
+        # Not the default stream, which waits for the others.
+        with parts.door.relaxed(), device.create_stream() as stream:
+            parts.replicas[rank][layout.words : layout.words + words.nbytes].copy_from(words, stream)
+            stream.synchronize()
+
+    for rank, device in parts.devices.items():
+        in_time(device, functools.partial(write, rank, device), end, lost)
 
 
 def _drop(parts: Parts, signals: Signals, layout: Layout, what: str) -> None:
@@ -587,8 +593,9 @@ def _give_up(door: Door, parts: Parts, signals: Signals, layout: Layout, what: s
     trouble = ""
     try:
         with door.relaxed():
-            _let_go_on(parts, signals, layout, [])
-            finish(parts.devices.values(), end_of(_PATIENCE), [])
+            end = end_of(_PATIENCE)
+            _let_go_on(parts, signals, layout, end, [])
+            finish(parts.devices.values(), end, [])
             parts.release()
     except Exception as error:
         trouble = f", and could not be given back: {type(error).__name__}: {error}"

@@ -39,6 +39,7 @@ class Backing:
         "imported",
         "mapping_count",
         "members",
+        "multicast",
         "peers",
     )
 
@@ -55,6 +56,8 @@ class Backing:
         self.mapping_count = 0
         self.bound_to: list[Backing] = []
         """The multicast objects that memory is bound to, one by one for each piece."""
+        self.multicast = False
+        """Whether it is a multicast object, which has no memory of its own."""
         self.members: list[Backing] = []
         """The memory that is bound to a multicast object, in the same way."""
         self.peers: set[Backing] = set()

@@ -251,10 +251,15 @@ class PhysicalMemory(GenericAllocation):
         ------
         InvalidValueError
             Nothing is mapped there by hand.
+        ValueError
+            A multicast object of this process is.
         """
         door = door_of(None, driver)
         raw = door.call("cuMemRetainAllocationHandle", checked_size("address", address), hint=_NOT_MAPPED)
         with undoing(lambda: door.call("cuMemRelease", raw)):
+            known = door.memories.get(int(raw))
+            if known is not None and known.multicast:
+                raise ValueError(f"address={address:#x}: a multicast object is mapped there, which is no memory itself")
             memory = cls._of_handle(door, raw, 0)
         location = memory.location
         with door.current(location.id if location.type is MemLocationType.DEVICE and location.seen else 0):

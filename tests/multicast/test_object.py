@@ -364,3 +364,11 @@ class TestShared:
                 assert other.properties.handle_types == kinds
                 other.add_device(sa.Device(1, driver=drivers[1]))
                 made.add_device(sa.Device(0, driver=drivers[0]))
+
+
+def test_what_is_mapped_there_is_no_memory(team: Team) -> None:
+    """Its handle is given back again."""
+    handles = team.object._backing.holders
+    with pytest.raises(ValueError, match="a multicast object is mapped there"):
+        vmm.PhysicalMemory.at(team.view.address)
+    assert team.object._backing.holders == handles

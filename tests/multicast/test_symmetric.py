@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import os
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from secrets import token_hex
 from typing import Any
@@ -432,6 +434,52 @@ class TestArguments:
                 SymmetricMemory(100, group, multicast=False, **options)
         with pytest.raises(TypeError, match="device must be a Device"), ipc.SelfCommunicator() as group:
             SymmetricMemory(100, group, multicast=False, device=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpus(2)
+class TestTheEnd:
+    def test_handles_of_one_process_are_of_no_type(self, devices: list[sa.Device]) -> None:
+        with pytest.raises(TypeError, match="handle_type"):
+            SymmetricMemory(100, devices=devices, handle_type=sa.MemHandleType.FABRIC)
+
+    def test_entered_again_after_it_was_closed(self, devices: list[sa.Device]) -> None:
+        with SymmetricMemory.local(100, devices, multicast=False) as memory:
+            pass
+        with pytest.raises(sa.ClosedError), memory:
+            pass
+
+    @pytest.mark.simulated_only("a device that is slow to answer")
+    def test_abandoned_in_time_where_nothing_gets_through(self, machine: Any) -> None:
+        slow = Slow(machine)
+        devices = sa.Device.all(slow)
+        memory = SymmetricMemory.local(100, devices)
+        with devices[0].create_stream() as stream:
+            memory.wait_signal(1, stream)
+            slow.stuck = True
+            started = time.monotonic()
+            with pytest.raises(TimeoutError, match="has not done its work"):
+                memory.abandon(0.2)
+            assert time.monotonic() - started < 2
+            slow.stuck = False
+            slow.free.set()
+            memory.abandon()
+
+
+class Slow:
+    """A driver that does not come back from waiting for a stream until it is let."""
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self.stuck = False
+        self.free = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._driver, name)
+
+    def cuStreamSynchronize(self, stream: Any) -> Any:
+        if self.stuck:
+            self.free.wait(10)
+        return self._driver.cuStreamSynchronize(stream)
 
 
 def test_the_current_context_says_which_device(machine: Any, device: sa.Device) -> None:
