@@ -365,3 +365,21 @@ class TestFiguresThatCannotBeRead:
 
     def test_of_the_stream(self, machine: Any) -> None:
         self.fail(machine, "cuStreamIsCapturing", 1)
+
+
+@pytest.mark.parametrize("nth", [1, 2], ids=["asking about the stream", "allocating"])
+def test_an_allocation_whose_context_stays_is_freed_at_once(machine: Any, nth: int) -> None:
+    """Not when garbage is collected: the error is in no cycle with the frames that hold what was made."""
+    faulty: Any = sd.faulty(machine, "cuCtxPopCurrent", nth)
+    device = sa.Device(0, driver=faulty)
+    stream = device.default_stream
+    gc.disable()
+    try:
+        with sa.MemoryPool(device) as pool:
+            with pytest.raises(sa.CudaError, match="cuCtxPopCurrent"):
+                pool.allocate(MiB, stream)
+            machine.cuCtxPopCurrent()  # it is still there
+            stream.synchronize()
+            assert pool.statistics().used == 0
+    finally:
+        gc.enable()

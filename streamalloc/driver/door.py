@@ -252,10 +252,10 @@ class _Current:
         self._door.check_process()
         result = self._door.driver.cuCtxPopCurrent()[0]
         if result:
-            later = error_from(result, "cuCtxPopCurrent")
             if error is None:
-                raise later
-            attach(error, later)
+                # No name for it here: a frame that knows its own error keeps what the block has made.
+                raise error_from(result, "cuCtxPopCurrent")
+            attach(error, error_from(result, "cuCtxPopCurrent"))
 
 
 class _Relaxed:
