@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from streamalloc import driver
 from streamalloc.buffer import Buffer, BufferView, GraphBuffer, Memory
-from streamalloc.capabilities import Capabilities
 from streamalloc.device import Device, MemoryInfo
 from streamalloc.driver import DriverNotFoundError, ForkedProcessError
 from streamalloc.errors import (
@@ -38,8 +37,6 @@ from streamalloc.errors import (
     SystemNotReadyError,
 )
 from streamalloc.fd import Fd
-from streamalloc.graph import Graph, GraphMemory, GraphMemoryStatistics
-from streamalloc.pointers import MemoryKind, PointerAttributes, pointer_attributes
 from streamalloc.pool import MemoryPool, PoolAttributes, PoolStatistics, allocate
 from streamalloc.properties import (
     MemAccess,
@@ -58,6 +55,9 @@ from streamalloc.stream import Event, Stream
 
 if TYPE_CHECKING:
     from streamalloc import ipc, multicast, vmm
+    from streamalloc.capabilities import Capabilities
+    from streamalloc.graph import Graph, GraphMemory, GraphMemoryStatistics
+    from streamalloc.pointers import MemoryKind, PointerAttributes, pointer_attributes
 
 __version__ = "0.1.0"
 
@@ -125,10 +125,22 @@ __all__ = [
 
 
 # Imported when first used: whoever only allocates does not wait for them.
-_LATER = ("ipc", "multicast", "vmm")
+_PACKAGES = ("ipc", "multicast", "vmm")
+_NAMES = {
+    "Capabilities": "capabilities",
+    "Graph": "graph",
+    "GraphMemory": "graph",
+    "GraphMemoryStatistics": "graph",
+    "MemoryKind": "pointers",
+    "PointerAttributes": "pointers",
+    "pointer_attributes": "pointers",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:
+    if name in _PACKAGES:
         return importlib.import_module(f"streamalloc.{name}")
+    if name in _NAMES:
+        found = globals()[name] = getattr(importlib.import_module(f"streamalloc.{_NAMES[name]}"), name)
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

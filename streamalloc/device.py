@@ -6,7 +6,6 @@ import contextlib
 import uuid
 from typing import TYPE_CHECKING, NamedTuple
 
-from streamalloc.capabilities import Capabilities, query_capabilities
 from streamalloc.driver import Door
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.bindings import BINDINGS_VERSION, cuda, enum_member, version_that_added
@@ -15,6 +14,7 @@ from streamalloc.properties import MemLocation
 from streamalloc.stream import Event, Stream
 
 if TYPE_CHECKING:
+    from streamalloc.capabilities import Capabilities
     from streamalloc.driver import Driver
     from streamalloc.graph import GraphMemory
 
@@ -114,6 +114,8 @@ class Device:
     @property
     def supports(self) -> Capabilities:
         """What the device can do; a dataclass that prints as a table."""
+        from streamalloc.capabilities import query_capabilities
+
         return query_capabilities(self._door, self.ordinal)
 
     @property
