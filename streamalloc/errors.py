@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 __all__ = [
@@ -320,6 +320,25 @@ def undoing(undo: Callable[[], object]) -> Iterator[None]:
         except Exception as later:
             attach(first, later)
         raise
+
+
+def undo_all(undos: Iterable[Callable[[], object]]) -> None:
+    """Make all of these, whatever fails; the first ``CudaError`` is raised in the end, with the others attached."""
+    first: CudaError | None = None
+    for undo in undos:
+        try:
+            undo()
+        except CudaError as error:
+            if first is None:
+                first = error
+            else:
+                attach(first, error)
+    try:
+        if first is not None:
+            raise first
+    finally:
+        # A frame that knows its own error would keep all that its callers hold.
+        del first
 
 
 def unsupported(call: str, needed: str, found: str) -> NotSupportedError:

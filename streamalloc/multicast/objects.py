@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from typing_extensions import Self
@@ -20,7 +20,7 @@ from streamalloc.buffer import Memory
 from streamalloc.device import Device
 from streamalloc.driver import Door, Driver
 from streamalloc.driver.bindings import cuda
-from streamalloc.errors import CudaError, IncompleteTeamError, NotSupportedError, attach, undoing
+from streamalloc.errors import CudaError, IncompleteTeamError, NotSupportedError, undo_all, undoing
 from streamalloc.fd import Fd
 from streamalloc.multicast.members import Member, check_member, member_of
 from streamalloc.ownership import Closes
@@ -474,20 +474,15 @@ class MulticastObject(GenericAllocation):
 
     def _let_go(self) -> None:
         """Let go of the memory that is not bound any more."""
-        first: CudaError | None = None
-        while self._loose:
-            bound = self._loose.pop()
-            _anchored.discard(bound)
-            try:
+
+        def undos() -> Iterator[Callable[[], None]]:
+            while self._loose:
+                bound = self._loose.pop()
+                _anchored.discard(bound)
                 if bound.member.backing is not None:
-                    self._backing.unbind(bound.member.backing)
-            except CudaError as error:
-                if first is None:
-                    first = error
-                else:
-                    attach(first, error)
-        if first is not None:
-            raise first
+                    yield functools.partial(self._backing.unbind, bound.member.backing)
+
+        undo_all(undos())
 
     def _places(self) -> list[tuple[AddressRange, Mapped]]:
         return [(range, mapped) for range in self._ranges for mapped in range._at.values() if mapped.memory is self]

@@ -7,12 +7,12 @@ that the driver can take: memory that is bound to a multicast object after that 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from streamalloc.driver import Door, Driver
 from streamalloc.driver.bindings import cuda, opaque_struct
-from streamalloc.errors import ClosedError, CudaError, attach
+from streamalloc.errors import ClosedError, undo_all
 from streamalloc.fd import Fd
 from streamalloc.ownership import Closes
 from streamalloc.places import FABRIC_NEEDS
@@ -101,18 +101,13 @@ class Backing:
         """The piece was unbound. Releases what was closed meanwhile."""
         self.members.remove(memory)
         memory.bound_to.remove(self)
-        first: CudaError | None = None
-        while memory.ending and not memory.bound_to:
-            try:
+
+        def undos() -> Iterator[Callable[[], None]]:
+            while memory.ending and not memory.bound_to:
                 # One that fails is tried again when it is dropped.
-                memory.ending.pop()._release()
-            except CudaError as error:
-                if first is None:
-                    first = error
-                else:
-                    attach(first, error)
-        if first is not None:
-            raise first
+                yield memory.ending.pop()._release
+
+        undo_all(undos())
 
     def _forget(self) -> None:
         # The driver uses handles again.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from typing_extensions import Self
 from streamalloc.buffer import Buffer, Memory
 from streamalloc.device import Device
 from streamalloc.driver import Door
-from streamalloc.errors import ClosedError, CudaError, EvictedError, InUseError, attach
+from streamalloc.errors import ClosedError, CudaError, EvictedError, InUseError, attach, undo_all
 from streamalloc.ownership import Closes
 from streamalloc.pool import MemoryPool
 from streamalloc.properties import MemAccess, MemLocation, MemLocationType
@@ -379,18 +380,15 @@ class VirtualBuffer(Memory, Closes):
         if not self._left:
             return False
         left, self._left = self._left, []
-        first: CudaError | None = None
-        for one in left:
+
+        def close(one: GenericAllocation | Buffer) -> None:
             try:
                 one.close()
-            except CudaError as error:
+            except CudaError:
                 self._left.append(one)
-                if first is None:
-                    first = error
-                else:
-                    attach(first, error)
-        if first is not None:
-            raise first
+                raise
+
+        undo_all(functools.partial(close, one) for one in left)
         return True
 
     def _give_back_because_of(self, first: BaseException) -> None:
