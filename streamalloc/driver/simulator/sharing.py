@@ -24,6 +24,7 @@ from .allocator import CHUNK
 from .blocks import Block, State
 from .errors import Fault, NotModelled, Result, check
 from .heap import BLOCK
+from .locks import is_locked, lock
 from .memory import Physical, Reservation
 from .pool import READ_WRITE, Place, Pool
 from .shared_events import BOARD_BYTES, Board, SharedEvent
@@ -39,7 +40,6 @@ HANDLE_BYTES = 64
 _DEVICE = 1  # CUmemLocationType
 _INVALID_DEVICE = -2  # CU_DEVICE_INVALID
 _NOWHERE = Place(0, 0)
-_FLOCK = struct.Struct("hhqqi4x")
 _NAME = re.compile(r"/memfd:streamalloc:(\w+):([0-9a-f]{16}):([0-9a-f]{16}):(\d+)\.(\d+) \(deleted\)")
 
 
@@ -126,14 +126,12 @@ def mark(fd: int, number: int, *, alive: bool) -> None:
 
     It is there for as long as this descriptor's file is open, and whether or not there is such a byte.
     """
-    kind = fcntl.F_WRLCK if alive else fcntl.F_UNLCK
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, number, 1, 0))
+    lock(fd, number, fcntl.F_WRLCK if alive else fcntl.F_UNLCK)
 
 
 def lives(fd: int, number: int) -> bool:
     """Whether something in another process's file is marked as living."""
-    asked = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0))
-    return bool(_FLOCK.unpack(asked)[0] != fcntl.F_UNLCK)
+    return is_locked(fd, number)
 
 
 # -- 64 bytes ------------------------------------------------------------------------------------------------

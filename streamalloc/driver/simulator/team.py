@@ -13,10 +13,10 @@ import contextlib
 import fcntl
 import mmap
 import os
-import struct
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from .locks import is_locked, lock
 from .memory import Physical
 
 WAITING, FORMED, NO_SLOT = 0, 1, 2
@@ -32,7 +32,6 @@ _WORD = 8
 _BYTES = (_FIRST_RECORD + _MAX_RECORDS * _RECORD_WORDS) * _WORD
 
 _CHANGING, _EXPORTED, _FIRST_HOLDER = 0, 1, 2  # bytes to lock
-_FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, process
 
 
 class Binding(NamedTuple):
@@ -92,14 +91,10 @@ class Team:
     # -- locks -----------------------------------------------------------------------------------------------
 
     def _lock(self, kind: int, byte: int, fd: int | None = None) -> None:
-        request = struct.pack(_FLOCK, kind, os.SEEK_SET, byte, 1, 0)
-        fcntl.fcntl(self.physical.fd if fd is None else fd, fcntl.F_OFD_SETLKW, request)
+        lock(self.physical.fd if fd is None else fd, byte, kind, wait=True)
 
     def _is_locked(self, first: int, count: int) -> bool:
-        """Whether another holder has locked one of some bytes (0: all from there on)."""
-        request = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, first, count, 0)
-        answer = fcntl.fcntl(self.physical.fd, fcntl.F_OFD_GETLK, request)
-        return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
+        return is_locked(self.physical.fd, first, count)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
