@@ -13,8 +13,9 @@ process has a board, a page-locked file in memory that importers map too. It has
   and the exporter's stream waits for that before it frees;
 * ``sent``, and ``received`` for each importer: descriptors that are on their way.
 
-Every word has one writer. A process holds a lock on its byte of the file, which the kernel lifts when the process dies,
-however it dies: waiting for the lock is waiting for the death.
+Every word has one writer, a process: its stream or, where that has no work left, its host (:meth:`Board.tell`). A
+process holds a lock on its byte of the file, which the kernel lifts when the process dies, however it dies: waiting for
+the lock is waiting for the death.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
 Nothing is exported, imported or sent back for a hand-off: words of the producer's :class:`Board` are written and waited
 for, by the streams and by the hosts. For each slot ``k`` and consumer ``i`` they are
 
-* ``ready[k]``, written by the producer's stream after the contents; the consumer's stream waits for it;
+* ``ready[k]``, written by the producer's stream after the contents, or by its host where the stream has no work left;
+  the consumer's stream waits for it;
 * ``opened[k, i]``, set by the consumer's host when it takes the slot, to the number that came in the packet;
-* ``closed[k, i]``, written by the consumer's stream after its work; the producer's stream waits for it;
+* ``closed[k, i]``, written by the consumer's stream after its work, or by its host; the producer's stream waits for it;
 * ``closing[k, i]``, set by the consumer's host when it has queued that: the producer's host may reuse the slot.
 
 A slot whose number a consumer has not written into ``opened`` was not touched by it, so that when the consumer has
