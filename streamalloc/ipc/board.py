@@ -439,4 +439,4 @@ def next_word(value: Any) -> int:
 
 def reached(value: Any, wanted: int) -> bool:
     """Whether a word that counts up is at ``wanted`` or beyond, as ``CU_STREAM_WAIT_VALUE_GEQ`` compares."""
-    return (int(value) - int(wanted)) % WORD < WORD // 2
+    return bool(value == wanted) or (int(value) - int(wanted)) % WORD < WORD // 2

@@ -105,8 +105,7 @@ class Lease:
     def quiet(self) -> bool:
         """Whether everything that was queued with the slot's words has run, so that it can stand for something else."""
         words = self.words
-        ready, announced = words.ready.value, words.announced.value
-        return (ready == announced or reached(ready, announced)) and not self.using()
+        return reached(words.ready.value, words.announced.value) and not self.using()
 
 
 class Leases:
@@ -172,7 +171,7 @@ class Leases:
             free = False
             try:
                 using = lease.using()
-                if not lease.still_open(using):
+                if not using or not lease.still_open(using):
                     lease.wait_for(using, stream)
                     free = True
             finally:

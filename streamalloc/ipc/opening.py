@@ -520,8 +520,7 @@ def _import(importer: Importer, held: _Import, described: Descriptor, stream: St
 
 def _is_ready(board: Board, described: Descriptor) -> bool:
     """Whether the contents are there, as the exporter announced them."""
-    ready = board.slot_words(described.slot).ready.value
-    return ready == described.ready or reached(ready, described.ready)
+    return reached(board.slot_words(described.slot).ready.value, described.ready)
 
 
 def _wait_until_ready(lose: Callable[[], None], board: Board | None, described: Descriptor, stream: Stream) -> None:
@@ -529,8 +528,8 @@ def _wait_until_ready(lose: Callable[[], None], board: Board | None, described: 
     if board is None:
         return
     words, wanted = board.slot_words(described.slot), described.ready
-    if _is_ready(board, described):
-        if words.was_lost(wanted):
+    if reached(words.ready.value, wanted):
+        if words.lost.value and words.was_lost(wanted):
             lose()
     else:
         if not reached(words.announced.value, wanted):

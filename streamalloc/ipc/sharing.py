@@ -370,7 +370,8 @@ def _share_view(view: BufferView, stream: StreamLike | None, hold: bool, handle_
 
 def _share_part(buffer: Buffer, offset: int, size: int, stream: StreamLike | None, hold: bool) -> Shared:
     door = buffer._pool._door
-    door.reap()
+    if door.retired:
+        door.reap()
     if isinstance(buffer, GraphBuffer):
         raise ValueError(f"{buffer!r} belongs to a graph and cannot be shared: copy it to memory of a pool")
     address = buffer.address
