@@ -234,12 +234,15 @@ class LeasedBuffer(Buffer):
             if still_imported == "raise" or (end is not None and time.monotonic() >= end):
                 raise StillImported(f"{self!r} is open in another process, or on its way to one")
             time.sleep(_PAUSE)
+        # Before the memory is free: another thread may have it at once, with a lease of its own.
+        del leases.live[address]
         try:
             super().free(ordered)
         except BaseException:
+            leases.live[address] = lease
             lease.renew()
             raise
-        leases.give(leases.live.pop(address))
+        leases.give(lease)
         door.reap()
 
     def close(self) -> None:

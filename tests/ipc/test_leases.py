@@ -741,6 +741,24 @@ def at_once(count: int, work: Callable[[int], None]) -> list[str]:
     return wrong
 
 
+class Between:
+    """A driver in which something happens once between a free and what its caller does next."""
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self.after_free: Callable[[], None] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._driver, name)
+
+    def cuMemFreeAsync(self, *arguments: Any) -> Any:
+        answer = self._driver.cuMemFreeAsync(*arguments)
+        then, self.after_free = self.after_free, None
+        if then is not None:
+            then()
+        return answer
+
+
 class TestThreads:
     def test_first_use_by_eight_that_share(self, machine: Any) -> None:
         """There is one board, and the pool is exported once, whoever comes first."""
@@ -828,6 +846,32 @@ class TestThreads:
             assert len(imports) == len(frees)
         partner.run(_free, "buffer")
         assert eventually(lambda: partner.run(_used) == 0)
+
+    def test_another_thread_has_the_memory_as_soon_as_it_is_free(self, machine: Any, partner: Partner) -> None:
+        """Its lease is its own."""
+        driver = Between(machine)
+        device = sa.Device(0, driver=driver)
+        with device.create_stream() as stream, shared_pool(device) as pool:
+            first = pool.allocate(MiB, stream)
+            ipc.share(first)
+            taken: list[tuple[sa.Buffer, ipc.Shared]] = []
+
+            def take() -> None:
+                buffer = pool.allocate(MiB, stream)
+                taken.append((buffer, ipc.share(buffer)))
+
+            address = first.address
+            driver.after_free = take
+            first.free()
+            ((second, shared),) = taken
+            assert second.address == address
+            opened = partner.open(shared)
+            second.free()
+            stream.synchronize()
+            assert pool.statistics().used == MiB
+            opened.close()
+            stream.synchronize()
+            assert eventually(lambda: pool.statistics().used == 0)
 
     def test_shared_by_eight(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
         """Threads share and free buffers of their own, and share one of all of them."""
