@@ -264,9 +264,12 @@ class LeasedBuffer(Buffer):
     def _abandon(self) -> None:
         leases = leases_of(self._pool._door)
         lease = leases.live.pop(int(self._ptr), None)
-        if lease is not None:
-            self._leave(leases, lease, self._stream)
-            leases.door.reap()
+        if lease is None:
+            # Sharing it has failed.
+            self._pool.abandon(self)
+            return
+        self._leave(leases, lease, self._stream)
+        leases.door.reap()
 
     def __del__(self) -> None:
         if getattr(self, "_ptr", None) is not None and self._pool._door.usable:
