@@ -29,7 +29,6 @@ import secrets
 import struct
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -161,7 +160,7 @@ class Board:
         self.fd = fd
         self.importer = -1
         self._watched: set[int] = set()
-        self._expected: dict[int, list[tuple[int, Callable[[], None]]]] = {}
+        self._expected: dict[int, list[int]] = {}
         self._map = mmap.mmap(fd.fileno(), _BYTES)
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         at = _HEADER_BYTES
@@ -342,19 +341,17 @@ class Board:
     def idle(self) -> bool:
         """Whether no stream of this importer waits for a word, or has one to write."""
         me = self.importer
-        waiting = any(
-            not reached(self.ready[slot], wanted) for slot, ones in self._expected.items() for wanted, _ in ones
-        )
+        waiting = any(not reached(self.ready[slot], wanted) for slot, ones in self._expected.items() for wanted in ones)
         return not waiting and bool((self.opened[:, me] == self.closed[:, me]).all())
 
     def watch_importer(self, importer: int) -> None:
         """End an importer's leases once it dies, so that no stream of ours waits for it for ever."""
         self._watch(1 + importer)
 
-    def expect(self, slot: int, wanted: int, lose: Callable[[], None]) -> None:
-        """Release streams that wait for an announcement if the exporter dies before it; ``lose`` is called then."""
-        waiting = [one for one in self._expected.get(slot, ()) if not reached(self.ready[slot], one[0])]
-        self._expected[slot] = [*waiting, (wanted, lose)]
+    def expect(self, slot: int, wanted: int) -> None:
+        """Release streams that wait for an announcement if the exporter dies before it."""
+        waiting = [one for one in self._expected.get(slot, ()) if not reached(self.ready[slot], one)]
+        self._expected[slot] = [*waiting, wanted]
         self._watch(0)
 
     def forget(self, slot: int) -> None:
@@ -364,14 +361,12 @@ class Board:
     def _exporter_died(self) -> None:
         for slot, waiting in list(self._expected.items()):
             words = self.slot_words(slot)
-            for wanted, lose in waiting:
+            for wanted in waiting:
                 short = (wanted - words.ready.value) % WORD
                 if short < WORD // 2:
-                    # For others too: how far it was really is what is left.
+                    # How far it was really is what is left. In this order: who goes on has to know.
                     words.lost.value = (words.lost.value + short) % WORD
                     words.ready.value = wanted
-                if words.was_lost(wanted):
-                    lose()
 
     def _watch(self, byte: int) -> None:
         if byte in self._watched:

@@ -19,7 +19,7 @@ from streamalloc.driver import default as default_driver
 from streamalloc.driver.bindings import OpaqueStruct, cuda, opaque_struct
 from streamalloc.errors import ClosedError, CudaError, StaleDescriptorError, attach, error_from, undoing
 from streamalloc.fd import Fd
-from streamalloc.ipc.board import SLOTS, WORD, Board, ImporterWords, fence, next_word, reached
+from streamalloc.ipc.board import SLOTS, WORD, Board, ImporterWords, SlotWords, fence, next_word, reached
 from streamalloc.ipc.descriptor import FABRIC, HEAD_BYTES, Chunk, Descriptor, Flags, Mechanism
 from streamalloc.ipc.leases import making
 from streamalloc.ownership import Closes
@@ -198,7 +198,7 @@ Lessor: TypeAlias = tuple[bytes, int, int]
 class _Import:
     """One allocation of another process, however many objects of this process name it."""
 
-    __slots__ = ("address", "count", "key", "lessor", "lost", "passed", "released", "way", "words")
+    __slots__ = ("address", "count", "key", "lessor", "passed", "released", "way", "words")
 
     def __init__(
         self, key: bytes | None, lessor: Lessor | None, way: _PoolWay | _LegacyWay, words: ImporterWords | None
@@ -213,17 +213,8 @@ class _Import:
         """Whether the driver was told; the board is then still to be."""
         self.address = 0
         self.count = 0
-        self.lost = False
         self.passed: tuple[Event, ...] = ()
         """The ends of the work of objects that were closed before the last one."""
-
-    def lose(self) -> None:
-        """The owner died before it had finished the contents."""
-        self.lost = True
-
-
-def _nothing() -> None:
-    pass
 
 
 def importer_of(door: Door) -> Importer:
@@ -465,7 +456,7 @@ def _open_allocation(
             if described.base_size != importer.size_at(held.address):
                 raise ValueError(f"the descriptor says {described.base_size} bytes, which is not what is open here")
         if board is not None:
-            _wait_until_ready(held.lose, board, described, stream)
+            _wait_until_ready(board, described, stream)
     except BaseException as first:
         try:
             _take_back(importer, held, stream)
@@ -474,7 +465,8 @@ def _open_allocation(
         raise
     if words is not None and flags & Flags.HELD:
         words.received.value += 1
-    return ImportedBuffer(importer, held, described.offset, described.size, stream)
+    announced = None if board is None else board.slot_words(described.slot)
+    return ImportedBuffer(importer, held, described.offset, described.size, stream, announced, described.ready)
 
 
 def _take_back(importer: Importer, held: _Import, stream: Stream) -> None:
@@ -523,19 +515,16 @@ def _is_ready(board: Board, described: Descriptor) -> bool:
     return reached(board.slot_words(described.slot).ready.value, described.ready)
 
 
-def _wait_until_ready(lose: Callable[[], None], board: Board | None, described: Descriptor, stream: Stream) -> None:
+def _wait_until_ready(board: Board | None, described: Descriptor, stream: Stream) -> None:
     """Have ``stream`` wait for the exporter's announcement, if that is still to come."""
     if board is None:
         return
     words, wanted = board.slot_words(described.slot), described.ready
-    if reached(words.ready.value, wanted):
-        if words.lost.value and words.was_lost(wanted):
-            lose()
-    else:
+    if not reached(words.ready.value, wanted):
         if not reached(words.announced.value, wanted):
             raise ValueError("the descriptor waits for contents that its exporter has not announced")
         board.wait(stream, words.ready_address, wanted)
-        board.expect(described.slot, wanted, lose)
+        board.expect(described.slot, wanted)
 
 
 def _let_go(importer: Importer, held: _Import, stream: Stream) -> None:
@@ -571,14 +560,25 @@ class ImportedBuffer(Memory, Closes):
     Closing it, which is in stream order, lets the owner free the memory; dropping it does so on its own stream.
     """
 
-    __slots__ = ("__weakref__", "_held", "_importer", "_nbytes", "_offset", "_stream")
+    __slots__ = ("__weakref__", "_announced", "_held", "_importer", "_nbytes", "_offset", "_ready", "_stream")
 
-    def __init__(self, importer: Importer, held: _Import, offset: int, nbytes: int, stream: Stream) -> None:
+    def __init__(
+        self,
+        importer: Importer,
+        held: _Import,
+        offset: int,
+        nbytes: int,
+        stream: Stream,
+        announced: SlotWords | None,
+        ready: int,
+    ) -> None:
         self._importer = importer
         self._held: _Import | None = held
         self._offset = offset
         self._nbytes = nbytes
         self._stream = stream
+        self._announced = announced
+        self._ready = ready
 
     @property
     def address(self) -> int:
@@ -624,7 +624,8 @@ class ImportedBuffer(Memory, Closes):
     @property
     def lost(self) -> bool:
         """Whether the owner died before it had finished the contents that this process waited for."""
-        return self._open_import().lost
+        self._open_import()
+        return self._announced is not None and self._announced.was_lost(self._ready)
 
     @property
     def owner_alive(self) -> bool | None:
@@ -746,15 +747,15 @@ def _open_physical(
         with undoing(memory.close):
             _verify(memory)
             board = importer.board(described, handles)
-            _wait_until_ready(_nothing, board, described, stream)
+            _wait_until_ready(board, described, stream)
         return memory
     mapped = importer.ranges.get(described.origin) if growable else None
     if mapped is not None and not mapped.closed:
         _map_rest(importer, mapped, described, handles)
         board = importer.board(described, handles)
         if mapped.stream.handle != stream.handle:
-            _wait_until_ready(_nothing, board, described, mapped.stream)
-        _wait_until_ready(_nothing, board, described, stream)
+            _wait_until_ready(board, described, mapped.stream)
+        _wait_until_ready(board, described, stream)
         return mapped
     mapped = ImportedRange.__new__(ImportedRange)
     mapped._offset = described.offset
@@ -764,7 +765,7 @@ def _open_physical(
     with undoing(mapped.close):
         _map_rest(importer, mapped, described, handles)
         board = importer.board(described, handles)
-        _wait_until_ready(_nothing, board, described, stream)
+        _wait_until_ready(board, described, stream)
     if growable:
         importer.ranges[described.origin] = mapped
     return mapped

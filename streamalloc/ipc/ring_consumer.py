@@ -53,7 +53,7 @@ class RingItem(Part):
     object is used again for later items in the same slot.
     """
 
-    __slots__ = ("_board", "_lost", "_number", "_place", "_words")
+    __slots__ = ("_board", "_number", "_place", "_ready", "_words")
 
     def __init__(
         self, memory: ImportedBuffer, stream: Stream, index: int, offset: int, board: Board, number: int
@@ -63,7 +63,7 @@ class RingItem(Part):
         self._number = number
         self._place = board.importer_words(number, board.importer)
         self._words = board.slot_words(number)
-        self._lost = False
+        self._ready = 0
         self._value = self._place.closing.value
 
     @property
@@ -74,7 +74,7 @@ class RingItem(Part):
     @property
     def lost(self) -> bool:
         """Whether the producer died before its stream had filled the slot; certain once ours was synchronised."""
-        return self._lost
+        return self._words.was_lost(self._ready)
 
     def release(self, stream: StreamLike | None = None) -> None:
         """Let the slot be filled again after the work of ``stream`` (default: the ring's); idempotent.
@@ -93,19 +93,14 @@ class RingItem(Part):
 
     def _take(self, ready: int, value: int, nbytes: int) -> None:
         words = self._words
-        self._lost = False
         if (words.ready.value - ready) & MASK >= HALF:
-            self._board.expect(self._number, ready, self._lose)
+            self._board.expect(self._number, ready)
             self._board.wait(self._stream, words.ready_address, ready)
-        elif words.lost.value:
-            self._lost = words.was_lost(ready)
         self._place.opened.value = value
         self._value = value
+        self._ready = ready
         self._used = nbytes
         self._held = True
-
-    def _lose(self) -> None:
-        self._lost = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

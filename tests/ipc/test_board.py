@@ -157,7 +157,7 @@ class TestDeaths:
         opened = [ipc.open(data, again(fds), stream=one, driver=one.device.driver) for one in streams]
         owner.kill()
         assert all(executed(one) for one in streams)
-        assert eventually(lambda: all(one.lost for one in opened))
+        assert all(one.lost for one in opened)
         for one in opened:
             one.close()
 
