@@ -51,6 +51,8 @@ IMPORTERS = 128
 _MAGIC = b"SAboard\2"
 _HEADER = struct.Struct("<8s16sII")
 _HEADER_BYTES = 4096
+# In the header: whether somebody has seen that the exporter died.
+_DEAD = _HEADER_BYTES - 4
 _PLAIN = ("generation", "announced", "ready", "sent", "lost")
 _EACH = ("opened", "closing", "closed", "received")
 _BYTES = _HEADER_BYTES + 4 * SLOTS * (len(_PLAIN) + len(_EACH) * IMPORTERS)
@@ -332,7 +334,8 @@ class Board:
 
     def exporter_alive(self) -> bool:
         """Whether the process that made the board lives."""
-        return self._alive(0)
+        # Who waited for its death has its lock for a moment then.
+        return not self._map[_DEAD] and self._alive(0)
 
     def importer_alive(self, importer: int) -> bool:
         """Whether an importer lives."""
@@ -386,6 +389,7 @@ class Board:
         if byte:
             self._end(byte - 1)
         else:
+            self._map[_DEAD] = 1
             self._exporter_died()
 
     def _shut_after_fork(self) -> None:
