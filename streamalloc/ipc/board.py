@@ -127,19 +127,14 @@ class Board:
         "_wait",
         "_watched",
         "_write",
-        "announced",
         "closed",
         "closing",
         "door",
         "fd",
-        "generation",
         "id",
         "importer",
-        "lost",
         "opened",
-        "ready",
         "received",
-        "sent",
     )
 
     id: bytes
@@ -147,12 +142,8 @@ class Board:
     fd: Fd
     importer: int
     """Which importer this process is; -1 for the exporter."""
-    generation: Words
-    announced: Words
-    ready: Words
-    sent: Words
-    lost: Words
     opened: Words
+    """By slot and importer, as the next three."""
     closing: Words
     closed: Words
     received: Words
@@ -165,12 +156,9 @@ class Board:
         self._expected: dict[int, list[int]] = {}
         self._map = mmap.mmap(fd.fileno(), _BYTES)
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        at = _HEADER_BYTES
-        for name in (*_PLAIN, *_EACH):
-            shape = (SLOTS,) if name in _PLAIN else (SLOTS, IMPORTERS)
-            words: Words = np.frombuffer(self._map, np.uint32, int(np.prod(shape)), at).reshape(shape)
-            setattr(self, name, words)
-            at += words.nbytes
+        for name in _EACH:
+            words = np.frombuffer(self._map, np.uint32, SLOTS * IMPORTERS, _PLACES[name][0])
+            setattr(self, name, words.reshape(SLOTS, IMPORTERS))
         # Locks belong to the open file, and a descriptor that was received is the sender's open file.
         self._own = Fd(os.open(f"/proc/self/fd/{fd.fileno()}", os.O_RDWR | os.O_CLOEXEC))
         self._address = 0
@@ -206,7 +194,7 @@ class Board:
         os.pwrite(fd.fileno(), _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS), 0)
         board = cls(door, fd)
         board.id = name
-        board._lock(0, wait=False)
+        board._lock(0)
         return board
 
     @classmethod
@@ -231,7 +219,7 @@ class Board:
 
     def _take_place(self) -> int:
         for importer in range(IMPORTERS):
-            if self._lock(1 + importer, wait=False):
+            if self._lock(1 + importer):
                 # What an importer before us left open when it died has ended.
                 self._end(importer)
                 return importer
@@ -319,10 +307,9 @@ class Board:
 
     # -- life and death --------------------------------------------------------------------------------------
 
-    def _lock(self, byte: int, *, wait: bool) -> bool:
-        command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
+    def _lock(self, byte: int) -> bool:
         try:
-            fcntl.fcntl(self._own.fileno(), command, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+            fcntl.fcntl(self._own.fileno(), fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
         except BlockingIOError:
             return False
         return True
@@ -344,8 +331,12 @@ class Board:
     def idle(self) -> bool:
         """Whether no stream of this importer waits for a word, or has one to write."""
         me = self.importer
-        waiting = any(not reached(self.ready[slot], wanted) for slot, ones in self._expected.items() for wanted in ones)
+        waiting = any(self._still_expected(slot) for slot in self._expected)
         return not waiting and bool((self.opened[:, me] == self.closed[:, me]).all())
+
+    def _still_expected(self, slot: int) -> list[int]:
+        ready = self.slot_words(slot).ready.value
+        return [wanted for wanted in self._expected.get(slot, ()) if not reached(ready, wanted)]
 
     def watch_importer(self, importer: int) -> None:
         """End an importer's leases once it dies, so that no stream of ours waits for it for ever."""
@@ -353,8 +344,7 @@ class Board:
 
     def expect(self, slot: int, wanted: int) -> None:
         """Release streams that wait for an announcement if the exporter dies before it."""
-        waiting = [one for one in self._expected.get(slot, ()) if not reached(self.ready[slot], one)]
-        self._expected[slot] = [*waiting, wanted]
+        self._expected[slot] = [*self._still_expected(slot), wanted]
         self._watch(0)
 
     def forget(self, slot: int) -> None:

@@ -306,8 +306,12 @@ def _prepared(importer: Importer, described: Descriptor, device: Device, stream:
         ordered = as_stream(ordered, importer.door)
         if not ordered.is_default:
             # Of default streams, which others may capture, it is asked where there is something to wait for.
-            ordered._refuse_capture("cuStreamWaitValue32", "memory of other processes cannot be opened in a capture")
+            _refuse_capture(ordered)
     return ordered
+
+
+def _refuse_capture(stream: Stream) -> None:
+    stream._refuse_capture("cuStreamWaitValue32", "memory of other processes cannot be opened in a capture")
 
 
 def _names(described: Descriptor) -> list[bytes]:
@@ -434,29 +438,26 @@ def _open_allocation(
         raise ValueError("the descriptor speaks of a lease, and has none")
     if board is not None and stream._direct is not importer.door and not _is_ready(board, described):
         # Before anything is open here, which could not be closed on that stream.
-        stream._refuse_capture("cuStreamWaitValue32", "memory of other processes cannot be opened in a capture")
+        _refuse_capture(stream)
     held = None if key is None else importer.imports.get(key)
     if held is not None:
         # First of all: a finaliser that comes in between may let go of the last object that there is.
         held.count += 1
+    known = held is not None and not held.released
     if held is None or held.released:
         held = _Import(key, lessor, way, words)
         _import(importer, held, described, stream)
         held.count = 1
         if key is not None:
             importer.imports[key] = held
-        new = True
-    else:
-        new = False
     try:
-        if not new:
+        if known:
             if lessor is not None and held.lessor != lessor:
                 _check_generation(board, described)
                 raise ValueError("this memory is open here under another lease: close that first")
             if described.base_size != importer.size_at(held.address):
                 raise ValueError(f"the descriptor says {described.base_size} bytes, which is not what is open here")
-        if board is not None:
-            _wait_until_ready(board, described, stream)
+        _wait_until_ready(board, described, stream)
     except BaseException as first:
         try:
             _take_back(importer, held, stream)
@@ -517,14 +518,13 @@ def _is_ready(board: Board, described: Descriptor) -> bool:
 
 def _wait_until_ready(board: Board | None, described: Descriptor, stream: Stream) -> None:
     """Have ``stream`` wait for the exporter's announcement, if that is still to come."""
-    if board is None:
+    if board is None or _is_ready(board, described):
         return
     words, wanted = board.slot_words(described.slot), described.ready
-    if not reached(words.ready.value, wanted):
-        if not reached(words.announced.value, wanted):
-            raise ValueError("the descriptor waits for contents that its exporter has not announced")
-        board.wait(stream, words.ready_address, wanted)
-        board.expect(described.slot, wanted)
+    if not reached(words.announced.value, wanted):
+        raise ValueError("the descriptor waits for contents that its exporter has not announced")
+    board.wait(stream, words.ready_address, wanted)
+    board.expect(described.slot, wanted)
 
 
 def _let_go(importer: Importer, held: _Import, stream: Stream) -> None:
