@@ -9,10 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from streamalloc import driver
-from streamalloc.buffer import Buffer, BufferView, GraphBuffer, Memory
-from streamalloc.device import Device, MemoryInfo
-from streamalloc.driver import DriverNotFoundError, ForkedProcessError
-from streamalloc.errors import (
+from streamalloc.core.buffer import Buffer, BufferView, GraphBuffer, Memory
+from streamalloc.core.device import Device, MemoryInfo
+from streamalloc.core.errors import (
     AddressSpaceError,
     CaptureError,
     ClosedError,
@@ -36,9 +35,8 @@ from streamalloc.errors import (
     StillImported,
     SystemNotReadyError,
 )
-from streamalloc.fd import Fd
-from streamalloc.pool import MemoryPool, PoolAttributes, PoolStatistics, allocate
-from streamalloc.properties import (
+from streamalloc.core.fd import Fd
+from streamalloc.core.properties import (
     MemAccess,
     MemAccessDesc,
     MemAllocationProp,
@@ -51,13 +49,15 @@ from streamalloc.properties import (
     MemPoolProps,
     MulticastObjectProp,
 )
-from streamalloc.stream import Event, Stream
+from streamalloc.core.stream import Event, Stream
+from streamalloc.driver import DriverNotFoundError, ForkedProcessError
+from streamalloc.pool import MemoryPool, PoolAttributes, PoolStatistics, allocate
 
 if TYPE_CHECKING:
     from streamalloc import ipc, multicast, vmm
-    from streamalloc.capabilities import Capabilities
-    from streamalloc.graph import Graph, GraphMemory, GraphMemoryStatistics
-    from streamalloc.pointers import MemoryKind, PointerAttributes, pointer_attributes
+    from streamalloc.core.capabilities import Capabilities
+    from streamalloc.core.graph import Graph, GraphMemory, GraphMemoryStatistics
+    from streamalloc.pool.pointers import MemoryKind, PointerAttributes, pointer_attributes
 
 __version__ = "0.1.0"
 
@@ -127,13 +127,13 @@ __all__ = [
 # Imported when first used: whoever only allocates does not wait for them.
 _PACKAGES = ("ipc", "multicast", "vmm")
 _NAMES = {
-    "Capabilities": "capabilities",
-    "Graph": "graph",
-    "GraphMemory": "graph",
-    "GraphMemoryStatistics": "graph",
-    "MemoryKind": "pointers",
-    "PointerAttributes": "pointers",
-    "pointer_attributes": "pointers",
+    "Capabilities": "core.capabilities",
+    "Graph": "core.graph",
+    "GraphMemory": "core.graph",
+    "GraphMemoryStatistics": "core.graph",
+    "MemoryKind": "pool.pointers",
+    "PointerAttributes": "pool.pointers",
+    "pointer_attributes": "pool.pointers",
 }
 
 

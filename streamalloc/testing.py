@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.device import Device
+from streamalloc.core.device import Device
+from streamalloc.core.errors import ClosedError, undoing
+from streamalloc.core.ownership import Closes
+from streamalloc.core.stream import Stream, StreamLike, as_stream
 from streamalloc.driver.bindings import cuda
-from streamalloc.errors import ClosedError, undoing
-from streamalloc.ownership import Closes
-from streamalloc.stream import Stream, StreamLike, as_stream
 
 __all__ = ["Gate", "multimem_ld_reduce", "multimem_red", "multimem_st"]
 

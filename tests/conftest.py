@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import streamalloc.driver as sd
-from streamalloc.capabilities import imex_channels
+from streamalloc.core.capabilities import imex_channels
 from streamalloc.driver.bindings import BINDINGS_VERSION
 from tests.fixtures import *  # noqa: F403
 

@@ -13,8 +13,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc.testing import Gate
-
-from .support import KEEP
+from tests.support import KEEP
 
 __all__ = ["device", "gate", "peer", "pool", "python", "stream"]
 

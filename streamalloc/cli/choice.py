@@ -6,9 +6,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamalloc.device import Device
+from streamalloc.core.device import Device
+from streamalloc.core.properties import MemLocation
 from streamalloc.driver import Driver, DriverNotFoundError, default, simulated
-from streamalloc.properties import MemLocation
 
 __all__ = ["Chosen", "choose", "cuda_version", "host_pool_location", "plural"]
 

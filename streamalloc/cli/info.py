@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 import streamalloc as sa
-from streamalloc.capabilities import address_space_limit, missing_for
 from streamalloc.cli.choice import Chosen, cuda_version
 from streamalloc.cli.info_ipc import Sharing, imex_report, show_imex, show_sharing, try_sharing
 from streamalloc.cli.info_multicast import multicast_report, query_multicast, show_multicast
 from streamalloc.cli.info_vmm import show_virtual_memory, try_virtual_memory
 from streamalloc.cli.terminal import Terminal, mib
+from streamalloc.core.capabilities import address_space_limit, missing_for
 from streamalloc.driver import Driver
 from streamalloc.driver.bindings import BINDINGS_VERSION
 from streamalloc.pool.attributes import ATTRIBUTES

@@ -12,9 +12,9 @@ import numpy as np
 
 import streamalloc as sa
 from streamalloc import ipc, vmm
-from streamalloc.capabilities import imex_channels, missing_for
 from streamalloc.cli.peer import Action, Here, Peer, PeerError
 from streamalloc.cli.terminal import Terminal
+from streamalloc.core.capabilities import imex_channels, missing_for
 
 __all__ = ["ACTIONS", "Sharing", "imex_report", "show_imex", "show_sharing", "try_sharing"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import streamalloc as sa
-from streamalloc.capabilities import missing_for
 from streamalloc.cli.choice import plural
 from streamalloc.cli.terminal import Terminal, mib
+from streamalloc.core.capabilities import missing_for
 from streamalloc.multicast import MulticastObject
 
 __all__ = ["Granularity", "Multicast", "multicast_report", "query_multicast", "show_multicast"]

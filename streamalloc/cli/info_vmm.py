@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.terminal import Terminal, mib
-from streamalloc.properties import MemAllocFlags
+from streamalloc.core.properties import MemAllocFlags
 
 __all__ = ["Trial", "show_virtual_memory", "try_virtual_memory"]
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from streamalloc.core.errors import attach, error_from, unsupported
 from streamalloc.driver.bindings import BINDINGS_VERSION, cuda, version_that_added
-from streamalloc.errors import attach, error_from, unsupported
 
 if TYPE_CHECKING:
     from streamalloc.driver.protocol import Driver
@@ -125,7 +125,7 @@ class Door:
         Raises
         ------
         CudaError
-            The class that :mod:`streamalloc.errors` names for the answer.
+            The class that :mod:`streamalloc.core.errors` names for the answer.
         NotSupportedError
             The bindings do not have the function.
         ForkedProcessError

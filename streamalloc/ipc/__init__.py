@@ -1,10 +1,14 @@
 """The same memory in several processes, with lifetimes that hold when processes die."""
 
-from streamalloc.fd import Fd
-from streamalloc.ipc.channel import Channel, Listener, Message, Peer, PeerGoneError, ProtocolError
-from streamalloc.ipc.descriptor import Chunk, Descriptor, Flags, Mechanism
-from streamalloc.ipc.endpoint import serve
-from streamalloc.ipc.group import (
+from streamalloc.core.fd import Fd
+from streamalloc.ipc.ring.ring import Ring, RingConsumer, RingItem, RingProducer, RingSlot, RingStatistics
+from streamalloc.ipc.sharing.descriptor import Chunk, Descriptor, Flags, Mechanism
+from streamalloc.ipc.sharing.exports import Shared, share
+from streamalloc.ipc.sharing.imports import DriverVersionWarning, ImportedBuffer, ImportedPool, ImportedRange, open
+from streamalloc.ipc.sharing.lease import LeasedBuffer
+from streamalloc.ipc.sharing.transfer import receive, send
+from streamalloc.ipc.transport.channel import Channel, Listener, Message, Peer, PeerGoneError, ProtocolError
+from streamalloc.ipc.transport.communicator import (
     Communicator,
     MPICommunicator,
     ProcessCommunicator,
@@ -12,12 +16,8 @@ from streamalloc.ipc.group import (
     TorchCommunicator,
     as_communicator,
 )
-from streamalloc.ipc.leases import LeasedBuffer
-from streamalloc.ipc.opening import DriverVersionWarning, ImportedBuffer, ImportedPool, ImportedRange, open
-from streamalloc.ipc.pidfd import fetch_descriptor
-from streamalloc.ipc.ring import Ring, RingConsumer, RingItem, RingProducer, RingSlot, RingStatistics
-from streamalloc.ipc.sharing import Shared, share
-from streamalloc.ipc.transfer import receive, send
+from streamalloc.ipc.transport.handle_server import serve
+from streamalloc.ipc.transport.pidfd import fetch_descriptor
 
 __all__ = [
     "Channel",

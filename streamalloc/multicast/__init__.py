@@ -1,8 +1,8 @@
 """Multicast: one write that reaches the memory of several GPUs, and reductions over all of it (NVLink SHARP)."""
 
-from streamalloc.multicast.objects import Binding, MulticastObject, MulticastView
+from streamalloc.multicast.objects.multicast_object import Binding, MulticastObject, MulticastView
+from streamalloc.multicast.setup.participants import SymmetricMemoryError
 from streamalloc.multicast.symmetric import SymmetricBuffer, SymmetricMemory, Tables
-from streamalloc.multicast.team import SymmetricMemoryError
 
 __all__ = [
     "Binding",

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
+from streamalloc.core.stream import Event, Stream
 from streamalloc.driver.bindings import cuda
-from streamalloc.multicast.agreement import CHANNELS, Layout
-from streamalloc.stream import Event, Stream
+from streamalloc.multicast.setup.agreement import CHANNELS, Layout
 
 __all__ = ["Signals"]
 

@@ -13,20 +13,20 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self
 
-from streamalloc.buffer import BufferView
-from streamalloc.device import Device
+from streamalloc.core.buffer import BufferView
+from streamalloc.core.device import Device
+from streamalloc.core.errors import ClosedError, CudaError, attach
+from streamalloc.core.ownership import Closes
+from streamalloc.core.properties import MemHandleType
+from streamalloc.core.stream import Stream, StreamLike, as_stream
 from streamalloc.driver import Door, Driver
-from streamalloc.errors import ClosedError, CudaError, attach
 from streamalloc.ipc import Communicator, as_communicator
-from streamalloc.ipc.deadlines import end_of, left
-from streamalloc.multicast.agreement import Layout
-from streamalloc.multicast.parts import Parts, finish, in_time
-from streamalloc.multicast.setup import Asked, agree, check_now, checked_team, end_or_none, set_up
+from streamalloc.ipc.transport.deadlines import end_of, left
+from streamalloc.multicast.setup.agreement import Layout
+from streamalloc.multicast.setup.participants import SymmetricMemoryError, Team
+from streamalloc.multicast.setup.resources import Parts, finish, in_time
+from streamalloc.multicast.setup.steps import Asked, agree, check_now, checked_team, end_or_none, set_up
 from streamalloc.multicast.signals import Signals
-from streamalloc.multicast.team import SymmetricMemoryError, Team
-from streamalloc.ownership import Closes
-from streamalloc.properties import MemHandleType
-from streamalloc.stream import Stream, StreamLike, as_stream
 from streamalloc.vmm import Mapping
 
 __all__ = ["SymmetricBuffer", "SymmetricMemory", "Tables"]

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from streamalloc.core.errors import InvalidValueError, NotSupportedError, unsupported
+from streamalloc.core.properties import MemAllocationType, MemHandleType, MemLocationType, checked_size
 from streamalloc.driver.bindings import BINDINGS_VERSION, cuda, enum_member, version_that_added
-from streamalloc.errors import InvalidValueError, NotSupportedError, unsupported
-from streamalloc.properties import MemAllocationType, MemHandleType, MemLocationType, checked_size
 
 if TYPE_CHECKING:
     from streamalloc.pool.pool import MemoryPool

@@ -7,18 +7,13 @@ import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
-from streamalloc.buffer import Buffer
-from streamalloc.device import Device
-from streamalloc.driver import Door
-from streamalloc.driver import default as default_driver
-from streamalloc.driver.bindings import BINDINGS_VERSION, cuda, enum_member, version_that_added
-from streamalloc.errors import ClosedError, CudaError, PeerAccessError, PendingFreesWarning, undoing, unsupported
-from streamalloc.ownership import Closes
-from streamalloc.places import FABRIC_NEEDS, check_location, door_of, location_of
-from streamalloc.pool.allocator import Allocator, read_or_none
-from streamalloc.pool.attributes import PoolAttributes, PoolStatistics
-from streamalloc.pool.retirement import retire
-from streamalloc.properties import (
+from streamalloc.core.allocator import Allocator, read_or_none
+from streamalloc.core.arguments import FABRIC_NEEDS, check_location, door_of, location_of
+from streamalloc.core.buffer import Buffer
+from streamalloc.core.device import Device
+from streamalloc.core.errors import ClosedError, CudaError, PeerAccessError, PendingFreesWarning, undoing, unsupported
+from streamalloc.core.ownership import Closes
+from streamalloc.core.properties import (
     MemAccess,
     MemAccessDesc,
     MemAllocationType,
@@ -28,7 +23,12 @@ from streamalloc.properties import (
     MemPoolProps,
     checked_size,
 )
-from streamalloc.stream import Stream, StreamLike, as_stream
+from streamalloc.core.stream import Stream, StreamLike, as_stream
+from streamalloc.driver import Door
+from streamalloc.driver import default as default_driver
+from streamalloc.driver.bindings import BINDINGS_VERSION, cuda, enum_member, version_that_added
+from streamalloc.pool.attributes import PoolAttributes, PoolStatistics
+from streamalloc.pool.ending import retire
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -477,7 +477,7 @@ class CurrentPool(Allocator):
 
     def pool_of(self, buffer: Buffer) -> object:
         """The pool that was current when the buffer was allocated."""
-        from streamalloc.pointers import pointer_attributes
+        from streamalloc.pool.pointers import pointer_attributes
 
         return pointer_attributes(buffer.address, driver=self._door.driver).pool
 

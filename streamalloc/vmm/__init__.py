@@ -1,11 +1,11 @@
 """Virtual memory by hand: physical memory, address ranges, mappings, and the buffers that stand on them."""
 
-from streamalloc.vmm.addresses import AddressRange, Mapping, RangeView
+from streamalloc.vmm.address_range import AddressRange, Mapping, RangeView
 from streamalloc.vmm.dma_buf import dma_buf
 from streamalloc.vmm.growable import GrowableBuffer, StripedBuffer, stripe
-from streamalloc.vmm.physical import PhysicalMemory
+from streamalloc.vmm.physical_memory import PhysicalMemory
 from streamalloc.vmm.sparse import MipTail, SparseArray, TilePool
-from streamalloc.vmm.virtual import Eviction, VirtualBuffer
+from streamalloc.vmm.virtual_buffer import Eviction, VirtualBuffer
 
 __all__ = [
     "AddressRange",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
-from streamalloc.device import Device
+from streamalloc.core.arguments import check_location, location_of
+from streamalloc.core.device import Device
+from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation
 from streamalloc.driver import Door
-from streamalloc.places import check_location, location_of
-from streamalloc.properties import MemAccess, MemAccessDesc, MemLocation
 
 __all__ = ["Access", "Rights", "rights_of", "structs_of"]
 

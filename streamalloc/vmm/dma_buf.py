@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import resource
 
-from streamalloc.buffer import Memory
+from streamalloc.core.buffer import Memory
+from streamalloc.core.fd import Fd
 from streamalloc.driver.bindings import cuda
-from streamalloc.fd import Fd
 
 __all__ = ["dma_buf"]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from streamalloc.device import Device
-from streamalloc.errors import PeerAccessError, undoing
-from streamalloc.properties import MemAllocationProp, MemHandleType, checked_size
-from streamalloc.stream import StreamLike
+from streamalloc.core.device import Device
+from streamalloc.core.errors import PeerAccessError, undoing
+from streamalloc.core.properties import MemAllocationProp, MemHandleType, checked_size
+from streamalloc.core.stream import StreamLike
 from streamalloc.vmm.access import Access
-from streamalloc.vmm.ordering import After, accessing, wait
-from streamalloc.vmm.physical import Recipe, properties_for
-from streamalloc.vmm.virtual import Piece, VirtualBuffer, device_rights
+from streamalloc.vmm.physical_memory import Recipe, properties_for
+from streamalloc.vmm.virtual_buffer import Piece, VirtualBuffer, device_rights
+from streamalloc.vmm.waiting import After, accessing, wait
 
 __all__ = ["GrowableBuffer", "StripedBuffer", "stripe"]
 

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.device import Device
+from streamalloc.core.device import Device
+from streamalloc.core.errors import ClosedError, CudaError, NotSupportedError, OutOfMemoryError, undoing
+from streamalloc.core.ownership import Closes
+from streamalloc.core.properties import checked_size
+from streamalloc.core.stream import Event, Stream, StreamLike, as_stream
 from streamalloc.driver.bindings import cuda
-from streamalloc.errors import ClosedError, CudaError, NotSupportedError, OutOfMemoryError, undoing
-from streamalloc.ownership import Closes
-from streamalloc.properties import checked_size
-from streamalloc.stream import Event, Stream, StreamLike, as_stream
-from streamalloc.vmm.physical import PhysicalMemory
+from streamalloc.vmm.physical_memory import PhysicalMemory
 
 __all__ = ["MipTail", "SparseArray", "TilePool"]
 

@@ -12,8 +12,7 @@ import pytest
 import streamalloc.driver as sd
 from streamalloc.cli import bench, bench_ipc, measuring
 from streamalloc.cli.choice import Chosen
-
-from .conftest import Run, without
+from tests.cli.conftest import Run, without
 
 SHORT = measuring.Effort(
     rounds=2,

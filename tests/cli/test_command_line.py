@@ -14,8 +14,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.cli import choice, main
 from streamalloc.cli.terminal import Terminal, mib
-
-from .conftest import Altered, Run
+from tests.cli.conftest import Altered, Run
 
 
 class TestArguments:

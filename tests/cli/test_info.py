@@ -15,8 +15,7 @@ from streamalloc import vmm
 from streamalloc.cli import info, info_ipc
 from streamalloc.driver.bindings import BINDINGS_VERSION
 from streamalloc.pool.attributes import ATTRIBUTES
-
-from .conftest import Altered, Run, without
+from tests.cli.conftest import Altered, Run, without
 
 
 def test_table_has_every_capability(machine: Any, run: Run) -> None:

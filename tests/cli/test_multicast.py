@@ -14,8 +14,7 @@ from streamalloc.cli import tour_multicast
 from streamalloc.cli.steps import Tour
 from streamalloc.cli.terminal import Terminal
 from streamalloc.multicast import MulticastObject
-
-from .conftest import Altered, Run, without
+from tests.cli.conftest import Altered, Run, without
 
 VARIABLE = "STREAMALLOC_TEST_MULTICAST"
 ON_REQUEST = f"multicast objects are made on real hardware only with {VARIABLE}=1"

@@ -10,11 +10,10 @@ import pytest
 
 import streamalloc.driver as sd
 from streamalloc import ipc
-from streamalloc.buffer import Buffer
 from streamalloc.cli import tour, tour_ipc, tour_multicast, tour_vmm
 from streamalloc.cli.peer import Peer
-
-from .conftest import Altered, Run, without
+from streamalloc.core.buffer import Buffer
+from tests.cli.conftest import Altered, Run, without
 
 MiB = 1 << 20
 OTHERS = (*tour_vmm.PARTS, *tour_ipc.PARTS, *tour_multicast.PARTS)

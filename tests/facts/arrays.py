@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .support import PAGE, Answer, Rig, said, value
+from tests.facts.support import PAGE, Answer, Rig, said, value
 
 # Members of CUarray_format.
 UINT8, UINT16, UINT32, INT8, HALF, FLOAT = 0x01, 0x02, 0x03, 0x08, 0x10, 0x20

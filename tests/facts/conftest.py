@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .support import Rig
+from tests.facts.support import Rig
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .support import DEVICE, NO_HANDLE, PAGE, READWRITE, Answer, Rig, said, value
+from tests.facts.support import DEVICE, NO_HANDLE, PAGE, READWRITE, Answer, Rig, said, value
 
 
 def properties(raw: Any, devices: int, size: int = PAGE, handle_types: int = NO_HANDLE, flags: int = 0) -> Any:

@@ -8,7 +8,7 @@ import mmap
 
 import pytest
 
-from .support import PAGE, UINT64_MAX, UNRESERVED, MiB, Rig, said, value
+from tests.facts.support import PAGE, UINT64_MAX, UNRESERVED, MiB, Rig, said, value
 
 
 def in_hex(given: int | str) -> str:

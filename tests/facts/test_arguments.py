@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from .support import UINT64_MAX, Rig, said
+from tests.facts.support import UINT64_MAX, Rig, said
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from .support import BLOCKING, HOST, LEGACY, UINT64_MAX, Answer, MiB, Rig, said, value
+from tests.facts.support import BLOCKING, HOST, LEGACY, UINT64_MAX, Answer, MiB, Rig, said, value
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
 

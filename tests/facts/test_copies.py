@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from .support import BLOCKING, DEVICE, HOST, HOST_NUMA, READWRITE, UINT64_MAX, Answer, MiB, Rig, said, value
+from tests.facts.support import BLOCKING, DEVICE, HOST, HOST_NUMA, READWRITE, UINT64_MAX, Answer, MiB, Rig, said, value
 
 Bytes = npt.NDArray[np.uint8]
 

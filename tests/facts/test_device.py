@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from .support import Rig, said, value
+from tests.facts.support import Rig, said, value
 
 # Left out: attributes whose values depend on the host (the PCI address, the board's number) and those that the
 # readings' bindings did not know.

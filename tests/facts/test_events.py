@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from .support import BLOCKING, NON_BLOCKING, TIMED, Rig, said, value
+from tests.facts.support import BLOCKING, NON_BLOCKING, TIMED, Rig, said, value
 
 
 @pytest.mark.parametrize("flags", [0, 1, 2, 3, 6, 7])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .support import UINT64_MAX, MiB, Rig, Stats, said, value
+from tests.facts.support import UINT64_MAX, MiB, Rig, Stats, said, value
 
 AUTO_FREE_ON_LAUNCH = 1
 STEP = 32 * MiB

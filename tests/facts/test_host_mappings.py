@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from .support import (
+from tests.facts.support import (
     DEVICE,
     HOST,
     HOST_NUMA,

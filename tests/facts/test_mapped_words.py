@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .support import DEVICE, LEGACY, NO_ACCESS, PAGE, READ, READWRITE, Rig, said, value
+from tests.facts.support import DEVICE, LEGACY, NO_ACCESS, PAGE, READ, READWRITE, Rig, said, value
 
 OWN, SECOND = (DEVICE, 0, READWRITE), (DEVICE, 1, READWRITE)
 AT_LEAST, EQUAL, AND, NOR, FLUSH = 0, 1, 2, 3, 1 << 30

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from .support import (
+from tests.facts.support import (
     DEVICE,
     HOST,
     HOST_NUMA,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from .support import DEVICE, PAGE, POSIX_FD, READWRITE, Answer, Rig, said, value
+from tests.facts.support import DEVICE, PAGE, POSIX_FD, READWRITE, Answer, Rig, said, value
 
 OWN = (DEVICE, 0, READWRITE)
 RANGE = 8 * PAGE

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from .support import DEVICE, PAGE, READWRITE, UNRESERVED, Answer, Rig, said, value
+from tests.facts.support import DEVICE, PAGE, READWRITE, UNRESERVED, Answer, Rig, said, value
 
 OWN = (DEVICE, 0, READWRITE)
 

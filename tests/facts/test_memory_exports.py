@@ -9,7 +9,20 @@ from typing import Any
 
 import pytest
 
-from .support import DEVICE, FABRIC, NO_HANDLE, PAGE, POSIX_FD, READWRITE, WIN32, Answer, MiB, Rig, said, value
+from tests.facts.support import (
+    DEVICE,
+    FABRIC,
+    NO_HANDLE,
+    PAGE,
+    POSIX_FD,
+    READWRITE,
+    WIN32,
+    Answer,
+    MiB,
+    Rig,
+    said,
+    value,
+)
 
 OWN = (DEVICE, 0, READWRITE)
 

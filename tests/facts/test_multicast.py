@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.facts.support import DEVICE, HOST_NUMA, NO_HANDLE, PAGE, POSIX_FD, READWRITE, WIN32, Rig, said, value
+from tests.facts.teams import Team, properties, whole
 from tests.peer import Descriptor, Kept, Member, Peer
-
-from .support import DEVICE, HOST_NUMA, NO_HANDLE, PAGE, POSIX_FD, READWRITE, WIN32, Rig, said, value
-from .teams import Team, properties, whole
 
 pytestmark = [pytest.mark.multicast, pytest.mark.gpus(2)]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from .support import (
+from tests.facts.support import (
     DEVICE,
     FABRIC,
     HOST,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from .support import HOST, HOST_NUMA, MiB, Rig, said, value
+from tests.facts.support import HOST, HOST_NUMA, MiB, Rig, said, value
 
 
 class TestDeviceMemory:

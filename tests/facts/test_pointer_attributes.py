@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from streamalloc.driver.bindings import BINDINGS_VERSION
-
-from .support import DEVICE, FABRIC, HOST, HOST_NUMA, NO_HANDLE, POSIX_FD, READWRITE, MiB, Rig, said, value
+from tests.facts.support import DEVICE, FABRIC, HOST, HOST_NUMA, NO_HANDLE, POSIX_FD, READWRITE, MiB, Rig, said, value
 
 # What every kind below has in common.
 COMMON = {

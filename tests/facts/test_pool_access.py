@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .support import (
+from tests.facts.support import (
     DEVICE,
     HOST,
     HOST_NUMA,

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from streamalloc.driver.bindings import BINDINGS_VERSION
-
-from .support import COUNTERS, REUSE_POLICIES, UINT64_MAX, MiB, Rig, Stats, said, value
+from tests.facts.support import COUNTERS, REUSE_POLICIES, UINT64_MAX, MiB, Rig, Stats, said, value
 
 SIZES = ("RELEASE_THRESHOLD", *COUNTERS)
 NEWER = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .support import (
+from tests.facts.support import (
     DEVICE,
     FABRIC,
     HOST,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from .support import POSIX_FD, UINT64_MAX, MiB, Rig, Stats, offsets, said, value
+from tests.facts.support import POSIX_FD, UINT64_MAX, MiB, Rig, Stats, offsets, said, value
 
 
 class TestAllocation:

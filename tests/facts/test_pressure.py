@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .support import UINT64_MAX, MiB, Rig, said, value
+from tests.facts.support import UINT64_MAX, MiB, Rig, said, value
 
 STEP = 32 * MiB
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from .support import BLOCKING, LEGACY, UINT64_MAX, MiB, Rig, Stats, said, value
+from tests.facts.support import BLOCKING, LEGACY, UINT64_MAX, MiB, Rig, Stats, said, value
 
 SIZE = 20 * MiB
 

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.peer import OPAQUE_BYTES, Descriptor, Kept, Member, Opaque, Peer, bytes_of, opaque
-
-from .support import (
+from tests.facts.support import (
     COUNTERS,
     DEVICE,
     FABRIC,
@@ -30,6 +28,7 @@ from .support import (
     said,
     value,
 )
+from tests.peer import OPAQUE_BYTES, Descriptor, Kept, Member, Opaque, Peer, bytes_of, opaque
 
 INTERPROCESS = 4
 LAZY_ENABLE_PEER_ACCESS = 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .arrays import (
+from tests.facts.arrays import (
     CUBEMAP,
     DEFERRED,
     DEPTH,
@@ -28,7 +28,7 @@ from .arrays import (
     Tiling,
     pattern,
 )
-from .support import LEGACY, PAGE, Rig, said, value
+from tests.facts.support import LEGACY, PAGE, Rig, said, value
 
 # An array of four bytes an element has four by four such tiles.
 SIDE, WIDTH = 512, 128

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from .arrays import LAYERED, SPARSE, TILE, UNMAP, Arrays, Tiling, pattern
-from .support import PAGE, Rig, said, value
+from tests.facts.arrays import LAYERED, SPARSE, TILE, UNMAP, Arrays, Tiling, pattern
+from tests.facts.support import PAGE, Rig, said, value
 
 SIDE, LEVELS, LAYERS, WIDTH = 1024, 11, 4, 128
 # Level 3 is one tile; those below are the tail.

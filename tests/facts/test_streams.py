@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from .support import BLOCKING, LEGACY, NON_BLOCKING, Rig, said, value
+from tests.facts.support import BLOCKING, LEGACY, NON_BLOCKING, Rig, said, value
 
 
 class TestCreation:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from .support import DEVICE, LEGACY, PAGE, READWRITE, UINT64_MAX, MiB, Rig, Stats, said, value
+from tests.facts.support import DEVICE, LEGACY, PAGE, READWRITE, UINT64_MAX, MiB, Rig, Stats, said, value
 
 
 class Watched:

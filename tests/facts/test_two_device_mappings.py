@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from .support import DEVICE, NO_ACCESS, PAGE, READ, READWRITE, MiB, Rig, said, value
+from tests.facts.support import DEVICE, NO_ACCESS, PAGE, READ, READWRITE, MiB, Rig, said, value
 
 pytestmark = pytest.mark.gpus(2)
 

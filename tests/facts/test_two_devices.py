@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from .support import (
+from tests.facts.support import (
     BLOCKING,
     DEVICE,
     HOST,

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import streamalloc as sa
-
-from .support import Partner, shared_pool
+from tests.ipc.support import Partner, shared_pool
 
 # Each simulated machine of ours leaves a thread that waits for the end of that process.
 TESTS_OF_ONE_PROCESS = 20

@@ -13,9 +13,8 @@ import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.multicast import MulticastObject, SymmetricMemory
 from streamalloc.testing import multimem_ld_reduce, multimem_st
+from tests.multicast.ranks import Crew, Rank
 from tests.support import MiB, read
-
-from .ranks import Crew, Rank
 
 pytestmark = [
     pytest.mark.gpus(2),

@@ -11,9 +11,8 @@ from typing import Any, NoReturn
 import pytest
 
 from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
-from streamalloc.multicast.team import Team, rank_at_fault
-
-from .ranks import Crew, Meddled, Rank, descriptors
+from streamalloc.multicast.setup.participants import Team, rank_at_fault
+from tests.multicast.ranks import Crew, Meddled, Rank, descriptors
 
 pytestmark = pytest.mark.simulated_only("driver calls are made to fail, and multicast objects are made")
 

@@ -16,8 +16,7 @@ import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
 from tests.ipc.support import Partner, There, eventually, state
-
-from .ranks import Meddled
+from tests.multicast.ranks import Meddled
 
 pytestmark = pytest.mark.simulated_only("multicast objects are made, and processes are killed in the middle of it")
 

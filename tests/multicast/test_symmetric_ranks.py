@@ -16,10 +16,9 @@ from streamalloc import ipc
 from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
 from streamalloc.testing import Gate, multimem_ld_reduce, multimem_red, multimem_st
 from tests.ipc.support import eventually
+from tests.multicast.ranks import Crew, Meddled, Rank, reaches_all
 from tests.support import MiB, executed, holds, pending, read
 from tests.vmm.support import each
-
-from .ranks import Crew, Meddled, Rank, reaches_all
 
 pytestmark = pytest.mark.simulated_only("the ranks are threads, each with a machine of its own")
 

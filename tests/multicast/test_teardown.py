@@ -13,9 +13,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import multicast, vmm
+from tests.multicast.support import PAGE, TEAM, Account, Team, misorders
 from tests.support import holds, names
-
-from .support import PAGE, TEAM, Account, Team, misorders
 
 Python = Callable[..., CompletedProcess[str]]
 pytestmark = [pytest.mark.gpus(TEAM), pytest.mark.multicast]

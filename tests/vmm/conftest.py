@@ -10,8 +10,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-
-from .support import HOST, PAGE
+from tests.vmm.support import HOST, PAGE
 
 
 @pytest.fixture(scope="module", autouse=True)

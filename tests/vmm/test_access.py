@@ -11,8 +11,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from tests.support import holds, names, read
-
-from .support import HOST, NONE, PAGE, READ, READWRITE, Account, each
+from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, Account, each
 
 NUMA = sa.MemLocation.host_numa(0)
 

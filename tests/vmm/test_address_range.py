@@ -12,8 +12,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from tests.support import names, read
-
-from .support import HOST, PAGE, Account, assert_unique, each
+from tests.vmm.support import HOST, PAGE, Account, assert_unique, each
 
 GiB = 1 << 30
 TiB = 1 << 40

@@ -13,8 +13,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from tests.support import GROWTH, KEEP, holds, read
-
-from .support import HOST, NONE, PAGE, READ, READWRITE, Account, each, pattern, same, write
+from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, Account, each, pattern, same, write
 
 SIZE = 2 * PAGE + 12345
 MAPPED = 3 * PAGE

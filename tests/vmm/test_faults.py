@@ -17,8 +17,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from tests.support import read
-
-from .support import HOST, NONE, PAGE, READ, READWRITE, Account
+from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, Account
 
 # The calls that give something back. Where one of them fails, the step may be done all but this.
 GIVING_BACK = {"cuMemRelease", "cuMemFreeAsync", "cuMemAddressFree", "cuMemUnmap", "cuEventDestroy"}

@@ -11,8 +11,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import vmm
-
-from .support import PAGE, assert_unique
+from tests.vmm.support import PAGE, assert_unique
 
 
 @pytest.fixture

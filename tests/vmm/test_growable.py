@@ -13,8 +13,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from tests.support import MiB, holds, names, read
-
-from .support import HOST, NONE, PAGE, READ, READWRITE, Account, assert_unique, each, pattern, same, write
+from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, Account, assert_unique, each, pattern, same, write
 
 Grow = Callable[..., vmm.GrowableBuffer]
 

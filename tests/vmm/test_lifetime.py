@@ -15,8 +15,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from tests.support import holds
-
-from .support import HOST, PAGE, READWRITE, Account, pattern, same, write
+from tests.vmm.support import HOST, PAGE, READWRITE, Account, pattern, same, write
 
 Python = Callable[..., CompletedProcess[str]]
 

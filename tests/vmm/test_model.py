@@ -12,8 +12,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import vmm
 from tests.support import Bytes
-
-from .support import HOST, NONE, PAGE, READ, READWRITE, Account
+from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, Account
 
 BLOCK = PAGE // 2  # what is filled and looked at
 PAGES = 12

@@ -11,8 +11,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from tests.support import MiB, holds, names
-
-from .support import HOST, PAGE, Account, assert_unique
+from tests.vmm.support import HOST, PAGE, Account, assert_unique
 
 FD = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 FABRIC = sa.MemHandleType.FABRIC

@@ -19,8 +19,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from tests.support import holds, read
-
-from .support import HOST, PAGE, READWRITE, Account, pattern, same, write
+from tests.vmm.support import HOST, PAGE, READWRITE, Account, pattern, same, write
 
 COUNT = 50_000  # elements of a vector, as in vectorAddMMAP
 

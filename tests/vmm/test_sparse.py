@@ -17,9 +17,8 @@ import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.testing import Gate
 from tests.support import executed, names, pending
-
-from .support import PAGE, Account, assert_unique, each
-from .test_faults import Case, sweep
+from tests.vmm.support import PAGE, Account, assert_unique, each
+from tests.vmm.test_faults import Case, sweep
 
 TILE = 1 << 16
 TILES = PAGE // TILE  # in a pool of one page

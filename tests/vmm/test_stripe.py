@@ -11,8 +11,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from tests.support import holds, read
-
-from .support import HOST, NONE, PAGE, READ, READWRITE, Account, assert_unique, pattern, same, write
+from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, Account, assert_unique, pattern, same, write
 
 
 def devices(count: int, driver: Any = None) -> list[sa.Device]:

@@ -1,0 +1,44 @@
+"""Where memory goes: devices and locations as arguments, checked before the driver is asked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from streamalloc.core.device import Device
+from streamalloc.core.properties import MemLocation, MemLocationType
+from streamalloc.driver import Door
+from streamalloc.driver import default as default_driver
+
+if TYPE_CHECKING:
+    from streamalloc.driver import Driver
+
+__all__ = ["FABRIC_NEEDS", "check_location", "door_of", "location_of"]
+
+FABRIC_NEEDS = "fabric handles need a device that offers them and an IMEX channel: see `python -m streamalloc info`"
+
+
+def location_of(name: str, where: object, allowed: str = "a Device or a MemLocation") -> MemLocation:
+    """The location of a device, or the location itself; ``name`` is the argument's, for errors."""
+    location = where.location if isinstance(where, Device) else where
+    if not isinstance(location, MemLocation):
+        raise TypeError(f"{name} must be {allowed}, not {type(where).__name__} ({where!r})")
+    return location
+
+
+def door_of(where: object, driver: Driver | None) -> Door:
+    """The door of a device's driver, else of the driver given, else of the default one."""
+    if not isinstance(where, Device):
+        return Door.of(driver if driver is not None else default_driver())
+    if driver is not None and driver is not where.driver:
+        raise ValueError(f"driver={driver!r}: {where!r} belongs to another driver")
+    return where._door
+
+
+def check_location(door: Door, location: MemLocation) -> None:
+    """Raise ``ValueError`` for a device that is not there."""
+    if not location.seen:
+        raise ValueError(f"location id={location.id}: this process does not see that device")
+    if location.type is MemLocationType.DEVICE:
+        count = int(door.call("cuDeviceGetCount"))
+        if location.id >= count:
+            raise ValueError(f"location id={location.id}: this driver has {count} device{'' if count == 1 else 's'}")

@@ -1,0 +1,177 @@
+"""What a device can do: every capability that NVIDIA's pages tell users to query before using these APIs.
+
+The rows of the table are the fields of :class:`Capabilities`; each names the device attribute behind it, so a new
+capability is one new field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import os
+import resource
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from streamalloc.core.errors import InvalidValueError
+from streamalloc.core.properties import MemHandleType
+from streamalloc.driver import Door
+from streamalloc.driver.bindings import BINDINGS_VERSION, enum_member, version_that_added
+
+__all__ = ["Capabilities", "address_space_limit", "imex_channels", "query_capabilities"]
+
+
+def _asks(attribute: str, about: str, read: Callable[[int], object] = bool) -> Any:
+    """A field answered by a device attribute; None where bindings or driver do not know the attribute."""
+    return dataclasses.field(metadata={"attribute": f"CU_DEVICE_ATTRIBUTE_{attribute}", "about": about, "read": read})
+
+
+def _derived(about: str) -> Any:
+    return dataclasses.field(metadata={"attribute": None, "about": about})
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What one device supports; prints as a table.
+
+    Yes-or-no fields are bool; counts are int. A field is None where these bindings or this driver do not know the
+    attribute, so that "no" is never guessed.
+    """
+
+    memory_pools: bool | None = _asks("MEMORY_POOLS_SUPPORTED", "stream-ordered pools in device memory")
+    pool_handle_types: MemHandleType | None = _asks(
+        "MEMPOOL_SUPPORTED_HANDLE_TYPES", "how pools can be shared between processes", MemHandleType
+    )
+    host_memory_pools: bool | None = _asks("HOST_MEMORY_POOLS_SUPPORTED", "pools in host memory")
+    host_numa_memory_pools: bool | None = _asks("HOST_NUMA_MEMORY_POOLS_SUPPORTED", "pools on one host NUMA node")
+    managed_memory_pools: bool | None = _derived("pools of managed memory, which all devices must support")
+    concurrent_managed_access: bool | None = _asks(
+        "CONCURRENT_MANAGED_ACCESS", "managed memory used by host and device at the same time"
+    )
+    pageable_memory_access: bool | None = _asks("PAGEABLE_MEMORY_ACCESS", "device access to ordinary host memory")
+    virtual_memory_management: bool | None = _asks("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "mapping memory by hand")
+    host_virtual_memory: bool | None = _asks("HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "mapping host memory by hand")
+    host_numa_virtual_memory: bool | None = _asks(
+        "HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "mapping memory of one host NUMA node by hand"
+    )
+    unified_addressing: bool | None = _asks("UNIFIED_ADDRESSING", "one address space for host and devices")
+    posix_file_descriptors: bool | None = _asks(
+        "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", "sharing memory by file descriptors"
+    )
+    fabric_handles: bool | None = _asks("HANDLE_TYPE_FABRIC_SUPPORTED", "sharing memory by fabric handles")
+    imex_channel: bool = _derived("an IMEX channel this user may open, without which fabric handles fail")
+    multicast: bool | None = _asks("MULTICAST_SUPPORTED", "multicast objects over several GPUs")
+    ipc_events: bool | None = _asks("IPC_EVENT_SUPPORTED", "events shared between processes")
+    compression: bool | None = _asks("GENERIC_COMPRESSION_SUPPORTED", "compressible memory")
+    sparse_arrays: bool | None = _asks("SPARSE_CUDA_ARRAY_SUPPORTED", "sparse CUDA arrays")
+    hardware_decompression: bool | None = _derived("a decompression engine for pool memory")
+    gpu_direct_rdma: bool | None = _asks("GPU_DIRECT_RDMA_SUPPORTED", "access by other PCIe devices")
+    gpu_direct_rdma_with_vmm: bool | None = _asks(
+        "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED", "the same for memory mapped by hand"
+    )
+    dma_buf: bool | None = _asks("DMA_BUF_SUPPORTED", "export of address ranges as DMA-BUF")
+    memory_gates: bool | None = _asks("CAN_USE_64_BIT_STREAM_MEM_OPS", "streams that wait for memory values")
+    memory_sync_domains: int | None = _asks("MEM_SYNC_DOMAIN_COUNT", "memory synchronisation domains", int)
+    locality_domains: int | None = _asks("LOCALITY_DOMAIN_COUNT", "locality domains of the device's memory", int)
+    host_numa_id: int | None = _asks("HOST_NUMA_ID", "the host NUMA node nearest to the device", int)
+
+    def rows(self) -> Iterator[tuple[str, str, str]]:
+        """The table's rows: field, answer, and what it is about."""
+        for item in dataclasses.fields(self):
+            yield item.name, _shown(getattr(self, item.name)), item.metadata["about"]
+
+    def __str__(self) -> str:
+        rows = list(self.rows())
+        widths = [max(len(row[column]) for row in rows) for column in range(2)]
+        return "\n".join(f"{name:<{widths[0]}}  {answer:<{widths[1]}}  {about}" for name, answer, about in rows)
+
+    def _repr_html_(self) -> str:
+        body = "".join(
+            f"<tr><td><code>{name}</code></td><td>{answer}</td><td>{about}</td></tr>"
+            for name, answer, about in self.rows()
+        )
+        return f"<table><thead><tr><th>capability</th><th></th><th></th></tr></thead><tbody>{body}</tbody></table>"
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "unknown"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, MemHandleType):
+        return " | ".join(member.name or "" for member in MemHandleType if member and member in value) or "none"
+    return str(value)
+
+
+def _attribute(door: Door, ordinal: int, name: str) -> int | None:
+    member = enum_member("CUdevice_attribute", name)
+    if member is None:
+        return None
+    try:
+        return int(door.call("cuDeviceGetAttribute", member, ordinal))
+    except InvalidValueError:  # a driver older than the bindings
+        return None
+
+
+def query_capabilities(door: Door, ordinal: int) -> Capabilities:
+    """Ask the driver for every capability of a device (``cuDeviceGetAttribute``)."""
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(Capabilities):
+        if item.metadata["attribute"] is not None:
+            value = _attribute(door, ordinal, item.metadata["attribute"])
+            found[item.name] = None if value is None else item.metadata["read"](value)
+    algorithms = _attribute(door, ordinal, "CU_DEVICE_ATTRIBUTE_MEM_DECOMPRESS_ALGORITHM_MASK")
+    found["hardware_decompression"] = None if algorithms is None else bool(algorithms)
+    found["managed_memory_pools"] = _managed_memory_pools(door)
+    found["imex_channel"] = any(os.access(path, os.R_OK | os.W_OK) for path in imex_channels())
+    return Capabilities(**found)
+
+
+def _managed_memory_pools(door: Door) -> bool | None:
+    """Managed pools need bindings that can ask for one, and concurrent managed access on every device."""
+    if enum_member("CUmemAllocationType", "CU_MEM_ALLOCATION_TYPE_MANAGED") is None:
+        return None
+    count = int(door.call("cuDeviceGetCount"))
+    asked = "CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS"
+    return door.call("cuDriverGetVersion") >= 13000 and all(_attribute(door, i, asked) for i in range(count))
+
+
+def imex_channels() -> list[str]:
+    """The IMEX channel files of this machine, whether this user may open them or not."""
+    return sorted(glob.glob("/dev/nvidia-caps-imex-channels/channel*"))
+
+
+def missing_for(capabilities: Capabilities) -> list[str]:
+    """What keeps fabric handles, multicast and newer calls from working here, and who can change it; one line each."""
+    lines = []
+    if capabilities.fabric_handles is False:
+        lines.append("fabric handles: this device or driver does not offer them")
+    elif capabilities.fabric_handles and not capabilities.imex_channel:
+        present = imex_channels()
+        lines.append(
+            "fabric handles: the device offers them, but "
+            + (
+                f"this user may not open {present[0]}: ask the administrator for read and write permission on it"
+                if present
+                else "there is no IMEX channel: ask the administrator to load the driver with one "
+                "(NVreg_CreateImexChannel0=1) or to create /dev/nvidia-caps-imex-channels/channel0"
+            )
+        )
+    if capabilities.multicast is False:
+        lines.append("multicast: needs at least two GPUs joined by NVSwitch, visible to this process")
+    for item in dataclasses.fields(capabilities):
+        name = item.metadata["attribute"]
+        if name and enum_member("CUdevice_attribute", name) is None:
+            lines.append(f"{item.name}: needs cuda-bindings {version_that_added(name)}, found {BINDINGS_VERSION}")
+    return lines
+
+
+def address_space_limit() -> int | None:
+    """The limit that ``ulimit -v`` sets on this process's address space, in bytes; None where there is none.
+
+    The stream-ordered allocator reserves much more address space than it uses, so NVIDIA does not support such a limit
+    (programming guide, "CPU Virtual Memory").
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if soft == resource.RLIM_INFINITY else soft

@@ -1,0 +1,218 @@
+"""A GPU: what it is, what it can do, and the streams and events made on it."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from typing import TYPE_CHECKING, NamedTuple
+
+from streamalloc.core.errors import unsupported
+from streamalloc.core.properties import MemLocation
+from streamalloc.core.stream import Event, Stream
+from streamalloc.driver import Door
+from streamalloc.driver import default as default_driver
+from streamalloc.driver.bindings import BINDINGS_VERSION, cuda, enum_member, version_that_added
+
+if TYPE_CHECKING:
+    from streamalloc.core.capabilities import Capabilities
+    from streamalloc.core.graph import GraphMemory
+    from streamalloc.driver import Driver
+
+__all__ = ["Device", "MemoryInfo"]
+
+
+class MemoryInfo(NamedTuple):
+    """A device's memory in bytes, as ``cuMemGetInfo`` gives it."""
+
+    free: int
+    total: int
+
+
+class Device:
+    """One GPU of a driver.
+
+    Devices are plain values: two of the same ordinal and driver are equal. All that comes from a device uses its
+    driver. Its primary context is retained on first use, made current only for calls that need one, and kept.
+
+    Parameters
+    ----------
+    ordinal
+        Which GPU, from 0; ``CUDA_VISIBLE_DEVICES`` decides what is visible.
+    driver
+        The driver to use; default: the one that :func:`streamalloc.driver.default` names.
+
+    Raises
+    ------
+    DriverNotFoundError
+        No driver was named and this machine has none.
+    TypeError, ValueError
+        ``ordinal`` is not an integer, or there is no such device.
+    """
+
+    __slots__ = ("_door", "ordinal")
+
+    ordinal: int
+
+    def __init__(self, ordinal: int = 0, *, driver: Driver | None = None) -> None:
+        if isinstance(ordinal, bool) or not isinstance(ordinal, int):
+            raise TypeError(f"ordinal must be an integer, not {type(ordinal).__name__} ({ordinal!r})")
+        self._door = Door.of(driver if driver is not None else default_driver())
+        count = int(self._door.call("cuDeviceGetCount"))
+        if not 0 <= ordinal < count:
+            raise ValueError(
+                f"ordinal={ordinal}: this driver has {count} device{'' if count == 1 else 's'}, numbered from 0"
+            )
+        self.ordinal = ordinal
+
+    @staticmethod
+    def count(driver: Driver | None = None) -> int:
+        """How many devices a driver has (``cuDeviceGetCount``)."""
+        return int(Door.of(driver if driver is not None else default_driver()).call("cuDeviceGetCount"))
+
+    @classmethod
+    def all(cls, driver: Driver | None = None) -> list[Device]:
+        """Every device of a driver."""
+        return [cls(ordinal, driver=driver) for ordinal in range(cls.count(driver))]
+
+    @property
+    def driver(self) -> Driver:
+        """The driver the device belongs to."""
+        return self._door.driver
+
+    @property
+    def name(self) -> str:
+        """The product name (``cuDeviceGetName``)."""
+        raw: bytes = self._door.call("cuDeviceGetName", 256, self.ordinal)
+        return raw.split(b"\0")[0].decode()
+
+    @property
+    def uuid(self) -> uuid.UUID:
+        """The identity that stays the same in every process (``cuDeviceGetUuid``)."""
+        return uuid.UUID(bytes=bytes(self._door.call("cuDeviceGetUuid", self.ordinal).bytes))
+
+    @property
+    def pci_bus_id(self) -> str:
+        """The PCI address, as ``domain:bus:device.function`` (``cuDeviceGetPCIBusId``)."""
+        raw: bytes = self._door.call("cuDeviceGetPCIBusId", 32, self.ordinal)
+        return raw.split(b"\0")[0].decode()
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        """Major and minor compute capability."""
+        return self.attribute("COMPUTE_CAPABILITY_MAJOR"), self.attribute("COMPUTE_CAPABILITY_MINOR")
+
+    @property
+    def total_memory(self) -> int:
+        """The device's memory in bytes (``cuDeviceTotalMem``)."""
+        return int(self._door.call("cuDeviceTotalMem", self.ordinal))
+
+    @property
+    def location(self) -> MemLocation:
+        """The device's own memory as a location."""
+        return MemLocation.device(self.ordinal)
+
+    @property
+    def supports(self) -> Capabilities:
+        """What the device can do; a dataclass that prints as a table."""
+        from streamalloc.core.capabilities import query_capabilities
+
+        return query_capabilities(self._door, self.ordinal)
+
+    @property
+    def default_stream(self) -> Stream:
+        """The legacy default stream, which waits for and holds up every blocking stream of the device."""
+        return Stream(self, cuda.CUstream(int(cuda.CU_STREAM_LEGACY)))
+
+    @property
+    def per_thread_stream(self) -> Stream:
+        """The default stream of the thread that uses it."""
+        return Stream(self, cuda.CUstream(int(cuda.CU_STREAM_PER_THREAD)))
+
+    @property
+    def graph_memory(self) -> GraphMemory:
+        """The memory that graphs of this device hold."""
+        from streamalloc.core.graph import GraphMemory
+
+        return GraphMemory(self)
+
+    def attribute(self, name: str) -> int:
+        """A device attribute by its driver name, with or without ``CU_DEVICE_ATTRIBUTE_`` (``cuDeviceGetAttribute``).
+
+        Raises
+        ------
+        NotSupportedError
+            These bindings have no such attribute.
+        InvalidValueError
+            The driver does not know it.
+        """
+        full = name if name.startswith("CU_") else f"CU_DEVICE_ATTRIBUTE_{name}"
+        member = enum_member("CUdevice_attribute", full)
+        if member is None:
+            raise unsupported(full, f"cuda-bindings {version_that_added(full)}", f"cuda-bindings {BINDINGS_VERSION}")
+        return int(self._door.call("cuDeviceGetAttribute", member, self.ordinal))
+
+    def memory_info(self) -> MemoryInfo:
+        """Free and total memory in bytes (``cuMemGetInfo``)."""
+        with self.current():
+            free, total = self._door.call("cuMemGetInfo")
+        return MemoryInfo(int(free), int(total))
+
+    def can_access(self, peer: Device) -> bool:
+        """Whether this device can reach ``peer``'s memory directly (``cuDeviceCanAccessPeer``); True for itself."""
+        if peer._door is not self._door:
+            raise ValueError(f"{peer!r} belongs to another driver than {self!r}")
+        return peer.ordinal == self.ordinal or bool(
+            self._door.call("cuDeviceCanAccessPeer", self.ordinal, peer.ordinal)
+        )
+
+    def create_stream(self, *, blocking: bool = False, priority: int = 0) -> Stream:
+        """A new stream (``cuStreamCreateWithPriority``).
+
+        Parameters
+        ----------
+        blocking
+            Whether the stream waits for, and holds up, the legacy default stream.
+        priority
+            Lower numbers run first; the driver clamps to what the device offers.
+        """
+        if not isinstance(priority, int):
+            raise TypeError(f"priority must be an integer, not {type(priority).__name__}")
+        flags = cuda.CUstream_flags.CU_STREAM_DEFAULT if blocking else cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
+        with self.current():
+            raw = self._door.call("cuStreamCreateWithPriority", int(flags), priority)
+            return Stream(self, raw, non_blocking=not blocking)
+
+    def create_event(self, *, timing: bool = False, blocking_sync: bool = False, interprocess: bool = False) -> Event:
+        """A new event; see :class:`Event` for the options."""
+        return Event(self, timing=timing, blocking_sync=blocking_sync, interprocess=interprocess)
+
+    def synchronize(self) -> None:
+        """Block the host until all work of the device's primary context is done (``cuCtxSynchronize``)."""
+        with self.current():
+            self._door.call("cuCtxSynchronize")
+        self._door.reap()
+
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        """A ``with`` block in which the device's primary context is the thread's current one."""
+        return self._door.current(self.ordinal)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Device):
+            return NotImplemented
+        return self.ordinal == other.ordinal and self._door is other._door
+
+    def __hash__(self) -> int:
+        return hash((self.ordinal, id(self._door)))
+
+    def __repr__(self) -> str:
+        return f"<Device {self.ordinal}: {self.name}>"
+
+    def _repr_html_(self) -> str:
+        free, total = self.memory_info()
+        used = 100 * (total - free) / total
+        return (
+            f"<b>{self.name}</b> (device {self.ordinal}, compute capability "
+            f"{'.'.join(map(str, self.compute_capability))})<br>"
+            f"<progress max='100' value='{used:.1f}'></progress> "
+            f"{(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB in use"
+        )

@@ -1,0 +1,74 @@
+"""A file descriptor with one owner."""
+
+from __future__ import annotations
+
+import os
+
+from streamalloc.core.errors import ClosedError
+from streamalloc.core.ownership import Closes
+
+__all__ = ["Fd"]
+
+
+class Fd(Closes):
+    """Owns an open file descriptor: closed once, by :meth:`close`, a ``with`` block or when it is dropped.
+
+    It is made close-on-exec, so that child processes inherit nothing. ``os.dup(fd.fileno())`` makes a copy that
+    somebody else owns; :meth:`detach` gives the descriptor itself away.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``number`` is no descriptor.
+    OSError
+        It is not open.
+    """
+
+    __slots__ = ("__weakref__", "_number")
+
+    def __init__(self, number: int) -> None:
+        self._number = -1
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"number must be a file descriptor, not {type(number).__name__} ({number!r})")
+        if number < 0:
+            raise ValueError(f"number={number}: a file descriptor is 0 or more")
+        os.set_inheritable(number, False)
+        self._number = number
+
+    def fileno(self) -> int:
+        """The descriptor, which stays ours.
+
+        Raises
+        ------
+        ClosedError
+            It was closed or given away.
+        """
+        if self._number < 0:
+            raise ClosedError("this file descriptor was closed")
+        return self._number
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed or given away."""
+        return self._number < 0
+
+    def detach(self) -> int:
+        """The descriptor, which the caller closes from now on."""
+        number = self.fileno()
+        self._number = -1
+        return number
+
+    def close(self) -> None:
+        """Close the descriptor; idempotent."""
+        number, self._number = self._number, -1
+        if number >= 0:
+            os.close(number)
+
+    def __del__(self) -> None:
+        number = getattr(self, "_number", -1)
+        if number >= 0:
+            self._number = -1
+            os.close(number)
+
+    def __repr__(self) -> str:
+        return f"<Fd {'closed' if self.closed else self._number}>"

@@ -1,0 +1,256 @@
+"""Graphs made by stream capture, as far as memory goes: allocation and free nodes, launching, the memory graphs hold.
+
+Building graphs node by node is cuda.core's business. While a stream is captured, what is queued on it becomes nodes
+of a graph; an allocation becomes a node whose memory the graph owns, with the same address at every launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+from streamalloc.core.errors import ClosedError, CudaError, undoing
+from streamalloc.core.ownership import Closes
+from streamalloc.core.stream import StreamLike, as_stream
+from streamalloc.driver.bindings import cuda
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from streamalloc.core.device import Device
+    from streamalloc.core.stream import Stream
+
+__all__ = ["Capture", "CaptureMode", "Graph", "GraphMemory", "GraphMemoryStatistics"]
+
+CaptureMode: TypeAlias = Literal["global", "thread_local", "relaxed"]
+_MODES = ("global", "thread_local", "relaxed")
+
+
+class Graph(Closes):
+    """A captured graph. It is launched as often as wanted; :meth:`close` gives it back.
+
+    A graph that allocates memory can have one launchable form at a time (the driver's rule), so it is instantiated
+    once, on the first launch or by :meth:`instantiate`.
+    """
+
+    __slots__ = ("__weakref__", "_door", "_executable", "_raw", "device", "kept")
+
+    device: Device
+    """The device of the stream that was captured."""
+    kept: tuple[object, ...]
+    """What the graph's copies read and write, alive for as long as this object."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._door = device._door
+        self._raw: Any = None
+        self._executable: Any = None
+        self.kept = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether the capture has ended and the graph can be launched."""
+        return self._raw is not None
+
+    def _checked_raw(self) -> Any:
+        if self._raw is None:
+            raise ClosedError(f"{self!r} has nothing to launch: its capture has not ended, failed, or it was closed")
+        return self._raw
+
+    @property
+    def nodes(self) -> list[str]:
+        """The kinds of the graph's nodes, such as ``"MEM_ALLOC"`` (``cuGraphGetNodes``, ``cuGraphNodeGetType``)."""
+        raw = self._checked_raw()
+        _, count = self._door.call("cuGraphGetNodes", raw, 0)
+        nodes, _ = self._door.call("cuGraphGetNodes", raw, count)
+        kinds = (self._door.call("cuGraphNodeGetType", node) for node in nodes[:count])
+        return [kind.name.removeprefix("CU_GRAPH_NODE_TYPE_") for kind in kinds]
+
+    def instantiate(self, *, auto_free_on_launch: bool = False) -> Self:
+        """Make the graph ready to launch (``cuGraphInstantiate``); a second call changes nothing.
+
+        Parameters
+        ----------
+        auto_free_on_launch
+            Free what an earlier launch allocated and nobody freed before each launch. Without it, such a launch is
+            refused.
+        """
+        if self._executable is None:
+            flag = cuda.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH
+            raw = self._checked_raw()
+            with self.device.current():
+                self._executable = self._door.call("cuGraphInstantiate", raw, int(flag) if auto_free_on_launch else 0)
+        return self
+
+    def launch(self, stream: StreamLike) -> None:
+        """Run the graph's work in stream order (``cuGraphLaunch``).
+
+        Raises
+        ------
+        InvalidValueError
+            Memory that an earlier launch allocated is not freed: see :meth:`instantiate`.
+        """
+        self.instantiate()
+        target = as_stream(stream, self._door)
+        with target.device.current():
+            self._door.call(
+                "cuGraphLaunch",
+                self._executable,
+                target._checked_raw(),
+                hint="memory that an earlier launch allocated must be freed first, or the graph be instantiated with "
+                "auto_free_on_launch=True",
+            )
+
+    def close(self) -> None:
+        """Destroy the graph and its launchable form; launches that are queued still run. Idempotent."""
+        raw, self._raw = self._raw, None
+        executable, self._executable = self._executable, None
+        try:
+            if executable is not None:
+                self._door.call("cuGraphExecDestroy", executable)
+        finally:
+            if raw is not None:
+                self._door.call("cuGraphDestroy", raw)
+
+    def __del__(self) -> None:
+        if self._door.usable:
+            with contextlib.suppress(CudaError):
+                self.close()
+
+    def __repr__(self) -> str:
+        return f"<Graph of device {self.device.ordinal}, {'complete' if self.complete else 'without nodes'}>"
+
+
+class Capture:
+    """A capture under way: the streams that take part and the graph that it makes."""
+
+    __slots__ = ("graph", "origin", "streams")
+
+    def __init__(self, origin: Stream) -> None:
+        self.origin = origin
+        self.graph = Graph(origin.device)
+        self.streams: list[Stream] = []
+        origin._door.captures += 1
+        self.adopt(origin)
+
+    def adopt(self, stream: Stream) -> None:
+        """Count a stream in: its allocations are the graph's until the capture ends."""
+        stream._capture = self
+        stream._forbid_direct()
+        self.streams.append(stream)
+
+    def release(self) -> None:
+        """Let the streams go back to running what is queued on them."""
+        for stream in self.streams:
+            stream._capture = None
+            stream._allow_direct()
+        self.streams.clear()
+        self.origin._door.captures -= 1
+
+
+@contextlib.contextmanager
+def capturing(stream: Stream, mode: CaptureMode) -> Iterator[Graph]:
+    """Capture ``stream`` in a ``with`` block; see :meth:`Stream.capture`.
+
+    If the block raises, the capture is ended, its graph is dropped, and the block's exception goes on.
+    """
+    if mode not in _MODES:
+        raise ValueError(f"mode={mode!r}: allowed are {', '.join(map(repr, _MODES))}")
+    door = stream._door
+    raw = stream._checked_raw()
+    driver_mode = getattr(cuda.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{mode.upper()}")
+    with stream._context():
+        door.call(
+            "cuStreamBeginCapture", raw, driver_mode, hint="is the stream being captured already, or a legacy one?"
+        )
+    capture = Capture(stream)
+    with undoing(lambda: _abort(capture)):
+        yield capture.graph
+    _end(capture)
+
+
+def _abort(capture: Capture) -> None:
+    # The driver answers an error where the block broke the capture, which is not worth a note of its own.
+    with contextlib.suppress(CudaError):
+        _end(capture)
+    capture.graph.close()
+
+
+def _end(capture: Capture) -> None:
+    stream = capture.origin
+    try:
+        with stream._context():
+            capture.graph._raw = stream._door.call("cuStreamEndCapture", stream._raw)
+    finally:
+        capture.release()
+        stream._door.free_postponed()
+        stream._door.reap()
+
+
+class GraphMemoryStatistics(NamedTuple):
+    """Memory that a device's graphs use and hold, in bytes."""
+
+    used: int
+    used_high: int
+    reserved: int
+    reserved_high: int
+
+
+class GraphMemory:
+    """The memory that the graphs of a device hold, apart from its pools.
+
+    Launching a graph that allocates makes the device reserve memory for it, which stays for later launches until
+    :meth:`trim`.
+    """
+
+    __slots__ = ("_door", "device")
+
+    device: Device
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._door = device._door
+
+    def _get(self, name: str) -> int:
+        attribute = getattr(cuda.CUgraphMem_attribute, f"CU_GRAPH_MEM_ATTR_{name}")
+        return int(self._door.call("cuDeviceGetGraphMemAttribute", self.device.ordinal, attribute))
+
+    @property
+    def used(self) -> int:
+        """Bytes in use by graphs."""
+        return self._get("USED_MEM_CURRENT")
+
+    @property
+    def used_high(self) -> int:
+        """The most bytes in use since :meth:`reset_peaks`."""
+        return self._get("USED_MEM_HIGH")
+
+    @property
+    def reserved(self) -> int:
+        """Bytes held for graphs."""
+        return self._get("RESERVED_MEM_CURRENT")
+
+    @property
+    def reserved_high(self) -> int:
+        """The most bytes held since :meth:`reset_peaks`."""
+        return self._get("RESERVED_MEM_HIGH")
+
+    def statistics(self) -> GraphMemoryStatistics:
+        """All four figures (``cuDeviceGetGraphMemAttribute``)."""
+        return GraphMemoryStatistics(self.used, self.used_high, self.reserved, self.reserved_high)
+
+    def reset_peaks(self) -> None:
+        """Set both high-water marks to what is used and held now (``cuDeviceSetGraphMemAttribute``)."""
+        for name in ("USED_MEM_HIGH", "RESERVED_MEM_HIGH"):
+            attribute = getattr(cuda.CUgraphMem_attribute, f"CU_GRAPH_MEM_ATTR_{name}")
+            self._door.call("cuDeviceSetGraphMemAttribute", self.device.ordinal, attribute, cuda.cuuint64_t(0))
+
+    def trim(self) -> int:
+        """Give back what no launched graph uses (``cuDeviceGraphMemTrim``); returns the bytes given back."""
+        before = self.reserved
+        self._door.call("cuDeviceGraphMemTrim", self.device.ordinal)
+        return max(before - self.reserved, 0)
+
+    def __repr__(self) -> str:
+        return f"<GraphMemory of device {self.device.ordinal}>"

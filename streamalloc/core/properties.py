@@ -1,0 +1,504 @@
+"""The driver's property structs and enums as Python types.
+
+Each dataclass mirrors one struct of the driver API field for field, in snake_case; it is checked on construction
+against the constraints that NVIDIA documents for the call that takes it, and converts with ``to_driver()`` and
+``from_driver()``. Enum members have the driver's names without the prefix.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from streamalloc.core.errors import unsupported
+from streamalloc.driver.bindings import (
+    BINDINGS_VERSION,
+    cuda,
+    enum_member,
+    handle_types_member,
+    read_handle_types,
+    version_that_added,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = [
+    "MemAccess",
+    "MemAccessDesc",
+    "MemAllocFlags",
+    "MemAllocationProp",
+    "MemAllocationType",
+    "MemHandleType",
+    "MemLocality",
+    "MemLocation",
+    "MemLocationType",
+    "MemPoolProps",
+    "MulticastObjectProp",
+    "checked_size",
+]
+
+# A field of CUmemPoolProps that bindings have since 13.4.
+_RDMA = "gpuDirectRDMACapable"
+
+# The driver reserves address space for a pool's whole maximum size; a pointer has 48 usable bits. Driver 580 does not
+# return from cuMemPoolCreate for sizes near 2**64.
+_LARGEST_POOL = 1 << 48
+
+
+class MemLocationType(enum.IntEnum):
+    """Where memory is (``CUmemLocationType``)."""
+
+    NONE = 0
+    DEVICE = 1
+    HOST = 2
+    HOST_NUMA = 3
+    HOST_NUMA_CURRENT = 4
+    INVISIBLE = 5
+    DEVICE_LOCALITY_DOMAIN = 6
+
+
+class MemAllocationType(enum.IntEnum):
+    """What kind of allocation it is (``CUmemAllocationType``): pinned in place, or migrating (managed)."""
+
+    INVALID = 0
+    PINNED = 1
+    MANAGED = 2
+
+
+class MemHandleType(enum.IntFlag):
+    """Which operating-system handles memory can be exported as (``CUmemAllocationHandleType``); flags combine."""
+
+    NONE = 0
+    POSIX_FILE_DESCRIPTOR = 1
+    WIN32 = 2
+    WIN32_KMT = 4
+    FABRIC = 8
+
+
+class MemAccess(enum.IntEnum):
+    """What a device or the host may do with memory (``CUmemAccess_flags``)."""
+
+    NONE = 0
+    READ = 1
+    READWRITE = 3
+
+
+def checked_size(name: str, value: object, largest: int = (1 << 64) - 1) -> int:
+    """``value`` as a number of bytes, or a ``TypeError``/``ValueError`` that names the argument and the rule."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an integer number of bytes, not {type(value).__name__} ({value!r})")
+    size = int(value.__index__())
+    if not 0 <= size <= largest:
+        raise ValueError(f"{name}={size} is out of range: allowed are 0 to {largest} bytes")
+    return size
+
+
+def _checked_enum(name: str, value: object, kind: type[enum.IntEnum] | type[enum.IntFlag]) -> Any:
+    if isinstance(value, kind):
+        return value
+    raise TypeError(f"{name} must be a {kind.__name__}, not {type(value).__name__} ({value!r})")
+
+
+def _refuse_windows(name: str, handle_types: MemHandleType) -> None:
+    refused = handle_types & (MemHandleType.WIN32 | MemHandleType.WIN32_KMT)
+    if refused:
+        raise ValueError(
+            f"{name}={handle_types!r}: {refused!r} exists on Windows only; allowed on Linux are "
+            "POSIX_FILE_DESCRIPTOR and FABRIC"
+        )
+
+
+def _bindings_member(enum_name: str, member: str) -> Any:
+    """A member of a bindings enum, or the error that names the bindings needed for it."""
+    found = enum_member(enum_name, member)
+    if found is None:
+        raise unsupported(member, f"cuda-bindings {version_that_added(member)}", f"cuda-bindings {BINDINGS_VERSION}")
+    return found
+
+
+# CU_DEVICE_INVALID.
+_UNSEEN = -2
+
+
+@dataclass(frozen=True, slots=True)
+class MemLocality:
+    """One locality domain of a device (the ``localized`` part of ``CUmemLocation``; bindings 13.4)."""
+
+    device_id: int = 0
+    locality_domain_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemLocation:
+    """A place for memory (``CUmemLocation``).
+
+    Attributes
+    ----------
+    type
+        Device, host, one NUMA node of the host, or none (managed memory without a preferred place).
+    id
+        The device ordinal or NUMA node number; 0 where the type needs none. -2 stands for a device of another process
+        that this one does not see, as where ``CUDA_VISIBLE_DEVICES`` shows each its own: only the driver says so.
+    localized
+        The device and domain for DEVICE_LOCALITY_DOMAIN; None otherwise.
+
+    Raises
+    ------
+    TypeError
+        ``type`` is not a :class:`MemLocationType` or ``id`` not an integer.
+    ValueError
+        ``id`` is negative.
+    """
+
+    type: MemLocationType = MemLocationType.NONE
+    id: int = 0
+    localized: MemLocality | None = None
+
+    def __post_init__(self) -> None:
+        _checked_enum("location type", self.type, MemLocationType)
+        if isinstance(self.id, bool) or not isinstance(self.id, int):
+            raise TypeError(f"location id must be an integer, not {type(self.id).__name__} ({self.id!r})")
+        if self.id < 0 and (self.type, self.id) != (MemLocationType.DEVICE, _UNSEEN):
+            raise ValueError(f"location id={self.id}: device ordinals and NUMA nodes are 0 or more")
+        if (self.localized is not None) != (self.type is MemLocationType.DEVICE_LOCALITY_DOMAIN):
+            raise ValueError("localized goes with the location type DEVICE_LOCALITY_DOMAIN, and with no other")
+
+    @classmethod
+    def device(cls, ordinal: int) -> Self:
+        """The memory of one GPU."""
+        return cls(MemLocationType.DEVICE, ordinal)
+
+    @classmethod
+    def host(cls) -> Self:
+        """Host memory, on no particular NUMA node."""
+        return cls(MemLocationType.HOST)
+
+    @classmethod
+    def host_numa(cls, node: int) -> Self:
+        """The memory of one NUMA node of the host."""
+        return cls(MemLocationType.HOST_NUMA, node)
+
+    @classmethod
+    def none(cls) -> Self:
+        """No preferred place; only for managed memory."""
+        return cls(MemLocationType.NONE)
+
+    @property
+    def seen(self) -> bool:
+        """Whether it is a place of this process: False for a device that only other processes see."""
+        return self.id >= 0
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the CPU owns the memory."""
+        return self.type in (MemLocationType.HOST, MemLocationType.HOST_NUMA, MemLocationType.HOST_NUMA_CURRENT)
+
+    def to_driver(self) -> Any:
+        """This location as a ``CUmemLocation``."""
+        struct = cuda.CUmemLocation()
+        if self.type is MemLocationType.NONE:
+            # 12.9 knows the value 0 only as CU_MEM_LOCATION_TYPE_INVALID, which is what a new struct holds.
+            return struct
+        struct.type = _bindings_member("CUmemLocationType", f"CU_MEM_LOCATION_TYPE_{self.type.name}")
+        if self.localized is None:
+            struct.id = self.id
+        else:
+            struct.localized.deviceId = self.localized.device_id
+            struct.localized.localityDomainId = self.localized.locality_domain_id
+        return struct
+
+    @classmethod
+    def from_driver(cls, struct: Any) -> Self:
+        """The location that a ``CUmemLocation`` holds."""
+        kind = MemLocationType(int(struct.type))
+        if kind is not MemLocationType.DEVICE_LOCALITY_DOMAIN:
+            return cls(kind, int(struct.id))
+        part = struct.localized
+        return cls(kind, localized=MemLocality(int(part.deviceId), int(part.localityDomainId)))
+
+    def __str__(self) -> str:
+        numbered = self.type in (MemLocationType.DEVICE, MemLocationType.HOST_NUMA)
+        return f"{self.type.name}:{self.id}" if numbered else self.type.name
+
+
+@dataclass(frozen=True, slots=True)
+class MemAccessDesc:
+    """What one location may do with memory (``CUmemAccessDesc``)."""
+
+    location: MemLocation
+    flags: MemAccess
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.location, MemLocation):
+            raise TypeError(f"location must be a MemLocation, not {type(self.location).__name__}")
+        _checked_enum("flags", self.flags, MemAccess)
+
+    def to_driver(self) -> Any:
+        """This descriptor as a ``CUmemAccessDesc``."""
+        struct = cuda.CUmemAccessDesc()
+        struct.location = self.location.to_driver()
+        struct.flags = cuda.CUmemAccess_flags(int(self.flags))
+        return struct
+
+    @classmethod
+    def from_driver(cls, struct: Any) -> Self:
+        """The descriptor that a ``CUmemAccessDesc`` holds."""
+        return cls(MemLocation.from_driver(struct.location), MemAccess(int(struct.flags)))
+
+
+@dataclass(frozen=True, slots=True)
+class MemPoolProps:
+    """What a pool is made with (``CUmemPoolProps``), checked against the rules of ``cuMemPoolCreate``.
+
+    Attributes
+    ----------
+    alloc_type
+        Pinned memory (the default), or managed memory.
+    handle_types
+        How the pool's memory can be shared with other processes.
+    location
+        Where the memory is; for managed memory, where it prefers to be.
+    win32_security_attributes
+        None; the field exists for Windows.
+    max_size
+        The most bytes the pool may reserve; 0 leaves it to the system. The driver rounds up to its growth step.
+    usage
+        ``CU_MEM_POOL_CREATE_USAGE_*`` bits, such as 2 for memory that the decompression engine may use.
+    gpu_direct_rdma_capable
+        Whether other PCIe devices may reach the memory; needs bindings 13.4.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A field has the wrong type, or breaks a documented rule; the message names the field and the rule.
+    """
+
+    alloc_type: MemAllocationType = MemAllocationType.PINNED
+    handle_types: MemHandleType = MemHandleType.NONE
+    location: MemLocation = field(default_factory=MemLocation)
+    win32_security_attributes: None = None
+    max_size: int = 0
+    usage: int = 0
+    gpu_direct_rdma_capable: bool = False
+
+    def __post_init__(self) -> None:
+        _checked_enum("alloc_type", self.alloc_type, MemAllocationType)
+        _checked_enum("handle_types", self.handle_types, MemHandleType)
+        if not isinstance(self.location, MemLocation):
+            raise TypeError(f"location must be a MemLocation, not {type(self.location).__name__}")
+        checked_size("max_size", self.max_size, _LARGEST_POOL)
+        if not 0 <= checked_size("usage", self.usage) < 1 << 16:
+            raise ValueError(f"usage={self.usage:#x}: the field has 16 bits")
+        _refuse_windows("handle_types", self.handle_types)
+        for broken, message in self._rules():
+            if broken:
+                raise ValueError(message)
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        managed = self.alloc_type is MemAllocationType.MANAGED
+        where = self.location.type
+        return [
+            (
+                self.alloc_type is MemAllocationType.INVALID,
+                "alloc_type=INVALID: allowed are PINNED and MANAGED",
+            ),
+            (
+                where is MemLocationType.HOST_NUMA_CURRENT,
+                "location=HOST_NUMA_CURRENT: a pool must name its NUMA node (HOST_NUMA) or take any (HOST)",
+            ),
+            (
+                where is MemLocationType.NONE and not managed,
+                "location=NONE: only managed pools may have no preferred location",
+            ),
+            (
+                where is MemLocationType.HOST and bool(self.handle_types),
+                f"handle_types={self.handle_types!r}: pools on HOST cannot be shared between processes; "
+                "use a HOST_NUMA location or MemHandleType.NONE",
+            ),
+            (
+                managed and bool(self.handle_types),
+                f"handle_types={self.handle_types!r}: managed pools cannot be shared between processes",
+            ),
+            (managed and self.max_size != 0, f"max_size={self.max_size}: a managed pool's must be 0"),
+            (managed and self.usage != 0, f"usage={self.usage:#x}: a managed pool's must be 0"),
+            (
+                self.win32_security_attributes is not None,
+                "win32_security_attributes: only None is allowed on Linux",
+            ),
+        ]
+
+    def to_driver(self) -> Any:
+        """These properties as a ``CUmemPoolProps``."""
+        struct = cuda.CUmemPoolProps()
+        struct.allocType = _bindings_member("CUmemAllocationType", f"CU_MEM_ALLOCATION_TYPE_{self.alloc_type.name}")
+        struct.handleTypes = handle_types_member(int(self.handle_types))
+        struct.location = self.location.to_driver()
+        struct.maxSize = self.max_size
+        struct.usage = self.usage
+        if self.gpu_direct_rdma_capable:
+            if not hasattr(struct, _RDMA):
+                raise unsupported(f"CUmemPoolProps.{_RDMA}", "cuda-bindings 13.4", f"cuda-bindings {BINDINGS_VERSION}")
+            setattr(struct, _RDMA, 1)
+        return struct
+
+    @classmethod
+    def from_driver(cls, struct: Any) -> Self:
+        """The properties that a ``CUmemPoolProps`` holds."""
+        return cls(
+            alloc_type=MemAllocationType(int(struct.allocType)),
+            handle_types=MemHandleType(read_handle_types(struct)),
+            location=MemLocation.from_driver(struct.location),
+            max_size=int(struct.maxSize),
+            usage=int(struct.usage),
+            gpu_direct_rdma_capable=bool(_as_int(getattr(struct, _RDMA, 0))),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MemAllocFlags:
+    """The ``allocFlags`` part of ``CUmemAllocationProp``.
+
+    Attributes
+    ----------
+    compression_type
+        1 asks for compressible memory (``CU_MEM_ALLOCATION_COMP_GENERIC``).
+    gpu_direct_rdma_capable
+        Whether other PCIe devices may reach the memory.
+    usage
+        1 asks for memory that backs sparse arrays (``CU_MEM_CREATE_USAGE_TILE_POOL``).
+    """
+
+    compression_type: int = 0
+    gpu_direct_rdma_capable: bool = False
+    usage: int = 0
+
+    def __post_init__(self) -> None:
+        if self.compression_type not in (0, 1):
+            raise ValueError(f"compression_type={self.compression_type!r}: allowed are 0 (none) and 1 (generic)")
+        if not 0 <= checked_size("usage", self.usage) < 1 << 16:
+            raise ValueError(f"usage={self.usage:#x}: the field has 16 bits")
+
+
+@dataclass(frozen=True, slots=True)
+class MemAllocationProp:
+    """What physical memory is made with (``CUmemAllocationProp``), checked against the rules of ``cuMemCreate``.
+
+    Attributes
+    ----------
+    type
+        PINNED: ``cuMemCreate`` makes no other kind.
+    requested_handle_types
+        How the memory can be shared with other processes.
+    location
+        Device, HOST or HOST_NUMA.
+    win32_handle_meta_data
+        None; the field exists for Windows.
+    alloc_flags
+        Compression, GPUDirect RDMA and usage.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A field has the wrong type, or breaks a documented rule; the message names the field and the rule.
+    """
+
+    type: MemAllocationType = MemAllocationType.PINNED
+    requested_handle_types: MemHandleType = MemHandleType.NONE
+    location: MemLocation = field(default_factory=lambda: MemLocation.device(0))
+    win32_handle_meta_data: None = None
+    alloc_flags: MemAllocFlags = field(default_factory=MemAllocFlags)
+
+    def __post_init__(self) -> None:
+        _checked_enum("type", self.type, MemAllocationType)
+        _checked_enum("requested_handle_types", self.requested_handle_types, MemHandleType)
+        if not isinstance(self.location, MemLocation):
+            raise TypeError(f"location must be a MemLocation, not {type(self.location).__name__}")
+        _refuse_windows("requested_handle_types", self.requested_handle_types)
+        if self.type is not MemAllocationType.PINNED:
+            raise ValueError(f"type={self.type.name}: cuMemCreate makes PINNED memory only")
+        if self.location.type in (MemLocationType.NONE, MemLocationType.HOST_NUMA_CURRENT):
+            raise ValueError(f"location={self.location}: allowed are DEVICE, HOST and HOST_NUMA")
+        if self.location.type is MemLocationType.HOST and self.requested_handle_types:
+            raise ValueError(
+                f"requested_handle_types={self.requested_handle_types!r}: memory on HOST cannot be shared between "
+                "processes; use a HOST_NUMA location or MemHandleType.NONE"
+            )
+        if self.win32_handle_meta_data is not None:
+            raise ValueError("win32_handle_meta_data: only None is allowed on Linux")
+
+    def to_driver(self) -> Any:
+        """These properties as a ``CUmemAllocationProp``."""
+        struct = cuda.CUmemAllocationProp()
+        struct.type = cuda.CUmemAllocationType(int(self.type))
+        struct.requestedHandleTypes = handle_types_member(int(self.requested_handle_types))
+        struct.location = self.location.to_driver()
+        struct.allocFlags.compressionType = self.alloc_flags.compression_type
+        struct.allocFlags.gpuDirectRDMACapable = int(self.alloc_flags.gpu_direct_rdma_capable)
+        struct.allocFlags.usage = self.alloc_flags.usage
+        return struct
+
+    @classmethod
+    def from_driver(cls, struct: Any) -> Self:
+        """The properties that a ``CUmemAllocationProp`` holds."""
+        flags = struct.allocFlags
+        return cls(
+            type=MemAllocationType(int(struct.type)),
+            requested_handle_types=MemHandleType(read_handle_types(struct)),
+            location=MemLocation.from_driver(struct.location),
+            alloc_flags=MemAllocFlags(
+                _as_int(flags.compressionType), bool(_as_int(flags.gpuDirectRDMACapable)), int(flags.usage)
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MulticastObjectProp:
+    """What a multicast object is made with (``CUmulticastObjectProp``).
+
+    Attributes
+    ----------
+    num_devices
+        How many devices the team has; 1 or more.
+    size
+        Bytes that can be bound for each device.
+    handle_types
+        How the object can be shared with other processes.
+    flags
+        Must be 0.
+    """
+
+    num_devices: int
+    size: int
+    handle_types: MemHandleType = MemHandleType.NONE
+    flags: int = 0
+
+    def __post_init__(self) -> None:
+        if checked_size("num_devices", self.num_devices) < 1:
+            raise ValueError(f"num_devices={self.num_devices}: a team has at least one device")
+        if checked_size("size", self.size) < 1:
+            raise ValueError("size=0: a multicast object has at least one byte")
+        _checked_enum("handle_types", self.handle_types, MemHandleType)
+        _refuse_windows("handle_types", self.handle_types)
+        if self.flags != 0:
+            raise ValueError(f"flags={self.flags!r}: must be 0")
+
+    def to_driver(self) -> Any:
+        """These properties as a ``CUmulticastObjectProp``."""
+        struct = cuda.CUmulticastObjectProp()
+        struct.numDevices = self.num_devices
+        struct.size = self.size
+        struct.handleTypes = int(self.handle_types)
+        struct.flags = self.flags
+        return struct
+
+    @classmethod
+    def from_driver(cls, struct: Any) -> Self:
+        """The properties that a ``CUmulticastObjectProp`` holds."""
+        return cls(int(struct.numDevices), int(struct.size), MemHandleType(int(struct.handleTypes)), int(struct.flags))
+
+
+def _as_int(value: Any) -> int:
+    """A C ``unsigned char`` field, which the bindings give as a number or as one byte."""
+    return value[0] if isinstance(value, bytes) else int(value)

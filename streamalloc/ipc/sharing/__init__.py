@@ -1,0 +1,3 @@
+"""How memory is shared: descriptors, leases, exports and imports."""
+
+__all__: list[str] = []

@@ -1,0 +1,641 @@
+"""``share``: the right mechanism for each kind of memory, and a descriptor of it."""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from streamalloc.core.buffer import Buffer, BufferView, GraphBuffer, Memory, _Span
+from streamalloc.core.device import Device
+from streamalloc.core.errors import error_from
+from streamalloc.core.fd import Fd
+from streamalloc.core.properties import MemHandleType, MemLocationType
+from streamalloc.core.stream import Event, Stream, StreamLike, as_stream
+from streamalloc.driver import Door
+from streamalloc.driver import default as default_driver
+from streamalloc.driver.bindings import cuda, opaque_bytes
+from streamalloc.ipc.sharing.descriptor import MOST_CHUNKS, Chunk, Descriptor, Flags, Mechanism, head_of, joined
+from streamalloc.ipc.sharing.imports import ImportedBuffer, ImportedPool, ImportedRange
+from streamalloc.ipc.sharing.lease import Lease, Leases, leases_of, making
+from streamalloc.ipc.sharing.shared_words import Board
+from streamalloc.pool import MemoryPool
+from streamalloc.pool.pointers import MemoryKind, PointerAttributes, pointer_attributes
+from streamalloc.vmm import AddressRange, GrowableBuffer, Mapping, PhysicalMemory, RangeView, VirtualBuffer
+
+__all__ = ["Shared", "share"]
+
+_POSIX, _FABRIC = MemHandleType.POSIX_FILE_DESCRIPTOR, MemHandleType.FABRIC
+_POSIX_MEMBER = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+# Memory of cuMemAlloc is shared in blocks of this size, with whatever else is in them.
+_BLOCK = 2 << 20
+_POSIX_NUMBER = int(_POSIX)
+# Bytes of the driver's export data.
+_PAYLOAD = 64
+
+
+class Shared:
+    """Something that was shared: a descriptor, and the handles that importers need once.
+
+    ``bytes(shared)`` is the descriptor. The handles go along by :func:`streamalloc.ipc.send`, or with
+    ``channel.send(bytes(shared), shared.fds)``; an importer that has had them once needs only the bytes.
+    """
+
+    __slots__ = ("__weakref__", "_data", "_kept", "handles")
+
+    handles: dict[bytes, Fd]
+    """The handles by their names, which the descriptor holds; they stay the exporter's."""
+
+    def __init__(self, data: bytes, handles: dict[bytes, Fd], *, kept: bool = True) -> None:
+        self._data = data
+        self._kept = kept
+        """Whether importers keep what the handles stand for, so that they need to travel once only."""
+        self.handles = handles
+
+    @property
+    def descriptor(self) -> Descriptor:
+        """The descriptor's fields."""
+        return Descriptor.from_bytes(self._data)
+
+    @property
+    def fds(self) -> tuple[Fd, ...]:
+        """The handles in the order in which :func:`streamalloc.ipc.open` expects them."""
+        return tuple(self.handles.values())
+
+    def to_bytes(self) -> bytes:
+        """The descriptor as it travels."""
+        return self._data
+
+    __bytes__ = to_bytes
+
+    def __repr__(self) -> str:
+        described = self.descriptor
+        return f"<Shared {described.mechanism.name} of {described.size} bytes, {len(self.handles)} handles>"
+
+
+class _Route:
+    """How allocations of one pool are shared: its name and handle, and what their descriptors have in common."""
+
+    __slots__ = ("device", "fd", "heads", "origin")
+
+    def __init__(self, origin: bytes, fd: Fd, device: bytes) -> None:
+        self.origin = origin
+        self.fd = fd
+        self.device = device
+        self.heads: dict[tuple[bytes, bytes], tuple[bytes, dict[bytes, Fd]]] = {}
+        """The beginning of the descriptor and the handles, by board and endpoint."""
+
+    def head(self, board: Board, exports: Exports) -> tuple[bytes, dict[bytes, Fd]]:
+        """The same for an allocation with its lease on ``board``."""
+        key = (board.id, exports.endpoint)
+        found = self.heads.get(key)
+        if found is None:
+            head = head_of(Mechanism.POOL_POINTER, self.device, self.origin, *key, _PAYLOAD)
+            handles = {self.origin: self.fd, board.id: board.fd}
+            exports.handles.update(handles)
+            found = self.heads[key] = (head, handles)
+        return found
+
+
+class _Piece:
+    """The name of physical memory, and its handles of each type."""
+
+    __slots__ = ("handles", "name")
+
+    def __init__(self) -> None:
+        self.name = secrets.token_bytes(16)
+        self.handles: dict[MemHandleType, Fd | bytes] = {}
+
+
+class Exports:
+    """What one process has exported through one driver: handles are made once and kept."""
+
+    def __init__(self, door: Door) -> None:
+        self.door = door
+        self.leases = leases_of(door)
+        self.endpoint = bytes(16)
+        """Where other processes may ask for handles; zeros until a handle server runs."""
+        self.handles: weakref.WeakValueDictionary[bytes, Fd] = weakref.WeakValueDictionary()
+        self.version = int(door.call("cuDriverGetVersion"))
+        self._export_pointer: Any = door.driver.cuMemPoolExportPointer
+        self._uuids: dict[int, bytes] = {}
+        self._pieces: weakref.WeakKeyDictionary[PhysicalMemory, _Piece] = weakref.WeakKeyDictionary()
+        self._names: weakref.WeakKeyDictionary[VirtualBuffer, bytes] = weakref.WeakKeyDictionary()
+
+    def describe(
+        self,
+        mechanism: Mechanism,
+        device: Device,
+        stream: Stream | None,
+        handles: Iterable[tuple[bytes, Fd]],
+        **fields: Any,
+    ) -> Shared:
+        """The descriptor, with a slot of the board and the announcement there that the contents are ready.
+
+        The slot is taken for this announcement alone, until the result is dropped.
+        """
+        named = dict(handles)
+        words: Lease | None = None
+        if stream is not None:
+            words = self.leases.take()
+            try:
+                fields["ready"] = words.announce(stream)
+            except BaseException:
+                self.leases.give(words)
+                raise
+            fields["board"], fields["slot"], fields["generation"] = words.board.id, words.slot, words.generation
+            named[words.board.id] = words.board.fd
+        for name, fd in named.items():
+            self.handles[name] = fd
+        descriptor = Descriptor(
+            mechanism,
+            self._uuid(device),
+            endpoint=self.endpoint,
+            driver_version=self.version,
+            **fields,
+        )
+        shared = Shared(descriptor.to_bytes(), named, kept=mechanism is not Mechanism.PHYSICAL)
+        if words is not None:
+            weakref.finalize(shared, self.leases.give, words).atexit = False
+        return shared
+
+    def _uuid(self, device: Device) -> bytes:
+        uuid = self._uuids.get(device.ordinal)
+        if uuid is None:
+            uuid = self._uuids[device.ordinal] = device.uuid.bytes
+        return uuid
+
+    def route(self, pool: MemoryPool) -> _Route:
+        """How a pool is shared."""
+        route: _Route | None = pool._route
+        if route is None:
+            if pool.properties is not None and not pool.properties.handle_types & _POSIX:
+                raise ValueError(
+                    f"{pool!r} cannot be shared: make it with handle_types=MemHandleType.POSIX_FILE_DESCRIPTOR"
+                    + (f"; {_NO_FABRIC_POOLS}" if pool.properties.handle_types else "")
+                )
+            on_device = pool.location.type is MemLocationType.DEVICE
+            device = Device(pool.location.id if on_device else 0, driver=self.door.driver)
+            route = pool._route = _Route(*self.export_pool(pool._handle), self._uuid(device))
+        return route
+
+    def export_pool(self, raw: Any) -> tuple[bytes, Fd]:
+        """A new name and handle for a pool, which other code may have made."""
+        number = self.door.call("cuMemPoolExportToShareableHandle", raw, _POSIX_MEMBER, 0, hint=_NOT_EXPORTABLE)
+        return secrets.token_bytes(16), Fd(int(number))
+
+    def pointer(self, address: int) -> bytes:
+        """The driver's export data of an allocation (``cuMemPoolExportPointer``)."""
+        result, data = self._export_pointer(address)
+        if result:
+            raise error_from(result, "cuMemPoolExportPointer", _NOT_EXPORTABLE)
+        return opaque_bytes(data)
+
+    def memory(self, memory: PhysicalMemory, handle_type: MemHandleType) -> tuple[Chunk, Fd | None]:
+        """Physical memory as a descriptor has it, and the file descriptor that goes along, if one does."""
+        piece = self._pieces.get(memory)
+        if piece is None:
+            piece = self._pieces[memory] = _Piece()
+        handle = piece.handles.get(handle_type)
+        if handle is None:
+            handle = piece.handles[handle_type] = memory.export(handle_type)
+        if isinstance(handle, Fd):
+            return Chunk(piece.name, memory.nbytes), handle
+        return Chunk(piece.name, memory.nbytes, handle), None
+
+    def name(self, buffer: VirtualBuffer) -> bytes:
+        """Sixteen bytes that stand for a buffer that may grow, so that importers know it again."""
+        found = self._names.get(buffer)
+        if found is None:
+            found = self._names[buffer] = secrets.token_bytes(16)
+        return found
+
+
+def exports_of(door: Door) -> Exports:
+    """What this process has exported through a driver."""
+    leases: Leases = leases_of(door)
+    if leases.exports is None:
+        with making:
+            if leases.exports is None:
+                leases.exports = Exports(door)
+    found: Exports = leases.exports
+    return found
+
+
+def share(
+    thing: object,
+    stream: StreamLike | None = None,
+    *,
+    expose_block: bool = False,
+    hold: bool = False,
+    handle_type: MemHandleType | None = None,
+) -> Shared:
+    """Make memory, a pool or an event known to other processes of this user on this machine.
+
+    ``thing`` is a :class:`MemoryPool`, a :class:`Buffer` of a pool (or a view of one), :class:`PhysicalMemory`, a
+    :class:`Mapping`, :class:`RangeView` or :class:`GrowableBuffer`, an :class:`Event` made with ``interprocess=True``,
+    or any object with ``__cuda_array_interface__`` such as a CuPy array or a PyTorch tensor. The driver's mechanism
+    follows from what the memory is; it has to have been made for sharing.
+
+    A shared allocation of a pool carries a lease: freeing it waits for importers, see :class:`LeasedBuffer`. Memory of
+    other libraries is freed by them, and carries none.
+
+    Physical memory and what it is mapped in can be shared by fabric handles, too, and then with processes of other
+    machines in the same IMEX domain. Such handles are bytes in the descriptor, so no file descriptor has to travel, and
+    nothing keeps the memory before it was opened: it must not be closed until then. The board, by which importers'
+    streams wait for the contents, is of this machine. Elsewhere, and where neither the board's descriptor comes along
+    nor this process can be asked for it (:func:`streamalloc.ipc.send` and :mod:`multiprocessing` see to that), nothing
+    waits: synchronise ``stream`` before the descriptor leaves.
+
+    Parameters
+    ----------
+    thing
+        What to share.
+    stream
+        The stream after whose work the contents are there; default: the memory's own. Importers' streams wait for it.
+    expose_block
+        Share memory of ``cuMemAlloc`` although the importer can then read all of its 2 MiB blocks, in which there may
+        be other allocations.
+    hold
+        Count this descriptor as on its way: until it was opened, the allocation is not freed. For descriptors that are
+        certain to arrive once.
+    handle_type
+        Of physical memory, and what it is mapped in: ``POSIX_FILE_DESCRIPTOR`` or ``FABRIC``. Default: file descriptors
+        where the memory was made with them, else fabric handles. Pools are shared by file descriptors only.
+
+    Raises
+    ------
+    TypeError
+        It is nothing that can be shared.
+    ValueError
+        It cannot be shared, and why, and what would help.
+    NotSupportedError
+        The device lacks what this needs.
+    CaptureError
+        The stream is being captured.
+    """
+    if handle_type is not None:
+        _check_handle_type(thing, handle_type)
+    if isinstance(thing, Buffer):
+        door = thing._pool._door
+        door.check_process()
+        with leases_of(door).lock:
+            return _share_part(thing, 0, thing._nbytes, stream, hold)
+    for kind, how in _HOW:
+        if isinstance(thing, kind):
+            door = door_of(thing)
+            door.check_process()
+            with leases_of(door).lock:
+                return how(thing, stream, hold, handle_type)
+    if hasattr(thing, "__cuda_array_interface__"):
+        return _share_foreign(thing, stream, hold, expose_block, handle_type)
+    raise TypeError(
+        f"{thing!r} cannot be shared: allowed are pools, memory, events, and CUDA arrays of other libraries"
+    )
+
+
+def _check_handle_type(thing: object, handle_type: object) -> None:
+    """Raise where something is not shared by handles of this type, as far as its kind tells."""
+    if not isinstance(handle_type, MemHandleType):
+        raise TypeError(f"handle_type must be a MemHandleType, not {type(handle_type).__name__} ({handle_type!r})")
+    if handle_type not in (_POSIX, _FABRIC):
+        raise ValueError(f"handle_type={handle_type!r}: allowed are POSIX_FILE_DESCRIPTOR and FABRIC")
+    while isinstance(thing, BufferView):
+        thing = thing._parent
+    if isinstance(thing, Event):
+        raise ValueError(f"handle_type={handle_type!r}: {thing!r} is shared without any, leave it out")
+    if handle_type == _FABRIC and isinstance(thing, (MemoryPool, Buffer)):
+        raise ValueError(f"handle_type={handle_type!r}: {thing!r} cannot be shared so, {_NO_FABRIC_POOLS}")
+
+
+def _handle_type(memories: Iterable[PhysicalMemory], asked: MemHandleType | None) -> MemHandleType:
+    """By which handles pieces of physical memory are shared; where they have none, exporting them says so."""
+    if asked is not None:
+        return asked
+    common = _POSIX | _FABRIC
+    for memory in memories:
+        common &= memory.properties.requested_handle_types
+    return _FABRIC if common == _FABRIC else _POSIX
+
+
+def door_of(thing: Any) -> Door:
+    """The door of something that can be shared."""
+    for kind, door in _DOORS:
+        if isinstance(thing, kind):
+            found: Door = door(thing)
+            return found
+    found = thing._door
+    return found
+
+
+def _ordered(thing: Any, stream: StreamLike | None, door: Door) -> Stream:
+    ordered: Stream = thing.stream if stream is None else as_stream(stream, door)
+    ordered._refuse_capture("cuStreamWriteValue32", "memory cannot be shared in a capture")
+    return ordered
+
+
+def _share_pool(pool: MemoryPool, stream: StreamLike | None, hold: bool, handle_type: MemHandleType | None) -> Shared:
+    exports = exports_of(pool._door)
+    route = exports.route(pool)
+    exports.handles[route.origin] = route.fd
+    described = Descriptor(
+        Mechanism.POOL,
+        route.device,
+        route.origin,
+        endpoint=exports.endpoint,
+        driver_version=exports.version,
+        handle_type=int(_POSIX),
+    )
+    return Shared(described.to_bytes(), {route.origin: route.fd})
+
+
+def _share_view(view: BufferView, stream: StreamLike | None, hold: bool, handle_type: MemHandleType | None) -> Shared:
+    parent: Memory = view
+    offset = 0
+    view._check_usable()
+    if not view.nbytes:
+        raise ValueError(f"{view!r} is empty: there is nothing to share")
+    while isinstance(parent, BufferView):
+        offset += parent._offset
+        parent = parent._parent
+    if isinstance(parent, Buffer):
+        return _share_part(parent, offset, view.nbytes, stream, hold)
+    if isinstance(parent, VirtualBuffer):
+        return _share_range(parent, parent.range, offset, view.nbytes, stream, handle_type)
+    if isinstance(parent, RangeView):
+        return _share_range(parent, parent.range, parent.offset + offset, view.nbytes, stream, handle_type)
+    raise ValueError(f"{view!r} cannot be shared: share the memory itself in the process that owns it")
+
+
+def _share_part(buffer: Buffer, offset: int, size: int, stream: StreamLike | None, hold: bool) -> Shared:
+    door = buffer._pool._door
+    if door.retired:
+        door.reap()
+    if isinstance(buffer, GraphBuffer):
+        raise ValueError(f"{buffer!r} belongs to a graph and cannot be shared: copy it to memory of a pool")
+    address = buffer.address
+    if not buffer._nbytes:
+        raise ValueError(f"{buffer!r} is empty: there is nothing to share")
+    exports = exports_of(door)
+    ordered = buffer._stream if stream is None else stream
+    if type(ordered) is not Stream or ordered._direct is not door:
+        ordered = _ordered(buffer, stream, door)
+    route = exports.route(buffer._pool.pool_of(buffer))
+    lease = exports.leases.of(buffer, address)
+    try:
+        if not lease.payload:
+            lease.payload = exports.pointer(address)
+        ready = lease.announce(ordered)
+    except BaseException:
+        if not lease.payload:
+            exports.leases.give(exports.leases.live.pop(address))
+        raise
+    flags = Flags.LEASED
+    if hold:
+        flags |= Flags.HELD
+        lease.hold()
+    head, handles = route.head(lease.board, exports)
+    numbers = (
+        flags, lease.slot, lease.generation, ready, exports.version, _POSIX_NUMBER, offset, size, buffer._nbytes,
+    )  # fmt: skip
+    return Shared(joined(head, numbers, _PAYLOAD, 0, lease.payload), handles)
+
+
+def _share_physical(
+    memory: PhysicalMemory, stream: StreamLike | None, hold: bool, handle_type: MemHandleType | None
+) -> Shared:
+    door = memory._recipe.door
+    _refuse_imported(memory)
+    exports = exports_of(door)
+    kind = _handle_type([memory], handle_type)
+    chunk, fd = exports.memory(memory, kind)
+    device = _device_of(memory)
+    ordered = None if stream is None else as_stream(stream, door)
+    return exports.describe(
+        Mechanism.PHYSICAL,
+        device,
+        ordered,
+        [] if fd is None else [(chunk.id, fd)],
+        origin=bytes(16),
+        handle_type=int(kind),
+        size=memory.nbytes,
+        base_size=memory.nbytes,
+        chunks=(chunk,),
+    )
+
+
+def _device_of(memory: PhysicalMemory) -> Device:
+    location = memory.location
+    return Device(location.id if location.type is MemLocationType.DEVICE else 0, driver=memory.driver)
+
+
+def _share_mapping(view: RangeView, stream: StreamLike | None, hold: bool, handle_type: MemHandleType | None) -> Shared:
+    return _share_range(view, view.range, view.offset, view.nbytes, stream, handle_type)
+
+
+def _share_virtual(
+    buffer: VirtualBuffer, stream: StreamLike | None, hold: bool, handle_type: MemHandleType | None
+) -> Shared:
+    buffer._check_usable()
+    growable = isinstance(buffer, GrowableBuffer)
+    return _share_range(buffer, buffer.range, 0, buffer.nbytes, stream, handle_type, growable=growable)
+
+
+def _share_range(
+    thing: Any,
+    range_: AddressRange,
+    start: int,
+    size: int,
+    stream: StreamLike | None,
+    handle_type: MemHandleType | None,
+    *,
+    growable: bool = False,
+) -> Shared:
+    """Share the pieces that bytes of an address range lie in."""
+    if not size:
+        raise ValueError(f"{thing!r} is empty: there is nothing to share")
+    door = range_._door
+    exports = exports_of(door)
+    ordered = _ordered(thing, stream, door)
+    # Of a growing buffer, all pieces from its beginning on, so that importers recognise those they have.
+    pieces = list(range_._covering(start, start + size))
+    if len(pieces) > MOST_CHUNKS:
+        raise ValueError(
+            f"{thing!r} lies in {len(pieces)} pieces of physical memory, and at most {MOST_CHUNKS} are shared at once: "
+            "grow in larger steps, or share parts of it"
+        )
+    memories = []
+    for mapped in pieces:
+        memory = mapped.memory
+        if not isinstance(memory, PhysicalMemory):
+            raise ValueError(f"{memory!r} is shared by its own handle: export() it, and share the memory bound to it")
+        _refuse_imported(memory)
+        if memory.closed:
+            # The mapping is all that is left of it, and knows its handle.
+            memory = PhysicalMemory.at(range_.address + mapped.offset, driver=range_.driver)
+        memories.append(memory)
+    kind = _handle_type(memories, handle_type)
+    chunks = [exports.memory(memory, kind) for memory in memories]
+    offset = start - pieces[0].offset
+    total = sum(chunk.nbytes for chunk, _ in chunks)
+    return exports.describe(
+        Mechanism.PHYSICAL,
+        _device_of(memories[0]),
+        ordered,
+        [(chunk.id, fd) for chunk, fd in chunks if fd is not None],
+        origin=exports.name(thing) if growable else secrets.token_bytes(16),
+        flags=Flags.GROWABLE if growable else 0,
+        handle_type=int(kind),
+        offset=offset,
+        size=size,
+        base_size=thing.capacity if growable else total,
+        chunks=tuple(chunk for chunk, _ in chunks),
+    )
+
+
+def _share_event(event: Event, stream: StreamLike | None, hold: bool, handle_type: MemHandleType | None) -> Shared:
+    exports = exports_of(event._door)
+    if not event.interprocess:
+        raise ValueError(f"{event!r} cannot be shared: make it with interprocess=True, in the process that shares it")
+    with event.device.current():
+        raw = event._door.call("cuIpcGetEventHandle", event._checked_raw())
+    return exports.describe(Mechanism.EVENT, event.device, None, (), payload=opaque_bytes(raw))
+
+
+def _share_imported(
+    thing: Any, stream: StreamLike | None = None, hold: bool = False, handle_type: MemHandleType | None = None
+) -> Shared:
+    raise ValueError(f"{thing!r} was opened here: only the process that owns memory can share it")
+
+
+def _refuse_imported(memory: PhysicalMemory) -> None:
+    if memory._backing.imported:
+        _share_imported(memory)
+
+
+def _share_foreign(
+    thing: Any, stream: StreamLike | None, hold: bool, expose_block: bool, handle_type: MemHandleType | None
+) -> Shared:
+    """Memory of another library: find out what it is, and share that."""
+    interface = thing.__cuda_array_interface__
+    driver = default_driver()
+    door = Door.of(driver)
+    span = _Span.readable(thing, door)
+    if not span.nbytes:
+        raise ValueError(f"{thing!r} is empty: there is nothing to share")
+    known = pointer_attributes(span.address, driver=driver)
+    device = known.device
+    if known.kind is MemoryKind.DEVICE and device is None:
+        # Of memory that was mapped by hand, the driver tells no device; its handle does.
+        device = _device_of(PhysicalMemory.at(span.address, driver=driver))
+    if known.kind is not MemoryKind.DEVICE or device is None:
+        raise ValueError(f"{thing!r} is not device memory of this process")
+    if stream is None:
+        handle = interface.get("stream")
+        ordered = device.default_stream if handle is None else Stream.of_handle(device, handle, thing)
+    else:
+        ordered = as_stream(stream, door)
+    _ordered(thing, ordered, door)
+    exports = exports_of(door)
+    with device.current():
+        base, size = (int(value) for value in door.call("cuMemGetAddressRange", span.address))
+        if span.address + span.nbytes > base + size:
+            raise ValueError(
+                f"{thing!r} ends outside of the {size} bytes that its allocation has: share what lies in several "
+                "pieces one by one"
+            )
+        return _foreign_kinds(
+            exports,
+            thing,
+            known,
+            device,
+            ordered,
+            base,
+            size,
+            span.address - base,
+            span.nbytes,
+            expose_block,
+            handle_type,
+        )
+
+
+def _foreign_kinds(
+    exports: Exports,
+    thing: object,
+    known: PointerAttributes,
+    device: Device,
+    stream: Stream,
+    base: int,
+    base_size: int,
+    offset: int,
+    size: int,
+    expose_block: bool,
+    handle_type: MemHandleType | None,
+) -> Shared:
+    door = exports.door
+    where = {"offset": offset, "size": size, "base_size": base_size}
+    if known.pool is not None:
+        if handle_type == _FABRIC:
+            raise ValueError(f"{thing!r} is memory of a pool, and cannot be shared so: {_NO_FABRIC_POOLS}")
+        if not known.handle_types & _POSIX:
+            raise ValueError(
+                f"{thing!r} is memory of a pool that was not made for sharing: have the library allocate from a pool "
+                "with handle_types=POSIX_FILE_DESCRIPTOR (MemoryPool.make_current), or copy it to such a pool"
+            )
+        origin, fd = exports.export_pool(known.pool._handle)
+        data = exports.pointer(base)
+        return exports.describe(
+            Mechanism.POOL_POINTER, device, stream, [(origin, fd)],
+            origin=origin, handle_type=int(_POSIX), payload=data, **where,
+        )  # fmt: skip
+    if known.legacy_ipc:
+        if handle_type is not None:
+            raise ValueError(f"{thing!r} is memory of cuMemAlloc, which is shared without a handle type: leave it out")
+        if not expose_block and (base % _BLOCK or base_size % _BLOCK):
+            raise ValueError(
+                f"{thing!r} is not alone in its blocks of 2 MiB: an importer could read the rest of them. Share it "
+                "with expose_block=True if it may, or copy it to a pool or to memory of whole blocks"
+            )
+        data = opaque_bytes(door.call("cuIpcGetMemHandle", base))
+        return exports.describe(Mechanism.LEGACY, device, stream, (), payload=data, **where)
+    memory = PhysicalMemory.at(base, driver=door.driver)
+    kind = _handle_type([memory], handle_type)
+    if not memory.properties.requested_handle_types & kind:
+        raise ValueError(
+            f"{thing!r} is mapped memory that was not made for sharing: create it with handle type {kind.name}"
+        )
+    _refuse_imported(memory)
+    piece, handle = exports.memory(memory, kind)
+    if offset + size > piece.nbytes:
+        raise ValueError(f"{thing!r} lies in several pieces of physical memory: share them one by one")
+    return exports.describe(
+        Mechanism.PHYSICAL, device, stream, [] if handle is None else [(piece.id, handle)],
+        origin=secrets.token_bytes(16), handle_type=int(kind), chunks=(piece,), **where,
+    )  # fmt: skip
+
+
+_NO_FABRIC_POOLS = "fabric handles of pools are not supported: a refused export as one damages the process's heap"
+
+_NOT_EXPORTABLE = (
+    "only allocations of pools made with handle_types=POSIX_FILE_DESCRIPTOR can be shared, "
+    "by the process that made them"
+)
+
+_DOORS: tuple[tuple[type, Callable[[Any], Door]], ...] = (
+    (PhysicalMemory, lambda memory: memory._recipe.door),
+    (ImportedPool, lambda pool: pool._importer.door),
+)
+
+_HOW: tuple[tuple[type, Callable[[Any, StreamLike | None, bool, MemHandleType | None], Shared]], ...] = (
+    (MemoryPool, _share_pool),
+    (ImportedBuffer, _share_imported),
+    (ImportedPool, _share_imported),
+    (ImportedRange, _share_imported),
+    (BufferView, _share_view),
+    (PhysicalMemory, _share_physical),
+    (Mapping, _share_mapping),
+    (RangeView, _share_mapping),
+    (VirtualBuffer, _share_virtual),
+    (Event, _share_event),
+)

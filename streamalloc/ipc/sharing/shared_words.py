@@ -1,0 +1,431 @@
+"""The board: shared memory in which exporter and importers tell each other how far they are.
+
+The driver protects nobody: memory that is freed by its owner is reused while importers read it. So each exporting
+process has a board, a page-locked file in memory that importers map too. It has a *slot* for each shared allocation:
+
+* ``generation``: which allocation the slot stands for; counted up when that is freed, so that older descriptors are
+  stale;
+* ``announced``: how far ``ready`` will come by what is queued;
+* ``ready``: written by the exporter's streams when the contents are there; importers' streams wait for it;
+* ``lost``: how much of that importers had to write themselves, as the exporter had died;
+* ``opened``, ``closing``, ``closed``, a word for each importer: the importer's host counts ``opened`` up when it opens
+  the allocation and sets ``closing`` to that when it has closed it; its stream sets ``closed`` when its work is done,
+  and the exporter's stream waits for that before it frees;
+* ``sent``, and ``received`` for each importer: descriptors that are on their way.
+
+Every word has one writer, a process: its stream or, where that has no work left, its host (:meth:`Board.tell`). A
+process holds a lock on its byte of the file, which the kernel lifts when the process dies, however it dies: waiting for
+the lock is waiting for the death.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import secrets
+import struct
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streamalloc.core.device import Device
+from streamalloc.core.errors import CudaError, error_from, undoing
+from streamalloc.core.fd import Fd
+from streamalloc.core.stream import Stream
+from streamalloc.driver import Door
+from streamalloc.driver.bindings import cuda
+from streamalloc.driver.door import refuse_after_fork
+
+__all__ = ["IMPORTERS", "SLOTS", "Board"]
+
+SLOTS = 1024
+IMPORTERS = 128
+"""Of one exporter at a time. A board has 2 MiB with so many, all of which is page-locked, once by each of them."""
+
+_MAGIC = b"SAboard\2"
+_HEADER = struct.Struct("<8s16sII")
+_HEADER_BYTES = 4096
+# In the header: whether somebody has seen that the exporter died.
+_DEAD = _HEADER_BYTES - 4
+_PLAIN = ("generation", "announced", "ready", "sent", "lost")
+_EACH = ("opened", "closing", "closed", "received")
+_BYTES = _HEADER_BYTES + 4 * SLOTS * (len(_PLAIN) + len(_EACH) * IMPORTERS)
+# Where each kind of word begins, and how far apart the words of two slots are, in bytes.
+_PLACES = {
+    **{name: (_HEADER_BYTES + 4 * SLOTS * place, 4) for place, name in enumerate(_PLAIN)},
+    **{
+        name: (_HEADER_BYTES + 4 * SLOTS * (len(_PLAIN) + IMPORTERS * place), 4 * IMPORTERS)
+        for place, name in enumerate(_EACH)
+    },
+}
+_REGISTER_PORTABLE_AND_MAPPED = 3
+_FLAGS = cuda.CUstreamWaitValue_flags
+_NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
+_RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+_AT_LEAST = int(_FLAGS.CU_STREAM_WAIT_VALUE_GEQ)
+_LOCK = struct.Struct("hhqqi4x")
+WORD = 1 << 32
+
+Words = npt.NDArray[np.uint32]
+
+
+def _word(address: int) -> ctypes.c_uint32:
+    # Its value is there in a quarter of the time that an element of an array takes.
+    return ctypes.c_uint32.from_address(address)
+
+
+class SlotWords:
+    """The words of one slot that its exporter writes."""
+
+    __slots__ = ("announced", "generation", "lost", "ready", "ready_address", "sent")
+
+    def __init__(self, board: Board, slot: int) -> None:
+        self.generation = _word(board.address("generation", slot))
+        self.announced = _word(board.address("announced", slot))
+        self.ready = _word(board.address("ready", slot))
+        self.sent = _word(board.address("sent", slot))
+        self.lost = _word(board.address("lost", slot))
+        self.ready_address = cuda.CUdeviceptr(board.address("ready", slot))
+
+    def was_lost(self, wanted: int) -> bool:
+        """Whether the exporter died before ``ready`` had come to a value that it has now."""
+        return bool(self.lost.value) and not reached(self.ready.value - self.lost.value, wanted)
+
+
+class ImporterWords:
+    """The words of one slot that one importer writes."""
+
+    __slots__ = ("closed", "closed_address", "closing", "opened", "received")
+
+    def __init__(self, board: Board, slot: int, importer: int) -> None:
+        self.opened = _word(board.address("opened", slot, importer))
+        self.closing = _word(board.address("closing", slot, importer))
+        self.closed = _word(board.address("closed", slot, importer))
+        self.received = _word(board.address("received", slot, importer))
+        self.closed_address = cuda.CUdeviceptr(board.address("closed", slot, importer))
+
+
+class Board:
+    """A board as one process sees it: made by the exporter (:meth:`create`), mapped by importers (:meth:`attach`)."""
+
+    __slots__ = (
+        "__weakref__",
+        "_address",
+        "_exchange",
+        "_expected",
+        "_importers",
+        "_map",
+        "_own",
+        "_query",
+        "_slots",
+        "_wait",
+        "_watched",
+        "_write",
+        "closed",
+        "closing",
+        "door",
+        "fd",
+        "id",
+        "importer",
+        "opened",
+        "received",
+    )
+
+    id: bytes
+    """16 bytes that name the board."""
+    fd: Fd
+    importer: int
+    """Which importer this process is; -1 for the exporter."""
+    opened: Words
+    """By slot and importer, as the next three."""
+    closing: Words
+    closed: Words
+    received: Words
+
+    def __init__(self, door: Door, fd: Fd) -> None:
+        self.door = door
+        self.fd = fd
+        self.importer = -1
+        self._watched: set[int] = set()
+        self._expected: dict[int, list[int]] = {}
+        self._map = mmap.mmap(fd.fileno(), _BYTES)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        for name in _EACH:
+            words = np.frombuffer(self._map, np.uint32, SLOTS * IMPORTERS, _PLACES[name][0])
+            setattr(self, name, words.reshape(SLOTS, IMPORTERS))
+        # Locks belong to the open file, and a descriptor that was received is the sender's open file.
+        self._own = Fd(os.open(f"/proc/self/fd/{fd.fileno()}", os.O_RDWR | os.O_CLOEXEC))
+        self._address = 0
+        self._slots: dict[int, SlotWords] = {}
+        self._importers: dict[tuple[int, int], ImporterWords] = {}
+        self._exchange: Any = door.driver.cuThreadExchangeStreamCaptureMode
+        self._query: Any = door.driver.cuStreamQuery
+        self._write: Any = door.driver.cuStreamWriteValue32
+        self._wait: Any = door.driver.cuStreamWaitValue32
+        with undoing(self._unregister), Device(0, driver=door.driver).current():
+            door.call("cuMemHostRegister", base, _BYTES, _REGISTER_PORTABLE_AND_MAPPED)
+            self._address = base
+        door.shut_with_me(self)
+
+    def _unregister(self) -> None:
+        address, self._address = self._address, 0
+        self._own.close()
+        if address:
+            with Device(0, driver=self.door.driver).current():
+                self.door.call("cuMemHostUnregister", address)
+
+    def __del__(self) -> None:
+        if getattr(self, "_address", 0) and self.door.usable:
+            with contextlib.suppress(CudaError):
+                self._unregister()
+
+    @classmethod
+    def create(cls, door: Door) -> Board:
+        """A new board, of which this process is the exporter."""
+        fd = Fd(os.memfd_create("streamalloc:board", os.MFD_CLOEXEC))
+        os.ftruncate(fd.fileno(), _BYTES)
+        name = secrets.token_bytes(16)
+        os.pwrite(fd.fileno(), _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS), 0)
+        board = cls(door, fd)
+        board.id = name
+        board._lock(0)
+        return board
+
+    @classmethod
+    def attach(cls, door: Door, fd: Fd, name: bytes) -> Board:
+        """The board in a descriptor that was received.
+
+        Raises
+        ------
+        ValueError
+            It is no board, or another one than ``name``, or has no room for one more importer.
+        """
+        # A shorter file would end the process when its missing pages are touched; a memfd of ours cannot be anything
+        # else, and another user's process was refused.
+        header = os.pread(fd.fileno(), _HEADER.size, 0) if os.fstat(fd.fileno()).st_size == _BYTES else b""
+        if header != _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS):
+            raise ValueError("the descriptor that came with the message is not its board")
+        board = cls(door, fd)
+        board.id = name
+        with undoing(board._unregister):
+            board.importer = board._take_place()
+        return board
+
+    def _take_place(self) -> int:
+        for importer in range(IMPORTERS):
+            if self._lock(1 + importer):
+                # What an importer before us left open when it died has ended.
+                self._end(importer)
+                return importer
+        raise ValueError(f"this exporter has {IMPORTERS} importers already")
+
+    # -- words and streams -----------------------------------------------------------------------------------
+
+    def address(self, name: str, slot: int, importer: int = 0) -> int:
+        """The address of a word, for devices and host."""
+        begin, step = _PLACES[name]
+        return self._address + begin + step * slot + 4 * importer
+
+    def slot_words(self, slot: int) -> SlotWords:
+        """A slot's words that the exporter writes."""
+        words = self._slots.get(slot)
+        if words is None:
+            words = self._slots[slot] = SlotWords(self, slot)
+        return words
+
+    def importer_words(self, slot: int, importer: int) -> ImporterWords:
+        """A slot's words that an importer writes."""
+        words = self._importers.get((slot, importer))
+        if words is None:
+            words = self._importers[slot, importer] = ImporterWords(self, slot, importer)
+        return words
+
+    def all_closed(self, slot: int) -> bool:
+        """Whether all importers that have opened a slot have closed it, and their work has ended."""
+        opened, step = _PLACES["opened"]
+        closed = _PLACES["closed"][0]
+        at = step * slot
+        return self._map[opened + at : opened + at + step] == self._map[closed + at : closed + at + step]
+
+    def tell(self, stream: Stream, word: ctypes.c_uint32, address: Any, value: int, *, checked: bool = False) -> None:
+        """Have a word say ``value`` after a stream's work so far; ``checked``: it is known not to be captured.
+
+        The host does so where the stream has no work left (``cuStreamQuery``), as a store of the device's has to travel
+        both ways; else the stream (``cuStreamWriteValue32``).
+        """
+        if stream._direct is self.door:
+            handle = stream._handle
+            if stream._sees_all:
+                result = self._asked(handle)
+                if not result:
+                    word.value = value
+                    return
+                if result != _NOT_READY:
+                    raise error_from(result, "cuStreamQuery")
+            result = self._write(handle, address, value, 0)[0]
+            if result:
+                raise error_from(result, "cuStreamWriteValue32")
+            return
+        if not checked:
+            _refuse_capture(stream, "cuStreamWriteValue32")
+        if stream._sees_all:
+            with self.door.relaxed():
+                idle = stream.query()
+            if idle:
+                word.value = value
+                return
+        stream._call("cuStreamWriteValue32", address, value, 0)
+
+    def _asked(self, handle: Any) -> Any:
+        """What ``cuStreamQuery`` says of a stream; asked in this mode, it breaks no capture of another one."""
+        mode = self._exchange(_RELAXED)
+        if mode[0]:
+            raise error_from(mode[0], "cuThreadExchangeStreamCaptureMode")
+        try:
+            result = self._query(handle)[0]
+        finally:
+            failed = self._exchange(mode[1])[0]
+        if failed:
+            raise error_from(failed, "cuThreadExchangeStreamCaptureMode")
+        return result
+
+    def wait(self, stream: Stream, address: Any, value: int) -> None:
+        """Have a stream wait until a word is at a value or beyond (``cuStreamWaitValue32``)."""
+        if stream._direct is self.door:
+            result = self._wait(stream._handle, address, value, _AT_LEAST)[0]
+            if result:
+                raise error_from(result, "cuStreamWaitValue32")
+            return
+        _refuse_capture(stream, "cuStreamWaitValue32")
+        stream._call("cuStreamWaitValue32", address, value, _AT_LEAST)
+
+    # -- life and death --------------------------------------------------------------------------------------
+
+    def _lock(self, byte: int) -> bool:
+        try:
+            fcntl.fcntl(self._own.fileno(), fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+        except BlockingIOError:
+            return False
+        return True
+
+    def _alive(self, byte: int) -> bool:
+        asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+        kind: int = _LOCK.unpack(fcntl.fcntl(self._own.fileno(), fcntl.F_OFD_GETLK, asked))[0]
+        return kind != fcntl.F_UNLCK
+
+    def exporter_alive(self) -> bool:
+        """Whether the process that made the board lives."""
+        # Who waited for its death has its lock for a moment then.
+        return not self._map[_DEAD] and self._alive(0)
+
+    def importer_alive(self, importer: int) -> bool:
+        """Whether an importer lives."""
+        return self._alive(1 + importer)
+
+    def idle(self) -> bool:
+        """Whether no stream of this importer waits for a word, or has one to write."""
+        me = self.importer
+        waiting = any(self._still_expected(slot) for slot in self._expected)
+        return not waiting and bool((self.opened[:, me] == self.closed[:, me]).all())
+
+    def _still_expected(self, slot: int) -> list[int]:
+        ready = self.slot_words(slot).ready.value
+        return [wanted for wanted in self._expected.get(slot, ()) if not reached(ready, wanted)]
+
+    def watch_importer(self, importer: int) -> None:
+        """End an importer's leases once it dies, so that no stream of ours waits for it for ever."""
+        self._watch(1 + importer)
+
+    def expect(self, slot: int, wanted: int) -> None:
+        """Release streams that wait for an announcement if the exporter dies before it."""
+        self._expected[slot] = [*self._still_expected(slot), wanted]
+        self._watch(0)
+
+    def forget(self, slot: int) -> None:
+        """Expect nothing more of a slot: what waited for it has let go."""
+        self._expected.pop(slot, None)
+
+    def _exporter_died(self) -> None:
+        for slot, waiting in list(self._expected.items()):
+            words = self.slot_words(slot)
+            for wanted in waiting:
+                short = (wanted - words.ready.value) % WORD
+                if short < WORD // 2:
+                    # How far it was really is what is left. In this order: who goes on has to know.
+                    words.lost.value = (words.lost.value + short) % WORD
+                    words.ready.value = wanted
+
+    def _watch(self, byte: int) -> None:
+        if byte in self._watched:
+            return
+        self._watched.add(byte)
+        with undoing(lambda: self._watched.discard(byte)):
+            file = Fd(os.open(f"/proc/self/fd/{self.fd.fileno()}", os.O_RDWR | os.O_CLOEXEC))
+            # It lasts as long as the other process, and must not keep the board, nor the driver behind it, so long.
+            watch = threading.Thread(
+                target=_wait_for_the_death, args=(weakref.ref(self), file, byte), name="streamalloc lease", daemon=True
+            )
+            with undoing(file.close):
+                watch.start()
+
+    def _died(self, byte: int) -> None:
+        self._watched.discard(byte)
+        if byte:
+            self._end(byte - 1)
+        else:
+            self._map[_DEAD] = 1
+            self._exporter_died()
+
+    def _shut_after_fork(self) -> None:
+        self._exchange = self._query = self._write = self._wait = refuse_after_fork
+        # A child that keeps the lock would make its dead parent count as alive.
+        self._own.close()
+
+    def _end(self, importer: int) -> None:
+        self.closing[:, importer] = self.opened[:, importer]
+        self.closed[:, importer] = self.opened[:, importer]
+
+
+def _wait_for_the_death(watching: weakref.ref[Board], file: Fd, byte: int) -> None:
+    with file:
+        fcntl.fcntl(file.fileno(), fcntl.F_OFD_SETLKW, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+        # The lock is held until the words are written: nobody takes the place of the dead in between.
+        board = watching()
+        if board is not None:
+            board._died(byte)
+        # Closing the file is not enough where a forked child of this process has it, too.
+        fcntl.fcntl(file.fileno(), fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
+
+
+def _refuse_capture(stream: Stream, call: str) -> None:
+    stream._checked_raw()
+    stream._refuse_capture(call, "what is shared between processes is not used in a capture")
+
+
+_barrier = threading.Lock()
+
+
+def fence() -> None:
+    """Let what this thread has written be seen before it reads on.
+
+    Exporter and importer each write a word and then read the other's, which processors may reorder; taking a lock does
+    not let them.
+    """
+    with _barrier:
+        pass
+
+
+def next_word(value: Any) -> int:
+    """The next value of a word that counts up, round and round."""
+    return (int(value) + 1) % WORD
+
+
+def reached(value: Any, wanted: int) -> bool:
+    """Whether a word that counts up is at ``wanted`` or beyond, as ``CU_STREAM_WAIT_VALUE_GEQ`` compares."""
+    return bool(value == wanted) or (int(value) - int(wanted)) % WORD < WORD // 2

@@ -1,0 +1,645 @@
+"""Private connections between processes of one user on one machine, which carry messages and file descriptors.
+
+A :class:`Channel` is an ``AF_UNIX`` connection of type ``SOCK_SEQPACKET``: one message is one packet, which arrives
+whole or not at all, and descriptors travel in it (``SCM_RIGHTS``). The user of the other end is checked before a byte
+of it is read (``SO_PEERCRED``).
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from multiprocessing.reduction import DupFd, ForkingPickler
+from secrets import token_hex
+from typing import Any, NamedTuple
+
+from typing_extensions import Buffer as BytesLike
+
+from streamalloc.core.errors import ClosedError
+from streamalloc.core.fd import Fd
+from streamalloc.core.ownership import Closes
+from streamalloc.ipc.transport.deadlines import end_of, left, milliseconds, refuse
+from streamalloc.ipc.transport.socket_address import (
+    Address,
+    Peer,
+    admitted,
+    check_private,
+    identity,
+    peer_of,
+    shown,
+    to_kernel,
+)
+
+__all__ = [
+    "MAX_DATA",
+    "MAX_HANDLES",
+    "Address",
+    "Channel",
+    "Listener",
+    "Message",
+    "Peer",
+    "PeerGoneError",
+    "ProtocolError",
+]
+
+MAX_DATA = 64 * 1024
+"""The most bytes of one message."""
+MAX_HANDLES = 64
+"""The most file descriptors of one message."""
+
+
+class ProtocolError(ValueError):
+    """What arrived is no message of ours: it was cut off or damaged, or comes from another version or program."""
+
+
+class PeerGoneError(ConnectionError):
+    """The process at the other end has ended, or has closed its end."""
+
+
+class Message(NamedTuple):
+    """What was received: bytes, and the descriptors that came with them."""
+
+    data: bytes
+    handles: tuple[Fd, ...]
+
+
+# magic, version, number of handles, bytes of data
+_HEADER = struct.Struct("<4sHHI")
+_MAGIC = b"SAch"
+_VERSION = 1
+_HEADER_BYTES = _HEADER.size
+_PACKET_BYTES = _HEADER_BYTES + MAX_DATA
+_RIGHTS_BYTES = socket.CMSG_SPACE(MAX_HANDLES * array.array("i").itemsize)
+# Plain numbers: operators of enum members cost more than the rest of a call.
+_DAMAGED = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+_TIMEVAL = struct.Struct("@ll")
+
+# The kernel itself waits for a message this long, so that one that comes soon takes one call. Who waits longer does so
+# in poll(), which keeps any deadline, also when signals arrive meanwhile. (Python begins the kernel's wait anew after
+# each signal, so those that come more often than this prolong it.)
+_SOON = 0.005
+_SOON_TIMEVAL = _TIMEVAL.pack(0, int(_SOON * 1e6))
+# Before that, a receiver looks for a message without sleeping, for about as long as it takes to fall asleep and to be
+# woken up: what comes at once then comes in a third of the time. Not where both ends share one processor.
+_SPIN_NANOSECONDS = 50_000 if len(os.sched_getaffinity(0)) > 1 else 0
+_SEND = int(socket.MSG_NOSIGNAL)
+_SEND_NOW = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+_RECEIVE = int(socket.MSG_CMSG_CLOEXEC)
+_RECEIVE_NOW = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+
+_GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ECONNREFUSED)
+_FULL = (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS)
+
+_clock = time.perf_counter_ns
+_pack = _HEADER.pack
+_unpack = _HEADER.unpack_from
+_make = tuple.__new__  # what Message() comes down to, at a third of its cost
+
+
+class _Socket(socket.socket):
+    """A socket that is closed without a warning when it is dropped, as all owners here are."""
+
+    def __del__(self) -> None:
+        if self.fileno() >= 0:  # not where it was never made
+            self.close()
+
+    @classmethod
+    def of(cls, plain: socket.socket) -> _Socket:
+        """The same socket, taken over."""
+        return cls(plain.family, plain.type, plain.proto, plain.detach())
+
+    @classmethod
+    def new(cls) -> _Socket:
+        """One that is not connected yet."""
+        return cls(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+class Channel(Closes):
+    """One end of a private connection; made by :meth:`pair`, :meth:`connect`, :meth:`Listener.accept`, :meth:`from_fd`.
+
+    One thread may send while another receives; two that send, or two that receive, need a lock of their own. Closing
+    does not wake a thread that waits: :meth:`shutdown` does.
+
+    Child processes inherit nothing. An end is given to a child as an argument of ``multiprocessing.Process`` (spawn and
+    forkserver), or by its number: ``subprocess.Popen(..., pass_fds=[channel.fileno()])`` and :meth:`from_fd` there.
+    Close one's own copy then: a channel ends when the last copy of its other end is closed.
+
+    Attributes
+    ----------
+    timeout
+        Seconds for calls that are given no timeout of their own; None, the default: no limit.
+    """
+
+    __slots__ = ("__weakref__", "_carried", "_peer", "_ready", "_receive", "_send", "_send_with", "_socket", "timeout")
+
+    def __init__(self, connection: _Socket, peer: Peer) -> None:
+        self.timeout: float | None = None
+        self._carried: set[bytes] = set()
+        """The names of handles that the other end has had already."""
+        self._socket = connection
+        self._peer = peer
+        # Bound once: a hand-off is one of the first two calls, and looking them up each time costs as much as a tenth.
+        self._send = connection.send
+        self._receive = connection.recvmsg
+        self._send_with = connection.sendmsg
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
+        self._ready = poll.poll
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SOON_TIMEVAL)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SOON_TIMEVAL)
+
+    # -- making one ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, Channel]:
+        """Both ends of a new connection."""
+        first, second = map(_Socket.of, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        return cls(first, peer_of(first)), cls(second, peer_of(second))
+
+    @classmethod
+    def listen(cls, name: Address | None = None) -> Listener:
+        """A place to which other processes of this user connect.
+
+        Parameters
+        ----------
+        name
+            Default: an abstract socket with a name that nobody guesses. It ends with the process, however that dies,
+            and is seen in this network namespace only. Or the path of a socket to make, which is removed at close.
+
+        Raises
+        ------
+        ValueError
+            The path is too long, or its directory is open to others than this user.
+        OSError
+            The name is taken (``EADDRINUSE``), or the directory is not there.
+        """
+        return Listener(name)
+
+    @classmethod
+    def connect(cls, address: Address, timeout: float | None = None) -> Channel:
+        """Connect to a listener of another process of this user.
+
+        Parameters
+        ----------
+        address
+            :attr:`Listener.address` over there.
+        timeout
+            Seconds to wait where more processes want to connect than the listener has room for; None: no limit.
+
+        Raises
+        ------
+        ConnectionRefusedError, FileNotFoundError
+            Nobody listens there.
+        PermissionError
+            The listener belongs to another user.
+        TimeoutError
+            It is too busy.
+        """
+        end = end_of(timeout)
+        connection = _Socket.new()
+        try:
+            # A full queue is EAGAIN, which poll() knows nothing of.
+            connection.setblocking(False)
+            while True:
+                try:
+                    connection.connect(to_kernel(address))
+                    break
+                except BlockingIOError:
+                    if left(end) == 0:
+                        raise TimeoutError(f"the listener at {shown(address)} took nobody in {timeout:g} s") from None
+                    time.sleep(0.001)
+            return cls(connection, admitted(connection))
+        except (ConnectionRefusedError, FileNotFoundError) as error:
+            connection.close()
+            hint = "an abstract socket is seen in its own network namespace (container) only"
+            raise type(error)(error.errno, f"nobody listens at {shown(address)}; {hint}") from None
+        except BaseException:
+            connection.close()
+            raise
+
+    @classmethod
+    def from_fd(cls, fd: int | Fd) -> Channel:
+        """Take over a connected socket, such as one that the parent process passed on.
+
+        Raises
+        ------
+        ValueError
+            It is no connected ``AF_UNIX`` socket of type ``SOCK_SEQPACKET``. It stays the caller's then.
+        PermissionError
+            The other end belongs to another user. It stays the caller's then.
+        """
+        number = fd.fileno() if isinstance(fd, Fd) else _descriptor(fd)
+        try:
+            connection = _Socket(fileno=number)
+        except OSError as error:
+            raise ValueError(f"descriptor {number} is not open or is no socket: {error}") from None
+        try:
+            if (connection.family, connection.type) != (socket.AF_UNIX, socket.SOCK_SEQPACKET):
+                raise ValueError(f"descriptor {number} is no AF_UNIX socket of type SOCK_SEQPACKET")
+            connection.getpeername()
+            peer = admitted(connection)
+            os.set_inheritable(number, False)
+            channel = cls(connection, peer)
+        except OSError as error:
+            connection.detach()
+            if isinstance(error, PermissionError):
+                raise
+            raise ValueError(f"descriptor {number} is no connected socket: {error}") from None
+        except BaseException:
+            connection.detach()
+            raise
+        if isinstance(fd, Fd):
+            fd.detach()
+        return channel
+
+    # -- messages --------------------------------------------------------------------------------------------
+
+    def send(self, data: BytesLike, handles: Sequence[Fd | int] = (), *, timeout: float | None = None) -> None:
+        """Send one message; returns when the kernel has it.
+
+        Parameters
+        ----------
+        data
+            At most :data:`MAX_DATA` bytes.
+        handles
+            At most :data:`MAX_HANDLES` descriptors. The receiver gets duplicates; these stay the caller's.
+        timeout
+            Seconds to wait while the receiver is behind and there is no room; None: :attr:`timeout`.
+
+        Raises
+        ------
+        ValueError
+            Too many bytes or descriptors.
+        TimeoutError
+            There was no room. Nothing was sent; the channel stays usable.
+        PeerGoneError
+            The other end is closed. What it sent before can still be received.
+        ClosedError
+            This end is closed.
+        """
+        if type(data) is not bytes:
+            data = bytes(memoryview(data))
+        size = len(data)
+        count = len(handles)
+        if size > MAX_DATA or count > MAX_HANDLES:
+            raise ValueError(
+                f"a message of {size} bytes and {count} descriptors: at most {MAX_DATA} and {MAX_HANDLES} fit in one"
+            )
+        wait = self.timeout if timeout is None else timeout
+        if wait is None or wait >= _SOON:
+            flags = _SEND
+        elif wait >= 0:
+            flags = _SEND_NOW
+        else:
+            refuse(wait)
+        packet = _pack(_MAGIC, _VERSION, count, size) + data
+        try:
+            if count:
+                self._send_with((packet,), _rights(handles), flags)
+            else:
+                self._send(packet, flags)
+        except OSError as error:
+            self._send_later(error, packet, handles, wait)
+
+    def receive(self, *, timeout: float | None = None) -> Message:
+        """Receive one message.
+
+        Parameters
+        ----------
+        timeout
+            Seconds to wait for it, 0 to take only what is there; None: :attr:`timeout`.
+
+        Raises
+        ------
+        TimeoutError
+            None came. The channel stays usable.
+        PeerGoneError
+            The other end is closed and everything that it sent was received.
+        ProtocolError
+            Something else than a message came. Its descriptors and this channel are closed.
+        ClosedError
+            This end is closed.
+        """
+        wait = self.timeout if timeout is None else timeout
+        if wait is None or wait >= _SOON:
+            flags = _RECEIVE
+        elif wait >= 0:
+            flags = _RECEIVE_NOW
+        else:
+            refuse(wait)
+        if flags == _RECEIVE and not self._ready(0):
+            end = _clock() + _SPIN_NANOSECONDS
+            while not self._ready(0) and _clock() < end:
+                pass
+        try:
+            packet, extra, flags, _ = self._receive(_PACKET_BYTES, _RIGHTS_BYTES, flags)
+        except OSError as error:
+            packet, extra, flags = self._receive_later(error, wait)
+        size = len(packet) - _HEADER_BYTES
+        if (
+            size >= 0
+            and not extra
+            and not flags & _DAMAGED
+            and packet[:_HEADER_BYTES] == _pack(_MAGIC, _VERSION, 0, size)
+        ):
+            return _make(Message, (packet[_HEADER_BYTES:], ()))
+        return self._unpacked(packet, extra, flags)
+
+    def _send_later(self, error: OSError, packet: bytes, handles: Sequence[Fd | int], wait: float | None) -> None:
+        """Go on after a send that failed: wait for room, as far as that is what it needs."""
+        # The kernel has waited for the first part.
+        end = end_of(wait if wait is None or wait < _SOON else wait - _SOON)
+        while True:
+            if self.closed:
+                raise ClosedError("this channel was closed") from None
+            if error.errno in _GONE:
+                raise PeerGoneError(f"{self._who} has ended or closed its end: nothing can be sent") from None
+            if error.errno not in _FULL:
+                raise error
+            if left(end) == 0:
+                raise TimeoutError(f"{self._who} made no room for a message within {wait:g} s") from None
+            if error.errno == errno.EAGAIN:
+                self._poll(select.POLLOUT, end)
+            else:
+                # Memory, or this user's limit of descriptors on their way: nothing tells when there is some again.
+                time.sleep(min(0.001, left(end)))
+            try:
+                self._send_with((packet,), _rights(handles) if handles else (), _SEND_NOW)
+                return
+            except OSError as again:
+                error = again
+
+    def _receive_later(self, error: OSError, wait: float | None) -> tuple[bytes, Any, int]:
+        """Go on after a receive that failed: wait for a packet, as far as that is what it needs."""
+        # The kernel has waited for the first part.
+        end = end_of(wait if wait is None or wait < _SOON else wait - _SOON)
+        while True:
+            if self.closed:
+                raise ClosedError("this channel was closed") from None
+            # A reset, said once, means that the peer went with messages unread: its own are still to be had.
+            if error.errno == errno.EAGAIN:
+                if left(end) == 0:
+                    raise TimeoutError(f"no message from {self._who} within {wait:g} s") from None
+                self._poll(select.POLLIN, end)
+            elif error.errno != errno.ECONNRESET:
+                raise error
+            try:
+                packet, extra, flags, _ = self._receive(_PACKET_BYTES, _RIGHTS_BYTES, _RECEIVE_NOW)
+                return packet, extra, flags
+            except OSError as again:
+                error = again
+
+    def _poll(self, what: int, end: float | None) -> None:
+        waiting = select.poll()
+        waiting.register(self.fileno(), what)
+        waiting.poll(milliseconds(end))
+
+    def _unpacked(self, packet: bytes, extra: list[tuple[int, int, bytes]], flags: int) -> Message:
+        """The message in a packet, once all about it was checked."""
+        handles = _received(extra)
+        if not packet and not handles and self._hung_up():
+            raise PeerGoneError(f"{self._who} has ended or closed its end")
+        wrong = _what_is_wrong(packet, len(handles), flags)
+        if wrong is None:
+            return Message(packet[_HEADER_BYTES:], handles)
+        for handle in handles:
+            handle.close()
+        self.close()
+        raise ProtocolError(f"{self._who} sent something else than a message: {wrong}; the channel is closed")
+
+    def _hung_up(self) -> bool:
+        waiting = select.poll()
+        waiting.register(self.fileno(), select.POLLRDHUP)
+        return bool(waiting.poll(0))
+
+    # -- the connection --------------------------------------------------------------------------------------
+
+    @property
+    def peer(self) -> Peer:
+        """Who made the other end."""
+        return self._peer
+
+    @property
+    def _who(self) -> str:
+        if self._peer.pid == os.getpid():
+            return "the other end of this process's channel"
+        return f"process {self._peer.pid or 'of another container'}"
+
+    def fileno(self) -> int:
+        """The socket's descriptor, which stays ours; readable when there is a message.
+
+        Raises
+        ------
+        ClosedError
+            This end is closed.
+        """
+        number = self._socket.fileno()
+        if number < 0:
+            raise ClosedError("this channel was closed")
+        return number
+
+    @property
+    def closed(self) -> bool:
+        """Whether this end was closed here."""
+        return self._socket.fileno() < 0
+
+    def shutdown(self) -> None:
+        """End the connection for everybody who holds either end; calls that wait raise :class:`PeerGoneError`."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            if error.errno not in (errno.EBADF, errno.ENOTCONN):
+                raise
+
+    def close(self) -> None:
+        """Close this process's copy of this end; idempotent. Messages that were sent still arrive."""
+        self._socket.close()
+
+    def __repr__(self) -> str:
+        return f"<Channel closed ({self._who})>" if self.closed else f"<Channel to {self._who}>"
+
+
+class Listener(Closes):
+    """A place to which other processes of this user connect; made by :meth:`Channel.listen`.
+
+    Attributes
+    ----------
+    address
+        What :meth:`Channel.connect` takes: a path, or an abstract name with ``@`` first.
+    """
+
+    __slots__ = ("__weakref__", "_file", "_process", "_socket", "address")
+
+    address: str
+
+    def __init__(self, name: Address | None = None) -> None:
+        if name is None:
+            name = f"@streamalloc-{os.geteuid()}-{token_hex(16)}"
+        name = shown(name)
+        self._process = os.getpid()
+        self._file: tuple[int, int] | None = None
+        self._socket = _Socket.new()
+        self.address = name if name.startswith("@") else os.path.abspath(name)
+        try:
+            place = to_kernel(self.address)
+            if isinstance(place, str):
+                check_private(place)
+            self._socket.bind(place)
+            if isinstance(place, str):
+                self._file = identity(place)
+            self._socket.setblocking(False)
+            self._socket.listen(128)
+        except OSError as error:
+            self.close()
+            if error.errno == errno.EADDRINUSE:
+                raise OSError(errno.EADDRINUSE, f"{self.address} is in use, or was left behind by a process") from None
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    def accept(self, timeout: float | None = None) -> Channel:
+        """The connection of the next process.
+
+        Parameters
+        ----------
+        timeout
+            Seconds to wait for it; None: no limit.
+
+        Raises
+        ------
+        TimeoutError
+            Nobody connected. The listener stays usable.
+        PermissionError
+            A process of another user did, and was turned away. The listener stays usable.
+        ClosedError
+            The listener was closed, perhaps while this waited.
+        """
+        end = end_of(timeout)
+        while True:
+            try:
+                connection = _Socket.of(self._socket.accept()[0])
+                break
+            except OSError as error:
+                if self.closed:
+                    raise ClosedError("this listener was closed") from None
+                if error.errno not in (errno.EAGAIN, errno.ECONNABORTED):
+                    raise
+            if left(end) == 0:
+                raise TimeoutError(f"nobody connected to {self.address} within {timeout:g} s")
+            waiting = select.poll()
+            waiting.register(self.fileno(), select.POLLIN)
+            waiting.poll(milliseconds(end))
+        try:
+            return Channel(connection, admitted(connection))
+        except BaseException:
+            connection.close()
+            raise
+
+    def fileno(self) -> int:
+        """The socket's descriptor, which stays ours; readable when somebody wants to connect.
+
+        Raises
+        ------
+        ClosedError
+            The listener was closed.
+        """
+        number = self._socket.fileno()
+        if number < 0:
+            raise ClosedError("this listener was closed")
+        return number
+
+    @property
+    def closed(self) -> bool:
+        """Whether the listener was closed."""
+        return self._socket.fileno() < 0
+
+    def close(self) -> None:
+        """Listen no more, and remove the path if there is one; idempotent. Channels that were accepted stay open."""
+        # A forked child closes its copy only; the listener is its parent's.
+        if not self.closed and os.getpid() == self._process:
+            # A path that is another socket by now is not ours to remove.
+            if self._file is not None and identity(self.address) == self._file:
+                os.unlink(self.address)
+            try:
+                # Wakes a thread that waits in accept().
+                self._socket.shutdown(socket.SHUT_RDWR)
+            except OSError as error:
+                if error.errno not in (errno.ENOTCONN, errno.EINVAL):
+                    raise
+        self._socket.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_socket", None) is not None:
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"<Listener at {self.address}{' (closed)' if self.closed else ''}>"
+
+
+# -- packets -------------------------------------------------------------------------------------------------
+
+
+def _rights(handles: Sequence[Fd | int]) -> list[tuple[int, int, array.array[int]]]:
+    numbers = [handle.fileno() if isinstance(handle, Fd) else _descriptor(handle) for handle in handles]
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))]
+
+
+def _descriptor(number: object) -> int:
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"a descriptor must be an Fd or an int, not {type(number).__name__} ({number!r})")
+    if number < 0:
+        raise ValueError(f"{number} is no descriptor: they are 0 or more")
+    return number
+
+
+def _received(extra: list[tuple[int, int, bytes]]) -> tuple[Fd, ...]:
+    """The descriptors that came with a packet, each with an owner."""
+    numbers = array.array("i")
+    for level, kind, data in extra:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+    return tuple(Fd(number) for number in numbers)
+
+
+def _what_is_wrong(packet: bytes, handles: int, flags: int) -> str | None:
+    """Why a packet with so many descriptors is no message, or None if it is one."""
+    if flags & socket.MSG_TRUNC:
+        return f"a packet of more than {_PACKET_BYTES} bytes"
+    if len(packet) < _HEADER_BYTES:
+        return f"a packet of {len(packet)} bytes"
+    magic, version, count, size = _unpack(packet)
+    if magic != _MAGIC:
+        return f"it begins with {magic!r}"
+    if version != _VERSION:
+        return f"its version is {version}, and this library knows version {_VERSION}"
+    if size != len(packet) - _HEADER_BYTES:
+        return f"it has {len(packet) - _HEADER_BYTES} bytes of data and says {size}"
+    if flags & socket.MSG_CTRUNC or count != handles:
+        here = " (this process may have too many files open: ulimit -n)" if count > handles else ""
+        return f"it came with {handles} descriptors and says {count}{here}"
+    return None
+
+
+# -- multiprocessing -----------------------------------------------------------------------------------------
+
+
+def _reduce(channel: Channel) -> tuple[Any, tuple[Any, float | None]]:
+    return _rebuild, (DupFd(channel.fileno()), channel.timeout)
+
+
+def _rebuild(duplicate: Any, timeout: float | None) -> Channel:
+    channel = Channel.from_fd(Fd(duplicate.detach()))
+    channel.timeout = timeout
+    return channel
+
+
+# A plain pickle stays refused: the bytes would mean nothing without the descriptor.
+ForkingPickler.register(Channel, _reduce)

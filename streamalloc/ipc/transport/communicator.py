@@ -1,0 +1,480 @@
+"""Groups of processes that do things together: what is given to all of them, descriptors included.
+
+There is nothing here that starts processes. :class:`Communicator` is what this library needs of a group, and the rest
+are adapters to what users have: mpi4py, ``torch.distributed``, ``multiprocessing``. Bytes travel by what the group is
+made of; descriptors over channels between the processes of one machine, whose addresses travel as bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, Protocol, runtime_checkable
+
+from typing_extensions import Buffer as BytesLike
+
+from streamalloc.core.errors import ClosedError
+from streamalloc.core.fd import Fd
+from streamalloc.core.ownership import Closes
+from streamalloc.ipc.transport.channel import Channel, PeerGoneError, ProtocolError
+from streamalloc.ipc.transport.deadlines import left
+from streamalloc.ipc.transport.process_group import Call, Limit, Mesh, listed
+
+__all__ = [
+    "Communicator",
+    "MPICommunicator",
+    "ProcessCommunicator",
+    "SelfCommunicator",
+    "TorchCommunicator",
+    "as_communicator",
+]
+
+
+@runtime_checkable
+class Communicator(Protocol):
+    """A group of processes, as one of them sees it.
+
+    All ranks make the same calls in the same order, each from one thread at a time. ``timeout`` is in seconds; None is
+    the communicator's own default. A call that fails on one rank fails on all, with an error that names the rank at
+    fault: ``TimeoutError`` if it did not come, :class:`PeerGoneError` if it is gone. The group is of no use after that,
+    and further calls raise :class:`ClosedError`.
+
+    Attributes
+    ----------
+    rank, size
+        This process's number, from 0, and how many there are.
+    host
+        Names the machine, user and network namespace: processes that have the same can exchange descriptors.
+    """
+
+    rank: int
+    size: int
+    host: str
+
+    def allgather(self, data: BytesLike, *, timeout: float | None = None) -> list[bytes]:
+        """What every rank gives, by rank. They may give different numbers of bytes."""
+        ...
+
+    def barrier(self, *, timeout: float | None = None) -> None:
+        """Wait until all ranks are here."""
+        ...
+
+    def exchange(self, handles: Sequence[Fd | int], *, timeout: float | None = None) -> list[tuple[Fd, ...]]:
+        """Duplicates of the descriptors that every rank gives, by rank; ``ValueError`` where hosts differ."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group; idempotent."""
+        ...
+
+
+class _Group(Closes):
+    """What the adapters have in common: they add how bytes travel (:meth:`_gather`)."""
+
+    __slots__ = ("__weakref__", "_ended", "_mesh", "host", "rank", "size", "timeout")
+
+    def __init__(self, rank: int, size: int, timeout: float | None) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self.host = _host()
+        self._mesh: Mesh | None = None
+        self._ended = ""
+
+    def allgather(self, data: BytesLike, *, timeout: float | None = None) -> list[bytes]:
+        """What every rank gives, by rank. They may give different numbers of bytes.
+
+        Raises
+        ------
+        TimeoutError, PeerGoneError
+            A rank did not come, or is gone. The group is of no use after that.
+        ProtocolError
+            Another rank does something else.
+        ClosedError
+            The communicator was closed, or failed before.
+        """
+        given = bytes(memoryview(data))
+        with self._call(timeout) as limit:
+            return self._gather(Call.ALLGATHER, given, limit)
+
+    def barrier(self, *, timeout: float | None = None) -> None:
+        """Wait until all ranks are here; errors as of :meth:`allgather`."""
+        with self._call(timeout) as limit:
+            self._gather(Call.BARRIER, b"", limit)
+
+    def exchange(self, handles: Sequence[Fd | int], *, timeout: float | None = None) -> list[tuple[Fd, ...]]:
+        """Duplicates of the descriptors that every rank gives, by rank, those of this rank among them.
+
+        Errors as of :meth:`allgather`, and ``ValueError`` on every rank where not all are on one machine, of one user
+        and in one network namespace. The group stays usable then.
+        """
+        handles = tuple(handles)
+        # A descriptor that is not open would fail in the middle, and with it the group.
+        for handle in handles:
+            os.fstat(handle.fileno() if isinstance(handle, Fd) else handle)
+        with self._call(timeout) as limit:
+            mesh = self._connected(limit)
+            if isinstance(mesh, Mesh):
+                return [given for _, given in mesh.all_to_all(Call.EXCHANGE, b"", handles, limit)]
+        raise ValueError(mesh)
+
+    @contextlib.contextmanager
+    def _call(self, timeout: float | None) -> Iterator[Limit]:
+        if self._ended:
+            raise ClosedError(f"this communicator {self._ended}")
+        limit = Limit.of(self.timeout if timeout is None else timeout)
+        try:
+            yield limit
+        except BaseException as error:
+            self._end(f"failed: {type(error).__name__}: {error}")
+            raise
+
+    def _gather(self, call: Call, data: bytes, limit: Limit) -> list[bytes]:
+        """Every rank's bytes."""
+        raise NotImplementedError
+
+    def _connected(self, limit: Limit) -> Mesh | str:
+        """Channels to all ranks, or why there can be none."""
+        if self._mesh is None:
+            with Channel.listen() as listener:
+                card = f"{self.host}\n{listener.address}".encode()
+                cards = [one.decode().split("\n") for one in self._gather(Call.EXCHANGE, card, limit)]
+                hosts = [host for host, _ in cards]
+                if len(set(hosts)) > 1:
+                    return _apart(hosts)
+                self._mesh = Mesh.meet(self.rank, listener, [address for _, address in cards], limit)
+        return self._mesh
+
+    def _end(self, how: str) -> None:
+        self._ended = self._ended or how
+        if self._mesh is not None:
+            self._mesh.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or failed."""
+        return bool(self._ended)
+
+    def close(self) -> None:
+        """Leave the group; idempotent. Ranks that still wait for this one get :class:`PeerGoneError`."""
+        self._end("was closed")
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} rank {self.rank} of {self.size}{' (closed)' if self._ended else ''}>"
+
+
+def _host() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    # Descriptors travel over abstract sockets, and these are seen within one network namespace.
+    return f"boot {boot}, user {os.geteuid()}, network namespace {os.stat('/proc/self/ns/net').st_ino}"
+
+
+def _apart(hosts: Sequence[str]) -> str:
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, host in enumerate(hosts):
+        ranks[host].append(rank)
+    places = "; ".join(f"{listed(which)} on {host}" for host, which in ranks.items())
+    return (
+        "file descriptors travel between processes of one user on one machine and in one network namespace, and this "
+        f"group has {places}: use a group for each of them, or fabric handles, which are bytes"
+    )
+
+
+# -- one process, and several of multiprocessing -------------------------------------------------------------
+
+
+class SelfCommunicator(_Group):
+    """A group of this process alone."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(0, 1, None)
+        self._mesh = Mesh(0, {})
+
+    def _gather(self, call: Call, data: bytes, limit: Limit) -> list[bytes]:
+        return [data]
+
+
+class ProcessCommunicator(_Group):
+    """A group of processes of one machine; made for all of them by :meth:`create`, and handed out, one to each.
+
+    They travel as arguments of ``multiprocessing.Process``, before their first use. The processes meet at the first
+    call.
+    """
+
+    __slots__ = ("_token",)
+
+    def __init__(self, rank: int, size: int, token: str, timeout: float | None) -> None:
+        super().__init__(rank, size, timeout)
+        self._token = token
+
+    @classmethod
+    def create(cls, size: int, *, timeout: float | None = 60.0) -> list[ProcessCommunicator]:
+        """A communicator for each of ``size`` processes.
+
+        Parameters
+        ----------
+        size
+            How many.
+        timeout
+            Seconds for calls that are given none; None: no limit, and then a process that dies before its first call
+            is waited for without end.
+        """
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"size must be an int, not {type(size).__name__} ({size!r})")
+        if size < 1:
+            raise ValueError(f"size={size}: a group has 1 process or more")
+        Limit.of(timeout)
+        token = token_hex(16)
+        return [cls(rank, size, token, timeout) for rank in range(size)]
+
+    def _gather(self, call: Call, data: bytes, limit: Limit) -> list[bytes]:
+        return [given for given, _ in self._connected(limit).all_to_all(call, data, (), limit)]
+
+    def _connected(self, limit: Limit) -> Mesh:
+        if self._mesh is None:
+            addresses = [f"@streamalloc-{os.geteuid()}-{self._token}-{rank}" for rank in range(self.size)]
+            with Channel.listen(addresses[self.rank]) as listener:
+                self._mesh = Mesh.meet(self.rank, listener, addresses, limit)
+        return self._mesh
+
+    def _parts(self) -> tuple[int, int, str, float | None]:
+        if self._mesh is not None or self._ended:
+            raise TypeError(f"{self!r} was used: hand it to its process before the first call")
+        return self.rank, self.size, self._token, self.timeout
+
+
+def _reduce(group: ProcessCommunicator) -> tuple[Any, tuple[Any, ...]]:
+    return ProcessCommunicator, group._parts()
+
+
+ForkingPickler.register(ProcessCommunicator, _reduce)
+
+
+# -- MPI -----------------------------------------------------------------------------------------------------
+
+_TAG = 1
+_PAUSE = 1e-5
+_LONGEST_PAUSE = 1e-3
+_abandoned: list[Any] = []
+
+
+class MPICommunicator(_Group):
+    """A group of MPI processes.
+
+    Made on every rank. The first call duplicates ``comm``, so that our messages and the program's are never mistaken
+    for each other; MPI does not say who is missing there.
+
+    Parameters
+    ----------
+    comm
+        An intracommunicator of mpi4py.
+    timeout
+        Seconds for calls that are given none; None: no limit. MPI itself ends all ranks when one dies, by default.
+    """
+
+    __slots__ = ("_comm", "_own")
+
+    def __init__(self, comm: Any, *, timeout: float | None = None) -> None:
+        from mpi4py import MPI
+
+        if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+            raise TypeError(f"comm must be an intracommunicator of mpi4py, not {comm!r}")
+        super().__init__(comm.Get_rank(), comm.Get_size(), timeout)
+        self._comm = comm
+        self._own: Any = None
+
+    def _gather(self, call: Call, data: bytes, limit: Limit) -> list[bytes]:
+        from mpi4py import MPI
+
+        pending: list[Any] = []
+        try:
+            if self._own is None:
+                self._own = self._duplicate(call, limit, pending)
+            packets = self._all_to_all(MPI, call, bytes([call]) + data, limit, pending)
+        except BaseException:
+            # MPI still writes to the memory of requests that did not complete.
+            _abandoned.append(pending)
+            raise
+        return _same_call(call, packets)
+
+    # Nothing here blocks: only so can a deadline be kept.
+
+    def _duplicate(self, call: Call, limit: Limit, pending: list[Any]) -> Any:
+        own, request = self._comm.Idup()
+        pending += own, request
+        while not request.Test():
+            if limit.passed():
+                raise TimeoutError(f"not all of {self.size} ranks came to the first {call} within {limit}")
+            time.sleep(_PAUSE)
+        return own
+
+    def _all_to_all(self, mpi: Any, call: Call, packet: bytes, limit: Limit, pending: list[Any]) -> list[bytes]:
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        sends = {rank: self._own.Isend([packet, mpi.BYTE], dest=rank, tag=_TAG) for rank in others}
+        incoming: dict[int, tuple[bytearray, Any]] = {}
+        pending += sends.values(), incoming
+        given = {self.rank: packet}
+        pause = _PAUSE
+        while True:
+            for rank in [rank for rank in others if rank not in given]:
+                if rank not in incoming:
+                    status = mpi.Status()
+                    message = self._own.Improbe(source=rank, tag=_TAG, status=status)
+                    if message is None:
+                        continue
+                    room = bytearray(status.Get_count(mpi.BYTE))
+                    incoming[rank] = room, message.Irecv([room, mpi.BYTE])
+                room, request = incoming[rank]
+                if request.Test():
+                    given[rank] = bytes(room)
+            sends = {rank: request for rank, request in sends.items() if not request.Test()}
+            missing = set(others) - set(given) or set(sends)
+            if not missing:
+                return [given[rank] for rank in range(self.size)]
+            if limit.passed():
+                raise TimeoutError(f"{listed(missing)} did not come to the {call} within {limit}")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def close(self) -> None:
+        """Leave the group; idempotent. All ranks do so, as MPI frees a communicator on all of them."""
+        super().close()
+        own, self._own = self._own, None
+        # After a failure requests of it are pending for ever, and MPI keeps it anyway.
+        if own is not None and self._ended == "was closed":
+            from mpi4py import MPI
+
+            if not MPI.Is_finalized():
+                own.Free()
+
+
+# -- torch.distributed ---------------------------------------------------------------------------------------
+
+
+class TorchCommunicator(_Group):
+    """A group of ``torch.distributed``.
+
+    Made on every rank, in the same order as others of the same group. Bytes travel through the group's store, whatever
+    its backend is: no tensors, no device, nothing pickled.
+
+    Parameters
+    ----------
+    group
+        A process group; None: the default one.
+    timeout
+        Seconds for calls that are given none; None: those of the group's store.
+    """
+
+    __slots__ = ("_calls", "_prefix", "_store")
+
+    def __init__(self, group: Any = None, *, timeout: float | None = None) -> None:
+        import torch.distributed as distributed
+
+        if not distributed.is_available() or not distributed.is_initialized():
+            raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
+        rank = distributed.get_rank(group)
+        if rank < 0:
+            raise ValueError("this process is not in the group")
+        group = group if group is not None else distributed.group.WORLD
+        if hasattr(group, "get_group_store"):
+            store = group.get_group_store()
+        else:  # before PyTorch 2.9 it was private
+            store = distributed.distributed_c10d._get_process_group_store(group)
+        seconds = store.timeout.total_seconds() if timeout is None else timeout
+        super().__init__(rank, distributed.get_world_size(group), seconds)
+        self._store = store
+        self._prefix = f"streamalloc/{next(_numbers[group.group_name])}"
+        self._calls = 0
+
+    def _gather(self, call: Call, data: bytes, limit: Limit) -> list[bytes]:
+        keys = [self._key(self._calls, rank) for rank in range(self.size)]
+        try:
+            self._store.set(keys[self.rank], bytes([call]) + data)
+            self._wait(keys, call, limit)
+            packets = [bytes(self._store.get(key)) for key in keys]
+            if self._calls:
+                # Who is in this call has read all of the one before.
+                self._forget(self._key(self._calls - 1, self.rank))
+        except RuntimeError as error:
+            raise PeerGoneError(f"the store of the group does not answer; who holds it may be gone: {error}") from error
+        self._calls += 1
+        return _same_call(call, packets)
+
+    def _key(self, call: int, rank: int) -> str:
+        return f"{self._prefix}/{call}/{rank}"
+
+    def _wait(self, keys: list[str], call: Call, limit: Limit) -> None:
+        pause = _PAUSE
+        while not self._store.check(keys):
+            if limit.passed():
+                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                if missing:
+                    raise TimeoutError(f"{listed(missing)} did not come to the {call} within {limit}")
+                return
+            time.sleep(min(pause, left(limit.end)))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _forget(self, key: str) -> None:
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # not every store can
+            self._store.delete_key(key)
+
+
+# How many communicators of each group were made here: the same on all of its ranks.
+_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+
+
+def _same_call(call: Call, packets: Sequence[bytes]) -> list[bytes]:
+    """What follows the first byte, which is the same for all if all do the same."""
+    for rank, packet in enumerate(packets):
+        if packet[:1] != bytes([call]):
+            raise ProtocolError(f"rank {rank} does something else than this {call}: all ranks must do the same")
+    return [packet[1:] for packet in packets]
+
+
+# -- any of them ---------------------------------------------------------------------------------------------
+
+
+def as_communicator(group: Any = None) -> Communicator:
+    """The communicator for a group of whatever kind.
+
+    Parameters
+    ----------
+    group
+        A :class:`Communicator`, an intracommunicator of mpi4py, a process group of ``torch.distributed``, or None for
+        the default one of that.
+
+    Raises
+    ------
+    TypeError
+        It is none of these.
+    ValueError
+        None, and ``torch.distributed`` is not initialised.
+    """
+    mpi, torch = sys.modules.get("mpi4py.MPI"), sys.modules.get("torch.distributed")
+    if group is None:
+        if torch is None or not torch.is_available() or not torch.is_initialized():
+            raise ValueError(
+                "which group? torch.distributed is not initialised: give a communicator of mpi4py or one of "
+                "ProcessCommunicator.create(n), or SelfCommunicator() for this process alone"
+            )
+        return TorchCommunicator()
+    # Whoever has such an object has imported its module.
+    if mpi is not None and isinstance(group, mpi.Comm):
+        return MPICommunicator(group)
+    if torch is not None and torch.is_available() and isinstance(group, torch.ProcessGroup):
+        return TorchCommunicator(group)
+    if isinstance(group, Communicator):
+        return group
+    raise TypeError(
+        f"{group!r} is no group: allowed are a Communicator, an mpi4py communicator, a torch.distributed process group"
+    )

@@ -1,0 +1,3 @@
+"""Multicast objects, and the memory that is bound to them."""
+
+__all__: list[str] = []

@@ -1,0 +1,206 @@
+"""What the driver knows about an address: its kind, range, device, pool, and how it can be shared."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from streamalloc.core.device import Device
+from streamalloc.core.errors import InvalidDeviceError, InvalidValueError
+from streamalloc.core.properties import MemAccess, MemAllocationType, MemHandleType, MemLocation
+from streamalloc.driver import Door
+from streamalloc.driver import default as default_driver
+from streamalloc.driver.bindings import cuda
+from streamalloc.pool.pool import MemoryPool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from streamalloc.driver import Driver
+
+__all__ = ["MemoryKind", "PointerAttributes", "pointer_attributes"]
+
+
+class MemoryKind(enum.Enum):
+    """Whose memory an address is in."""
+
+    UNKNOWN = "unknown"
+    """The driver does not know the address: ordinary host memory, freed memory, or none at all."""
+    DEVICE = "device"
+    HOST = "host"
+    MANAGED = "managed"
+
+
+@dataclass(frozen=True, slots=True)
+class PointerAttributes:
+    """The answer of :func:`pointer_attributes`.
+
+    Attributes
+    ----------
+    address
+        The address asked about.
+    kind
+        Device, host, managed, or unknown to the driver.
+    device
+        The device whose memory it is, or by whose context host memory was pinned; None where the driver does not tell.
+    base, nbytes
+        Where the allocation begins and its size in bytes; 0 where the driver does not tell.
+    pool
+        The pool it was allocated from, or None.
+    device_address, host_address
+        The address to use on the device and on the host; None where it is not accessible there.
+    handle_types
+        The operating-system handles that the allocation, or its pool, can be exported as.
+    legacy_ipc
+        Whether ``cuIpcGetMemHandle`` can share it.
+    gpu_direct_rdma
+        Whether other PCIe devices can reach it.
+    """
+
+    address: int
+    kind: MemoryKind
+    device: Device | None = None
+    base: int = 0
+    nbytes: int = 0
+    pool: MemoryPool | None = None
+    device_address: int | None = None
+    host_address: int | None = None
+    handle_types: MemHandleType = MemHandleType.NONE
+    legacy_ipc: bool = False
+    gpu_direct_rdma: bool = False
+
+    @property
+    def shareable(self) -> bool:
+        """Whether another process could open the memory."""
+        return self.legacy_ipc or bool(self.handle_types)
+
+
+def pointer_attributes(address: int, *, driver: Driver | None = None) -> PointerAttributes:
+    """What the driver knows about an address (``cuPointerGetAttribute``).
+
+    An address that it does not know gives :attr:`MemoryKind.UNKNOWN`, not an error. After memory was freed the answer
+    is undefined in the driver's terms; drivers seen so far do not know the address any more.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``address`` is not an integer, or does not fit 64 bits.
+    """
+    if isinstance(address, bool) or not hasattr(address, "__index__"):
+        raise TypeError(f"address must be an integer, not {type(address).__name__} ({address!r})")
+    address = int(address.__index__())
+    if not 0 <= address < 1 << 64:
+        raise ValueError(f"address={address:#x} is out of range: addresses have 64 bits")
+    door = Door.of(driver if driver is not None else default_driver())
+    ask = _Asker(door, address)
+    kind = _KINDS.get(ask.number("MEMORY_TYPE"), MemoryKind.UNKNOWN)
+    if kind is MemoryKind.UNKNOWN:
+        return PointerAttributes(address, kind)
+    if ask.number("IS_MANAGED"):
+        kind = MemoryKind.MANAGED
+    pool = _pool_at(door, ask, kind)
+    device = _device_at(door, ask, pool)
+    handle_types = MemHandleType(ask.number("ALLOWED_HANDLE_TYPES"))
+    if pool is not None and pool.properties is not None:
+        handle_types |= pool.properties.handle_types
+    # The address to use on a device is asked under a context; which one makes no difference.
+    with (device or Device(0, driver=door.driver)).current():
+        device_address = ask.number("DEVICE_POINTER")
+    return PointerAttributes(
+        address=address,
+        kind=kind,
+        device=device,
+        # Host pool memory that no device may use has a size but no range start in the driver's terms.
+        base=ask.number("RANGE_START_ADDR"),
+        nbytes=ask.number("RANGE_SIZE"),
+        pool=pool,
+        device_address=device_address or None,
+        host_address=ask.number("HOST_POINTER") or None,
+        handle_types=handle_types,
+        legacy_ipc=bool(ask.number("IS_LEGACY_CUDA_IPC_CAPABLE")),
+        gpu_direct_rdma=bool(ask.number("IS_GPU_DIRECT_RDMA_CAPABLE")),
+    )
+
+
+_KINDS = {
+    int(cuda.CUmemorytype.CU_MEMORYTYPE_DEVICE): MemoryKind.DEVICE,
+    int(cuda.CUmemorytype.CU_MEMORYTYPE_HOST): MemoryKind.HOST,
+    int(cuda.CUmemorytype.CU_MEMORYTYPE_UNIFIED): MemoryKind.DEVICE,
+}
+
+
+class _Asker:
+    """Asks the driver for attributes of one address; what it refuses to tell is None or 0."""
+
+    def __init__(self, door: Door, address: int) -> None:
+        self._door = door
+        self._address = address
+
+    def value(self, name: str) -> Any | None:
+        attribute = getattr(cuda.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
+        try:
+            return self._door.call("cuPointerGetAttribute", attribute, self._address)
+        except InvalidValueError:
+            return None
+
+    def number(self, name: str) -> int:
+        value = self.value(name)
+        return 0 if value is None else int(value)
+
+
+def _pool_at(door: Door, ask: _Asker, kind: MemoryKind) -> MemoryPool | None:
+    raw = ask.value("MEMPOOL_HANDLE")
+    if raw is None or not int(raw):
+        return None
+    known = MemoryPool._known(door, raw)
+    if known is not None:
+        return known
+    allocation_type = MemAllocationType.MANAGED if kind is MemoryKind.MANAGED else MemAllocationType.PINNED
+    location = _location_of_pool(door, raw, kind)
+    return None if location is None else MemoryPool._of_handle(door, raw, location, allocation_type)
+
+
+def _location_of_pool(door: Door, raw: Any, kind: MemoryKind) -> MemLocation | None:
+    """Where a pool that we did not make has its memory; None where it cannot be told.
+
+    A pool's location cannot be asked of the bindings yet, but a device's access to its own pool can never be revoked:
+    the one device that has access owns the memory. Where several have, a device's default or current pool still gives
+    itself away.
+    """
+    if kind is not MemoryKind.DEVICE:
+        return MemLocation.host()
+    devices = range(int(door.call("cuDeviceGetCount")))
+    with_access = [ordinal for ordinal in devices if _has_access(door, raw, ordinal)]
+    if len(with_access) == 1:
+        return MemLocation.device(with_access[0])
+    named = (ordinal for ordinal in with_access if int(raw) in _pools_of(door, ordinal))
+    found = next(named, None)
+    return None if found is None else MemLocation.device(found)
+
+
+def _pools_of(door: Door, ordinal: int) -> Iterator[int]:
+    for name in ("cuDeviceGetDefaultMemPool", "cuDeviceGetMemPool"):
+        yield int(door.call(name, ordinal))
+
+
+def _has_access(door: Door, raw: Any, ordinal: int) -> bool:
+    try:
+        flags = door.call("cuMemPoolGetAccess", raw, MemLocation.device(ordinal).to_driver())
+    except (InvalidValueError, InvalidDeviceError):
+        return False
+    return int(flags) != MemAccess.NONE
+
+
+def _device_at(door: Door, ask: _Asker, pool: MemoryPool | None) -> Device | None:
+    """The device of an address.
+
+    From the pool or the context, not from ``CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL``: bindings 13.3 read 0 for every
+    device there.
+    """
+    if pool is not None:
+        return None if pool.location.on_host else Device(pool.location.id, driver=door.driver)
+    context = ask.value("CONTEXT")
+    if context is None or not int(context):
+        return None
+    return Device(door.device_of(context), driver=door.driver)

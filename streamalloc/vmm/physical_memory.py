@@ -1,0 +1,339 @@
+"""Physical memory: bytes without an address (``cuMemCreate``, driver API section 6.14)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from streamalloc.core.arguments import FABRIC_NEEDS, check_location, door_of, location_of
+from streamalloc.core.device import Device
+from streamalloc.core.errors import CudaError, NotSupportedError, OutOfMemoryError, undoing
+from streamalloc.core.properties import (
+    MemAllocationProp,
+    MemAllocFlags,
+    MemHandleType,
+    MemLocation,
+    MemLocationType,
+    checked_size,
+)
+from streamalloc.driver import Door, Driver
+from streamalloc.driver.bindings import cuda
+from streamalloc.vmm.access import Rights
+from streamalloc.vmm.generic_handle import GenericAllocation
+
+__all__ = ["PhysicalMemory", "Recipe"]
+
+_TILE_POOL = 1
+_COMPRESSION = 1
+_Granularity = cuda.CUmemAllocationGranularity_flags
+
+# What a request needs of the device: the request, the device attribute that offers it, and its name for errors.
+_NEEDS: tuple[tuple[Callable[[MemAllocationProp], object], str, str], ...] = (
+    (lambda prop: True, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "virtual memory management"),
+    (
+        lambda prop: prop.requested_handle_types & MemHandleType.POSIX_FILE_DESCRIPTOR,
+        "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED",
+        "sharing by file descriptors",
+    ),
+    (
+        lambda prop: prop.requested_handle_types & MemHandleType.FABRIC,
+        "HANDLE_TYPE_FABRIC_SUPPORTED",
+        "sharing by fabric handles",
+    ),
+    (lambda prop: prop.alloc_flags.compression_type, "GENERIC_COMPRESSION_SUPPORTED", "compressible memory"),
+    (
+        lambda prop: prop.alloc_flags.gpu_direct_rdma_capable,
+        "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED",
+        "GPUDirect RDMA to memory mapped by hand",
+    ),
+    (lambda prop: prop.alloc_flags.usage & _TILE_POOL, "SPARSE_CUDA_ARRAY_SUPPORTED", "sparse arrays"),
+)
+
+
+class Recipe:
+    """How to make physical memory of one kind: its properties, checked once, and its granularity."""
+
+    __slots__ = ("door", "granularity", "hint", "prop", "struct")
+
+    door: Door
+    prop: MemAllocationProp
+    struct: Any
+    """The driver's form of the properties."""
+    granularity: int
+    """What sizes must be a multiple of, in bytes."""
+    hint: str
+
+    def __init__(self, door: Door, prop: MemAllocationProp, *, found: bool = False) -> None:
+        """``found``: of memory that there is, perhaps of a device that this process does not see."""
+        if not found:
+            self._check(door, prop)
+        self.door = door
+        self.prop = prop
+        self.struct = prop.to_driver()
+        self.granularity = granularity_of(door, self.struct)
+        self.hint = FABRIC_NEEDS if prop.requested_handle_types & MemHandleType.FABRIC else ""
+
+    @staticmethod
+    def _check(door: Door, prop: MemAllocationProp) -> None:
+        check_location(door, prop.location)
+        flags = prop.alloc_flags
+        tiles = bool(flags.usage & _TILE_POOL)
+        for broken, message in (
+            (prop.location.on_host and flags.compression_type, "compressible memory is device memory"),
+            (prop.location.on_host and flags.gpu_direct_rdma_capable, "GPUDirect RDMA is for device memory"),
+            (tiles and flags.compression_type, "a tile pool cannot be compressible"),
+            (tiles and prop.requested_handle_types, "a tile pool cannot be shared between processes"),
+        ):
+            if broken:
+                raise ValueError(f"{message}: {prop}")
+        if prop.location.type is MemLocationType.DEVICE and prop != MemAllocationProp(location=prop.location):
+            device = Device(prop.location.id, driver=door.driver)
+            for asked, attribute, name in _NEEDS:
+                if asked(prop) and not device.attribute(attribute):
+                    raise NotSupportedError(
+                        "CUDA_ERROR_NOT_SUPPORTED", 801, "cuMemCreate", f"needs a device with {name}, found {device!r}"
+                    )
+
+    def round_up(self, nbytes: int) -> int:
+        """The smallest size that memory of this kind can have and that holds ``nbytes``."""
+        return -(-nbytes // self.granularity) * self.granularity
+
+    def make(self, nbytes: int) -> PhysicalMemory:
+        """Physical memory of this kind; ``nbytes`` is a multiple of the granularity."""
+        memory = PhysicalMemory.__new__(PhysicalMemory)
+        memory._make(self, nbytes)
+        return memory
+
+    def out_of_memory(self, error: OutOfMemoryError, nbytes: int) -> OutOfMemoryError:
+        """The error with the device's figures, and told from address space that has run out."""
+        figures: dict[str, int] = {"requested": nbytes}
+        hint = "physical memory is exhausted, not address space"
+        location = self.prop.location
+        if location.type is MemLocationType.DEVICE:
+            try:
+                free, total = Device(location.id, driver=self.door.driver).memory_info()
+                figures |= {"free": free, "total": total}
+            except CudaError:
+                pass
+            hint += "; what pools hold in reserve comes back by trim()"
+        return OutOfMemoryError(error.name, error.code, error.call, hint, **figures)
+
+
+def granularity_of(door: Door, struct: Any, *, recommended: bool = False) -> int:
+    """``cuMemGetAllocationGranularity`` for a ``CUmemAllocationProp``, in bytes."""
+    which = (
+        _Granularity.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        if recommended
+        else _Granularity.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    )
+    return int(door.call("cuMemGetAllocationGranularity", struct, which))
+
+
+def properties_for(
+    where: Device | MemLocation | MemAllocationProp,
+    handle_types: MemHandleType,
+    compressible: bool,
+    gpu_direct_rdma: bool,
+    tile_pool: bool = False,
+) -> MemAllocationProp:
+    """The properties that these arguments mean; ``where`` may be complete properties, and then names all."""
+    if isinstance(where, MemAllocationProp):
+        if handle_types or compressible or gpu_direct_rdma or tile_pool:
+            raise ValueError("handle types and flags are fields of MemAllocationProp: set them there")
+        return where
+    return MemAllocationProp(
+        location=location_of("where", where, "a Device, MemLocation or MemAllocationProp"),
+        requested_handle_types=handle_types,
+        alloc_flags=MemAllocFlags(_COMPRESSION if compressible else 0, gpu_direct_rdma, _TILE_POOL if tile_pool else 0),
+    )
+
+
+class PhysicalMemory(GenericAllocation):
+    """Physical memory of a device or of the host, without an address (``cuMemCreate``).
+
+    It becomes usable where it is mapped into an :class:`AddressRange`, in one place or in several at once (aliases).
+    The driver keeps the memory until it is closed *and* unmapped everywhere *and* every importer let go of it; the
+    order does not matter. Memory that is closed while it is bound to a multicast object is released when it is unbound.
+
+    Parameters
+    ----------
+    nbytes
+        Size in bytes, a multiple of :meth:`granularity`.
+    where
+        A device, a location (device, host, host NUMA node), or complete :class:`MemAllocationProp`.
+    handle_types
+        How it can be shared with other processes.
+    compressible
+        Ask for compressible memory; :attr:`compressible` says what the driver gave.
+    gpu_direct_rdma
+        Whether other PCIe devices may reach it.
+    tile_pool
+        Memory for the tiles of sparse arrays only, which cannot be mapped into an address range.
+    round_up
+        Round ``nbytes`` up to the granularity instead of refusing it.
+    driver
+        The driver to use, where ``where`` is no device.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The size is no multiple of the granularity, an option does not go with the location or with another.
+    NotSupportedError
+        The device does not offer an option; the message says which.
+    NotPermittedError
+        Fabric handles were asked for and this user may open no IMEX channel.
+    OutOfMemoryError
+        There is no memory; it carries the device's figures.
+    """
+
+    __slots__ = ("_recipe",)
+
+    _recipe: Recipe
+
+    def __init__(
+        self,
+        nbytes: int,
+        where: Device | MemLocation | MemAllocationProp,
+        *,
+        handle_types: MemHandleType = MemHandleType.NONE,
+        compressible: bool = False,
+        gpu_direct_rdma: bool = False,
+        tile_pool: bool = False,
+        round_up: bool = False,
+        driver: Driver | None = None,
+    ) -> None:
+        size = checked_size("nbytes", nbytes)
+        prop = properties_for(where, handle_types, compressible, gpu_direct_rdma, tile_pool)
+        recipe = Recipe(door_of(where, driver), prop)
+        if round_up:
+            size = recipe.round_up(size)
+        if not size or size % recipe.granularity:
+            raise ValueError(
+                f"nbytes={nbytes}: allowed are multiples of the granularity, {recipe.granularity} bytes; "
+                "round_up=True rounds"
+            )
+        self._make(recipe, size)
+
+    def _make(self, recipe: Recipe, nbytes: int) -> None:
+        # The object is ready before its handle, so that nothing can come between and lose it.
+        self._take(recipe, nbytes, None)
+        try:
+            self._raw = recipe.door.call("cuMemCreate", nbytes, recipe.struct, 0, hint=recipe.hint)
+        except OutOfMemoryError as error:
+            raise recipe.out_of_memory(error, nbytes) from None
+        self._backing.name(int(self._raw))
+
+    def _take(self, recipe: Recipe, nbytes: int, raw: Any) -> None:
+        self._recipe = recipe
+        self._hold(recipe.door, nbytes, raw)
+
+    @staticmethod
+    def granularity(
+        where: Device | MemLocation | MemAllocationProp,
+        *,
+        recommended: bool = False,
+        driver: Driver | None = None,
+    ) -> int:
+        """What sizes and addresses of such memory must be a multiple of, in bytes (``cuMemGetAllocationGranularity``).
+
+        ``recommended`` asks for the granularity with the best performance instead of the smallest.
+        """
+        prop = properties_for(where, MemHandleType.NONE, False, False)
+        return granularity_of(door_of(where, driver), prop.to_driver(), recommended=recommended)
+
+    @classmethod
+    def at(cls, address: int, *, driver: Driver | None = None) -> PhysicalMemory:
+        """The memory that is mapped at an address, whoever mapped it (``cuMemRetainAllocationHandle``).
+
+        The object holds the memory as any other does. Its size is that of the mapping.
+
+        Raises
+        ------
+        InvalidValueError
+            Nothing is mapped there by hand.
+        ValueError
+            A multicast object of this process is.
+        """
+        door = door_of(None, driver)
+        raw = door.call("cuMemRetainAllocationHandle", checked_size("address", address), hint=_NOT_MAPPED)
+        with undoing(lambda: door.call("cuMemRelease", raw)):
+            known = door.memories.get(int(raw))
+            if known is not None and known.multicast:
+                raise ValueError(f"address={address:#x}: a multicast object is mapped there, which is no memory itself")
+            memory = cls._of_handle(door, raw, 0)
+        location = memory.location
+        with door.current(location.id if location.type is MemLocationType.DEVICE and location.seen else 0):
+            memory.nbytes = int(door.call("cuMemGetAddressRange", address)[1])
+        return memory
+
+    @classmethod
+    def _of_handle(cls, door: Door, raw: Any, nbytes: int, *, imported: bool = False) -> PhysicalMemory:
+        """Take over a driver handle."""
+        prop = MemAllocationProp.from_driver(door.call("cuMemGetAllocationPropertiesFromHandle", raw))
+        memory = cls.__new__(cls)
+        memory._take(Recipe(door, prop, found=True), nbytes, raw)
+        memory._backing.imported = imported
+        known = door.memories.get(int(raw))
+        if known is not None:
+            known.holders += 1
+            memory._backing = known
+        else:
+            memory._backing.name(int(raw))
+        return memory
+
+    @property
+    def location(self) -> MemLocation:
+        """Where the memory is, as it was asked for."""
+        return self._recipe.prop.location
+
+    @property
+    def properties(self) -> MemAllocationProp:
+        """What it was made with."""
+        return self._recipe.prop
+
+    def query(self) -> MemAllocationProp:
+        """What the driver says that it is made with (``cuMemGetAllocationPropertiesFromHandle``).
+
+        It may differ from :attr:`properties`: compression is not always given, memory on HOST is said to be on a NUMA
+        node, and driver 580 does not remember that memory is a tile pool.
+        """
+        struct = self._recipe.door.call("cuMemGetAllocationPropertiesFromHandle", self._checked_raw())
+        return MemAllocationProp.from_driver(struct)
+
+    @property
+    def compressible(self) -> bool:
+        """Whether the memory is compressible, as the driver says of the handle."""
+        return self.query().alloc_flags.compression_type == _COMPRESSION
+
+    @property
+    def _handle_types(self) -> MemHandleType:
+        return self._recipe.prop.requested_handle_types
+
+    @property
+    def _granularity(self) -> int:
+        return self._recipe.granularity
+
+    @property
+    def _mark(self) -> str:
+        if not self.location.seen:
+            return "?"
+        return "H" if self.location.on_host else f"{self.location.id % 16:x}"
+
+    def _check_mappable(self) -> None:
+        if self.properties.alloc_flags.usage & _TILE_POOL:
+            raise ValueError(f"{self!r} is a tile pool, which only backs sparse arrays")
+
+    def _check_access(self, rights: Rights) -> None:
+        # The driver sets the rest of a request that asks for it before it says that it cannot.
+        if not self.location.on_host and any(where.on_host and flags for where, flags in rights.items()):
+            raise NotSupportedError(
+                "CUDA_ERROR_NOT_SUPPORTED", 801, "cuMemSetAccess", "the host can only be given access to host memory"
+            )
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "nbytes"):
+            return f"<{type(self).__name__} that could not be made>"
+        return f"<{type(self).__name__} of {self.nbytes} bytes, {self.location}, {self._said_of_handle()}>"
+
+
+_NOT_MAPPED = "nothing is mapped by hand at this address"

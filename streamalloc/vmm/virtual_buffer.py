@@ -1,0 +1,475 @@
+"""Memory at one address made of pieces: what growing, striped and evictable buffers have in common."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NamedTuple
+
+from typing_extensions import Self
+
+from streamalloc.core.buffer import Buffer, Memory
+from streamalloc.core.device import Device
+from streamalloc.core.errors import ClosedError, CudaError, EvictedError, InUseError, attach, undo_all
+from streamalloc.core.ownership import Closes
+from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
+from streamalloc.core.stream import Stream, StreamLike, as_stream
+from streamalloc.driver import Door
+from streamalloc.pool import MemoryPool
+from streamalloc.vmm.access import Access, Rights, rights_of, structs_of
+from streamalloc.vmm.address_range import AddressRange, Mapped, Mapping
+from streamalloc.vmm.generic_handle import GenericAllocation
+from streamalloc.vmm.physical_memory import PhysicalMemory, Recipe
+from streamalloc.vmm.waiting import After, accessing, wait
+
+__all__ = ["Eviction", "Piece", "VirtualBuffer"]
+
+
+class Piece(NamedTuple):
+    """Physical memory that is to be: where in the range, how much, and of which kind."""
+
+    offset: int
+    nbytes: int
+    recipe: Recipe
+
+
+class Eviction(NamedTuple):
+    """What a buffer gave back, and where its bytes are meanwhile."""
+
+    pieces: tuple[Piece, ...]
+    backup: Memory | None
+    """The copy of the bytes; None where they were given up."""
+    own: bool
+    """Whether the buffer allocated the backup, and frees it once it is restored."""
+
+    @property
+    def nbytes(self) -> int:
+        """How much physical memory was given back, in bytes."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+class VirtualBuffer(Memory, Closes):
+    """A buffer whose address stays while the physical memory behind it comes and goes.
+
+    It owns an :class:`AddressRange` and the memory that it maps there from the beginning on, without a hole. It can be
+    *evicted*: the physical memory goes back to the driver, with or without a copy in host memory, and :meth:`restore`
+    puts memory with the same bytes at the same addresses. :class:`GrowableBuffer` and :func:`stripe` make such buffers.
+
+    Unmapping is not in stream order, see :class:`AddressRange`: :meth:`evict` and :meth:`close` take ``after``.
+    An operation that fails leaves the buffer as it was, and can be tried again; one that failed in its last step,
+    giving things back, is ended by calling it again. Not to be used from several threads at once.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_device",
+        "_evicted",
+        "_left",
+        "_mapped",
+        "_nbytes",
+        "_rights",
+        "_stream",
+        "_structs",
+        "range",
+    )
+
+    range: AddressRange
+    """The addresses, which are the buffer's until it is closed."""
+
+    def _open(
+        self, device: Device, capacity: int, alignment: int, address: int, rights: Rights, stream: StreamLike | None
+    ) -> None:
+        """Reserve the addresses; everything else is still to come."""
+        self._device = device
+        self._stream = None if stream is None else as_stream(stream, device._door)
+        self._rights = rights
+        self._structs = structs_of(rights)
+        self._mapped = 0
+        self._nbytes = 0
+        self._evicted: Eviction | None = None
+        self._left: list[GenericAllocation | Buffer] = []
+        self.range = AddressRange(capacity, alignment=alignment, address=address, driver=device.driver)
+        self.range._owned = True
+
+    @property
+    def address(self) -> int:
+        """Where the buffer begins; the same from the beginning to the end, also while it is evicted.
+
+        Raises
+        ------
+        ClosedError
+            The buffer was closed.
+        """
+        return self.range.address
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, as it was asked for."""
+        return self._nbytes
+
+    @property
+    def capacity(self) -> int:
+        """How many bytes of addresses are reserved."""
+        return self.range.nbytes
+
+    @property
+    def mapped_bytes(self) -> int:
+        """How much physical memory is mapped, in bytes: :attr:`nbytes`, rounded up; 0 while it is evicted."""
+        return 0 if self._evicted else self._mapped
+
+    @property
+    def mappings(self) -> tuple[Mapping, ...]:
+        """The pieces that it is made of, in the order of addresses; the buffer unmaps them."""
+        return self.range.mappings
+
+    @property
+    def device(self) -> Device:
+        """The device that has the memory; of several, the first."""
+        return self._device
+
+    @property
+    def stream(self) -> Stream:
+        """The stream that orders operations which name no other; by default the device's default stream."""
+        return self._device.default_stream if self._stream is None else self._stream
+
+    @property
+    def location(self) -> MemLocation:
+        """Where the memory is; of several devices, the first."""
+        return self._device.location
+
+    @property
+    def owner(self) -> object:
+        """The address range."""
+        return self.range
+
+    @property
+    def device_accessible(self) -> bool:
+        """Whether the stream's device may use the memory."""
+        return bool(self._rights.get(self.stream.device.location, MemAccess.NONE))
+
+    @property
+    def host_accessible(self) -> bool:
+        """False: the host reaches no device memory."""
+        return False
+
+    @property
+    def rights(self) -> Rights:
+        """Who may use the memory; whatever is mapped later gets the same."""
+        return dict(self._rights)
+
+    @property
+    def evicted(self) -> bool:
+        """Whether the physical memory was given back."""
+        return self._evicted is not None
+
+    @property
+    def eviction(self) -> Eviction | None:
+        """What was given back, and the backup; None while the memory is there."""
+        return self._evicted
+
+    @property
+    def closed(self) -> bool:
+        """Whether the buffer was closed."""
+        return self.range.closed
+
+    def set_access(self, access: Access, flags: MemAccess = MemAccess.READWRITE, *, after: After = None) -> None:
+        """Set who may use the memory, what is mapped now and what will be (``cuMemSetAccess``).
+
+        Parameters as for :meth:`AddressRange.set_access`. While the buffer is evicted this takes effect when it is
+        restored.
+        """
+        self._check_open()
+        rights = rights_of(access, self._door, flags)
+        _check_devices(rights)
+        mapped = self._pieces_mapped()
+        if rights and mapped:
+            self.range._set_rights(mapped, rights, after)
+        self._rights = {where: allowed for where, allowed in {**self._rights, **rights}.items() if allowed}
+        self._structs = structs_of(self._rights)
+
+    def evict(
+        self, backup: MemoryPool | Memory | None = None, *, stream: StreamLike | None = None, after: After = None
+    ) -> None:
+        """Give the physical memory back; the addresses stay reserved. Blocks the host until the bytes are safe.
+
+        Parameters
+        ----------
+        backup
+            Where the bytes go: a pool in host memory that gives the device access (then the copy runs at the speed of
+            pinned memory), which the copy is allocated from; or memory of the same size. None gives the bytes up.
+        stream
+            The stream that copies; default: the buffer's.
+        after
+            What must have passed before: events, streams, ``()`` for nothing; by default all work of the devices that
+            have access.
+
+        Raises
+        ------
+        EvictedError
+            It is evicted already.
+        InUseError
+            Some of the memory was exported, is mapped elsewhere too or bound to a multicast object: giving it back here
+            would free nothing.
+        OutOfMemoryError
+            There is no memory for the backup. Nothing has changed.
+        CaptureError
+            ``stream`` is being captured, or another stream is and ``after`` is None.
+        TypeError, ValueError
+            ``backup`` is of another driver or size, or its pool gives the device no access.
+        """
+        self._check_open()
+        if self._evicted and self._give_back():
+            return
+        if self._evicted:
+            raise EvictedError(f"{self!r} is evicted already")
+        mapped = self._pieces_mapped()
+        for held in mapped:
+            if held.memory.exported:
+                raise InUseError(f"{held.memory!r} was exported: importers would keep it, and the old bytes")
+            if held.memory.mapping_count > 1:
+                raise InUseError(f"{held.memory!r} is mapped in {held.memory.mapping_count} places: unmap the others")
+            if held.memory._backing.bound_to:
+                raise InUseError(f"{held.memory!r} is bound to a multicast object, which would keep it: unbind() it")
+            if held.memory._backing.holders > 1:
+                raise InUseError(f"{held.memory!r} is held by another PhysicalMemory, too: close that")
+        ordered = self._copying_stream(stream)
+        wait(after, self._door, accessing(held.rights for held in mapped))
+        copy = self._backup(backup, ordered)
+        own = copy if isinstance(backup, MemoryPool) and isinstance(copy, Buffer) else None
+        try:
+            if copy is not None and self._nbytes:
+                copy.copy_from(self, ordered)
+                ordered.synchronize()
+            pieces = tuple(
+                Piece(held.offset, held.memory.nbytes, held.memory._recipe)
+                for held in mapped
+                if held.offset < self._mapped and isinstance(held.memory, PhysicalMemory)
+            )
+            self.range._unmap(mapped)
+        except BaseException as first:
+            if own is not None:
+                self._left.append(own)
+                self._give_back_because_of(first)
+            raise
+        self._evicted = Eviction(pieces, copy, own is not None)
+        self._left += [held.memory for held in mapped]
+        self._give_back()
+
+    def restore(self, *, stream: StreamLike | None = None) -> None:
+        """Map new physical memory at the same addresses, with the same access, and copy the backup into it.
+
+        The copy is in stream order: use the bytes on ``stream`` (default: the buffer's) or after it. Without a backup
+        the bytes are undefined.
+
+        Raises
+        ------
+        EvictedError
+            It is not evicted.
+        OutOfMemoryError
+            There is not enough memory. The buffer is evicted as before, and the backup whole.
+        """
+        self._check_open()
+        evicted = self._evicted
+        if evicted is None:
+            if self._give_back():
+                return
+            raise EvictedError(f"{self!r} is not evicted")
+        ordered = self._copying_stream(stream)
+        self._give_back()
+        made = self._put(evicted.pieces)
+        backup = evicted.backup
+        try:
+            if backup is not None and self._nbytes:
+                self._evicted = None
+                self._copy_back(backup, made, ordered)
+        except BaseException as first:
+            self._evicted = evicted
+            try:
+                # The copy may be queued all the same, and the memory must not go away under it.
+                ordered.synchronize()
+            except CudaError as later:
+                attach(first, later)
+            self._take_away(made, first)
+            raise
+        self._evicted = None
+        if evicted.own and isinstance(backup, Buffer):
+            try:
+                backup.free(ordered)
+            except BaseException as first:
+                # It is freed on a stream of its own then, which knows nothing of the copy.
+                try:
+                    ordered.synchronize()
+                    self._left.append(backup)
+                except CudaError as later:
+                    attach(first, later)
+                raise
+
+    def _copying_stream(self, stream: StreamLike | None) -> Stream:
+        ordered = self.stream if stream is None else as_stream(stream, self._door)
+        ordered._refuse_capture("cuMemUnmap", "memory cannot be evicted or restored in a capture")
+        return ordered
+
+    def _copy_back(self, backup: Memory, made: Sequence[Mapped], stream: Stream) -> None:
+        writer = stream.device.location
+        allowed = self._rights.get(writer, MemAccess.NONE)
+        if allowed == MemAccess.READWRITE:
+            self.copy_from(backup, stream)
+            return
+        # The device that copies needs to write meanwhile.
+        writes: Rights = {writer: MemAccess.READWRITE}
+        self.range._grant(made, writes, structs_of(writes))
+        self.copy_from(backup, stream)
+        stream.synchronize()
+        given: Rights = {writer: allowed}
+        self.range._grant(made, given, structs_of(given))
+
+    def close(self, after: After = None) -> None:
+        """Unmap and release everything, and give the addresses back, once ``after`` has passed. Idempotent."""
+        if self.range.closed:
+            return
+        mapped = self._pieces_mapped()
+        if mapped:
+            wait(after, self._door, accessing(held.rights for held in mapped))
+            self.range._unmap(mapped)
+            self._left += [held.memory for held in mapped]
+        if self._evicted:
+            if self._evicted.own and isinstance(self._evicted.backup, Buffer):
+                self._left.append(self._evicted.backup)
+            self._evicted = None
+        self._mapped = self._nbytes = 0
+        self._give_back()
+        self.range._free()
+
+    # -- for the kinds of such buffers -----------------------------------------------------------------------
+
+    def _put(self, pieces: Sequence[Piece]) -> list[Mapped]:
+        """Make, map and give access to pieces that lie side by side: all of them, or none."""
+        offsets = self.range._offsets
+        if pieces and offsets and offsets[-1] >= pieces[0].offset:
+            # Left over by an earlier call, which could not undo what it had done.
+            rest = [held for held in self._pieces_mapped() if held.offset >= pieces[0].offset]
+            self.range._unmap(rest)
+            self._left += [held.memory for held in rest]
+            self._give_back()
+        made: list[Mapped] = []
+        memories: list[PhysicalMemory] = []
+        try:
+            for offset, nbytes, recipe in pieces:
+                memories.append(recipe.make(nbytes))
+                made.append(self.range._map(memories[-1], offset))
+            if made and self._structs:
+                self.range._grant(made, self._rights, self._structs)
+        except BaseException as first:
+            self._left += [memory for memory in memories if not memory.mapping_count]
+            self._take_away(made, first)
+            raise
+        return made
+
+    def _take_away(self, made: Sequence[Mapped], first: BaseException) -> None:
+        """Undo :meth:`_put` because of ``first``."""
+        try:
+            self.range._unmap(made)
+        except CudaError as later:
+            attach(first, later)
+        self._left += [held.memory for held in made if not held.live]
+        self._give_back_because_of(first)
+
+    def _give_back(self) -> bool:
+        """Release what is left over, also by earlier calls that failed in this; whether there was anything."""
+        if not self._left:
+            return False
+        left, self._left = self._left, []
+
+        def close(one: GenericAllocation | Buffer) -> None:
+            try:
+                one.close()
+            except CudaError:
+                self._left.append(one)
+                raise
+
+        undo_all(functools.partial(close, one) for one in left)
+        return True
+
+    def _give_back_because_of(self, first: BaseException) -> None:
+        try:
+            self._give_back()
+        except CudaError as later:
+            attach(first, later)
+
+    def _pieces_mapped(self) -> tuple[Mapped, ...]:
+        return tuple(self.range._at[offset] for offset in self.range._offsets)
+
+    def _backup(self, backup: MemoryPool | Memory | None, stream: Stream) -> Memory | None:
+        if backup is None:
+            return None
+        if not isinstance(backup, (MemoryPool, Memory)):
+            raise TypeError(f"backup must be a MemoryPool or Memory, not {type(backup).__name__} ({backup!r})")
+        if backup._door is not self._door:
+            raise ValueError(f"backup {backup!r} belongs to another driver")
+        if isinstance(backup, Memory):
+            if backup.nbytes != self._nbytes:
+                raise ValueError(f"backup has {backup.nbytes} bytes and the buffer {self._nbytes}")
+            if self.address - backup.nbytes < backup.address < self.address + self._nbytes:
+                raise ValueError(f"backup={backup!r} is the buffer's own memory, which is given back")
+            return backup
+        if not backup.location.on_host:
+            raise ValueError(f"backup={backup!r} is not in host memory")
+        if not backup.reachable_from(stream.device):
+            raise ValueError(
+                f"backup={backup!r} gives {stream.device!r} no access, so that copies would not run at full speed: "
+                "pool.set_access(device, MemAccess.READWRITE) does"
+            )
+        return backup.allocate(self._nbytes, stream)
+
+    def _check_open(self) -> None:
+        if self.range.closed:
+            raise ClosedError(f"{self!r} was closed")
+
+    def _check_usable(self) -> None:
+        self._check_open()
+        if self._evicted:
+            raise EvictedError(f"{self!r} is evicted: restore() it before it is used")
+
+    def _read_only(self, on_host: bool) -> bool:
+        return self._rights.get(self.stream.device.location) == MemAccess.READ
+
+    def _access_hint(self, stream: Stream) -> str:
+        where = stream.device.location
+        return f"{where} has no access: set_access(device) gives it" if not self._rights.get(where) else ""
+
+    @property
+    def _door(self) -> Door:
+        return self._device._door
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        range_ = getattr(self, "range", None)
+        if range_ is None or range_.closed:
+            return f"<{type(self).__name__}, closed>"
+        state = "evicted" if self._evicted else f"{self._mapped} mapped"
+        return (
+            f"<{type(self).__name__} of {self._nbytes} bytes at {self.address:#x}, "
+            f"{state} of {self.capacity} [{range_.draw()}]>"
+        )
+
+
+def device_rights(devices: Sequence[Device], access: Access, door: Door) -> Rights:
+    """Read and write access for ``devices``, and what ``access`` says of others."""
+    rights = {device.location: MemAccess.READWRITE for device in devices} | rights_of(access, door)
+    _check_devices(rights)
+    return rights
+
+
+def _check_devices(rights: Rights) -> None:
+    for where, flags in rights.items():
+        if where.type is not MemLocationType.DEVICE and flags:
+            raise ValueError(f"access: {where} cannot be given access to device memory")

@@ -1,0 +1,234 @@
+"""Devices: identity, attributes, capabilities, memory, and what is made on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc.core.capabilities import missing_for
+from streamalloc.driver import bindings
+from streamalloc.driver.bindings import cuda, enum_member
+from tests.support import MiB, names
+
+# Which attribute is behind each capability (driver API, CUdevice_attribute).
+ASKED = {
+    "memory_pools": "MEMORY_POOLS_SUPPORTED",
+    "pool_handle_types": "MEMPOOL_SUPPORTED_HANDLE_TYPES",
+    "host_memory_pools": "HOST_MEMORY_POOLS_SUPPORTED",
+    "host_numa_memory_pools": "HOST_NUMA_MEMORY_POOLS_SUPPORTED",
+    "concurrent_managed_access": "CONCURRENT_MANAGED_ACCESS",
+    "pageable_memory_access": "PAGEABLE_MEMORY_ACCESS",
+    "virtual_memory_management": "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
+    "host_virtual_memory": "HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
+    "host_numa_virtual_memory": "HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
+    "unified_addressing": "UNIFIED_ADDRESSING",
+    "posix_file_descriptors": "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED",
+    "fabric_handles": "HANDLE_TYPE_FABRIC_SUPPORTED",
+    "multicast": "MULTICAST_SUPPORTED",
+    "ipc_events": "IPC_EVENT_SUPPORTED",
+    "compression": "GENERIC_COMPRESSION_SUPPORTED",
+    "sparse_arrays": "SPARSE_CUDA_ARRAY_SUPPORTED",
+    "gpu_direct_rdma": "GPU_DIRECT_RDMA_SUPPORTED",
+    "gpu_direct_rdma_with_vmm": "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED",
+    "dma_buf": "DMA_BUF_SUPPORTED",
+    "memory_sync_domains": "MEM_SYNC_DOMAIN_COUNT",
+    "locality_domains": "LOCALITY_DOMAIN_COUNT",
+    "host_numa_id": "HOST_NUMA_ID",
+}
+
+
+class TestIdentity:
+    def test_equality(self, machine: Any, device: sa.Device) -> None:
+        assert sa.Device(0) == device and hash(sa.Device(0)) == hash(device)
+        assert device != sa.Device(0, driver=sd.simulated()) and device != 0
+        assert device.driver is machine
+
+    @pytest.mark.gpus(2)
+    def test_devices_differ(self, device: sa.Device, peer: sa.Device) -> None:
+        assert device != peer and device.uuid != peer.uuid and device.pci_bus_id != peer.pci_bus_id
+        assert sa.Device.all()[:2] == [device, peer]
+
+    def test_names(self, raw: Any, device: sa.Device) -> None:
+        assert device.name == raw.cuDeviceGetName(256, 0)[1].split(b"\0")[0].decode() != ""
+        assert isinstance(device.uuid, uuid.UUID) and device.uuid.int
+        assert device.uuid.bytes == bytes(raw.cuDeviceGetUuid(0)[1].bytes)
+        assert device.pci_bus_id.count(":") == 2
+        assert device.name in repr(device) and "0" in repr(device)
+
+    def test_figures(self, raw: Any, device: sa.Device) -> None:
+        kind = raw.CUdevice_attribute
+        assert device.compute_capability == (
+            raw.cuDeviceGetAttribute(kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 0)[1],
+            raw.cuDeviceGetAttribute(kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 0)[1],
+        )
+        assert device.total_memory == raw.cuDeviceTotalMem(0)[1]
+        assert device.location == sa.MemLocation.device(0)
+
+    @pytest.mark.parametrize("ordinal", [-1, 10**6, 1 << 70])
+    def test_absent(self, machine: Any, ordinal: int) -> None:
+        with pytest.raises(ValueError, match=rf"ordinal={ordinal}.*{sa.Device.count()} device"):
+            sa.Device(ordinal)
+
+    @pytest.mark.parametrize("ordinal", [0.0, "0", None, True])
+    def test_no_number(self, machine: Any, ordinal: Any) -> None:
+        with pytest.raises(TypeError, match="ordinal"):
+            sa.Device(ordinal)
+
+    def test_html(self, device: sa.Device) -> None:
+        html = device._repr_html_()
+        assert device.name in html and "<progress" in html
+
+
+class TestAttributes:
+    def test_by_name(self, device: sa.Device) -> None:
+        assert device.attribute("MEMORY_POOLS_SUPPORTED") == 1
+        assert device.attribute("CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED") == 1
+
+    def test_unknown_to_the_bindings(self, device: sa.Device) -> None:
+        with pytest.raises(sa.NotSupportedError) as caught:
+            device.attribute("NO_SUCH_THING")
+        assert "NO_SUCH_THING" in str(caught.value) and bindings.BINDINGS_VERSION in str(caught.value)
+
+
+class TestCapabilities:
+    @pytest.mark.parametrize("field", ASKED)
+    def test_is_what_the_driver_says(self, raw: Any, device: sa.Device, field: str) -> None:
+        member = enum_member("CUdevice_attribute", f"CU_DEVICE_ATTRIBUTE_{ASKED[field]}")
+        answer = (None, None) if member is None else raw.cuDeviceGetAttribute(member, 0)
+        found = getattr(device.supports, field)
+        if member is None or answer[0]:
+            assert found is None
+        else:
+            assert int(found) == answer[1]
+
+    def test_types(self, device: sa.Device) -> None:
+        found = device.supports
+        assert isinstance(found.memory_pools, bool) and isinstance(found.pool_handle_types, sa.MemHandleType)
+        assert isinstance(found.imex_channel, bool) and type(found.memory_sync_domains) is int
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            found.memory_pools = False  # type: ignore[misc]
+
+    def test_of_an_h200(self) -> None:
+        """facts/one-gpu-calls.txt, on the profile that is held to them."""
+        found = sa.Device(0, driver=sd.simulated(profile="h200")).supports
+        handles = sa.MemHandleType.POSIX_FILE_DESCRIPTOR | sa.MemHandleType.FABRIC
+        assert (found.memory_pools, found.pool_handle_types, found.multicast) == (True, handles, False)
+        assert (found.host_numa_memory_pools, found.compression, found.sparse_arrays) == (True, True, True)
+        assert (found.pageable_memory_access, found.hardware_decompression) == (False, False)
+        assert (found.memory_sync_domains, found.host_numa_id) == (4, 0)
+
+    def test_multicast_needs_two(self) -> None:
+        assert sa.Device(1, driver=sd.simulated(devices=2)).supports.multicast is True
+
+    @pytest.mark.bindings("13.0")
+    def test_managed_pools_need_concurrent_access_everywhere(self, device: sa.Device) -> None:
+        every = all(one.attribute("CONCURRENT_MANAGED_ACCESS") for one in sa.Device.all())
+        version = device.driver.cuDriverGetVersion()[1]
+        assert device.supports.managed_memory_pools is (every and version >= 13000)
+
+    def test_unknown_is_none(self, device: sa.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+        import streamalloc.core.capabilities as module
+
+        monkeypatch.setattr(module, "enum_member", lambda enum, name: None)
+        found = device.supports
+        assert found.memory_pools is None and found.pool_handle_types is None and found.managed_memory_pools is None
+        assert "unknown" in str(found)
+        assert any("memory_pools: needs cuda-bindings" in line for line in missing_for(found))
+
+    def test_a_driver_that_does_not_know_an_attribute(self, machine: Any) -> None:
+        driver = sd.faulty(machine, "cuDeviceGetAttribute", times=10**6, result="CUDA_ERROR_INVALID_VALUE")
+        assert sa.Device(0, driver=driver).supports.memory_pools is None
+
+    def test_a_failure_is_no_answer(self, machine: Any) -> None:
+        driver = sd.faulty(machine, "cuDeviceGetAttribute", times=10**6, result="CUDA_ERROR_NOT_INITIALIZED")
+        with pytest.raises(sa.NotInitializedError):
+            sa.Device(0, driver=driver).supports  # noqa: B018
+
+    def test_prints_as_a_table(self, device: sa.Device) -> None:
+        found = device.supports
+        lines = str(found).splitlines()
+        assert [line.split()[0] for line in lines] == [item.name for item in dataclasses.fields(found)]
+        assert "POSIX_FILE_DESCRIPTOR" in str(found)
+        html = found._repr_html_()
+        assert html.count("<tr>") == len(lines) + 1 and html.startswith("<table>")
+
+    def test_what_is_missing(self) -> None:
+        alone = sa.Device(0, driver=sd.simulated()).supports
+        assert any(line.startswith("multicast:") and "two GPUs" in line for line in missing_for(alone))
+        closed = dataclasses.replace(alone, fabric_handles=True, imex_channel=False)
+        assert any(line.startswith("fabric handles:") and "IMEX" in line for line in missing_for(closed))
+        opened = dataclasses.replace(alone, fabric_handles=True, imex_channel=True, multicast=True)
+        assert not any(line.startswith(("fabric", "multicast")) for line in missing_for(opened))
+
+
+class TestMemory:
+    def test_info(self, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        before = device.memory_info()
+        assert 0 < before.free <= before.total
+        with pool.allocate(100 * MiB, stream):
+            assert before.free - device.memory_info().free == 128 * MiB  # whole growth steps
+
+    @pytest.mark.gpus(2)
+    def test_info_is_each_device_s_own(self, device: sa.Device, peer: sa.Device) -> None:
+        here, there = device.memory_info(), peer.memory_info()
+        with sa.MemoryPool(peer) as pool, peer.create_stream() as stream, pool.allocate(MiB, stream):
+            assert device.memory_info() == here and there.free - peer.memory_info().free == 32 * MiB
+
+
+class TestAccess:
+    def test_to_itself(self, device: sa.Device) -> None:
+        assert device.can_access(device) is True
+
+    @pytest.mark.gpus(2)
+    def test_to_a_peer(self, raw: Any, device: sa.Device, peer: sa.Device) -> None:
+        assert device.can_access(peer) is bool(raw.cuDeviceCanAccessPeer(0, 1)[1])
+
+
+class TestStreamsOfADevice:
+    def test_default_streams(self, device: sa.Device) -> None:
+        assert device.default_stream.handle == int(cuda.CU_STREAM_LEGACY) == 1
+        assert device.per_thread_stream.handle == int(cuda.CU_STREAM_PER_THREAD) == 2
+        assert device.default_stream.is_default and device.per_thread_stream.is_default
+        assert not device.create_stream().is_default
+
+    def test_blocking(self, device: sa.Device) -> None:
+        with device.create_stream() as free, device.create_stream(blocking=True) as bound:
+            assert (free.blocking, bound.blocking) == (False, True)
+        assert device.default_stream.blocking
+
+    def test_priority(self, device: sa.Device) -> None:
+        """From 0 down to -5 on an H200; what lies outside is clamped."""
+        with device.create_stream() as usual, device.create_stream(priority=-1) as first:
+            assert (usual.priority, first.priority) == (0, -1)
+        with device.create_stream(priority=-99) as clamped, device.create_stream(priority=7) as last:
+            assert clamped.priority <= -1 and last.priority == 0
+
+    @pytest.mark.parametrize("priority", [1.5, "high", None])
+    def test_priority_is_a_number(self, device: sa.Device, priority: Any) -> None:
+        with pytest.raises(TypeError, match="priority"):
+            device.create_stream(priority=priority)
+
+    def test_synchronize_waits_for_every_stream(self, device: sa.Device) -> None:
+        done: list[int] = []
+        with device.create_stream() as one, device.create_stream() as two:
+            one.call(lambda: done.append(1))
+            two.call(lambda: done.append(2))
+            device.synchronize()
+            assert sorted(done) == [1, 2]
+
+
+def test_nothing_is_asked_twice_for_an_ordinal(machine: Any) -> None:
+    driver = sd.traced(machine)
+    device = sa.Device(0, driver=driver)
+    del driver.calls[:]
+    assert (device.ordinal, device.location, device == sa.Device(0, driver=machine)) == (
+        0,
+        sa.MemLocation.device(0),
+        False,
+    )
+    assert names(driver) == []

@@ -1,0 +1,140 @@
+"""Exceptions: one class for each kind of failure, what they carry, and their way into another process."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+from streamalloc.core.errors import error_from
+from streamalloc.driver.bindings import cuda
+from tests.support import GROWTH, MiB
+
+KINDS = {
+    "CUDA_ERROR_INVALID_VALUE": sa.InvalidValueError,
+    "CUDA_ERROR_OUT_OF_MEMORY": sa.OutOfMemoryError,
+    "CUDA_ERROR_NOT_INITIALIZED": sa.NotInitializedError,
+    "CUDA_ERROR_DEINITIALIZED": sa.NotInitializedError,
+    "CUDA_ERROR_INVALID_DEVICE": sa.InvalidDeviceError,
+    "CUDA_ERROR_NO_DEVICE": sa.InvalidDeviceError,
+    "CUDA_ERROR_INVALID_CONTEXT": sa.InvalidContextError,
+    "CUDA_ERROR_CONTEXT_IS_DESTROYED": sa.InvalidContextError,
+    "CUDA_ERROR_INVALID_HANDLE": sa.InvalidHandleError,
+    "CUDA_ERROR_NOT_READY": sa.NotReadyError,
+    "CUDA_ERROR_NOT_SUPPORTED": sa.NotSupportedError,
+    "CUDA_ERROR_NOT_PERMITTED": sa.NotPermittedError,
+    "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": sa.PeerAccessError,
+    "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": sa.CaptureError,
+    "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED": sa.CaptureError,
+    "CUDA_ERROR_STREAM_CAPTURE_UNJOINED": sa.CaptureError,
+    "CUDA_ERROR_CAPTURED_EVENT": sa.CaptureError,
+    "CUDA_ERROR_ILLEGAL_ADDRESS": sa.DeviceLostError,
+    "CUDA_ERROR_UNKNOWN": sa.CudaError,
+    "CUDA_ERROR_FILE_NOT_FOUND": sa.CudaError,
+}
+ERRORS = [error_from(getattr(cuda.CUresult, name), "cuSomeCall", "a hint") for name in KINDS]
+
+
+def _through_a_pipe(error: BaseException) -> Any:
+    """As multiprocessing sends an exception to another process."""
+    return pickle.loads(bytes(ForkingPickler.dumps(error)))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_class_of_an_answer(name: str) -> None:
+    result = getattr(cuda.CUresult, name)
+    error = error_from(result, "cuMemPoolCreate")
+    assert type(error) is KINDS[name]
+    assert isinstance(error, sa.CudaError) and isinstance(error, RuntimeError)
+    assert (error.name, error.code, error.call) == (name, int(result), "cuMemPoolCreate")
+    assert type(error.code) is int
+
+
+@pytest.mark.parametrize("result", [one for one in cuda.CUresult if int(one)], ids=lambda one: str(one.name))
+def test_every_answer_has_an_error(result: Any) -> None:
+    error = error_from(result, "cuInit")
+    assert error.name == result.name and result.name in str(error) and "cuInit" in str(error)
+
+
+def test_kinds_fit_python_s_own() -> None:
+    assert issubclass(sa.OutOfMemoryError, MemoryError)
+    assert issubclass(sa.InvalidValueError, ValueError)
+    assert issubclass(sa.ClosedError, RuntimeError) and not issubclass(sa.ClosedError, sa.CudaError)
+    assert issubclass(sa.PendingFreesWarning, RuntimeWarning)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: str(error.name))
+def test_pickles(error: sa.CudaError) -> None:
+    twin = _through_a_pipe(error)
+    assert type(twin) is type(error)
+    assert (twin.name, twin.code, twin.call, twin.hint) == (error.name, error.code, error.call, error.hint)
+    assert str(twin) == str(error) and "a hint" in str(twin)
+
+
+def test_out_of_memory_figures_pickle() -> None:
+    figures = {"requested": 1, "used": 2, "reserved": 3, "limit": 4, "free": 5, "total": None}
+    error = error_from(cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY, "cuMemAllocAsync", "", **figures)
+    twin = _through_a_pipe(error)
+    assert {name: getattr(twin, name) for name in figures} == figures
+    assert str(twin) == str(error)
+
+
+def test_an_error_from_another_process(python: Callable[..., CompletedProcess[str]]) -> None:
+    done = python(
+        "import base64, pickle, streamalloc as sa\n"
+        "device = sa.Device(0)\n"
+        "with sa.MemoryPool(device, max_size=32 << 20) as pool, device.create_stream() as stream:\n"
+        "    try:\n"
+        "        pool.allocate(64 << 20, stream)\n"
+        "    except sa.OutOfMemoryError as error:\n"
+        "        print(base64.b64encode(pickle.dumps(error)).decode())\n"
+    )
+    assert done.stderr == ""
+    error = pickle.loads(base64.b64decode(done.stdout))
+    assert isinstance(error, sa.OutOfMemoryError)
+    assert (error.requested, error.used, error.limit, error.code) == (64 * MiB, 0, GROWTH, 2)
+
+
+def test_out_of_memory_of_a_pool(device: sa.Device, stream: sa.Stream) -> None:
+    with sa.MemoryPool(device, max_size=GROWTH) as pool, pool.allocate(20 * MiB, stream):
+        with pytest.raises(sa.OutOfMemoryError) as caught:
+            pool.allocate(20 * MiB, stream)
+        error = caught.value
+        assert (error.requested, error.used, error.reserved, error.limit) == (20 * MiB, 20 * MiB, GROWTH, GROWTH)
+        assert (error.free, error.total) == tuple(device.memory_info())
+        assert error.code == 2 and error.call == "cuMemAllocFromPoolAsync"
+        for figure in (f"{20 * MiB:,}", f"{GROWTH:,}", f"{error.free:,}"):
+            assert figure in str(error)
+
+
+def test_out_of_memory_of_the_current_pool(device: sa.Device, stream: sa.Stream) -> None:
+    used = sa.MemoryPool.default(device).statistics().used
+    with pytest.raises(sa.OutOfMemoryError) as caught:
+        sa.allocate(1 << 46, stream)
+    error = caught.value
+    assert (error.requested, error.used, error.limit) == (1 << 46, used, None)
+    assert error.total == device.memory_info().total
+    sa.MemoryPool.default(device).trim()  # what it took while it tried to grow
+
+
+def test_out_of_memory_says_why(device: sa.Device, stream: sa.Stream) -> None:
+    with sa.MemoryPool(device, max_size=4 * GROWTH, release_threshold=1 << 40) as pool:
+        with pytest.raises(sa.OutOfMemoryError, match="larger than the pool's max_size"):
+            pool.allocate(5 * GROWTH, stream)
+        with pool.allocate(3 * GROWTH, stream), pytest.raises(sa.OutOfMemoryError, match="not leave room") as caught:
+            pool.allocate(2 * GROWTH, stream)
+        assert caught.value.used == 3 * GROWTH
+
+
+def test_figures_are_as_they_were_after_the_failure(device: sa.Device, stream: sa.Stream) -> None:
+    """A pool that fails to grow keeps what it got: 64 MiB of a 100 MiB request (seen on an H200)."""
+    with sa.MemoryPool(device, max_size=64 * MiB, release_threshold=1 << 40) as pool:
+        with pytest.raises(sa.OutOfMemoryError) as caught:
+            pool.allocate(100 * MiB, stream)
+        assert caught.value.reserved == pool.statistics().reserved == 64 * MiB

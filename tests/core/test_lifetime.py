@@ -1,0 +1,403 @@
+"""The end of things: garbage collection in any order, interpreter exit, forks, threads, and what objects weigh."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc.testing import Gate
+from tests.support import MiB, executed, holds, names
+
+Python = Callable[..., CompletedProcess[str]]
+
+
+@pytest.fixture(autouse=True)
+def quick_collections() -> Iterator[None]:
+    """Collections look at what the test has made only, not at all that pytest has loaded."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class TestGarbage:
+    @pytest.mark.parametrize("seed", range(30))
+    def test_dropped_in_any_order(self, machine: Any, seed: int) -> None:
+        driver = sd.checked(machine)
+        things: list[object] = self._everything(sa.Device(0, driver=driver))
+        random.Random(seed).shuffle(things)
+        while things:
+            things.pop()
+            if len(things) % 5 == 0:
+                gc.collect()
+        gc.collect()
+        driver.assert_nothing_left()
+
+    @staticmethod
+    def _everything(device: sa.Device) -> list[object]:
+        stream, other = device.create_stream(), device.create_stream(blocking=True)
+        pool, host = sa.MemoryPool(device), sa.MemoryPool(sa.MemLocation.host(), driver=device.driver)
+        default = sa.MemoryPool.default(device)
+        buffers: list[sa.Buffer] = [
+            pool.allocate(64, stream),
+            pool.allocate(64, other),
+            host.allocate(64, stream),
+            default.allocate(64, stream),
+            sa.allocate(64, other),
+            sa.allocate(64, device.default_stream),
+            pool.allocate(0, stream),
+        ]
+        view = buffers[0][8:24]
+        event = stream.record()
+        other.wait(event)
+        with stream.capture() as graph, sa.allocate(64, stream) as inside:
+            inside.fill(1)
+        graph.launch(stream)
+        device.synchronize()
+        array = buffers[2].as_array()
+        capsule = buffers[1].__dlpack__(stream=-1)
+        closed = device.create_stream()
+        orphan = pool.allocate(64, closed)
+        closed.close()
+        return [
+            device, stream, other, pool, host, default, *buffers, view, view[2:4], event, device.create_event(),
+            graph, inside, array, capsule, closed, orphan, pool.attributes, pool.make_current(),
+        ]  # fmt: skip
+
+    def test_cycles(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        device = sa.Device(0, driver=driver)
+
+        class Holder:
+            pass
+
+        for _ in range(3):
+            holder = Holder()
+            stream = device.create_stream()
+            pool = sa.MemoryPool(device)
+            with stream.capture() as graph:
+                pass
+            holder.things = [stream, pool, pool.allocate(64, stream), stream.record(), graph, holder]  # type: ignore[attr-defined]
+            del holder, stream, pool, graph
+        gc.collect()
+        driver.assert_nothing_left()
+
+    def test_a_cycle_of_everything(self, machine: Any) -> None:
+        """The collector ends the objects of a cycle in an order of its own; contexts go last all the same."""
+        driver = sd.checked(sd.traced(machine))
+        things = self._everything(sa.Device(0, driver=driver))
+        things.append(things)
+        del things
+        gc.collect()
+        driver.assert_nothing_left()
+
+    def test_in_another_thread(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        things = self._everything(sa.Device(0, driver=driver))
+        thread = threading.Thread(target=things.clear)
+        thread.start()
+        thread.join()
+        gc.collect()
+        driver.assert_nothing_left()
+
+    def test_a_failed_allocation(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        device = sa.Device(0, driver=driver)
+        with device.create_stream() as stream, sa.MemoryPool(device, max_size=MiB) as pool:
+            for size in (1 << 46, -1):
+                with pytest.raises((sa.OutOfMemoryError, ValueError)):
+                    pool.allocate(size, stream)
+            gc.collect()
+            assert "pool allocation" not in driver.outstanding()
+
+    def test_a_failed_constructor(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        device = sa.Device(0, driver=driver)
+        for make in (
+            lambda: sa.MemoryPool(device, release_threshold=-1),
+            lambda: sa.MemoryPool(sa.MemLocation.host_numa(99), driver=driver),
+            lambda: device.create_event(timing=True, interprocess=True),
+            lambda: device.create_stream(priority="x"),  # type: ignore[arg-type]
+        ):
+            with pytest.raises((ValueError, TypeError)):
+                make()
+        gc.collect()
+        driver.assert_nothing_left()
+
+    def test_a_dead_context_is_no_news(self, machine: Any) -> None:
+        """Its memory is gone with it: a finaliser says nothing."""
+        for result in ("CUDA_ERROR_CONTEXT_IS_DESTROYED", "CUDA_ERROR_DEINITIALIZED"):
+            driver = sd.faulty(machine, "cuMemFreeAsync", result=result)
+            device = sa.Device(0, driver=driver)
+            with sa.MemoryPool(device) as pool, device.create_stream() as stream:
+                buffer = pool.allocate(64, stream)
+                address = buffer.address
+                del buffer
+                assert driver.failed == ["cuMemFreeAsync"]
+                machine.cuMemFreeAsync(address, stream._raw)
+
+    def test_a_finaliser_that_fails_warns(self, machine: Any) -> None:
+        driver = sd.faulty(machine, "cuMemFreeAsync", result="CUDA_ERROR_UNKNOWN")
+        device = sa.Device(0, driver=driver)
+        with sa.MemoryPool(device) as pool, device.create_stream() as stream:
+            buffer = pool.allocate(64, stream)
+            address = buffer.address
+            with pytest.warns(ResourceWarning, match=f"{address:#x}.*CUDA_ERROR_UNKNOWN"):
+                del buffer
+            machine.cuMemFreeAsync(address, stream._raw)
+
+    def test_finalisers_never_wait(self, machine: Any) -> None:
+        driver = sd.traced(machine)
+        things = self._everything(sa.Device(0, driver=driver))
+        del driver.calls[:]
+        things.clear()
+        gc.collect()
+        waits = ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize")
+        assert names(driver) != [] and names(driver, *waits) == []
+
+
+class TestThreads:
+    def test_freeing_at_once(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        device = sa.Device(0, driver=driver)
+        with device.create_stream() as stream, sa.MemoryPool(device) as pool:
+            buffers = [pool.allocate(64 + number, stream) for number in range(400)]
+            wrong: list[BaseException] = []
+
+            def work(mine: list[sa.Buffer], how: str) -> None:
+                try:
+                    while mine:
+                        buffer = mine.pop()
+                        if how == "free":
+                            buffer.free()
+                        elif how == "close":
+                            buffer.close()
+                        elif how == "other stream":
+                            buffer.free(device.default_stream)
+                        del buffer
+                except BaseException as error:
+                    wrong.append(error)
+
+            ways = ("free", "close", "other stream", "drop")
+            threads = [threading.Thread(target=work, args=(buffers[number::4], how)) for number, how in enumerate(ways)]
+            buffers.clear()
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert wrong == [] and pool.statistics().used == 0
+            assert "pool allocation" not in driver.outstanding()
+
+    def test_one_buffer_is_freed_once(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        device = sa.Device(0, driver=driver)
+        with device.create_stream() as stream, sa.MemoryPool(device) as pool:
+            for _ in range(20):
+                buffer = pool.allocate(64, stream)
+                barrier = threading.Barrier(4)
+                results: list[object] = []
+
+                def free(buffer: sa.Buffer = buffer, barrier: threading.Barrier = barrier) -> None:
+                    barrier.wait()
+                    try:
+                        results.append(buffer.free())  # type: ignore[func-returns-value]  # noqa: B023
+                    except BaseException as error:
+                        results.append(type(error))  # noqa: B023
+
+                threads = [threading.Thread(target=free) for _ in range(4)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                assert results.count(None) == 1 and results.count(sa.ClosedError) == 3
+
+
+EXITS = {
+    "live objects in a module": """
+buffer = pool.allocate(64, stream); view = buffer[8:]; event = stream.record(); current = sa.allocate(64, stream)
+buffer.fill(1)
+""",
+    "work that is pending": """
+gate = Gate(device); gate.hold(stream)
+buffer = pool.allocate(64, stream); buffer.fill(1)
+gate.open()
+""",
+    "a cycle": """
+buffer = pool.allocate(64, stream); holder = [buffer, pool, stream]; holder.append(holder)
+""",
+    "a host pool, its array and a capsule": """
+host = sa.MemoryPool(sa.MemLocation.host()); buffer = host.allocate(64, stream); stream.synchronize()
+array = buffer.as_array(); capsule = buffer.__dlpack__(stream=-1)
+""",
+    "a graph": """
+with stream.capture() as graph: inside = sa.allocate(64, stream)
+graph.launch(stream)
+""",
+    "a capture under way": """
+capture = stream.capture(); graph = capture.__enter__(); inside = sa.allocate(64, stream)
+""",
+    "a current pool": """
+pool.make_current(); buffer = sa.allocate(64, stream)
+""",
+    "closed streams and pools": """
+buffer = pool.allocate(64, stream); stream.close(); pool.close()
+""",
+    "an exit handler that uses them": """
+import atexit
+buffer = pool.allocate(64, stream); atexit.register(lambda: (buffer.fill(1), buffer.free(), stream.synchronize()))
+""",
+    "a thread of its own": """
+import threading
+local = threading.local()
+def work(): local.buffer = pool.allocate(64, device.create_stream())
+thread = threading.Thread(target=work); thread.start(); thread.join()
+""",
+}
+EXIT = """
+import streamalloc as sa
+from streamalloc.testing import Gate
+device = sa.Device(0); stream = device.create_stream(); pool = sa.MemoryPool(device, release_threshold=1 << 30)
+{body}
+"""
+
+
+@pytest.mark.parametrize("name", EXITS)
+def test_interpreter_exit(python: Python, name: str) -> None:
+    done = python(EXIT.format(body=EXITS[name]))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+FORK = """
+import gc, os, sys, warnings
+import streamalloc as sa, streamalloc.driver as sd
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and newer say that threads and forks do not mix
+driver = sd.traced(sd.simulated())
+device = sa.Device(0, driver=driver)
+stream, other = device.create_stream(), device.create_stream()
+pool = sa.MemoryPool(device)
+buffers = [pool.allocate(64, stream), sa.allocate(64, other), pool.allocate(64, device.default_stream)]
+event = stream.record()
+with stream.capture() as graph: inside = sa.allocate(64, stream)
+before = len(driver.calls)
+child = os.fork()
+if child == 0:
+    kinds = []
+    for use in (
+        lambda: pool.allocate(64, stream),
+        lambda: sa.allocate(64, stream),
+        lambda: buffers[0].free(),
+        lambda: buffers[0].fill(1),
+        lambda: stream.synchronize(),
+        lambda: event.query(),
+        lambda: device.memory_info(),
+        lambda: pool.statistics(),
+        lambda: graph.launch(stream),
+        lambda: sa.MemoryPool(device),
+    ):
+        try: use()
+        except Exception as error: kinds.append(type(error).__name__)
+    del buffers, pool, stream, other, event, graph, inside, device, use
+    gc.collect()
+    print(sorted(set(kinds)), len(driver.calls) - before, flush=True)
+    sys.exit(0)
+_, status = os.waitpid(child, 0)
+assert len(driver.calls) == before
+buffers[0].fill(3); target = bytearray(64); buffers[0].copy_to(target); stream.synchronize()
+print(os.waitstatus_to_exitcode(status), set(target))
+"""
+
+
+@pytest.mark.simulated_only("a process that uses a GPU must not be forked")
+def test_forked_child(python: Python) -> None:
+    """The child gets a clear error for each use, and makes no driver call, not even when it drops everything."""
+    done = python(FORK)
+    assert (done.stdout, done.stderr) == ("['ForkedProcessError'] 0\n0 {3}\n", "")
+
+
+def test_a_buffer_weighs_little(device: sa.Device, stream: sa.Stream) -> None:
+    """250 bytes of host memory at most, with the bindings' pointer and what a list needs to hold it."""
+    count = 4000
+    with sa.MemoryPool(device, release_threshold=1 << 40) as pool:
+        pool.allocate(64, stream).free()
+        tracemalloc.start()
+        try:
+            buffers = [pool.allocate(4096, stream) for _ in range(count)]
+            # What a simulated driver keeps for its own bookkeeping is not the facade's weight.
+            ours = [tracemalloc.Filter(True, f"{Path(sa.__file__).parent}/*.py"), tracemalloc.Filter(True, __file__)]
+            simulator = tracemalloc.Filter(False, "*/streamalloc/driver/simulator/*")
+            snapshot = tracemalloc.take_snapshot().filter_traces([*ours, simulator])
+        finally:
+            tracemalloc.stop()
+        weight = sum(trace.size for trace in snapshot.traces) / count + sys.getsizeof(buffers[0]._ptr)
+        assert sys.getsizeof(buffers[0]) <= weight <= 250
+        buffers.clear()
+
+
+def test_no_foreign_pool_is_ever_changed(machine: Any) -> None:
+    """Nothing that we did not make gets another attribute or access, whatever is done."""
+    assert machine.cuInit(0)[0] == 0
+    settable = [f"CU_MEMPOOL_ATTR_{name}" for name in (
+        "REUSE_FOLLOW_EVENT_DEPENDENCIES", "REUSE_ALLOW_OPPORTUNISTIC", "REUSE_ALLOW_INTERNAL_DEPENDENCIES",
+        "RELEASE_THRESHOLD",
+    )]  # fmt: skip
+
+    def state() -> list[int]:
+        handle = machine.cuDeviceGetDefaultMemPool(0)[1]
+        members = (getattr(machine.CUmemPool_attribute, name) for name in settable)
+        return [int(machine.cuMemPoolGetAttribute(handle, member)[1]) for member in members] + [
+            int(machine.cuDeviceGetMemPool(0)[1])
+        ]
+
+    before = state()
+    driver = sd.traced(machine)
+    device = sa.Device(0, driver=driver)
+    with device.create_stream() as stream, sa.MemoryPool(device, release_threshold=MiB) as pool:
+        ours = pool.handle
+        pool.reset_peaks()
+        pool.attributes.reuse_allow_opportunistic = False
+        with pool.make_current(), sa.allocate(MiB, stream) as buffer:
+            buffer.fill(1)
+            assert holds(buffer, 1)
+        with sa.allocate(MiB, stream) as buffer:
+            buffer[8:16].copy_to(bytearray(8))
+            sa.pointer_attributes(buffer.address, driver=driver)
+        with sa.MemoryPool(device, max_size=MiB) as small, small.make_current(), pytest.raises(sa.OutOfMemoryError):
+            sa.allocate(1 << 46, stream)
+        with stream.capture() as graph, sa.allocate(64, stream):
+            pass
+        with graph:
+            graph.launch(stream)
+        default = sa.MemoryPool.default(device)
+        default.statistics()
+        dict(default.attributes)
+        repr(default)
+        default._repr_html_()
+        default.close()
+        stream.synchronize()
+    assert state() == before
+    changed = [call for call in driver.calls if call.name in ("cuMemPoolSetAttribute", "cuMemPoolSetAccess")]
+    assert changed and {int(call.args[0]) for call in changed} == {ours}
+    trimmed = {int(call.args[0]) for call in driver.calls if call.name == "cuMemPoolTrimTo"}
+    assert int(machine.cuDeviceGetDefaultMemPool(0)[1]) not in trimmed
+
+
+def test_gates_close_with_their_device(machine: Any) -> None:
+    driver = sd.checked(machine)
+    device = sa.Device(0, driver=driver)
+    with device.create_stream() as stream:
+        with Gate(device) as gate:
+            gate.hold(stream)
+            assert driver.outstanding()["pinned memory"]
+        assert "pinned memory" not in driver.outstanding() and executed(stream)
+        gate.close()

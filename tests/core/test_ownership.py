@@ -1,0 +1,144 @@
+"""One owner for each resource: no copies, and nothing released that others still use."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc.driver.bindings import cuda
+from streamalloc.testing import Gate
+from tests.support import GROWTH, KEEP, MiB, holds, names
+
+
+class TestCopies:
+    @pytest.fixture
+    def owners(self, device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool, gate: Gate) -> list[Any]:
+        with stream.capture() as graph:
+            pass
+        return [stream, pool, pool.allocate(64, stream), stream.record(), graph, gate]
+
+    def test_are_refused(self, owners: list[Any]) -> None:
+        for owner in owners:
+            for how in (copy.copy, copy.deepcopy, pickle.dumps):
+                with pytest.raises(TypeError, match=type(owner).__name__):
+                    how(owner)
+
+
+class TestGraphMemory:
+    def test_of_each_launch_is_freed(self, device: sa.Device, stream: sa.Stream) -> None:
+        with stream.capture() as graph:
+            buffer = sa.allocate(MiB, stream)
+            buffer.fill(3)
+        with graph:
+            for _ in range(3):
+                graph.launch(stream)
+                assert holds(buffer, 3)
+                buffer.free()
+            with pytest.raises(sa.InvalidValueError):
+                buffer.free()
+            stream.synchronize()
+        device.graph_memory.trim()
+
+    def test_arrays_that_a_graph_copies_live_with_it(self, stream: sa.Stream, pool: sa.MemoryPool) -> None:
+        with pool.allocate(64, stream) as buffer:
+            with stream.capture() as graph:
+                buffer.copy_from(bytes(range(64)))
+            gc.collect()
+            with graph:
+                graph.launch(stream)
+                stream.synchronize()
+                out = bytearray(64)
+                buffer.copy_to(out)
+                assert out == bytes(range(64))
+
+
+class TestCurrent:
+    def test_closed_pool_with_live_memory_is_not_current(self, device: sa.Device, stream: sa.Stream) -> None:
+        pool = sa.MemoryPool(device)
+        pool.make_current()
+        buffer = pool.allocate(64, stream)
+        pool.close()
+        assert sa.MemoryPool.current(device) is sa.MemoryPool.default(device)
+        assert sa.pointer_attributes(buffer.address).pool is pool and pool.closed
+        buffer.free()
+
+    def test_dropped_pool_is_not_current(self, device: sa.Device, stream: sa.Stream) -> None:
+        pool = sa.MemoryPool(device)
+        pool.make_current()
+        del pool
+        gc.collect()
+        assert sa.MemoryPool.current(device) is sa.MemoryPool.default(device)
+
+    def test_tries_again_as_its_pool_does(self, device: sa.Device, stream: sa.Stream) -> None:
+        with sa.MemoryPool(device, GROWTH, release_threshold=KEEP, on_oom="sync-trim-retry") as pool:
+            pool.attributes.reuse_allow_opportunistic = False
+            pool.attributes.reuse_allow_internal_dependencies = False
+            with device.create_stream() as other, pool.make_current():
+                pool.allocate(GROWTH, other).free()
+                with sa.allocate(GROWTH, stream) as buffer:
+                    assert buffer.owner is pool
+
+
+def test_finalisers_leave_other_code_s_capture_alone(raw: Any, device: sa.Device, pool: sa.MemoryPool) -> None:
+    with device.create_stream() as stream, device.create_stream() as captured:
+        buffer = pool.allocate(64, stream)
+        closing = sa.MemoryPool(device)
+        mode = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+        assert raw.cuStreamBeginCapture(captured.handle, mode)[0] == 0
+        del buffer, closing
+        gc.collect()
+        result, graph = raw.cuStreamEndCapture(captured.handle)
+        assert result == 0 and raw.cuGraphDestroy(graph)[0] == 0
+        assert pool.statistics().used == 0
+
+
+def test_dropping_a_buffer_of_a_closed_stream_holds_nobody_up(
+    device: sa.Device, pool: sa.MemoryPool, gate: Gate
+) -> None:
+    with device.create_stream(blocking=True) as bystander:
+        stream = device.create_stream()
+        buffer = pool.allocate(64, stream)
+        gate.hold(stream)
+        stream.close()
+        del buffer
+        gc.collect()
+        bystander.record()
+        bystander.synchronize()
+        gate.open()
+
+
+def test_events_of_the_bindings_are_accepted(device: sa.Device, stream: sa.Stream, gate: Gate) -> None:
+    with device.create_stream() as other:
+        gate.hold(other)
+        event = other.record()
+        stream.wait(cuda.CUevent(event.handle))
+        assert not stream.query()
+        gate.open()
+        stream.synchronize()
+
+
+def test_a_closed_gate(device: sa.Device, stream: sa.Stream) -> None:
+    gate = Gate(device)
+    gate.close()
+    gate.open()
+    with pytest.raises(sa.ClosedError):
+        gate.hold(stream)
+
+
+def test_what_is_no_driver() -> None:
+    with pytest.raises(TypeError, match="simulated"):
+        sa.Device(0, driver="simulated")  # type: ignore[arg-type]
+
+
+def test_wrappers_pass_names_on(machine: Any, device: sa.Device, stream: sa.Stream) -> None:
+    driver = sd.traced(machine)
+    result, address = driver.cuMemAllocAsync(hStream=cuda.CUstream(stream.handle), bytesize=64)
+    assert result == 0 and sa.pointer_attributes(int(address)).nbytes == 64
+    assert driver.cuMemFreeAsync(address, stream.handle)[0] == 0
+    assert names(driver) == ["cuMemAllocAsync", "cuMemFreeAsync"]

@@ -1,0 +1,276 @@
+"""Graphs: who has which memory, and that launches that may run at a time never share it."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from typing import Any
+
+import pytest
+
+from tests.driver.simulator.support import MiB, Rig, ok
+
+pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
+
+STEP = 32 * MiB
+
+
+def reserved(rig: Rig) -> int:
+    """Graph memory of device 0 in steps."""
+    d = rig.driver
+    size = int(ok(d.cuDeviceGetGraphMemAttribute(0, d.CUgraphMem_attribute.CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT)))
+    assert size % STEP == 0
+    return size // STEP
+
+
+def begin(rig: Rig, stream: Any) -> None:
+    ok(rig.driver.cuStreamBeginCapture(stream, rig.driver.CUstreamCaptureMode(2)))
+
+
+class Written:
+    """A graph that allocates, fills, waits for a word, copies what is there then to ``out``, and frees."""
+
+    def __init__(self, rig: Rig, value: int, size: int = MiB) -> None:
+        d, stream = rig.driver, rig.stream()
+        self.value, self._driver = value, d
+        self.gate, self._out = rig.word(), rig.word()
+        begin(rig, stream)
+        self.address = int(ok(d.cuMemAllocAsync(size, stream)))
+        ok(d.cuMemsetD8Async(self.address, value, size, stream))
+        rig.hold(stream, self.gate)
+        ok(d.cuMemcpyDtoHAsync(ctypes.addressof(self._out), self.address + size - 4, 4, stream))
+        ok(d.cuMemFreeAsync(self.address, stream))
+        self.graph = ok(d.cuStreamEndCapture(stream))
+        self.executable = self.instantiate()
+        self.gate.value = 1
+
+    def instantiate(self) -> Any:
+        return ok(self._driver.cuGraphInstantiate(self.graph, 0))
+
+    def launch(self, stream: Any) -> None:
+        ok(self._driver.cuGraphLaunch(self.executable, stream))
+
+    @property
+    def right(self) -> bool:
+        """Whether what the latest launch copied is what it had written."""
+        seen, self._out.value = self._out.value, 0
+        return seen == self.value * 0x01010101
+
+
+def order(rig: Rig, stream: Any, after: Any) -> None:
+    event = rig.event()
+    ok(rig.driver.cuEventRecord(event, after))
+    ok(rig.driver.cuStreamWaitEvent(stream, event, 0))
+
+
+class TestSharing:
+    def test_in_one_stream(self) -> None:
+        rig = Rig()
+        stream, graphs = rig.stream(), [Written(rig, 1), Written(rig, 2, 40 * MiB), Written(rig, 3)]
+        for graph in graphs:
+            graph.launch(stream)
+        assert reserved(rig) == 2, "as much as the largest needs"
+        ok(rig.driver.cuStreamSynchronize(stream))
+        assert all(graph.right for graph in graphs)
+
+    def test_not_at_the_same_time(self) -> None:
+        rig = Rig()
+        one, two, graphs = rig.stream(), rig.stream(), [Written(rig, 1), Written(rig, 2)]
+        graphs[0].gate.value = 0
+        graphs[0].launch(one)
+        graphs[1].launch(two)
+        assert reserved(rig) == 2
+        ok(rig.driver.cuStreamSynchronize(two))
+        graphs[0].gate.value = 1
+        ok(rig.driver.cuStreamSynchronize(one))
+        assert all(graph.right for graph in graphs)
+
+    def test_in_streams_that_are_ordered(self) -> None:
+        rig = Rig()
+        one, two, graphs = rig.stream(), rig.stream(), [Written(rig, 1), Written(rig, 2)]
+        graphs[0].gate.value = 0
+        graphs[0].launch(one)
+        order(rig, two, after=one)
+        graphs[1].launch(two)
+        assert reserved(rig) == 1
+        graphs[0].gate.value = 1
+        ok(rig.driver.cuStreamSynchronize(two))
+        assert all(graph.right for graph in graphs)
+
+    def test_a_relaunch_may_have_other_memory_than_the_launch_that_still_runs(self) -> None:
+        rig = Rig()
+        one, two, (first, second) = rig.stream(), rig.stream(), [Written(rig, 1), Written(rig, 2)]
+        first.gate.value = second.gate.value = 0
+        first.launch(one)
+        order(rig, two, after=one)
+        second.launch(two)
+        first.launch(one)  # the memory of its first launch is promised to the other graph by now
+        assert reserved(rig) == 2
+        first.gate.value = 1
+        ok(rig.driver.cuStreamSynchronize(one))
+        assert first.right
+        assert rig.busy(two)
+        second.gate.value = 1
+        ok(rig.driver.cuStreamSynchronize(two))
+        assert second.right
+
+    def test_allocations_that_outlive_a_launch_have_memory_of_their_own(self) -> None:
+        rig = Rig()
+        d, stream, shared = rig.driver, rig.stream(), Written(rig, 1)
+        begin(rig, stream)
+        left = int(ok(d.cuMemAllocAsync(64, stream)))
+        ok(d.cuMemsetD8Async(left, 9, 64, stream))
+        executable = ok(d.cuGraphInstantiate(ok(d.cuStreamEndCapture(stream)), 0))
+        shared.launch(stream)
+        ok(d.cuGraphLaunch(executable, stream))
+        assert reserved(rig) == 2
+        shared.launch(stream)
+        ok(d.cuStreamSynchronize(stream))
+        assert shared.right and ctypes.string_at(left, 64) == b"\x09" * 64
+        ok(d.cuDeviceGraphMemTrim(0))
+        assert reserved(rig) == 1
+        assert ctypes.string_at(left, 64) == b"\x09" * 64
+        ok(d.cuMemFreeAsync(left, stream))
+        ok(d.cuDeviceGraphMemTrim(0))
+        assert reserved(rig) == 0
+
+
+class TestLaunches:
+    def test_of_one_executable_graph_take_turns(self) -> None:
+        rig = Rig()
+        one, two, word, graph = rig.stream(), rig.stream(), rig.word(), Written(rig, 1)
+        rig.hold(one, word)
+        graph.launch(one)
+        graph.launch(two)
+        assert reserved(rig) == 1
+        assert rig.busy(two)
+        word.value = 1
+        ok(rig.driver.cuStreamSynchronize(two))
+        assert not rig.busy(one)
+
+    def test_of_one_graph_take_turns(self) -> None:
+        rig = Rig()
+        d, one, two, word, graph = rig.driver, rig.stream(), rig.stream(), rig.word(), Written(rig, 1)
+        rig.hold(one, word)
+        graph.launch(one)
+        ok(d.cuGraphExecDestroy(graph.executable))
+        graph.executable = graph.instantiate()
+        graph.launch(two)
+        assert rig.busy(two)
+        word.value = 1
+        ok(d.cuStreamSynchronize(two))
+        assert graph.right
+
+    def test_that_are_queued_outlive_the_graph(self) -> None:
+        rig = Rig()
+        d, stream, graph, machine = rig.driver, rig.stream(), Written(rig, 1), rig.driver._machine
+        graph.gate.value = 0
+        graph.launch(stream)
+        ok(d.cuGraphExecDestroy(graph.executable))
+        ok(d.cuGraphDestroy(graph.graph))
+        ok(d.cuDeviceGraphMemTrim(0))
+        assert reserved(rig) == 1, "it is in use"
+        graph.gate.value = 1
+        ok(d.cuStreamSynchronize(stream))
+        assert graph.right
+        ok(d.cuDeviceGraphMemTrim(0))
+        assert reserved(rig) == 0
+        assert not machine.graph_memories
+
+    def test_after_a_trim(self) -> None:
+        rig = Rig()
+        d, stream, graph = rig.driver, rig.stream(), Written(rig, 1)
+        for _ in range(2):
+            graph.launch(stream)
+            ok(d.cuStreamSynchronize(stream))
+            assert graph.right and reserved(rig) == 1
+            ok(d.cuDeviceGraphMemTrim(0))
+            assert reserved(rig) == 0
+
+    def test_for_which_there_is_no_memory(self) -> None:
+        rig = Rig(memory=2 * STEP)
+        d, stream, graph = rig.driver, rig.stream(), Written(rig, 1, 40 * MiB)
+        plain = ok(d.cuMemAlloc(STEP))
+        assert d.cuGraphLaunch(graph.executable, stream)[0] == d.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+        ok(d.cuMemFree(plain))
+        graph.launch(stream)
+        ok(d.cuStreamSynchronize(stream))
+        assert graph.right
+
+
+def test_many_graphs_that_come_and_go_use_no_addresses_up() -> None:
+    rig = Rig()
+    d, stream = rig.driver, rig.stream()
+    for _ in range(50):
+        graph = Written(rig, 1)
+        graph.launch(stream)
+        ok(d.cuGraphExecDestroy(graph.executable))
+        ok(d.cuGraphDestroy(graph.graph))
+    assert len(d._machine.graph_memories) <= 1
+    assert reserved(rig) == 1
+
+
+class TestAddresses:
+    def test_are_used_again_only_after_the_free(self) -> None:
+        rig = Rig()
+        d, one, two = rig.driver, rig.stream(), rig.stream()
+        begin(rig, one)
+        first = int(ok(d.cuMemAllocAsync(MiB, one)))
+        order(rig, two, after=one)
+        ok(d.cuMemFreeAsync(first, one))
+        beside = int(ok(d.cuMemAllocAsync(MiB, two)))
+        assert beside != first, "nothing orders it after the free"
+        after = int(ok(d.cuMemAllocAsync(MiB, one)))
+        assert after == first
+        ok(d.cuMemFreeAsync(beside, two))
+        order(rig, one, after=two)
+        ok(d.cuMemFreeAsync(after, one))
+        ok(d.cuStreamEndCapture(one))
+
+    def test_of_a_hole_are_divided(self) -> None:
+        rig = Rig()
+        d, stream = rig.driver, rig.stream()
+        begin(rig, stream)
+        large = int(ok(d.cuMemAllocAsync(4096, stream)))
+        ok(d.cuMemFreeAsync(large, stream))
+        assert [int(ok(d.cuMemAllocAsync(size, stream))) - large for size in (1000, 3072, 1)] == [0, 1024, 4096]
+        ok(d.cuStreamEndCapture(stream))
+
+    def test_that_were_freed_once_and_allocated_again_outlive_the_launch(self) -> None:
+        rig = Rig()
+        d, stream = rig.driver, rig.stream()
+        begin(rig, stream)
+        ok(d.cuMemFreeAsync(ok(d.cuMemAllocAsync(64, stream)), stream))
+        left = int(ok(d.cuMemAllocAsync(64, stream)))
+        executable = ok(d.cuGraphInstantiate(ok(d.cuStreamEndCapture(stream)), 0))
+        ok(d.cuGraphLaunch(executable, stream))
+        assert d.cuGraphLaunch(executable, stream)[0] == d.CUresult.CUDA_ERROR_INVALID_VALUE
+        ok(d.cuMemFreeAsync(left, stream))
+        ok(d.cuGraphLaunch(executable, stream))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_launch_sees_the_memory_of_another(seed: int) -> None:
+    rig, dice = Rig(seed=seed), random.Random(seed)
+    d = rig.driver
+    streams = [rig.stream(), rig.stream(), rig.stream(blocking=True), 0]
+    graphs = [Written(rig, value, dice.choice([4, MiB, 33 * MiB])) for value in range(1, 6)]
+    launched: set[int] = set()
+    for _ in range(40):
+        action = dice.random()
+        if action < 0.6:
+            number = dice.randrange(len(graphs))
+            graphs[number].launch(dice.choice(streams))
+            launched.add(number)
+        elif action < 0.8:
+            order(rig, dice.choice(streams), after=dice.choice(streams))
+        elif action < 0.9:
+            ok(d.cuDeviceGraphMemTrim(0))
+        else:
+            ok(d.cuCtxSynchronize())
+            assert all(graphs[number].right for number in launched)
+            launched.clear()
+    ok(d.cuCtxSynchronize())
+    assert all(graphs[number].right for number in launched)
+    ok(d.cuDeviceGraphMemTrim(0))
+    assert reserved(rig) == 0

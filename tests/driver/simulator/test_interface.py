@@ -1,0 +1,105 @@
+"""The simulated driver as an object with the interface of the bindings."""
+
+from __future__ import annotations
+
+import inspect
+import timeit
+from typing import Any
+
+import pytest
+
+from streamalloc.driver.bindings import cuda
+from streamalloc.driver.simulator import SimulatedDriver, simulated
+from tests.driver.simulator.support import MiB, Rig, ok
+
+pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
+
+MODELLED = sorted(
+    name for area in SimulatedDriver.__mro__ for name in vars(area) if name.startswith("cu") and name[2].isupper()
+)
+
+
+def parameters_of_bindings(name: str) -> list[str]:
+    """Parameter names, from the first line of the docstring: ``cuFoo(size_t bytesize, hStream)``."""
+    line = getattr(cuda, name).__doc__.splitlines()[0]
+    inside = line[line.index("(") + 1 : line.rindex(")")]
+    names, depth = [""], 0
+    for character in inside:
+        depth += (character in "[(") - (character in "])")
+        if character == "," and not depth:
+            names.append("")
+        else:
+            names[-1] += character
+    return [n.split(":")[0].split("=")[0].split()[-1].lstrip("*") for n in names if n.strip()]
+
+
+@pytest.mark.parametrize("name", MODELLED)
+def test_calls_take_the_arguments_of_the_bindings(name: str) -> None:
+    if name == "cuCtxCreate":  # takes those of whichever bindings are in use
+        return
+    signature = inspect.signature(getattr(SimulatedDriver, name))
+    assert list(signature.parameters)[1:] == parameters_of_bindings(name)
+
+
+def test_no_area_hides_a_name_of_another() -> None:
+    seen: dict[str, type] = {}
+    for area in SimulatedDriver.__mro__[1:-1]:
+        for name, value in vars(area).items():
+            if inspect.isfunction(value):
+                assert name not in seen, f"{area.__name__}.{name} is also in {seen[name].__name__}"
+                seen[name] = area
+
+
+def test_other_names_are_those_of_the_bindings() -> None:
+    driver = simulated()
+    assert driver.CUmemPoolProps is cuda.CUmemPoolProps
+    assert driver.CUresult is cuda.CUresult
+    assert set(dir(cuda)) <= set(dir(driver))
+    with pytest.raises(AttributeError):
+        driver.cuNoSuchCall  # noqa: B018
+
+
+def test_what_is_not_modelled_says_so() -> None:
+    driver: Any = simulated()
+    assert callable(driver.cuLaunchKernel)
+    with pytest.raises(NotImplementedError, match="not modelled: cuLaunchKernel"):
+        driver.cuLaunchKernel(1, 2, 3)
+
+
+def test_a_driver_says_what_it_is() -> None:
+    driver = simulated(devices=2, memory=64 << 30, seed=3, name="bench")
+    assert driver.is_simulated
+    assert repr(driver) == "<SimulatedDriver 'bench': 2 x NVIDIA H200, 64 GiB each, seeded>"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"devices": 0}, {"memory": 0}, {"profile": "abacus"}], ids=lambda wrong: next(iter(wrong))
+)
+def test_impossible_machines_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        simulated(**wrong)
+
+
+def test_handles_of_another_machine_are_refused() -> None:
+    one, other = Rig(), Rig()
+    stream, pool = one.stream(), one.pool()
+    assert other.driver.cuStreamQuery(stream)[0] == other.driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
+    assert other.driver.cuMemPoolTrimTo(pool, 0)[0] == other.driver.CUresult.CUDA_ERROR_INVALID_VALUE
+
+
+@pytest.mark.parametrize("policies", [(0, 0, 0), (1, 1, 1)], ids=str)
+def test_a_pair_stays_fast_among_many_allocations(policies: tuple[int, int, int]) -> None:
+    rig = Rig()
+    d, stream, other, pool = rig.driver, rig.stream(), rig.stream(), rig.pool()
+    rig.policies(pool, *policies)
+    live = [rig.allocate(4096, pool, stream) for _ in range(10_000)]
+    for number, address in enumerate(live[::2]):
+        rig.free(address, other if number % 2 else stream)
+
+    def pair() -> None:
+        _, memory = d.cuMemAllocFromPoolAsync(4096, pool, stream)
+        d.cuMemFreeAsync(memory, stream)
+
+    assert min(timeit.repeat(pair, number=500, repeat=5)) / 500 < 100e-6, "it should take about 10 us"
+    ok(d.cuStreamSynchronize(stream))
+    assert rig.reserved(pool) == 64 * MiB

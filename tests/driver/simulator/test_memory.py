@@ -1,0 +1,135 @@
+"""Real memory under simulated addresses, and how much of it there is."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import time
+
+import pytest
+
+from streamalloc.driver.simulator import simulated
+from streamalloc.driver.simulator.memory import AddressMap, Arena, Intervals
+from tests.driver.simulator.support import MiB, Rig, ok
+
+pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
+
+
+def test_intervals_merge_and_split() -> None:
+    ranges = Intervals()
+    ranges.add(0, 10)
+    ranges.add(20, 30)
+    ranges.add(10, 20)
+    assert list(ranges) == [(0, 30)]
+    ranges.remove(5, 25)
+    assert list(ranges) == [(0, 5), (25, 30)]
+    assert ranges.covers(0, 5) and not ranges.covers(0, 6) and not ranges.covers(10, 11)
+    ranges.add(4, 26)
+    assert list(ranges) == [(0, 30)]
+
+
+def test_address_map_finds_what_holds_an_address() -> None:
+    class Extent:
+        def __init__(self, base: int, size: int) -> None:
+            self.base, self.size = base, size
+
+    found: AddressMap[Extent] = AddressMap()
+    extents = [Extent(base, 10) for base in range(100, 1000, 20)]
+    for extent in extents:
+        found.add(extent)
+    assert found.find(105) is extents[0]
+    assert found.find(115) is None
+    found.remove(extents[0])
+    assert found.find(105) is None and found.find(125) is extents[1]
+
+
+def test_an_arena_forgets_what_it_released() -> None:
+    arena = Arena("test", 4 * MiB, 2 * MiB)
+    arena.back(0, 2 * MiB)
+    ctypes.memset(arena.base, 7, 16)
+    arena.release(0, 2 * MiB)
+    assert not arena.reservation.mapped.covers(arena.base, arena.base + 1)
+    arena.back(0, 2 * MiB)
+    assert ctypes.string_at(arena.base, 16) == bytes(16)
+    arena.close()
+
+
+def test_growing_to_the_whole_card_is_instant_and_touches_nothing() -> None:
+    rig = Rig()
+    d, stream, pool = rig.driver, rig.stream(), rig.pool()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    address = rig.allocate(138 << 30, pool, stream)
+    assert time.perf_counter() - start < 0.5
+    last = address + (138 << 30) - 64
+    ok(d.cuMemsetD8Async(last, 7, 64, stream))
+    ok(d.cuStreamSynchronize(stream))
+    assert ctypes.string_at(last, 64) == b"\7" * 64
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
+
+
+def test_memory_limits_devices_one_by_one() -> None:
+    rig = Rig(devices=2, memory=96 * MiB)
+    d, stream, pool = rig.driver, rig.stream(), rig.pool()
+    assert ok(d.cuMemGetInfo()) == (96 * MiB, 96 * MiB)
+    rig.allocate(60 * MiB, pool, stream)
+    assert ok(d.cuMemGetInfo()) == (32 * MiB, 96 * MiB)
+    assert d.cuMemAlloc(33 * MiB)[0] == d.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    plain = ok(d.cuMemAlloc(32 * MiB))
+    assert ok(d.cuMemGetInfo())[0] == 0
+    ok(d.cuMemFree(plain))
+    ok(d.cuCtxSetCurrent(ok(d.cuDevicePrimaryCtxRetain(1))))
+    assert ok(d.cuMemGetInfo())[0] == 96 * MiB
+
+
+def test_a_growth_that_fails_gives_back_what_the_threshold_does_not_cover() -> None:
+    rig = Rig()
+    d, stream, pool = rig.driver, rig.stream(), rig.pool(32 * MiB, max_size=128 * MiB)
+    live = rig.allocate(40 * MiB, pool, stream)
+    no_memory = d.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    assert d.cuMemAllocFromPoolAsync(200 * MiB, pool, stream)[0] == no_memory
+    assert rig.reserved(pool) == 64 * MiB, "live memory stays, whatever the threshold"
+    rig.free(live, stream)
+    assert d.cuMemAllocFromPoolAsync(200 * MiB, pool, stream)[0] == no_memory
+    assert rig.reserved(pool) == 64 * MiB, "so does what the host has not seen freed"
+    ok(d.cuStreamSynchronize(stream))
+    assert d.cuMemAllocFromPoolAsync(200 * MiB, pool, stream)[0] == no_memory
+    assert rig.reserved(pool) == 32 * MiB
+
+
+def test_a_growth_that_fails_gives_back_memory_although_waiting_helps() -> None:
+    rig = Rig()
+    d, one, two, word, pool = rig.driver, rig.stream(), rig.stream(), rig.word(), rig.pool(0, max_size=96 * MiB)
+    freed = rig.allocate(64 * MiB, pool, one)
+    rig.hold(one, word)
+    rig.free(freed, one)
+    assert rig.allocate(50 * MiB, pool, two) == freed
+    assert rig.reserved(pool) == 64 * MiB
+    assert rig.busy(two)
+    word.value = 1
+    ok(d.cuStreamSynchronize(two))
+
+
+def test_memory_that_vanished_breaks_the_context_not_the_process() -> None:
+    rig = Rig()
+    d, stream, pool, word = rig.driver, rig.stream(), rig.pool(), rig.word()
+    address = rig.allocate(MiB, pool, stream)
+    rig.hold(stream, word)
+    ok(d.cuMemsetD8Async(address, 1, MiB, stream))
+    ok(d.cuMemFree(address))  # a mistake: the fill is still queued
+    ok(d.cuMemPoolTrimTo(pool, 0))
+    word.value = 1
+    error = d.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+    assert d.cuStreamSynchronize(stream)[0] == error
+    assert d.cuMemAlloc(4)[0] == error, "the context stays broken"
+
+
+def test_devices_of_one_name_have_the_same_uuids() -> None:
+    def uuids(**machine: object) -> list[bytes]:
+        driver = simulated(devices=2, **machine)  # type: ignore[arg-type]
+        ok(driver.cuInit(0))
+        return [bytes(ok(driver.cuDeviceGetUuid(ordinal)).bytes) for ordinal in range(2)]
+
+    assert uuids() == uuids()
+    assert uuids(name="a") == uuids(name="a", memory=MiB)
+    assert len({*uuids(name="a"), *uuids(name="b"), *uuids()}) == 6

@@ -1,0 +1,291 @@
+"""Order and asynchrony: clocks, the worker, the scheduler by chance."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import time
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from streamalloc.driver.simulator.timeline import Operation, Timeline, merge
+from tests.driver.simulator.support import MiB, Rig, ok
+
+pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
+
+
+def test_clocks_merge_to_the_later_of_both() -> None:
+    clock = {1: 5, 2: 1}
+    merge(clock, {2: 3, 3: 4, 1: 2})
+    assert clock == {1: 5, 2: 3, 3: 4}
+
+
+def test_a_wait_orders_after_all_the_event_knew() -> None:
+    rig = Rig()
+    d = rig.driver
+    one, two, three = rig.stream(), rig.stream(), rig.stream()
+    machine = d._machine
+    first, second = rig.event(), rig.event()
+    ok(d.cuEventRecord(first, one))
+    ok(d.cuStreamWaitEvent(two, first, 0))
+    ok(d.cuEventRecord(second, two))
+    ok(d.cuStreamWaitEvent(three, second, 0))
+    streams = [machine.streams[int(stream)] for stream in (one, two, three)]
+    assert streams[2].clock[streams[0].id] == streams[0].seq
+    assert streams[2].clock[streams[1].id] == streams[1].seq
+    assert streams[0].clock == {}
+
+
+def test_an_event_of_a_context_comes_after_all_its_streams_and_holds_none_of_them() -> None:
+    rig = Rig()
+    d, word, event = rig.driver, rig.word(), rig.event()
+    held, destroyed, free, waiting = rig.stream(), rig.stream(), rig.stream(blocking=True), rig.stream()
+    second = rig.word()
+    rig.hold(held, word)
+    rig.hold(destroyed, second)
+    ok(d.cuStreamDestroy(destroyed))
+    ok(d.cuCtxRecordEvent(rig.context, event))
+    ok(d.cuStreamWaitEvent(waiting, event, 0))
+    target = ok(d.cuMemAlloc(4))
+    for stream in (free, 0):
+        ok(d.cuMemsetD8Async(target, 1, 4, stream))
+        ok(d.cuStreamSynchronize(stream))
+    for gate in (word, second):
+        assert d.cuEventQuery(event)[0] == d.CUresult.CUDA_ERROR_NOT_READY
+        assert rig.busy(waiting)
+        gate.value = 1
+    ok(d.cuEventSynchronize(event))
+    ok(d.cuStreamSynchronize(waiting))
+
+
+def test_a_synchronised_event_of_a_context_tells_pools_of_no_frees() -> None:
+    rig = Rig()
+    d, event, pool, streams = rig.driver, rig.event(), rig.pool(0), [rig.stream(), rig.stream(blocking=True)]
+    for stream in streams:
+        rig.free(rig.allocate(MiB, pool, stream), stream)
+    ok(d.cuCtxRecordEvent(rig.context, event))
+    assert rig.reserved(pool) == 32 * MiB
+    ok(d.cuEventSynchronize(event))
+    assert rig.reserved(pool) == 32 * MiB
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_synchronised_context_has_seen_its_events(seed: int) -> None:
+    rig = Rig(seed=seed)
+    d, event, stream = rig.driver, rig.event(), rig.stream()
+    ok(d.cuMemsetD8Async(ok(d.cuMemAlloc(4)), 1, 4, stream))
+    ok(d.cuCtxRecordEvent(rig.context, event))
+    ok(d.cuCtxSynchronize())
+    ok(d.cuEventQuery(event))
+
+
+def test_an_event_of_a_context_is_not_captured() -> None:
+    rig = Rig()
+    d, event, stream = rig.driver, rig.event(), rig.stream()
+    ok(d.cuStreamBeginCapture(stream, d.CUstreamCaptureMode(2)))
+    assert d.cuCtxRecordEvent(rig.context, event)[0] == d.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+    assert d.cuStreamEndCapture(stream)[0] == d.CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+    ok(d.cuCtxRecordEvent(rig.context, event))
+
+
+def test_an_event_is_recorded_in_its_own_context() -> None:
+    rig = Rig(devices=2)
+    d, event = rig.driver, rig.event()
+    other = ok(d.cuDevicePrimaryCtxRetain(1))
+    assert d.cuCtxRecordEvent(other, event)[0] == d.CUresult.CUDA_ERROR_INVALID_HANDLE
+
+
+def test_a_synchronised_stream_raises_the_hosts_clock_with_all_it_waited_for() -> None:
+    rig = Rig()
+    d = rig.driver
+    one, two, event = rig.stream(), rig.stream(), rig.event()
+    ok(d.cuEventRecord(event, one))
+    ok(d.cuStreamWaitEvent(two, event, 0))
+    host = d._machine.timeline.host
+    number = d._machine.streams[int(one)].id
+    ok(d.cuStreamQuery(two) and (0,))
+    assert number not in host
+    ok(d.cuStreamSynchronize(two))
+    assert host[number] == 1
+
+
+def test_work_runs_while_the_host_makes_no_calls() -> None:
+    rig = Rig()
+    d, stream, word, flag = rig.driver, rig.stream(), rig.word(), rig.word()
+    rig.hold(stream, word)
+    ok(d.cuStreamWriteValue32(stream, ctypes.addressof(flag), 1, 0))
+    time.sleep(0.01)
+    assert flag.value == 0
+    opened = time.perf_counter()
+    word.value = 1
+    while not flag.value and time.perf_counter() - opened < 5:
+        time.sleep(0)
+    assert flag.value == 1
+    assert time.perf_counter() - opened < 0.5
+
+
+def test_a_slow_host_function_stops_no_other_stream() -> None:
+    rig = Rig()
+    d, slow, quick = rig.driver, rig.stream(), rig.stream()
+    let_go = threading.Event()
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: let_go.wait(10) and None)
+    address = ctypes.cast(callback, ctypes.c_void_p).value
+    ok(d.cuLaunchHostFunc(slow, d.CUhostFn(address), 0))
+    target = ok(d.cuMemAlloc(4096))
+    ok(d.cuMemsetD8Async(target, 5, 4096, quick))
+    ok(d.cuStreamSynchronize(quick))
+    assert rig.busy(slow)
+    let_go.set()
+    ok(d.cuStreamSynchronize(slow))
+
+
+def test_a_long_copy_does_not_stall_the_gates_of_others() -> None:
+    rig = Rig()
+    d, long, gated, word, flag = rig.driver, rig.stream(), rig.stream(), rig.word(), rig.word()
+    memory = ok(d.cuMemAlloc(128 * MiB))
+    rig.hold(gated, word)
+    ok(d.cuStreamWriteValue32(gated, ctypes.addressof(flag), 1, 0))
+    ok(d.cuMemsetD8Async(memory, 1, 128 * MiB, long))
+    word.value = 1
+    ok(d.cuStreamSynchronize(gated))
+    assert flag.value == 1
+    ok(d.cuStreamSynchronize(long))
+    assert ctypes.string_at(int(memory) + 128 * MiB - 1, 1) == b"\1"
+    ok(d.cuMemFree(memory))
+
+
+def test_every_thread_has_its_own_per_thread_stream_and_context() -> None:
+    rig = Rig()
+    d = rig.driver
+    mine = ok(d.cuStreamGetId(d.CUstream(2)))
+    seen: list[object] = []
+
+    def other() -> None:
+        seen.append(d.cuStreamGetId(d.CUstream(2))[0])
+        ok(d.cuCtxSetCurrent(rig.context))
+        seen.append(ok(d.cuStreamGetId(d.CUstream(2))))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert seen[0] == d.CUresult.CUDA_ERROR_INVALID_CONTEXT
+    assert seen[1] != mine
+
+
+def test_many_threads_share_a_pool() -> None:
+    rig = Rig()
+    d, pool = rig.driver, rig.pool()
+    failures: list[object] = []
+
+    def work(number: int) -> None:
+        try:
+            ok(d.cuCtxSetCurrent(rig.context))
+            stream = rig.stream()
+            for turn in range(60):
+                size = 64 << (turn % 8)
+                memory = rig.allocate(size, pool, stream)
+                ok(d.cuMemsetD8Async(memory, number, size, stream))
+                seen = np.zeros(size, np.uint8)
+                ok(d.cuMemcpyDtoHAsync(seen, memory, size, stream))
+                assert (seen == number).all()
+                rig.free(memory, stream)
+            ok(d.cuStreamSynchronize(stream))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_chance_keeps_the_order_that_cuda_promises(seed: int) -> None:
+    rig = Rig(seed=seed)
+    d, one, two, event = rig.driver, rig.stream(), rig.stream(), rig.event()
+    memory = ok(d.cuMemAlloc(256))
+    for value in range(1, 6):
+        ok(d.cuMemsetD8Async(memory, value, 256, one))
+    ok(d.cuEventRecord(event, one))
+    ok(d.cuStreamWaitEvent(two, event, 0))
+    seen = np.zeros(256, np.uint8)
+    ok(d.cuMemcpyDtoHAsync(seen, memory, 256, two))
+    assert (seen == 5).all()
+
+
+def test_chance_shows_a_missing_dependency() -> None:
+    stale = 0
+    for seed in range(8):
+        rig = Rig(seed=seed)
+        d, one, two = rig.driver, rig.stream(), rig.stream()
+        memory = ok(d.cuMemAlloc(64))
+        ok(d.cuMemsetD8Async(memory, 1, 64, one))
+        seen = np.zeros(64, np.uint8)
+        ok(d.cuMemcpyDtoHAsync(seen, memory, 64, two))  # a mistake: nothing orders it after the fill
+        stale += seen[0] == 0
+    assert 0 < stale < 8 or stale == 8
+
+
+def test_nothing_runs_in_the_callers_thread_under_chance() -> None:
+    rig = Rig(seed=1)
+    with rig.driver._machine.lock:
+        stream = rig.stream()
+        memory = ok(rig.driver.cuMemAlloc(64))
+        ok(rig.driver.cuMemsetD8Async(memory, 1, 64, stream))
+        assert rig.busy(stream)
+    ok(rig.driver.cuStreamSynchronize(stream))
+    assert not rig.busy(stream)
+
+
+def test_the_worker_leaves_when_it_is_closed() -> None:
+    timeline = Timeline(threading.RLock(), None)
+    closed = threading.Event()
+    timeline.on_close = closed.set
+    timeline.close()
+    assert closed.is_set()
+    assert Operation().step()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("policies", [(0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1)], ids=str)
+def test_memory_is_never_reused_too_early(policies: tuple[int, int, int], seed: int) -> None:
+    rig = Rig(seed=seed)
+    d, pool = rig.driver, rig.pool(max_size=32 * MiB)
+    rig.policies(pool, *policies)
+    streams = [rig.stream(), rig.stream(), rig.stream(blocking=True), 0]
+    dice = random.Random(seed)
+    live: list[tuple[int, int, object]] = []
+    expected: list[tuple[int, npt.NDArray[np.uint8]]] = []
+    sizes = (3 * MiB, 5 * MiB, 9 * MiB)
+    for turn in range(60):
+        stream = dice.choice(streams)
+        action = dice.random()
+        if action < 0.5:
+            size = dice.choice(sizes)
+            answer = d.cuMemAllocFromPoolAsync(size, pool, stream)
+            if answer[0] == 0:
+                memory, value = int(answer[1]), turn + 1
+                ok(d.cuMemsetD8Async(memory, value, 64, stream))
+                live.append((memory, value, stream))
+        elif action < 0.8 and live:
+            memory, value, owner = live.pop(dice.randrange(len(live)))
+            seen = np.ctypeslib.as_array((ctypes.c_uint8 * 64).from_address(ok(d.cuMemHostAlloc(64, 0))))
+            ok(d.cuMemcpyDtoHAsync(seen.ctypes.data, memory, 64, owner))
+            rig.free(memory, owner)
+            expected.append((value, seen))
+        elif action < 0.9:
+            event = rig.event()
+            ok(d.cuEventRecord(event, stream))
+            if stream:
+                ok(d.cuStreamWaitEvent(dice.choice(streams[:2]), event, 0))
+        else:
+            ok(d.cuStreamSynchronize(stream))
+    ok(d.cuCtxSynchronize())
+    assert expected
+    for value, seen in expected:
+        assert (seen == value).all()

@@ -1,0 +1,385 @@
+"""Virtual memory management: what the simulator makes of it in this process, and what it does not know."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import gc
+import itertools
+import mmap
+import os
+import random
+import resource
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from streamalloc.driver.bindings import handle_types_member
+from streamalloc.driver.simulator.memory import AddressMap, AddressRange
+from tests.driver.simulator.support import MiB, Rig, ok
+
+pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
+
+PAGE = 2 * MiB
+GiB = 1 << 30
+DEVICE, HOST, HOST_NUMA = 1, 2, 3
+NO_ACCESS, READ, READWRITE = 0, 1, 3
+
+
+class VirtualRig(Rig):
+    """A machine, and short names for virtual memory management."""
+
+    def place(self, kind: int, number: int = 0) -> Any:
+        location = self.driver.CUmemLocation()
+        location.type, location.id = self.driver.CUmemLocationType(kind), number
+        return location
+
+    def properties(self, place: int = DEVICE, number: int = 0, handle_types: int = 0, usage: int = 0) -> Any:
+        properties = self.driver.CUmemAllocationProp()
+        properties.type = self.driver.CUmemAllocationType(1)
+        properties.location = self.place(place, number)
+        properties.requestedHandleTypes = handle_types_member(handle_types)
+        properties.allocFlags.usage = usage
+        return properties
+
+    def memory(self, size: int = PAGE, **properties: Any) -> Any:
+        return ok(self.driver.cuMemCreate(size, self.properties(**properties), 0))
+
+    def reserve(self, size: int, hint: int = 0) -> int:
+        return int(ok(self.driver.cuMemAddressReserve(size, 0, hint, 0)))
+
+    def map(self, address: int, memory: Any, size: int = PAGE) -> int:
+        ok(self.driver.cuMemMap(address, size, 0, memory, 0))
+        return address
+
+    def access(self, address: int, size: int = PAGE, flags: int = READWRITE, place: int = DEVICE) -> Any:
+        descriptor = self.driver.CUmemAccessDesc()
+        descriptor.location, descriptor.flags = self.place(place), self.driver.CUmemAccess_flags(flags)
+        return self.driver.cuMemSetAccess(address, size, [descriptor], 1)
+
+    def mapped(self, size: int = PAGE, **properties: Any) -> int:
+        """Memory at an address of its own, with access, which goes when it is unmapped."""
+        memory = self.memory(size, **properties)
+        address = self.map(self.reserve(size), memory, size)
+        ok(self.driver.cuMemRelease(memory))
+        ok(self.access(address, size))
+        return address
+
+    def free_memory(self) -> int:
+        return int(ok(self.driver.cuMemGetInfo())[0])
+
+
+@pytest.fixture
+def rig() -> VirtualRig:
+    return VirtualRig()
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def has_memory(address: int) -> bool:
+    """Whether this process has memory of a simulated device there."""
+    with open("/proc/self/maps") as maps:
+        return any(line.startswith(f"{address:x}-") and "memfd:streamalloc:memory" in line for line in maps)
+
+
+# -- addresses ---------------------------------------------------------------------------------------------------------
+
+
+def test_overlapping_extents_are_those_that_share_a_byte() -> None:
+    dice = random.Random(1)
+    extents: AddressMap[Any] = AddressMap()
+    live: list[Any] = []
+    for base in range(0, 4000, 40):
+        extent = AddressRange.__new__(AddressRange)
+        extent.base, extent.size = base, dice.choice((10, 40))
+        extents.add(extent)
+        live.append(extent)
+    for extent in dice.sample(live, 30):
+        extents.remove(extent)
+        live.remove(extent)
+    for _ in range(500):
+        start = dice.randrange(4100)
+        end = start + dice.randrange(1, 300)
+        expected = [one for one in live if one.base < end and start < one.base + one.size]
+        assert extents.overlapping(start, end) == expected
+
+
+def test_reservations_leave_no_gap_between_them(rig: VirtualRig) -> None:
+    ranges = sorted(rig.reserve(PAGE) for _ in range(16))
+    touching = sum(one + PAGE == two for one, two in itertools.pairwise(ranges))
+    assert touching >= 4, "so that mappings over two of them can be tried out"
+
+
+def test_a_free_hint_is_honoured(rig: VirtualRig) -> None:
+    address = rig.reserve(2 * PAGE)
+    ok(rig.driver.cuMemAddressFree(address, 2 * PAGE))
+    assert rig.reserve(PAGE, address + PAGE) == address + PAGE
+
+
+def test_a_hint_never_takes_what_something_else_has(rig: VirtualRig) -> None:
+    with mmap.mmap(-1, 2 * PAGE) as taken:
+        taken[:] = b"\7" * len(taken)
+        view = (ctypes.c_char * len(taken)).from_buffer(taken)
+        hint = -(-ctypes.addressof(view) // PAGE) * PAGE
+        assert rig.reserve(PAGE, hint) != hint
+        assert taken[:] == b"\7" * len(taken)
+        del view
+
+
+def test_memory_over_two_reservations_that_touch(rig: VirtualRig) -> None:
+    d = rig.driver
+    address = rig.reserve(4 * PAGE)
+    ok(d.cuMemAddressFree(address, 4 * PAGE))
+    low, high = rig.reserve(2 * PAGE, address), rig.reserve(2 * PAGE, address + 2 * PAGE)
+    assert (low, high) == (address, address + 2 * PAGE)
+    start = rig.map(address + PAGE, rig.memory(2 * PAGE), 2 * PAGE)
+    ok(rig.access(start, 2 * PAGE))
+    ok(d.cuMemsetD8(start, 5, 2 * PAGE))
+    ok(d.cuCtxSynchronize())
+    assert ctypes.string_at(high - 1, 2) == b"\5\5"
+    ok(d.cuMemUnmap(address, 4 * PAGE))
+    ok(d.cuMemAddressFree(low, 2 * PAGE))
+    ok(d.cuMemAddressFree(high, 2 * PAGE))
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_whole_card_in_pieces_is_instant_and_touches_nothing(rig: VirtualRig) -> None:
+    d = rig.driver
+    before, files = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, open_files()
+    start = time.perf_counter()
+    address = rig.reserve(139 * GiB)
+    for offset in range(0, 139 * GiB, GiB):
+        rig.map(address + offset, rig.memory(GiB), GiB)
+    ok(rig.access(address, 139 * GiB))
+    assert time.perf_counter() - start < 0.5
+    assert rig.free_memory() < GiB
+    ok(d.cuMemsetD8(address + 139 * GiB - 64, 7, 64))
+    ok(d.cuMemcpyDtoD(address + GiB - 32, address + 139 * GiB - 64, 64))
+    ok(d.cuCtxSynchronize())
+    assert ctypes.string_at(address + GiB - 32, 64) == b"\7" * 64
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
+    assert open_files() <= files + 1, "there are limits to how many files a process may have"
+
+
+def test_what_was_given_back_is_empty_when_it_is_had_again(rig: VirtualRig) -> None:
+    for handle_types in (0, 1):
+        for _ in range(3):
+            address = rig.mapped(handle_types=handle_types)
+            assert ctypes.string_at(address, 16) == bytes(16)
+            ok(rig.driver.cuMemsetD8(address, 7, PAGE))
+            ok(rig.driver.cuMemUnmap(address, PAGE))
+
+
+def test_memory_that_can_be_exported_has_a_file_of_its_own(rig: VirtualRig) -> None:
+    rig.memory()  # the file for all that cannot
+    files = open_files()
+    one, two = (rig.memory(handle_types=1) for _ in range(2))
+    assert open_files() == files + 2
+    address = rig.map(rig.reserve(PAGE), one)
+    for memory in (one, two):
+        ok(rig.driver.cuMemRelease(memory))
+    assert open_files() == files + 1, "the first is still mapped"
+    ok(rig.driver.cuMemUnmap(address, PAGE))
+    assert open_files() == files
+
+
+def test_memory_counts_for_its_device_until_nobody_has_it() -> None:
+    rig = VirtualRig(devices=2, memory=96 * MiB)
+    d = rig.driver
+    memory, other, host = rig.memory(64 * MiB), rig.memory(32 * MiB, number=1), rig.memory(64 * MiB, place=HOST)
+    assert rig.free_memory() == 32 * MiB
+    assert d.cuMemCreate(34 * MiB, rig.properties(), 0)[0] == d.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    assert d.cuMemAlloc(34 * MiB)[0] == d.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    address = rig.map(rig.reserve(64 * MiB), memory, 64 * MiB)
+    assert int(ok(d.cuMemRetainAllocationHandle(address))) == int(memory)
+    for _ in range(2):
+        assert rig.free_memory() == 32 * MiB
+        ok(d.cuMemRelease(memory))
+    assert rig.free_memory() == 32 * MiB
+    ok(d.cuMemUnmap(address, 64 * MiB))
+    assert rig.free_memory() == 96 * MiB
+    for handle in (other, host):
+        ok(d.cuMemRelease(handle))
+    ok(d.cuCtxSetCurrent(ok(d.cuDevicePrimaryCtxRetain(1))))
+    assert rig.free_memory() == 96 * MiB
+
+
+@pytest.mark.parametrize("handle_types", [0, 1])
+def test_a_machine_that_ends_gives_everything_back(handle_types: int) -> None:
+    gc.collect()  # no other machine ends meanwhile
+    files = open_files()
+    rig = VirtualRig()
+    released, memory = rig.mapped(handle_types=handle_types), rig.memory(handle_types=handle_types)
+    kept = rig.map(rig.reserve(PAGE), memory)
+    rig.memory(usage=1)
+    ok(rig.driver.cuMemsetD8(released, 1, PAGE))
+    ok(rig.driver.cuCtxSynchronize())
+    assert has_memory(released) and has_memory(kept)
+    machine = rig.driver._machine
+    del rig
+    deadline = time.monotonic() + 5
+    while machine.virtual.mappings.at and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not has_memory(released) and not has_memory(kept)
+    assert open_files() == files
+
+
+def test_fabric_handles_need_a_channel() -> None:
+    without, having = VirtualRig(), VirtualRig(fabric=True)
+    answer = without.driver.cuMemCreate(PAGE, without.properties(handle_types=8), 0)
+    assert answer[0] == without.driver.CUresult.CUDA_ERROR_NOT_PERMITTED
+    properties = ok(having.driver.cuMemGetAllocationPropertiesFromHandle(having.memory(handle_types=8)))
+    assert int(properties.requestedHandleTypes) == 8
+
+
+# -- work and its memory -----------------------------------------------------------------------------------------------
+
+
+def test_addresses_that_are_gone_break_the_context_not_the_process(rig: VirtualRig) -> None:
+    d, stream, word, address = rig.driver, rig.stream(), rig.word(), rig.mapped()
+    rig.hold(stream, word)
+    ok(d.cuMemsetD8Async(address, 1, PAGE, stream))
+    ok(d.cuMemUnmap(address, PAGE))
+    ok(d.cuMemAddressFree(address, PAGE))  # from here on nothing of this machine is there
+    word.value = 1
+    assert d.cuStreamSynchronize(stream)[0] == d.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+
+
+def test_unmapping_lets_running_work_end(rig: VirtualRig) -> None:
+    d, stream, size = rig.driver, rig.stream(), 128 * MiB
+    address = rig.mapped(size)
+    for value in range(4):
+        ok(d.cuMemsetD8Async(address, value, size, stream))
+    ok(d.cuMemUnmap(address, size))
+    assert not rig.busy(stream)
+    ok(d.cuStreamSynchronize(stream))
+
+
+def test_with_a_seed_unmapping_lets_nothing_end() -> None:
+    def broken(seed: int) -> bool:
+        rig = VirtualRig(seed=seed)
+        stream, address = rig.stream(), rig.mapped()
+        ok(rig.driver.cuMemsetD8Async(address, 1, PAGE, stream))
+        ok(rig.driver.cuMemUnmap(address, PAGE))
+        return bool(rig.driver.cuStreamSynchronize(stream)[0])
+
+    assert any(broken(seed) for seed in range(20)), "a missing synchronisation has to show"
+
+
+def test_mapped_memory_of_another_machine_is_nobodys(rig: VirtualRig) -> None:
+    other = VirtualRig()
+    address = other.mapped()
+    d = rig.driver
+    assert d.cuMemUnmap(address, PAGE)[0] == d.CUresult.CUDA_ERROR_INVALID_VALUE
+    assert d.cuMemsetD8(address, 1, 4)[0] == d.CUresult.CUDA_ERROR_INVALID_VALUE
+    ok(other.driver.cuMemsetD8(address, 1, 4))
+
+
+def test_a_dma_buf_has_a_size_and_no_bytes(rig: VirtualRig) -> None:
+    kind = rig.driver.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+    files = open_files()
+    file = ok(rig.driver.cuMemGetHandleForAddressRange(rig.mapped(2 * PAGE), PAGE, kind, 0))
+    try:
+        assert os.lseek(file, 0, os.SEEK_END) == PAGE
+        assert fcntl.fcntl(file, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+        os.lseek(file, 0, os.SEEK_SET)
+        with pytest.raises(OSError):
+            os.read(file, 1)
+        with pytest.raises(OSError):
+            os.write(file, b"x")
+        with pytest.raises(OSError):
+            mmap.mmap(file, PAGE, prot=mmap.PROT_READ)
+    finally:
+        os.close(file)
+    assert open_files() <= files + 1  # that of the memory
+
+
+# -- what is not modelled ----------------------------------------------------------------------------------------------
+
+
+def _beyond_the_end(rig: VirtualRig) -> None:
+    hole = rig.reserve(4 * PAGE)
+    ok(rig.driver.cuMemAddressFree(hole, 4 * PAGE))
+    rig.driver.cuMemMap(rig.reserve(PAGE, hole), 2 * PAGE, 0, rig.memory(2 * PAGE), 0)
+
+
+def _released(rig: VirtualRig) -> None:
+    memory = rig.memory()
+    ok(rig.driver.cuMemRelease(memory))
+    assert rig.driver.cuMemRelease(memory)[0] == rig.driver.CUresult.CUDA_ERROR_INVALID_VALUE
+    rig.driver.cuMemGetAllocationPropertiesFromHandle(memory)
+
+
+def _tile_pool(rig: VirtualRig) -> None:
+    rig.map(rig.reserve(PAGE), rig.memory(usage=1))
+
+
+def _hole(rig: VirtualRig) -> None:
+    rig.driver.cuMemcpy(rig.reserve(PAGE), rig.mapped(), 4)
+
+
+def _host_to_device(rig: VirtualRig) -> None:
+    memory = rig.mapped(place=HOST)
+    ok(rig.access(memory, flags=NO_ACCESS))
+    ok(rig.access(memory, place=HOST))
+    rig.driver.cuMemcpy(ok(rig.driver.cuMemAlloc(4)), memory, 4)
+
+
+def _no_access_at_all(rig: VirtualRig) -> None:
+    memory = rig.mapped(place=HOST)
+    ok(rig.access(memory, flags=NO_ACCESS))
+    rig.driver.cuMemcpyDtoH(bytearray(4), memory, 4)
+
+
+def _access_of_queued_work(rig: VirtualRig) -> None:
+    stream, word, address = rig.stream(), rig.word(), rig.mapped()
+    rig.hold(stream, word)
+    ok(rig.driver.cuMemsetD8Async(address, 1, PAGE, stream))
+    ok(rig.access(address))  # which takes nothing away
+    try:
+        rig.access(address, flags=READ)
+    finally:
+        word.value = 1
+
+
+def _word(rig: VirtualRig) -> None:
+    rig.driver.cuStreamWaitValue32(rig.stream(), rig.mapped(place=HOST), 0, 0)
+
+
+def _pools_have_it(rig: VirtualRig) -> None:
+    stream, pool = rig.stream(), rig.pool()
+    rig.free(rig.allocate(100 * GiB, pool, stream), stream)
+    ok(rig.driver.cuStreamSynchronize(stream))
+    rig.memory(100 * GiB)
+
+
+def _dma_buf_of_host_memory(rig: VirtualRig) -> None:
+    kind = rig.driver.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+    rig.driver.cuMemGetHandleForAddressRange(rig.mapped(place=HOST), PAGE, kind, 0)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        (_beyond_the_end, "beyond the end of a reservation"),
+        (_released, "handle that does not exist"),
+        (_tile_pool, "memory for tiles"),
+        (_hole, "nothing is mapped"),
+        (_host_to_device, "mapped host memory"),
+        (_no_access_at_all, "mapped host memory"),
+        (_access_of_queued_work, "work on the memory is queued"),
+        (_word, "word of mapped host memory"),
+        (_pools_have_it, "pools hold in reserve"),
+        (_dma_buf_of_host_memory, "of host memory"),
+    ],
+    ids=lambda value: value.__name__.strip("_") if callable(value) else "",
+)
+def test_what_is_not_known_is_not_guessed(rig: VirtualRig, attempt: Callable[[VirtualRig], None], message: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"not modelled: .*{message}"):
+        attempt(rig)

@@ -1,0 +1,343 @@
+"""The door: what every driver has, how one is chosen, several of them in one process, and what import does not do."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import threading
+from collections.abc import Callable
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc.driver.bindings import BINDINGS_VERSION, cuda
+from streamalloc.driver.protocol import FUNCTIONS
+from tests.support import MiB, holds, names
+
+Python = Callable[..., CompletedProcess[str]]
+
+DRIVERS: dict[str, Callable[[], Any]] = {
+    "the bindings' module": lambda: cuda,
+    "simulated": sd.simulated,
+    "traced": lambda: sd.traced(sd.simulated()),
+    "checked": lambda: sd.checked(sd.simulated()),
+    "faulty": lambda: sd.faulty(sd.simulated(), "cuInit", nth=2),
+    "all around each other": lambda: sd.traced(sd.checked(sd.faulty(sd.simulated(), "cuInit", nth=9))),
+}
+
+
+class Without:
+    """A driver that lacks one function."""
+
+    def __init__(self, driver: Any, missing: str) -> None:
+        self._driver = driver
+        self._missing = missing
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._missing:
+            raise AttributeError(name)
+        return getattr(self._driver, name)
+
+
+class TestEveryDriver:
+    @pytest.mark.parametrize("name", DRIVERS)
+    def test_has_every_function_of_the_protocol(self, name: str) -> None:
+        driver = DRIVERS[name]()
+        assert [one for one in sorted(FUNCTIONS) if not callable(getattr(driver, one, None))] == []
+        assert isinstance(driver, sd.Driver)
+
+    def test_under_test_is_one(self, machine: Any) -> None:
+        assert isinstance(machine, sd.Driver)
+
+    @pytest.mark.parametrize("function", sorted(FUNCTIONS))
+    def test_the_protocol_takes_the_bindings_arguments(self, function: str) -> None:
+        ours = list(inspect.signature(getattr(sd.Driver, function)).parameters)[1:]
+        theirs = inspect.signature(getattr(cuda, function)).parameters.values()
+        required = [one.name for one in theirs if one.default is one.empty]
+        assert len(required) <= len(ours) <= len(theirs)
+        assert [one.name for one in theirs][: len(ours)] == ours
+
+    @pytest.mark.parametrize("function", sorted(FUNCTIONS))
+    def test_the_simulated_driver_takes_the_same(self, function: str) -> None:
+        simulated = list(inspect.signature(getattr(sd.simulated(), function)).parameters.values())
+        theirs = list(inspect.signature(getattr(cuda, function)).parameters.values())
+        assert [one.name for one in simulated] == [one.name for one in theirs]
+        assert [one.default is one.empty for one in simulated] == [one.default is one.empty for one in theirs]
+
+    @pytest.mark.parametrize("name", [name for name in DRIVERS if not name.startswith("the bindings")])
+    def test_offers_the_bindings_own_types(self, name: str) -> None:
+        driver = DRIVERS[name]()
+        for one in ("CUresult", "CUmemPoolProps", "CUmemLocation", "CUstream", "CUdeviceptr", "cuuint64_t"):
+            assert getattr(driver, one) is getattr(cuda, one)
+
+    def test_answers_a_tuple_that_starts_with_a_result(self, machine: Any) -> None:
+        for answer in (machine.cuInit(0), machine.cuDeviceGetCount(), machine.cuDeviceGet(10**6)):
+            assert isinstance(answer, tuple) and isinstance(answer[0], cuda.CUresult)
+
+    def test_what_is_not_modelled_says_so(self) -> None:
+        with pytest.raises(NotImplementedError, match="not modelled: cuTexObjectCreate"):
+            sd.simulated().cuTexObjectCreate(None, None, None)  # type: ignore[attr-defined]
+
+
+class TestChoice:
+    def test_given_to_the_object(self) -> None:
+        ours, default = sd.simulated(devices=2), sd.simulated()
+        with sd.use(default):
+            assert sa.Device(1, driver=ours).driver is ours
+            assert sa.Device(0).driver is default
+
+    def test_all_that_comes_from_a_device_uses_its_driver(self) -> None:
+        ours = sd.traced(sd.simulated())
+        with sd.use(sd.simulated()):
+            device = sa.Device(0, driver=ours)
+            stream = device.create_stream()
+            pool = sa.MemoryPool(device)
+            buffer = pool.allocate(64, stream)
+            sa.allocate(64, stream).free()
+            del ours.calls[:]
+            buffer.fill(1)
+            stream.record().synchronize()
+            buffer.free()
+            pool.close()
+        assert {"cuMemsetD8Async", "cuEventRecord", "cuMemFreeAsync", "cuMemPoolDestroy"} <= set(names(ours))
+
+    def test_a_pool_from_properties_takes_a_driver(self) -> None:
+        ours = sd.simulated(devices=2)
+        with sa.MemoryPool(sa.MemPoolProps(location=sa.MemLocation.device(1)), driver=ours) as pool:
+            assert pool is sa.MemoryPool._of_handle(pool._door, pool.handle, pool.location, pool.allocation_type)
+            assert pool.statistics().reserved == 0
+
+    def test_a_device_of_one_driver_and_another_driver(self) -> None:
+        device = sa.Device(0, driver=sd.simulated())
+        with pytest.raises(ValueError, match="driver"):
+            sa.MemoryPool(device, driver=sd.simulated())
+
+    def test_innermost_block(self) -> None:
+        outer, inner = sd.simulated(), sd.simulated()
+        with sd.use(outer) as entered:
+            assert entered is outer
+            with sd.use(inner):
+                assert sd.default() is inner
+            assert sd.default() is outer
+
+    def test_a_block_ends_with_an_exception(self, machine: Any) -> None:
+        with pytest.raises(KeyError), sd.use(sd.simulated()):
+            raise KeyError
+        assert sd.default() is machine
+
+    def test_a_block_is_its_thread_s_own(self) -> None:
+        here, there = sd.simulated(), sd.simulated()
+        entered, left = threading.Event(), threading.Event()
+
+        def elsewhere() -> None:
+            with sd.use(there):
+                entered.set()
+                left.wait(10)
+
+        thread = threading.Thread(target=elsewhere)
+        with sd.use(here):
+            thread.start()
+            assert entered.wait(10)
+            assert sd.default() is here
+        left.set()
+        thread.join()
+
+    def test_environment(self, python: Python) -> None:
+        """simulated; a name that is none; and that a block and an argument go before it."""
+        done = python(
+            "import streamalloc as sa, streamalloc.driver as sd\n"
+            "import os\n"
+            "machine = sd.default()\n"
+            "assert getattr(machine, 'is_simulated', False) and sd.default() is machine\n"
+            "assert sa.Device(0).driver is machine\n"
+            "other = sd.simulated()\n"
+            "with sd.use(other): assert sa.Device(0).driver is other\n"
+            "assert sa.Device(0, driver=other).driver is other\n"
+            "os.environ['STREAMALLOC_DRIVER'] = 'gpu'\n"
+            "try: sa.Device(0)\n"
+            "except ValueError as error: print(error)\n",
+            STREAMALLOC_DRIVER="simulated",
+        )
+        assert done.stderr == ""
+        assert all(word in done.stdout for word in ("STREAMALLOC_DRIVER", "'gpu'", "cuda", "simulated"))
+
+    def test_under_test(self, on_cuda: bool, machine: Any) -> None:
+        assert (machine is cuda) == on_cuda
+        assert getattr(machine, "is_simulated", False) != on_cuda
+
+
+NO_DRIVER = """
+from cuda.bindings import driver as cuda
+def refuse(flags):
+    {how}
+cuda.cuInit = refuse
+import streamalloc as sa, streamalloc.driver as sd
+try:
+    {what}
+except sa.DriverNotFoundError as error:
+    print(error)
+else:
+    raise SystemExit("fell back in silence")
+"""
+
+
+class TestNoDriver:
+    @pytest.mark.parametrize("environment", [None, "cuda"])
+    @pytest.mark.parametrize(
+        ("how", "found"),
+        [
+            ("raise RuntimeError('Failed to dlopen libcuda.so.1')", "dlopen"),
+            ("return (cuda.CUresult.CUDA_ERROR_NO_DEVICE,)", "CUDA_ERROR_NO_DEVICE"),
+        ],
+    )
+    def test_says_what_was_looked_for_and_how_to_simulate(
+        self, python: Python, environment: str | None, how: str, found: str
+    ) -> None:
+        done = python(NO_DRIVER.format(how=how, what="sa.Device(0)"), STREAMALLOC_DRIVER=environment)
+        assert done.stderr == ""
+        for word in (found, "libcuda.so.1", BINDINGS_VERSION, "STREAMALLOC_DRIVER=simulated", "driver.simulated()"):
+            assert word in done.stdout
+
+    def test_naming_the_real_one_does_not_help(self, python: Python) -> None:
+        done = python(NO_DRIVER.format(how="raise OSError('no libcuda')", what="sd.real()"))
+        assert done.stderr == "" and "no libcuda" in done.stdout
+
+
+class TestImport:
+    def test_calls_no_driver_and_loads_no_simulator(self, python: Python) -> None:
+        done = python(
+            "from cuda.bindings import driver as cuda\n"
+            "import sys\n"
+            "def refuse(*args): raise AssertionError('a driver call during import')\n"
+            "for name in dir(cuda):\n"
+            "    if name.startswith('cu') and name[2:3].isupper(): setattr(cuda, name, refuse)\n"
+            "import streamalloc, streamalloc.driver, streamalloc.pool, streamalloc.testing\n"
+            "print([name for name in sys.modules if '.simulator' in name or name in ('cupy', 'torch', 'matplotlib')])\n"
+        )
+        assert (done.stdout, done.stderr) == ("[]\n", "")
+
+    def test_a_device_and_a_pool_make_no_context(self, machine: Any) -> None:
+        driver = sd.traced(machine)
+        with sa.MemoryPool(sa.Device(0, driver=driver)) as pool:
+            pool.statistics()
+        assert not {"cuDevicePrimaryCtxRetain", "cuCtxCreate", "cuCtxSetCurrent"} & set(names(driver))
+
+
+class TestContexts:
+    def test_no_context_is_left_current(self, machine: Any, device: sa.Device) -> None:
+        """Whatever needs a context has it for that call only."""
+        left: list[Any] = []
+
+        def work() -> None:
+            stream = device.create_stream()
+            with sa.MemoryPool(device) as pool, pool.allocate(MiB, stream) as buffer:
+                buffer.fill(1)
+                assert holds(buffer, 1)
+                device.memory_info()
+                stream.record(timing=True).synchronize()
+                with pool.allocate(64, device.default_stream) as other:
+                    other.fill(2)
+                    assert holds(other, 2)
+            stream.close()
+            device.synchronize()
+            left.append(int(machine.cuCtxGetCurrent()[1]))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert left == [0]
+
+    def test_the_caller_s_context_stays(self, raw: Any, device: sa.Device) -> None:
+        before = int(raw.cuCtxGetCurrent()[1])
+        device.memory_info()
+        device.create_stream().close()
+        assert int(raw.cuCtxGetCurrent()[1]) == before != 0
+
+    def test_the_primary_context_is_retained_once_and_kept(self, machine: Any) -> None:
+        """What is dropped last would otherwise be destroyed after its context."""
+        driver = sd.traced(machine)
+        device = sa.Device(0, driver=driver)
+        for _ in range(3):
+            device.memory_info()
+            device.create_stream().close()
+        del device
+        gc.collect()
+        kinds = ("cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease", "cuDevicePrimaryCtxReset", "cuCtxDestroy")
+        assert names(driver, *kinds) == [kinds[0]]
+
+
+class TestSideBySide:
+    def test_two_machines(self) -> None:
+        first, second = (sa.Device(0, driver=sd.simulated(memory=size * 1024 * MiB)) for size in (1, 2))
+        assert first != second and (first.total_memory, second.total_memory) == (1024 * MiB, 2048 * MiB)
+        with sa.MemoryPool(first) as one, sa.MemoryPool(second) as two:
+            a, b = one.allocate(MiB, first.create_stream()), two.allocate(2 * MiB, second.create_stream())
+            a.fill(1)
+            b.fill(2)
+            assert holds(a, 1) and holds(b, 2)
+            assert (one.statistics().used, two.statistics().used) == (MiB, 2 * MiB)
+            a.free()
+            b.free()
+
+    def test_the_driver_under_test_and_a_simulated_one(self, device: sa.Device, pool: sa.MemoryPool) -> None:
+        simulated = sa.Device(0, driver=sd.simulated())
+        with sa.MemoryPool(simulated) as other, device.create_stream() as ours, simulated.create_stream() as theirs:
+            a, b = pool.allocate(64, ours), other.allocate(64, theirs)
+            a.fill(1)
+            b.fill(2)
+            assert holds(a, 1) and holds(b, 2)
+            with pytest.raises(ValueError, match="another driver"):
+                pool.allocate(64, theirs)
+            with pytest.raises(ValueError, match="another driver"):
+                a.free(theirs)
+            with pytest.raises(ValueError, match="another driver"):
+                a.copy_to(b)
+            with pytest.raises(ValueError, match="another driver"):
+                a.fill(1, theirs)
+            with pytest.raises(ValueError, match="another driver"):
+                ours.wait(theirs.record())
+            with pytest.raises(ValueError, match="another driver"):
+                pool.access(simulated)
+            with pytest.raises(ValueError, match="another driver"):
+                device.can_access(simulated)
+            assert not a.freed
+            a.free()
+            b.free()
+
+    def test_machines_of_one_name_have_the_same_devices(self) -> None:
+        alike = [sd.simulated(devices=2, name="twins") for _ in range(2)]
+        other = sd.simulated(devices=2, name="others")
+        ids = [[device.uuid for device in sa.Device.all(driver)] for driver in (*alike, other)]
+        assert ids[0] == ids[1] and not set(ids[0]) & set(ids[2]) and len(set(ids[0])) == 2
+
+
+class TestTooOld:
+    def test_bindings_without_a_function(self, machine: Any) -> None:
+        driver: Any = Without(machine, "cuMemGetDefaultMemPool")
+        with pytest.raises(sa.NotSupportedError) as caught:
+            sa.MemoryPool.default(sa.MemLocation.host(), driver=driver)
+        assert caught.value.call == "cuMemGetDefaultMemPool"
+        assert "13.0" in str(caught.value) and BINDINGS_VERSION in str(caught.value)
+
+    def test_driver_without_a_function(self, machine: Any) -> None:
+        """The bindings raise ``RuntimeError('Function "..." not found')`` where libcuda lacks a function."""
+
+        class Old(Without):
+            def __getattr__(self, name: str) -> Any:
+                if name == "cuMemGetDefaultMemPool":
+
+                    def missing(*_: Any) -> Any:
+                        raise RuntimeError(f'Function "{name}" not found')
+
+                    return missing
+                if name == "cuDriverGetVersion":
+                    return lambda: (cuda.CUresult.CUDA_SUCCESS, 12080)
+                return super().__getattr__(name)
+
+        driver: Any = Old(machine, "")
+        with pytest.raises(sa.NotSupportedError) as caught:
+            sa.MemoryPool.default(sa.MemLocation.host(), driver=driver)
+        assert "cuMemGetDefaultMemPool" in str(caught.value) and "12.8" in str(caught.value)

@@ -1,0 +1,232 @@
+"""The drivers around a driver: traced, checked and faulty."""
+
+from __future__ import annotations
+
+import gc
+import io
+from collections import Counter
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc.driver.bindings import cuda
+from tests.support import MiB, names
+
+
+class TestTraced:
+    def test_records_name_arguments_and_answer(self, raw: Any) -> None:
+        driver = sd.traced(raw)
+        answer = driver.cuDeviceGetCount()
+        driver.cuInit(0)
+        assert [(call.name, call.args) for call in driver.calls] == [("cuDeviceGetCount", ()), ("cuInit", (0,))]
+        assert driver.calls[0].answer == answer and answer[0] == cuda.CUresult.CUDA_SUCCESS
+
+    def test_prints(self, raw: Any) -> None:
+        out = io.StringIO()
+        driver = sd.traced(raw, out)
+        driver.cuDeviceGet(10**6)
+        driver.cuDriverGetVersion()
+        first, second = out.getvalue().splitlines()
+        assert first.startswith("cuDeviceGet(1000000) -> CUDA_ERROR_INVALID_DEVICE")
+        assert second.startswith("cuDriverGetVersion() -> CUDA_SUCCESS") and str(driver.calls[1].answer[1]) in second
+
+    def test_every_raw_call_of_the_hot_path(self, machine: Any) -> None:
+        """An allocation and a free are one driver call each, and nothing else."""
+        driver = sd.traced(machine)
+        device = sa.Device(0, driver=driver)
+        with device.create_stream() as stream, sa.MemoryPool(device) as pool:
+            del driver.calls[:]
+            pool.allocate(4096, stream).free()
+            assert names(driver) == ["cuMemAllocFromPoolAsync", "cuMemFreeAsync"]
+            sa.allocate(4096, stream).free()
+            assert names(driver)[2:] == ["cuMemAllocAsync", "cuMemFreeAsync"]
+
+    @pytest.mark.parametrize("wrap", [sd.traced, sd.checked, lambda driver: sd.faulty(driver, 10**9)])
+    def test_keyword_arguments(self, machine: Any, wrap: Any) -> None:
+        """The bindings take their arguments by name as well."""
+        assert wrap(machine).cuInit(Flags=0)[0] == cuda.CUresult.CUDA_SUCCESS
+
+
+def test_the_hot_path_looks_its_functions_up_once(machine: Any) -> None:
+    """Off costs nothing: what a pool calls is bound when the pool is made."""
+
+    class Counting:
+        lookups = 0
+
+        def __getattr__(self, name: str) -> Any:
+            Counting.lookups += 1
+            return getattr(machine, name)
+
+    driver: Any = Counting()
+    device = sa.Device(0, driver=driver)
+    with device.create_stream() as stream, sa.MemoryPool(device) as pool:
+        pool.allocate(64, stream).free()
+        before = Counting.lookups
+        for _ in range(10):
+            pool.allocate(64, stream).free()
+        assert Counting.lookups == before
+
+
+class TestChecked:
+    def test_knows_what_is_outstanding(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        device = sa.Device(0, driver=driver)
+        stream = device.create_stream()
+        pool = sa.MemoryPool(device)
+        buffer = pool.allocate(64, stream)
+        event = stream.record()
+        assert driver.outstanding() == {
+            "event": [event.handle],
+            "pool": [pool.handle],
+            "pool allocation": [buffer.address],
+            "stream": [stream.handle],
+        }
+        with pytest.raises(sd.DriverMisuseError, match="1 pool allocation"):
+            driver.assert_nothing_left(besides=("event", "pool", "stream"))
+        for one in (buffer, event, pool):
+            one.close()
+        driver.assert_nothing_left(besides=["stream"])
+        stream.close()
+        del buffer, stream  # and with them the event that closing the stream recorded
+        driver.assert_nothing_left()
+
+    def test_a_second_free_does_not_reach_the_driver(self, machine: Any) -> None:
+        driver = sd.traced(machine)
+        checked = sd.checked(driver)
+        device = sa.Device(0, driver=checked)
+        with device.create_stream() as stream, sa.MemoryPool(device) as pool:
+            address = pool.allocate(64, stream).address  # freed as it is dropped
+            before = len(driver.calls)
+            with pytest.raises(sd.DriverMisuseError, match="cuMemFreeAsync"):
+                checked.cuMemFreeAsync(address, stream.handle)
+            assert len(driver.calls) == before
+
+    def test_freeing_nothing_is_allowed(self, machine: Any) -> None:
+        checked = sd.checked(machine)
+        device = sa.Device(0, driver=checked)
+        with device.create_stream() as stream:
+            assert checked.cuMemFreeAsync(0, cuda.CUstream(stream.handle))[0] == cuda.CUresult.CUDA_SUCCESS
+
+    def test_memory_of_a_capture_is_the_graph_s(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        device = sa.Device(0, driver=driver)
+        with device.create_stream() as stream:
+            with stream.capture() as graph:
+                sa.allocate(MiB, stream)
+            assert driver.outstanding().keys() == {"stream", "graph"}
+            graph.close()
+
+    def test_a_driver_that_breaks_the_convention(self) -> None:
+        class Bad:
+            @staticmethod
+            def cuInit(flags: int) -> int:
+                return 0
+
+        with pytest.raises(sd.DriverMisuseError, match="cuInit"):
+            sd.checked(Bad()).cuInit(0)  # type: ignore[arg-type]
+
+    def test_an_address_that_is_used_again(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        device = sa.Device(0, driver=driver)
+        with device.create_stream() as stream, sa.MemoryPool(device, release_threshold=MiB) as pool:
+            seen = set()
+            for _ in range(5):
+                with pool.allocate(64, stream) as buffer:
+                    seen.add(buffer.address)
+            assert len(seen) == 1  # freed in its own stream, so it is used again at once
+            assert "pool allocation" not in driver.outstanding()
+
+
+class TestFaulty:
+    def test_by_name(self, raw: Any) -> None:
+        driver = sd.faulty(raw, "cuDeviceGetCount", nth=2, times=2, result="CUDA_ERROR_UNKNOWN")
+        answers = [driver.cuDeviceGetCount() for _ in range(4)]
+        assert [answer[0].name for answer in answers] == [
+            "CUDA_SUCCESS",
+            "CUDA_ERROR_UNKNOWN",
+            "CUDA_ERROR_UNKNOWN",
+            "CUDA_SUCCESS",
+        ]
+        assert [len(answer) for answer in answers] == [2] * 4
+        assert driver.failed == ["cuDeviceGetCount"] * 2
+
+    def test_by_number(self, machine: Any) -> None:
+        driver = sd.faulty(machine, 2)
+        assert [
+            driver.cuInit(0)[0].name,
+            driver.cuDeviceGetCount()[0].name,
+            driver.cuInit(0)[0].name,
+        ] == ["CUDA_SUCCESS", "CUDA_ERROR_OUT_OF_MEMORY", "CUDA_SUCCESS"]
+        assert driver.seen == ["cuInit", "cuDeviceGetCount", "cuInit"] and driver.failed == ["cuDeviceGetCount"]
+
+    def test_what_fails_does_not_reach_the_driver(self, machine: Any) -> None:
+        traced = sd.traced(machine)
+        sd.faulty(traced, "cuInit").cuInit(0)
+        assert traced.calls == []
+
+    @pytest.mark.parametrize(
+        ("function", "values"),
+        [
+            ("cuMemAllocFromPoolAsync", 1),
+            ("cuMemGetInfo", 2),
+            ("cuMemGetAddressRange", 2),
+            ("cuStreamQuery", 0),
+            ("cuMemFreeAsync", 0),
+            ("cuDevicePrimaryCtxRetain", 1),
+            ("cuStreamEndCapture", 1),
+            ("cuMemPoolGetAccess", 1),
+            ("cuCtxPopCurrent", 1),
+        ],
+    )
+    def test_a_refusal_has_the_call_s_shape(self, machine: Any, function: str, values: int) -> None:
+        answer = getattr(sd.faulty(machine, function), function)()
+        assert answer[0] == cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY and answer[1:] == (None,) * values
+
+    def test_a_result_that_there_is_not(self, machine: Any) -> None:
+        with pytest.raises(AttributeError):
+            sd.faulty(machine, "cuInit", result="CUDA_ERROR_OF_MINE")
+
+
+def test_they_stack(machine: Any) -> None:
+    traced = sd.traced(machine)
+    checked = sd.checked(traced)
+    driver = sd.faulty(checked, "cuMemPoolCreate")
+    device = sa.Device(0, driver=driver)
+    with pytest.raises(sa.OutOfMemoryError):
+        sa.MemoryPool(device)
+    with sa.MemoryPool(device):
+        assert list(checked.outstanding()) == ["pool"]
+    checked.assert_nothing_left()
+    assert names(traced, "cuMemPoolCreate", "cuMemPoolDestroy") == ["cuMemPoolCreate", "cuMemPoolDestroy"]
+
+
+@pytest.mark.parametrize("wrap", [sd.traced, sd.checked, lambda driver: sd.faulty(driver, 10**9)])
+def test_what_is_no_function_is_the_driver_s(machine: Any, wrap: Any) -> None:
+    driver = wrap(machine)
+    assert driver.CUmemPoolProps is machine.CUmemPoolProps and driver.cuuint64_t is machine.cuuint64_t
+    with pytest.raises(AttributeError):
+        driver.cuNoSuchFunction  # noqa: B018
+    assert type(driver).__name__.strip("_").lower() in repr(driver)
+
+
+@pytest.mark.timeout(20)
+def test_a_finaliser_in_the_middle_of_an_observation(machine: Any) -> None:
+    """The collector may run one anywhere, also where the account is being kept; it must not wait for itself."""
+    driver = sd.checked(machine)
+    device = sa.Device(0, driver=driver)
+
+    class Collects(Counter[tuple[str, int]]):
+        def __setitem__(self, key: tuple[str, int], count: int) -> None:
+            super().__setitem__(key, count)
+            gc.collect()
+
+    driver._live = Collects(driver._live)
+    for _ in range(3):
+        cycle: list[object] = [device.create_stream(), device.create_event()]
+        cycle.append(cycle)
+        del cycle
+    device.create_stream().close()
+    gc.collect()
+    driver.assert_nothing_left()

@@ -1,0 +1,593 @@
+"""Descriptors: what travels, and what comes of it when it is not what an exporter made."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import streamalloc as sa
+from streamalloc import ipc
+from streamalloc.ipc import Chunk, Descriptor, Mechanism
+from streamalloc.ipc.sharing.descriptor import FABRIC
+from streamalloc.ipc.sharing.imports import importer_of
+from streamalloc.ipc.sharing.shared_words import IMPORTERS, SLOTS
+from tests.ipc.support import POSIX, Partner, State, There, filled, make_buffer, make_growable, make_pool, shows, state
+from tests.support import MiB, executed
+
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
+NAME = st.binary(min_size=16, max_size=16)
+WORD = st.integers(0, (1 << 32) - 1)
+MOST = 1 << 48
+
+
+@st.composite
+def descriptors(draw: st.DrawFn) -> Descriptor:
+    handle_type = draw(st.sampled_from([0, 1, FABRIC]))
+    mechanism = Mechanism.PHYSICAL if handle_type == FABRIC else draw(st.sampled_from(Mechanism))
+    memory = mechanism not in (Mechanism.POOL, Mechanism.EVENT)
+    handle = st.binary(min_size=64, max_size=64) if handle_type == FABRIC else st.just(b"")
+    base = draw(st.integers(0, MOST)) if memory else 0
+    offset = draw(st.integers(0, base))
+    return Descriptor(
+        mechanism=mechanism,
+        device=draw(NAME),
+        origin=draw(NAME),
+        board=draw(NAME),
+        endpoint=draw(NAME),
+        flags=draw(st.integers(0, 7)) if memory else 0,
+        slot=draw(WORD),
+        generation=draw(WORD),
+        ready=draw(WORD),
+        driver_version=draw(WORD),
+        handle_type=handle_type,
+        offset=offset,
+        size=draw(st.integers(0, base - offset)),
+        base_size=base,
+        payload=draw(st.binary(max_size=256)),
+        chunks=tuple(draw(st.lists(st.builds(Chunk, NAME, st.integers(1, MOST), handle), max_size=5 * memory))),
+    )
+
+
+def example(**fields: Any) -> Descriptor:
+    """A descriptor with all parts."""
+    chunks = (Chunk(bytes(range(16)), 2 * MiB), Chunk(bytes(16), 4 * MiB))
+    whole = Descriptor(
+        Mechanism.POOL_POINTER,
+        bytes(range(100, 116)),
+        bytes(range(16)),
+        bytes(range(16, 32)),
+        bytes(range(32, 48)),
+        1,
+        2,
+        3,
+        4,
+        13000,
+        1,
+        5,
+        6,
+        4096,
+        bytes(range(64)),
+        chunks,
+    )
+    return whole._replace(**fields)
+
+
+def fabric_example(**fields: Any) -> Descriptor:
+    """One whose handles are bytes."""
+    chunks = (Chunk(bytes(range(16)), 2 * MiB, bytes(range(64))), Chunk(bytes(16), 4 * MiB, bytes(range(64, 128))))
+    return example(mechanism=Mechanism.PHYSICAL, handle_type=FABRIC, payload=b"", chunks=chunks)._replace(**fields)
+
+
+class TestFormat:
+    @given(descriptors())
+    @settings(max_examples=200, deadline=None)
+    def test_round_trip(self, descriptor: Descriptor) -> None:
+        if descriptor.mechanism in (Mechanism.POOL, Mechanism.EVENT):
+            descriptor = descriptor._replace(flags=0, offset=0, size=0, base_size=0, chunks=())
+        assert Descriptor.from_bytes(descriptor.to_bytes()) == descriptor
+
+    @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview], ids=lambda kind: kind.__name__)
+    def test_of_any_bytes(self, kind: Any) -> None:
+        assert Descriptor.from_bytes(kind(example().to_bytes())) == example()
+
+    def test_every_field_travels(self) -> None:
+        """A change of any field changes the bytes, and is there after the journey."""
+        other: dict[str, Any] = {
+            "mechanism": Mechanism.LEGACY, "device": bytes(16), "origin": bytes(16), "board": bytes(16),
+            "endpoint": bytes(16), "flags": 2, "slot": 9, "generation": 9, "ready": 9, "driver_version": 9,
+            "handle_type": 0, "offset": 9, "size": 9, "base_size": 9000, "payload": b"x", "chunks": (),
+        }  # fmt: skip
+        assert set(other) == set(Descriptor._fields)
+        for name, value in other.items():
+            changed = example(**{name: value})
+            assert changed.to_bytes() != example().to_bytes()
+            assert getattr(Descriptor.from_bytes(changed.to_bytes()), name) == value
+
+    def test_is_small(self) -> None:
+        assert len(example(chunks=()).to_bytes()) <= 256
+
+    def test_is_immutable(self) -> None:
+        with pytest.raises(AttributeError):
+            example().size = 7  # type: ignore[misc]
+
+    @pytest.mark.parametrize("data", ["text", 7, None, [1, 2]], ids=repr)
+    def test_no_bytes(self, data: Any) -> None:
+        with pytest.raises(TypeError, match="bytes"):
+            Descriptor.from_bytes(data)
+
+    @pytest.mark.parametrize("data", [b"", b"SAipc", bytes(500), b"\x80\x04K\x05.", b"SAipc\x01" + bytes(300)])
+    def test_no_descriptor(self, data: bytes) -> None:
+        with pytest.raises(ValueError):
+            Descriptor.from_bytes(data)
+
+    def test_another_version(self) -> None:
+        data = bytearray(example().to_bytes())
+        data[5] += 1
+        with pytest.raises(ValueError, match=r"version 3.*version 2"):
+            Descriptor.from_bytes(bytes(data))
+
+    def test_fabric_handles_travel(self) -> None:
+        whole = fabric_example()
+        assert Descriptor.from_bytes(whole.to_bytes()) == whole
+        assert len(whole.to_bytes()) == len(whole._replace(handle_type=1).to_bytes()) + 2 * 64
+
+    @pytest.mark.parametrize("mechanism", [one for one in Mechanism if one is not Mechanism.PHYSICAL])
+    def test_fabric_handles_of_something_else(self, mechanism: Mechanism) -> None:
+        data = fabric_example(mechanism=mechanism, chunks=(), flags=0, offset=0, size=0, base_size=0).to_bytes()
+        with pytest.raises(ValueError, match=f"{mechanism.name} with fabric handles"):
+            Descriptor.from_bytes(data)
+
+    @pytest.mark.parametrize("descriptor", [example(), fabric_example()], ids=["descriptors", "fabric"])
+    def test_every_byte_counts(self, descriptor: Descriptor) -> None:
+        """No byte of it can change, be missing or be too many without notice."""
+        data = descriptor.to_bytes()
+        for at in range(len(data)):
+            with pytest.raises(ValueError):
+                Descriptor.from_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
+            with pytest.raises(ValueError):
+                Descriptor.from_bytes(data[:at])
+            with pytest.raises(ValueError):
+                Descriptor.from_bytes(data + data[: at + 1])
+
+    def test_a_hundred_thousand_mutations(self) -> None:
+        chance = random.Random(4)
+        originals = [
+            example().to_bytes(),
+            example(payload=b"", chunks=()).to_bytes(),
+            fabric_example().to_bytes(),
+            bytes(200),
+        ]
+        start, refused = time.monotonic(), 0
+        for number in range(100_000):
+            data = bytearray(originals[number % 4])
+            kind = chance.randrange(4)
+            if kind == 0:
+                for _ in range(chance.choice((1, 1, 2, 8))):
+                    data[chance.randrange(len(data))] = chance.randrange(256)
+            elif kind == 1:
+                del data[chance.randrange(len(data)) :]
+            elif kind == 2:
+                data += chance.randbytes(chance.randrange(1, 64))
+            else:
+                cut = chance.randrange(len(data))
+                data[cut:] = chance.choice(originals)[chance.randrange(100) :]
+            try:
+                Descriptor.from_bytes(bytes(data))
+            except ValueError:
+                refused += 1
+        # A byte may have been replaced by itself, or a cut been put back as it was.
+        assert refused > 98_000
+        assert time.monotonic() - start < 10
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "size beyond": {"size": 4097 - 5},
+    "offset beyond": {"offset": 4096},
+    "huge size": {"size": (1 << 64) - 1},
+    "huge offset": {"offset": (1 << 64) - 1, "size": 1},
+    "huge base": {"base_size": (1 << 64) - 1},
+    "unknown flags": {"flags": 1 << 31},
+    "unknown handle type": {"handle_type": 2},
+    "payload too long": {"payload": bytes(257)},
+    "too many chunks": {"chunks": (Chunk(bytes(16), 1),) * 2049},
+    "pool with memory": {"mechanism": Mechanism.POOL},
+    "event with memory": {"mechanism": Mechanism.EVENT, "flags": 0, "chunks": ()},
+    "chunk of nothing": {"chunks": (Chunk(bytes(16), 0),)},
+    "huge chunk": {"chunks": (Chunk(bytes(16), 1 << 63),)},
+}
+
+
+@pytest.mark.parametrize("fields", HOSTILE.values(), ids=HOSTILE)
+def test_well_formed_but_wrong(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        Descriptor.from_bytes(example(**fields).to_bytes())
+
+
+@pytest.mark.parametrize("number", [0, 6, 255])
+def test_unknown_mechanism(number: int) -> None:
+    with pytest.raises(ValueError, match=f"mechanism {number}"):
+        Descriptor.from_bytes(example(mechanism=number).to_bytes())
+
+
+# --- opening descriptors whose checksum is right and whose fields are not
+
+OTHER = bytes(range(200, 216))
+REFUSED = (ValueError, sa.CudaError)
+
+
+@pytest.fixture(params=["buffer", "growable", "pool", "event", "memory", "view"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+Sent = tuple[Descriptor, tuple[ipc.Fd, ...]]
+
+
+@pytest.fixture
+def sent(partner: Partner, kind: str) -> Iterator[Sent]:
+    """What another process has shared, and its handles as they came."""
+    yield from _sent(partner, kind)
+
+
+def _sent(partner: Partner, kind: str) -> Iterator[Sent]:
+    partner.run(make_pool)
+    partner.run(make_buffer, "buffer", 1)
+    partner.run(make_growable, "growable", 1, 3 * MiB)
+    partner.run(_make_others)
+    data, fds = partner.shared(kind)
+    yield Descriptor.from_bytes(data), fds
+    for fd in fds:
+        fd.close()
+
+
+def _make_others(there: There) -> None:
+    there.keep("event", there.device.create_event(interprocess=True))
+    there.keep("memory", sa.vmm.PhysicalMemory(2 * MiB, there.device, handle_types=POSIX))
+    there.keep("view", there.kept["buffer"][1000:2000])
+
+
+def again(fds: tuple[ipc.Fd, ...]) -> tuple[ipc.Fd, ...]:
+    """Handles for one call, which takes them."""
+    return tuple(ipc.Fd(os.dup(fd.fileno())) for fd in fds)
+
+
+def close(opened: Any) -> None:
+    if hasattr(opened, "close"):
+        opened.close()
+
+
+def good(opened: Any, kind: str) -> bool:
+    """Whether what was opened is what was shared."""
+    if kind in ("buffer", "growable"):
+        return shows(opened, 1)
+    return type(opened).__name__ == {
+        "pool": "ImportedPool", "event": "Event", "memory": "PhysicalMemory", "view": "ImportedBuffer",
+    }[kind]  # fmt: skip
+
+
+def changes(descriptor: Descriptor) -> dict[str, dict[str, Any]]:
+    """Well-formed descriptors that are not the exporter's, and that must not open."""
+    chunks, base = descriptor.chunks, descriptor.base_size
+    made: dict[str, dict[str, Any]] = {"unknown device": {"device": OTHER}}
+    if descriptor.mechanism is Mechanism.EVENT:
+        made["empty payload"] = {"payload": b""}
+        made["short payload"] = {"payload": descriptor.payload[:63]}
+        made["long payload"] = {"payload": descriptor.payload + b"\0"}
+        made["damaged payload"] = {"payload": bytes([descriptor.payload[0] ^ 1]) + bytes(63)}
+        return made
+    if descriptor.board != bytes(16):
+        made["unknown board"] = {"board": OTHER}
+        made["slot beyond"] = {"slot": 1024}
+        made["slot far beyond"] = {"slot": (1 << 32) - 1}
+    if descriptor.mechanism is Mechanism.POOL_POINTER:
+        made["stale generation"] = {"generation": descriptor.generation + 1}
+        made["another slot"] = {"slot": descriptor.slot ^ 1, "generation": 77}
+        made["size beyond"] = {"base_size": 1 << 30, "size": 1 << 30}
+        made["one byte beyond"] = {"base_size": base + 1, "size": base + 1 - descriptor.offset}
+        made["smaller base"] = {"base_size": base - 1, "size": 1, "offset": 0}
+        made["empty payload"] = {"payload": b""}
+        made["short payload"] = {"payload": descriptor.payload[:63]}
+        made["long payload"] = {"payload": descriptor.payload + b"\0"}
+        made["damaged payload"] = {"payload": bytes([descriptor.payload[0] ^ 1]) + descriptor.payload[1:]}
+        made["zero payload"] = {"payload": bytes(64)}
+        made["other mechanism: legacy"] = {"mechanism": Mechanism.LEGACY}
+        made["other mechanism: event"] = {"mechanism": Mechanism.EVENT}
+        made["other mechanism: physical"] = {"mechanism": Mechanism.PHYSICAL}
+    if descriptor.mechanism is Mechanism.PHYSICAL:
+        total = sum(chunk.nbytes for chunk in chunks)
+        larger = tuple(chunk._replace(nbytes=chunk.nbytes * 2) for chunk in chunks)
+        smaller = tuple(chunk._replace(nbytes=2 * MiB) for chunk in chunks)
+        odd = tuple(chunk._replace(nbytes=chunk.nbytes + 1) for chunk in chunks)
+        made["no chunks"] = {"chunks": ()}
+        made["larger chunks"] = {"chunks": larger}
+        made["larger chunks and size"] = {
+            "chunks": larger,
+            "offset": 0,
+            "base_size": max(base, 2 * total),
+            "size": 2 * total,
+        }
+        made["odd chunks"] = {"chunks": odd}
+        made["huge chunk"] = {"chunks": (chunks[0]._replace(nbytes=1 << 47),)}
+        made["chunks of others"] = {"chunks": chunks + tuple(Chunk(bytes([n]) * 16, 2 * MiB) for n in range(50))}
+        made["size beyond the chunks"] = {"base_size": 1 << 40, "size": 1 << 39}
+        made["other mechanism: pointer"] = {"mechanism": Mechanism.POOL_POINTER}
+        made["other mechanism: event"] = {"mechanism": Mechanism.EVENT}
+        if smaller != chunks:
+            made["smaller chunks"] = {"chunks": smaller, "size": 1, "offset": 0}
+    return made
+
+
+class TestHostileDescriptors:
+    def test_before_anything_was_opened(self, sent: Sent, kind: str, stream: sa.Stream) -> None:
+        descriptor, fds = sent
+        _refuses_all(descriptor, fds, stream)
+        opened = ipc.open(descriptor.to_bytes(), again(fds), stream=stream)
+        assert good(opened, kind)
+        close(opened)
+
+    def test_while_the_good_one_is_open(self, sent: Sent, kind: str, stream: sa.Stream) -> None:
+        descriptor, fds = sent
+        opened = ipc.open(descriptor.to_bytes(), again(fds), stream=stream)
+        _refuses_all(descriptor, fds, stream)
+        assert good(opened, kind)
+        close(opened)
+
+    def test_a_promise_that_is_never_kept(self, sent: Sent, kind: str, stream: sa.Stream) -> None:
+        """Contents announced that nobody announces: the stream must not wait for them."""
+        descriptor, fds = sent
+        if descriptor.board == bytes(16):
+            return
+        for ready in (descriptor.ready + 1, descriptor.ready + 1000, (1 << 31) - 1):
+            changed = descriptor._replace(ready=ready)
+            assert _problem(changed, again(fds), stream) == ""
+        assert executed(stream)
+
+    def test_without_handles(self, sent: Sent, kind: str, stream: sa.Stream) -> None:
+        descriptor, fds = sent
+        before = state()
+        if kind != "event":
+            with pytest.raises(ValueError, match="did not come along"):
+                ipc.open(descriptor.to_bytes(), stream=stream)
+        assert _same(before)
+        opened = ipc.open(descriptor.to_bytes(), again(fds), stream=stream)
+        assert good(opened, kind)
+        close(opened)
+
+    def test_the_exporter_is_not_troubled(self, partner: Partner, sent: Sent, kind: str, stream: sa.Stream) -> None:
+        """What was refused here holds nothing there."""
+        descriptor, fds = sent
+        _refuses_all(descriptor, fds, stream)
+        partner.run(_free_all)
+        assert partner.run(_used) == 0
+
+
+def _refuses_all(descriptor: Descriptor, fds: tuple[ipc.Fd, ...], stream: sa.Stream) -> None:
+    """None of the changed descriptors opens, with no handle, with good ones, and with as many as it asks for."""
+    wrong: list[str] = []
+    kept: list[ipc.Fd] = []
+    for name, fields in changes(descriptor).items():
+        changed = descriptor._replace(**fields)
+        for count in sorted({0, len(fds), min(len(_names(changed)), 60)}):
+            given = again((fds * 60)[:count]) if fds else ()
+            problem = _problem(changed, given, stream)
+            if problem:
+                wrong.append(f"{name}, {count} handles: {problem}")
+            kept += [fd for fd in given if not fd.closed]
+    # A pool and a board that are what they should be may be kept for what is opened next.
+    assert wrong == [] and len(kept) <= 2
+    before = state()
+    for fields in changes(descriptor).values():
+        changed = descriptor._replace(**fields)
+        assert _problem(changed, again(fds), stream) == _problem(changed, (), stream) == ""
+    assert _same(before)
+
+
+def _problem(descriptor: Descriptor, given: tuple[ipc.Fd, ...], stream: sa.Stream) -> str:
+    """What is wrong with how a descriptor is refused."""
+    try:
+        opened = ipc.open(descriptor.to_bytes(), given, stream=stream)
+    except REFUSED:
+        return ""
+    except BaseException as error:
+        return repr(error)
+    close(opened)
+    return f"opened {opened!r}"
+
+
+def _names(descriptor: Descriptor) -> set[bytes]:
+    names = {chunk.id for chunk in descriptor.chunks}
+    if descriptor.mechanism in (Mechanism.POOL, Mechanism.POOL_POINTER):
+        names = {descriptor.origin}
+    return names | {descriptor.board} - {bytes(16)}
+
+
+def _same(before: State) -> bool:
+    return state()[:2] == before[:2]
+
+
+def _free_all(there: There) -> None:
+    for name in ("buffer", "growable", "memory"):
+        there.kept[name].close()
+    there.device.synchronize()
+
+
+def _used(there: There) -> int:
+    return int(there.kept["pool"].statistics().used)
+
+
+def test_cut_off_after_another_was_opened(partner: Partner, stream: sa.Stream) -> None:
+    """Those that begin like a known one are checked as well."""
+    partner.run(make_pool)
+    partner.run(make_buffer, "buffer", 1)
+    data, fds = partner.shared("buffer")
+    with ipc.open(data, fds, stream=stream):
+        for length in range(len(data)):
+            with pytest.raises(ValueError):
+                ipc.open(data[:length], stream=stream)
+        for at in range(len(data)):
+            with pytest.raises(ValueError):
+                ipc.open(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], stream=stream)
+
+
+class TestWrongHandles:
+    """The bytes are the exporter's, and what comes with them is not."""
+
+    @pytest.fixture(params=["buffer", "growable", "pool", "memory"])
+    def kind(self, request: pytest.FixtureRequest) -> str:
+        return str(request.param)
+
+    @staticmethod
+    def _one(kind: str) -> ipc.Fd:
+        if kind == "pipe":
+            read, write = os.pipe()
+            os.close(write)
+            return ipc.Fd(read)
+        if kind == "null":
+            return ipc.Fd(os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC))
+        fd = os.memfd_create("strange", os.MFD_CLOEXEC)
+        if kind == "large file":
+            os.ftruncate(fd, 1 << 30)
+        if kind == "file of a board's size":
+            os.ftruncate(fd, 4096 + 4 * SLOTS * (4 + 4 * IMPORTERS))
+        return ipc.Fd(fd)
+
+    @pytest.mark.parametrize("strange", ["pipe", "null", "empty file", "large file", "file of a board's size"])
+    def test_of_another_kind(self, sent: Sent, kind: str, strange: str, stream: sa.Stream) -> None:
+        descriptor, fds = sent
+        before = state()
+        # A board of that process that is there already is not looked for among the handles.
+        known = [descriptor.board] if descriptor.board in importer_of(stream._door).boards else []
+        names = [*(chunk.id for chunk in descriptor.chunks), descriptor.origin, descriptor.board]
+        wanted = [name for name in names if any(name)][-len(fds) :]
+        for place in [place for place in range(len(fds)) if wanted[place] not in known]:
+            for _ in range(2):
+                given = list(again(fds))
+                given[place].close()
+                given[place] = self._one(strange)
+                with pytest.raises(REFUSED):
+                    ipc.open(descriptor.to_bytes(), given, stream=stream)
+                assert all(fd.closed for fd in given)
+        # What came right the first time may be kept: a pool, and a board.
+        assert state().descriptors <= before.descriptors + 4
+        opened = ipc.open(descriptor.to_bytes(), again(fds), stream=stream)
+        assert good(opened, kind)
+        close(opened)
+
+    def test_swapped(self, sent: Sent, kind: str, stream: sa.Stream) -> None:
+        descriptor, fds = sent
+        if len(fds) > 1:
+            with pytest.raises(REFUSED):
+                ipc.open(descriptor.to_bytes(), again(fds[::-1]), stream=stream)
+        opened = ipc.open(descriptor.to_bytes(), again(fds), stream=stream)
+        assert good(opened, kind)
+        close(opened)
+
+    @pytest.mark.parametrize("count", [-1, 1, 5])
+    def test_too_few_or_too_many(self, sent: Sent, kind: str, count: int, stream: sa.Stream) -> None:
+        descriptor, fds = sent
+        if not len(fds) + count:
+            return
+        given = again((fds * 7)[: len(fds) + count])
+        with pytest.raises(ValueError, match=f"{len(fds)} handles, and {len(given)} came"):
+            ipc.open(descriptor.to_bytes(), given, stream=stream)
+        assert all(fd.closed for fd in given)
+
+    def test_of_another_thing(self, partner: Partner, sent: Sent, kind: str, stream: sa.Stream) -> None:
+        """The handle of a pool for memory, and the other way round."""
+        descriptor, fds = sent
+        other = "memory" if kind in ("buffer", "pool") else "pool"
+        _, others = partner.shared(other)
+        given = (*again(others[:1]), *again(fds[1:]))
+        with pytest.raises(REFUSED):
+            ipc.open(descriptor.to_bytes(), given, stream=stream)
+        opened = ipc.open(descriptor.to_bytes(), again(fds), stream=stream)
+        assert good(opened, kind)
+        close(opened)
+
+    def test_closed_ones(self, sent: Sent, kind: str, stream: sa.Stream) -> None:
+        descriptor, fds = sent
+        given = again(fds)
+        for fd in given:
+            fd.close()
+        with pytest.raises((sa.ClosedError, *REFUSED)):
+            ipc.open(descriptor.to_bytes(), given, stream=stream)
+
+
+class TestAnotherPool:
+    def test_of_the_same_process(self, partner: Partner, stream: sa.Stream) -> None:
+        """A buffer's descriptor with the name and the handle of another pool."""
+        partner.run(make_pool, "one")
+        partner.run(make_pool, "two")
+        partner.run(make_buffer, "buffer", 1, MiB, "one")
+        partner.run(make_buffer, "other", 2, MiB, "two")
+        mine, fds = partner.shared("buffer")
+        theirs, others = partner.shared("other")
+        descriptor = Descriptor.from_bytes(mine)
+        wrong = descriptor._replace(origin=Descriptor.from_bytes(theirs).origin)
+        with pytest.raises(REFUSED):
+            ipc.open(wrong.to_bytes(), again(others), stream=stream)
+        with ipc.open(mine, again(fds), stream=stream) as opened:
+            assert shows(opened, 1)
+        with ipc.open(theirs, again(others), stream=stream) as opened:
+            assert shows(opened, 2)
+
+    def test_of_two_processes(self, partner: Partner, another: Callable[[], Partner], stream: sa.Stream) -> None:
+        owners = [partner, another()]
+        for owner in owners:
+            owner.run(make_pool)
+            owner.run(make_buffer, "buffer", 1)
+        (mine, fds), (theirs, others) = (owner.shared("buffer") for owner in owners)
+        with pytest.raises(REFUSED):
+            ipc.open(mine, again(others), stream=stream)
+        with pytest.raises(REFUSED):
+            ipc.open(theirs, again(fds), stream=stream)
+        for data, handles in ((mine, fds), (theirs, others)):
+            with ipc.open(data, again(handles), stream=stream) as opened:
+                assert shows(opened, 1)
+
+
+def test_another_driver_s_version(partner: Partner, stream: sa.Stream) -> None:
+    """The exporter's version is told from the importer's; that is a warning, as it may work."""
+    partner.run(make_pool)
+    partner.run(make_buffer, "buffer", 1)
+    data, fds = partner.shared("buffer")
+    descriptor = Descriptor.from_bytes(data)
+    assert descriptor.driver_version == stream.device._door.call("cuDriverGetVersion")
+    old = descriptor._replace(driver_version=12040)
+    with pytest.warns(ipc.DriverVersionWarning, match=r"CUDA 12\.4"), ipc.open(old.to_bytes(), fds, stream=stream) as o:
+        assert shows(o, 1)
+
+
+def test_a_thousand_hostile_ones(partner: Partner, stream: sa.Stream) -> None:
+    """Random fields under a right checksum: refused, or what it says of memory that is there; nothing is left open."""
+    partner.run(make_pool)
+    partner.run(make_buffer, "buffer", 1)
+    data, fds = partner.shared("buffer")
+    descriptor = Descriptor.from_bytes(data)
+    opened = ipc.open(data, fds, stream=stream)
+    chance = random.Random(7)
+    numbers = (0, 1, 2, 511, 4096, MiB, MiB + 1, 1 << 31, (1 << 32) - 1)
+    before = state()
+    for _ in range(1000):
+        fields: dict[str, Any] = {}
+        for name in chance.sample(["slot", "generation", "flags", "offset", "size", "base_size", "handle_type"], 2):
+            fields[name] = chance.choice(numbers)
+        if chance.random() < 0.3:
+            fields["payload"] = chance.randbytes(chance.choice((0, 63, 64, 65)))
+        if chance.random() < 0.3:
+            fields["mechanism"] = chance.choice(list(Mechanism))
+        with contextlib.suppress(*REFUSED):
+            close(ipc.open(descriptor._replace(**fields).to_bytes(), stream=stream))
+    assert _same(before) and shows(opened, 1)
+    filled(opened, 2)
+    opened.close()
+    assert partner.kept("buffer").shows(2)

@@ -1,0 +1,636 @@
+"""Physical memory that is shared by fabric handles: bytes in the descriptor, and no descriptor that travels."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import ClosedError, ipc, vmm
+from streamalloc.ipc import Chunk, Descriptor
+from streamalloc.ipc.transport.channel import MAX_DATA
+from tests.ipc.sharing.test_descriptor import OTHER, REFUSED, again
+from tests.ipc.sharing.test_faults import sweep
+from tests.ipc.sharing.test_foreign import Array
+from tests.ipc.support import (
+    PAGE,
+    POSIX,
+    SECONDS,
+    Partner,
+    State,
+    There,
+    busy,
+    filled,
+    hold,
+    idle,
+    release,
+    shows,
+    state,
+)
+from tests.support import MiB, executed
+
+pytestmark = [pytest.mark.fabric, pytest.mark.usefixtures("quick_collections")]
+
+FABRIC = sa.MemHandleType.FABRIC
+BOTH = POSIX | FABRIC
+HANDLE_BYTES = 64
+NOTHING = bytes(16)
+
+
+@pytest.fixture(scope="module")
+def process(on_cuda: bool) -> Iterator[Partner]:
+    """The other process, which has an IMEX channel, too."""
+    with Partner(on_cuda, fabric=True) as process:
+        yield process
+
+
+@pytest.fixture
+def partner(process: Partner, device: sa.Device) -> Iterator[Partner]:
+    yield process
+    process.reset()
+    device.synchronize()
+
+
+Made = tuple[Any, list[Any]]
+
+
+def memory(nbytes: int, device: sa.Device, handle_types: sa.MemHandleType = FABRIC) -> vmm.PhysicalMemory:
+    return vmm.PhysicalMemory(nbytes, device, handle_types=handle_types)
+
+
+def several_chunks(
+    device: sa.Device, *chunks: int, handle_types: sa.MemHandleType = FABRIC
+) -> tuple[vmm.AddressRange, list[vmm.PhysicalMemory]]:
+    """A range of which every chunk is physical memory of its own."""
+    range_ = vmm.AddressRange(sum(chunks), driver=device.driver)
+    memories = [memory(nbytes, device, handle_types) for nbytes in chunks]
+    at = 0
+    for one in memories:
+        range_.map(one, at, access=device)
+        at += one.nbytes
+    return range_, memories
+
+
+def mapping(device: sa.Device, stream: sa.Stream) -> Made:
+    range_, memories = several_chunks(device, PAGE)
+    return range_.mappings[0], [range_, *memories]
+
+
+def view_of_a_mapping(device: sa.Device, stream: sa.Stream) -> Made:
+    range_, memories = several_chunks(device, PAGE, 2 * PAGE)
+    return range_.mappings[1][1000:70_000], [range_, *memories]
+
+
+def range_view(device: sa.Device, stream: sa.Stream) -> Made:
+    range_, memories = several_chunks(device, PAGE, PAGE, 2 * PAGE, PAGE)
+    return range_.view(PAGE - 5000, 3 * PAGE + 8000), [range_, *memories]
+
+
+def growable(device: sa.Device, stream: sa.Stream) -> Made:
+    made = vmm.GrowableBuffer(device, 64 * MiB, 5 * MiB, handle_types=FABRIC, stream=stream, chunk=PAGE)
+    return made, [made]
+
+
+def view_of_a_growable(device: sa.Device, stream: sa.Stream) -> Made:
+    made = vmm.GrowableBuffer(device, 64 * MiB, 9 * MiB, handle_types=FABRIC, stream=stream, chunk=PAGE)
+    return made[5 * MiB + 100 : 7 * MiB + 300], [made]
+
+
+def striped(device: sa.Device, stream: sa.Stream) -> Made:
+    made = vmm.stripe(3 * MiB, [device], handle_types=FABRIC, stream=stream)
+    return made, [made]
+
+
+KINDS = (mapping, view_of_a_mapping, range_view, growable, view_of_a_growable, striped)
+
+
+@pytest.fixture
+def make(device: sa.Device, stream: sa.Stream) -> Any:
+    """Makes memory to share, whose owners are closed at the end."""
+    owners: list[Any] = []
+
+    def make(kind: Callable[..., Made]) -> Any:
+        thing, needed = kind(device, stream)
+        owners.extend(needed)
+        return thing
+
+    yield make
+    device.synchronize()
+    for owner in owners:
+        if isinstance(owner, vmm.AddressRange):
+            owner.unmap()
+        owner.close()
+
+
+@pytest.fixture
+def buffer(device: sa.Device, stream: sa.Stream) -> Iterator[vmm.GrowableBuffer]:
+    """A growable buffer that has handles of both types."""
+    with vmm.GrowableBuffer(device, 64 * MiB, 3 * MiB, handle_types=BOTH, stream=stream, chunk=PAGE) as buffer:
+        yield buffer
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+class TestEveryKind:
+    def test_pattern_both_ways(self, make: Any, stream: sa.Stream, partner: Partner, kind: Callable[..., Made]) -> None:
+        shared = make(kind)
+        filled(shared, 1, stream)
+        opened = partner.give(shared, stream=stream)
+        assert (opened.kind, opened.nbytes) == ("ImportedRange", shared.nbytes)
+        assert opened.shows(1)
+        opened.write(2)
+        assert shows(shared, 2)
+        opened.close()
+
+    def test_needs_no_handle(self, make: Any, stream: sa.Stream, partner: Partner, kind: Callable[..., Made]) -> None:
+        """The descriptor's bytes are enough, once the contents are there."""
+        shared = make(kind)
+        filled(shared, 1, stream)
+        stream.synchronize()
+        descriptor = ipc.share(shared, stream)
+        assert partner.open(descriptor, fds=()).shows(1)
+
+    def test_handles_are_in_the_descriptor(self, make: Any, stream: sa.Stream, kind: Callable[..., Made]) -> None:
+        shared = ipc.share(make(kind), stream)
+        described = shared.descriptor
+        assert described.handle_type == FABRIC
+        assert [len(chunk.fabric) for chunk in described.chunks] == [HANDLE_BYTES] * len(described.chunks)
+        assert len({chunk.fabric for chunk in described.chunks}) == len(described.chunks)
+        assert set(shared.handles) == {described.board}
+
+
+class TestPhysicalMemory:
+    def test_opened_and_mapped(self, device: sa.Device, partner: Partner) -> None:
+        range_, (physical,) = several_chunks(device, 2 * PAGE)
+        with range_, physical:
+            filled(range_.mappings[0], 3)
+            device.synchronize()
+            shared = ipc.share(physical)
+            assert shared.handles == {} and shared.descriptor.board == NOTHING
+            opened = partner.open(shared, "memory")
+            assert (opened.kind, opened.nbytes) == ("PhysicalMemory", 2 * PAGE)
+            assert partner.run(_map_and_see, "memory", 3)
+
+    def test_outlives_what_its_owner_has_of_it(self, device: sa.Device, partner: Partner) -> None:
+        range_, (physical,) = several_chunks(device, PAGE)
+        with range_, physical:
+            filled(range_.mappings[0], 3)
+            device.synchronize()
+            partner.give(physical, "memory")
+        assert partner.run(_map_and_see, "memory", 3)
+
+    def test_opened_twice(self, device: sa.Device, partner: Partner) -> None:
+        with memory(PAGE, device) as physical:
+            shared = ipc.share(physical)
+            first, _ = partner.open(shared, "first"), partner.open(shared, "second")
+            first.close()
+            assert not partner.run(_map_and_see, "second", 1)
+
+    def test_of_which_only_the_mapping_is_left(self, device: sa.Device, stream: sa.Stream, partner: Partner) -> None:
+        range_, (physical,) = several_chunks(device, PAGE)
+        with range_:
+            physical.close()
+            filled(range_.mappings[0], 4, stream)
+            assert partner.give(range_.mappings[0], stream=stream).shows(4)
+
+    def test_of_another_library(self, device: sa.Device, stream: sa.Stream, partner: Partner) -> None:
+        range_, (physical,) = several_chunks(device, PAGE)
+        with range_, physical:
+            filled(range_.mappings[0], 5, stream)
+            array = Array(range_.address + 100, 1000, stream.handle)
+            shared = ipc.share(array)
+            assert shared.descriptor.handle_type == FABRIC
+            opened = partner.open(shared)
+            assert opened.nbytes == 1000
+            opened.write(6)
+            assert shows(range_.view(100, 1000), 6)
+
+
+def _map_and_see(there: There, name: str, seed: int) -> bool:
+    physical = there.kept[name]
+    with vmm.AddressRange(physical.nbytes, driver=there.driver) as range_:
+        return shows(range_.map(physical, access=there.device), seed)
+
+
+class TestHandleType:
+    @pytest.mark.parametrize(
+        ("made_with", "asked", "used"),
+        [
+            (POSIX, None, POSIX),
+            (FABRIC, None, FABRIC),
+            (BOTH, None, POSIX),
+            (BOTH, POSIX, POSIX),
+            (BOTH, FABRIC, FABRIC),
+            (FABRIC, FABRIC, FABRIC),
+        ],
+        ids=repr,
+    )
+    def test_of_memory(
+        self,
+        device: sa.Device,
+        partner: Partner,
+        made_with: sa.MemHandleType,
+        asked: sa.MemHandleType | None,
+        used: sa.MemHandleType,
+    ) -> None:
+        with memory(PAGE, device, made_with) as physical:
+            shared = ipc.share(physical, handle_type=asked)
+            assert shared.descriptor.handle_type == used and len(shared.fds) == (used is POSIX)
+            assert partner.open(shared).nbytes == PAGE
+
+    def test_that_all_pieces_have(self, device: sa.Device, stream: sa.Stream) -> None:
+        range_, memories = several_chunks(device, PAGE)
+        with range_, memories[0], memory(PAGE, device, BOTH) as other, vmm.AddressRange(2 * PAGE) as both:
+            both.map(memories[0], access=device)
+            both.map(other, PAGE, access=device)
+            assert ipc.share(both.view(0, 2 * PAGE), stream).descriptor.handle_type == FABRIC
+            with pytest.raises(ValueError, match="POSIX_FILE_DESCRIPTOR"):
+                ipc.share(both.view(0, 2 * PAGE), stream, handle_type=POSIX)
+
+    @pytest.mark.parametrize(("made_with", "asked"), [(POSIX, FABRIC), (FABRIC, POSIX)], ids=repr)
+    def test_that_it_was_not_made_with(
+        self, device: sa.Device, made_with: sa.MemHandleType, asked: sa.MemHandleType
+    ) -> None:
+        with (
+            memory(PAGE, device, made_with) as physical,
+            pytest.raises(ValueError, match=rf"make it with handle_types=.*{asked.name}"),
+        ):
+            ipc.share(physical, handle_type=asked)
+
+    @pytest.mark.parametrize("asked", [BOTH, sa.MemHandleType.NONE, sa.MemHandleType.WIN32], ids=repr)
+    def test_that_is_none(self, device: sa.Device, asked: sa.MemHandleType) -> None:
+        with memory(PAGE, device, BOTH) as physical, pytest.raises(ValueError, match="allowed are POSIX"):
+            ipc.share(physical, handle_type=asked)
+
+    def test_that_is_a_number(self, device: sa.Device) -> None:
+        with memory(PAGE, device) as physical, pytest.raises(TypeError, match="MemHandleType"):
+            ipc.share(physical, handle_type=8)  # type: ignore[arg-type]
+
+    def test_of_pools(self, device: sa.Device, stream: sa.Stream) -> None:
+        """Refused by name, before the driver is asked: see the facts of exported pools."""
+        with sa.MemoryPool(device, handle_types=FABRIC) as pool, pool.allocate(MiB, stream) as buffer:
+            array = Array(buffer.address, 100, stream.handle)
+            others: list[object] = [pool, buffer, buffer[100:200], buffer[100:][50:], array]
+            for thing in others[:3]:
+                with pytest.raises(ValueError, match=r"POSIX_FILE_DESCRIPTOR; fabric handles of pools are not"):
+                    ipc.share(thing)
+            for thing in others:
+                with pytest.raises(ValueError, match="fabric handles of pools are not"):
+                    ipc.share(thing, handle_type=FABRIC)
+
+    def test_of_what_has_none(self, raw: Any, device: sa.Device) -> None:
+        with (
+            device.create_event(interprocess=True) as event,
+            pytest.raises(ValueError, match="leave it out"),
+        ):
+            ipc.share(event, handle_type=FABRIC)
+        address = raw.cuMemAlloc(PAGE)[1]
+        with pytest.raises(ValueError, match="leave it out"):
+            ipc.share(Array(int(address), PAGE), handle_type=POSIX)
+        raw.cuMemFree(address)
+
+    def test_of_a_pool_that_can_be_shared(self, device: sa.Device, stream: sa.Stream, partner: Partner) -> None:
+        with sa.MemoryPool(device, handle_types=BOTH) as pool, pool.allocate(MiB, stream) as buffer:
+            filled(buffer, 1)
+            opened = partner.open(ipc.share(buffer, handle_type=POSIX))
+            assert opened.shows(1)
+            opened.close()
+
+
+class TestOrder:
+    def test_the_importer_waits(self, buffer: vmm.GrowableBuffer, partner: Partner, gate: Any) -> None:
+        """With the board, which goes along as ever."""
+        buffer.fill(1)
+        buffer.stream.synchronize()
+        gate.hold(buffer.stream)
+        filled(buffer, 2)
+        opened = partner.give(buffer, handle_type=FABRIC)
+        assert partner.run(busy)
+        gate.open()
+        assert opened.shows(2)
+
+    def test_the_board_is_fetched(self, buffer: vmm.GrowableBuffer, partner: Partner, gate: Any) -> None:
+        """From the process that shared it, where that is on this machine and answers."""
+        ipc.serve(buffer.stream.device._door)
+        gate.hold(buffer.stream)
+        filled(buffer, 3)
+        opened = partner.open(ipc.share(buffer, handle_type=FABRIC), fds=())
+        assert partner.run(busy)
+        gate.open()
+        assert opened.shows(3)
+
+    @pytest.mark.parametrize("endpoint", [NOTHING, OTHER], ids=["nobody to ask", "asked in vain"])
+    def test_without_the_board(self, buffer: vmm.GrowableBuffer, partner: Partner, gate: Any, endpoint: bytes) -> None:
+        """As on another machine: nothing waits."""
+        buffer.fill(1)
+        buffer.stream.synchronize()
+        gate.hold(buffer.stream)
+        buffer.fill(2)
+        described = ipc.share(buffer, handle_type=FABRIC).descriptor._replace(endpoint=endpoint)
+        shared = ipc.Shared(described.to_bytes(), {})
+        opened = partner.open(shared, fds=())
+        assert partner.run(idle)
+        assert opened.nbytes == 3 * MiB
+        gate.open()
+
+    def test_the_owner_dies(self, on_cuda: bool, stream: sa.Stream, device: sa.Device) -> None:
+        """Whoever waits for its contents is released, and keeps the memory."""
+        with Partner(on_cuda, fabric=True) as owner:
+            owner.run(_make_held)
+            data, fds = owner.shared("buffer")
+            opened = ipc.open(data, fds, stream=stream)
+            assert not stream.query()
+            owner.kill()
+            assert executed(stream)
+            opened.fill(1)
+            stream.synchronize()
+            opened.close()
+
+
+def _make_held(there: There) -> None:
+    buffer = vmm.GrowableBuffer(there.device, 64 * MiB, MiB, handle_types=FABRIC, stream=there.stream)
+    there.keep("buffer", buffer)
+    hold(there)
+    buffer.fill(1)
+
+
+class TestGrowableBuffer:
+    def test_grows_and_shrinks(self, buffer: vmm.GrowableBuffer, partner: Partner) -> None:
+        opened = partner.give(buffer, "it", handle_type=FABRIC)
+        for step, nbytes in enumerate((7 * MiB, 33 * MiB, 5 * MiB, 64 * MiB)):
+            buffer.resize(nbytes)
+            filled(buffer, step)
+            again = partner.give(buffer, "it", handle_type=FABRIC)
+            assert (again.address, again.nbytes) == (opened.address, nbytes)
+            assert opened.shows(step)
+
+    def test_by_either_handles(self, buffer: vmm.GrowableBuffer, partner: Partner) -> None:
+        """It is one object in the importer, whose pieces stay where they are."""
+        by_descriptors = ipc.share(buffer, handle_type=POSIX)
+        by_bytes = ipc.share(buffer, handle_type=FABRIC)
+        assert [chunk[:2] for chunk in by_bytes.descriptor.chunks] == list(
+            chunk[:2] for chunk in by_descriptors.descriptor.chunks
+        )
+        first = partner.open(by_descriptors, "first")
+        partner.run(hold)  # unmapping would wait for this
+        second = partner.open(by_bytes, "second")
+        assert partner.run(_is, "first", "second") and first.address == second.address
+        partner.run(release)
+
+
+def _is(there: There, one: str, other: str) -> bool:
+    return there.kept[one] is there.kept[other]
+
+
+class TestAnotherMachine:
+    """What a process finds there: a device that it does not have, no board, nobody to ask."""
+
+    @pytest.fixture
+    def data(self, buffer: vmm.GrowableBuffer) -> bytes:
+        filled(buffer, 4)
+        buffer.stream.synchronize()
+        return ipc.share(buffer, handle_type=FABRIC).descriptor._replace(device=OTHER, endpoint=NOTHING).to_bytes()
+
+    def test_is_for_the_stream_s_device(self, data: bytes, partner: Partner) -> None:
+        assert partner.open(ipc.Shared(data, {}), fds=()).shows(4)
+
+    def test_needs_a_stream(self, data: bytes, device: sa.Device) -> None:
+        with pytest.raises(ValueError, match=r"not of this machine.*stream="):
+            ipc.open(data)
+
+    def test_by_a_file_descriptor(self, buffer: vmm.GrowableBuffer, stream: sa.Stream) -> None:
+        shared = ipc.share(buffer)
+        with pytest.raises(ValueError, match="does not see"):
+            ipc.open(shared.descriptor._replace(device=OTHER).to_bytes(), again(shared.fds), stream=stream)
+
+
+class TestWays:
+    def test_over_a_channel(self, buffer: vmm.GrowableBuffer, partner: Partner) -> None:
+        filled(buffer, 6)
+        mine, theirs = ipc.Channel.pair()
+        with mine, theirs:
+            for _ in range(2):
+                ipc.send(mine, ipc.share(buffer, handle_type=FABRIC), timeout=SECONDS)
+                opened = ipc.receive(theirs, timeout=SECONDS)
+                assert shows(opened, 6)
+
+    def test_through_multiprocessing(self, device: sa.Device, stream: sa.Stream, partner: Partner) -> None:
+        with vmm.GrowableBuffer(device, 64 * MiB, MiB, handle_types=FABRIC, stream=stream) as buffer:
+            filled(buffer, 7)
+            assert partner.run(_unpickled, bytes(ForkingPickler.dumps(buffer)), 7)
+
+
+def _unpickled(there: There, data: bytes, seed: int) -> bool:
+    return shows(ForkingPickler.loads(data), seed)
+
+
+Sent = tuple[Descriptor, tuple[ipc.Fd, ...]]
+
+
+@pytest.fixture(params=["growable", "memory", "mapping"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def sent(partner: Partner, kind: str) -> Iterator[Sent]:
+    """What another process has shared, and the handles as they came."""
+    partner.run(_make_all)
+    data, fds = partner.shared(kind)
+    yield Descriptor.from_bytes(data), fds
+    for fd in fds:
+        fd.close()
+
+
+def _make_all(there: There) -> None:
+    device = there.device
+    there.keep("growable", vmm.GrowableBuffer(device, 64 * MiB, 3 * MiB, handle_types=FABRIC, stream=there.stream))
+    there.keep("memory", memory(PAGE, device))
+    range_ = there.keep("range", vmm.AddressRange(PAGE, driver=there.driver))
+    there.keep("mapping", range_.map(there.kept["memory"], access=device))
+
+
+def changes(descriptor: Descriptor) -> dict[str, dict[str, Any]]:
+    """Well-formed descriptors that are not the exporter's, and that must not open."""
+    chunks, base = descriptor.chunks, descriptor.base_size
+    total = sum(chunk.nbytes for chunk in chunks)
+    first = chunks[0].fabric
+
+    def handles(data: bytes) -> dict[str, Any]:
+        return {"chunks": tuple(Chunk(OTHER, chunk.nbytes, data) for chunk in chunks)}
+
+    damaged = {f"bit of byte {at}": handles(bytes([first[at] ^ 1 if i == at else first[i] for i in range(64)]))
+               for at in (0, 8, 23, 63)}  # fmt: skip
+    larger = tuple(chunk._replace(id=OTHER, nbytes=chunk.nbytes * 2) for chunk in chunks)
+    return {
+        **damaged,
+        "zeros": handles(bytes(HANDLE_BYTES)),
+        "noise": handles(bytes(range(HANDLE_BYTES))),
+        "of a descriptor": {"handle_type": int(POSIX), "chunks": tuple(chunk._replace(id=OTHER) for chunk in chunks)},
+        "of none": {"handle_type": 0, "chunks": tuple(chunk._replace(id=OTHER) for chunk in chunks)},
+        "no chunks": {"chunks": ()},
+        "larger chunks": {"chunks": larger, "base_size": max(base, 2 * total), "size": 2 * total, "offset": 0},
+        "odd chunks": {"chunks": tuple(chunk._replace(nbytes=chunk.nbytes + 1) for chunk in chunks)},
+        "huge chunk": {"chunks": (chunks[0]._replace(nbytes=1 << 47),)},
+        "size beyond the chunks": {"base_size": 1 << 40, "size": 1 << 39},
+        "another mechanism": {"mechanism": ipc.Mechanism.POOL_POINTER},
+    }
+
+
+class TestHostileDescriptors:
+    def test_before_anything_was_opened(self, sent: Sent, kind: str, stream: sa.Stream) -> None:
+        descriptor, fds = sent
+        _refuses_all(descriptor, fds, stream)
+        ipc.open(descriptor.to_bytes(), again(fds), stream=stream).close()
+
+    def test_while_the_good_one_is_open(self, sent: Sent, kind: str, stream: sa.Stream) -> None:
+        descriptor, fds = sent
+        with ipc.open(descriptor.to_bytes(), again(fds), stream=stream):
+            _refuses_all(descriptor, fds, stream)
+
+    def test_more_handles_than_it_names(self, sent: Sent, kind: str, stream: sa.Stream) -> None:
+        descriptor, fds = sent
+        given = (*again(fds), ipc.Fd(os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)))
+        with pytest.raises(ValueError, match=f"{len(fds)} handles, and {len(given)} came"):
+            ipc.open(descriptor.to_bytes(), given, stream=stream)
+        assert all(fd.closed for fd in given)
+
+    def test_a_promise_that_is_never_kept(self, sent: Sent, kind: str, stream: sa.Stream) -> None:
+        """With the board: the stream must not wait for contents that nobody announces."""
+        descriptor, fds = sent
+        if descriptor.board != NOTHING:
+            with pytest.raises(ValueError, match="not announced"):
+                ipc.open(descriptor._replace(ready=descriptor.ready + 9).to_bytes(), again(fds), stream=stream)
+            assert executed(stream)
+
+
+def _refuses_all(descriptor: Descriptor, fds: tuple[ipc.Fd, ...], stream: sa.Stream) -> None:
+    # The board may be kept for what is opened next.
+    _problem(descriptor._replace(chunks=()), again(fds), stream)
+    before = state()
+    wrong = []
+    for name, fields in changes(descriptor).items():
+        for given in ((), again(fds)):
+            problem = _problem(descriptor._replace(**fields), given, stream)
+            if problem:
+                wrong.append(f"{name}, {len(given)} handles: {problem}")
+    assert wrong == []
+    assert _nothing_more(before)
+
+
+def _problem(descriptor: Descriptor, given: tuple[ipc.Fd, ...], stream: sa.Stream) -> str:
+    try:
+        opened = ipc.open(descriptor.to_bytes(), given, stream=stream)
+    except REFUSED:
+        return ""
+    opened.close()
+    return f"opened {opened!r}"
+
+
+def _nothing_more(before: State) -> bool:
+    after = state()
+    return after.descriptors <= before.descriptors + 2 and after.mappings <= before.mappings + 1
+
+
+def test_a_hundred_rounds(partner: Partner, device: sa.Device, stream: sa.Stream) -> None:
+    """Nothing is left of what was shared, opened and closed."""
+    with (
+        memory(PAGE, device) as physical,
+        vmm.GrowableBuffer(device, 64 * MiB, MiB, handle_types=FABRIC, stream=stream) as buffer,
+    ):
+        for number in range(100):
+            for thing in (physical, buffer):
+                opened = partner.give(thing)
+                opened.close()
+                opened.drop()
+            if number == 4:
+                before, there = state(), partner.run(_state)
+        assert state()[:2] == before[:2] and partner.run(_state)[:2] == there[:2]
+
+
+def _state(there: There) -> State:
+    return state()
+
+
+@pytest.mark.parametrize("kind", ["growable", "memory"])
+def test_every_call_fails_in_turn(machine: Any, partner: Partner, kind: str) -> None:
+    partner.run(_make_all)
+    data, fds = partner.shared(kind)
+
+    def prepare(driver: Any) -> Any:
+        return sa.Device(0, driver=driver).create_stream()
+
+    def attempt(driver: Any, stream: sa.Stream) -> None:
+        with ipc.open(data, again(fds), stream=stream, driver=driver) as opened:
+            if isinstance(opened, sa.Memory):
+                opened.fill(2)
+        stream.synchronize()
+
+    sweep(machine, prepare, attempt)
+    for fd in fds:
+        fd.close()
+
+
+@pytest.mark.simulated_only("a machine with fabric handles that this process may not use has to be made for it")
+def test_without_a_channel(device: sa.Device, stream: sa.Stream, partner: Partner) -> None:
+    """The error names what is missing."""
+    with memory(PAGE, device) as physical:
+        data = bytes(ipc.share(physical))
+        without = sd.simulated(fabric=False)
+        with pytest.raises(sa.NotPermittedError, match="IMEX channel"):
+            ipc.open(data, stream=sa.Device(0, driver=without).default_stream, driver=without)
+
+
+@pytest.mark.simulated_only("the other process is another driver of this one")
+def test_of_more_pieces_than_a_message_has_room_for(device: sa.Device, stream: sa.Stream) -> None:
+    pieces = 800
+    range_, memories = several_chunks(device, *pieces * [PAGE])
+    filled(range_.mappings[-1], 5, stream)
+    shared = ipc.share(range_.view(), stream)
+    assert len(bytes(shared)) > MAX_DATA
+    elsewhere = sa.Device(0, driver=sd.simulated(fabric=True)).create_stream()
+    ours, theirs = ipc.Channel.pair()
+    with ours, theirs:
+        ipc.send(ours, shared, timeout=SECONDS)
+        opened = ipc.receive(theirs, stream=elsewhere, driver=elsewhere.device.driver, timeout=SECONDS)
+    assert opened.nbytes == pieces * PAGE
+    assert shows(opened[-PAGE:], 5)
+    opened.close()
+    close(range_, memories)
+
+
+def test_of_too_many_pieces(device: sa.Device, stream: sa.Stream) -> None:
+    range_, memories = several_chunks(device, *2049 * [PAGE])
+    with pytest.raises(ValueError, match=r"2049 pieces.*at most 2048"):
+        ipc.share(range_.view(), stream)
+    close(range_, memories)
+
+
+def test_parts_without_an_end() -> None:
+    """From a peer that means no good."""
+    ours, theirs = ipc.Channel.pair()
+    with ours, theirs:
+        sender = threading.Thread(target=_send_parts, args=(ours,), daemon=True)
+        sender.start()
+        with pytest.raises(ValueError, match="no part of a descriptor"):
+            ipc.receive(theirs, timeout=SECONDS)
+    sender.join(SECONDS)
+
+
+def _send_parts(channel: ipc.Channel) -> None:
+    with contextlib.suppress(OSError, ClosedError):
+        while True:
+            channel.send(b"SAmore" + bytes(60_000), timeout=SECONDS)
+
+
+def close(range_: vmm.AddressRange, memories: list[vmm.PhysicalMemory]) -> None:
+    range_.unmap()
+    range_.close()
+    for one in memories:
+        one.close()

@@ -1,0 +1,367 @@
+"""Every driver call of sharing, opening, closing and freeing fails in turn.
+
+The error is the one injected, the other process is not troubled, nothing is left behind, and a second try succeeds.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import ipc, vmm
+from tests.ipc.sharing.test_samples import PlainBuffer
+from tests.ipc.support import POSIX, Partner, There, eventually, hold, make_growable, make_pool, shared_pool
+from tests.support import MiB, holds
+
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
+RESULT = "CUDA_ERROR_UNKNOWN"
+NEVER = 0
+"""No call has this number."""
+RELEASES = {
+    "cuMemPoolDestroy": ("pool", "CUmemoryPool"),
+    "cuStreamDestroy": ("stream", "CUstream"),
+    "cuEventDestroy": ("event", "CUevent"),
+    "cuMemHostUnregister": ("registered host memory", ""),
+}
+"""Calls whose failure a finaliser has nobody to tell of; what they leave, and the class of its handles."""
+
+
+def sweep(
+    machine: Any,
+    prepare: Callable[[Any], Any],
+    attempt: Callable[[Any, Any], None],
+    ended: Callable[[], bool] = lambda: True,
+    *,
+    silent: bool = False,
+) -> None:
+    """Fail the first call of ``attempt``, then its second, and so on.
+
+    ``prepare`` is called with a driver that works yet, and makes what ``attempt`` gets besides it. ``ended`` says
+    whether the other process is as it was. ``silent`` allows that a failure is told to nobody.
+    """
+    wrong: list[str] = []
+    for number in itertools.count(1):
+        checked = sd.checked(machine)
+        driver = sd.faulty(checked, NEVER, result=RESULT)
+        with sd.use(driver):
+            prepared = prepare(driver)
+            driver._target = len(driver.seen) + number
+            raised = _error_of(attempt, driver, prepared)
+            driver._target = NEVER
+            if not driver.failed:
+                _close(prepared)
+                wrong += [] if raised is None else [f"without a fault: {raised}"]
+                assert not wrong, "\n".join(wrong)
+                return
+            (failed,) = driver.failed
+            where = f"call {number} ({failed})"
+            if failed == "cuCtxPopCurrent":
+                machine.cuCtxPopCurrent()  # the context is still there
+            if raised is None and failed not in RELEASES and not silent:
+                wrong.append(f"{where}: no error")
+            elif raised is not None and raised != f"{failed} answered {RESULT}":
+                wrong.append(f"{where}: {raised}")
+            again = _error_of(attempt, driver, prepared)
+            if again is not None:
+                wrong.append(f"{where}: afterwards {again}")
+            _close(prepared)
+            del prepared
+            gc.collect()
+            sa.Device(0, driver=driver).synchronize()
+            if not ended():
+                wrong.append(f"{where}: the other process is not as it was")
+            left = {kind: handles for kind, handles in checked.outstanding().items() if kind not in KEPT}
+            kind, handle = RELEASES.get(failed, ("", ""))
+            if kind and len(left.get(kind, ())) == 1:
+                getattr(machine, failed)(getattr(machine, handle, int)(left.pop(kind)[0]))
+            if left:
+                wrong.append(f"{where}: left behind {left}")
+        assert number < 300, "a scenario without an end"
+
+
+# What stays for as long as the process: see ImportedPool, and the board.
+KEPT = {"registered memory", "registered host memory", "imported pool"}
+
+
+def _error_of(attempt: Callable[[Any, Any], None], driver: Any, prepared: Any) -> str | None:
+    try:
+        attempt(driver, prepared)
+    except sa.CudaError as error:
+        return f"{error.call} answered {error.name}"
+    except Exception as error:
+        return repr(error)
+    finally:
+        gc.collect()
+    return None
+
+
+def _close(prepared: Any) -> None:
+    for one in reversed(prepared if isinstance(prepared, tuple) else (prepared,)):
+        one.close()
+
+
+# --- opening and closing
+
+
+@pytest.fixture
+def owner(partner: Partner) -> Partner:
+    partner.run(make_pool)
+    return partner
+
+
+def _again(fds: tuple[ipc.Fd, ...]) -> tuple[ipc.Fd, ...]:
+    return tuple(ipc.Fd(os.dup(fd.fileno())) for fd in fds)
+
+
+def _make_buffer(there: There) -> None:
+    there.keep("it", there.kept["pool"].allocate(MiB, there.stream)).fill(1)
+
+
+def _make_growable(there: There) -> None:
+    make_growable(there, "it", 1, 3 * MiB)
+
+
+def _make_event(there: There) -> None:
+    there.stream.record(there.keep("it", there.device.create_event(interprocess=True)))
+
+
+def _make_memory(there: There) -> None:
+    there.keep("it", vmm.PhysicalMemory(2 * MiB, there.device, handle_types=POSIX))
+
+
+def _make_plain(there: There) -> None:
+    there.keep("it", PlainBuffer(there.device, there.stream)).fill(1)
+    there.stream.synchronize()
+
+
+def _keep_pool(there: There) -> None:
+    there.keep("it", there.kept["pool"])
+
+
+def _unused(there: There) -> bool:
+    """Whether the pool's buffers can be freed, so that nobody counts as having them open."""
+    for name in ("it", "held"):
+        if isinstance(there.kept.get(name), sa.Buffer):
+            there.kept.pop(name).free()
+    there.stream.synchronize()
+    pool = there.kept["pool"]
+    return eventually(lambda: pool.statistics().used == 0)
+
+
+OPENS = {
+    "buffer": _make_buffer,
+    "growable": _make_growable,
+    "event": _make_event,
+    "memory": _make_memory,
+    "plain memory": _make_plain,
+    "pool": _keep_pool,
+}
+
+
+@pytest.mark.parametrize("kind", OPENS)
+def test_opening_and_closing(machine: Any, owner: Partner, kind: str) -> None:
+    sent: list[tuple[bytes, tuple[ipc.Fd, ...]]] = []
+
+    def prepare(driver: Any) -> Any:
+        owner.run(OPENS[kind])
+        sent.append(owner.shared("it"))
+        return sa.Device(0, driver=driver).create_stream()
+
+    def attempt(driver: Any, stream: sa.Stream) -> None:
+        data, fds = sent[-1]
+        opened = ipc.open(data, _again(fds), stream=stream, driver=driver)
+        if isinstance(opened, sa.Memory):
+            opened.fill(2)
+        if hasattr(opened, "close"):
+            opened.close()
+        stream.synchronize()
+
+    sweep(machine, prepare, attempt, lambda: bool(owner.run(_unused)))
+
+
+def test_waiting_for_the_owner(machine: Any, owner: Partner) -> None:
+    """The contents are not there when the buffer is opened."""
+    sent: list[tuple[bytes, tuple[ipc.Fd, ...]]] = []
+
+    def prepare(driver: Any) -> Any:
+        owner.run(hold)
+        owner.run(_make_buffer)
+        sent.append(owner.shared("it"))
+        return sa.Device(0, driver=driver).create_stream()
+
+    def attempt(driver: Any, stream: sa.Stream) -> None:
+        data, fds = sent[-1]
+        try:
+            ipc.open(data, _again(fds), stream=stream, driver=driver).close()
+        finally:
+            owner.run(_open_gates)  # a stream that waits cannot be synchronised
+
+    sweep(machine, prepare, attempt, lambda: bool(owner.run(_unused)))
+
+
+class Kept:
+    """What a failed close or free leaves is kept for a second try."""
+
+    def __init__(self, *owned: Any) -> None:
+        self.owned = owned
+        self.it: Any = None
+
+    def close(self) -> None:
+        for one in reversed(self.owned):
+            one.close()
+
+
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_closing_again(machine: Any, owner: Partner, others: int) -> None:
+    """A close that fails can be called again, also where it is the first or the last of several."""
+
+    def prepare(driver: Any) -> Any:
+        owner.run(_make_buffer)
+        data, fds = owner.shared("it")
+        device = sa.Device(0, driver=driver)
+        streams = [device.create_stream() for _ in range(1 + others)]
+        kept = Kept(*streams)
+        kept.it = [
+            ipc.open(data, _again(fds) if not place else (), stream=stream, driver=driver)
+            for place, stream in enumerate(streams)
+        ]
+        return kept
+
+    def attempt(driver: Any, kept: Kept) -> None:
+        for one in kept.it:
+            one.close()
+
+    sweep(machine, prepare, attempt, lambda: bool(owner.run(_unused)))
+
+
+# --- sharing and freeing
+
+
+class Shares:
+    """A stream, a pool and something to share, of a driver that is going to fail."""
+
+    def __init__(self, driver: Any) -> None:
+        self.device = sa.Device(0, driver=driver)
+        self.stream = self.device.create_stream()
+        self.pool = shared_pool(self.device)
+        self.buffer: Any = None
+
+    def close(self) -> None:
+        if self.buffer is not None:
+            self.buffer.close()
+        self.stream.synchronize()
+        self.pool.close()
+        self.stream.close()
+
+
+def _share_buffer(shares: Shares) -> Any:
+    with shares.pool.allocate(MiB, shares.stream) as buffer:
+        buffer.fill(3)
+        ipc.share(buffer)
+        return None
+
+
+def _share_growable(shares: Shares) -> Any:
+    with vmm.GrowableBuffer(shares.device, 8 * MiB, MiB, handle_types=POSIX, stream=shares.stream) as buffer:
+        ipc.share(buffer)
+        buffer.grow(2 * MiB)
+        ipc.share(buffer)
+
+
+def _share_event(shares: Shares) -> Any:
+    with shares.device.create_event(interprocess=True) as event:
+        ipc.share(event)
+
+
+def _share_pool(shares: Shares) -> Any:
+    ipc.share(shares.pool)
+
+
+SHARES = {"buffer": _share_buffer, "growable": _share_growable, "event": _share_event, "pool": _share_pool}
+
+
+@pytest.mark.parametrize("kind", SHARES)
+def test_sharing_and_freeing(machine: Any, kind: str) -> None:
+    sweep(machine, Shares, lambda _, shares: SHARES[kind](shares))
+
+
+def test_sharing_what_somebody_opens(machine: Any, partner: Partner) -> None:
+    """The other process opens what was shared, in whichever try, and closes it."""
+
+    def attempt(driver: Any, shares: Shares) -> None:
+        if shares.buffer is None:
+            shares.buffer = shares.pool.allocate(MiB, shares.stream)
+        shares.buffer.fill(3)
+        shared = ipc.share(shares.buffer)
+        opened = partner.open(shared, "it", fds=shared.fds)
+        assert partner.run(_holds, "it", 3)
+        opened.close()
+        shares.buffer.free()
+        shares.buffer = None
+
+    sweep(machine, Shares, attempt)
+
+
+def _close_if_open(there: There) -> None:
+    there.kept["it"].close()
+
+
+def _holds(there: There, name: str, value: int) -> bool:
+    return holds(there.kept[name], value)
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["its stream is held", "it is open"])
+def test_freeing_what_somebody_uses(machine: Any, partner: Partner, deferred: bool) -> None:
+    """The free waits for a stream of the other process, or is made later: it is made once, and not forgotten."""
+
+    def prepare(driver: Any) -> Shares:
+        shares = Shares(driver)
+        shares.buffer = shares.pool.allocate(MiB, shares.stream)
+        shared = ipc.share(shares.buffer)
+        opened = partner.open(shared, "it", fds=shared.fds)
+        shares.stream.synchronize()
+        if not deferred:
+            partner.run(hold)
+            opened.close()
+        return shares
+
+    def attempt(driver: Any, shares: Shares) -> None:
+        if shares.buffer is not None:
+            shares.buffer.free()
+            shares.buffer = None
+        if deferred:
+            partner.run(_close_if_open)
+        else:
+            partner.run(_open_gates)
+        shares.stream.synchronize()
+        for _ in range(3):
+            if not shares.pool.statistics().used:
+                return
+            shares.stream.synchronize()
+        raise AssertionError("the memory is still in use")
+
+    def ended() -> bool:
+        partner.run(_open_gates) if not deferred else None
+        return True
+
+    # A free that is made later has nobody to tell: it is tried again.
+    sweep(machine, prepare, attempt, ended, silent=deferred)
+
+
+@pytest.fixture(autouse=True)
+def no_gate_is_left(partner: Partner) -> Iterator[None]:
+    yield
+    partner.run(_open_gates)
+
+
+def _open_gates(there: There) -> None:
+    if "gate" in there.kept:
+        there.kept["gate"].open()

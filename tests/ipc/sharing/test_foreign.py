@@ -1,0 +1,378 @@
+"""Memory of other libraries: whatever has ``__cuda_array_interface__``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+from streamalloc import ipc, vmm
+from streamalloc.ipc import Mechanism
+from streamalloc.testing import Gate
+from tests.ipc.support import PAGE, POSIX, Partner, There, busy, idle, make_buffer, make_growable, make_pool
+from tests.support import MiB, holds, read
+from tests.vmm.support import pattern
+
+BLOCK = 2 * MiB
+
+
+class Array:
+    """Device memory as another library has it; like a CuPy array it cannot be hashed, and compares elementwise."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, address: int, nbytes: int, stream: int | None = None, **interface: Any) -> None:
+        self.address = address
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+            **({} if stream is None else {"stream": stream}),
+            **interface,
+        }
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("the truth of an array is ambiguous")
+
+    def __getitem__(self, part: slice) -> Array:
+        start, stop, _ = part.indices(self.__cuda_array_interface__["shape"][0])
+        return Array(self.address + start, stop - start)
+
+
+class Slotted:
+    """One that has no room for weak references."""
+
+    __slots__ = ("__cuda_array_interface__",)
+
+    def __init__(self, array: Array) -> None:
+        self.__cuda_array_interface__ = array.__cuda_array_interface__
+
+
+class Plain:
+    """Allocations of ``cuMemAlloc``, with a pattern."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+        self._addresses: list[int] = []
+
+    def __call__(self, nbytes: int, seed: int = 1) -> Array:
+        result, address = self._raw.cuMemAlloc(nbytes)
+        assert result == 0
+        self._addresses.append(int(address))
+        self.write(array := Array(int(address), nbytes), seed)
+        return array
+
+    def write(self, array: Array, seed: int) -> None:
+        nbytes = array.__cuda_array_interface__["shape"][0]
+        data = pattern(nbytes, seed)
+        assert self._raw.cuMemcpyHtoD(array.address, data.ctypes.data, nbytes)[0] == 0
+
+    def shows(self, array: Array, seed: int) -> bool:
+        nbytes = array.__cuda_array_interface__["shape"][0]
+        data = pattern(nbytes, 99)
+        assert self._raw.cuMemcpyDtoH(data.ctypes.data, array.address, nbytes)[0] == 0
+        return bool((data == pattern(nbytes, seed)).all())
+
+    def free(self) -> None:
+        while self._addresses:
+            assert self._raw.cuMemFree(self._addresses.pop())[0] == 0
+
+
+@pytest.fixture
+def plain(raw: Any, partner: Partner) -> Iterator[Plain]:
+    plain = Plain(raw)
+    yield plain
+    partner.reset()
+    plain.free()
+
+
+class TestPlainMemory:
+    @pytest.mark.parametrize("nbytes", [BLOCK, 3 * BLOCK])
+    def test_whole_blocks(self, plain: Plain, partner: Partner, nbytes: int) -> None:
+        """It is alone in its blocks, so nothing else is exposed."""
+        array = plain(nbytes)
+        shared = ipc.share(array)
+        assert shared.descriptor.mechanism is Mechanism.LEGACY
+        opened = partner.open(shared)
+        assert (opened.kind, opened.nbytes) == ("ImportedBuffer", nbytes)
+        assert opened.shows(1)
+        opened.write(2)
+        assert plain.shows(array, 2)
+        opened.close()
+
+    def test_a_slice(self, plain: Plain, partner: Partner) -> None:
+        """Offset and size travel."""
+        array = plain(2 * BLOCK)
+        part = array[BLOCK + 1000 : BLOCK + 6000]
+        plain.write(part, 7)
+        shared = ipc.share(part)
+        assert (shared.descriptor.offset, shared.descriptor.size) == (BLOCK + 1000, 5000)
+        assert shared.descriptor.base_size == 2 * BLOCK
+        opened = partner.open(shared)
+        assert opened.nbytes == 5000 and opened.shows(7)
+        opened.write(8)
+        assert plain.shows(part, 8)
+        opened.close()
+
+    @pytest.mark.parametrize("nbytes", [1, 1000, BLOCK - 512, BLOCK + 512, 3 * MiB])
+    def test_not_alone_in_its_blocks(self, plain: Plain, nbytes: int) -> None:
+        with pytest.raises(ValueError, match=r"2 MiB.*expose_block=True"):
+            ipc.share(plain(nbytes))
+
+    def test_not_alone_and_exposed(self, plain: Plain, partner: Partner) -> None:
+        """Two small allocations of one block."""
+        one, two = plain(1000, 1), plain(3000, 2)
+        opened = [partner.give(array, expose_block=True) for array in (one, two)]
+        assert [each.nbytes for each in opened] == [1000, 3000]
+        assert opened[0].shows(1) and opened[1].shows(2)
+        opened[0].write(5)
+        assert plain.shows(one, 5) and plain.shows(two, 2)
+        opened[0].close()
+        assert opened[1].shows(2)
+        opened[1].close()
+
+    def test_a_slice_of_small_memory(self, plain: Plain, partner: Partner) -> None:
+        array = plain(5000)
+        plain.write(array[100:300], 3)
+        opened = partner.give(array[100:300], expose_block=True)
+        assert opened.nbytes == 200 and opened.shows(3)
+        opened.close()
+
+    def test_opened_twice(self, plain: Plain, partner: Partner) -> None:
+        """The driver counts: the memory stays until the last is closed."""
+        array = plain(2 * BLOCK)
+        plain.write(array[:BLOCK], 4)
+        first, second = partner.give(array), partner.give(array[:BLOCK])
+        assert first.address == second.address
+        first.close()
+        assert second.shows(4)
+        second.close()
+        again = partner.give(array[:BLOCK])
+        assert again.shows(4)
+        again.close()
+
+    def test_dropped(self, plain: Plain, partner: Partner) -> None:
+        array = plain(BLOCK)
+        for seed in range(3):
+            plain.write(array, seed)
+            opened = partner.give(array)
+            assert opened.shows(seed)
+            opened.drop()
+
+    def test_the_owner_frees_it(self, plain: Plain, partner: Partner) -> None:
+        """Its library does not ask us: the importer keeps the memory, and can close it."""
+        opened = partner.give(plain(BLOCK))
+        plain.free()
+        assert opened.shows(1)
+        opened.close()
+
+    def test_many_at_once(self, plain: Plain, partner: Partner) -> None:
+        arrays = [plain(BLOCK, seed) for seed in range(5)]
+        opened = [partner.give(array) for array in arrays]
+        assert all(one.shows(seed) for seed, one in enumerate(opened))
+        for one in opened:
+            one.close()
+
+    def test_without_weak_references(self, plain: Plain, partner: Partner) -> None:
+        for _ in range(2):
+            opened = partner.give(Slotted(plain(BLOCK, 6)))
+            assert opened.shows(6)
+            opened.close()
+
+    def test_read_only(self, plain: Plain, partner: Partner) -> None:
+        """What its owner only reads can be shared as well."""
+        array = plain(BLOCK)
+        opened = partner.give(Array(array.address, BLOCK, data=(array.address, True)))
+        assert opened.shows(1)
+        opened.close()
+
+    def test_of_other_shapes(self, plain: Plain, partner: Partner) -> None:
+        address = plain(BLOCK).address
+        floats = Array(address, 0, shape=(128, 1024), typestr="<f4")
+        assert partner.give(floats).nbytes == 128 * 1024 * 4
+        assert partner.give(Array(address, 0, shape=(), typestr="<f8")).nbytes == 8
+
+    def test_lent_by_the_importer(self, plain: Plain, partner: Partner) -> None:
+        """Other libraries over there take it as they take any memory."""
+        opened = partner.give(plain(BLOCK))
+        assert partner.run(_interface, opened.name) == [BLOCK, opened.address]
+        opened.close()
+
+
+def _interface(there: There, name: str) -> list[int]:
+    interface = there.kept[name].__cuda_array_interface__
+    return [interface["shape"][0], interface["data"][0]]
+
+
+class TestOrder:
+    def test_after_the_stream_that_it_names(
+        self, plain: Plain, partner: Partner, stream: sa.Stream, device: sa.Device, gate: Gate
+    ) -> None:
+        address = plain(BLOCK).address
+        device.synchronize()
+        gate.hold(stream)
+        partner.give(Array(address, BLOCK, stream.handle))
+        assert partner.run(busy)
+        gate.open()
+        assert partner.run(idle)
+
+    def test_after_the_stream_that_is_named(
+        self, plain: Plain, partner: Partner, stream: sa.Stream, device: sa.Device, gate: Gate
+    ) -> None:
+        array = plain(BLOCK)
+        device.synchronize()
+        gate.hold(stream)
+        partner.give(array, stream=stream)
+        assert partner.run(busy)
+        gate.open()
+        assert partner.run(idle)
+
+    @pytest.mark.parametrize("number", [1, 2], ids=["legacy", "per thread"])
+    def test_default_streams(self, plain: Plain, partner: Partner, number: int) -> None:
+        opened = partner.give(Array(plain(BLOCK).address, BLOCK, number))
+        assert opened.shows(1)
+        opened.close()
+
+
+class TestPoolMemory:
+    def test_of_a_pool_of_ours(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
+        """A library that allocates from our pool: its arrays are pool allocations."""
+        with pool.allocate(MiB, stream) as buffer:
+            buffer.copy_from(pattern(MiB, 1))
+            stream.synchronize()
+            shared = ipc.share(Array(buffer.address + 512, 1024))
+            assert shared.descriptor.mechanism is Mechanism.POOL_POINTER
+            assert (shared.descriptor.offset, shared.descriptor.size) == (512, 1024)
+            opened = partner.open(shared)
+            opened.write(9)
+            assert (read(buffer[512:1536]) == pattern(1024, 9)).all()
+            assert (read(buffer[:512]) == pattern(MiB, 1)[:512]).all()
+            opened.close()
+            assert type(buffer) is sa.Buffer  # no lease: its library frees it without asking
+
+    def test_of_a_pool_that_is_current(
+        self, pool: sa.MemoryPool, stream: sa.Stream, raw: Any, partner: Partner
+    ) -> None:
+        with pool.make_current():
+            result, address = raw.cuMemAllocAsync(MiB, raw.CUstream(stream.handle))
+            assert result == 0
+        assert raw.cuMemsetD8Async(address, 3, MiB, raw.CUstream(stream.handle))[0] == 0
+        opened = partner.give(Array(int(address), MiB, stream.handle), "it")
+        assert partner.run(_holds, "it", 3)
+        opened.close()
+        assert raw.cuMemFreeAsync(address, raw.CUstream(stream.handle))[0] == 0
+        stream.synchronize()
+
+    def test_of_a_pool_of_other_code(self, raw: Any, stream: sa.Stream, partner: Partner) -> None:
+        """One after the other, as their handles may be the same number."""
+        props = sa.MemPoolProps(location=sa.MemLocation.device(0), handle_types=POSIX).to_driver()
+        queue = raw.CUstream(stream.handle)
+        for value in range(3):
+            result, made = raw.cuMemPoolCreate(props)
+            assert result == 0
+            result, address = raw.cuMemAllocFromPoolAsync(MiB, made, queue)
+            assert result == 0
+            assert raw.cuMemsetD8Async(address, value, MiB, queue)[0] == 0
+            opened = partner.give(Array(int(address), MiB, stream.handle), f"it {value}")
+            assert partner.run(_holds, f"it {value}", value)
+            opened.close()
+            assert raw.cuMemFreeAsync(address, queue)[0] == 0
+            stream.synchronize()
+            assert raw.cuMemPoolDestroy(made)[0] == 0
+
+    def test_of_a_pool_that_is_not_made_for_it(self, device: sa.Device, stream: sa.Stream) -> None:
+        with sa.MemoryPool(device) as pool, pool.allocate(MiB, stream) as buffer, sa.allocate(MiB, stream) as other:
+            for memory in (buffer, other):
+                with pytest.raises(ValueError, match="POSIX_FILE_DESCRIPTOR"):
+                    ipc.share(Array(memory.address, MiB))
+
+    def test_what_was_opened(self, partner: Partner, stream: sa.Stream) -> None:
+        """Only its owner can share it."""
+        partner.run(make_pool)
+        partner.run(make_buffer, "buffer", 1)
+        with partner.take("buffer", stream) as opened, pytest.raises(ValueError):
+            ipc.share(Array(opened.address, 512))
+
+
+def _holds(there: There, name: str, value: int) -> bool:
+    return holds(there.kept[name], value)
+
+
+class TestMappedMemory:
+    @pytest.fixture
+    def range_(self, device: sa.Device) -> Iterator[vmm.AddressRange]:
+        """Two pieces that can be shared, and one that cannot."""
+        range_ = vmm.AddressRange(3 * PAGE, driver=device.driver)
+        for at, handle_types in enumerate((POSIX, POSIX, sa.MemHandleType.NONE)):
+            range_.map(vmm.PhysicalMemory(PAGE, device, handle_types=handle_types), at * PAGE, access=device)
+        yield range_
+        device.synchronize()
+        range_.unmap()
+        range_.close()
+
+    def test_a_piece(self, range_: vmm.AddressRange, stream: sa.Stream, partner: Partner) -> None:
+        memory = range_.view(PAGE, 2 * PAGE)
+        memory.copy_from(pattern(PAGE, 1), stream)
+        stream.synchronize()
+        shared = ipc.share(Array(memory.address, PAGE))
+        assert shared.descriptor.mechanism is Mechanism.PHYSICAL
+        opened = partner.open(shared)
+        assert opened.nbytes == PAGE and opened.shows(1)
+        opened.write(2)
+        assert (read(memory) == pattern(PAGE, 2)).all()
+        opened.close()
+
+    def test_a_part_of_one(self, range_: vmm.AddressRange, partner: Partner) -> None:
+        part = range_.view(PAGE + 500, PAGE + 900)
+        for seed in range(3):
+            opened = partner.give(Array(part.address, 400))
+            opened.write(seed)
+            assert (read(part) == pattern(400, seed)).all()
+            opened.close()
+
+    def test_in_several_pieces(self, range_: vmm.AddressRange) -> None:
+        with pytest.raises(ValueError, match="several pieces"):
+            ipc.share(Array(range_.address + PAGE - 100, 200))
+
+    def test_that_is_not_made_for_it(self, range_: vmm.AddressRange) -> None:
+        with pytest.raises(ValueError, match="POSIX_FILE_DESCRIPTOR"):
+            ipc.share(Array(range_.address + 2 * PAGE, 100))
+
+    def test_what_was_opened(self, partner: Partner, stream: sa.Stream) -> None:
+        partner.run(make_growable, "growable", 1, MiB)
+        with partner.take("growable", stream) as opened, pytest.raises(ValueError):
+            ipc.share(Array(opened.address, 512))
+
+
+class TestRefused:
+    def test_empty(self, plain: Plain) -> None:
+        with pytest.raises(ValueError, match="empty"):
+            ipc.share(plain(BLOCK)[5:5])
+
+    def test_not_contiguous(self, plain: Plain) -> None:
+        array = plain(BLOCK)
+        with pytest.raises(ValueError, match="contiguous"):
+            ipc.share(Array(array.address, 0, shape=(4, 4), strides=(8, 1)))
+
+    def test_host_memory(self, raw: Any) -> None:
+        result, address = raw.cuMemHostAlloc(4096, 0)
+        assert result == 0
+        with pytest.raises(ValueError, match="not device memory"):
+            ipc.share(Array(int(address), 4096))
+        raw.cuMemFreeHost(address)
+
+    def test_memory_that_the_driver_does_not_know(self, plain: Plain, machine: Any) -> None:
+        array = plain(BLOCK)
+        plain.free()
+        with pytest.raises(ValueError):
+            ipc.share(array)
+        with pytest.raises(ValueError):
+            ipc.share(Array(4096, 100))
+
+    def test_more_than_the_allocation_has(self, plain: Plain) -> None:
+        with pytest.raises(ValueError):
+            ipc.share(Array(plain(BLOCK).address + BLOCK - 100, 200))

@@ -1,0 +1,956 @@
+"""What a free does while other processes use the memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import ipc
+from streamalloc.testing import Gate
+from tests.ipc.support import (
+    POSIX,
+    SECONDS,
+    Partner,
+    There,
+    busy,
+    eventually,
+    filled,
+    hold,
+    idle,
+    make_buffer,
+    make_pool,
+    make_stream,
+    release,
+    shared_pool,
+    shows,
+)
+from tests.support import KEEP, MiB, executed, holds, names, pending
+
+SIZE = 4 * MiB
+
+
+@pytest.fixture
+def buffer(pool: sa.MemoryPool, stream: sa.Stream) -> Any:
+    """A buffer with a pattern, which is freed at the end if it is not by then."""
+    buffer = pool.allocate(SIZE, stream)
+    filled(buffer, 1)
+    yield buffer
+    buffer.close()
+
+
+def used(pool: sa.MemoryPool, nbytes: int) -> bool:
+    """Whether the pool comes to have so much in use."""
+    return eventually(lambda: pool.statistics().used == nbytes)
+
+
+# What makes a free that waits, given the pool, a buffer and one that is shared as well.
+LOOKS: dict[str, Callable[[sa.MemoryPool, sa.Buffer, sa.Buffer], object]] = {
+    "statistics": lambda pool, small, shared: pool.statistics(),
+    "trim": lambda pool, small, shared: pool.trim(),
+    "synchronize": lambda pool, small, shared: small.stream.synchronize(),
+    "share": lambda pool, small, shared: ipc.share(small),
+    "free": lambda pool, small, shared: shared.free(),
+}
+
+
+class TestFreeWhileItIsOpen:
+    def test_is_deferred(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
+        opened = partner.give(buffer)
+        address = buffer.address
+        buffer.free()
+        assert buffer.freed
+        assert pool.statistics().used == SIZE
+        with pool.allocate(SIZE, buffer.stream) as other:
+            assert other.address != address
+            filled(other, 2)
+            other.stream.synchronize()
+            assert opened.shows(1)
+            opened.close()
+            assert used(pool, SIZE)
+        buffer.stream.synchronize()
+        assert used(pool, 0)
+        with pool.allocate(SIZE, buffer.stream) as other:
+            assert other.address == address
+
+    @pytest.mark.parametrize("look", LOOKS)
+    def test_happens_where_the_host_looks(
+        self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner, look: str
+    ) -> None:
+        opened = partner.give(buffer)
+        small, shared = (pool.allocate(512, buffer.stream) for _ in range(2))
+        ipc.share(shared)
+        buffer.free()
+        opened.close()
+        LOOKS[look](pool, small, shared)
+        assert int(pool.attributes.used_mem_current) <= 1024
+        small.close()
+        shared.close()
+
+    def test_in_a_second_process_too(
+        self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner, another: Callable[[], Partner]
+    ) -> None:
+        first, second = partner.give(buffer), another().give(buffer)
+        buffer.free()
+        first.close()
+        assert pool.statistics().used == SIZE
+        assert second.shows(1)
+        second.close()
+        assert used(pool, 0)
+
+    def test_opened_twice_in_one_process(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
+        first, second = partner.give(buffer), partner.give(buffer[10:20])
+        buffer.free()
+        second.close()
+        assert pool.statistics().used == SIZE and first.shows(1)
+        first.close()
+        assert used(pool, 0)
+
+    def test_once_more_after_it_was_closed(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
+        for seed in range(3):
+            filled(buffer, seed)
+            opened = partner.give(buffer)
+            assert opened.shows(seed)
+            opened.close()
+        partner.give(buffer, "last")
+        buffer.free()
+        assert pool.statistics().used == SIZE
+        partner.kept("last").close()
+        assert used(pool, 0)
+
+    def test_closed_without_reading(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
+        partner.give(buffer).close()
+        buffer.free()
+        assert used(pool, 0)
+
+    def test_dropped_by_the_importer(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
+        opened = partner.give(buffer)
+        buffer.free()
+        opened.drop()
+        assert used(pool, 0)
+
+    def test_dropped_by_the_importer_in_a_cycle(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
+        opened = partner.give(buffer)
+        partner.run(_in_a_cycle, opened.name)
+        buffer.free()
+        opened.drop()
+        assert used(pool, 0)
+
+    def test_dropped_by_the_importer_after_its_stream_was_closed(
+        self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner
+    ) -> None:
+        partner.run(make_stream, "second")
+        opened = partner.give(buffer, on="second")
+        partner.kept("second")
+        partner.run(_close_stream, "second")
+        buffer.free()
+        opened.drop()
+        assert used(pool, 0)
+
+    def test_dropped_by_the_owner(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
+        buffer = pool.allocate(SIZE, stream)
+        filled(buffer, 1)
+        opened = partner.give(buffer)
+        del buffer
+        gc.collect()
+        assert pool.statistics().used == SIZE and opened.shows(1)
+        opened.close()
+        assert used(pool, 0)
+
+    def test_left_by_a_with_block(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
+        with pool.allocate(SIZE, stream) as buffer:
+            filled(buffer, 1)
+            opened = partner.give(buffer)
+        assert buffer.freed and opened.shows(1)
+        opened.close()
+        assert used(pool, 0)
+
+    def test_the_owner_s_stream_is_closed(self, pool: sa.MemoryPool, device: sa.Device, partner: Partner) -> None:
+        with device.create_stream() as stream:
+            buffer = pool.allocate(SIZE, stream)
+            filled(buffer, 1)
+            opened = partner.give(buffer)
+            buffer.free()
+        assert opened.shows(1)
+        opened.close()
+        assert used(pool, 0)
+
+    def test_the_owner_s_stream_is_closed_before_the_free(
+        self, pool: sa.MemoryPool, device: sa.Device, partner: Partner
+    ) -> None:
+        with device.create_stream() as stream:
+            buffer = pool.allocate(SIZE, stream)
+            filled(buffer, 1)
+            opened = partner.give(buffer)
+        buffer.close()
+        assert buffer.freed and opened.shows(1)
+        opened.close()
+        assert used(pool, 0)
+
+    def test_on_another_stream(
+        self, pool: sa.MemoryPool, device: sa.Device, buffer: sa.Buffer, partner: Partner, gate: Gate
+    ) -> None:
+        """The stream that is named orders the free, also where it is deferred."""
+        opened = partner.give(buffer)
+        buffer.stream.synchronize()
+        with device.create_stream() as other:
+            gate.hold(buffer.stream)
+            buffer.free(other)
+            opened.close()
+            assert used(pool, 0)
+            assert executed(other)
+            gate.open()
+
+    def test_the_pool_is_closed(self, device: sa.Device, stream: sa.Stream, partner: Partner) -> None:
+        """It ends when the last lease has, and the importer reads until then."""
+        driver = sd.traced(device.driver)
+        mine = sa.Device(0, driver=driver)
+        with mine.create_stream() as own:
+            pool = shared_pool(mine)
+            buffer = pool.allocate(SIZE, own)
+            filled(buffer, 1)
+            opened = partner.give(buffer)
+            buffer.free()
+            pool.close()
+            own.synchronize()
+            assert opened.shows(1) and names(driver, "cuMemPoolDestroy") == []
+            opened.close()
+            for _ in range(3):
+                own.synchronize()
+            assert names(driver, "cuMemPoolDestroy") == ["cuMemPoolDestroy"]
+
+    def test_memory_runs_out(self, device: sa.Device, stream: sa.Stream, partner: Partner) -> None:
+        """What importers have closed meanwhile is taken before the allocation fails."""
+        with sa.MemoryPool(device, 64 * MiB, POSIX, KEEP) as pool:
+            buffer = pool.allocate(64 * MiB, stream)
+            opened = partner.give(buffer)
+            buffer.free()
+            with pytest.raises(sa.OutOfMemoryError):
+                pool.allocate(64 * MiB, stream)
+            opened.close()
+            pool.allocate(64 * MiB, stream).free()
+
+    def test_many_at_once(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
+        """Freed in one order and closed in another."""
+        buffers = [pool.allocate(512, stream) for _ in range(40)]
+        opened = [partner.give(buffer) for buffer in buffers]
+        for buffer in buffers:
+            buffer.free()
+        for number, one in enumerate(reversed(opened), 1):
+            one.close()
+            assert used(pool, 512 * (40 - number))
+
+
+def _in_a_cycle(there: There, name: str) -> None:
+    class Holder:
+        pass
+
+    holder = Holder()
+    holder.it, holder.me = there.kept[name], holder  # type: ignore[attr-defined]
+    there.kept[name] = holder
+
+
+def _close_stream(there: There, name: str) -> None:
+    there.kept.pop(name).close()
+
+
+class TestPolicies:
+    def test_raise(self, pool: sa.MemoryPool, buffer: ipc.LeasedBuffer, partner: Partner) -> None:
+        """The buffer lives on: it can be used, and shared with others, and freed later."""
+        opened = partner.give(buffer)
+        with pytest.raises(sa.StillImported, match="another process"):
+            buffer.free(still_imported="raise")
+        assert not buffer.freed and shows(buffer, 1)
+        filled(buffer, 2)
+        again = partner.give(buffer)
+        assert again.shows(2)
+        for one in (again, opened):
+            one.close()
+        third = partner.give(buffer)
+        assert third.shows(2)
+        third.close()
+        buffer.free(still_imported="raise")
+        assert used(pool, 0)
+
+    def test_shared_anew_after_it_raised(
+        self, buffer: ipc.LeasedBuffer, partner: Partner, another: Callable[[], Partner]
+    ) -> None:
+        opened = partner.give(buffer)
+        old = ipc.share(buffer)
+        with pytest.raises(sa.StillImported):
+            buffer.free(still_imported="raise")
+        other = another()
+        assert other.give(buffer).shows(1)
+        assert other.open(old).shows(1)
+        opened.close()
+
+    def test_wait_until_a_time(self, buffer: ipc.LeasedBuffer, partner: Partner) -> None:
+        opened = partner.give(buffer)
+        start = time.monotonic()
+        with pytest.raises(sa.StillImported):
+            buffer.free(still_imported="wait", timeout=0.05)
+        assert 0.05 <= time.monotonic() - start < 2
+        assert not buffer.freed and opened.shows(1)
+        opened.close()
+
+    def test_wait(self, pool: sa.MemoryPool, buffer: ipc.LeasedBuffer, partner: Partner) -> None:
+        partner.give(buffer, "it")
+        partner.begin(_close_later, "it", 0.1)
+        start = time.monotonic()
+        buffer.free(still_imported="wait", timeout=SECONDS)
+        assert time.monotonic() - start > 0.05
+        partner.result()
+        assert buffer.freed and used(pool, 0)
+
+    def test_wait_does_not_wait_for_the_importer_s_stream(self, buffer: ipc.LeasedBuffer, partner: Partner) -> None:
+        """The host waits for the importer to close; what its stream still does, our stream waits for."""
+        opened = partner.give(buffer)
+        partner.run(hold)
+        opened.close()
+        buffer.free(still_imported="wait", timeout=SECONDS)
+        assert pending(buffer.stream)
+        partner.run(release)
+        assert executed(buffer.stream)
+
+    @pytest.mark.parametrize("policy", ["defer", "wait", "raise"])
+    def test_nobody_has_it_open(self, pool: sa.MemoryPool, buffer: Any, partner: Partner, policy: str) -> None:
+        partner.give(buffer).close()
+        buffer.free(still_imported=policy, timeout=0)
+        assert int(pool.attributes.used_mem_current) == 0
+
+    def test_unknown(self, buffer: Any) -> None:
+        ipc.share(buffer)
+        with pytest.raises(ValueError, match="still_imported='never'"):
+            buffer.free(still_imported="never")
+
+    def test_freed_twice(self, buffer: ipc.LeasedBuffer, partner: Partner) -> None:
+        opened = partner.give(buffer)
+        buffer.free()
+        with pytest.raises(sa.ClosedError):
+            buffer.free()
+        buffer.close()
+        opened.close()
+
+    def test_on_the_way(self, pool: sa.MemoryPool, buffer: ipc.LeasedBuffer, partner: Partner) -> None:
+        """A descriptor that is held keeps the memory until it was opened, and its import closed."""
+        shared = ipc.share(buffer, hold=True)
+        with pytest.raises(sa.StillImported):
+            buffer.free(still_imported="raise")
+        buffer.free()
+        assert pool.statistics().used == SIZE
+        opened = partner.open(shared)
+        assert opened.shows(1) and pool.statistics().used == SIZE
+        opened.close()
+        assert used(pool, 0)
+
+    def test_several_on_the_way(self, pool: sa.MemoryPool, buffer: ipc.LeasedBuffer, partner: Partner) -> None:
+        held = [ipc.share(buffer, hold=True) for _ in range(3)]
+        buffer.free()
+        for shared in held:
+            assert pool.statistics().used == SIZE
+            partner.open(shared).close()
+        assert used(pool, 0)
+
+    def test_on_the_way_and_opened_twice(self, pool: sa.MemoryPool, buffer: ipc.LeasedBuffer, partner: Partner) -> None:
+        """Against the rule; it must not keep the memory for ever."""
+        shared = ipc.share(buffer, hold=True)
+        first, second = partner.open(shared), partner.open(shared)
+        first.close()
+        second.close()
+        buffer.free()
+        assert used(pool, 0)
+
+
+def _close_later(there: There, name: str, seconds: float) -> None:
+    time.sleep(seconds)
+    there.kept[name].close()
+
+
+def _copy_of(there: There, name: str, copy: str, on: str) -> None:
+    """Queue a copy into memory of this process, which shows what was there when the stream came to it."""
+    if "aside" not in there.kept:
+        make_stream(there, "aside")
+    source, aside = there.kept[name], there.kept["aside"]
+    there.keep(copy, sa.allocate(source.nbytes, aside))
+    aside.synchronize()
+    there.kept[copy].copy_from(source, there.kept[on])
+
+
+def _copy_holds(there: There, copy: str, value: int) -> bool:
+    there.device.synchronize()
+    return holds(there.kept[copy], value)
+
+
+def _holds(there: There, name: str, value: int) -> bool:
+    return holds(there.kept[name], value)
+
+
+class TestWorkOfImporters:
+    """They have closed the memory, and their streams are still at it."""
+
+    def test_the_free_returns_and_the_memory_waits(
+        self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner
+    ) -> None:
+        buffer = pool.allocate(SIZE, stream)
+        buffer.fill(7)
+        partner.give(buffer, "it")
+        partner.run(idle)
+        partner.run(hold)
+        partner.run(_copy_of, "it", "copy", "stream")
+        partner.kept("it").close()
+        address = buffer.address
+        start = time.monotonic()
+        buffer.free()
+        other = pool.allocate(SIZE, stream)
+        other.fill(9)
+        assert time.monotonic() - start < 2 and other.address == address
+        assert pending(stream)
+        partner.run(release)
+        assert executed(stream) and holds(other, 9)
+        assert partner.run(_copy_holds, "copy", 7)
+        other.free()
+
+    def test_not_reused_on_another_stream(
+        self, pool: sa.MemoryPool, device: sa.Device, stream: sa.Stream, partner: Partner
+    ) -> None:
+        buffer = pool.allocate(SIZE, stream)
+        buffer.fill(7)
+        partner.give(buffer, "it")
+        partner.run(idle)
+        partner.run(hold)
+        partner.run(_copy_of, "it", "copy", "stream")
+        partner.kept("it").close()
+        buffer.free()
+        with device.create_stream() as free_stream, pool.allocate(SIZE, free_stream) as other:
+            other.fill(9)
+            assert executed(free_stream)
+            partner.run(release)
+            assert partner.run(_copy_holds, "copy", 7)
+
+    @pytest.mark.parametrize("held", [0, 1, 2])
+    def test_of_three_streams(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, held: int) -> None:
+        """The allocation is open three times, on three streams, one of which is held."""
+        buffer = pool.allocate(SIZE, stream)
+        buffer.fill(7)
+        for number in range(3):
+            partner.run(make_stream, f"stream {number}")
+            partner.give(buffer, f"it {number}", on=f"stream {number}")
+            assert partner.run(idle, f"stream {number}")
+        partner.run(hold, f"stream {held}")
+        for number in range(3):
+            partner.run(_copy_of, f"it {number}", f"copy {number}", f"stream {number}")
+        for number in range(3):
+            partner.kept(f"it {number}").close()
+        buffer.free()
+        with pool.allocate(SIZE, stream) as other:
+            other.fill(9)
+            assert pending(stream)
+            partner.run(release)
+            assert executed(stream)
+            for number in range(3):
+                assert partner.run(_copy_holds, f"copy {number}", 7)
+
+    def test_of_a_stream_that_was_closed(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
+        buffer = pool.allocate(SIZE, stream)
+        buffer.fill(7)
+        partner.run(make_stream, "second")
+        first, second = partner.give(buffer, "one", on="second"), partner.give(buffer, "two")
+        assert partner.run(idle) and partner.run(idle, "second")
+        partner.run(hold, "second")
+        partner.run(_copy_of, "one", "copy", "second")
+        first.close()
+        partner.run(_close_stream, "second")
+        second.close()
+        buffer.free()
+        with pool.allocate(SIZE, stream) as other:
+            other.fill(9)
+            assert pending(stream)
+            partner.run(release)
+            assert executed(stream) and partner.run(_copy_holds, "copy", 7)
+
+    def test_closed_on_another_stream(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
+        buffer = pool.allocate(SIZE, stream)
+        buffer.fill(7)
+        partner.run(make_stream, "second")
+        opened = partner.give(buffer, "it")
+        assert partner.run(idle)
+        partner.run(hold, "second")
+        partner.run(_copy_of, "it", "copy", "second")
+        opened.close(on="second")
+        buffer.free()
+        with pool.allocate(SIZE, stream) as other:
+            other.fill(9)
+            assert pending(stream) and partner.run(idle)
+            partner.run(release)
+            assert executed(stream) and partner.run(_copy_holds, "copy", 7)
+
+    def test_of_two_processes(
+        self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, another: Callable[[], Partner]
+    ) -> None:
+        buffer = pool.allocate(SIZE, stream)
+        buffer.fill(7)
+        partners = [partner, another()]
+        for one in partners:
+            one.give(buffer, "it")
+            assert one.run(idle)
+            one.run(hold)
+            one.run(_copy_of, "it", "copy", "stream")
+            one.kept("it").close()
+        buffer.free()
+        with pool.allocate(SIZE, stream) as other:
+            other.fill(9)
+            for one in partners:
+                assert pending(stream)
+                one.run(release)
+            assert executed(stream)
+            assert all(one.run(_copy_holds, "copy", 7) for one in partners)
+
+    def test_dropped_while_its_stream_is_held(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
+        buffer = pool.allocate(SIZE, stream)
+        buffer.fill(7)
+        opened = partner.give(buffer, "it")
+        assert partner.run(idle)
+        partner.run(hold)
+        partner.run(_copy_of, "it", "copy", "stream")
+        opened.drop()
+        buffer.free()
+        with pool.allocate(SIZE, stream) as other:
+            other.fill(9)
+            assert pending(stream)
+            partner.run(release)
+            assert executed(stream) and partner.run(_copy_holds, "copy", 7)
+
+    def test_opened_again_while_the_last_close_is_pending(
+        self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner
+    ) -> None:
+        buffer = pool.allocate(SIZE, stream)
+        buffer.fill(7)
+        partner.run(make_stream, "second")
+        partner.give(buffer, "one")
+        assert partner.run(idle)
+        partner.run(hold)
+        partner.kept("one").close()
+        partner.give(buffer, "two", on="second")
+        assert partner.run(_holds, "two", 7)
+        partner.kept("two").close()
+        buffer.free()
+        with pool.allocate(SIZE, stream) as other:
+            other.fill(9)
+            assert pending(stream)
+            partner.run(release)
+            assert executed(stream)
+
+
+class TestSlotsAreUsedAgain:
+    """A buffer takes the place on the board of one that was freed, while streams are still busy with that."""
+
+    def test_while_the_importer_s_close_is_pending(
+        self, pool: sa.MemoryPool, device: sa.Device, stream: sa.Stream, partner: Partner
+    ) -> None:
+        first = pool.allocate(SIZE, stream)
+        partner.run(make_stream, "second")
+        opened = partner.give(first)
+        assert partner.run(idle)
+        partner.run(hold)
+        opened.close()
+        first.free()
+        with device.create_stream() as other:
+            for seed in range(3):
+                buffer = pool.allocate(SIZE, other)
+                filled(buffer, seed)
+                opened = partner.give(buffer, on="second")
+                assert opened.shows(seed)
+                opened.close()
+                buffer.free()
+                assert executed(other)
+            partner.run(release)
+            assert executed(stream)
+            for seed in range(3):
+                buffer = pool.allocate(SIZE, other)
+                filled(buffer, seed)
+                opened = partner.give(buffer)
+                assert opened.shows(seed)
+                opened.close()
+                buffer.free()
+                assert executed(other)
+
+    def test_while_the_owner_s_announcement_is_pending(
+        self, pool: sa.MemoryPool, device: sa.Device, stream: sa.Stream, partner: Partner, gate: Gate
+    ) -> None:
+        gate.hold(stream)
+        for _ in range(3):
+            first = pool.allocate(SIZE, stream)
+            ipc.share(first)
+            first.free()
+        with device.create_stream() as other:
+            buffers = [pool.allocate(512, other) for _ in range(4)]
+            late = [ipc.share(buffer) for buffer in buffers]
+            gate.open()
+            assert executed(stream)
+            for shared in late:
+                opened = partner.open(shared)
+                assert partner.run(idle)
+                opened.close()
+            for buffer in buffers:
+                buffer.free()
+
+    def test_early_readers_wait(
+        self, pool: sa.MemoryPool, device: sa.Device, stream: sa.Stream, partner: Partner, gate: Gate
+    ) -> None:
+        """A word that the place's last owner counted up must not stand for the contents of the next."""
+        for _ in range(3):
+            first = pool.allocate(512, stream)
+            ipc.share(first)
+            first.free()
+        assert executed(stream)
+        gate.hold(stream)
+        buffer = pool.allocate(512, stream)
+        partner.give(buffer, "it")
+        assert partner.run(busy)
+        gate.open()
+        assert partner.run(idle)
+        partner.kept("it").close()
+        buffer.free()
+
+    def test_two_thousand(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        """More than a board has: a second board is made, and the places come back."""
+        for _ in range(2):
+            buffers = [pool.allocate(512, stream) for _ in range(1100)]
+            boards = {ipc.share(buffer).descriptor.board for buffer in buffers}
+            assert len(boards) == 2
+            for buffer in buffers:
+                buffer.free()
+        stream.synchronize()
+        assert used(pool, 0)
+
+
+class TestStaleDescriptors:
+    def test_after_the_free(self, buffer: sa.Buffer, partner: Partner) -> None:
+        shared = ipc.share(buffer)
+        buffer.free()
+        with pytest.raises(sa.StaleDescriptorError, match="freed"):
+            partner.open(shared)
+
+    def test_after_the_memory_was_used_again(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
+        shared, address = ipc.share(buffer), buffer.address
+        buffer.free()
+        again = pool.allocate(SIZE, buffer.stream)
+        assert again.address == address
+        filled(again, 2)
+        fresh = ipc.share(again)
+        for _ in range(3):
+            with pytest.raises(sa.StaleDescriptorError):
+                partner.open(shared)
+        opened = partner.open(fresh)
+        assert opened.shows(2)
+        with pytest.raises(sa.StaleDescriptorError):
+            partner.open(shared)
+        again.free()
+        opened.close()
+        assert used(pool, 0)
+
+    def test_after_the_importer_closed_it(self, buffer: sa.Buffer, partner: Partner) -> None:
+        shared = ipc.share(buffer)
+        opened = partner.open(shared)
+        buffer.free()
+        opened.close()
+        with pytest.raises(sa.StaleDescriptorError):
+            partner.open(shared)
+
+    def test_while_the_free_is_deferred(
+        self, buffer: sa.Buffer, partner: Partner, another: Callable[[], Partner]
+    ) -> None:
+        """Whoever has it open keeps it; nobody else can open it any more."""
+        shared = ipc.share(buffer)
+        opened = partner.open(shared)
+        buffer.free()
+        with pytest.raises(sa.StaleDescriptorError):
+            another().open(shared, fds=shared.fds)
+        assert opened.shows(1)
+
+    def test_while_the_close_is_pending(
+        self, pool: sa.MemoryPool, buffer: sa.Buffer, stream: sa.Stream, partner: Partner
+    ) -> None:
+        """Trying disturbs nobody who waits for the close."""
+        shared = ipc.share(buffer)
+        opened = partner.open(shared)
+        assert partner.run(idle)
+        partner.run(hold)
+        opened.close()
+        buffer.free()
+        for _ in range(5):
+            with pytest.raises(sa.StaleDescriptorError):
+                partner.open(shared)
+        assert pending(stream)
+        partner.run(release)
+        assert executed(stream)
+        for seed in range(2):
+            with pool.allocate(SIZE, stream) as again:
+                filled(again, seed)
+                opened = partner.give(again)
+                assert opened.shows(seed)
+                opened.close()
+            assert executed(stream)
+
+    def test_in_this_process(self, partner: Partner, stream: sa.Stream) -> None:
+        partner.run(make_pool)
+        partner.run(make_buffer, "buffer", 1)
+        data, fds = partner.shared("buffer")
+        partner.run(_free, "buffer")
+        with pytest.raises(sa.StaleDescriptorError):
+            ipc.open(data, fds, stream=stream)
+        with pytest.raises(sa.StaleDescriptorError):
+            ipc.open(data, stream=stream)
+
+
+def _free(there: There, name: str) -> None:
+    there.kept[name].free()
+
+
+def at_once(count: int, work: Callable[[int], None]) -> list[str]:
+    """Run ``work`` in several threads that begin together and alternate often; what went wrong."""
+    wrong: list[str] = []
+    start = threading.Barrier(count)
+
+    def run(number: int) -> None:
+        try:
+            start.wait(SECONDS)
+            work(number)
+        except BaseException as error:
+            wrong.append(repr(error))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+    finally:
+        sys.setswitchinterval(interval)
+    return wrong
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_sharing_has_failed(machine: Any, how: str) -> None:
+    """The buffer is freed like any other."""
+    faulty: Any = sd.faulty(machine, "cuMemPoolExportPointer")
+    device = sa.Device(0, driver=faulty)
+    with shared_pool(device) as pool:
+        stream = device.create_stream()
+        buffer = pool.allocate(MiB, stream)
+        with pytest.raises(sa.CudaError, match="cuMemPoolExportPointer"):
+            ipc.share(buffer)
+        if how == "close":
+            stream.close()
+            buffer.close()
+        del buffer
+        gc.collect()
+        device.synchronize()
+        assert pool.statistics().used == 0
+
+
+class Between:
+    """A driver in which something happens once between a free and what its caller does next."""
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self.after_free: Callable[[], None] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._driver, name)
+
+    def cuMemFreeAsync(self, *arguments: Any) -> Any:
+        answer = self._driver.cuMemFreeAsync(*arguments)
+        then, self.after_free = self.after_free, None
+        if then is not None:
+            then()
+        return answer
+
+
+class TestThreads:
+    def test_first_use_by_eight_that_share(self, machine: Any) -> None:
+        """There is one board, and the pool is exported once, whoever comes first."""
+        for _ in range(8):
+            driver = sd.traced(machine)
+            device = sa.Device(0, driver=driver)
+            made: list[ipc.Shared] = []
+            with device.create_stream() as stream, shared_pool(device) as pool:
+                buffers = [pool.allocate(512, stream) for _ in range(8)]
+                assert at_once(8, lambda number, b=buffers, m=made: m.append(ipc.share(b[number]))) == []  # type: ignore[misc]
+                assert len({(one.descriptor.origin, one.descriptor.board) for one in made}) == 1
+                assert len({one.descriptor.slot for one in made}) == 8
+                assert names(driver, "cuMemPoolExportToShareableHandle") == ["cuMemPoolExportToShareableHandle"]
+                for buffer in buffers:
+                    buffer.free()
+
+    def test_first_use_by_eight_that_open(self, machine: Any, partner: Partner) -> None:
+        """The pool, the board and the pointer are imported once."""
+        partner.run(make_pool)
+        partner.run(make_buffer, "buffer", 3, 4096)
+        data, fds = partner.shared("buffer")
+        for _ in range(8):
+            driver = sd.traced(machine)
+            device = sa.Device(0, driver=driver)
+            opened: list[Any] = []
+
+            def work(number: int, driver: Any = driver, opened: list[Any] = opened, device: Any = device) -> None:
+                given = [ipc.Fd(os.dup(fd.fileno())) for fd in fds]
+                opened.append(ipc.open(data, given, stream=device.default_stream, driver=driver))
+
+            assert at_once(8, work) == []
+            assert len({one.address for one in opened}) == 1 and shows(opened[0], 3)
+            once = ["cuMemHostRegister", "cuMemPoolImportFromShareableHandle", "cuMemPoolImportPointer"]
+            assert sorted(names(driver, *once)) == once
+            assert at_once(8, lambda number, opened=opened: opened[number].close()) == []  # type: ignore[misc]
+            assert names(driver, "cuMemFreeAsync") == ["cuMemFreeAsync"]
+            device.synchronize()
+        partner.run(_free, "buffer")
+        assert eventually(lambda: partner.run(_used) == 0)
+
+    def test_eight_open_and_close_one_descriptor(self, machine: Any, partner: Partner) -> None:
+        """One import at a time, freed as often as it was made."""
+        driver = sd.traced(machine)
+        device = sa.Device(0, driver=driver)
+        partner.run(make_pool)
+        partner.run(make_buffer, "buffer", 3, 1 << 16)
+        data, fds = partner.shared("buffer")
+        with device.create_stream() as stream:
+            first = ipc.open(data, fds, stream=stream, driver=driver)
+            assert shows(first, 3)
+
+            def work(number: int) -> None:
+                with device.create_stream() as own:
+                    for _ in range(50):
+                        with ipc.open(data, stream=own, driver=driver) as opened:
+                            assert opened.address == first.address
+                    with ipc.open(data, stream=own, driver=driver) as opened:
+                        assert shows(opened, 3)
+
+            assert at_once(8, work) == []
+            assert names(driver, "cuMemPoolImportPointer", "cuMemFreeAsync") == ["cuMemPoolImportPointer"]
+            first.close()
+            assert names(driver, "cuMemFreeAsync") == ["cuMemFreeAsync"]
+        partner.run(_free, "buffer")
+        assert eventually(lambda: partner.run(_used) == 0)
+
+    def test_eight_with_none_left_open(self, machine: Any, partner: Partner) -> None:
+        """The last one of them frees and the next one imports, however they meet."""
+        driver = sd.traced(machine)
+        device = sa.Device(0, driver=driver)
+        partner.run(make_pool)
+        partner.run(make_buffer, "buffer", 3, 1 << 16)
+        data, fds = partner.shared("buffer")
+        with device.create_stream() as stream:
+            ipc.open(data, fds, stream=stream, driver=driver).close()
+
+            def work(number: int) -> None:
+                with device.create_stream() as own:
+                    for _ in range(25):
+                        with ipc.open(data, stream=own, driver=driver) as opened:
+                            assert shows(opened, 3)
+
+            assert at_once(8, work) == []
+            imports, frees = names(driver, "cuMemPoolImportPointer"), names(driver, "cuMemFreeAsync")
+            assert len(imports) == len(frees)
+        partner.run(_free, "buffer")
+        assert eventually(lambda: partner.run(_used) == 0)
+
+    def test_another_thread_has_the_memory_as_soon_as_it_is_free(self, machine: Any, partner: Partner) -> None:
+        """Its lease is its own."""
+        driver = Between(machine)
+        device = sa.Device(0, driver=driver)
+        with device.create_stream() as stream, shared_pool(device) as pool:
+            first = pool.allocate(MiB, stream)
+            ipc.share(first)
+            taken: list[tuple[sa.Buffer, ipc.Shared]] = []
+
+            def take() -> None:
+                buffer = pool.allocate(MiB, stream)
+                taken.append((buffer, ipc.share(buffer)))
+
+            address = first.address
+            driver.after_free = take
+            first.free()
+            ((second, shared),) = taken
+            assert second.address == address
+            opened = partner.open(shared)
+            second.free()
+            stream.synchronize()
+            assert pool.statistics().used == MiB
+            opened.close()
+            stream.synchronize()
+            assert eventually(lambda: pool.statistics().used == 0)
+
+    def test_shared_by_eight(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
+        """Threads share and free buffers of their own, and share one of all of them."""
+        common = pool.allocate(512, stream)
+        made: list[ipc.Shared] = []
+
+        def work(number: int) -> None:
+            for _ in range(40):
+                with pool.allocate(512, stream) as own:
+                    ipc.share(own)
+                made.append(ipc.share(common))
+
+        assert at_once(8, work) == [] and len(made) == 320
+        assert len({(one.descriptor.slot, one.descriptor.generation) for one in made}) == 1
+        # Each announcement is one of its own.
+        assert len({one.descriptor.ready for one in made}) == 320
+        opened = partner.open(max(made, key=lambda one: one.descriptor.ready))
+        assert partner.run(idle)
+        opened.close()
+        common.free()
+        stream.synchronize()
+        assert used(pool, 0)
+
+
+def _used(there: There) -> int:
+    there.stream.synchronize()
+    return int(there.kept["pool"].statistics().used)
+
+
+class TestStreamsThatAreToldOfByTheHost:
+    """A stream without work lets the host write its words; but only where it would wait for nothing else."""
+
+    def writes(self, machine: Any, stream_of: Callable[[sa.Device], sa.Stream], hold: bool) -> list[str]:
+        """The driver calls of sharing a buffer on a stream, while another stream is held or not."""
+        traced = sd.traced(machine)
+        device = sa.Device(0, driver=traced)
+        stream = stream_of(device)
+        with shared_pool(device) as pool, Gate(device) as gate:
+            buffer = pool.allocate(MiB, stream)
+            ipc.share(buffer)
+            if hold:
+                gate.hold(device.create_stream(blocking=True))
+            seen = len(traced.calls)
+            ipc.share(buffer)
+            names = [call.name for call in traced.calls[seen:]]
+            gate.open()
+            buffer.free()
+            stream.synchronize()
+        return names
+
+    @pytest.mark.parametrize("hold", [False, True])
+    def test_non_blocking(self, machine: Any, hold: bool) -> None:
+        assert "cuStreamWriteValue32" not in self.writes(machine, lambda device: device.create_stream(), hold)
+
+    @pytest.mark.parametrize("hold", [False, True])
+    def test_blocking(self, machine: Any, hold: bool) -> None:
+        """What the legacy stream has to do is not seen by a query, and would be waited for."""
+        names = self.writes(machine, lambda device: device.create_stream(blocking=True), hold)
+        assert "cuStreamQuery" not in names and "cuStreamWriteValue32" in names
+
+    @pytest.mark.parametrize("hold", [False, True])
+    def test_legacy(self, machine: Any, hold: bool) -> None:
+        names = self.writes(machine, lambda device: device.default_stream, hold)
+        assert ("cuStreamWriteValue32" in names) == hold

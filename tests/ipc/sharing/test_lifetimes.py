@@ -1,0 +1,571 @@
+"""Processes that end, are killed, or leave: what the others see of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+from streamalloc import ipc, vmm
+from streamalloc.testing import Gate
+from tests.ipc.support import (
+    POSIX,
+    Partner,
+    There,
+    busy,
+    eventually,
+    filled,
+    hold,
+    idle,
+    make_buffer,
+    make_growable,
+    make_pool,
+    shows,
+)
+from tests.support import MiB, executed, holds, pending
+
+SIZE = 2 * MiB
+Another = Callable[[], Partner]
+
+
+def used(pool: sa.MemoryPool, nbytes: int) -> bool:
+    return eventually(lambda: pool.statistics().used == nbytes)
+
+
+@pytest.fixture
+def buffer(pool: sa.MemoryPool, stream: sa.Stream) -> Any:
+    buffer = pool.allocate(SIZE, stream)
+    filled(buffer, 1)
+    yield buffer
+    buffer.close()
+
+
+def ways(one: Partner, how: str) -> None:
+    """End a process: by a signal, or as programs do."""
+    if how == "killed":
+        one.kill()
+    else:
+        assert one.end() == 0
+
+
+HOW = pytest.mark.parametrize("how", ["killed", "ended"])
+
+
+class TestImporterIsGone:
+    @HOW
+    def test_while_it_has_the_memory_open(
+        self, pool: sa.MemoryPool, buffer: sa.Buffer, another: Another, how: str
+    ) -> None:
+        one = another()
+        one.give(buffer)
+        buffer.free()
+        assert pool.statistics().used == SIZE
+        ways(one, how)
+        assert used(pool, 0)
+
+    @HOW
+    def test_before_the_free(self, pool: sa.MemoryPool, buffer: sa.Buffer, another: Another, how: str) -> None:
+        one = another()
+        one.give(buffer)
+        ways(one, how)
+        buffer.free()
+        assert used(pool, 0)
+
+    def test_a_free_that_waits(self, pool: sa.MemoryPool, buffer: ipc.LeasedBuffer, another: Another) -> None:
+        one = another()
+        one.give(buffer)
+        one.begin(_die_in, 0.1)
+        start = time.monotonic()
+        buffer.free(still_imported="wait", timeout=20)
+        assert time.monotonic() - start < 10
+
+    def test_with_its_stream_held(
+        self, pool: sa.MemoryPool, buffer: sa.Buffer, stream: sa.Stream, another: Another
+    ) -> None:
+        """It has closed the memory, and died before its stream came to that: ours goes on."""
+        one = another()
+        opened = one.give(buffer)
+        assert one.run(idle)
+        one.run(hold)
+        opened.close()
+        buffer.free()
+        other = pool.allocate(SIZE, stream)
+        assert pending(stream)
+        one.kill()
+        assert executed(stream)
+        other.free()
+        stream.synchronize()
+        assert used(pool, 0)
+
+    def test_one_of_two(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner, another: Another) -> None:
+        one = another()
+        opened = partner.give(buffer)
+        one.give(buffer)
+        buffer.free()
+        one.kill()
+        time.sleep(0.02)
+        assert pool.statistics().used == SIZE and opened.shows(1)
+        opened.close()
+        assert used(pool, 0)
+
+    def test_its_place_is_taken(self, pool: sa.MemoryPool, stream: sa.Stream, another: Another) -> None:
+        """More processes come and go than there are places for at a time."""
+        keeper = another()
+        kept = pool.allocate(SIZE, stream)
+        filled(kept, 1)
+        keeper.give(kept, "kept")
+        for seed in range(6):
+            one = another()
+            buffer = pool.allocate(SIZE, stream)
+            filled(buffer, seed)
+            assert one.give(buffer).shows(seed)
+            if seed % 2:
+                buffer.free()
+            one.kill()
+            buffer.close()
+            assert used(pool, SIZE)
+        assert keeper.kept("kept").shows(1)
+        keeper.kept("kept").close()
+        kept.free()
+        assert used(pool, 0)
+
+    def test_at_any_moment(self, pool: sa.MemoryPool, stream: sa.Stream, another: Another) -> None:
+        """It opens, uses and closes without a pause, and is killed somewhere in between."""
+        for number in range(5):
+            one = another()
+            buffers = [pool.allocate(4096, stream) for _ in range(4)]
+            shared = [ipc.share(buffer) for buffer in buffers]
+            one.open(shared[0]).close()
+            one.begin(_open_and_close, [bytes(each) for each in shared])
+            time.sleep(0.003 + 0.004 * number)
+            one.kill()
+            for buffer in buffers:
+                buffer.free()
+            assert used(pool, 0)
+            assert executed(stream)
+
+
+def _die_in(there: There, seconds: float) -> None:
+    time.sleep(seconds)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _open_and_close(there: There, descriptors: list[bytes]) -> None:
+    while True:
+        for data in descriptors:
+            with there.open(data, there.stream) as opened:
+                opened.fill(1)
+
+
+class TestExporterIsGone:
+    @pytest.fixture
+    def owner(self, another: Another) -> Partner:
+        """Another process, with a pool and a buffer."""
+        owner = another()
+        owner.run(make_pool)
+        owner.run(make_buffer, "buffer", 5)
+        return owner
+
+    @HOW
+    @pytest.mark.parametrize("kind", ["buffer", "growable", "memory"])
+    def test_importers_keep_what_they_have(
+        self, owner: Partner, stream: sa.Stream, device: sa.Device, how: str, kind: str
+    ) -> None:
+        owner.run(make_growable, "growable", 5, 3 * MiB)
+        owner.run(_make_memory, "memory")
+        opened = owner.take(kind, stream)
+        if kind == "buffer":
+            assert opened.owner_alive
+        ways(owner, how)
+        if kind == "memory":
+            with vmm.AddressRange(opened.nbytes, driver=device.driver) as range_:
+                mapping = range_.map(opened, access=device)
+                mapping.fill(6, stream)
+                stream.synchronize()
+                assert holds(mapping, 6)
+        else:
+            assert shows(opened, 5)
+            filled(opened, 6)
+            assert shows(opened, 6)
+        if kind == "buffer":
+            assert eventually(lambda: not opened.owner_alive) and not opened.lost
+        opened.close()
+
+    @HOW
+    def test_what_was_dropped_first(self, owner: Partner, stream: sa.Stream, how: str) -> None:
+        """The owner ends with its memory freed, deferred, and its pool closed."""
+        opened = owner.take("buffer", stream)
+        owner.run(_free_and_close)
+        ways(owner, how)
+        assert shows(opened, 5)
+        opened.close()
+
+    @HOW
+    def test_a_stream_that_waits_is_released(self, owner: Partner, stream: sa.Stream, how: str) -> None:
+        owner.run(hold)
+        opened = owner.take("buffer", stream)
+        assert pending(stream) and not opened.lost
+        if how == "killed":
+            owner.kill()
+        else:
+            owner.run(_exit_at_once)
+        assert executed(stream)
+        assert opened.lost and not opened.owner_alive
+        opened.close()
+        stream.synchronize()
+
+    def test_several_streams_that_wait(self, owner: Partner, device: sa.Device) -> None:
+        owner.run(hold)
+        streams = [device.create_stream() for _ in range(3)]
+        opened = [owner.take("buffer", stream) for stream in streams]
+        for one in opened[:2]:
+            one.close()
+        assert all(pending(stream) for stream in streams)
+        owner.kill()
+        assert all(executed(stream) for stream in streams)
+        assert opened[2].lost
+        opened[2].close()
+        for stream in streams:
+            stream.close()
+
+    def test_contents_that_were_there(self, owner: Partner, stream: sa.Stream) -> None:
+        """Two buffers: the owner had finished one of them."""
+        first = owner.take("buffer", stream)
+        stream.synchronize()
+        owner.run(hold)
+        owner.run(make_buffer, "other", 6)
+        owner.run(_share_again)
+        owner.kill()
+        assert not first.lost and shows(first, 5)
+        first.close()
+
+    def test_before_it_was_opened(self, owner: Partner, stream: sa.Stream) -> None:
+        """Handles outlive their process: what came before it died opens after. Nothing hangs."""
+        data, fds = owner.shared("buffer")
+        owner.kill()
+        with ipc.open(data, fds, stream=stream) as opened:
+            assert shows(opened, 5)
+            assert eventually(lambda: not opened.owner_alive)
+
+    def test_before_it_was_opened_and_ready(self, owner: Partner, stream: sa.Stream) -> None:
+        owner.run(hold)
+        data, fds = owner.shared("buffer")
+        owner.kill()
+        with ipc.open(data, fds, stream=stream) as opened:
+            assert executed(stream)
+            assert opened.lost
+
+    def test_a_new_owner_joins(self, owner: Partner, another: Another, stream: sa.Stream) -> None:
+        for seed in range(4):
+            opened = owner.take("buffer", stream)
+            owner.kill()
+            assert shows(opened, 5)
+            opened.close()
+            owner = another()
+            owner.run(make_pool)
+            owner.run(make_buffer, "buffer", 5)
+            owner.run(make_buffer, "more", seed)
+            with owner.take("more", stream) as more:
+                assert shows(more, seed)
+
+    def test_an_event_of_a_process_that_was_killed(self, another: Another, stream: sa.Stream) -> None:
+        """What its work did not come to is never done; that is not waited for by anybody's end."""
+        owner = another()
+        owner.run(_make_event)
+        event = owner.take("event")
+        owner.run(_record)
+        assert eventually(event.query)
+        owner.kill()
+        assert event.query()
+        stream.wait(event)
+        assert executed(stream)
+        event.close()
+
+    def test_at_any_moment(self, another: Another, stream: sa.Stream) -> None:
+        """The owner shares, frees and allocates without a pause, and is killed somewhere in between."""
+        for number in range(5):
+            owner = another()
+            owner.run(make_pool)
+            owner.run(make_buffer, "buffer", 5)
+            opened = owner.take("buffer", stream)
+            owner.begin(_share_and_free)
+            time.sleep(0.003 + 0.004 * number)
+            owner.kill()
+            assert shows(opened, 5)
+            opened.close()
+            assert executed(stream)
+
+
+def _make_memory(there: There, name: str) -> None:
+    there.keep(name, vmm.PhysicalMemory(2 * MiB, there.device, handle_types=POSIX))
+
+
+def _make_event(there: There) -> None:
+    there.keep("event", there.device.create_event(interprocess=True))
+
+
+def _record(there: There) -> None:
+    there.stream.record(there.kept["event"])
+
+
+def _free_and_close(there: There) -> None:
+    there.kept["buffer"].free()
+    there.kept["pool"].close()
+
+
+def _exit_at_once(there: There) -> None:
+    """End without a word: the answer comes first."""
+    import threading
+
+    threading.Timer(0.02, os._exit, (0,)).start()
+
+
+def _share_again(there: There) -> None:
+    ipc.share(there.kept["buffer"])
+    ipc.share(there.kept["other"])
+
+
+def _share_and_free(there: There) -> None:
+    pool = there.kept["pool"]
+    while True:
+        with pool.allocate(4096, there.stream) as buffer:
+            buffer.fill(9)
+            ipc.share(buffer)
+
+
+class TestBothGoOn:
+    def test_a_chain(self, another: Another) -> None:
+        """Each process opens what the one before it shares, and dies when the next one has it."""
+        one = another()
+        one.run(make_pool)
+        one.run(make_buffer, "buffer", 0)
+        for seed in range(1, 4):
+            data, fds = one.shared("buffer")
+            two = another()
+            two.run(make_pool)
+            assert two.run(_open_copy_and_close, data, fds=fds)
+            one.kill()
+            assert two.run(_shows, "buffer", 0)
+            one = two
+            assert seed
+
+    def test_a_growable_is_opened_by_whoever_comes(self, another: Another, device: sa.Device) -> None:
+        with (
+            device.create_stream() as stream,
+            vmm.GrowableBuffer(device, 64 * MiB, 2 * MiB, handle_types=POSIX, stream=stream) as buffer,
+        ):
+            for seed in range(3):
+                filled(buffer, seed)
+                one = another()
+                assert one.give(buffer).shows(seed)
+                one.kill()
+                buffer.grow(3 * MiB)
+
+
+def _open_copy_and_close(there: There, data: bytes) -> bool:
+    with there.open(data, there.stream) as opened:
+        there.keep("buffer", there.kept["pool"].allocate(opened.nbytes, there.stream))
+        there.kept["buffer"].copy_from(opened)
+        there.stream.synchronize()
+    return True
+
+
+def _shows(there: There, name: str, seed: int) -> bool:
+    return shows(there.kept[name], seed)
+
+
+class TestEndOfTheInterpreter:
+    """A program may end with anything open, in any order."""
+
+    CODE = """
+import sys, os, socket
+import streamalloc as sa
+from streamalloc import ipc, vmm
+import streamalloc.driver as sd
+device = sa.Device(0)
+stream = device.create_stream()
+POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
+pool = sa.MemoryPool(device, handle_types=POSIX)
+buffer = pool.allocate(1 << 20, stream)
+buffer.fill(3)
+growable = vmm.GrowableBuffer(device, 8 << 20, 1 << 20, handle_types=POSIX, stream=stream)
+event = device.create_event(interprocess=True)
+"""
+
+    def test_of_an_exporter(self, python: Any) -> None:
+        done = python(
+            self.CODE
+            + "shared = [ipc.share(one) for one in (pool, buffer, buffer[3:9], growable, event)]\nprint('done')"
+        )
+        assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
+
+    def test_of_both_in_one(self, python: Any) -> None:
+        """It has opened its own buffer, which drivers allow, and freed it."""
+        done = python(
+            self.CODE
+            + """
+shared = ipc.share(buffer)
+opened = ipc.open(bytes(shared), [ipc.Fd(os.dup(fd.fileno())) for fd in shared.fds], stream=stream)
+buffer.free()
+me = [opened]
+me.append(me)
+del opened
+print('done')
+"""
+        )
+        assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
+
+    def test_with_frees_that_wait(self, python: Any) -> None:
+        done = python(
+            self.CODE
+            + """
+from streamalloc.testing import Gate
+gate = Gate(device)
+gate.hold(stream)
+ipc.share(buffer, hold=True)
+buffer.free()
+pool.close()
+gate.open()
+print('done')
+"""
+        )
+        assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
+
+
+class TestChildren:
+    def test_of_subprocess_inherit_nothing(
+        self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner, stream: sa.Stream, device: sa.Device
+    ) -> None:
+        """Neither the exporter's descriptors nor the importer's."""
+        growable = vmm.GrowableBuffer(device, 8 * MiB, MiB, handle_types=POSIX)
+        shared = [ipc.share(one) for one in (pool, buffer, growable)]
+        partner.run(make_pool)
+        partner.run(make_buffer, "buffer", 1)
+        opened = partner.take("buffer", stream)
+        code = (
+            "import os; print([os.path.realpath(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd') if n > '2'])"
+        )
+        for close_fds in (True, False):
+            child = subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, text=True, check=False, close_fds=close_fds
+            )
+            assert child.returncode == 0 and "memfd" not in child.stdout, child.stdout
+        assert all(not os.get_inheritable(fd.fileno()) for one in shared for fd in one.fds)
+        opened.close()
+        growable.close()
+
+    @pytest.mark.simulated_only("CUDA does not survive a fork")
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    def test_of_fork_are_refused(
+        self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner, stream: sa.Stream
+    ) -> None:
+        """Whatever they try: to share, to open, and to use what is open."""
+        partner.run(make_pool)
+        partner.run(make_buffer, "buffer", 1)
+        data, fds = partner.shared("buffer")
+        opened = ipc.open(data, fds, stream=stream)
+        shared = ipc.share(buffer)
+        ipc.share(pool)
+        tries: dict[str, Callable[[], object]] = {
+            "share": lambda: ipc.share(buffer),
+            "share a pool": lambda: ipc.share(pool),
+            "open": lambda: ipc.open(data, stream=stream),
+            "use": lambda: opened.fill(1),
+            "close": lambda: opened.close(),
+            "free": lambda: buffer.free(),
+        }
+        read, write = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                said = []
+                for name, attempt in tries.items():
+                    try:
+                        attempt()
+                        said.append(f"{name}: done")
+                    except sa.driver.ForkedProcessError:
+                        pass
+                    except BaseException as error:
+                        said.append(f"{name}: {error!r}")
+                os.write(write, ("; ".join(said) or "all refused").encode())
+            finally:
+                os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as pipe:
+            assert pipe.read() == "all refused"
+        os.waitpid(child, 0)
+        assert shows(opened, 1) and shows(buffer, 1)
+        assert partner.open(shared).shows(1)
+        opened.close()
+
+    @pytest.mark.simulated_only("CUDA does not survive a fork")
+    def test_of_fork_do_not_keep_a_dead_owner_alive(self, another: Another, stream: sa.Stream) -> None:
+        """The owner has forked a child that has nothing to do with CUDA, and is killed while that lives on."""
+        owner = another()
+        owner.run(make_pool)
+        owner.run(make_buffer, "buffer", 5)
+        owner.run(hold)
+        opened = owner.take("buffer", stream)
+        child = owner.run(_fork)
+        try:
+            assert pending(stream)
+            owner.kill()
+            assert executed(stream) and opened.lost
+        finally:
+            os.kill(child, signal.SIGKILL)
+        opened.close()
+
+    @pytest.mark.simulated_only("CUDA does not survive a fork")
+    def test_of_fork_do_not_keep_a_dead_importer_s_lease(
+        self, pool: sa.MemoryPool, buffer: sa.Buffer, another: Another
+    ) -> None:
+        one = another()
+        one.give(buffer)
+        child = one.run(_fork)
+        try:
+            buffer.free()
+            one.kill()
+            assert used(pool, 0)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def _fork(there: There) -> int:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    return child
+
+
+def test_a_reader_that_waits_when_its_writer_dies(another: Another, stream: sa.Stream, gate: Gate) -> None:
+    """Three processes: the reader waits for a producer that is killed, and the third one's memory is not touched."""
+    producer, reader = another(), another()
+    producer.run(make_pool)
+    producer.run(make_buffer, "buffer", 5)
+    producer.run(hold)
+    data, fds = producer.shared("buffer")
+    reader.run(_open_as, "it", data, fds=fds)
+    assert reader.run(busy)
+    producer.kill()
+    assert reader.run(idle)
+    assert reader.run(_lost, "it")
+
+
+def _open_as(there: There, name: str, data: bytes) -> None:
+    there.keep(name, there.open(data, there.stream))
+
+
+def _lost(there: There, name: str) -> bool:
+    return bool(there.kept[name].lost)

@@ -1,0 +1,547 @@
+"""Memory, pools and events through multiprocessing's queues, pipes and arguments."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+from streamalloc import ipc, vmm
+from streamalloc.testing import Gate
+from tests.ipc.support import PAGE, POSIX, SECONDS, Chosen, eventually, filled, received, shared_pool, shows
+from tests.support import MiB, holds, pending
+
+SIZE = MiB
+
+
+@pytest.fixture
+def context(request: pytest.FixtureRequest) -> Any:
+    """How processes are made: the quicker of the two, unless a test names them."""
+    return multiprocessing.get_context(getattr(request, "param", "forkserver"))
+
+
+BOTH = pytest.mark.parametrize("context", ["spawn", "forkserver"], indirect=True)
+
+
+@pytest.fixture
+def run(context: Any, on_cuda: bool) -> Iterator[Callable[..., Any]]:
+    """Starts processes, which have ended well when the test is over."""
+    processes: list[Any] = []
+
+    def run(target: Callable[..., None], *args: Any) -> Any:
+        process = context.Process(target=_with_driver, args=(Chosen(on_cuda), target, *args), daemon=True)
+        process.start()
+        processes.append(process)
+        return process
+
+    yield run
+    for process in processes:
+        process.join(SECONDS)
+        code = process.exitcode
+        process.kill()
+        assert code == 0
+
+
+def _with_driver(_: None, target: Callable[..., None], *args: Any) -> None:
+    target(*args)
+
+
+@pytest.fixture
+def buffer(pool: sa.MemoryPool, stream: sa.Stream) -> Iterator[sa.Buffer]:
+    buffer = pool.allocate(SIZE, stream)
+    filled(buffer, 1)
+    yield buffer
+    buffer.close()
+
+
+@pytest.fixture
+def things(
+    device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, buffer: sa.Buffer
+) -> Iterator[dict[str, tuple[Any, str]]]:
+    """One of each kind, and what it is at the other end."""
+    growable = vmm.GrowableBuffer(device, 64 * MiB, 3 * MiB, handle_types=POSIX, stream=stream)
+    striped = vmm.stripe(MiB, [device], handle_types=POSIX, stream=stream)
+    physical = vmm.PhysicalMemory(PAGE, device, handle_types=POSIX)
+    range_ = vmm.AddressRange(PAGE, driver=device.driver)
+    mapping = range_.map(vmm.PhysicalMemory(PAGE, device, handle_types=POSIX), access=device)
+    event = device.create_event(interprocess=True)
+    for memory in (growable, striped):
+        filled(memory, 1)
+    filled(mapping, 1)
+    device.synchronize()
+    view = pool.allocate(SIZE, stream)
+    filled(view[512:1512], 1)
+    yield {
+        "pool": (pool, "ImportedPool"),
+        "buffer": (buffer, "ImportedBuffer"),
+        "view": (view[512:1512], "ImportedBuffer"),
+        "growable": (growable, "ImportedRange"),
+        "striped": (striped, "ImportedRange"),
+        "physical": (physical, "PhysicalMemory"),
+        "mapping": (mapping, "ImportedRange"),
+        "range": (range_.view(0, 1000), "ImportedRange"),
+        "event": (event, "Event"),
+    }
+    event.close()
+    view.close()
+    range_.unmap()
+    for owner in (range_, growable, striped, physical):
+        owner.close()
+
+
+def seen(thing: Any) -> tuple[str, bool]:
+    """What came: its kind, and whether its contents are there."""
+    there = shows(thing, 1) if isinstance(thing, sa.Memory) else thing.query() if isinstance(thing, sa.Event) else True
+    return type(thing).__name__, there
+
+
+def close(thing: Any) -> None:
+    if hasattr(thing, "close"):
+        thing.close()
+
+
+def _answer(connection: Any, things: dict[str, Any]) -> None:
+    connection.send({name: seen(thing) for name, thing in things.items()})
+    for thing in things.values():
+        close(thing)
+
+
+def _answer_each(connection: Any, queue: Any, count: int) -> None:
+    for _ in range(count):
+        name, thing = queue.get()
+        connection.send((name, seen(thing)))
+        close(thing)
+
+
+class TestEveryKind:
+    @BOTH
+    def test_as_arguments(self, run: Callable[..., Any], context: Any, things: dict[str, tuple[Any, str]]) -> None:
+        here, there = context.Pipe()
+        run(_answer, there, {name: thing for name, (thing, _) in things.items()})
+        assert received(here) == {name: (kind, True) for name, (_, kind) in things.items()}
+
+    @pytest.mark.parametrize(
+        ("context", "kind"),
+        [("spawn", "Queue"), ("forkserver", "Queue"), ("forkserver", "SimpleQueue"), ("forkserver", "Pipe")],
+        indirect=["context"],
+    )
+    def test_through(
+        self, run: Callable[..., Any], context: Any, things: dict[str, tuple[Any, str]], kind: str
+    ) -> None:
+        here, there = context.Pipe()
+        if kind == "Pipe":
+            source, put = context.Pipe(duplex=False)
+            queue: Any = _Receiving(source)
+            send = put.send
+        else:
+            queue = getattr(context, kind)()
+            send = queue.put
+        run(_answer_each, there, queue, len(things))
+        for name, (thing, _) in things.items():
+            send((name, thing))
+        assert dict(received(here) for _ in things) == {
+            name: (expected, True) for name, (_, expected) in things.items()
+        }
+        if kind == "Queue":
+            queue.close()
+            queue.join_thread()
+
+
+class _Receiving:
+    """A connection that is read like a queue."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    def get(self) -> Any:
+        return received(self._connection)
+
+
+class TestLifetime:
+    def test_held_until_it_is_opened(
+        self, run: Callable[..., Any], context: Any, pool: sa.MemoryPool, stream: sa.Stream
+    ) -> None:
+        """``q.put(buf); del buf``: what is on its way is not freed."""
+        here, there = context.Pipe()
+        queue = context.SimpleQueue()
+        for _ in range(3):
+            buffer = pool.allocate(SIZE, stream)
+            filled(buffer, 1)
+            queue.put(("it", buffer))
+            del buffer
+        assert pool.statistics().used == 3 * SIZE
+        with pool.allocate(SIZE, stream) as other:
+            filled(other, 2)
+        run(_answer_each, there, queue, 3)
+        assert [received(here) for _ in range(3)] == [("it", ("ImportedBuffer", True))] * 3
+        assert eventually(lambda: pool.statistics().used == 0)
+
+    def test_freed_while_it_is_on_its_way(
+        self, run: Callable[..., Any], context: Any, pool: sa.MemoryPool, buffer: sa.Buffer
+    ) -> None:
+        here, there = context.Pipe()
+        queue = context.SimpleQueue()
+        queue.put(("it", buffer))
+        with pytest.raises(sa.StillImported):
+            buffer.free(still_imported="raise")  # type: ignore[call-arg]
+        buffer.free()
+        run(_answer_each, there, queue, 1)
+        assert received(here) == ("it", ("ImportedBuffer", True))
+        assert eventually(lambda: pool.statistics().used == 0)
+
+    def test_lost_on_its_way(self, pool: sa.MemoryPool, buffer: Any) -> None:
+        """Nobody will ever open it: who knows that can free it."""
+        multiprocessing.get_context("spawn").SimpleQueue().put(buffer)
+        buffer.free(still_imported="ignore")
+        assert int(pool.attributes.used_mem_current) == 0
+
+    def test_sent_twice(self, run: Callable[..., Any], context: Any, pool: sa.MemoryPool, buffer: sa.Buffer) -> None:
+        """One allocation, open twice over there at one address."""
+        here, there = context.Pipe()
+        run(_same_address, there, buffer, buffer[:100])
+        buffer.free()
+        assert received(here) is True
+        assert eventually(lambda: pool.statistics().used == 0)
+
+    def test_back_and_forth(
+        self, run: Callable[..., Any], context: Any, pool: sa.MemoryPool, stream: sa.Stream
+    ) -> None:
+        """Each process shares memory of its own, and writes to the other's."""
+        here, there = context.Pipe()
+        run(_reply_with_a_copy, there)
+        for seed in range(3):
+            with pool.allocate(SIZE, stream) as buffer:
+                filled(buffer, seed)
+                here.send(buffer)
+                copy = received(here)
+                assert shows(copy, seed) and shows(buffer, 100)
+                copy.close()
+        here.send(None)
+        assert received(here) == 0
+        assert eventually(lambda: pool.statistics().used == 0)
+
+    def test_the_sender_ends_first(self, run: Callable[..., Any], context: Any, stream: sa.Stream) -> None:
+        """What was opened stays; what was not is refused with a reason."""
+        here, there = context.Pipe()
+        process = run(_send_two_and_wait, there)
+        opened = received(here)
+        late = here.recv_bytes()
+        here.send("end")
+        process.join(SECONDS)
+        with pytest.raises((OSError, ValueError), match=r"ended|closed"):
+            pickle.loads(late)
+        assert shows(opened, 7)
+        opened.close()
+
+
+def _same_address(connection: Any, one: Any, two: Any) -> None:
+    same = one.address == two.address and two.nbytes == 100
+    one.close()
+    two.close()
+    connection.send(same)
+
+
+def _reply_with_a_copy(connection: Any) -> None:
+    device = sa.Device(0)
+    with device.create_stream() as stream, shared_pool(device) as pool:
+        while (buffer := received(connection)) is not None:
+            stream.wait(buffer.stream)
+            copy = pool.allocate(buffer.nbytes, stream)
+            copy.copy_from(buffer, stream)
+            filled(buffer, 100, stream)
+            stream.synchronize()
+            buffer.close(stream)
+            connection.send(copy)
+            del copy, buffer
+        assert eventually(lambda: pool.statistics().used == 0)
+        connection.send(0)
+
+
+def _send_two_and_wait(connection: Any) -> None:
+    device = sa.Device(0)
+    with device.create_stream() as stream, shared_pool(device) as pool, shared_pool(device) as other:
+        first, second = pool.allocate(SIZE, stream), other.allocate(SIZE, stream)
+        filled(first, 7)
+        connection.send(first)
+        connection.send(second)
+        assert received(connection) == "end"
+        second.free(still_imported="ignore")  # type: ignore[call-arg]
+
+
+class TestOrder:
+    def test_the_receiver_s_stream_waits(
+        self, run: Callable[..., Any], context: Any, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate
+    ) -> None:
+        here, there = context.Pipe()
+        buffer = pool.allocate(SIZE, stream)
+        buffer.fill(1)
+        gate.hold(stream)
+        buffer.fill(2)
+        run(_holds, there, 2)
+        here.send(buffer)
+        assert received(here) == "waits" and pending(stream)
+        gate.open()
+        assert received(here) is True
+        buffer.free()
+
+    def test_an_event_orders(
+        self, run: Callable[..., Any], context: Any, device: sa.Device, stream: sa.Stream, gate: Gate
+    ) -> None:
+        here, there = context.Pipe()
+        with device.create_event(interprocess=True) as event:
+            gate.hold(stream)
+            stream.record(event)
+            run(_wait_for, there, event)
+            assert received(here) is False
+            gate.open()
+            assert received(here) is True
+
+
+def _holds(connection: Any, value: int) -> None:
+    with received(connection) as buffer:
+        time.sleep(0.005)
+        connection.send("done" if buffer.stream.query() else "waits")
+        connection.send(holds(buffer, value))
+
+
+def _wait_for(connection: Any, event: sa.Event) -> None:
+    connection.send(event.query())
+    with sa.Device(0).create_stream() as stream:
+        stream.wait(event)
+        stream.synchronize()
+    connection.send(event.query())
+    event.close()
+
+
+class TestPoolOfWorkers:
+    def test_map(self, context: Any, on_cuda: bool, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        """Each task is a buffer that comes as an argument, and goes back as a number."""
+        buffers = [pool.allocate(4096, stream) for _ in range(8)]
+        for seed, buffer in enumerate(buffers):
+            filled(buffer, seed)
+        with context.Pool(2, initializer=_take, initargs=(Chosen(on_cuda),)) as workers:
+            assert workers.starmap(_check_and_fill, list(enumerate(buffers)), chunksize=1) == list(range(8))
+            for seed, buffer in enumerate(buffers):
+                assert shows(buffer, seed + 50)
+                buffer.free()
+            assert eventually(lambda: pool.statistics().used == 0)
+            workers.close()
+            workers.join()
+
+    def test_with_the_pool_sent_first(
+        self, context: Any, on_cuda: bool, pool: sa.MemoryPool, stream: sa.Stream
+    ) -> None:
+        with context.Pool(2, initializer=_take, initargs=(Chosen(on_cuda), pool)) as workers:
+            for seed in range(4):
+                with pool.allocate(4096, stream) as buffer:
+                    filled(buffer, seed)
+                    assert workers.apply(_check_and_fill, (seed, buffer)) == seed
+                    assert shows(buffer, seed + 50)
+            workers.close()
+            workers.join()
+
+
+def _take(_: None, pool: Any = None) -> None:
+    assert pool is None or type(pool).__name__ == "ImportedPool"
+
+
+def _check_and_fill(seed: int, buffer: Any) -> int:
+    with buffer:
+        assert shows(buffer, seed)
+        filled(buffer, seed + 50)
+        buffer.stream.synchronize()
+    return seed
+
+
+class TestThreads:
+    def test_that_have_no_context(
+        self, run: Callable[..., Any], context: Any, pool: sa.MemoryPool, stream: sa.Stream
+    ) -> None:
+        """A queue's own thread pickles; a thread of the receiver's unpickles."""
+        here, there = context.Pipe()
+        queue = context.Queue()
+        run(_answer_each_in_a_thread, there, queue, 3)
+        for _ in range(3):
+            buffer = pool.allocate(SIZE, stream)
+            filled(buffer, 1)
+            queue.put(("it", buffer))
+            del buffer
+        assert [received(here) for _ in range(3)] == [("it", ("ImportedBuffer", True))] * 3
+        queue.close()
+        queue.join_thread()
+        assert eventually(lambda: pool.statistics().used == 0)
+
+    def test_that_send_at_once(
+        self, run: Callable[..., Any], context: Any, pool: sa.MemoryPool, stream: sa.Stream
+    ) -> None:
+        here, there = context.Pipe()
+        queue = context.SimpleQueue()
+        run(_answer_each, there, queue, 16)
+
+        def send() -> None:
+            for _ in range(4):
+                with pool.allocate(4096, stream) as buffer:
+                    filled(buffer, 1)
+                    queue.put(("it", buffer))
+
+        threads = [threading.Thread(target=send) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+        assert [received(here) for _ in range(16)] == [("it", ("ImportedBuffer", True))] * 16
+        assert eventually(lambda: pool.statistics().used == 0)
+
+
+def _answer_each_in_a_thread(connection: Any, queue: Any, count: int) -> None:
+    thread = threading.Thread(target=_answer_each, args=(connection, queue, count))
+    thread.start()
+    thread.join()
+
+
+class TestGrowableBuffer:
+    def test_grows_on_the_other_side(
+        self, run: Callable[..., Any], context: Any, device: sa.Device, stream: sa.Stream
+    ) -> None:
+        """The same object each time, grown in place and shrunk."""
+        here, there = context.Pipe()
+        run(_follow, there)
+        with vmm.GrowableBuffer(device, 64 * MiB, MiB, handle_types=POSIX, stream=stream, chunk=PAGE) as buffer:
+            for seed, nbytes in enumerate((MiB, 9 * MiB, 33 * MiB, 3 * MiB)):
+                buffer.resize(nbytes)
+                filled(buffer, seed)
+                here.send((seed, buffer))
+                assert received(here) == (nbytes, True, True)
+            here.send((None, None))
+            assert received(here) is None
+
+
+def _follow(connection: Any) -> None:
+    seed, first = received(connection)
+    buffer = first
+    while buffer is not None:
+        connection.send((buffer.nbytes, buffer is first, shows(buffer, seed)))
+        seed, buffer = received(connection)
+    first.close()
+    connection.send(None)
+
+
+class TestRefused:
+    @pytest.mark.parametrize("method", [pickle.dumps, lambda thing: pickle.dumps([thing], 2)])
+    def test_plain_pickle(self, things: dict[str, tuple[Any, str]], method: Callable[[Any], bytes]) -> None:
+        """A pickle that is kept in a file, say, means nothing to anybody."""
+        for thing, _ in things.values():
+            with pytest.raises(TypeError, match="pickle"):
+                method(thing)
+
+    def test_what_cannot_be_shared(self, device: sa.Device, stream: sa.Stream) -> None:
+        """The error comes where it is sent, not where it is received."""
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        with sa.MemoryPool(device) as pool, pool.allocate(64, stream) as buffer:
+            for thing in (pool, buffer, buffer[:3]):
+                with pytest.raises(ValueError, match="POSIX_FILE_DESCRIPTOR"):
+                    here.send(thing)
+        assert not there.poll(0.01)
+
+    def test_what_was_opened(self, pool: sa.MemoryPool, buffer: sa.Buffer, stream: sa.Stream) -> None:
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        here.send(buffer)
+        with received(there) as opened, pytest.raises((TypeError, ValueError), match=r"own|process"):
+            here.send(opened)
+
+    def test_streams(self, stream: sa.Stream) -> None:
+        here, _ = multiprocessing.get_context("spawn").Pipe()
+        with pytest.raises(TypeError, match="pickle"):
+            here.send(stream)
+
+
+class TestChannels:
+    """The same with ipc.send and ipc.receive, to a process that got its end as an argument."""
+
+    def test_send_and_receive(
+        self, run: Callable[..., Any], things: dict[str, tuple[Any, str]], pool: sa.MemoryPool, stream: sa.Stream
+    ) -> None:
+        mine, theirs = ipc.Channel.pair()
+        run(_answer_on_a_channel, theirs, len(things))
+        with mine:
+            for name, (thing, kind) in things.items():
+                ipc.send(mine, thing, timeout=SECONDS)
+                assert mine.receive(timeout=SECONDS).data == f"{kind} True".encode(), name
+            mine.send(b"", timeout=SECONDS)
+        theirs.close()
+
+    def test_handles_go_once(self, run: Callable[..., Any], pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        mine, theirs = ipc.Channel.pair()
+        with mine, theirs:
+            counts = []
+            for _ in range(3):
+                with pool.allocate(64, stream) as buffer:
+                    ipc.send(mine, buffer)
+                    counts.append(len(theirs.receive(timeout=SECONDS).handles))
+            assert counts == [2, 0, 0]
+            other, end = ipc.Channel.pair()
+            with other, end, pool.allocate(64, stream) as buffer:
+                ipc.send(other, buffer)
+                assert len(end.receive(timeout=SECONDS).handles) == 2
+
+    def test_memory_of_many_chunks(self, device: sa.Device, stream: sa.Stream) -> None:
+        """More handles than one message carries."""
+        mine, theirs = ipc.Channel.pair()
+        with (
+            mine,
+            theirs,
+            vmm.GrowableBuffer(device, 400 * MiB, 300 * MiB, handle_types=POSIX, chunk=PAGE, stream=stream) as buffer,
+        ):
+            for at in range(0, 300, 7):
+                buffer[at * MiB : at * MiB + 4096].fill(at % 256)
+            ipc.send(mine, buffer, timeout=SECONDS)
+            with ipc.receive(theirs, stream=stream, timeout=SECONDS) as opened:
+                assert all(holds(opened[at * MiB : at * MiB + 4096], at % 256) for at in range(0, 300, 7))
+
+    def test_a_shared_thing(self, pool: sa.MemoryPool, buffer: sa.Buffer, stream: sa.Stream) -> None:
+        mine, theirs = ipc.Channel.pair()
+        with mine, theirs:
+            ipc.send(mine, ipc.share(buffer))
+            with ipc.receive(theirs, stream=stream, timeout=SECONDS) as opened:
+                assert shows(opened, 1)
+
+    def test_nothing_comes(self, machine: Any) -> None:
+        mine, theirs = ipc.Channel.pair()
+        with mine, theirs, pytest.raises(TimeoutError):
+            ipc.receive(theirs, timeout=0.01)
+
+    def test_the_other_end_is_gone(self, pool: sa.MemoryPool, buffer: sa.Buffer) -> None:
+        mine, theirs = ipc.Channel.pair()
+        theirs.close()
+        with mine:
+            with pytest.raises(ipc.PeerGoneError):
+                ipc.send(mine, buffer)
+            with pytest.raises(ipc.PeerGoneError):
+                ipc.receive(mine, timeout=1)
+        buffer.free()
+        assert pool.statistics().used == 0
+
+    def test_what_is_no_descriptor(self, machine: Any) -> None:
+        mine, theirs = ipc.Channel.pair()
+        with mine, theirs:
+            mine.send(b"something else")
+            with pytest.raises(ValueError, match="no descriptor"):
+                ipc.receive(theirs, timeout=1)
+
+
+def _answer_on_a_channel(channel: ipc.Channel, count: int) -> None:
+    with channel:
+        for _ in range(count):
+            thing = ipc.receive(channel, timeout=SECONDS)
+            kind, right = seen(thing)
+            close(thing)
+            channel.send(f"{kind} {right}".encode(), timeout=SECONDS)
+        assert channel.receive(timeout=SECONDS).data == b""

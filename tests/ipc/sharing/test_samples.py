@@ -1,0 +1,354 @@
+"""NVIDIA's samples streamOrderedAllocationIPC, memMapIPCDrv and simpleIPC, with fills and copies for kernels.
+
+Their processes pass buffers around in a ring: in each round a process works on the buffer of the one after it. In the
+samples a wrong order goes unnoticed, as each writes what the one before it wrote; here each checks what it finds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+from streamalloc import vmm
+from tests.ipc.support import POSIX, SECONDS, Chosen, Partner, There, received, shared_pool
+from tests.support import MiB, read
+from tests.vmm.support import pattern
+
+PROCESSES = 3
+NBYTES = 4 * MiB
+
+
+@pytest.fixture
+def ring(partner: Partner, another: Callable[[], Partner]) -> Iterator[list[Partner]]:
+    yield [partner, *(another() for _ in range(PROCESSES - 1))]
+
+
+def value_of(rank: int, round_: int) -> int:
+    """What the process ``rank`` writes in a round."""
+    return 1 + rank + 10 * round_
+
+
+def _rotate(there: There, rank: int, round_: int) -> str:
+    """Check that the buffer has what its last writer wrote, in every byte, and overwrite it; all in stream order.
+
+    The process before this one in the ring comes to the same buffer in the next round, and waits for our event.
+    """
+    place = (rank + round_) % PROCESSES
+    opened, event = there.kept[f"buffer {place}"], there.kept[f"event {place}"]
+    before = value_of((rank + 1) % PROCESSES, round_ - 1) if round_ else 0
+    there.stream.wait(event)
+    # Each has a stream and its buffers have others: none of them orders the rest.
+    found = np.zeros(opened.nbytes, np.uint8)
+    opened.copy_to(found, there.stream)
+    there.stream.synchronize()
+    opened.fill(value_of(rank, round_), there.stream)
+    there.stream.record(event)
+    wrong = int((found != before).sum())
+    return f"{wrong} bytes of buffer {place} are not {before} but {found[found != before][:4]}" if wrong else ""
+
+
+def _make_event(there: There, name: str) -> None:
+    there.stream.record(there.keep(name, there.device.create_event(interprocess=True)))
+
+
+def _finish(there: There) -> None:
+    there.stream.synchronize()
+
+
+def _open_as(there: There, name: str, data: bytes) -> None:
+    there.keep(name, there.open(data, there.stream))
+
+
+def pass_around(owner: Partner, name: str, others: list[Partner]) -> None:
+    """Have the others open what one of them keeps, under the same name."""
+    data, fds = owner.shared(name)
+    for other in others:
+        if other is not owner:
+            other.run(_open_as, name, data, fds=fds)
+
+
+def rotate(ring: list[Partner]) -> None:
+    """As many rounds as there are processes. In each, all work at once: the events alone order them."""
+    for round_ in range(2 * PROCESSES):
+        for rank, one in enumerate(ring):
+            one.begin(_rotate, rank, round_)
+        assert [one.result() for one in ring] == [""] * PROCESSES
+
+
+def contents(one: Partner, name: str) -> int:
+    """The value of every byte of a buffer; -1 where they differ."""
+    return int(one.run(_value, name))
+
+
+def _value(there: There, name: str) -> int:
+    there.device.synchronize()
+    data = read(there.kept[name])
+    return int(data[0]) if (data == data[0]).all() else -1
+
+
+def finished(ring: list[Partner], place: int) -> bool:
+    """Whether every process sees in a buffer what its last writer wrote, its owner too."""
+    for one in ring:
+        one.run(_finish)
+    last = 2 * PROCESSES - 1
+    wanted = value_of((place - last) % PROCESSES, last)
+    return all(contents(one, f"buffer {place}") == wanted for one in ring)
+
+
+class TestStreamOrderedAllocationIPC:
+    """One process has the pool and all buffers; the others import pool, pointers and events."""
+
+    def test_rotation(self, ring: list[Partner]) -> None:
+        owner = ring[0]
+        owner.run(_allocate, PROCESSES)
+        pass_around(owner, "pool", ring)
+        for place in range(PROCESSES):
+            pass_around(owner, f"buffer {place}", ring)
+            owner.run(_make_event, f"event {place}")
+            pass_around(owner, f"event {place}", ring)
+        rotate(ring)
+        assert all(finished(ring, place) for place in range(PROCESSES))
+        for one in ring[1:]:
+            for place in range(PROCESSES):
+                one.run(_close, f"buffer {place}")
+        assert owner.run(_free_and_count, PROCESSES) == 0
+
+    def test_while_the_owner_frees(self, ring: list[Partner]) -> None:
+        """The sample's owner must outlive its importers' work. Here it may free before they have begun."""
+        owner = ring[0]
+        owner.run(_allocate, PROCESSES)
+        for place in range(PROCESSES):
+            pass_around(owner, f"buffer {place}", ring)
+        assert owner.run(_free_and_count, PROCESSES) == PROCESSES * NBYTES
+        for place in range(PROCESSES):
+            ring[1].run(_fill, f"buffer {place}", 40 + place)
+            assert contents(ring[1], f"buffer {place}") == contents(ring[2], f"buffer {place}") == 40 + place
+        for one in ring[1:]:
+            for place in range(PROCESSES):
+                one.run(_close, f"buffer {place}")
+        assert owner.run(_count) == 0
+
+
+def _allocate(there: There, count: int) -> None:
+    there.keep("pool", shared_pool(there.device))
+    for place in range(count):
+        there.keep(f"buffer {place}", there.kept["pool"].allocate(NBYTES, there.stream)).fill(0)
+
+
+def _fill(there: There, name: str, value: int) -> None:
+    there.kept[name].fill(value)
+
+
+def _close(there: There, name: str) -> None:
+    there.kept[name].close()
+
+
+def _free_and_count(there: There, count: int) -> int:
+    for place in range(count):
+        there.kept[f"buffer {place}"].free()
+    return _count(there)
+
+
+def _count(there: There) -> int:
+    there.device.synchronize()
+    return int(there.kept["pool"].statistics().used)
+
+
+class TestMemMapIPC:
+    """Each process has a piece of physical memory; all map all of them, side by side in one range."""
+
+    def test_rotation(self, ring: list[Partner]) -> None:
+        for place, owner in enumerate(ring):
+            owner.run(_make_memory, f"memory {place}")
+            pass_around(owner, f"memory {place}", ring)
+            owner.run(_make_event, f"event {place}")
+            pass_around(owner, f"event {place}", ring)
+        for one in ring:
+            one.run(_map_all)
+        for place in range(PROCESSES):
+            ring[place].run(_fill_and_record, place)
+        rotate(ring)
+        assert all(finished(ring, place) for place in range(PROCESSES))
+        assert {one.run(_sum_of_all) for one in ring} == {
+            sum(value_of((place - 2 * PROCESSES + 1) % PROCESSES, 2 * PROCESSES - 1) for place in range(PROCESSES))
+        }
+        for one in ring:
+            one.run(_unmap_all)
+
+    def test_the_first_owner_dies(self, ring: list[Partner], another: Callable[[], Partner]) -> None:
+        """What it made stays with those who mapped it, and a new process can have it from them no more."""
+        owner = another()
+        owner.run(_make_memory, "memory 0")
+        data, fds = owner.shared("memory 0")
+        for one in ring:
+            one.run(_open_as, "memory 0", data, fds=fds)
+        owner.kill()
+        for one in ring:
+            one.run(_map_all)
+        ring[0].run(_fill, "buffer 0", 77)
+        ring[0].run(_finish)
+        assert all(contents(one, "buffer 0") == 77 for one in ring)
+        for one in ring:
+            one.run(_unmap_all)
+
+
+def _make_memory(there: There, name: str) -> None:
+    there.keep(name, vmm.PhysicalMemory(NBYTES, there.device, handle_types=POSIX))
+
+
+def _map_all(there: There) -> None:
+    names = sorted(name for name in there.kept if name.startswith("memory"))
+    range_ = vmm.AddressRange(len(names) * NBYTES, driver=there.driver)
+    for place, name in enumerate(names):
+        mapping = range_.map(there.kept[name], place * NBYTES, access=there.device)
+        there.keep(name.replace("memory", "buffer"), mapping)
+        there.kept[name].close()
+    there.kept["whole"] = range_
+
+
+def _fill_and_record(there: There, place: int) -> None:
+    there.kept[f"buffer {place}"].fill(0, there.stream)
+    there.stream.record(there.kept[f"event {place}"])
+
+
+def _sum_of_all(there: There) -> int:
+    data = read(there.kept["whole"].view())
+    return int(data.sum(dtype=np.int64)) // NBYTES
+
+
+def _unmap_all(there: There) -> None:
+    there.device.synchronize()
+    range_ = there.kept.pop("whole")
+    range_.unmap()
+    range_.close()
+    for name in [name for name in there.kept if name.startswith("buffer")]:
+        del there.kept[name]
+
+
+class TestSimpleIPC:
+    """Each process has a buffer of ``cuMemAlloc`` and an event; all open all of them by legacy handles."""
+
+    def test_rotation(self, ring: list[Partner]) -> None:
+        for place, owner in enumerate(ring):
+            owner.run(_plain, f"buffer {place}")
+            pass_around(owner, f"buffer {place}", ring)
+            owner.run(_make_event, f"event {place}")
+            pass_around(owner, f"event {place}", ring)
+        rotate(ring)
+        assert all(finished(ring, place) for place in range(PROCESSES))
+        for place, owner in enumerate(ring):
+            for one in ring:
+                if one is not owner:
+                    one.run(_close, f"buffer {place}")
+        for place, owner in enumerate(ring):
+            owner.run(_free_plain, f"buffer {place}")
+
+
+class PlainBuffer(sa.Memory):
+    """Memory of ``cuMemAlloc``, as some other library has it."""
+
+    def __init__(self, device: sa.Device, stream: sa.Stream) -> None:
+        with device.current():
+            self._address = int(device._door.call("cuMemAlloc", NBYTES))
+        self._stream = stream
+
+    @property
+    def address(self) -> int:
+        return self._address
+
+    @property
+    def nbytes(self) -> int:
+        return NBYTES
+
+    @property
+    def stream(self) -> sa.Stream:
+        return self._stream
+
+    @property
+    def location(self) -> sa.MemLocation:
+        return self._stream.device.location
+
+    @property
+    def owner(self) -> object:
+        return None
+
+    @property
+    def device_accessible(self) -> bool:
+        return True
+
+    def free(self) -> None:
+        with self._stream.device.current():
+            self._stream.device._door.call("cuMemFree", self._address)
+
+
+def _plain(there: There, name: str) -> None:
+    there.keep(name, PlainBuffer(there.device, there.stream)).fill(0)
+
+
+def _free_plain(there: There, name: str) -> None:
+    there.kept.pop(name).free()
+
+
+class TestCudaCore:
+    """What cuda.core tests of its own buffers, pools and events, through multiprocessing as there."""
+
+    def test_two_children_write_halves(self, on_cuda: bool, device: sa.Device, stream: sa.Stream) -> None:
+        context = multiprocessing.get_context("forkserver")
+        here, there = context.Pipe()
+        with shared_pool(device) as pool, pool.allocate(NBYTES, stream) as buffer:
+            buffer.fill(0)
+            processes = [
+                context.Process(target=_write_half, args=(Chosen(on_cuda), there, buffer, half)) for half in range(2)
+            ]
+            for process in processes:
+                process.start()
+            assert sorted(received(here) for _ in processes) == [0, 1]
+            for process in processes:
+                process.join(SECONDS)
+            data = read(buffer)
+            assert (data[: NBYTES // 2] == pattern(NBYTES // 2, 10)).all()
+            assert (data[NBYTES // 2 :] == pattern(NBYTES // 2, 11)).all()
+
+    def test_events_latch_what_was_recorded(self, partner: Partner, device: sa.Device, stream: sa.Stream) -> None:
+        """An event is recorded in turns by two processes; each sees when the other's recording is done."""
+        with device.create_event(interprocess=True) as event:
+            partner.give(event, "event")
+            for _ in range(3):
+                stream.record(event)
+                event.synchronize()
+                assert partner.run(_done, "event")
+                partner.run(_record, "event")
+                event.synchronize()
+                assert event.query()
+
+    def test_two_imports_of_one_buffer(self, partner: Partner, device: sa.Device, stream: sa.Stream) -> None:
+        """cuda.core unmaps both when one is closed."""
+        with shared_pool(device) as pool, pool.allocate(NBYTES, stream) as buffer:
+            buffer.copy_from(pattern(NBYTES, 1))
+            first, second = partner.give(buffer), partner.give(buffer)
+            first.close()
+            assert second.shows(1)
+            second.write(2)
+            assert (read(buffer) == pattern(NBYTES, 2)).all()
+            second.close()
+
+
+def _write_half(_: None, connection: Any, buffer: Any, half: int) -> None:
+    with buffer:
+        part = buffer[half * NBYTES // 2 : (half + 1) * NBYTES // 2]
+        part.copy_from(pattern(part.nbytes, 10 + half))
+        buffer.stream.synchronize()
+    connection.send(half)
+
+
+def _done(there: There, name: str) -> bool:
+    return bool(there.kept[name].query())
+
+
+def _record(there: There, name: str) -> None:
+    there.stream.record(there.kept[name])

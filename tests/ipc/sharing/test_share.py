@@ -1,0 +1,917 @@
+"""Every kind of memory, shared by one process and opened by another."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import ipc, vmm
+from tests.ipc.support import (
+    PAGE,
+    POSIX,
+    Partner,
+    There,
+    busy,
+    eventually,
+    filled,
+    hold,
+    idle,
+    make_buffer,
+    make_growable,
+    make_pool,
+    make_stream,
+    release,
+    shared_pool,
+    shows,
+    synchronize,
+)
+from tests.support import MiB, holds
+
+Made = tuple[Any, list[Any]]
+
+
+def memory(nbytes: int, device: sa.Device) -> vmm.PhysicalMemory:
+    return vmm.PhysicalMemory(nbytes, device, handle_types=POSIX)
+
+
+def several_chunks(device: sa.Device, *chunks: int) -> vmm.AddressRange:
+    """A range of which every chunk is physical memory of its own."""
+    range_ = vmm.AddressRange(sum(chunks), driver=device.driver)
+    at = 0
+    for nbytes in chunks:
+        range_.map(memory(nbytes, device), at, access=device)
+        at += nbytes
+    return range_
+
+
+def buffer(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Made:
+    made = pool.allocate(3 * MiB + 512, stream)
+    return made, [made]
+
+
+def odd_buffer(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Made:
+    made = pool.allocate(1001, stream)
+    return made, [made]
+
+
+def view(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Made:
+    made = pool.allocate(3 * MiB, stream)
+    return made[4096 : 4096 + 100_001], [made]
+
+
+def view_of_a_view(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Made:
+    made = pool.allocate(3 * MiB, stream)
+    return made[1000:][500:][24:50_000], [made]
+
+
+def mapping(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Made:
+    range_ = several_chunks(device, PAGE)
+    return range_.mappings[0], [range_]
+
+
+def view_of_a_mapping(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Made:
+    range_ = several_chunks(device, PAGE, 2 * PAGE)
+    return range_.mappings[1][1000:70_000], [range_]
+
+
+def range_view(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Made:
+    """Bytes of three chunks: the end of one, all of the next, the beginning of another."""
+    range_ = several_chunks(device, PAGE, PAGE, 2 * PAGE, PAGE, PAGE)
+    return range_.view(2 * PAGE - 5000, 4 * PAGE + 3000), [range_]
+
+
+def growable(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Made:
+    made = vmm.GrowableBuffer(device, 64 * MiB, 5 * MiB, handle_types=POSIX, stream=stream, chunk=PAGE)
+    return made, [made]
+
+
+def view_of_a_growable(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Made:
+    made = vmm.GrowableBuffer(device, 64 * MiB, 9 * MiB, handle_types=POSIX, stream=stream, chunk=PAGE)
+    return made[5 * MiB + 100 : 7 * MiB + 300], [made]
+
+
+def striped(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Made:
+    made = vmm.stripe(3 * MiB, [device], handle_types=POSIX, stream=stream)
+    return made, [made]
+
+
+KINDS: dict[Callable[..., Made], str] = {
+    buffer: "ImportedBuffer",
+    odd_buffer: "ImportedBuffer",
+    view: "ImportedBuffer",
+    view_of_a_view: "ImportedBuffer",
+    mapping: "ImportedRange",
+    view_of_a_mapping: "ImportedRange",
+    range_view: "ImportedRange",
+    growable: "ImportedRange",
+    view_of_a_growable: "ImportedRange",
+    striped: "ImportedRange",
+}
+
+
+@pytest.fixture
+def make(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Any:
+    """Makes memory to share, whose owners are closed at the end."""
+    owners: list[Any] = []
+
+    def make(kind: Callable[..., Made]) -> Any:
+        thing, needed = kind(device, stream, pool)
+        owners.extend(needed)
+        return thing
+
+    yield make
+    device.synchronize()
+    for owner in owners:
+        if isinstance(owner, vmm.AddressRange):
+            owner.unmap()
+        owner.close()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+class TestEveryKind:
+    def test_pattern_both_ways(self, make: Any, partner: Partner, kind: Callable[..., Made]) -> None:
+        shared = make(kind)
+        filled(shared, 1)
+        opened = partner.give(shared, stream=shared.stream)
+        assert (opened.kind, opened.nbytes) == (KINDS[kind], shared.nbytes)
+        assert opened.shows(1)
+        opened.write(2)
+        assert shows(shared, 2)
+        opened.close()
+
+    def test_nothing_beside_it(self, make: Any, partner: Partner, kind: Callable[..., Made]) -> None:
+        """The importer fills all that it was given; what lies around that in the same memory stays as it was."""
+        shared = make(kind)
+        whole = shared
+        while isinstance(whole, sa.BufferView):
+            whole = whole.owner
+        whole.fill(7, shared.stream)
+        opened = partner.give(shared, stream=shared.stream)
+        opened.write(3)
+        assert shows(shared, 3)
+        if whole is not shared:
+            start = shared.address - whole.address
+            assert holds(whole[:start], 7) and holds(whole[start + shared.nbytes :], 7)
+        opened.close()
+
+    def test_to_two_processes(
+        self, make: Any, partner: Partner, another: Callable[[], Partner], kind: Callable[..., Made]
+    ) -> None:
+        shared = make(kind)
+        filled(shared, 1)
+        descriptor = ipc.share(shared, shared.stream)
+        first, second = partner.open(descriptor), another().open(descriptor)
+        first.write(4)
+        assert second.shows(4)
+        for opened in (first, second):
+            opened.close()
+
+    def test_opened_on_the_default_stream(self, make: Any, partner: Partner, kind: Callable[..., Made]) -> None:
+        shared = make(kind)
+        filled(shared, 1)
+        opened = partner.give(shared, on=None, stream=shared.stream)
+        assert opened.shows(1)
+        opened.close()
+
+
+class TestFromThere:
+    """The other process owns the memory, and this one opens it."""
+
+    def test_buffer(self, partner: Partner, stream: sa.Stream) -> None:
+        partner.run(make_pool)
+        partner.run(make_buffer, "buffer", 5, 3 * MiB)
+        opened = partner.take("buffer", stream)
+        assert isinstance(opened, ipc.ImportedBuffer)
+        assert shows(opened, 5)
+        filled(opened, 6)
+        stream.synchronize()
+        assert partner.kept("buffer").shows(6)
+        assert opened.location == sa.MemLocation.device(0) and opened.owner is None and opened.owner_alive
+        assert opened.device_accessible and not opened.host_accessible and not opened.lost
+        view = opened[100:200]
+        assert view.address == opened.address + 100
+        opened.close()
+        opened.close()
+        assert opened.closed and "closed" in repr(opened)
+        for use in (lambda: opened.address, lambda: opened.fill(1), lambda: view.fill(1), lambda: opened.lost):
+            with pytest.raises(sa.ClosedError):
+                use()
+
+    def test_growable(self, partner: Partner, stream: sa.Stream) -> None:
+        partner.run(make_growable, "growable", 5, 5 * MiB)
+        with partner.take("growable", stream) as opened:
+            assert isinstance(opened, ipc.ImportedRange)
+            assert opened.nbytes == 5 * MiB and shows(opened, 5)
+            with pytest.raises(ValueError, match="another process"):
+                opened.evict()
+
+    def test_two_owners(self, partner: Partner, another: Callable[[], Partner], stream: sa.Stream) -> None:
+        owners = [partner, another()]
+        opened = []
+        for number, owner in enumerate(owners):
+            owner.run(make_pool)
+            owner.run(make_buffer, "buffer", number)
+            opened.append(owner.take("buffer", stream))
+        assert [shows(one, number) for number, one in enumerate(opened)] == [True, True]
+        for one in opened:
+            one.close()
+
+    def test_the_same_memory_is_opened_once(self, partner: Partner, stream: sa.Stream) -> None:
+        partner.run(make_pool)
+        partner.run(make_buffer, "buffer", 1)
+        first, second = partner.take("buffer", stream), partner.take("buffer", stream)
+        assert first.address == second.address
+        first.close()
+        assert shows(second, 1)
+        second.close()
+
+
+class TestPool:
+    def test_alone(self, pool: sa.MemoryPool, partner: Partner, device: sa.Device) -> None:
+        opened = partner.give(pool, "pool")
+        assert opened.kind == "ImportedPool"
+        assert partner.run(_pool_access) == sa.MemAccess.READWRITE
+
+    def test_then_its_buffers(self, pool: sa.MemoryPool, partner: Partner, stream: sa.Stream) -> None:
+        """The pool's handle travels once: of a buffer only the board is still missing, and then nothing."""
+        partner.give(pool)
+        sent = []
+        for seed in range(3):
+            buffer = pool.allocate(MiB, stream)
+            filled(buffer, seed)
+            shared = ipc.share(buffer)
+            missing = [name for name in shared.handles if name not in partner._had]
+            sent.append(len(missing))
+            assert partner.open(shared).shows(seed)
+        assert sent[0] <= 1 and sent[1:] == [0, 0]
+        assert len(bytes(shared)) <= 256
+
+    def test_buffers_of_two_pools(self, device: sa.Device, partner: Partner, stream: sa.Stream) -> None:
+        with shared_pool(device) as one, shared_pool(device) as two:
+            buffers = [pool.allocate(MiB, stream) for pool in (one, two, one)]
+            for seed, buffer in enumerate(buffers):
+                filled(buffer, seed)
+            opened = [partner.give(buffer) for buffer in buffers]
+            assert [one.shows(seed) for seed, one in enumerate(opened)] == [True] * 3
+            for each in opened:
+                each.close()
+            for buffer in buffers:
+                buffer.free()
+
+    def test_of_a_node_s_host_memory(self, machine: Any, partner: Partner) -> None:
+        """It can be shared (observed on H200); what opening it does, no reading shows."""
+        with sa.MemoryPool(sa.MemLocation.host_numa(0), handle_types=POSIX, driver=machine) as pool:
+            shared = ipc.share(pool)
+            assert shared.descriptor.mechanism is ipc.Mechanism.POOL and len(shared.fds) == 1
+
+    def test_is_kept_from_dying_early(self, device: sa.Device, partner: Partner, stream: sa.Stream) -> None:
+        """The pool is closed while a buffer of it is open elsewhere."""
+        pool = shared_pool(device)
+        buffer = pool.allocate(MiB, stream)
+        filled(buffer, 8)
+        opened = partner.give(buffer)
+        pool.close()
+        assert opened.shows(8)
+        opened.close()
+        buffer.free()
+
+
+def _pool_access(there: There) -> int:
+    pool = there.kept["pool"]
+    assert pool.device == there.device and "ImportedPool" in repr(pool) and pool.handle
+    pool.set_access(there.device)
+    location = there.device.location.to_driver()
+    return int(there.driver.cuMemPoolGetAccess(there.driver.CUmemoryPool(pool.handle), location)[1])
+
+
+class TestPhysicalMemory:
+    def test_mapped_by_both(self, device: sa.Device, partner: Partner, stream: sa.Stream) -> None:
+        with memory(2 * PAGE, device) as physical, vmm.AddressRange(2 * PAGE, driver=device.driver) as range_:
+            mapping = range_.map(physical, access=device)
+            filled(mapping, 3, stream)
+            stream.synchronize()
+            opened = partner.give(physical, "physical")
+            assert (opened.kind, opened.nbytes) == ("PhysicalMemory", 2 * PAGE)
+            assert partner.run(_map_and_see, "physical", 3)
+            partner.run(_map_and_write, "physical", 4)
+            assert shows(mapping, 4)
+
+    def test_outlives_its_owner_s_handle(self, device: sa.Device, partner: Partner) -> None:
+        with memory(PAGE, device) as physical:
+            partner.give(physical, "physical")
+        partner.run(_map_and_write, "physical", 6)
+        assert partner.run(_map_and_see, "physical", 6)
+
+    def test_opened_twice(self, device: sa.Device, partner: Partner) -> None:
+        """Either is an object of its own: closing one leaves the other."""
+        with memory(PAGE, device) as physical:
+            shared = ipc.share(physical)
+            first = partner.open(shared, "first")
+            partner.open(shared, "second")
+            first.close()
+            partner.run(_map_and_write, "second", 1)
+
+    def test_opened_again_after_it_was_closed(self, device: sa.Device, partner: Partner) -> None:
+        """The importer has had the handle: the bytes are enough."""
+        with memory(PAGE, device) as physical:
+            shared = ipc.share(physical)
+            for number in range(3):
+                opened = partner.open(shared, "it")
+                partner.run(_map_and_write, "it", number)
+                opened.close()
+                opened.drop()
+
+
+def _map_and_see(there: There, name: str, seed: int) -> bool:
+    physical = there.kept[name]
+    with vmm.AddressRange(physical.nbytes, driver=there.driver) as range_:
+        return shows(range_.map(physical, access=there.device), seed)
+
+
+def _map_and_write(there: There, name: str, seed: int) -> None:
+    physical = there.kept[name]
+    with vmm.AddressRange(physical.nbytes, driver=there.driver) as range_:
+        filled(range_.map(physical, access=there.device), seed, there.stream)
+        there.stream.synchronize()
+
+
+class TestRanges:
+    def test_opened_again_after_it_was_closed(self, make: Any, partner: Partner) -> None:
+        shared = make(range_view)
+        filled(shared, 1)
+        descriptor = ipc.share(shared)
+        for _ in range(3):
+            opened = partner.open(descriptor, "it")
+            assert opened.shows(1)
+            opened.close()
+            opened.drop()
+
+    def test_two_that_overlap(self, device: sa.Device, partner: Partner) -> None:
+        """They have a chunk in common; closing one leaves the other, and the chunk can be opened again."""
+        range_ = several_chunks(device, PAGE, PAGE, PAGE)
+        one, two = range_.view(0, 2 * PAGE), range_.view(PAGE, 3 * PAGE)
+        filled(range_.view(), 1)
+        theirs = partner.give(one), partner.give(two)
+        theirs[0].write(2)
+        assert shows(one, 2)
+        theirs[0].close()
+        filled(two, 3)
+        device.synchronize()
+        assert theirs[1].shows(3)
+        assert partner.give(one).nbytes == 2 * PAGE
+        range_.unmap()
+        range_.close()
+
+    def test_memory_of_which_only_the_mapping_is_left(self, device: sa.Device, partner: Partner) -> None:
+        """Its handle was closed, as code does that has mapped it; the driver gives another one for the address."""
+        with vmm.AddressRange(PAGE, driver=device.driver) as range_:
+            with memory(PAGE, device) as physical:
+                mapping = range_.map(physical, access=device)
+            filled(mapping, 1)
+            opened = partner.give(mapping)
+            assert opened.shows(1)
+            opened.close()
+
+    def test_memory_of_which_part_cannot_be_shared(self, device: sa.Device) -> None:
+        range_ = vmm.AddressRange(2 * PAGE, driver=device.driver)
+        for at, handle_types in enumerate((POSIX, sa.MemHandleType.NONE)):
+            range_.map(vmm.PhysicalMemory(PAGE, device, handle_types=handle_types), at * PAGE, access=device)
+        with pytest.raises(ValueError, match=r"make it with handle_types=.*POSIX_FILE_DESCRIPTOR"):
+            ipc.share(range_.view())
+        range_.unmap()
+        range_.close()
+
+
+class TestGrowableBuffer:
+    @pytest.fixture
+    def buffer(self, device: sa.Device, stream: sa.Stream) -> Any:
+        with vmm.GrowableBuffer(device, 64 * MiB, 3 * MiB, handle_types=POSIX, stream=stream, chunk=2 * PAGE) as buffer:
+            yield buffer
+
+    def test_grows(self, buffer: vmm.GrowableBuffer, partner: Partner) -> None:
+        """The importer's object grows in place; a descriptor brings the handles of new chunks only."""
+        opened = partner.give(buffer, "it")
+        for step, nbytes in enumerate((7 * MiB, 7 * MiB + 1, 33 * MiB, 64 * MiB)):
+            buffer.resize(nbytes)
+            filled(buffer, step)
+            again = partner.give(buffer, f"again {step}")
+            assert (again.address, again.nbytes) == (opened.address, nbytes)
+            assert partner.run(_is, "it", f"again {step}")
+            assert opened.shows(step)
+            opened.write(step + 10)
+            assert shows(buffer, step + 10)
+
+    def test_shrinks(self, buffer: vmm.GrowableBuffer, partner: Partner, device: sa.Device) -> None:
+        """What the owner gave back, the importer gives back when it opens the next descriptor: then it is free."""
+        buffer.resize(33 * MiB)
+        filled(buffer, 1)
+        opened = partner.give(buffer, "it")
+        assert opened.ask("mapped_bytes") == 34 * MiB
+        free = device.memory_info().free
+        buffer.resize(5 * MiB)
+        partner.give(buffer, "it")
+        assert opened.ask("nbytes") == 5 * MiB and opened.ask("mapped_bytes") == 8 * MiB
+        assert eventually(lambda: device.memory_info().free - free == 26 * MiB)
+        assert opened.shows(1)
+
+    def test_shrinks_and_grows_elsewhere(self, buffer: vmm.GrowableBuffer, partner: Partner) -> None:
+        """The importer missed both: it has chunks that are not the owner's any more."""
+        buffer.resize(20 * MiB)
+        opened = partner.give(buffer, "it")
+        buffer.resize(2 * MiB)
+        buffer.resize(18 * MiB)
+        filled(buffer, 2)
+        partner.give(buffer, "it")
+        assert opened.ask("nbytes") == 18 * MiB
+        assert opened.shows(2)
+
+    def test_an_older_descriptor(self, buffer: vmm.GrowableBuffer, partner: Partner) -> None:
+        """It names fewer chunks than are there: the object is as large as it says."""
+        old = ipc.share(buffer)
+        buffer.resize(33 * MiB)
+        partner.give(buffer, "it")
+        opened = partner.open(old, "it")
+        assert opened.nbytes == 3 * MiB
+        assert partner.give(buffer, "it").nbytes == 33 * MiB
+
+    def test_after_it_was_closed(self, buffer: vmm.GrowableBuffer, partner: Partner) -> None:
+        opened = partner.give(buffer, "it")
+        opened.close()
+        filled(buffer, 4)
+        assert partner.give(buffer, "again").shows(4)
+
+    def test_a_view_does_not_grow(self, buffer: vmm.GrowableBuffer, partner: Partner) -> None:
+        """A view is another thing than its buffer: both are open side by side."""
+        filled(buffer, 1)
+        whole, part = partner.give(buffer), partner.give(buffer[MiB : 2 * MiB])
+        part.write(5)
+        assert shows(buffer[MiB : 2 * MiB], 5)
+        assert (whole.nbytes, part.nbytes) == (3 * MiB, MiB)
+
+    def test_evicted_or_empty(self, buffer: vmm.GrowableBuffer) -> None:
+        buffer.evict()
+        with pytest.raises(sa.EvictedError):
+            ipc.share(buffer)
+        buffer.restore()
+        buffer.resize(0)
+        with pytest.raises(ValueError, match="empty"):
+            ipc.share(buffer)
+
+    def test_is_not_evicted_while_it_is_shared(self, buffer: vmm.GrowableBuffer) -> None:
+        ipc.share(buffer)
+        with pytest.raises(sa.InUseError, match="exported"):
+            buffer.evict()
+
+    def test_reopened_on_no_stream(self, buffer: vmm.GrowableBuffer, partner: Partner, gate: Any) -> None:
+        """It was opened on a stream, which is what waits for the owner also when that is not named again."""
+        stream = buffer.stream
+        buffer.fill(1)
+        stream.synchronize()
+        partner.give(buffer, "it")
+        gate.hold(stream)
+        buffer.fill(2)
+        partner.give(buffer, "it", on=None)
+        assert partner.run(busy)
+        gate.open()
+        assert partner.run(_holds, "it", 2)
+
+
+def _is(there: There, one: str, other: str) -> bool:
+    return there.kept[one] is there.kept[other]
+
+
+def _holds(there: There, name: str, value: int) -> bool:
+    return holds(there.kept[name], value)
+
+
+class TestEvents:
+    @pytest.fixture
+    def event(self, device: sa.Device) -> Any:
+        with device.create_event(interprocess=True) as event:
+            yield event
+
+    def test_opened(self, event: sa.Event, partner: Partner) -> None:
+        assert partner.give(event, "event").kind == "Event"
+        assert partner.run(_query, "event")  # never recorded
+
+    def test_holds_a_stream_there(self, event: sa.Event, stream: sa.Stream, partner: Partner, gate: Any) -> None:
+        partner.give(event, "event")
+        gate.hold(stream)
+        stream.record(event)
+        assert not partner.run(_query, "event")
+        partner.run(_wait, "event")
+        assert partner.run(busy)
+        gate.open()
+        assert partner.run(idle) and partner.run(_query, "event")
+
+    def test_holds_a_stream_here(self, event: sa.Event, stream: sa.Stream, partner: Partner) -> None:
+        partner.give(event, "event")
+        partner.run(hold)
+        partner.run(_record, "event")
+        stream.wait(event)
+        assert not stream.query() and not event.query()
+        partner.run(release)
+        stream.synchronize()
+        assert event.query()
+
+    def test_a_wait_is_for_the_recording_of_its_time(
+        self, event: sa.Event, device: sa.Device, stream: sa.Stream, partner: Partner, gate: Any
+    ) -> None:
+        """The event is recorded again, behind a gate, after the other process has waited for it."""
+        partner.give(event, "event")
+        stream.record(event)
+        partner.run(_wait, "event")
+        gate.hold(stream)
+        stream.record(event)
+        assert partner.run(idle) and not partner.run(_query, "event")
+        gate.open()
+
+    def test_recorded_in_turns(self, event: sa.Event, stream: sa.Stream, partner: Partner) -> None:
+        """Two processes write to one buffer in turns, and nothing but the event tells them when."""
+        with shared_pool(stream.device) as pool, pool.allocate(4 * MiB, stream) as buffer:
+            buffer.fill(0)
+            theirs = partner.give(buffer, "buffer")
+            partner.give(event, "event")
+            for number in range(1, 20, 2):
+                buffer.fill(number)
+                stream.record(event)
+                partner.run(_wait_check_fill_and_record, "event", "buffer", number)
+                stream.wait(event)
+                assert holds(buffer, number + 1)
+            theirs.close()
+
+    def test_not_made_for_it(self, device: sa.Device) -> None:
+        with device.create_event() as event, pytest.raises((ValueError, sa.CudaError), match="interprocess=True"):
+            ipc.share(event)
+
+    def test_of_there(self, partner: Partner, stream: sa.Stream) -> None:
+        partner.run(_make_event, "event")
+        partner.run(hold)
+        partner.run(_record, "event")
+        with partner.take("event") as event:
+            assert not event.query()
+            stream.wait(event)
+            assert not stream.query()
+            partner.run(release)
+            event.synchronize()
+        stream.synchronize()
+
+
+def _make_event(there: There, name: str) -> None:
+    there.keep(name, there.device.create_event(interprocess=True))
+
+
+def _query(there: There, name: str) -> bool:
+    return bool(there.kept[name].query())
+
+
+def _wait(there: There, name: str) -> None:
+    there.stream.wait(there.kept[name])
+
+
+def _record(there: There, name: str) -> None:
+    there.stream.record(there.kept[name])
+
+
+def _wait_check_fill_and_record(there: There, event: str, name: str, number: int) -> None:
+    there.stream.wait(there.kept[event])
+    assert holds(there.kept[name], number)
+    there.kept[name].fill(number + 1)
+    there.stream.record(there.kept[event])
+
+
+class TestOrder:
+    """Readers wait by themselves until the contents are there."""
+
+    @pytest.mark.parametrize("kind", [buffer, view, range_view, growable], ids=lambda kind: kind.__name__)
+    def test_a_delayed_producer(
+        self, make: Any, stream: sa.Stream, partner: Partner, gate: Any, kind: Callable[..., Made]
+    ) -> None:
+        shared = make(kind)
+        shared.fill(1, stream)
+        stream.synchronize()
+        gate.hold(stream)
+        shared.fill(2, stream)
+        partner.give(shared, "it", stream=stream)
+        partner.begin(_holds, "it", 2)
+        assert not stream.query()
+        gate.open()
+        assert partner.result()
+
+    def test_the_producer_s_host_does_not_wait(self, make: Any, stream: sa.Stream, partner: Partner, gate: Any) -> None:
+        shared = make(buffer)
+        gate.hold(stream)
+        shared.fill(2)
+        partner.give(shared, "it")
+        assert not stream.query()
+        assert partner.run(busy)  # on the importer's side, only the stream waits
+        gate.open()
+        assert partner.run(idle)
+
+    def test_only_the_stream_it_was_opened_on_waits(
+        self, make: Any, stream: sa.Stream, partner: Partner, gate: Any
+    ) -> None:
+        shared = make(buffer)
+        gate.hold(stream)
+        shared.fill(2)
+        partner.run(make_stream, "second")
+        partner.give(shared, "it", on="second")
+        assert partner.run(idle) and partner.run(busy, "second")
+        gate.open()
+        assert partner.run(idle, "second")
+
+    def test_after_another_stream_than_its_own(
+        self, make: Any, device: sa.Device, stream: sa.Stream, partner: Partner, gate: Any
+    ) -> None:
+        shared = make(buffer)
+        shared.fill(1)
+        with device.create_stream() as other:
+            other.wait(stream)
+            gate.hold(other)
+            shared.fill(2, other)
+            partner.give(shared, "it", stream=other)
+            assert stream.query() and partner.run(busy)
+            gate.open()
+            assert partner.run(_holds, "it", 2)
+
+    def test_each_time_it_is_shared(self, make: Any, stream: sa.Stream, partner: Partner, gate: Any) -> None:
+        """The same buffer again, filled anew: an importer that has it open waits for the new contents."""
+        shared = make(buffer)
+        for number in range(1, 5):
+            gate.hold(stream)
+            shared.fill(number)
+            partner.give(shared, f"it {number}")
+            assert partner.run(busy)
+            gate.open()
+            assert partner.run(_holds, f"it {number}", number)
+
+    def test_shared_on_two_streams(
+        self, make: Any, device: sa.Device, stream: sa.Stream, partner: Partner, gate: Any
+    ) -> None:
+        """The first stream is held and the second is not: each descriptor waits for its own, in whatever order."""
+        shared = make(buffer)
+        partner.run(make_stream, "second")
+        with device.create_stream() as other:
+            other.wait(stream)
+            gate.hold(stream)
+            partner.give(shared, "first", stream=stream)
+            late = ipc.share(shared, other)
+            assert partner.run(busy)
+            gate.open()
+            device.synchronize()
+            partner.open(late, "late", on="second")
+            assert partner.run(idle) and partner.run(idle, "second")
+
+    def test_what_is_ready_is_not_waited_for(self, make: Any, stream: sa.Stream, partner: Partner, gate: Any) -> None:
+        """Work that was queued after sharing holds nobody."""
+        shared = make(buffer)
+        shared.fill(3)
+        descriptor = ipc.share(shared)
+        gate.hold(stream)
+        partner.open(descriptor, "it")
+        assert partner.run(_holds, "it", 3)
+        gate.open()
+
+    def test_physical_memory_waits_for_the_stream_that_is_named(
+        self, device: sa.Device, stream: sa.Stream, partner: Partner, gate: Any
+    ) -> None:
+        with memory(PAGE, device) as physical:
+            gate.hold(stream)
+            partner.give(physical, "it", stream=stream)
+            assert partner.run(busy)
+            gate.open()
+            assert partner.run(idle)
+
+
+@pytest.mark.simulated_only("real streams are not told what to delay")
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_delayed(on_cuda: bool, seed: int) -> None:
+    """Two processes fill one buffer in turns; a scheduler delays whatever stream order allows."""
+    name = "schedules"
+    with (
+        Partner(on_cuda, seed=seed, name=name) as partner,
+        sd.use(sd.simulated(seed=seed + 100, name=name)) as machine,
+    ):
+        device = sa.Device(0, driver=machine)
+        with device.create_stream() as stream, shared_pool(device) as pool:
+            for number in range(1, 30):
+                buffer = pool.allocate(1000 * number, stream)
+                buffer.fill(number)
+                partner.begin(_find_and_fill, *_sent(partner, ipc.share(buffer)), number)
+                assert partner.result()
+                buffer.free()
+            stream.synchronize()
+            assert eventually(lambda: pool.statistics().used == 0)
+
+
+def _sent(partner: Partner, shared: ipc.Shared) -> tuple[bytes]:
+    if not partner._had:
+        partner.open(shared).close()  # with the handles
+    return (bytes(shared),)
+
+
+def _find_and_fill(there: There, data: bytes, value: int) -> bool:
+    """Read and overwrite, and close while that is still to be done."""
+    opened = there.open(data, there.stream)
+    copy = sa.allocate(opened.nbytes, there.stream)
+    copy.copy_from(opened)
+    opened.fill(255)
+    opened.close()
+    return holds(copy, value)
+
+
+@pytest.mark.gpus(2)
+class TestTwoDevices:
+    @pytest.fixture
+    def partner(self, on_cuda: bool, machine: Any) -> Any:
+        with Partner(on_cuda, devices=2) as partner:
+            yield partner
+
+    def test_memory_of_the_second(self, partner: Partner, peer: sa.Device) -> None:
+        """The importer finds the device by its UUID."""
+        with peer.create_stream() as stream, shared_pool(peer) as pool, pool.allocate(MiB, stream) as buffer:
+            filled(buffer, 1)
+            opened = partner.give(buffer, "it", on=None)
+            assert opened.ask("location") == peer.location and partner.run(_stream_s_device, "it") == 1
+            assert opened.shows(1)
+            opened.write(2)
+            assert shows(buffer, 2)
+            opened.close()
+
+    def test_of_both(self, partner: Partner, device: sa.Device, peer: sa.Device, stream: sa.Stream) -> None:
+        """One buffer, half of it on each."""
+        if not (device.can_access(peer) and peer.can_access(device)):
+            pytest.skip("the devices are no peers")
+        with vmm.stripe(2 * PAGE, [device, peer], handle_types=POSIX, stream=stream) as striped:
+            filled(striped, 1)
+            opened = partner.give(striped)
+            assert opened.shows(1)
+            opened.write(2)
+            assert shows(striped, 2)
+            opened.close()
+
+    def test_from_the_other_device_s_stream(
+        self, partner: Partner, device: sa.Device, peer: sa.Device, stream: sa.Stream
+    ) -> None:
+        """The importer gives its other device access to the pool."""
+        if not peer.can_access(device):
+            pytest.skip("the devices are no peers")
+        with shared_pool(device) as pool, pool.allocate(MiB, stream) as buffer:
+            filled(buffer, 1)
+            partner.give(pool, "pool")
+            partner.give(buffer, "it")
+            partner.run(_fill_from_the_other, "it", 9)
+            assert holds(buffer, 9)
+            partner.kept("it").close()
+
+
+def _stream_s_device(there: There, name: str) -> int:
+    return int(there.kept[name].stream.device.ordinal)
+
+
+def _fill_from_the_other(there: There, name: str, value: int) -> None:
+    other = sa.Device(1, driver=there.driver)
+    there.kept["pool"].set_access(other)
+    there.stream.synchronize()
+    with other.create_stream() as stream:
+        there.kept[name].fill(value, stream)
+        stream.synchronize()
+
+
+class TestRefused:
+    """Before anything is sent, with a reason and a remedy."""
+
+    def test_pool_that_is_not_made_for_it(self, device: sa.Device, stream: sa.Stream) -> None:
+        with sa.MemoryPool(device) as pool, pool.allocate(64, stream) as buffer:
+            for thing in (pool, buffer, buffer[:3]):
+                with pytest.raises(ValueError, match=r"make it with handle_types=.*POSIX_FILE_DESCRIPTOR"):
+                    ipc.share(thing)
+            assert type(buffer) is sa.Buffer
+
+    def test_default_pool(self, device: sa.Device, stream: sa.Stream) -> None:
+        with pytest.raises(ValueError, match="POSIX_FILE_DESCRIPTOR"):
+            ipc.share(sa.MemoryPool.default(device))
+        with sa.allocate(64, stream) as buffer, pytest.raises(ValueError, match="POSIX_FILE_DESCRIPTOR"):
+            ipc.share(buffer)
+
+    def test_empty_buffer(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with pool.allocate(0, stream) as buffer, pytest.raises(ValueError, match="empty"):
+            ipc.share(buffer)
+
+    def test_empty_view(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with pool.allocate(64, stream) as buffer, pytest.raises(ValueError, match="empty"):
+            ipc.share(buffer[7:7])
+
+    def test_freed_buffer(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        buffer = pool.allocate(64, stream)
+        buffer.free()
+        for thing in (buffer, buffer[:4]):
+            with pytest.raises(sa.ClosedError):
+                ipc.share(thing)
+
+    def test_graph_s_memory(self, stream: sa.Stream) -> None:
+        with stream.capture() as graph:
+            buffer = sa.allocate(64, stream)
+            with pytest.raises(ValueError, match="graph"):
+                ipc.share(buffer)
+            buffer.free()
+        graph.close()
+
+    def test_in_a_capture(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        buffer = pool.allocate(64, stream)
+        with stream.capture() as graph, pytest.raises(sa.CaptureError, match="capture"):
+            ipc.share(buffer)
+        with graph:
+            buffer.free()
+
+    def test_memory_that_is_not_made_for_it(self, device: sa.Device) -> None:
+        with vmm.PhysicalMemory(PAGE, device) as physical, pytest.raises(ValueError, match="POSIX_FILE_DESCRIPTOR"):
+            ipc.share(physical)
+        with (
+            vmm.GrowableBuffer(device, 8 * MiB, MiB) as growable,
+            pytest.raises(ValueError, match="POSIX_FILE_DESCRIPTOR"),
+        ):
+            ipc.share(growable)
+
+    def test_closed(self, device: sa.Device) -> None:
+        physical, growable = memory(PAGE, device), vmm.GrowableBuffer(device, 8 * MiB, MiB, handle_types=POSIX)
+        event = device.create_event(interprocess=True)
+        for thing in (physical, growable, event):
+            thing.close()
+            with pytest.raises(sa.ClosedError):
+                ipc.share(thing)
+
+    @pytest.mark.parametrize("thing", [None, 5, b"bytes", object()], ids=["none", "number", "bytes", "object"])
+    def test_what_is_no_memory(self, machine: Any, thing: object) -> None:
+        with pytest.raises(TypeError, match="cannot be shared"):
+            ipc.share(thing)
+
+    def test_stream_of_another_kind(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with pool.allocate(64, stream) as buffer, pytest.raises(TypeError):
+            ipc.share(buffer, 3.5)
+
+    def test_what_was_opened_itself(self, partner: Partner, stream: sa.Stream) -> None:
+        """Only its owner can share it."""
+        partner.run(make_pool)
+        partner.run(make_buffer, "buffer", 1)
+        partner.run(make_growable, "growable", 1, MiB)
+        partner.run(_make_event, "event")
+        partner.run(_make_memory, "memory")
+        for name in ("buffer", "growable", "event", "pool", "memory"):
+            opened = partner.take(name)
+            with pytest.raises((ValueError, TypeError, sa.CudaError), match=r"process|owner|owns"):
+                ipc.share(opened)
+            if name in ("buffer", "growable"):
+                with pytest.raises(ValueError, match=r"process|owner|owns"):
+                    ipc.share(opened[:100])
+            if name != "pool":
+                opened.close()
+
+
+def _make_memory(there: There, name: str) -> None:
+    there.keep(name, memory(PAGE, there.device))
+
+
+class TestShared:
+    def test_says_what_it_is(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with pool.allocate(1000, stream) as buffer:
+            shared = ipc.share(buffer[100:300])
+            described = shared.descriptor
+            assert described.mechanism is ipc.Mechanism.POOL_POINTER
+            assert (described.offset, described.size, described.base_size) == (100, 200, 1000)
+            assert described.device == stream.device.uuid.bytes
+            assert bytes(shared) == shared.to_bytes() == described.to_bytes()
+            assert "POOL_POINTER" in repr(shared) and "200 bytes" in repr(shared)
+            assert isinstance(buffer, ipc.LeasedBuffer)
+
+    def test_keeps_its_handles(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with pool.allocate(64, stream) as one, pool.allocate(64, stream) as two:
+            first, second = ipc.share(one), ipc.share(two)
+            assert list(first.handles) == list(second.handles)
+            assert all(a is b for a, b in zip(first.fds, second.fds, strict=True))
+            assert not any(fd.closed for fd in first.fds)
+
+    def test_by_a_thread_without_a_context(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
+        with pool.allocate(MiB, stream) as buffer:
+            filled(buffer, 1)
+            made: list[ipc.Shared] = []
+            thread = threading.Thread(target=lambda: made.append(ipc.share(buffer)))
+            thread.start()
+            thread.join()
+            opened = partner.open(made[0])
+            assert opened.shows(1)
+            opened.close()
+
+    def test_synchronises_nothing(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, gate: Any) -> None:
+        buffer = pool.allocate(MiB, stream)
+        gate.hold(stream)
+        ipc.share(buffer)
+        assert not stream.query()
+        gate.open()
+        partner.run(synchronize)
+        buffer.free()

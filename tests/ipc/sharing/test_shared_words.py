@@ -1,0 +1,309 @@
+"""The board that processes share: how many there may be, and that waiting for another's end keeps nothing alive."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import signal
+import struct
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import ipc
+from streamalloc.driver.bindings import cuda
+from streamalloc.ipc.sharing.imports import importer_of
+from streamalloc.ipc.sharing.lease import Lease
+from streamalloc.ipc.sharing.shared_words import IMPORTERS
+from streamalloc.testing import Gate
+from tests.ipc.sharing.test_descriptor import again
+from tests.ipc.support import Partner, There, eventually, hold, shared_pool
+from tests.support import MiB, executed
+
+pytestmark = [
+    pytest.mark.usefixtures("quick_collections"),
+    pytest.mark.simulated_only("several drivers in one process, which stand for several processes"),
+]
+
+MORE = 40
+"""Importers of one buffer at a time."""
+
+
+def opened_by(machine: Any, shared: ipc.Shared) -> ipc.ImportedBuffer:
+    """What was shared, opened by another machine of this process."""
+    opened = ipc.open(bytes(shared), again(shared.fds), driver=machine)
+    assert isinstance(opened, ipc.ImportedBuffer)
+    return opened
+
+
+def test_many_importers(pool: sa.MemoryPool, stream: sa.Stream) -> None:
+    buffer = pool.allocate(MiB, stream)
+    buffer.fill(3)
+    shared = ipc.share(buffer)
+    machines = [sd.simulated() for _ in range(MORE)]
+    opened = [opened_by(machine, shared) for machine in machines]
+    boards = [importer_of(one._door).boards[shared.descriptor.board] for one in opened]
+    assert sorted(board.importer for board in boards) == list(range(MORE))
+    buffer.free()
+    for one in opened:
+        assert pool.statistics().used == MiB
+        one.close()
+        one.stream.synchronize()
+    assert pool.statistics().used == 0
+
+
+def test_one_too_many(pool: sa.MemoryPool, stream: sa.Stream) -> None:
+    """All places are taken: the lock of each is held."""
+    with pool.allocate(MiB, stream) as buffer:
+        shared = ipc.share(buffer)
+        board = os.open(f"/proc/self/fd/{shared.handles[shared.descriptor.board].fileno()}", os.O_RDWR)
+        fcntl.fcntl(board, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 1, IMPORTERS, 0))
+        machine = sd.simulated()
+        with pytest.raises(ValueError, match=f"{IMPORTERS} importers already"):
+            opened_by(machine, shared)
+        os.close(board)
+        opened_by(machine, shared).close()
+
+
+class TestCollected:
+    """A thread waits for the other's end, which is longer than a driver may be wanted."""
+
+    def test_importer_that_waits_for_contents(self, pool: sa.MemoryPool, stream: sa.Stream, gate: Any) -> None:
+        with pool.allocate(MiB, stream) as buffer:
+            gate.hold(stream)
+            buffer.fill(1)
+            shared = ipc.share(buffer)
+
+            def come_and_go() -> tuple[weakref.ref[Any], int]:
+                machine = sd.simulated()
+                opened = opened_by(machine, shared)
+                place = importer_of(opened._door).boards[shared.descriptor.board].importer
+                assert not opened.stream.query()
+                opened.close()
+                return weakref.ref(machine), place
+
+            gone = []
+            for _ in range(3):
+                gone.append(come_and_go())
+                gc.collect()
+            assert [machine() for machine, _ in gone] == [None] * 3
+            assert {place for _, place in gone} == {0}  # each has given its place back
+            gate.open()
+            assert executed(stream)
+
+    def test_exporter_that_waits_for_an_importer(self, partner: Partner) -> None:
+        def come_and_go() -> weakref.ref[Any]:
+            machine = sd.simulated()
+            device = sa.Device(0, driver=machine)
+            with shared_pool(device) as pool, device.create_stream() as stream:
+                buffer = pool.allocate(MiB, stream)
+                buffer.fill(1)
+                opened = partner.give(buffer)
+                partner.run(hold)
+                opened.close()
+                buffer.free()
+                assert not executed(stream, 0.01)
+                partner.run(_let_go)
+                assert executed(stream)
+            return weakref.ref(machine)
+
+        gone = come_and_go()
+        gc.collect()
+        assert gone() is None
+
+    def test_not_while_something_is_open(self, another: Callable[[], Partner], stream: sa.Stream) -> None:
+        """The death of the exporter is noticed as ever."""
+        owner = another()
+        owner.run(_make_held)
+        opened = ipc.open(*owner.shared("buffer"), stream=stream)
+        gc.collect()
+        assert not stream.query()
+        owner.kill()
+        assert executed(stream) and opened.lost
+        opened.close()
+
+
+class TestDeaths:
+    def test_while_a_forked_child_lives(self, another: Callable[[], Partner], stream: sa.Stream) -> None:
+        """The child has copies of all files, and so of the one with which its parent waited for the death."""
+        owner = another()
+        owner.run(_make_held)
+        opened = ipc.open(*owner.shared("buffer"), stream=stream)
+        child = os.fork()
+        if not child:
+            signal.pause()
+        owner.kill()
+        try:
+            assert executed(stream)
+            assert eventually(lambda: not opened.owner_alive)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        opened.close()
+
+    def test_all_importers_hear_of_what_was_lost(self, another: Callable[[], Partner]) -> None:
+        """Also where another one has released the streams that waited."""
+        owner = another()
+        owner.run(_make_held)
+        data, fds = owner.shared("buffer")
+        streams = [sa.Device(0, driver=sd.simulated()).create_stream() for _ in range(2)]
+        opened = [ipc.open(data, again(fds), stream=one, driver=one.device.driver) for one in streams]
+        owner.kill()
+        assert all(executed(one) for one in streams)
+        assert all(one.lost for one in opened)
+        for one in opened:
+            one.close()
+
+    def test_are_waited_for_once_there_can_be_a_thread(
+        self, another: Callable[[], Partner], stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def start(_: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        owner = another()
+        owner.run(_make_held)
+        data, fds = owner.shared("buffer")
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="new thread"):
+            patch.setattr(threading.Thread, "start", start)
+            ipc.open(data, again(fds), stream=stream)
+        opened = ipc.open(data, fds, stream=stream)
+        owner.kill()
+        assert executed(stream) and opened.lost
+        opened.close()
+
+
+def test_a_stale_descriptor_while_the_owner_frees(
+    pool: sa.MemoryPool, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The importer says for a moment that it has opened the memory, which the owner's stream must not wait for."""
+    buffer = pool.allocate(MiB, stream)
+    shared = ipc.share(buffer)
+    machine = sd.simulated()
+    with Gate(sa.Device(0, driver=machine)) as gate:
+        opened = opened_by(machine, shared)
+        board = importer_of(opened._door).boards[shared.descriptor.board]
+        words = board.importer_words(shared.descriptor.slot, board.importer)
+        gate.hold(opened.stream)
+        opened.close()
+        still_open = Lease.still_open
+
+        def and_then(lease: Lease, using: list[int]) -> list[int]:
+            found = still_open(lease, using)
+            words.opened.value += 1
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Lease, "still_open", and_then)
+            buffer.free()
+        words.opened.value -= 1
+        assert not stream.query()
+        gate.open()
+        assert executed(stream)
+
+
+class TestCapturesOfOtherCode:
+    """Which we know nothing of, and must not break."""
+
+    @pytest.mark.parametrize("mode", [0, 1, 2], ids=["global", "thread", "relaxed"])
+    def test_of_another_stream(
+        self, raw: Any, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, mode: int
+    ) -> None:
+        buffer = pool.allocate(MiB, stream)
+        ipc.share(buffer)
+        with device.current():
+            captured = raw.cuStreamCreate(1)[1]
+            raw.cuStreamBeginCapture(captured, cuda.CUstreamCaptureMode(mode))
+            for _ in range(2):
+                ipc.share(buffer)
+                ipc.share(buffer, device.default_stream)
+            result, graph = raw.cuStreamEndCapture(captured)
+            assert result == cuda.CUresult.CUDA_SUCCESS
+            raw.cuGraphDestroy(graph)
+            raw.cuStreamDestroy(captured)
+        buffer.free()
+
+    def test_of_the_importer_s_stream(self, pool: sa.MemoryPool, stream: sa.Stream, gate: Any) -> None:
+        """What is open on another stream stays so, and can be closed."""
+        buffer = pool.allocate(MiB, stream)
+        machine: Any = sd.simulated()
+        opened = opened_by(machine, ipc.share(buffer))
+        gate.hold(stream)
+        buffer.fill(1)
+        shared = ipc.share(buffer)
+        device = sa.Device(0, driver=machine)
+        with device.current():
+            raw = machine.cuStreamCreate(1)[1]
+            machine.cuStreamBeginCapture(raw, cuda.CUstreamCaptureMode(2))
+            captured = sa.Stream.of_handle(device, int(raw), raw)
+            with pytest.raises(sa.CaptureError, match="in a capture"):
+                ipc.open(bytes(shared), stream=captured, driver=machine)
+            result, graph = machine.cuStreamEndCapture(raw)
+            assert result == cuda.CUresult.CUDA_SUCCESS
+            machine.cuGraphDestroy(graph)
+            machine.cuStreamDestroy(raw)
+        gate.open()
+        opened.close()
+        opened_by(machine, shared).close()
+        device.synchronize()
+        buffer.free()
+        stream.synchronize()
+        assert pool.statistics().used == 0
+
+
+class _Interrupted:
+    """A driver in the middle of one of whose calls something happens."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+        self.before: Callable[[], object] | None = None
+        self.after: Callable[[], object] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.driver, name)
+
+    def cuPointerGetAttribute(self, *args: Any) -> Any:
+        before, self.before = self.before, None
+        if before is not None:
+            before()
+        answer = self.driver.cuPointerGetAttribute(*args)
+        after, self.after = self.after, None
+        if after is not None:
+            after()
+        return answer
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_opened_again_while_the_first_is_collected(pool: sa.MemoryPool, stream: sa.Stream, when: str) -> None:
+    """The size is asked for when the memory is open here already: the last object must not go meanwhile."""
+    buffer = pool.allocate(MiB, stream)
+    shared = ipc.share(buffer)
+    machine = _Interrupted(sd.simulated())
+    cycle: list[Any] = [opened_by(machine, shared)]
+    cycle.append(cycle)
+    del cycle
+    setattr(machine, when, gc.collect)
+    opened = ipc.open(bytes(shared), driver=machine)
+    buffer.free()
+    stream.synchronize()
+    assert pool.statistics().used == MiB
+    opened.fill(2)
+    opened.close()
+    opened.stream.synchronize()
+    assert pool.statistics().used == 0
+
+
+def _let_go(there: There) -> None:
+    there.kept["gate"].open()
+    there.device.synchronize()
+
+
+def _make_held(there: There) -> None:
+    there.keep("pool", shared_pool(there.device))
+    hold(there)
+    there.keep("buffer", there.kept["pool"].allocate(MiB, there.stream)).fill(1)

@@ -1,0 +1,811 @@
+"""Messages and descriptors between processes: what arrives, what is refused, and what happens when somebody dies."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import copy
+import ctypes
+import errno
+import math
+import multiprocessing
+import os
+import pickle
+import random
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamalloc import ClosedError, Fd
+from streamalloc.ipc.transport import pidfd, socket_address
+from streamalloc.ipc.transport.channel import MAX_DATA, MAX_HANDLES, Channel, Listener, PeerGoneError, ProtocolError
+from streamalloc.ipc.transport.pidfd import fetch_descriptor
+
+ROOT = Path(__file__).resolve().parents[3]
+HEADER = struct.Struct("<4sHHI")
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, Channel]]:
+    first, second = Channel.pair()
+    with first, second:
+        yield first, second
+
+
+@pytest.fixture
+def stranger() -> Iterator[tuple[socket.socket, Channel]]:
+    """A plain socket, which can send anything, and the channel that receives it."""
+    raw, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with raw, Channel.from_fd(ours.detach()) as channel:
+        yield raw, channel
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Runs code in a new process to which descriptors are passed; it is killed at the end."""
+    made: list[subprocess.Popen[str]] = []
+
+    def start(code: str, *fds: int, **options: Any) -> subprocess.Popen[str]:
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", code],
+            pass_fds=fds,
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            text=True,
+            **options,
+        )
+        made.append(process)
+        return process
+
+    yield start
+    for process in made:
+        process.kill()
+        process.communicate()
+
+
+def packet(data: bytes = b"", handles: int = 0, size: int | None = None) -> bytes:
+    return HEADER.pack(b"SAch", 1, handles, len(data) if size is None else size) + data
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def pipes(count: int) -> list[Fd]:
+    """That many descriptors, of which nobody else knows."""
+    found: list[Fd] = []
+    while len(found) < count:
+        found += map(Fd, os.pipe())
+    return found[:count]
+
+
+class TestMessages:
+    @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 256])
+    def test_arrive_both_ways(self, ends: tuple[Channel, Channel], data: bytes) -> None:
+        for sender, receiver in (ends, ends[::-1]):
+            sender.send(data)
+            message = receiver.receive()
+            assert message.data == data and message.handles == ()
+            assert message == (data, ())
+
+    def test_keep_their_order_and_borders(self, ends: tuple[Channel, Channel]) -> None:
+        for size in range(100):
+            ends[0].send(b"x" * size)
+        assert [len(ends[1].receive().data) for _ in range(100)] == list(range(100))
+
+    def test_are_any_bytes(self, ends: tuple[Channel, Channel]) -> None:
+        words = np.arange(4, dtype=np.uint32)
+        for data in (bytearray(b"ab"), memoryview(b"abcd")[::2], words, array.array("H", [1, 2])):
+            ends[0].send(data)  # type: ignore[arg-type]
+            assert ends[1].receive().data == memoryview(data).tobytes()  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="str"):
+            ends[0].send("text")  # type: ignore[arg-type]
+
+    def test_have_limits(self, ends: tuple[Channel, Channel]) -> None:
+        with pytest.raises(ValueError, match="65536"):
+            ends[0].send(bytes(MAX_DATA + 1))
+        with pytest.raises(ValueError, match="64"):
+            ends[0].send(b"", [0] * (MAX_HANDLES + 1))
+        with pytest.raises(TimeoutError):
+            ends[1].receive(timeout=0)
+
+    def test_go_both_ways_at_once(self, ends: tuple[Channel, Channel]) -> None:
+        first, second = ends
+
+        def echo() -> None:
+            for _ in range(2000):
+                second.send(second.receive().data)
+
+        received: list[bytes] = []
+
+        def collect() -> None:
+            received.extend(first.receive().data for _ in range(2000))
+
+        threads = [threading.Thread(target=one) for one in (echo, collect)]
+        for thread in threads:
+            thread.start()
+        for i in range(2000):
+            first.send(b"%d" % i)
+        for thread in threads:
+            thread.join(10)
+        assert received == [b"%d" % i for i in range(2000)]
+
+
+class TestDescriptors:
+    def test_arrive_as_duplicates_with_an_owner(self, ends: tuple[Channel, Channel]) -> None:
+        sent = pipes(MAX_HANDLES)
+        ends[0].send(b"these", [sent[0].fileno(), *sent[1:]])
+        data, received = ends[1].receive()
+        assert data == b"these" and len(received) == MAX_HANDLES
+        for theirs, ours in zip(sent, received, strict=True):
+            assert isinstance(ours, Fd) and ours.fileno() != theirs.fileno()
+            assert os.path.sameopenfile(ours.fileno(), theirs.fileno())
+            assert not os.get_inheritable(ours.fileno())
+            ours.close()
+            assert not theirs.closed
+
+    @pytest.mark.parametrize(
+        ("wrong", "error"), [(True, TypeError), ("0", TypeError), (-1, ValueError), (1 << 20, OSError)]
+    )
+    def test_that_are_none(self, ends: tuple[Channel, Channel], wrong: Any, error: type[Exception]) -> None:
+        with pytest.raises(error):
+            ends[0].send(b"", [wrong])
+        closed = Fd(os.dup(0))
+        closed.close()
+        with pytest.raises(ClosedError):
+            ends[0].send(b"", [closed])
+        ends[0].send(b"still usable")
+        assert ends[1].receive().data == b"still usable"
+
+    def test_of_1000_rounds_leave_nothing_behind(self, ends: tuple[Channel, Channel]) -> None:
+        with Fd(os.memfd_create("shared")) as fd:
+            before = open_descriptors()
+            for i in range(1000):
+                ends[0].send(b"%d" % i, (fd, fd))
+                data, handles = ends[1].receive()
+                assert data == b"%d" % i
+                ends[1].send(data, handles)
+                for handle in (*handles, *ends[0].receive().handles):
+                    handle.close()
+            assert open_descriptors() <= before
+
+    def test_that_nobody_received_are_closed(self, ends: tuple[Channel, Channel]) -> None:
+        reader, writer = map(Fd, os.pipe())
+        ends[0].send(b"", (writer,))
+        writer.close()
+        ends[1].close()
+        assert os.read(reader.fileno(), 1) == b""  # no writer is left
+
+    def test_that_this_process_has_no_room_for(self, stranger: tuple[socket.socket, Channel]) -> None:
+        raw, channel = stranger
+        socket.send_fds(raw, [packet(b"x", 8)], [0] * 8)
+        before = open_descriptors()
+        free = os.dup(0)
+        os.close(free)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, limits[1]))
+        try:
+            with pytest.raises(ProtocolError, match=r"with 1 descriptors and says 8 .*ulimit -n"):
+                channel.receive()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert open_descriptors() <= before - 1
+
+
+class TestTimeouts:
+    def test_of_a_message_that_never_comes(self, ends: tuple[Channel, Channel]) -> None:
+        for seconds in (0, 0.001, 0.004, 0.03, 0.1):
+            start = time.monotonic()
+            with pytest.raises(TimeoutError, match=f"within {seconds:g} s"):
+                ends[0].receive(timeout=seconds)
+            assert seconds <= time.monotonic() - start < seconds + 0.5
+        ends[1].send(b"late")
+        assert ends[0].receive(timeout=0).data == b"late"
+
+    def test_of_the_channel(self, ends: tuple[Channel, Channel]) -> None:
+        assert ends[0].timeout is None
+        ends[0].timeout = 0.02
+        with pytest.raises(TimeoutError, match=r"0\.02 s"):
+            ends[0].receive()
+        with pytest.raises(TimeoutError, match=r"0\.03 s"):
+            ends[0].receive(timeout=0.03)
+
+    @pytest.mark.parametrize("wrong", [-1, -0.001, math.nan])
+    def test_that_are_none(self, ends: tuple[Channel, Channel], wrong: float) -> None:
+        with pytest.raises(ValueError, match="timeout"):
+            ends[0].receive(timeout=wrong)
+        with pytest.raises(ValueError, match="timeout"):
+            ends[0].send(b"", timeout=wrong)
+        with pytest.raises(ValueError, match="timeout"):
+            Channel.connect("@nobody", timeout=wrong)
+        with Channel.listen() as listener, pytest.raises(ValueError, match="timeout"):
+            listener.accept(wrong)
+
+    @pytest.mark.parametrize("seconds", [None, math.inf, 10])
+    def test_that_do_not_expire(self, ends: tuple[Channel, Channel], seconds: float | None) -> None:
+        timer = threading.Timer(0.05, ends[1].send, [b"there"])
+        timer.start()
+        assert ends[0].receive(timeout=seconds).data == b"there"
+        timer.join()
+
+    @pytest.mark.parametrize("handles", [(), (0,)])
+    def test_of_a_receiver_that_is_behind(self, ends: tuple[Channel, Channel], handles: tuple[int, ...]) -> None:
+        sent = 0
+        with pytest.raises(TimeoutError, match="no room"):
+            while sent < 10000:
+                ends[0].send(bytes(10000), handles, timeout=0.02)
+                sent += 1
+        assert 0 < sent < 10000
+        with pytest.raises(TimeoutError):
+            ends[0].send(bytes(10000), handles, timeout=0)
+
+        def catch_up() -> None:
+            for _ in range(sent):
+                ends[1].receive()
+
+        thread = threading.Thread(target=catch_up)
+        thread.start()
+        ends[0].send(b"last", timeout=5)
+        thread.join()
+        assert ends[1].receive(timeout=1).data == b"last"
+
+    def test_hold_while_signals_arrive(self, ends: tuple[Channel, Channel]) -> None:
+        count = 0
+
+        def handler(*_: object) -> None:
+            nonlocal count
+            count += 1
+
+        before = signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+        try:
+            start = time.monotonic()
+            with pytest.raises(TimeoutError):
+                ends[0].receive(timeout=0.2)
+            assert 0.2 <= time.monotonic() - start < 1
+            assert count > 3
+            with pytest.raises(TimeoutError):
+                while True:
+                    ends[0].send(bytes(MAX_DATA), timeout=0.1)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    def test_signal_handlers_may_raise(self, ends: tuple[Channel, Channel]) -> None:
+        def handler(*_: object) -> None:
+            raise InterruptedError("enough")
+
+        before = signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        try:
+            with pytest.raises(InterruptedError, match="enough"):
+                ends[0].receive(timeout=10)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    @pytest.mark.parametrize("code", [errno.ETOOMANYREFS, errno.ENOBUFS])
+    def test_while_the_kernel_has_no_room(self, ends: tuple[Channel, Channel], code: int) -> None:
+        really, failures = ends[0]._send_with, [code, code]
+
+        def failing(*arguments: Any) -> int:
+            if failures:
+                raise OSError(failures.pop(), "no room")
+            return really(*arguments)
+
+        ends[0]._send_with = failing
+        ends[0].send(b"", (0,), timeout=1)
+        assert len(ends[1].receive(timeout=0).handles) == 1
+        failures += [code] * 10000
+        with pytest.raises(TimeoutError):
+            ends[0].send(b"", (0,), timeout=0.02)
+
+
+class TestGone:
+    def test_is_said_once_all_was_received(self, ends: tuple[Channel, Channel]) -> None:
+        ends[1].send(b"first")
+        ends[1].send(b"second", (0,))
+        ends[1].close()
+        assert ends[0].receive().data == b"first"
+        assert len(ends[0].receive().handles) == 1
+        for _ in range(2):
+            with pytest.raises(PeerGoneError, match="other end of this process"):
+                ends[0].receive(timeout=1)
+        with pytest.raises(PeerGoneError):
+            ends[0].send(b"", timeout=1)
+        assert not ends[0].closed
+
+    def test_with_messages_unread_loses_none_of_its_own(self, ends: tuple[Channel, Channel]) -> None:
+        ends[0].send(b"never read")
+        ends[1].send(b"first")
+        ends[1].close()
+        assert ends[0].receive(timeout=1).data == b"first"
+        with pytest.raises(PeerGoneError):
+            ends[0].receive(timeout=1)
+
+    @pytest.mark.parametrize("timeout", [None, 5])
+    def test_while_one_waits(self, ends: tuple[Channel, Channel], timeout: float | None) -> None:
+        timer = threading.Timer(0.05, ends[1].close)
+        timer.start()
+        with pytest.raises(PeerGoneError):
+            ends[0].receive(timeout=timeout)
+        timer.join()
+
+    def test_killed_in_the_middle(self, start: Callable[..., subprocess.Popen[str]]) -> None:
+        with Channel.listen() as listener:
+            code = f"""
+from streamalloc.ipc.transport.channel import Channel
+channel = Channel.connect({listener.address!r})
+channel.send(b"one of two", (0, 1))
+channel.receive()
+"""
+            child = start(code, stdin=subprocess.DEVNULL)
+            with listener.accept(20) as channel:
+                assert channel.peer == (child.pid, os.geteuid(), os.getegid())
+                assert repr(channel) == f"<Channel to process {child.pid}>"
+                assert len(channel.receive(timeout=5).handles) == 2
+                with pytest.raises(TimeoutError, match=f"process {child.pid}"):
+                    channel.receive(timeout=0.01)
+                child.kill()
+                for _ in range(2):
+                    with pytest.raises(PeerGoneError, match=f"process {child.pid}"):
+                        channel.receive(timeout=5)
+                with pytest.raises(PeerGoneError, match=f"process {child.pid}"):
+                    while True:
+                        channel.send(b"", timeout=5)
+
+    def test_is_no_signal(self, start: Callable[..., subprocess.Popen[str]]) -> None:
+        code = """
+import signal
+from streamalloc.ipc.transport.channel import Channel, PeerGoneError
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+a, b = Channel.pair()
+b.close()
+for handles in ((), (0,)):
+    try:
+        a.send(b"x", handles)
+    except PeerGoneError:
+        print("gone")
+"""
+        child = start(code)
+        assert child.communicate(timeout=30)[0] == "gone\ngone\n" and child.returncode == 0
+
+    def test_here(self, ends: tuple[Channel, Channel]) -> None:
+        ends[0].close()
+        ends[0].close()
+        assert ends[0].closed and "closed" in repr(ends[0])
+        for call in (ends[0].receive, ends[0].fileno, lambda: ends[0].send(b"")):
+            with pytest.raises(ClosedError, match="channel"):
+                call()
+        ends[0].shutdown()
+
+    def test_shutdown_wakes_who_waits(self, ends: tuple[Channel, Channel]) -> None:
+        timer = threading.Timer(0.05, ends[0].shutdown)
+        timer.start()
+        with pytest.raises(PeerGoneError):
+            ends[0].receive()
+        with pytest.raises(PeerGoneError):
+            ends[1].receive()
+        timer.join()
+
+    def test_dropped(self, ends: tuple[Channel, Channel]) -> None:
+        before = open_descriptors()
+        first, second = Channel.pair()
+        del first
+        with pytest.raises(PeerGoneError):
+            second.receive(timeout=1)
+        del second
+        assert open_descriptors() <= before
+
+
+class TestStrangers:
+    """Whoever sends something else than messages gets nothing done, and nothing of it stays."""
+
+    @pytest.mark.parametrize(
+        ("sent", "handles", "why"),
+        [
+            (b"x", 0, "1 bytes"),
+            (packet()[:-1], 0, "11 bytes"),
+            (b"SAcg" + packet()[4:], 0, "begins with"),
+            (HEADER.pack(b"SAch", 2, 0, 0), 0, "version is 2"),
+            (packet(b"abc", size=4), 0, "says 4"),
+            (packet(b"abc", size=2), 0, "says 2"),
+            (packet(size=0xFFFFFFFF), 0, "says 4294967295"),
+            (packet(bytes(MAX_DATA), size=MAX_DATA) + b"x", 0, "more than"),
+            (packet(handles=1), 0, "says 1"),
+            (packet(handles=0), 1, "with 1 descriptors"),
+            (packet(handles=3), 2, "with 2 descriptors"),
+            (packet(handles=2), 3, "with 3 descriptors"),
+            (packet(handles=64), 65, "descriptors"),
+            (packet(handles=65), 65, "descriptors"),
+            (packet(handles=200), 200, "descriptors"),
+            (b"junk", 5, "4 bytes"),
+        ],
+        ids=lambda value: f"{len(value)} bytes" if isinstance(value, bytes) else str(value),
+    )
+    def test_are_refused(self, stranger: tuple[socket.socket, Channel], sent: bytes, handles: int, why: str) -> None:
+        raw, channel = stranger
+        before = open_descriptors()
+        socket.send_fds(raw, [sent], [0] * handles)
+        with pytest.raises(ProtocolError, match=why):
+            channel.receive(timeout=1)
+        assert channel.closed
+        assert open_descriptors() <= before - 1
+        with pytest.raises(ClosedError):
+            channel.receive()
+        with pytest.raises(BrokenPipeError):
+            raw.send(b"", socket.MSG_NOSIGNAL)
+
+    def test_that_send_nothing_at_all(self, stranger: tuple[socket.socket, Channel]) -> None:
+        raw, channel = stranger
+        raw.send(b"")
+        with pytest.raises(ProtocolError, match="0 bytes"):
+            channel.receive(timeout=1)
+
+    def test_mutated_packets(self) -> None:
+        chance = random.Random(1)
+        before = open_descriptors()
+        accepted = 0
+        for _ in range(1500):
+            raw, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            handles = chance.randrange(4)
+            sent = bytearray(packet(chance.randbytes(chance.randrange(40)), handles))
+            for _ in range(chance.randrange(1, 4)):
+                how, where = chance.randrange(3), chance.randrange(len(sent))
+                if how == 0:
+                    sent[where] ^= 1 << chance.randrange(8)
+                elif how == 1:
+                    del sent[where:]
+                    sent += b"?" * (not sent)
+                else:
+                    sent[where:where] = chance.randbytes(1)
+            with raw, Channel.from_fd(ours.detach()) as channel:
+                socket.send_fds(raw, [sent], [0] * handles)
+                try:
+                    message = channel.receive(timeout=1)
+                except ProtocolError:
+                    assert channel.closed
+                else:
+                    # Only data can be altered unseen: that is for those to check who know what it means.
+                    assert sent == packet(message.data, handles) and len(message.handles) == handles
+                    accepted += 1
+        assert 0 < accepted < 1000
+        del message
+        assert open_descriptors() <= before
+
+    @pytest.fixture
+    def another_user(self, monkeypatch: pytest.MonkeyPatch) -> int:
+        """Makes all peers look like processes of another user, whose number this is."""
+        uid = os.geteuid() + 1
+        monkeypatch.setattr(socket_address, "peer_of", lambda _: socket_address.Peer(4711, uid, 5))
+        return uid
+
+    def test_of_another_user(self, another_user: int) -> None:
+        who = f"user {another_user} .*process 4711"
+        with Channel.listen() as listener:
+            with pytest.raises(PermissionError, match=who):
+                Channel.connect(listener.address)
+            before = open_descriptors()
+            for _ in range(2):
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw:
+                    raw.connect("\0" + listener.address[1:])
+                    raw.send(packet(b"let me in"))
+                    with pytest.raises(PermissionError, match=who):
+                        listener.accept(1)
+            assert open_descriptors() <= before
+        raw, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with raw, other, pytest.raises(PermissionError, match=who):
+            Channel.from_fd(raw.fileno())
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+    def test_of_another_user_really(self) -> None:
+        with Channel.listen() as listener:
+            code = f"""
+import socket
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw:
+    raw.connect("\\0" + {listener.address[1:]!r})
+    raw.send(b"let me in")
+    print(len(raw.recv(100)))
+"""
+            interpreter = "/usr/bin/python3" if os.path.exists("/usr/bin/python3") else sys.executable
+            child = subprocess.Popen([interpreter, "-S", "-c", code], user=65534, group=65534, stdout=subprocess.PIPE)
+            with pytest.raises(PermissionError, match=f"user 65534 .*process {child.pid}"):
+                listener.accept(10)
+            child.communicate(timeout=10)
+
+
+class TestAddresses:
+    def test_abstract(self) -> None:
+        with Channel.listen() as listener:
+            assert listener.address.startswith(f"@streamalloc-{os.geteuid()}-") and len(listener.address) > 40
+            assert listener.address in repr(listener)
+            for address in (
+                listener.address,
+                listener.address.encode(),
+                b"\0" + listener.address[1:].encode(),
+            ):
+                with Channel.connect(address, timeout=1) as theirs, listener.accept(1) as ours:
+                    theirs.send(b"hello")
+                    assert ours.receive(timeout=1).data == b"hello"
+                    assert ours.peer == theirs.peer == (os.getpid(), os.geteuid(), os.getegid())
+        assert "closed" in repr(listener)
+        with pytest.raises(ConnectionRefusedError, match="nobody listens at @streamalloc"):
+            Channel.connect(listener.address)
+
+    def test_path(self, tmp_path: Path) -> None:
+        private = tmp_path / "private"
+        private.mkdir(mode=0o700)
+        path = private / "socket"
+        with pytest.raises(FileNotFoundError, match="nobody listens"):
+            Channel.connect(path)
+        with Channel.listen(path) as listener:
+            assert listener.address == str(path) and path.is_socket()
+            for address in (path, str(path), os.fsencode(path)):
+                with Channel.connect(address, timeout=1) as theirs, listener.accept(1) as ours:
+                    ours.send(b"hello")
+                    assert theirs.receive(timeout=1).data == b"hello"
+            with pytest.raises(OSError, match="in use") as error:
+                Channel.listen(path)
+            assert error.value.errno == errno.EADDRINUSE and path.exists()
+        assert not path.exists()
+        listener.close()
+
+    def test_relative_path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        tmp_path.chmod(0o700)
+        monkeypatch.chdir(tmp_path)
+        with Channel.listen("socket") as listener:
+            assert listener.address == str(tmp_path / "socket")
+            monkeypatch.chdir("/")
+        assert not (tmp_path / "socket").exists()
+
+    @pytest.mark.parametrize("mode", [0o755, 0o770, 0o1777, 0o701])
+    def test_path_where_others_may_enter(self, tmp_path: Path, mode: int) -> None:
+        tmp_path.chmod(mode)
+        with pytest.raises(ValueError, match="mode 700"):
+            Channel.listen(tmp_path / "socket")
+        assert not (tmp_path / "socket").exists()
+
+    def test_path_that_is_somebody_else_s_by_now(self, tmp_path: Path) -> None:
+        tmp_path.chmod(0o700)
+        path = tmp_path / "socket"
+        listener = Channel.listen(path)
+        path.unlink()
+        with Channel.listen(path) as other:
+            listener.close()
+            with Channel.connect(path, timeout=1), other.accept(1):
+                pass
+
+    @pytest.mark.parametrize("wrong", ["", "@", b"\0", "@" + 200 * "x", "/tmp/" + 200 * "x"])
+    def test_that_are_none(self, wrong: str | bytes) -> None:
+        with pytest.raises(ValueError, match="address"):
+            Channel.connect(wrong)
+        with pytest.raises(TypeError):
+            Channel.connect(5)  # type: ignore[arg-type]
+
+    def test_end_with_a_process_that_is_killed(self, start: Callable[..., subprocess.Popen[str]]) -> None:
+        code = """
+import time
+from streamalloc.ipc.transport.channel import Channel
+listener = Channel.listen()
+print(listener.address, flush=True)
+channel = listener.accept()
+time.sleep(60)
+"""
+        child = start(code)
+        assert child.stdout is not None
+        address = child.stdout.readline().strip()
+        with Channel.connect(address, timeout=5) as channel:
+            assert channel.peer.pid == child.pid
+            child.kill()
+            child.wait()
+            with pytest.raises(PeerGoneError, match=str(child.pid)):
+                channel.receive(timeout=5)
+        with Channel.listen(address) as listener, Channel.connect(address), listener.accept(1):
+            pass
+
+    def test_with_too_many_callers(self) -> None:
+        with Channel.listen() as listener, contextlib.ExitStack() as stack:
+            waiting = 0
+            with pytest.raises(TimeoutError, match="took nobody in 0 s"):
+                while waiting < 1000:
+                    stack.enter_context(Channel.connect(listener.address, timeout=0))
+                    waiting += 1
+            assert 100 < waiting < 1000
+            start = time.monotonic()
+            with pytest.raises(TimeoutError, match="took nobody"):
+                Channel.connect(listener.address, timeout=0.05)
+            assert time.monotonic() - start < 1
+            timer = threading.Timer(0.05, lambda: listener.accept().close())
+            timer.start()
+            Channel.connect(listener.address, timeout=5).close()
+            timer.join()
+
+    def test_nobody_comes(self) -> None:
+        with Channel.listen() as listener:
+            for seconds in (0, 0.05):
+                with pytest.raises(TimeoutError, match=f"within {seconds:g} s"):
+                    listener.accept(seconds)
+            Channel.connect(listener.address).close()
+            with listener.accept(1) as channel, pytest.raises(PeerGoneError):
+                channel.receive(timeout=1)
+
+    def test_closing_wakes_who_waits(self) -> None:
+        listener = Channel.listen()
+        timer = threading.Timer(0.05, listener.close)
+        timer.start()
+        with pytest.raises(ClosedError, match="listener"):
+            listener.accept()
+        timer.join()
+        with pytest.raises(ClosedError, match="listener"):
+            listener.fileno()
+
+    def test_a_dropped_listener_is_closed(self) -> None:
+        listener = Channel.listen()
+        address = listener.address
+        del listener
+        with pytest.raises(ConnectionRefusedError):
+            Channel.connect(address)
+
+    def test_a_forked_child_leaves_its_parent_s_listener_alone(self, tmp_path: Path) -> None:
+        tmp_path.chmod(0o700)
+        with Channel.listen(tmp_path / "socket") as listener:
+            child = os.fork()
+            if not child:
+                listener.close()
+                os._exit(0)
+            os.waitpid(child, 0)
+            with Channel.connect(listener.address, timeout=1), listener.accept(1):
+                pass
+
+
+class TestTakingOver:
+    def test_a_socket_of_the_parent(self, start: Callable[..., subprocess.Popen[str]]) -> None:
+        ours, theirs = Channel.pair()
+        code = f"""
+import os
+from streamalloc.ipc.transport.channel import Channel
+with Channel.from_fd({theirs.fileno()}) as channel:
+    assert not os.get_inheritable(channel.fileno())
+    data, handles = channel.receive(timeout=10)
+    channel.send(data[::-1], handles)
+"""
+        child = start(code, theirs.fileno())
+        theirs.close()
+        with ours:
+            ours.send(b"abc", (0,))
+            assert ours.receive(timeout=20).data == b"cba"
+            with pytest.raises(PeerGoneError):
+                ours.receive(timeout=20)
+        assert child.wait(20) == 0
+
+    def test_takes_it_from_its_owner(self) -> None:
+        first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with first, Fd(second.detach()) as fd, Channel.from_fd(fd) as channel:
+            assert fd.closed
+            first.setblocking(False)
+            first.send(packet(b"x"))
+            assert channel.receive().data == b"x"
+
+    def test_refuses_what_is_no_channel(self) -> None:
+        def refused(fd: Any, why: str) -> None:
+            before = open_descriptors()
+            with pytest.raises(ValueError, match=why):
+                Channel.from_fd(fd)
+            assert open_descriptors() <= before
+
+        first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with first, second, socket.socket() as tcp, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as alone:
+            refused(first.fileno(), "SOCK_SEQPACKET")
+            refused(tcp.fileno(), "AF_UNIX")
+            refused(alone.fileno(), "no connected socket")
+            with Fd(os.memfd_create("x")) as fd:
+                refused(fd, "is no socket")
+                assert not fd.closed
+        refused(1 << 20, "not open")
+        refused(-1, "-1")
+        with pytest.raises(TypeError):
+            Channel.from_fd("3")  # type: ignore[arg-type]
+
+    def test_children_inherit_nothing(self, ends: tuple[Channel, Channel]) -> None:
+        ends[0].send(b"", pipes(1))
+        with Channel.listen() as listener:
+            message = ends[1].receive()
+            owners: list[Any] = [*ends, listener, *message.handles]
+            ours = {os.readlink(f"/proc/self/fd/{owner.fileno()}") for owner in owners}
+            code = """
+import os
+for name in os.listdir("/proc/self/fd"):
+    if os.path.lexists(f"/proc/self/fd/{name}"):
+        print(os.readlink(f"/proc/self/fd/{name}"))
+"""
+            command = [sys.executable, "-S", "-E", "-c", code]
+            child = subprocess.run(command, close_fds=False, stdout=subprocess.PIPE, text=True, check=True)
+            assert not ours & set(child.stdout.split("\n"))
+
+
+def echo(channel: Channel) -> None:
+    """A child: sends back what comes, its process's number in front."""
+    with channel:
+        data, handles = channel.receive()
+        channel.send(b"%d %d " % (os.getpid(), channel.timeout or 0) + data, handles)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_arguments_of_processes(method: str) -> None:
+    context: Any = multiprocessing.get_context(method)
+    ours, theirs = Channel.pair()
+    theirs.timeout = 20
+    child = context.Process(target=echo, args=(theirs,))
+    child.start()
+    theirs.close()
+    with ours:
+        ours.send(b"hello", (0,))
+        message = ours.receive(timeout=30)
+        assert message.data == b"%d 20 hello" % child.pid and len(message.handles) == 1
+        child.join(20)
+        with pytest.raises(PeerGoneError):
+            ours.receive(timeout=10)
+
+
+def test_one_owner(ends: tuple[Channel, Channel]) -> None:
+    with Channel.listen() as listener:
+        for owner in (ends[0], listener):
+            for how in (copy.copy, copy.deepcopy, pickle.dumps):
+                with pytest.raises(TypeError, match=type(owner).__name__):
+                    how(owner)
+    assert isinstance(listener, Listener)
+
+
+class TestDescriptorsOfOtherProcesses:
+    def test_are_fetched(self) -> None:
+        reader, writer = map(Fd, os.pipe())
+        code = "import os, sys; r, w = os.pipe(); os.write(w, b'secret'); print(r, flush=True); sys.stdin.read()"
+        child = subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        try:
+            assert child.stdout is not None
+            number = int(child.stdout.readline())
+            try:
+                with fetch_descriptor(child.pid, number) as fd:
+                    assert os.read(fd.fileno(), 6) == b"secret"
+                    assert not os.get_inheritable(fd.fileno())
+            except PermissionError as error:
+                pytest.skip(str(error))
+            before = open_descriptors()
+            with pytest.raises(OSError, match="no such descriptor") as refused:
+                fetch_descriptor(child.pid, 900)
+            assert refused.value.errno == errno.EBADF and open_descriptors() <= before
+        finally:
+            child.kill()
+            child.communicate()
+        with pytest.raises(ProcessLookupError, match=f"process {child.pid}"):
+            fetch_descriptor(child.pid, 0)
+        reader.close()
+        writer.close()
+
+    def test_are_refused_with_an_explanation(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: int) -> int:
+            ctypes.set_errno(errno.EPERM)
+            return -1
+
+        monkeypatch.setattr(pidfd, "_syscall", refuse)
+        with pytest.raises(PermissionError, match="ptrace_scope"):
+            fetch_descriptor(1, 0)
+
+    @pytest.mark.parametrize(("pid", "number"), [(0, 0), (-1, 0), (1, -1), (1 << 40, 0), (1, 1 << 40)])
+    def test_bad_numbers(self, pid: int, number: int) -> None:
+        with pytest.raises(ValueError, match="out of range"):
+            fetch_descriptor(pid, number)
+        with pytest.raises(TypeError):
+            fetch_descriptor("1", 0)  # type: ignore[arg-type]

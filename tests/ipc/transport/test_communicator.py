@@ -1,0 +1,440 @@
+"""Groups: all ranks get what all ranks give, and nobody waits in vain for one that failed."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typing_extensions import Buffer as BytesLike
+
+from streamalloc import ClosedError, Fd
+from streamalloc.ipc.transport.channel import Channel, PeerGoneError, ProtocolError
+from streamalloc.ipc.transport.communicator import (
+    Communicator,
+    ProcessCommunicator,
+    SelfCommunicator,
+    _Group,
+    as_communicator,
+)
+from streamalloc.ipc.transport.process_group import Call, Limit
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def together(groups: Sequence[Any], *does: Callable[[Any], Any]) -> list[Any]:
+    """What each rank's function returns or raises; each rank is a thread here. One function serves all ranks."""
+    results: list[Any] = [None] * len(groups)
+
+    def run(group: Any, do: Callable[[Any], Any]) -> None:
+        try:
+            results[group.rank] = do(group)
+        except Exception as error:
+            results[group.rank] = error
+
+    functions = does if len(does) > 1 else does * len(groups)
+    threads = [threading.Thread(target=run, args=pair) for pair in zip(groups, functions, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    return results
+
+
+def memory(text: str) -> Fd:
+    fd = Fd(os.memfd_create("shared"))
+    os.write(fd.fileno(), text.encode())
+    return fd
+
+
+def content(fd: Fd) -> str:
+    return os.pread(fd.fileno(), 1000, 0).decode()
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def exercise(group: Communicator, counted: bool = True) -> None:
+    """What every communicator can do, done by every rank; ``counted``: this process has one."""
+    assert isinstance(group, Communicator) and 0 <= group.rank < group.size
+    others = range(group.size)
+    assert group.allgather(b"rank %d" % group.rank) == [b"rank %d" % rank for rank in others]
+    assert group.allgather(b"") == [b""] * group.size
+    large = bytes(range(256)) * 1000
+    for given, data in enumerate(group.allgather(bytearray(large[: given_bytes(group.rank)]))):
+        assert data == large[: given_bytes(given)]
+    group.barrier(timeout=30)
+    # Different numbers of them, and more than fit into one message.
+    mine = [memory(f"{group.rank}.{i}") for i in range(30 * group.rank + 50)]
+    found = group.exchange(mine, timeout=30)
+    assert [[content(fd) for fd in fds] for fds in found] == [
+        [f"{rank}.{i}" for i in range(30 * rank + 50)] for rank in others
+    ]
+    for fds in (mine, *found):
+        for fd in fds:
+            fd.close()
+    assert group.exchange([]) == [()] * group.size
+    with memory("same") as fd:
+        before = open_descriptors()
+        for _ in range(30):
+            for (duplicate,) in group.exchange([fd]):
+                assert duplicate.fileno() != fd.fileno()
+                duplicate.close()
+        assert not counted or open_descriptors() <= before
+    group.barrier()
+
+
+def given_bytes(rank: int) -> int:
+    return 100_000 * rank + 1
+
+
+def child(group: ProcessCommunicator, report: Channel) -> None:
+    exercise(group)
+    with group, report:
+        report.send(b"%d of %d" % (group.rank, group.size))
+
+
+class TestProcesses:
+    @pytest.mark.parametrize("method", ["spawn", "forkserver"])
+    def test_exchange(self, method: str) -> None:
+        context: Any = multiprocessing.get_context(method)
+        mine, *theirs = ProcessCommunicator.create(3)
+        ours, reports = zip(*(Channel.pair() for _ in theirs), strict=True)
+        children = [context.Process(target=child, args=pair) for pair in zip(theirs, reports, strict=True)]
+        for process in children:
+            process.start()
+        exercise(mine)
+        for rank, report in enumerate(ours, 1):
+            assert report.receive(timeout=20).data == b"%d of 3" % rank
+            report.close()
+        for process, report in zip(children, reports, strict=True):
+            process.join(20)
+            assert process.exitcode == 0
+            report.close()
+        with pytest.raises(PeerGoneError, match=r"rank [12] .*is gone"):
+            mine.barrier(timeout=10)
+
+    def test_in_threads(self) -> None:
+        before = open_descriptors()
+        groups = ProcessCommunicator.create(5)
+        assert (
+            together(groups, lambda group: group.allgather(b"%d" % group.rank)) == [[b"0", b"1", b"2", b"3", b"4"]] * 5
+        )
+        assert together(groups, lambda group: [group.barrier() for _ in range(200)]) == [[None] * 200] * 5
+        for group in groups:
+            group.close()
+        assert open_descriptors() <= before
+
+    def test_alone(self) -> None:
+        for group in (SelfCommunicator(), *ProcessCommunicator.create(1)):
+            with group:
+                exercise(group)
+                assert repr(group) == f"<{type(group).__name__} rank 0 of 1>"
+            group.close()
+            assert group.closed and "closed" in repr(group)
+            for call in (
+                group.barrier,
+                lambda group=group: group.exchange([]),
+                lambda group=group: group.allgather(b""),
+            ):
+                with pytest.raises(ClosedError, match="was closed"):
+                    call()
+
+    def test_are_made_with_sense(self) -> None:
+        for wrong in (0, -1):
+            with pytest.raises(ValueError, match="size"):
+                ProcessCommunicator.create(wrong)
+        with pytest.raises(TypeError, match="size"):
+            ProcessCommunicator.create(True)
+        with pytest.raises(ValueError, match="timeout"):
+            ProcessCommunicator.create(2, timeout=-1)
+
+    def test_bad_arguments_leave_the_group_usable(self) -> None:
+        groups = ProcessCommunicator.create(2)
+        with pytest.raises(TypeError):
+            groups[0].allgather("text")  # type: ignore[arg-type]
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            groups[0].exchange([1 << 20])
+        with pytest.raises(ValueError, match="timeout"):
+            groups[0].barrier(timeout=-1)
+        assert together(groups, lambda group: group.barrier()) == [None, None]
+
+    def test_travel_to_processes_only_and_unused_only(self) -> None:
+        groups = ProcessCommunicator.create(2)
+        for how in (copy.copy, pickle.dumps):
+            with pytest.raises(TypeError, match="ProcessCommunicator"):
+                how(groups[0])
+        together(groups, lambda group: group.barrier())
+        with pytest.raises(TypeError, match="before the first call"):
+            multiprocessing.reduction.ForkingPickler.dumps(groups[0])
+
+    def test_one_process_for_each_rank(self) -> None:
+        group = ProcessCommunicator.create(2)[1]
+        with Channel.listen(address_of(group)), pytest.raises(OSError, match="in use"):
+            group.barrier()
+
+
+def address_of(group: ProcessCommunicator) -> str:
+    return f"@streamalloc-{os.geteuid()}-{group._token}-{group.rank}"
+
+
+class TestFaults:
+    """Every rank learns which rank is at fault, whichever it waits for itself."""
+
+    @pytest.fixture
+    def groups(self) -> list[ProcessCommunicator]:
+        groups = ProcessCommunicator.create(5)
+        together(groups, lambda group: group.barrier())
+        return groups
+
+    def test_a_rank_that_never_comes(self, groups: list[ProcessCommunicator]) -> None:
+        present = [group for group in groups if group.rank != 3]
+        start = time.monotonic()
+        results = together(present + groups[3:4], *[lambda group: group.barrier(timeout=0.2)] * 4, lambda _: None)
+        assert 0.2 <= time.monotonic() - start < 1
+        for rank in (0, 1, 2, 4):
+            assert isinstance(results[rank], TimeoutError), results
+            assert str(results[rank]) == "rank 3 did not come to the barrier within 0.2 s"
+        # Late, it learns the same, and nobody can go on.
+        with pytest.raises(TimeoutError, match="rank 3 did not come"):
+            groups[3].barrier(timeout=5)
+        for group in groups:
+            with pytest.raises(ClosedError, match="failed: TimeoutError: rank 3"):
+                group.barrier()
+
+    def test_ranks_that_never_came_at_all(self) -> None:
+        groups = ProcessCommunicator.create(4, timeout=0.2)
+        results = together(groups, *[lambda group: group.barrier(), lambda _: None] * 2)
+        for rank in (0, 2):
+            assert isinstance(results[rank], TimeoutError)
+            assert str(results[rank]) == "ranks 1, 3 did not come within 0.2 s"
+
+    @pytest.mark.parametrize("call", ["barrier", "exchange"])
+    def test_a_rank_that_leaves(self, groups: list[ProcessCommunicator], call: str) -> None:
+        def join(group: ProcessCommunicator) -> None:
+            if group.rank == 2:
+                time.sleep(0.05)
+                group.close()
+            elif call == "barrier":
+                group.barrier()
+            else:
+                group.exchange([0])
+
+        before = open_descriptors()
+        results = together(groups, join)
+        assert results[2] is None
+        for rank in (0, 1, 3, 4):
+            assert isinstance(results[rank], PeerGoneError) and "rank 2 " in str(results[rank]), results
+        del results
+        assert open_descriptors() <= before - 5 * 4
+
+    def test_a_rank_that_fails_tells_the_others(self, groups: list[ProcessCommunicator]) -> None:
+        def join(group: ProcessCommunicator) -> None:
+            if group.rank == 1:
+                with pytest.raises(OSError, match="Bad file"):
+                    assert group._mesh is not None
+                    group._mesh.all_to_all(Call.EXCHANGE, b"", [1 << 20], Limit.of(None))
+            else:
+                group.exchange([0])
+
+        results = together(groups, join)
+        assert results[1] is None
+        for rank in (0, 2, 3, 4):
+            assert isinstance(results[rank], PeerGoneError) and "rank 1 gave up: OSError" in str(results[rank])
+
+    def test_ranks_that_do_different_things(self, groups: list[ProcessCommunicator]) -> None:
+        results = together(
+            groups,
+            *[lambda group: group.barrier()] * 3,
+            lambda group: group.exchange([0]),
+            lambda group: group.barrier(),
+        )
+        assert all(isinstance(one, (ProtocolError, PeerGoneError)) for one in results), results
+        assert any("all ranks must do the same" in str(one) for one in results)
+
+    def test_a_rank_that_is_killed(self) -> None:
+        context: Any = multiprocessing.get_context("spawn")
+        groups = ProcessCommunicator.create(3)
+        children = [context.Process(target=wait_in_vain, args=(group,)) for group in groups[1:]]
+        for process in children:
+            process.start()
+        groups[0].barrier()
+        os.kill(children[1].pid, signal.SIGKILL)
+        with pytest.raises(PeerGoneError, match=rf"rank 2 \(process {children[1].pid}\) is gone"):
+            groups[0].exchange([0])
+        children[0].join(20)
+        assert children[0].exitcode == 7
+        children[1].join(20)
+
+    def test_callers_who_are_no_ranks(self) -> None:
+        groups = ProcessCommunicator.create(2, timeout=10)
+        result: list[Any] = []
+        thread = threading.Thread(
+            target=lambda: result.append(together(groups[:1], lambda group: group.allgather(b"a")))
+        )
+        thread.start()
+        for word in (None, b"", b"hello", b"hello\5\0\0\0", b"HELLO\1\0\0\0"):
+            with connected(address_of(groups[0])) as channel:
+                if word is not None:
+                    channel.send(word)
+        groups[1].allgather(b"b")
+        thread.join(10)
+        assert result == [[[b"a", b"b"]]]
+
+
+def connected(address: str) -> Channel:
+    end = time.monotonic() + 5
+    while True:
+        try:
+            return Channel.connect(address)
+        except ConnectionRefusedError:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+
+def wait_in_vain(group: ProcessCommunicator) -> None:
+    """A child: comes once, and then waits, one rank for the other and the other for its end."""
+    try:
+        group.barrier()  # not over here, perhaps, when it is over there
+        if group.rank == 2:
+            time.sleep(60)
+        group.exchange([0])
+    except PeerGoneError as error:
+        # Told by the rank that noticed first, or noticed by itself.
+        sys.exit(7 if "rank 2 " in str(error) else 8)
+
+
+class _Elsewhere(_Group):
+    """A group whose bytes travel on a way of their own, and whose ranks may be on several machines."""
+
+    __slots__ = ("_way",)
+
+    def __init__(self, way: ProcessCommunicator, host: str) -> None:
+        super().__init__(way.rank, way.size, way.timeout)
+        self.host = host or self.host
+        self._way = way
+
+    def _gather(self, call: Call, data: bytes, limit: Limit) -> list[bytes]:
+        return self._way._gather(call, data, limit)
+
+
+class TestMachines:
+    def test_one(self) -> None:
+        groups = [_Elsewhere(way, "") for way in ProcessCommunicator.create(3)]
+        assert len({group.host for group in groups}) == 1
+        assert together(groups, lambda group: exercise(group, counted=False)) == [None] * 3
+
+    def test_several(self) -> None:
+        ways = ProcessCommunicator.create(3)
+        groups = [_Elsewhere(way, host) for way, host in zip(ways, ("here", "there", "here"), strict=True)]
+        for _ in range(2):
+            for result in together(groups, lambda group: group.exchange([0])):
+                assert isinstance(result, ValueError)
+                assert "ranks 0, 2 on here; rank 1 on there" in str(result) and "fabric" in str(result)
+        assert together(groups, lambda group: group.allgather(b"x")) == [[b"x"] * 3] * 3
+
+
+class TestAnyGroup:
+    def test_of_ours_is_itself(self) -> None:
+        group = SelfCommunicator()
+        assert as_communicator(group) is group
+
+    def test_of_somebody_s_own(self) -> None:
+        class Own:
+            rank, size, host = 0, 1, "here"
+
+            def allgather(self, data: BytesLike, *, timeout: float | None = None) -> list[bytes]:
+                return [bytes(data)]
+
+            def barrier(self, *, timeout: float | None = None) -> None: ...
+
+            def exchange(self, handles: Sequence[Fd | int], *, timeout: float | None = None) -> list[tuple[Fd, ...]]:
+                return [()]
+
+            def close(self) -> None: ...
+
+        own: Communicator = Own()
+        assert as_communicator(own) is own
+
+    def test_that_is_none(self) -> None:
+        for wrong in (3, "world", object()):
+            with pytest.raises(TypeError, match="no group"):
+                as_communicator(wrong)
+        if "torch.distributed" not in sys.modules:
+            with pytest.raises(ValueError, match=r"SelfCommunicator\(\)"):
+                as_communicator()
+
+
+def run(*commands: list[str]) -> None:
+    """Run programs at once; all have to succeed."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path}
+    # Open MPI asks twice before it lets root, who runs tests in containers.
+    environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    processes = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for command in commands
+    ]
+    try:
+        outputs = [process.communicate(timeout=60)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(outputs)
+
+
+_RANK = """
+import time
+from streamalloc.ipc.transport.communicator import as_communicator
+from tests.ipc.transport.test_communicator import exercise
+with as_communicator(group) as ours:
+    exercise(ours)
+group = as_communicator(group)
+group.barrier()
+if group.rank == 1:
+    time.sleep(1)
+else:
+    try:
+        group.allgather(b"x", timeout=0.2)
+        raise SystemExit("nobody was missed")
+    except TimeoutError as error:
+        assert str(error) == "rank 1 did not come to the allgather within 0.2 s", error
+"""
+
+
+def test_mpi() -> None:
+    pytest.importorskip("mpi4py")
+    mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if mpiexec is None:
+        pytest.skip("needs mpiexec")
+    code = f"from mpi4py import MPI\ngroup = MPI.COMM_WORLD\n{_RANK}\nMPI.COMM_WORLD.Barrier()"
+    run([mpiexec, "-n", "3", sys.executable, "-c", code])
+
+
+@pytest.mark.parametrize("store", ["file", "tcp"])
+def test_torch(tmp_path: Path, store: str) -> None:
+    pytest.importorskip("torch")
+    where = f"file://{tmp_path}/store" if store == "file" else f"tcp://127.0.0.1:{20000 + os.getpid() % 20000}"
+    code = f"""
+import sys
+import torch.distributed as distributed
+distributed.init_process_group("gloo", init_method={where!r}, rank=int(sys.argv[1]), world_size=3)
+group = None
+{_RANK}
+distributed.barrier()
+distributed.destroy_process_group()
+"""
+    run(*([sys.executable, "-c", code, str(rank)] for rank in range(3)))

@@ -1,0 +1,371 @@
+"""Every driver call fails in turn: the error is the one injected, nothing is lost, and the same step then succeeds."""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import multicast, vmm
+from tests.multicast.support import PAGE, SHAREABLE, Account, misorders
+
+pytestmark = [
+    pytest.mark.gpus(2),
+    pytest.mark.multicast,
+    pytest.mark.simulated_only("calls that fail are the same on any driver"),
+]
+
+
+class Case:
+    """Something prepared with the driver of an account, one step, and what has to hold afterwards."""
+
+    made: multicast.MulticastObject
+
+    def __init__(self, account: Account) -> None:
+        self.account = account
+        self.devices = sa.Device.all(account.driver)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """What is there before the step."""
+
+    def step(self) -> None:
+        """What has calls that fail."""
+        raise NotImplementedError
+
+    def check_failed(self, failed: str) -> None:
+        """What has to hold after the call ``failed`` has."""
+
+    def check_done(self) -> None:
+        """What has to hold after the step."""
+
+    def end(self) -> None:
+        """Close what there is."""
+        self.made.close()
+
+
+class Make(Case):
+    def step(self) -> None:
+        self.made = multicast.MulticastObject(PAGE, 2, round_up=True, recommended=True, driver=self.account.driver)
+
+    def check_failed(self, failed: str) -> None:
+        assert self.account.left == {}
+
+    def check_done(self) -> None:
+        assert self.made.handle
+
+
+class Import(Case):
+    """The descriptor is closed whether or not it succeeds."""
+
+    def prepare(self) -> None:
+        self.first = multicast.MulticastObject(PAGE, 2, handle_types=SHAREABLE, driver=self.account.driver)
+        self.handle = self.first.export()
+
+    def step(self) -> None:
+        assert isinstance(self.handle, sa.Fd)
+        fd = sa.Fd(os.dup(self.handle.fileno()))
+        try:
+            self.made = multicast.MulticastObject.from_handle(fd, PAGE, 2, driver=self.account.driver)
+        finally:
+            assert fd.closed
+
+    def check_done(self) -> None:
+        assert self.made.handle
+
+    def end(self) -> None:
+        self.first.close()
+        self.made.close()
+        del self.handle
+
+
+class Export(Import):
+    def prepare(self) -> None:
+        self.made = multicast.MulticastObject(PAGE, 2, handle_types=SHAREABLE, driver=self.account.driver)
+
+    def step(self) -> None:
+        self.handle = self.made.export()
+
+    def check_failed(self, failed: str) -> None:
+        assert not self.made.exported
+
+    def check_done(self) -> None:
+        assert self.made.exported
+
+    def end(self) -> None:
+        self.made.close()
+        del self.handle
+
+
+class Add(Case):
+    def prepare(self) -> None:
+        self.made = multicast.MulticastObject(PAGE, 2, driver=self.account.driver)
+
+    def step(self) -> None:
+        for device in self.devices[len(self.made.devices) :]:
+            self.made.add_device(device)
+
+    def check_failed(self, failed: str) -> None:
+        assert not self.made.complete
+
+    def check_done(self) -> None:
+        assert self.made.complete
+
+
+class Bind(Add):
+    def prepare(self) -> None:
+        super().prepare()
+        super().step()
+        self.memory = vmm.PhysicalMemory(PAGE, self.devices[1])
+
+    def step(self) -> None:
+        self.binding = self.made.bind(self.memory)
+
+    def check_failed(self, failed: str) -> None:
+        assert self.made.bindings == () and self.memory.handle
+
+    def check_done(self) -> None:
+        assert self.made.bindings == (self.binding,)
+
+    def end(self) -> None:
+        self.memory.close()
+        self.made.close()
+
+
+class BindMapped(Bind):
+    def prepare(self) -> None:
+        super().prepare()
+        self.range = vmm.AddressRange(PAGE, driver=self.account.driver)
+        self.mapping = self.range.map(self.memory)
+
+    def step(self) -> None:
+        self.binding = self.made.bind(self.mapping)
+
+    def end(self) -> None:
+        self.range.unmap()
+        self.range.close()
+        super().end()
+
+
+class Unbind(Bind):
+    """The memory was closed before and goes with the binding."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        super().step()
+        self.view = self.made.map(access=self.devices)
+        self.memory.close()
+
+    def step(self) -> None:
+        self.binding.close()
+
+    def check_failed(self, failed: str) -> None:
+        assert self.binding.closed == (failed == "cuMemRelease")
+
+    def check_done(self) -> None:
+        assert self.made.bindings == ()
+
+    def end(self) -> None:
+        self.view.close()
+        self.made.close()
+
+
+class Map(Bind):
+    view: multicast.MulticastView
+
+    def prepare(self) -> None:
+        super().prepare()
+        super().step()
+
+    def step(self) -> None:
+        self.view = self.made.map(access=self.devices)
+
+    def check_failed(self, failed: str) -> None:
+        gc.collect()
+        assert self.made.mapping_count == 0 and self.account.mapped == {}
+        assert "address range" not in self.account.left
+
+    def check_done(self) -> None:
+        assert self.made.mapping_count == 1 and len(self.view.rights) == 2
+
+    def end(self) -> None:
+        self.view.close()
+        super().end()
+
+
+class CloseView(Map):
+    def prepare(self) -> None:
+        super().prepare()
+        self.view = self.made.map(access=self.devices)
+
+    def step(self) -> None:
+        self.view.close()
+
+    def check_failed(self, failed: str) -> None:
+        assert not self.view.range.closed and self.view.closed == (failed == "cuMemAddressFree")
+
+    def check_done(self) -> None:
+        assert self.made.mapping_count == 0 and self.view.range.closed
+
+
+class Close(Map):
+    """Unbinds two, of which one was closed before, and releases both it and the object."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.other = vmm.PhysicalMemory(PAGE, self.devices[0])
+        self.made.bind(self.other)
+        self.other.close()
+
+    def step(self) -> None:
+        self.made.close()
+
+    def check_failed(self, failed: str) -> None:
+        assert self.made.closed == (failed == "cuMemRelease" and self.account.driver.seen.count("cuMemRelease") == 2)
+
+    def check_done(self) -> None:
+        assert self.made.closed and self.made.bindings == ()
+
+    def end(self) -> None:
+        self.memory.close()
+
+
+class Leave(CloseView):
+    """A block that is left, with a view and a mapping."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.range = vmm.AddressRange(PAGE, driver=self.account.driver)
+        self.mapping = self.range.map(self.made, access=self.devices[0])
+
+    def step(self) -> None:
+        self.made.__exit__(None, None, None)
+
+    def check_failed(self, failed: str) -> None:
+        assert not self.made.closed
+
+    def check_done(self) -> None:
+        assert self.made.closed and self.view.closed and self.mapping.closed and self.account.mapped == {}
+
+    def end(self) -> None:
+        self.view.close()
+        self.range.close()
+        self.memory.close()
+
+
+CASES = [Make, Import, Export, Add, Bind, BindMapped, Unbind, Map, CloseView, Close, Leave]
+
+
+def calls_of(machine: Any, kind: type[Case]) -> range:
+    """The numbers of the calls that the step makes; the step itself is right."""
+    account = Account(machine)
+    case = kind(account)
+    before = len(account.driver.seen)
+    case.step()
+    after = len(account.driver.seen)
+    case.check_done()
+    case.end()
+    del case
+    assert_nothing_left(account)
+    return range(before + 1, after + 1)
+
+
+def assert_nothing_left(account: Account) -> None:
+    gc.collect()
+    assert account.left == {}
+
+
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("kind", CASES)
+def test_every_call_fails_in_turn(machine: Any, kind: type[Case], again: bool) -> None:
+    """Afterwards the step is taken again, or everything is dropped."""
+    before = [device.memory_info().free for device in sa.Device.all(machine)]
+    numbers = calls_of(machine, kind)
+    assert len(numbers) >= 1
+    for number in numbers:
+        account = Account(machine, number, "CUDA_ERROR_UNKNOWN")
+        case = kind(account)
+        assert len(account.driver.seen) == numbers.start - 1
+        with pytest.raises(sa.CudaError) as caught:
+            case.step()
+        (failed,) = account.driver.failed
+        assert (caught.value.call, caught.value.name) == (failed, "CUDA_ERROR_UNKNOWN")
+        if failed == "cuCtxPopCurrent":
+            machine.cuCtxPopCurrent()  # the context is still there
+        case.check_failed(failed)
+        begun = len(account.traced.calls)
+        del caught
+        if again:
+            case.step()
+            case.check_done()
+            case.end()
+        del case
+        assert_nothing_left(account)
+        if not again:
+            assert misorders(account.traced.calls, begun) == []
+    assert [device.memory_info().free for device in sa.Device.all(machine)] == before
+
+
+@pytest.mark.parametrize("failing", ["cuCtxSynchronize", "cuMulticastUnbind", "cuMemUnmap", "cuMemRelease"])
+def test_what_a_dropped_range_has_left_can_be_tried_again(machine: Any, failing: str) -> None:
+    account = Account(machine)
+    driver = sd.faulty(account.driver, failing, result="CUDA_ERROR_UNKNOWN")
+    made = multicast.MulticastObject(PAGE, 2, driver=driver)
+    for device in sa.Device.all(driver):
+        made.add_device(device)
+    memory = vmm.PhysicalMemory(PAGE, made.devices[0])
+    made.bind(memory)
+    view = made.map(access=made.devices)
+    del view
+    with pytest.raises(sa.CudaError, match=f"{failing} answered CUDA_ERROR_UNKNOWN"):
+        made.close()
+    assert made.handle and made.mapping_count == 0 and len(account.mapped) == (0 if failing == "cuMemRelease" else 1)
+    made.close()
+    assert account.mapped == {}
+    memory.close()
+    assert account.left == {}
+
+
+class TestTwoFaults:
+    """The undoing of a failed step fails as well: the first error is told, and what is left goes later."""
+
+    @pytest.mark.parametrize("later", ["cuMemUnmap", "cuMemAddressFree"])
+    def test_of_mapping(self, machine: Any, later: str) -> None:
+        account = Account(machine)
+        driver: Any = sd.faulty(account.driver, "cuMemSetAccess", result="CUDA_ERROR_UNKNOWN")
+        driver = sd.faulty(driver, later, result="CUDA_ERROR_UNKNOWN")
+        devices = sa.Device.all(driver)
+        made = multicast.MulticastObject(PAGE, 2, driver=driver)
+        for device in devices:
+            made.add_device(device)
+        with pytest.raises(sa.CudaError) as caught:
+            made.map(access=devices)
+        assert caught.value.call == "cuMemSetAccess" and later in "".join(getattr(caught.value, "__notes__", []))
+        del caught
+        gc.collect()
+        made.close()
+        assert account.left == {}
+
+    def test_of_closing(self, machine: Any) -> None:
+        """Memory that cannot be released with the object is released when it is dropped."""
+        account = Account(machine)
+        driver = sd.faulty(account.driver, "cuMemRelease", nth=2, times=2, result="CUDA_ERROR_UNKNOWN")
+        made = multicast.MulticastObject(PAGE, 2, driver=driver)
+        memories = []
+        for device in sa.Device.all(driver):
+            made.add_device(device)
+            memories.append(vmm.PhysicalMemory(PAGE, device))
+        for memory in memories:
+            made.bind(memory)
+            memory.close()
+        with pytest.raises(sa.CudaError) as caught:
+            made.close()
+        assert caught.value.call == "cuMemRelease" and "cuMemRelease" in "".join(getattr(caught.value, "__notes__", []))
+        assert made.closed and len(account.left["physical memory"]) == 2
+        del caught, memory, memories
+        gc.collect()
+        assert account.left == {}

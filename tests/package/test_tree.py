@@ -1,0 +1,206 @@
+"""The package as a stranger finds it: public names, docstrings, one version, one door to the bindings."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+from streamalloc.driver.bindings import version_that_added
+from streamalloc.driver.protocol import FUNCTIONS
+
+PACKAGE = Path(sa.__file__).parent
+SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts)
+# Importing a __main__ module runs it.
+MODULES = sorted(
+    info.name
+    for info in pkgutil.walk_packages([str(PACKAGE)], "streamalloc.")
+    if not info.name.endswith("__main__") and ".simulator" not in info.name and ".cli" not in info.name
+)
+# The modules whose names users import directly.
+PUBLIC = [
+    "streamalloc",
+    "streamalloc.driver",
+    "streamalloc.pool",
+    "streamalloc.testing",
+    "streamalloc.vmm",
+    "streamalloc.ipc",
+    "streamalloc.multicast",
+]
+
+
+def _relative(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def _imports(path: Path) -> set[str]:
+    """Every module that a file imports, wherever in the file."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def test_the_package_has_the_modules_that_the_design_names() -> None:
+    assert {"properties.py", "errors.py", "device.py", "stream.py", "buffer.py"} <= {
+        path.name for path in (PACKAGE / "core").iterdir()
+    }
+    assert (PACKAGE / "py.typed").exists()
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+    assert {"core", "driver", "ipc", "multicast", "pool", "vmm"} <= folders
+
+
+def test_only_the_door_imports_the_bindings() -> None:
+    importers = {
+        _relative(path)
+        for path in SOURCES
+        if any(name == "cuda" or name.startswith("cuda.") for name in _imports(path))
+    }
+    assert importers
+    assert {name for name in importers if not name.startswith("driver/")} <= {"cli/bench.py"}
+
+
+def test_whoever_else_imports_nvidia_s_packages_does_not_use_the_bindings() -> None:
+    # The benchmark measures cuda.core where it is installed; its own driver calls go through the door.
+    for path in SOURCES:
+        if not _relative(path).startswith("driver/"):
+            assert not any(name.startswith("cuda.bindings") for name in _imports(path)), path
+
+
+def test_nothing_reaches_the_bindings_by_another_way() -> None:
+    for path in SOURCES:
+        if _relative(path).startswith("driver/"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert not called.endswith(("import_module", "__import__")) or "bindings" not in ast.unparse(node), path
+                assert not called.endswith(("CDLL", "LoadLibrary")), path
+
+
+def test_the_facade_never_asks_which_driver_it_is() -> None:
+    for path in SOURCES:
+        name = _relative(path)
+        if not name.startswith(("driver/", "cli/")) and name != "__main__.py":
+            assert "is_simulated" not in path.read_text(), name
+
+
+def test_the_facade_does_not_import_the_command_line_or_the_simulator() -> None:
+    for path in SOURCES:
+        name = _relative(path)
+        if not name.startswith(("driver/", "cli/")) and name != "__main__.py":
+            imported = _imports(path)
+            assert not any(".simulator" in module or ".cli" in module for module in imported), name
+
+
+@pytest.mark.parametrize("name", ["streamalloc", *MODULES])
+def test_a_module_says_what_it_is_and_what_it_exports(name: str) -> None:
+    module = importlib.import_module(name)
+    assert (module.__doc__ or "").strip()
+    exported = module.__all__
+    assert len(exported) == len(set(exported))
+    assert [one for one in exported if not hasattr(module, one)] == []
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name != "streamalloc.testing"])
+def test_a_public_package_exports_all_that_it_imports_and_nothing_else(name: str) -> None:
+    module = importlib.import_module(name)
+    tree = ast.parse(Path(str(module.__file__)).read_text())
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)  # also those that only the type checker sees, as they are made when first used
+        if isinstance(node, ast.ImportFrom) and node.module not in ("__future__", "typing")
+        for alias in node.names
+    }
+    assert imported == set(module.__all__)
+    assert all(hasattr(module, exported) for exported in imported)
+
+
+def _public_objects() -> list[tuple[str, Any]]:
+    found: dict[str, Any] = {}
+    for name in PUBLIC:
+        module = importlib.import_module(name)
+        for exported in module.__all__:
+            member = getattr(module, exported)
+            if isinstance(member, ModuleType) or not (inspect.isclass(member) or inspect.isfunction(member)):
+                continue
+            found[f"{name}.{exported}"] = member
+    return sorted(found.items())
+
+
+def _public_members(owner: type) -> list[str]:
+    """Public methods and properties that a class of ours defines itself."""
+    members = (name for name, member in vars(owner).items() if callable(member) or isinstance(member, property))
+    return [name for name in members if not name.startswith("_")]
+
+
+@pytest.mark.parametrize(("name", "member"), _public_objects())
+def test_public_names_have_docstrings(name: str, member: Any) -> None:
+    assert (inspect.getdoc(member) or "").strip()
+    if not inspect.isclass(member) or name == "streamalloc.driver.Driver":
+        return  # the Protocol's methods are documented by NVIDIA
+    undocumented = [one for one in _public_members(member) if not (inspect.getdoc(getattr(member, one)) or "").strip()]
+    assert undocumented == []
+
+
+@pytest.mark.parametrize(("name", "member"), _public_objects())
+def test_public_functions_are_typed_throughout(name: str, member: Any) -> None:
+    functions = [member] if inspect.isfunction(member) else [f for f in vars(member).values() if inspect.isfunction(f)]
+    for function in functions:
+        if function.__module__.startswith("streamalloc") and not function.__name__.startswith("__"):
+            signature = inspect.signature(function)
+            missing = [
+                one.name
+                for one in list(signature.parameters.values())
+                if one.annotation is one.empty and one.name not in ("self", "cls")
+            ]
+            assert missing == [] and signature.return_annotation is not signature.empty, function.__qualname__
+
+
+def test_the_version_is_stated_once() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", sa.__version__)
+    holders = [_relative(path) for path in SOURCES if re.search(r"^__version__\s*=", path.read_text(), re.M)]
+    assert holders == ["__init__.py"]
+    project = PACKAGE.parent / "pyproject.toml"
+    if project.exists():
+        text = project.read_text()
+        assert 'dynamic = ["version"]' in text
+        assert not re.search(r'^version\s*=\s*"', text, re.M)
+
+
+def test_the_changelog_knows_the_version() -> None:
+    changelog = PACKAGE.parent / "CHANGELOG.md"
+    if not changelog.exists():
+        pytest.skip("installed without the repository")
+    assert "keepachangelog" in changelog.read_text().lower()
+    assert f"[{sa.__version__}]" in changelog.read_text() or "[Unreleased]" in changelog.read_text()
+
+
+def test_the_protocol_names_what_the_package_calls() -> None:
+    """Functions that only newer bindings have are asked for by name, and stand in no Protocol."""
+    called: set[str] = set()
+    for path in SOURCES:
+        if _relative(path).startswith(
+            ("driver/simulator/", "driver/wrappers", "driver/protocol", "driver/bindings", "cli/")
+        ):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                called |= set(re.findall(r"^cu[A-Z]\w+$", node.value))
+            elif isinstance(node, ast.Attribute) and re.match(r"cu[A-Z]", node.attr):
+                called.add(node.attr)
+    # One name is put together: cuDeviceGet[Default]MemPool and cuMemGet[Default]MemPool.
+    called = (called - {"cuMemGet", "cuDeviceGet"}) | {"cuDeviceGetDefaultMemPool", "cuDeviceGetMemPool"}
+    newer = {name for name in called if version_that_added(name) != "a newer version"}
+    assert called - newer == set(FUNCTIONS)

@@ -1,0 +1,320 @@
+"""Allocating: sizes, streams, memory that runs out, and what is left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc.testing import Gate
+from tests.support import GROWTH, MiB, executed, holds, names, pending
+
+Allocate = Callable[[Any, Any], sa.Buffer]
+
+
+@pytest.fixture(params=["a pool", "the current pool"])
+def allocate(request: pytest.FixtureRequest, pool: sa.MemoryPool) -> Allocate:
+    """Both ways to allocate."""
+    return pool.allocate if request.param == "a pool" else sa.allocate
+
+
+class TestSizes:
+    def test_nothing(self, allocate: Allocate, stream: sa.Stream) -> None:
+        """A valid, empty buffer, as the driver has it: address 0."""
+        buffer = allocate(0, stream)
+        assert (buffer.address, buffer.nbytes, len(buffer)) == (0, 0, 0)
+        buffer.fill(1)
+        assert buffer[:].nbytes == 0
+        buffer.free()
+        assert buffer.freed
+        with pytest.raises(sa.ClosedError):
+            buffer.free()
+        with allocate(0, stream) as other:
+            assert other.stream is stream
+
+    def test_nothing_uses_nothing(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with pool.allocate(0, stream):
+            assert pool.statistics() == (0, 0, 0, 0)
+
+    def test_addresses_are_multiples_of_512(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        buffers = [pool.allocate(size, stream) for size in (1, 1, 511, 512, 513, 700, 1)]
+        addresses = [buffer.address for buffer in buffers]
+        assert [address - addresses[0] for address in addresses] == [0, 512, 1024, 1536, 2048, 3072, 4096]
+        assert addresses[0] % 512 == 0
+        assert pool.statistics().used == 1 + 1 + 511 + 512 + 513 + 700 + 1  # as requested, nothing is rounded
+
+    @pytest.mark.parametrize("size", [np.int64(64), np.uint8(64)])
+    def test_numpy_integers(self, allocate: Allocate, stream: sa.Stream, size: Any) -> None:
+        with allocate(size, stream) as buffer:
+            assert buffer.nbytes == 64 and type(buffer.nbytes) is int
+
+    @pytest.mark.parametrize(
+        ("size", "error"),
+        [
+            (-1, ValueError),
+            (-(1 << 70), ValueError),
+            (1 << 64, ValueError),
+            (1 << 100, ValueError),
+            (np.int64(-1), ValueError),
+            (64.0, TypeError),
+            (1.5, TypeError),
+            (np.float32(64), TypeError),
+            ("64", TypeError),
+            (None, TypeError),
+            (True, TypeError),
+            (b"a", TypeError),
+        ],
+        ids=repr,
+    )
+    def test_that_are_none(self, machine: Any, size: Any, error: type[Exception]) -> None:
+        driver = sd.traced(machine)
+        device = sa.Device(0, driver=driver)
+        with device.create_stream() as stream, sa.MemoryPool(device) as pool:
+            for allocate in (pool.allocate, sa.allocate):
+                for one in (stream, device.default_stream):
+                    with pytest.raises(error, match="nbytes"):
+                        allocate(size, one)
+            assert names(driver, "cuMemAllocFromPoolAsync", "cuMemAllocAsync") == []
+
+    @pytest.mark.parametrize("size", [1 << 46, 1 << 63, (1 << 64) - 1])
+    def test_that_no_device_has(self, device: sa.Device, stream: sa.Stream, size: int) -> None:
+        with sa.MemoryPool(device, max_size=GROWTH) as pool:
+            with pytest.raises(sa.OutOfMemoryError) as caught:
+                pool.allocate(size, stream)
+            assert caught.value.requested == size
+            with pool.allocate(64, stream) as buffer:
+                assert buffer.address
+
+
+class TestStreams:
+    @pytest.mark.parametrize("default", ["default_stream", "per_thread_stream"])
+    def test_default_streams(self, device: sa.Device, allocate: Allocate, default: str) -> None:
+        stream = getattr(device, default)
+        with allocate(64, stream) as buffer:
+            assert buffer.stream is stream
+            buffer.fill(6)
+            assert holds(buffer, 6)
+
+    def test_default_streams_of_a_thread_without_a_context(self, device: sa.Device, allocate: Allocate) -> None:
+        results: list[bool] = []
+
+        def work() -> None:
+            for stream in (device.default_stream, device.per_thread_stream):
+                with allocate(64, stream) as buffer:
+                    buffer.fill(6)
+                    results.append(holds(buffer, 6))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert results == [True, True]
+
+    @pytest.mark.gpus(2)
+    def test_of_another_device(self, pool: sa.MemoryPool, peer: sa.Device) -> None:
+        with peer.create_stream() as theirs:
+            with pool.allocate(MiB, theirs) as buffer:
+                assert buffer.stream.device == peer and buffer.location == sa.MemLocation.device(0)
+                assert pool.statistics().used == MiB
+            with sa.allocate(MiB, theirs) as buffer:
+                assert buffer.location == sa.MemLocation.device(1)
+                assert buffer.owner is sa.MemoryPool.current(peer)
+            theirs.synchronize()
+
+    @pytest.mark.gpus(2)
+    def test_default_stream_of_another_device(self, pool: sa.MemoryPool, peer: sa.Device) -> None:
+        with pool.allocate(64, peer.default_stream) as buffer:
+            assert buffer.stream.device == peer
+
+    def test_nothing_is_synchronised(self, allocate: Allocate, stream: sa.Stream, gate: Gate) -> None:
+        gate.hold(stream)
+        with allocate(64, stream) as buffer:
+            buffer.fill(1)
+            assert pending(stream)
+        gate.open()
+
+    def test_is_usable_elsewhere_after_an_event(self, device: sa.Device, allocate: Allocate, stream: sa.Stream) -> None:
+        with allocate(64, stream) as buffer, device.create_stream() as other:
+            other.wait(stream.record())
+            buffer.fill(2, other)
+            stream.wait(other)
+            assert holds(buffer, 2)
+
+
+class TestAfterTheStreamIsClosed:
+    @staticmethod
+    def filled(pool: sa.MemoryPool, device: sa.Device) -> sa.Buffer:
+        """64 bytes with the value 5, whose stream is closed."""
+        with device.create_stream() as stream:
+            buffer = pool.allocate(64, stream)
+            buffer.fill(5)
+        return buffer
+
+    def test_a_free_needs_another_stream(self, pool: sa.MemoryPool, device: sa.Device, stream: sa.Stream) -> None:
+        closed = self.filled(pool, device)
+        with pytest.raises(sa.ClosedError, match="closed"):
+            closed.free()
+        assert not closed.freed
+        closed.free(stream)
+        assert pool.statistics().used == 0
+
+    def test_leaving_a_block_frees_it(self, pool: sa.MemoryPool, device: sa.Device) -> None:
+        with self.filled(pool, device) as closed:
+            pass
+        assert closed.freed and pool.statistics().used == 0
+
+    def test_use_needs_another_stream(self, pool: sa.MemoryPool, device: sa.Device, stream: sa.Stream) -> None:
+        closed = self.filled(pool, device)
+        with pytest.raises(sa.ClosedError):
+            closed.fill(1)
+        with pytest.raises(sa.ClosedError):
+            closed.copy_to(bytearray(64))
+        device.synchronize()
+        target = bytearray(64)
+        closed.copy_to(target, stream)
+        assert bytes(target) == bytes([5]) * 64
+        closed.free(stream)
+
+    def test_dropping_frees(self, pool: sa.MemoryPool, device: sa.Device) -> None:
+        closed = self.filled(pool, device)
+        assert closed.nbytes == pool.statistics().used == 64
+        del closed
+        assert pool.statistics().used == 0
+
+    def test_dropping_frees_after_the_stream_s_last_work(
+        self, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate
+    ) -> None:
+        """What the closed stream still has to do with the memory comes before anybody gets the memory again."""
+        lost = device.create_stream()
+        buffer, target = pool.allocate(20 * MiB, lost), pool.allocate(20 * MiB, stream)
+        stream.synchronize()
+        gate.hold(lost)
+        buffer.fill(1)
+        target.copy_from(buffer, lost)
+        lost.close()
+        del buffer
+        assert pool.statistics().used == 20 * MiB
+        device.default_stream.call(lambda: None)
+        with pool.allocate(20 * MiB, device.default_stream) as again:
+            again.fill(2)
+            gate.open()
+            device.synchronize()
+            assert holds(target, 1)
+        target.free()
+
+
+class TestOutOfMemory:
+    def test_raises(self, device: sa.Device, stream: sa.Stream) -> None:
+        with sa.MemoryPool(device, max_size=GROWTH) as pool, pool.allocate(20 * MiB, stream):
+            with pytest.raises(MemoryError):
+                pool.allocate(20 * MiB, stream)
+            assert pool.statistics() == (GROWTH, GROWTH, 20 * MiB, 20 * MiB)
+            with pool.allocate(12 * MiB, stream):
+                assert pool.statistics().used == 32 * MiB
+
+    @pytest.fixture
+    def unseen(self, device: sa.Device, stream: sa.Stream) -> Callable[[str], sa.MemoryPool]:
+        """Makes a full pool, all of whose memory was freed on another stream, but which no synchronisation has seen."""
+
+        others: list[sa.Stream] = []
+
+        def make(on_oom: Any) -> sa.MemoryPool:
+            pool = sa.MemoryPool(device, max_size=GROWTH, on_oom=on_oom)
+            pool.attributes.reuse_allow_opportunistic = False
+            pool.attributes.reuse_allow_internal_dependencies = False
+            others.append(device.create_stream())  # destroying it would show the driver that the free has run
+            pool.allocate(GROWTH, others[-1]).free()
+            assert executed(others[-1])
+            return pool
+
+        return make
+
+    def test_raise(self, unseen: Callable[[str], sa.MemoryPool], stream: sa.Stream) -> None:
+        with unseen("raise") as pool, pytest.raises(sa.OutOfMemoryError) as caught:
+            pool.allocate(GROWTH, stream)
+        assert (caught.value.used, caught.value.reserved) == (0, GROWTH)
+
+    def test_synchronise_trim_and_try_again(self, unseen: Callable[[str], sa.MemoryPool], stream: sa.Stream) -> None:
+        with unseen("sync-trim-retry") as pool, pool.allocate(GROWTH, stream) as buffer:
+            assert buffer.address and pool.statistics() == (GROWTH, GROWTH, GROWTH, GROWTH)
+            buffer.fill(1)
+            assert holds(buffer, 1)
+
+    def test_a_second_try_that_fails(self, machine: Any) -> None:
+        driver = sd.traced(machine)
+        device = sa.Device(0, driver=driver)
+        with device.create_stream() as stream, sa.MemoryPool(device, GROWTH, on_oom="sync-trim-retry") as pool:
+            with pool.allocate(20 * MiB, stream):
+                del driver.calls[:]
+                with pytest.raises(sa.OutOfMemoryError) as caught:
+                    pool.allocate(20 * MiB, stream)
+            tried = ("cuMemAllocFromPoolAsync", "cuCtxSynchronize", "cuMemPoolTrimTo")
+            assert names(driver, *tried) == [*tried, tried[0]]
+            assert (caught.value.requested, caught.value.used, caught.value.limit) == (20 * MiB, 20 * MiB, GROWTH)
+
+    def test_no_hidden_work_by_default(self, machine: Any) -> None:
+        driver = sd.traced(machine)
+        device = sa.Device(0, driver=driver)
+        with device.create_stream() as stream, sa.MemoryPool(device, GROWTH) as pool:
+            with pytest.raises(sa.OutOfMemoryError):
+                pool.allocate(2 * GROWTH, stream)
+            hidden = ("cuCtxSynchronize", "cuStreamSynchronize", "cuMemPoolTrimTo", "cuMemPoolSetAttribute")
+            assert names(driver, *hidden) == []
+            assert names(driver).count("cuMemAllocFromPoolAsync") == 1
+
+    def test_on_a_default_stream(self, device: sa.Device) -> None:
+        with sa.MemoryPool(device, max_size=GROWTH) as pool:
+            for stream in (device.default_stream, device.per_thread_stream):
+                with pytest.raises(sa.OutOfMemoryError) as caught:
+                    pool.allocate(2 * GROWTH, stream)
+                assert (caught.value.requested, caught.value.limit) == (2 * GROWTH, GROWTH)
+
+    def test_of_a_host_pool(self, device: sa.Device, stream: sa.Stream) -> None:
+        with sa.MemoryPool(sa.MemLocation.host(), max_size=GROWTH) as pool:
+            with pytest.raises(sa.OutOfMemoryError) as caught:
+                pool.allocate(2 * GROWTH, stream)
+            assert (caught.value.limit, caught.value.free, caught.value.total) == (GROWTH, None, None)
+
+    def test_another_failure_is_another_error(self, machine: Any) -> None:
+        driver = sd.faulty(machine, "cuMemAllocFromPoolAsync", result="CUDA_ERROR_ILLEGAL_ADDRESS")
+        device = sa.Device(0, driver=driver)
+        with device.create_stream() as stream, sa.MemoryPool(device, on_oom="sync-trim-retry") as pool:
+            with pytest.raises(sa.DeviceLostError) as caught:
+                pool.allocate(64, stream)
+            assert caught.value.call == "cuMemAllocFromPoolAsync"
+
+    def test_the_call_that_failed_is_named(self, machine: Any) -> None:
+        driver = sd.faulty(machine, "cuMemAllocAsync", times=2)
+        device = sa.Device(0, driver=driver)
+        with device.create_stream() as stream:
+            with pytest.raises(sa.OutOfMemoryError) as caught:
+                sa.allocate(64, stream)
+            assert caught.value.call == "cuMemAllocAsync"
+
+
+class TestThreads:
+    def test_many_at_once(self, device: sa.Device, pool: sa.MemoryPool) -> None:
+        """Each thread fills and reads its own memory, with its own and with the shared stream."""
+        wrong: list[object] = []
+
+        def work(number: int) -> None:
+            try:
+                with device.create_stream() as own:
+                    for round in range(20):
+                        with pool.allocate(4096 + round, own) as buffer:
+                            buffer.fill(number)
+                            if not holds(buffer, number):
+                                wrong.append((number, round))
+            except BaseException as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == [] and pool.statistics().used == 0

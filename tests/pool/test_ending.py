@@ -1,0 +1,137 @@
+"""When a closed pool is destroyed in the driver: not while anything of it is in use or a free has not run."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc.testing import Gate
+from tests.support import KEEP, MiB, names
+
+DESTROY = "cuMemPoolDestroy"
+
+
+@pytest.fixture
+def driver(machine: Any) -> Any:
+    return sd.traced(machine)
+
+
+@pytest.fixture
+def device(driver: Any) -> sa.Device:
+    return sa.Device(0, driver=driver)
+
+
+@pytest.fixture
+def stream(device: sa.Device) -> Iterator[sa.Stream]:
+    with device.create_stream() as stream:
+        yield stream
+
+
+@pytest.fixture
+def pool(device: sa.Device) -> sa.MemoryPool:
+    return sa.MemoryPool(device, release_threshold=KEEP)
+
+
+def test_at_once_where_nothing_was_allocated(driver: Any, pool: sa.MemoryPool) -> None:
+    pool.close()
+    assert names(driver, DESTROY) == [DESTROY]
+
+
+def test_at_once_where_the_host_has_seen_all_frees(driver: Any, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+    free = stream.device.memory_info().free
+    pool.allocate(40 * MiB, stream).free()
+    stream.synchronize()
+    pool.close()
+    assert names(driver, DESTROY) == [DESTROY]
+    assert stream.device.memory_info().free >= free
+
+
+def test_not_while_an_allocation_lives(driver: Any, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+    buffer = pool.allocate(MiB, stream)
+    pool.close()
+    stream.synchronize()
+    assert names(driver, DESTROY) == []
+    buffer.fill(7)
+    out = bytearray(MiB)
+    buffer.copy_to(out)
+    stream.synchronize()
+    assert out == bytes([7]) * MiB
+    buffer.free()
+    assert names(driver, DESTROY) == []
+    stream.synchronize()
+    assert names(driver, DESTROY) == [DESTROY]
+
+
+def test_not_while_a_free_is_pending(driver: Any, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device) -> None:
+    with Gate(device) as gate, device.create_stream() as other:
+        gate.hold(stream)
+        pool.allocate(MiB, stream).free()
+        pool.close()
+        other.synchronize()  # sees nothing of the stream that is held
+        assert names(driver, DESTROY) == []
+        gate.open()
+        stream.synchronize()
+        assert names(driver, DESTROY) == [DESTROY]
+
+
+def test_not_while_a_stream_is_captured(driver: Any, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+    with stream.capture() as graph:
+        pool.close()
+        assert names(driver, DESTROY) == []
+    assert names(driver, DESTROY) == [DESTROY]
+    assert graph.nodes == []
+
+
+def test_another_pool_s_end_is_an_occasion(driver: Any, device: sa.Device, stream: sa.Stream) -> None:
+    first, second = sa.MemoryPool(device), sa.MemoryPool(device)
+    buffer = first.allocate(MiB, stream)
+    first.close()
+    buffer.free()
+    device.driver.cuStreamSynchronize(stream.handle)  # past us, as other libraries do
+    second.close()
+    assert names(driver, DESTROY) == [DESTROY] * 2
+
+
+def test_a_dropped_pool(driver: Any, device: sa.Device, stream: sa.Stream) -> None:
+    buffer = sa.MemoryPool(device).allocate(MiB, stream)
+    assert names(driver, DESTROY) == []
+    del buffer
+    gc.collect()
+    stream.synchronize()
+    assert names(driver, DESTROY) == [DESTROY]
+
+
+def test_what_is_left_outlives_every_object(machine: Any) -> None:
+    """The last object of a driver goes before a free has run; a later object of the same driver ends the pool."""
+    driver = sd.checked(machine)
+    gate = Gate(sa.Device(0, driver=machine))
+
+    def use() -> None:
+        device = sa.Device(0, driver=driver)
+        with device.create_stream() as stream, sa.MemoryPool(device) as pool:
+            gate.hold(machine.CUstream(stream.handle))
+            pool.allocate(MiB, stream).free()
+
+    use()
+    gc.collect()
+    assert list(driver.outstanding()) == ["event", "pool"]
+    gate.close()
+    sa.Device(0, driver=driver).synchronize()
+    driver.assert_nothing_left()
+
+
+def test_an_error_of_the_end_is_told_and_the_end_tried_again(machine: Any) -> None:
+    driver = sd.faulty(sd.checked(machine), "cuMemPoolTrimTo", result="CUDA_ERROR_UNKNOWN")
+    device = sa.Device(0, driver=driver)
+    pool = sa.MemoryPool(device)
+    with pytest.raises(sa.CudaError, match="cuMemPoolTrimTo answered CUDA_ERROR_UNKNOWN"):
+        pool.close()
+    assert pool.closed
+    pool.close()
+    device.synchronize()
+    driver.assert_nothing_left()

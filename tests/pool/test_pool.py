@@ -1,0 +1,530 @@
+"""Pools: making them, their attributes and figures, thresholds and trimming."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc.driver.bindings import BINDINGS_VERSION, cuda
+from streamalloc.testing import Gate
+from tests.support import GROWTH, KEEP, MiB, executed, names
+
+POSIX, FABRIC = sa.MemHandleType.POSIX_FILE_DESCRIPTOR, sa.MemHandleType.FABRIC
+MANAGED = sa.MemAllocationType.MANAGED
+
+
+class TestMaking:
+    def test_on_a_device(self, device: sa.Device) -> None:
+        with sa.MemoryPool(device) as pool:
+            assert pool.location == sa.MemLocation.device(0)
+            assert pool.allocation_type is sa.MemAllocationType.PINNED
+            assert pool.properties == sa.MemPoolProps(location=sa.MemLocation.device(0))
+            assert pool.owned and not pool.closed and pool.handle and pool.on_oom == "raise"
+            assert pool.statistics() == (0, 0, 0, 0)
+            assert hex(pool.handle) in repr(pool) and "DEVICE:0" in repr(pool)
+
+    @pytest.mark.parametrize(
+        "where",
+        [
+            sa.MemLocation.device(0),
+            sa.MemLocation.host(),
+            sa.MemLocation.host_numa(0),
+            sa.MemPoolProps(location=sa.MemLocation.device(0)),
+            sa.MemPoolProps(location=sa.MemLocation.device(0), max_size=1 << 40),
+            sa.MemPoolProps(location=sa.MemLocation.device(0), handle_types=POSIX),
+            sa.MemPoolProps(location=sa.MemLocation.device(0), handle_types=POSIX | FABRIC),
+            sa.MemPoolProps(location=sa.MemLocation.host_numa(0), handle_types=POSIX),
+            sa.MemPoolProps(location=sa.MemLocation.host(), max_size=MiB),
+            sa.MemPoolProps(location=sa.MemLocation.device(0), usage=2),
+        ],
+        ids=repr,
+    )
+    def test_everywhere(self, machine: Any, where: Any) -> None:
+        with sa.MemoryPool(where) as pool:
+            assert pool.statistics() == (0, 0, 0, 0)
+            expected = where if isinstance(where, sa.MemPoolProps) else sa.MemPoolProps(location=where)
+            assert pool.properties == expected and pool.location == expected.location
+
+    @pytest.mark.bindings("13.0")
+    @pytest.mark.parametrize(
+        "location",
+        [sa.MemLocation.none(), sa.MemLocation.device(0), sa.MemLocation.host(), sa.MemLocation.host_numa(0)],
+        ids=str,
+    )
+    def test_managed(self, machine: Any, location: sa.MemLocation) -> None:
+        with sa.MemoryPool(sa.MemPoolProps(alloc_type=MANAGED, location=location)) as pool:
+            assert pool.allocation_type is MANAGED and "managed" in repr(pool)
+            assert pool.statistics() == (0, 0, 0, 0)
+            pool.attributes.release_threshold = 7
+            assert pool.attributes.release_threshold == 7 and pool.trim() == 0
+
+    def test_arguments_and_properties(self, machine: Any) -> None:
+        properties = sa.MemPoolProps(location=sa.MemLocation.device(0))
+        for arguments in ({"max_size": 1}, {"handle_types": POSIX}):
+            with pytest.raises(ValueError, match="MemPoolProps"):
+                sa.MemoryPool(properties, **arguments)
+
+    @pytest.mark.parametrize(("threshold", "kept"), [(None, 0), (0, 0), (7, 7), (KEEP, KEEP)])
+    def test_release_threshold(self, device: sa.Device, threshold: int | None, kept: int) -> None:
+        with sa.MemoryPool(device, release_threshold=threshold) as pool:
+            assert pool.attributes.release_threshold == kept
+
+    def test_changes_nothing_that_was_not_asked_for(self, machine: Any) -> None:
+        driver = sd.traced(machine)
+        sa.MemoryPool(sa.Device(0, driver=driver)).close()
+        assert names(driver, "cuMemPoolSetAttribute", "cuMemPoolSetAccess", "cuDeviceSetMemPool") == []
+
+
+BAD: dict[str, tuple[Callable[[sa.Device], Any], type[Exception], str]] = {
+    "absent device": (lambda _: sa.MemoryPool(sa.MemLocation.device(10**6)), ValueError, "location id=1000000"),
+    "absent device in properties": (
+        lambda _: sa.MemoryPool(sa.MemPoolProps(location=sa.MemLocation.device(10**6))),
+        ValueError,
+        "location id=1000000",
+    ),
+    "host with handle types": (
+        lambda _: sa.MemoryPool(sa.MemLocation.host(), handle_types=POSIX),
+        ValueError,
+        "handle_types.*HOST",
+    ),
+    "managed with a limit": (
+        lambda _: sa.MemoryPool(sa.MemPoolProps(alloc_type=MANAGED, max_size=1)),
+        ValueError,
+        "max_size=1.*managed",
+    ),
+    "host NUMA current": (
+        lambda _: sa.MemoryPool(sa.MemLocation(sa.MemLocationType.HOST_NUMA_CURRENT)),
+        ValueError,
+        "HOST_NUMA_CURRENT",
+    ),
+    "nowhere": (lambda _: sa.MemoryPool(sa.MemLocation.none()), ValueError, "location=NONE"),
+    "negative limit": (lambda device: sa.MemoryPool(device, max_size=-1), ValueError, "max_size=-1"),
+    "huge limit": (lambda device: sa.MemoryPool(device, max_size=1 << 64), ValueError, "max_size"),
+    "limit that no device has": (lambda device: sa.MemoryPool(device, max_size=(1 << 64) - 1), ValueError, "max_size"),
+    "limit that is no number": (
+        lambda device: sa.MemoryPool(device, max_size=1.5),  # type: ignore[arg-type]
+        TypeError,
+        "max_size",
+    ),
+    "handle types that are a number": (
+        lambda device: sa.MemoryPool(device, handle_types=1),  # type: ignore[arg-type]
+        TypeError,
+        "handle_types",
+    ),
+    "negative threshold": (
+        lambda device: sa.MemoryPool(device, release_threshold=-1),
+        ValueError,
+        "release_threshold=-1",
+    ),
+    "huge threshold": (lambda device: sa.MemoryPool(device, release_threshold=1 << 64), ValueError, "threshold"),
+    "threshold that is no number": (
+        lambda device: sa.MemoryPool(device, release_threshold="all"),  # type: ignore[arg-type]
+        TypeError,
+        "release_threshold",
+    ),
+    "policy": (
+        lambda device: sa.MemoryPool(device, on_oom="retry"),  # type: ignore[arg-type]
+        ValueError,
+        "on_oom='retry'.*sync-trim-retry",
+    ),
+    "a number for a place": (lambda _: sa.MemoryPool(0), TypeError, "where"),  # type: ignore[arg-type]
+    "no place": (lambda _: sa.MemoryPool(None), TypeError, "where"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_do_not_reach_the_driver(machine: Any, name: str) -> None:
+    make, error, says = BAD[name]
+    driver = sd.traced(machine)
+    with sd.use(driver), pytest.raises(error, match=says):
+        make(sa.Device(0))
+    assert set(names(driver)) <= {"cuInit", "cuDeviceGetCount"}
+
+
+class TestRefusedByTheDriver:
+    def test_a_numa_node_that_there_is_not(self, machine: Any) -> None:
+        with pytest.raises(sa.InvalidValueError, match="NUMA") as caught:
+            sa.MemoryPool(sa.MemLocation.host_numa(99))
+        assert caught.value.call == "cuMemPoolCreate"
+
+    def test_fabric_without_a_channel(self, machine: Any) -> None:
+        driver = sd.faulty(machine, "cuMemPoolCreate", result="CUDA_ERROR_NOT_PERMITTED")
+        with pytest.raises(sa.NotPermittedError, match="IMEX"):
+            sa.MemoryPool(sa.Device(0, driver=driver), handle_types=FABRIC)
+
+
+class TestAttributes:
+    def test_of_a_new_pool(self, device: sa.Device) -> None:
+        with sa.MemoryPool(device) as pool:
+            known = dict(pool.attributes)
+            assert {name: known[name] for name in list(known)[:8]} == {
+                "reuse_follow_event_dependencies": True,
+                "reuse_allow_opportunistic": True,
+                "reuse_allow_internal_dependencies": True,
+                "release_threshold": 0,
+                "reserved_mem_current": 0,
+                "reserved_mem_high": 0,
+                "used_mem_current": 0,
+                "used_mem_high": 0,
+            }
+            assert "release_threshold=0" in repr(pool.attributes)
+            assert pool.attributes._repr_html_().count("<tr>") == len(known)
+
+    @pytest.mark.parametrize(
+        "name",
+        ["reuse_follow_event_dependencies", "reuse_allow_opportunistic", "reuse_allow_internal_dependencies"],
+    )
+    def test_switches(self, pool: sa.MemoryPool, device: sa.Device, name: str) -> None:
+        others = dict(pool.attributes)
+        for value in (False, True, False):
+            setattr(pool.attributes, name, value)
+            assert getattr(pool.attributes, name) is value
+        assert {**dict(pool.attributes), name: True} == others
+        with sa.MemoryPool(device) as another:
+            assert getattr(another.attributes, name) is True
+        for value in (1, 0, "yes", None):  # type: ignore[assignment]
+            with pytest.raises(TypeError, match=name):
+                setattr(pool.attributes, name, value)
+
+    @pytest.mark.parametrize("value", [0, 1, 1 << 40, KEEP])
+    def test_release_threshold(self, pool: sa.MemoryPool, value: int) -> None:
+        pool.attributes.release_threshold = value
+        assert pool.attributes.release_threshold == value and type(pool.attributes.release_threshold) is int
+
+    @pytest.mark.parametrize(
+        ("value", "error"), [(-1, ValueError), (1 << 64, ValueError), (1.0, TypeError), (None, TypeError)]
+    )
+    def test_release_threshold_that_is_none(self, pool: sa.MemoryPool, value: Any, error: type[Exception]) -> None:
+        with pytest.raises(error, match="release_threshold"):
+            pool.attributes.release_threshold = value
+        assert pool.attributes.release_threshold == KEEP
+
+    @pytest.mark.parametrize(
+        "name",
+        ["reserved_mem_current", "reserved_mem_high", "used_mem_current", "used_mem_high", "location_id", "made_up"],
+    )
+    def test_what_cannot_be_set(self, pool: sa.MemoryPool, name: str) -> None:
+        with pytest.raises(AttributeError):
+            setattr(pool.attributes, name, 0)
+
+    def test_of_a_closed_pool(self, device: sa.Device) -> None:
+        pool = sa.MemoryPool(device)
+        attributes = pool.attributes
+        pool.close()
+        with pytest.raises(sa.ClosedError):
+            attributes.release_threshold  # noqa: B018
+        with pytest.raises(sa.ClosedError):
+            attributes.release_threshold = 1
+
+    def test_an_old_attribute_that_is_refused_is_an_error(self, machine: Any) -> None:
+        driver = sd.faulty(machine, "cuMemPoolGetAttribute", result="CUDA_ERROR_INVALID_VALUE")
+        with sa.MemoryPool(sa.Device(0, driver=driver)) as pool, pytest.raises(sa.InvalidValueError):
+            pool.attributes.used_mem_current  # noqa: B018
+
+
+# The read-only attributes that came with CUDA 13.1 and 13.4: what a driver may answer, and what we say then.
+NEWER: dict[str, tuple[int, object]] = {
+    "allocation_type": (1, sa.MemAllocationType.PINNED),
+    "export_handle_types": (9, POSIX | FABRIC),
+    "location_id": (3, 3),
+    "location_type": (1, sa.MemLocationType.DEVICE),
+    "max_pool_size": (1 << 40, 1 << 40),
+    "hw_decompress_enabled": (1, True),
+    "locality_domain_id": (2, 2),
+}
+
+
+class TestNewerAttributes:
+    @pytest.mark.parametrize("name", NEWER)
+    def test_known_or_clearly_not(self, device: sa.Device, name: str) -> None:
+        """None of the bindings up to 13.3 can read them; whichever can, has to be right."""
+        with sa.MemoryPool(device, max_size=GROWTH) as pool:
+            truth: dict[str, object] = {
+                "allocation_type": sa.MemAllocationType.PINNED,
+                "export_handle_types": sa.MemHandleType.NONE,
+                "location_id": 0,
+                "location_type": sa.MemLocationType.DEVICE,
+                "max_pool_size": GROWTH,
+                "hw_decompress_enabled": False,
+                "locality_domain_id": 0,
+            }
+            try:
+                assert getattr(pool.attributes, name) == truth[name]
+            except sa.NotSupportedError as error:
+                assert f"CU_MEMPOOL_ATTR_{name.upper()}" in str(error)
+                assert "needs" in str(error) and "found" in str(error)
+                assert name not in dict(pool.attributes)
+
+    @pytest.mark.bindings("13.4")
+    @pytest.mark.parametrize("name", NEWER)
+    def test_answers_are_typed(self, machine: Any, name: str) -> None:
+        pool = _answering(machine, lambda member: (cuda.CUresult.CUDA_SUCCESS, NEWER[name][0]))
+        found = getattr(pool.attributes, name)
+        assert found == NEWER[name][1] and type(found) is type(NEWER[name][1])
+
+    @pytest.mark.bindings("13.4")
+    @pytest.mark.parametrize("name", NEWER)
+    def test_a_driver_that_is_too_old(self, machine: Any, name: str) -> None:
+        pool = _answering(machine, lambda member: (cuda.CUresult.CUDA_ERROR_INVALID_VALUE, None))
+        with pytest.raises(sa.NotSupportedError) as caught:
+            getattr(pool.attributes, name)
+        major, minor = divmod(machine.cuDriverGetVersion()[1], 1000)
+        assert f"{major}.{minor // 10}" in str(caught.value)
+        assert ("13.4" if name == "locality_domain_id" else "13.1") in str(caught.value)
+
+    @pytest.mark.bindings("13.4")
+    def test_bindings_that_cannot_read_it(self, machine: Any) -> None:
+        def refuse(member: Any) -> Any:
+            raise TypeError(f"Unsupported attribute: {member.name}")
+
+        pool = _answering(machine, refuse)
+        with pytest.raises(sa.NotSupportedError, match="MAX_POOL_SIZE") as caught:
+            pool.attributes.max_pool_size  # noqa: B018
+        assert BINDINGS_VERSION in str(caught.value)
+
+    def test_bindings_that_do_not_name_it(self, pool: sa.MemoryPool, monkeypatch: pytest.MonkeyPatch) -> None:
+        import streamalloc.pool.attributes as module
+
+        monkeypatch.setattr(module, "enum_member", lambda enum, name: None)
+        with pytest.raises(sa.NotSupportedError) as caught:
+            pool.attributes.max_pool_size  # noqa: B018
+        assert "cuda-bindings 13.1" in str(caught.value) and BINDINGS_VERSION in str(caught.value)
+
+
+def _answering(machine: Any, answer: Callable[[Any], Any]) -> sa.MemoryPool:
+    """A pool of a driver that answers the newer attributes in this way."""
+
+    class Answering:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(machine, name)
+
+        @staticmethod
+        def cuMemPoolGetAttribute(pool: Any, member: Any) -> Any:
+            return answer(member) if int(member) > 8 else machine.cuMemPoolGetAttribute(pool, member)
+
+    driver: Any = Answering()
+    return sa.MemoryPool(sa.Device(0, driver=driver))
+
+
+# facts/one-gpu-calls.txt, "reserved/used after alloc": the size, and what the pool reserves for it.
+RESERVED = {
+    1: GROWTH,
+    MiB: GROWTH,
+    2 * MiB: GROWTH,
+    2 * MiB + 1: GROWTH,
+    GROWTH: GROWTH,
+    GROWTH + 1: 2 * GROWTH,
+    2 * GROWTH: 2 * GROWTH,
+    100 * MiB: 4 * GROWTH,
+}
+
+
+class TestStatistics:
+    @pytest.mark.parametrize("size", RESERVED)
+    def test_reserved_and_used(self, device: sa.Device, stream: sa.Stream, size: int) -> None:
+        with sa.MemoryPool(device) as pool:
+            reserved = RESERVED[size]
+            buffer = pool.allocate(size, stream)
+            assert pool.statistics() == (reserved, reserved, size, size)
+            buffer.free()
+            assert pool.statistics() == (reserved, reserved, 0, size)
+            stream.synchronize()
+            assert pool.statistics() == (0, reserved, 0, size)
+
+    def test_peaks(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with pool.allocate(20 * MiB, stream):
+            with pool.allocate(20 * MiB, stream):
+                pass
+            assert pool.statistics() == (2 * GROWTH, 2 * GROWTH, 20 * MiB, 40 * MiB)
+            pool.reset_peaks()
+            assert pool.statistics() == (2 * GROWTH, 2 * GROWTH, 20 * MiB, 20 * MiB)
+        stream.synchronize()
+        pool.trim()
+        assert pool.statistics() == (0, 2 * GROWTH, 0, 20 * MiB)
+        pool.reset_peaks()
+        assert pool.statistics() == (0, 0, 0, 0)
+
+    def test_are_named(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with pool.allocate(5, stream):
+            found = pool.statistics()
+        assert (found.reserved, found.reserved_high, found.used, found.used_high) == (GROWTH, GROWTH, 5, 5)
+        assert all(type(value) is int for value in found)
+
+    def test_show_in_a_notebook(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with pool.allocate(5 * MiB, stream):
+            html = pool._repr_html_()
+        assert "DEVICE:0" in html and "32.0 MiB" in html and "5.0 MiB" in html
+        pool.close()
+        assert "closed" in pool._repr_html_()
+
+
+class TestThreshold:
+    @pytest.mark.parametrize(("threshold", "kept"), [(0, 0), (16, 0), (32, 32), (40, 32), (64, 64), (70, 64), (96, 64)])
+    def test_what_a_synchronisation_leaves(
+        self, device: sa.Device, stream: sa.Stream, threshold: int, kept: int
+    ) -> None:
+        """In MiB, after 40 of them (64 reserved) were freed: whole growth steps above the threshold go."""
+        with sa.MemoryPool(device, release_threshold=threshold * MiB) as pool:
+            pool.allocate(40 * MiB, stream).free()
+            assert pool.statistics().reserved == 2 * GROWTH
+            stream.synchronize()
+            assert pool.statistics().reserved == kept * MiB
+
+    @pytest.mark.parametrize("how", ["stream", "device", "event"])
+    def test_which_synchronisations_count(self, device: sa.Device, stream: sa.Stream, how: str) -> None:
+        with sa.MemoryPool(device) as pool:
+            pool.allocate(MiB, stream).free()
+            event = stream.record()
+            assert executed(stream) and pool.statistics().reserved == GROWTH  # asking is none
+            {"stream": stream.synchronize, "device": device.synchronize, "event": event.synchronize}[how]()
+            assert pool.statistics().reserved == 0
+
+    def test_lowered_later(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        pool.allocate(MiB, stream).free()
+        stream.synchronize()
+        assert pool.statistics().reserved == GROWTH
+        pool.attributes.release_threshold = 0
+        assert pool.trim() == GROWTH
+
+
+class TestTrim:
+    """Warnings are errors here: a trim that warns without a reason fails its test."""
+
+    @pytest.mark.parametrize(("keep", "left"), [(0, 0), (1, 1), (GROWTH, 1), (GROWTH + 1, 2), (2 * GROWTH, 2)])
+    def test_keeps_whole_steps(self, pool: sa.MemoryPool, stream: sa.Stream, keep: int, left: int) -> None:
+        pool.allocate(40 * MiB, stream).free()
+        stream.synchronize()
+        assert pool.trim(keep) == (2 - left) * GROWTH
+        assert pool.statistics().reserved == left * GROWTH
+
+    def test_more_than_there_is(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        pool.allocate(40 * MiB, stream).free()
+        stream.synchronize()
+        assert pool.trim(keep=1 << 40) == 0
+
+    def test_keeps_what_is_used(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with pool.allocate(MiB, stream):
+            pool.allocate(100 * MiB, stream).free()
+            stream.synchronize()
+            assert pool.statistics().reserved == 4 * GROWTH
+            assert pool.trim() == 3 * GROWTH
+
+    def test_of_an_empty_pool(self, pool: sa.MemoryPool) -> None:
+        assert pool.trim() == 0
+
+    def test_a_free_that_has_not_run(self, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate) -> None:
+        buffer = pool.allocate(40 * MiB, stream)
+        gate.hold(stream)
+        buffer.free()
+        with pytest.warns(sa.PendingFreesWarning, match=f"{2 * GROWTH} bytes") as caught:
+            assert pool.trim() == 0
+        assert len(caught) == 1 and caught[0].filename == __file__
+        gate.open()
+        stream.synchronize()
+        assert pool.trim() == 2 * GROWTH
+
+    def test_a_free_that_no_synchronisation_has_seen(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        pool.allocate(MiB, stream).free()
+        assert executed(stream)
+        with pytest.warns(sa.PendingFreesWarning):
+            assert pool.trim() == 0
+
+    def test_a_free_that_would_not_have_come_back(self, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate) -> None:
+        with pool.allocate(MiB, stream):
+            buffer = pool.allocate(MiB, stream)
+            gate.hold(stream)
+            buffer.free()
+            assert pool.trim() == 0  # the step is in use by the other one
+            assert pool.trim(keep=GROWTH) == 0
+            gate.open()
+
+    def test_part_of_it_pending(self, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate) -> None:
+        with device.create_stream() as other:
+            done, waiting = pool.allocate(GROWTH, stream), pool.allocate(GROWTH, other)
+            gate.hold(other)
+            waiting.free()
+            done.free()
+            stream.synchronize()
+            with pytest.warns(sa.PendingFreesWarning, match=f"{GROWTH} bytes"):
+                assert pool.trim() == GROWTH
+            gate.open()
+
+    @pytest.mark.parametrize(
+        ("keep", "error"), [(-1, ValueError), (1 << 64, ValueError), (1.5, TypeError), (None, TypeError)]
+    )
+    def test_bad_argument(self, pool: sa.MemoryPool, keep: Any, error: type[Exception]) -> None:
+        with pytest.raises(error, match="keep"):
+            pool.trim(keep)
+
+
+class TestClosing:
+    def test_is_idempotent(self, machine: Any) -> None:
+        driver = sd.traced(machine)
+        with sa.MemoryPool(sa.Device(0, driver=driver)) as pool:
+            pool.close()
+            pool.close()
+        assert names(driver, "cuMemPoolDestroy") == ["cuMemPoolDestroy"]
+        assert pool.closed and "closed" in repr(pool)
+
+    def test_use_afterwards_does_not_reach_the_driver(self, machine: Any) -> None:
+        driver = sd.traced(machine)
+        device = sa.Device(0, driver=driver)
+        stream = device.create_stream()
+        pool = sa.MemoryPool(device)
+        pool.close()
+        del driver.calls[:]
+        uses: list[Callable[[], object]] = [
+            lambda: pool.allocate(64, stream),
+            lambda: pool.allocate(64, device.default_stream),
+            lambda: pool.allocate(0, stream),
+            pool.statistics,
+            pool.reset_peaks,
+            pool.trim,
+            lambda: pool.handle,
+            lambda: pool.attributes.used_mem_current,
+            lambda: pool.access(device),
+            lambda: pool.set_access(device, sa.MemAccess.READWRITE),
+            pool.make_current,
+            pool.__enter__,
+        ]
+        for number, use in enumerate(uses):
+            with pytest.raises(sa.ClosedError, match="closed"):
+                use()
+            assert set(names(driver)) <= {"cuCtxPushCurrent", "cuCtxPopCurrent"}, number
+
+    def test_live_buffers_stay(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        device = sa.Device(0, driver=driver)
+        with device.create_stream() as stream:
+            pool = sa.MemoryPool(device)
+            kept, dropped = pool.allocate(64, stream), pool.allocate(64, stream)
+            pool.close()
+            kept.fill(3)
+            target = bytearray(64)
+            kept[8:].copy_to(memoryview(target)[8:])
+            stream.synchronize()
+            assert bytes(target) == bytes(8) + bytes([3]) * 56
+            assert kept.owner is pool and kept.location == sa.MemLocation.device(0)
+            assert kept.__cuda_array_interface__["shape"] == (64,)
+            kept.free()
+            del dropped
+            assert "pool allocation" not in driver.outstanding()
+
+    def test_gives_the_memory_back(self, device: sa.Device, stream: sa.Stream) -> None:
+        before = device.memory_info().free
+        pool = sa.MemoryPool(device, release_threshold=KEEP)
+        pool.allocate(MiB, stream).free()
+        stream.synchronize()
+        assert device.memory_info().free == before - GROWTH
+        pool.close()
+        assert device.memory_info().free == before
+
+    def test_without_a_block(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        pool = sa.MemoryPool(sa.Device(0, driver=driver))
+        del pool
+        driver.assert_nothing_left()

@@ -1,1 +1,0 @@
-"""Tests of the simulated driver itself: what the tests on both drivers cannot ask."""
