@@ -14,7 +14,7 @@ from streamalloc.core.device import Device
 from streamalloc.core.errors import ClosedError, undoing
 from streamalloc.core.ownership import Closes
 from streamalloc.core.stream import Stream, StreamLike, as_stream
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver.internal import cuda
 
 __all__ = ["Gate", "multimem_ld_reduce", "multimem_red", "multimem_st"]
 

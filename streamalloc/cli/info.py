@@ -22,7 +22,7 @@ from streamalloc.cli.info_vmm import show_virtual_memory, try_virtual_memory
 from streamalloc.cli.terminal import Terminal, mib
 from streamalloc.core.capabilities import address_space_limit, missing_for
 from streamalloc.driver import Driver
-from streamalloc.driver.bindings import BINDINGS_VERSION
+from streamalloc.driver.internal import BINDINGS_VERSION
 from streamalloc.pool.attributes import ATTRIBUTES
 
 __all__ = ["HELP", "add_arguments", "add_json_argument", "run", "write_json"]

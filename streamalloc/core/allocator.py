@@ -15,13 +15,12 @@ from typing import Any, TypeVar
 
 from streamalloc.core.buffer import Buffer, GraphBuffer
 from streamalloc.core.device import Device
+from streamalloc.core.door import Door, refuse_after_fork
 from streamalloc.core.errors import CudaError, error_from
 from streamalloc.core.ownership import Unique
 from streamalloc.core.properties import MemLocation, checked_size
 from streamalloc.core.stream import Stream, StreamLike, as_stream
-from streamalloc.driver import Door
-from streamalloc.driver.bindings import cuda
-from streamalloc.driver.door import refuse_after_fork
+from streamalloc.driver.internal import cuda
 
 __all__ = ["Allocator", "read_or_none"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from streamalloc.core.device import Device
+from streamalloc.core.door import Door
 from streamalloc.core.properties import MemLocation, MemLocationType
-from streamalloc.driver import Door
 from streamalloc.driver import default as default_driver
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from streamalloc.core.door import Door
 from streamalloc.core.errors import CaptureError, ClosedError, error_from
 from streamalloc.core.ownership import Closes, Unique
 from streamalloc.core.properties import MemLocation, MemLocationType
 from streamalloc.core.stream import Stream, StreamLike, as_stream
-from streamalloc.driver import Door
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from streamalloc.core.door import Door
 from streamalloc.core.errors import InvalidValueError
 from streamalloc.core.properties import MemHandleType
-from streamalloc.driver import Door
-from streamalloc.driver.bindings import BINDINGS_VERSION, enum_member, version_that_added
+from streamalloc.driver.internal import BINDINGS_VERSION, enum_member, version_that_added
 
 __all__ = ["Capabilities", "address_space_limit", "imex_channels", "query_capabilities"]
 

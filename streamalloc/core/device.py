@@ -6,12 +6,12 @@ import contextlib
 import uuid
 from typing import TYPE_CHECKING, NamedTuple
 
+from streamalloc.core.door import Door
 from streamalloc.core.errors import unsupported
 from streamalloc.core.properties import MemLocation
 from streamalloc.core.stream import Event, Stream
-from streamalloc.driver import Door
 from streamalloc.driver import default as default_driver
-from streamalloc.driver.bindings import BINDINGS_VERSION, cuda, enum_member, version_that_added
+from streamalloc.driver.internal import BINDINGS_VERSION, cuda, enum_member, version_that_added
 
 if TYPE_CHECKING:
     from streamalloc.core.capabilities import Capabilities

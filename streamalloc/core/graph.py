@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from streamalloc.core.errors import ClosedError, CudaError, undoing
 from streamalloc.core.ownership import Closes
 from streamalloc.core.stream import StreamLike, as_stream
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from streamalloc.core.errors import unsupported
-from streamalloc.driver.bindings import (
+from streamalloc.driver.internal import (
     BINDINGS_VERSION,
     cuda,
     enum_member,

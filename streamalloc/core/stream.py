@@ -12,10 +12,10 @@ import ctypes
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
+from streamalloc.core.door import Door
 from streamalloc.core.errors import CaptureError, ClosedError, NotReadyError
 from streamalloc.core.ownership import Closes
-from streamalloc.driver import Door
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -8,8 +8,8 @@ convention. :func:`real` is the machine's own, :func:`simulated` makes one over 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from streamalloc.driver.door import Door, ForkedProcessError
-from streamalloc.driver.real import DriverNotFoundError, real
+from streamalloc.driver.errors import DriverNotFoundError, ForkedProcessError
+from streamalloc.driver.real import real
 from streamalloc.driver.selection import default, simulated, use
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Call",
-    "Door",
     "Driver",
     "DriverMisuseError",
     "DriverNotFoundError",

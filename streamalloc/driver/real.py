@@ -6,15 +6,12 @@ import functools
 from typing import TYPE_CHECKING, cast
 
 from streamalloc.driver.bindings import BINDINGS_VERSION, cuda
+from streamalloc.driver.errors import DriverNotFoundError
 
 if TYPE_CHECKING:
     from streamalloc.driver.protocol import Driver
 
-__all__ = ["DriverNotFoundError", "real"]
-
-
-class DriverNotFoundError(RuntimeError):
-    """No usable CUDA driver was found on this machine, and nobody asked for the simulated one."""
+__all__ = ["real"]
 
 
 @functools.cache

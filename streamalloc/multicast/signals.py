@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.core.stream import Event, Stream
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver.internal import cuda
 from streamalloc.multicast.setup.agreement import CHANNELS, Layout
 
 __all__ = ["Signals"]

@@ -15,11 +15,12 @@ from typing_extensions import Self
 
 from streamalloc.core.buffer import BufferView
 from streamalloc.core.device import Device
+from streamalloc.core.door import Door
 from streamalloc.core.errors import ClosedError, CudaError, attach
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemHandleType
 from streamalloc.core.stream import Stream, StreamLike, as_stream
-from streamalloc.driver import Door, Driver
+from streamalloc.driver import Driver
 from streamalloc.ipc import Communicator, as_communicator
 from streamalloc.ipc.transport.deadlines import end_of, left
 from streamalloc.multicast.setup.agreement import Layout

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from streamalloc.core.errors import InvalidValueError, NotSupportedError, unsupported
 from streamalloc.core.properties import MemAllocationType, MemHandleType, MemLocationType, checked_size
-from streamalloc.driver.bindings import BINDINGS_VERSION, cuda, enum_member, version_that_added
+from streamalloc.driver.internal import BINDINGS_VERSION, cuda, enum_member, version_that_added
 
 if TYPE_CHECKING:
     from streamalloc.pool.pool import MemoryPool

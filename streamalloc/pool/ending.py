@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from streamalloc.core.door import Door
 from streamalloc.core.errors import (
     CudaError,
     DeviceLostError,
@@ -19,8 +20,7 @@ from streamalloc.core.errors import (
     NotReadyError,
     undoing,
 )
-from streamalloc.driver import Door
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver.internal import cuda
 
 __all__ = ["retire"]
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from streamalloc.core.device import Device
+from streamalloc.core.door import Door
 from streamalloc.core.errors import InvalidDeviceError, InvalidValueError
 from streamalloc.core.properties import MemAccess, MemAllocationType, MemHandleType, MemLocation
-from streamalloc.driver import Door
 from streamalloc.driver import default as default_driver
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver.internal import cuda
 from streamalloc.pool.pool import MemoryPool
 
 if TYPE_CHECKING:

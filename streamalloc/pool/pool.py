@@ -11,6 +11,7 @@ from streamalloc.core.allocator import Allocator, read_or_none
 from streamalloc.core.arguments import FABRIC_NEEDS, check_location, door_of, location_of
 from streamalloc.core.buffer import Buffer
 from streamalloc.core.device import Device
+from streamalloc.core.door import Door
 from streamalloc.core.errors import ClosedError, CudaError, PeerAccessError, PendingFreesWarning, undoing, unsupported
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import (
@@ -24,9 +25,8 @@ from streamalloc.core.properties import (
     checked_size,
 )
 from streamalloc.core.stream import Stream, StreamLike, as_stream
-from streamalloc.driver import Door
 from streamalloc.driver import default as default_driver
-from streamalloc.driver.bindings import BINDINGS_VERSION, cuda, enum_member, version_that_added
+from streamalloc.driver.internal import BINDINGS_VERSION, cuda, enum_member, version_that_added
 from streamalloc.pool.attributes import PoolAttributes, PoolStatistics
 from streamalloc.pool.ending import retire
 

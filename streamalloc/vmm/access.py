@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 from streamalloc.core.arguments import check_location, location_of
 from streamalloc.core.device import Device
+from streamalloc.core.door import Door
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation
-from streamalloc.driver import Door
 
 __all__ = ["Access", "Rights", "rights_of", "structs_of"]
 

@@ -20,11 +20,12 @@ from streamalloc.core.arguments import door_of, location_of
 from streamalloc.core.buffer import Memory
 from streamalloc.core.capabilities import address_space_limit
 from streamalloc.core.device import Device
+from streamalloc.core.door import Door
 from streamalloc.core.errors import AddressSpaceError, ClosedError, CudaError, OutOfMemoryError, attach
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType, checked_size
 from streamalloc.core.stream import Stream
-from streamalloc.driver import Door, Driver
+from streamalloc.driver import Driver
 from streamalloc.vmm.access import Access, Place, Rights, rights_of, structs_of
 from streamalloc.vmm.generic_handle import Backing, GenericAllocation, once_gone
 from streamalloc.vmm.waiting import After, accessing, wait

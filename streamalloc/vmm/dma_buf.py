@@ -6,7 +6,7 @@ import resource
 
 from streamalloc.core.buffer import Memory
 from streamalloc.core.fd import Fd
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver.internal import cuda
 
 __all__ = ["dma_buf"]
 

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from streamalloc.core.arguments import FABRIC_NEEDS
+from streamalloc.core.door import Door
 from streamalloc.core.errors import ClosedError, undo_all
 from streamalloc.core.fd import Fd
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemHandleType, MemLocation
-from streamalloc.driver import Door, Driver
-from streamalloc.driver.bindings import cuda, opaque_struct
+from streamalloc.driver import Driver
+from streamalloc.driver.internal import cuda, opaque_struct
 
 if TYPE_CHECKING:
     from streamalloc.vmm.access import Rights

@@ -7,6 +7,7 @@ from typing import Any
 
 from streamalloc.core.arguments import FABRIC_NEEDS, check_location, door_of, location_of
 from streamalloc.core.device import Device
+from streamalloc.core.door import Door
 from streamalloc.core.errors import CudaError, NotSupportedError, OutOfMemoryError, undoing
 from streamalloc.core.properties import (
     MemAllocationProp,
@@ -16,8 +17,8 @@ from streamalloc.core.properties import (
     MemLocationType,
     checked_size,
 )
-from streamalloc.driver import Door, Driver
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver import Driver
+from streamalloc.driver.internal import cuda
 from streamalloc.vmm.access import Rights
 from streamalloc.vmm.generic_handle import GenericAllocation
 

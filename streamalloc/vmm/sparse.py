@@ -20,7 +20,7 @@ from streamalloc.core.errors import ClosedError, CudaError, NotSupportedError, O
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import checked_size
 from streamalloc.core.stream import Event, Stream, StreamLike, as_stream
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver.internal import cuda
 from streamalloc.vmm.physical_memory import PhysicalMemory
 
 __all__ = ["MipTail", "SparseArray", "TilePool"]

@@ -11,11 +11,11 @@ from typing_extensions import Self
 
 from streamalloc.core.buffer import Buffer, Memory
 from streamalloc.core.device import Device
+from streamalloc.core.door import Door
 from streamalloc.core.errors import ClosedError, CudaError, EvictedError, InUseError, attach, undo_all
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
 from streamalloc.core.stream import Stream, StreamLike, as_stream
-from streamalloc.driver import Door
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.access import Access, Rights, rights_of, structs_of
 from streamalloc.vmm.address_range import AddressRange, Mapped, Mapping

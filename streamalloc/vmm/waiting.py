@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
+from streamalloc.core.door import Door
 from streamalloc.core.errors import CaptureError
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
 from streamalloc.core.stream import Event, StreamLike, as_stream
-from streamalloc.driver import Door
 
 __all__ = ["After", "accessing", "wait"]
 

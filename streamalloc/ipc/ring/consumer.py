@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, NoReturn
 
 from typing_extensions import Self
 
+from streamalloc.core.door import Door, refuse_after_fork
 from streamalloc.core.errors import ClosedError, undoing
 from streamalloc.core.ownership import Closes
 from streamalloc.core.stream import Stream, StreamLike, as_stream
-from streamalloc.driver import Door, Driver
+from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
-from streamalloc.driver.door import refuse_after_fork
 from streamalloc.ipc.ring.protocol import (
     ANSWER,
     END,

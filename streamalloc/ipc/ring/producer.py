@@ -13,12 +13,12 @@ from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 from streamalloc.core.buffer import Buffer, Memory, _copy, _Span
+from streamalloc.core.door import Door
 from streamalloc.core.errors import ClosedError, undoing
 from streamalloc.core.fd import Fd
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemLocationType, checked_size
 from streamalloc.core.stream import Stream, StreamLike, as_stream
-from streamalloc.driver import Door
 from streamalloc.ipc.ring.protocol import (
     ALIGNMENT,
     ANSWER,

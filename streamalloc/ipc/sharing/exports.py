@@ -9,13 +9,13 @@ from typing import Any
 
 from streamalloc.core.buffer import Buffer, BufferView, GraphBuffer, Memory, _Span
 from streamalloc.core.device import Device
+from streamalloc.core.door import Door
 from streamalloc.core.errors import error_from
 from streamalloc.core.fd import Fd
 from streamalloc.core.properties import MemHandleType, MemLocationType
 from streamalloc.core.stream import Event, Stream, StreamLike, as_stream
-from streamalloc.driver import Door
 from streamalloc.driver import default as default_driver
-from streamalloc.driver.bindings import cuda, opaque_bytes
+from streamalloc.driver.internal import cuda, opaque_bytes
 from streamalloc.ipc.sharing.descriptor import MOST_CHUNKS, Chunk, Descriptor, Flags, Mechanism, head_of, joined
 from streamalloc.ipc.sharing.imports import ImportedBuffer, ImportedPool, ImportedRange
 from streamalloc.ipc.sharing.lease import Lease, Leases, leases_of, making

@@ -14,14 +14,15 @@ from typing import Any, TypeAlias
 
 from streamalloc.core.buffer import Memory
 from streamalloc.core.device import Device
+from streamalloc.core.door import Door
 from streamalloc.core.errors import ClosedError, CudaError, StaleDescriptorError, attach, error_from, undoing
 from streamalloc.core.fd import Fd
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation
 from streamalloc.core.stream import Event, Stream, StreamLike, as_stream
-from streamalloc.driver import Door, Driver
+from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
-from streamalloc.driver.bindings import OpaqueStruct, cuda, opaque_struct
+from streamalloc.driver.internal import OpaqueStruct, cuda, opaque_struct
 from streamalloc.ipc.sharing.descriptor import FABRIC, HEAD_BYTES, Chunk, Descriptor, Flags, Mechanism
 from streamalloc.ipc.sharing.lease import making
 from streamalloc.ipc.sharing.shared_words import SLOTS, WORD, Board, ImporterWords, SlotWords, fence, next_word, reached

@@ -12,9 +12,9 @@ from collections import deque
 from typing import Any, Literal
 
 from streamalloc.core.buffer import Buffer
+from streamalloc.core.door import Door
 from streamalloc.core.errors import CudaError, DeviceLostError, InvalidContextError, NotInitializedError, StillImported
 from streamalloc.core.stream import Stream, StreamLike, as_stream
-from streamalloc.driver import Door
 from streamalloc.ipc.sharing.shared_words import SLOTS, WORD, Board, fence, next_word, reached
 
 __all__ = ["Lease", "LeasedBuffer", "Leases", "StillImportedPolicy"]

@@ -35,12 +35,11 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.core.device import Device
+from streamalloc.core.door import Door, refuse_after_fork
 from streamalloc.core.errors import CudaError, error_from, undoing
 from streamalloc.core.fd import Fd
 from streamalloc.core.stream import Stream
-from streamalloc.driver import Door
-from streamalloc.driver.bindings import cuda
-from streamalloc.driver.door import refuse_after_fork
+from streamalloc.driver.internal import cuda
 
 __all__ = ["IMPORTERS", "SLOTS", "Board"]
 

@@ -11,8 +11,8 @@ import os
 import threading
 from collections.abc import Mapping
 
+from streamalloc.core.door import Door
 from streamalloc.core.fd import Fd
-from streamalloc.driver import Door
 from streamalloc.ipc.sharing.exports import exports_of
 from streamalloc.ipc.transport.channel import Channel, Listener
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from streamalloc.core.buffer import Buffer, BufferView, GraphBuffer, Memory
 from streamalloc.core.device import Device
+from streamalloc.core.door import Door
 from streamalloc.core.properties import MemHandleType, MemLocation, MemLocationType, checked_size
-from streamalloc.driver import Door
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.address_range import AddressRange, RangeView
 from streamalloc.vmm.generic_handle import Backing

@@ -19,12 +19,13 @@ from typing_extensions import Self
 from streamalloc.core.arguments import door_of
 from streamalloc.core.buffer import Memory
 from streamalloc.core.device import Device
+from streamalloc.core.door import Door
 from streamalloc.core.errors import CudaError, IncompleteTeamError, NotSupportedError, undo_all, undoing
 from streamalloc.core.fd import Fd
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, MulticastObjectProp, checked_size
-from streamalloc.driver import Door, Driver
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver import Driver
+from streamalloc.driver.internal import cuda
 from streamalloc.multicast.objects.bindable import Member, check_member, member_of
 from streamalloc.vmm.access import Access, Rights, rights_of
 from streamalloc.vmm.address_range import GRANULARITY, AddressRange, Mapped, Mapping, give_up

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from streamalloc.core.device import Device
+from streamalloc.core.door import Door
 from streamalloc.core.errors import CaptureError, CudaError, attach
 from streamalloc.core.fd import Fd
 from streamalloc.core.properties import MemHandleType
-from streamalloc.driver import Door
 from streamalloc.ipc.transport.deadlines import left
 from streamalloc.multicast.objects.multicast_object import Binding, MulticastObject
 from streamalloc.vmm import AddressRange, Mapping, PhysicalMemory

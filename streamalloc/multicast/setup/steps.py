@@ -10,6 +10,7 @@ import numpy as np
 
 from streamalloc.core.arguments import door_of
 from streamalloc.core.device import Device
+from streamalloc.core.door import Door
 from streamalloc.core.errors import (
     CaptureError,
     InvalidContextError,
@@ -18,7 +19,7 @@ from streamalloc.core.errors import (
     NotSupportedError,
 )
 from streamalloc.core.properties import MemHandleType, checked_size
-from streamalloc.driver import Door, Driver
+from streamalloc.driver import Driver
 from streamalloc.ipc import DriverVersionWarning
 from streamalloc.ipc.transport.deadlines import end_of
 from streamalloc.multicast.objects.multicast_object import MulticastObject

@@ -13,19 +13,18 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from streamalloc.core.errors import attach, error_from, unsupported
-from streamalloc.driver.bindings import BINDINGS_VERSION, cuda, version_that_added
+from streamalloc.driver import ForkedProcessError
+from streamalloc.driver.internal import BINDINGS_VERSION, cuda, version_that_added
 
 if TYPE_CHECKING:
-    from streamalloc.driver.protocol import Driver
+    from streamalloc.driver import Driver
 
-__all__ = ["Door", "ForkedProcessError"]
+__all__ = ["Door", "PerDriver", "refuse_after_fork"]
 
-
-class ForkedProcessError(RuntimeError):
-    """A forked child used an object of its parent: CUDA does not survive a fork."""
+T = TypeVar("T")
 
 
 class _ShutsAfterFork(Protocol):
@@ -47,6 +46,7 @@ class Door:
         "_contexts",
         "_hot",
         "_lock",
+        "_state",
         "allocators",
         "captures",
         "driver",
@@ -89,6 +89,7 @@ class Door:
         self.allocators = weakref.WeakValueDictionary()
         self.postponed = []
         self._contexts: dict[int, Any] = {}
+        self._state: dict[object, Any] = {}
         self._hot: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.RLock()
         self.call("cuInit", 0)
@@ -228,6 +229,30 @@ class Door:
         self._lock = threading.RLock()
         for holder in tuple(self._hot):
             holder._shut_after_fork()
+
+
+class PerDriver(Generic[T]):
+    """State that objects of one driver share: one object of a class for each driver, made when it is first asked for.
+
+    Asking, ``state(door)``, takes no lock, so that finalisers may ask. Where two threads ask at once, one of two new
+    objects is dropped: ``make`` must have no effect beyond the object.
+    """
+
+    def __init__(self, make: Callable[[Door], T]) -> None:
+        self._make = make
+
+    def __call__(self, door: Door) -> T:
+        """The object of a driver."""
+        found: T | None = door._state.get(self)
+        if found is None:
+            made: T = door._state.setdefault(self, self._make(door))
+            return made
+        return found
+
+    def peek(self, door: Door) -> T | None:
+        """The object of a driver if there is one yet."""
+        found: T | None = door._state.get(self)
+        return found
 
 
 class _Current:

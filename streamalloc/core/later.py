@@ -1,0 +1,194 @@
+"""What happens later: undos that cannot be made yet, in one queue for each driver.
+
+A free may have to wait for importers or for the end of a capture, a pool for its last free, a ring for its consumers.
+Each of these is a :class:`Deferred`. The rules:
+
+* Everybody hands in: :meth:`Later.hand_in` takes no lock and makes no driver call, so that finalisers and signal
+  handlers may use it. A finaliser makes at most one driver call itself, one that waits for nothing and needs no state
+  of ours: the free of a plain buffer, the end of an event or a stream.
+* Work is done at the points that :data:`POINTS` names, and nowhere else.
+* An item is taken off, under the lock, before it is worked on: one thread at a time has it, and it is not in the queue
+  meanwhile. It comes back if it has not ended.
+* No lock is held while an item is worked on.
+
+What a signal handler raises may come between any two calls, but not between two lines that call nothing. The lines that
+move an item call nothing, so that it is always in one place at least.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import sys
+import threading
+import types
+from collections import deque
+from collections.abc import Callable
+
+from streamalloc.core.door import Door, PerDriver
+from streamalloc.core.errors import CudaError
+
+__all__ = ["POINTS", "Deferred", "Later", "later_of"]
+
+POINTS = (
+    "the host has synchronised with a stream, an event or a device",
+    "a pool, physical memory or a range of addresses is made, and memory has run out",
+    "figures are read: of a pool, of a device's memory",
+    "something is shared, opened, or closed that was",
+    "the last capture has ended",
+)
+"""Where :meth:`Later.work` is called."""
+
+
+class Deferred(abc.ABC):
+    """Something that ends later, exactly once.
+
+    One thread at a time has it. It guards its undo itself: it lets go of the handle right before the driver call that
+    gives it back, with no call in between, and takes it again if the driver has refused.
+    """
+
+    __slots__ = ("_round",)
+
+    _round: int
+
+    @abc.abstractmethod
+    def attempt(self) -> bool:
+        """End it if that can be done now; whether it has ended. After the end: True, and nothing is done.
+
+        It must not wait for a stream.
+
+        Raises
+        ------
+        CudaError
+            The driver refused a call. The item is tried again later.
+        """
+
+
+class Later:
+    """The queue of one driver: :func:`later_of`.
+
+    ``guard`` makes a ``with`` block around what is worked on.
+    """
+
+    __slots__ = ("__weakref__", "_guard", "_handed_in", "_lock", "_rounds", "_waiting", "_working", "paused")
+
+    paused: int
+    """How many captures of ours are under way: nothing is worked on meanwhile, as it would break them."""
+
+    def __init__(self, guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext) -> None:
+        self.paused = 0
+        self._guard = guard
+        self._lock = threading.Lock()
+        """Held to move items about, by nobody who calls anything else meanwhile; finalisers never take it."""
+        self._rounds = 0
+        self._handed_in: deque[Deferred] = deque()
+        self._waiting: dict[Deferred, None] = {}
+        """In the order in which they were worked on last."""
+        self._working: dict[Deferred, int] = {}
+        """What is worked on now, and by which thread."""
+
+    def __len__(self) -> int:
+        """How many items have not ended."""
+        return len(self._handed_in) + len(self._waiting) + len(self._working)
+
+    def hand_in(self, item: Deferred) -> None:
+        """Take over an item, which ends at one of the next points of work. Never raises."""
+        item._round = -1
+        self._handed_in.append(item)
+        # Whoever has items left has to stay, also where all other objects of the driver have gone.
+        _unfinished.add(self)
+
+    def end(self, item: Deferred) -> bool:
+        """End an item now if possible, else take it over; whether it has ended.
+
+        Raises
+        ------
+        CudaError
+            The driver refused a call. The item was taken over all the same.
+        """
+        ended = False
+        try:
+            if not self.paused:
+                ended = item.attempt()
+        finally:
+            if not ended:
+                self.hand_in(item)
+        return ended
+
+    def work(self) -> int:
+        """Try to end each item once; how many have ended. Whatever an item raises, the others get their turn.
+
+        Without effect while a capture is under way, and where this thread is at work already.
+        """
+        if not (self._handed_in or self._waiting) or self.paused or threading.get_ident() in self._working.values():
+            return 0
+        with self._guard():
+            return self._work()
+
+    def _work(self) -> int:
+        ended = 0
+        with self._lock:
+            self._rounds += 1
+            now = self._rounds
+        while True:
+            item = self._take_off(now)
+            if item is None:
+                break
+            done = False
+            try:
+                done = item.attempt()
+            except CudaError:
+                pass  # tried again the next time
+            except Exception:
+                # A fault of ours, and not one of the caller's: it must not come out of a call of theirs.
+                _report(item)
+            finally:
+                del self._working[item]
+                if not done:
+                    self._waiting[item] = None
+            ended += done
+        if not len(self):
+            _unfinished.discard(self)
+            if self._handed_in:
+                _unfinished.add(self)
+        return ended
+
+    def _take_off(self, now: int) -> Deferred | None:
+        """The item that was worked on longest ago; None where all have had their turn."""
+        me = threading.get_ident()
+        with self._lock:
+            while self._handed_in:
+                self._waiting[self._handed_in[0]] = None
+                del self._handed_in[0]
+            for item in self._waiting:
+                if item._round >= now:
+                    return None
+                item._round = now
+                self._working[item] = me
+                del self._waiting[item]
+                return item
+            return None
+
+    def _reset_after_fork(self) -> None:
+        # Another thread of the parent may have held it. Nothing is worked on in a child.
+        self._lock = threading.Lock()
+
+
+def _report(item: Deferred) -> None:
+    kind, value, traceback = sys.exc_info()
+    found = types.SimpleNamespace(
+        exc_type=kind, exc_value=value, exc_traceback=traceback, err_msg="Could not end", object=item
+    )
+    sys.unraisablehook(found)
+
+
+# Queues with items in them.
+_unfinished: set[Later] = set()
+
+
+def _make(door: Door) -> Later:
+    return Later(door.relaxed)
+
+
+later_of: PerDriver[Later] = PerDriver(_make)
+"""The queue of a driver: ``later_of(door)``."""
