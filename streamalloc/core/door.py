@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 from streamalloc.core.errors import attach, error_from, unsupported
 from streamalloc.driver import ForkedProcessError
@@ -132,23 +132,49 @@ class Door:
         ForkedProcessError
             This process is a fork of the one that opened the driver.
         """
+        function = self._function(name)
+        try:
+            answer = function(*args)
+        except RuntimeError as error:
+            self._raise_too_old(name, error)
+        if answer[0]:
+            raise error_from(answer[0], name, hint if isinstance(hint, str) else hint())
+        return None if len(answer) == 1 else answer[1] if len(answer) == 2 else answer[1:]
+
+    def create(
+        self, owner: object, attribute: str, name: str, *args: Any, hint: str | Callable[[], str] = ""
+    ) -> None:
+        """Call driver function ``name``, which makes something, and keep that in ``owner.attribute`` at once.
+
+        A signal handler that raises in between can lose it only where no code of ours runs: after the driver has
+        answered and before the next bytecode. Errors as for :meth:`call`; the attribute is set only on success.
+        """
+        function = self._function(name)
+        try:
+            answer = function(*args)
+            # No call comes before the next line's: it is where Python would look for signals.
+            if not answer[0]:
+                setattr(owner, attribute, answer[1])
+                return
+        except RuntimeError as error:
+            self._raise_too_old(name, error)
+        raise error_from(answer[0], name, hint if isinstance(hint, str) else hint())
+
+    def _function(self, name: str) -> Any:
         if self.forked:
             raise ForkedProcessError(_FORKED)
         function = getattr(self.driver, name, None)
         if function is None:
             raise unsupported(name, f"cuda-bindings {version_that_added(name)}", f"cuda-bindings {BINDINGS_VERSION}")
-        try:
-            answer = function(*args)
-        except RuntimeError as error:
-            # How the bindings say that libcuda is older than they are.
-            if "not found" not in str(error):
-                raise
-            version = self.driver.cuDriverGetVersion()[1]
-            found = f"one for CUDA {version // 1000}.{version % 1000 // 10}"
-            raise unsupported(name, "a newer driver, which has this function", found) from error
-        if answer[0]:
-            raise error_from(answer[0], name, hint if isinstance(hint, str) else hint())
-        return None if len(answer) == 1 else answer[1] if len(answer) == 2 else answer[1:]
+        return function
+
+    def _raise_too_old(self, name: str, error: RuntimeError) -> NoReturn:
+        """Say so where libcuda is older than the bindings, which they say by an error of this kind; else raise it."""
+        if "not found" not in str(error):
+            raise error
+        version = self.driver.cuDriverGetVersion()[1]
+        found = f"one for CUDA {version // 1000}.{version % 1000 // 10}"
+        raise unsupported(name, "a newer driver, which has this function", found) from error
 
     def check_process(self) -> None:
         """Raise :class:`ForkedProcessError` in a forked child, for what makes no call of the driver."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = [
     "AddressSpaceError",
@@ -37,8 +37,13 @@ __all__ = [
     "SystemNotReadyError",
     "attach",
     "error_from",
+    "refused",
+    "size_text",
     "undoing",
 ]
+
+
+E = TypeVar("E", bound="CudaError")
 
 
 class CudaError(RuntimeError):
@@ -63,7 +68,12 @@ class CudaError(RuntimeError):
         self.call = call
         self.hint = hint
 
+    asked: bool = True
+    """Whether the driver was asked. False where a call was refused here, as it could only fail or do harm."""
+
     def __str__(self) -> str:
+        if not self.asked:
+            return f"{self.call} was not called: {self.hint}"
         text = f"{self.call} answered {self.name} ({self.code})"
         return f"{text}: {self.hint}" if self.hint else text
 
@@ -276,6 +286,15 @@ _HINTS_OF_CALLS = {
     ),
 }
 
+# What a refusal of ours stands for.
+_ANSWER_OF: dict[type[CudaError], tuple[str, int]] = {
+    InvalidValueError: ("CUDA_ERROR_INVALID_VALUE", 1),
+    PeerAccessError: ("CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", 217),
+    NotSupportedError: ("CUDA_ERROR_NOT_SUPPORTED", 801),
+    CaptureError: ("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 900),
+    OutOfMemoryError: ("CUDA_ERROR_OUT_OF_MEMORY", 2),
+}
+
 # The usual cause of an answer, whatever the call; calls with a cause of their own pass a hint.
 _HINTS = {
     "CUDA_ERROR_NOT_INITIALIZED": "make a Device first; a forked child cannot use its parent's CUDA",
@@ -301,6 +320,25 @@ def error_from(result: Any, call: str, hint: str = "", **figures: int | None) ->
     called = subject[1] if subject else "", name
     kind = _KINDS_OF_CALLS.get(called) or _KINDS.get(name, CudaError)
     return kind(name, int(result), call, hint or _HINTS_OF_CALLS.get(called) or _HINTS.get(name, ""), **figures)
+
+
+def refused(kind: type[E], call: str, why: str) -> E:
+    """The exception for a driver call that was not made, because it could only fail or do harm.
+
+    It is of the class that the driver's answer would have, and says that nobody has asked the driver.
+    """
+    name, code = _ANSWER_OF[kind]
+    error = kind(name, code, call, why)
+    error.asked = False
+    return error
+
+
+def size_text(nbytes: int) -> str:
+    """A size for people: ``64 MiB`` where it is a whole number of a unit, else ``1,234,567 bytes``."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes and nbytes % scale == 0:
+            return f"{nbytes // scale:,} {unit}"
+    return f"{nbytes:,} byte{'' if nbytes == 1 else 's'}"
 
 
 def attach(first: BaseException, later: BaseException) -> None:
