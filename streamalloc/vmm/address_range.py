@@ -27,13 +27,13 @@ from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType,
 from streamalloc.core.stream import Stream
 from streamalloc.driver import Driver
 from streamalloc.vmm.access import Access, Place, Rights, rights_of, structs_of
-from streamalloc.vmm.generic_handle import Backing, GenericAllocation, once_gone
+from streamalloc.vmm.generic_handle import AllocationState, GenericAllocation, once_gone
 from streamalloc.vmm.waiting import After, accessing, wait
 
 if TYPE_CHECKING:
     from streamalloc.vmm.physical_memory import PhysicalMemory
 
-__all__ = ["AddressRange", "Mapped", "Mapping", "RangeView"]
+__all__ = ["AddressRange", "Mapping", "MappingEntry", "RangeView"]
 
 # What driver 580 wants the size, the hint and the places of mappings in a range to be multiples of, wherever the memory
 # is; memory says its own granularity when it is mapped.
@@ -43,7 +43,7 @@ GRANULARITY = 2 << 20
 _GONE = ("CUDA_ERROR_DEINITIALIZED", "CUDA_ERROR_NOT_INITIALIZED")
 
 
-class Mapped:
+class MappingEntry:
     """One mapping as its range keeps it."""
 
     __slots__ = ("live", "memory", "offset", "rights")
@@ -110,7 +110,7 @@ class AddressRange(Closes):
             raise ValueError(f"address={address:#x} is no multiple of alignment={alignment}")
         self._door = door_of(None, driver)
         self._offsets: list[int] = []
-        self._at: dict[int, Mapped] = {}
+        self._at: dict[int, MappingEntry] = {}
         try:
             self._address = int(self._door.call("cuMemAddressReserve", self.nbytes, alignment, self._asked, 0))
         except OutOfMemoryError as error:
@@ -315,7 +315,7 @@ class AddressRange(Closes):
 
     # -- for the other modules of this package ---------------------------------------------------------------
 
-    def _map(self, memory: GenericAllocation, offset: int) -> Mapped:
+    def _map(self, memory: GenericAllocation, offset: int) -> MappingEntry:
         address = self.address
         raw = memory._checked_raw()
         granularity = memory._granularity
@@ -338,7 +338,7 @@ class AddressRange(Closes):
             raise ValueError(
                 f"offset={offset}: {self._at[self._offsets[place - 1]].memory!r} is mapped at {self!r} there"
             )
-        mapped = Mapped(memory, offset)
+        mapped = MappingEntry(memory, offset)
         # In the table before it is mapped, so that nothing can come between and lose it.
         self._offsets.insert(place, offset)
         self._at[offset] = mapped
@@ -350,14 +350,14 @@ class AddressRange(Closes):
         memory._was_mapped(self)
         return mapped
 
-    def _grant(self, pieces: Sequence[Mapped], rights: Rights, structs: list[object]) -> None:
+    def _grant(self, pieces: Sequence[MappingEntry], rights: Rights, structs: list[object]) -> None:
         """Set access of mappings that lie side by side."""
         start = pieces[0].offset
         self._door.call("cuMemSetAccess", self.address + start, pieces[-1].stop - start, structs, len(structs))
         for mapped in pieces:
             mapped.rights.update(rights)
 
-    def _set_rights(self, pieces: tuple[Mapped, ...], rights: Rights, after: After) -> None:
+    def _set_rights(self, pieces: tuple[MappingEntry, ...], rights: Rights, after: After) -> None:
         for mapped in pieces:
             mapped.memory._check_access(rights)
         losing = accessing(
@@ -377,9 +377,9 @@ class AddressRange(Closes):
                     attach(first, later)
             raise
 
-    def _unmap(self, pieces: Iterable[Mapped]) -> None:
+    def _unmap(self, pieces: Iterable[MappingEntry]) -> None:
         """Unmap mappings in one call for each run of them without a hole."""
-        run: list[Mapped] = []
+        run: list[MappingEntry] = []
         for mapped in pieces:
             if run and run[-1].stop != mapped.offset:
                 self._unmap_run(run)
@@ -388,7 +388,7 @@ class AddressRange(Closes):
         if run:
             self._unmap_run(run)
 
-    def _unmap_run(self, run: list[Mapped]) -> None:
+    def _unmap_run(self, run: list[MappingEntry]) -> None:
         start = run[0].offset
         self._door.call("cuMemUnmap", self.address + start, run[-1].stop - start)
         for mapped in run:
@@ -398,21 +398,21 @@ class AddressRange(Closes):
         place = bisect_left(self._offsets, start)
         del self._offsets[place : place + len(run)]
 
-    def _undo_map(self, pieces: Iterable[Mapped], first: BaseException) -> None:
+    def _undo_map(self, pieces: Iterable[MappingEntry], first: BaseException) -> None:
         """Unmap what was just mapped, which nobody used yet, because of ``first``."""
         try:
             self._unmap(pieces)
         except CudaError as later:
             attach(first, later)
 
-    def _find(self, offset: int) -> Mapped | None:
+    def _find(self, offset: int) -> MappingEntry | None:
         place = bisect_right(self._offsets, offset) - 1
         if place < 0:
             return None
         mapped = self._at[self._offsets[place]]
         return mapped if offset < mapped.stop else None
 
-    def _within(self, start: int, stop: int) -> tuple[Mapped, ...]:
+    def _within(self, start: int, stop: int) -> tuple[MappingEntry, ...]:
         """The mappings between two offsets, none of which is cut."""
         begin, end = checked_size("start", start), checked_size("stop", stop)
         if not begin <= end <= self.nbytes:
@@ -425,13 +425,13 @@ class AddressRange(Closes):
             raise ValueError(f"start={begin}, stop={end} cuts a mapping: the driver takes whole ones only")
         return pieces
 
-    def _whole(self, start: int, stop: int) -> tuple[Mapped, ...]:
+    def _whole(self, start: int, stop: int) -> tuple[MappingEntry, ...]:
         """The same, without a hole between or around them."""
         pieces = self._within(start, stop)
         self._covering(start, stop)
         return pieces
 
-    def _covering(self, start: int, stop: int) -> Iterator[Mapped]:
+    def _covering(self, start: int, stop: int) -> Iterator[MappingEntry]:
         """Every mapping that a part touches; ``ValueError`` where it has a hole."""
         found = []
         at = start
@@ -500,7 +500,7 @@ class RangeView(Memory):
     @property
     def stream(self) -> Stream:
         """The default stream of the device that has the memory, else of the first that may use it."""
-        pieces = self._pieces()
+        pieces = self._entries()
         for location in (
             *(mapped.memory.location for mapped in pieces),
             *(where for m in pieces for where in m.rights),
@@ -512,7 +512,7 @@ class RangeView(Memory):
     @property
     def location(self) -> MemLocation:
         """Where the memory is; of several pieces, the first."""
-        pieces = self._pieces()
+        pieces = self._entries()
         return pieces[0].memory.location if pieces else self.stream.device.location
 
     @property
@@ -524,42 +524,42 @@ class RangeView(Memory):
     def device_accessible(self) -> bool:
         """Whether the stream's device may use all of it."""
         where = self.stream.device.location
-        return all(mapped.rights.get(where, MemAccess.NONE) for mapped in self._pieces())
+        return all(mapped.rights.get(where, MemAccess.NONE) for mapped in self._entries())
 
     @property
     def host_accessible(self) -> bool:
         """Whether the CPU may use all of it."""
-        return all(_host_rights(mapped) for mapped in self._pieces())
+        return all(_host_rights(mapped) for mapped in self._entries())
 
     @property
     def _door(self) -> Door:
         return self.range._door
 
-    def _pieces(self) -> tuple[Mapped, ...]:
+    def _entries(self) -> tuple[MappingEntry, ...]:
         try:
             return tuple(self.range._covering(self._start, self._stop))
         except ValueError as error:
             raise ClosedError(f"{self!r} is not mapped any more: {error}") from None
 
     def _check_usable(self) -> None:
-        for mapped in self._pieces():
+        for mapped in self._entries():
             if not any(mapped.rights.values()):
                 # Driver 580 crashes in copies of host memory that nobody may use.
                 raise ValueError(f"nobody has access to {mapped.memory!r}: set_access() gives it")
 
     def _unreadable(self) -> str:
-        return next(filter(None, (mapped.memory._unreadable for mapped in self._pieces())), "")
+        return next(filter(None, (mapped.memory._unreadable for mapped in self._entries())), "")
 
     def _read_only(self, on_host: bool) -> bool:
         where = self.stream.device.location
         return any(
             (_host_rights(mapped) if on_host else mapped.rights.get(where)) == MemAccess.READ
-            for mapped in self._pieces()
+            for mapped in self._entries()
         )
 
     def _access_hint(self, stream: Stream) -> str:
         where = stream.device.location
-        rights = [mapped.rights.get(where, MemAccess.NONE) for mapped in self._pieces()]
+        rights = [mapped.rights.get(where, MemAccess.NONE) for mapped in self._entries()]
         if MemAccess.NONE in rights:
             return f"{where} has no access to all of {self!r}: set_access(device) gives it"
         return f"{where} may only read from {self!r}" if MemAccess.READ in rights else ""
@@ -576,7 +576,7 @@ class Mapping(RangeView):
 
     __slots__ = ("_mapped",)
 
-    def __init__(self, range: AddressRange, mapped: Mapped) -> None:
+    def __init__(self, range: AddressRange, mapped: MappingEntry) -> None:
         super().__init__(range, mapped.offset, mapped.stop)
         self._mapped = mapped
 
@@ -589,7 +589,7 @@ class Mapping(RangeView):
         ClosedError
             It was unmapped.
         """
-        self._pieces()
+        self._entries()
         return super().address
 
     @property
@@ -619,14 +619,14 @@ class Mapping(RangeView):
         if location.type is MemLocationType.HOST:
             # Of HOST, driver 580 tells the larger of the host's access and device 0's.
             location = MemLocation.host_numa(0)
-        self._pieces()
+        self._entries()
         return MemAccess(int(self._door.call("cuMemGetAccess", location.to_driver(), self.address)))
 
     def set_access(self, access: Access, flags: MemAccess = MemAccess.READWRITE, *, after: After = None) -> None:
         """Set who may use it (``cuMemSetAccess``); see :meth:`AddressRange.set_access`."""
         self.range._check_own()
         rights = rights_of(access, self._door, flags)
-        pieces = self._pieces()
+        pieces = self._entries()
         if rights:
             self.range._set_rights(pieces, rights, after)
 
@@ -641,13 +641,13 @@ class Mapping(RangeView):
             wait(after, self._door, accessing((self._mapped.rights,)))
             self.range._unmap((self._mapped,))
 
-    def _pieces(self) -> tuple[Mapped, ...]:
+    def _entries(self) -> tuple[MappingEntry, ...]:
         if not self._mapped.live:
             raise ClosedError(f"{self!r} was unmapped")
         return (self._mapped,)
 
     def __enter__(self) -> Self:
-        self._pieces()
+        self._entries()
         return self
 
     def __exit__(
@@ -673,26 +673,26 @@ def _multiple(name: str, value: int) -> int:
     return size
 
 
-def _host_rights(mapped: Mapped) -> MemAccess:
+def _host_rights(mapped: MappingEntry) -> MemAccess:
     return max((flags for where, flags in mapped.rights.items() if where.on_host), default=MemAccess.NONE)
 
 
-def _give_up(door: Door, address: int, nbytes: int, pieces: list[Mapped]) -> None:
+def _give_up(door: Door, address: int, nbytes: int, pieces: list[MappingEntry]) -> None:
     """Unmap and free a range that nobody holds any more. Called by finalisers: never raises.
 
     A multicast object that is involved goes first, then the memory that was bound to it, and the addresses last.
     """
     what = f"address range at {address:#x}"
     free = functools.partial(door.call, "cuMemAddressFree", address, nbytes)
-    objects: list[Backing] = []
-    members: list[Backing] = []
+    objects: list[AllocationState] = []
+    members: list[AllocationState] = []
     # An object that unmaps for itself must not be kept here: it may have waited for this range only.
     for mapped in tuple(pieces):
-        backing = mapped.memory._backing
-        objects += backing.bound_to
-        members += (*backing.members, *backing.peers)
+        state = mapped.memory._state
+        objects += state.bound_to
+        members += (*state.members, *state.peers)
         if mapped.memory._take_mapping(address + mapped.offset, mapped.rights):
-            objects.append(backing)
+            objects.append(state)
             pieces.remove(mapped)
 
     def let_go() -> None:

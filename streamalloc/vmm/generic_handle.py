@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from streamalloc.vmm.access import Rights
     from streamalloc.vmm.address_range import AddressRange
 
-__all__ = ["Backing", "GenericAllocation", "import_handle", "once_gone"]
+__all__ = ["AllocationState", "GenericAllocation", "import_handle", "once_gone"]
 
 
-class Backing:
+class AllocationState:
     """What all objects for one driver handle know of it."""
 
     __slots__ = (
@@ -55,13 +55,13 @@ class Backing:
         self.holders = 1
         """How many objects hold the handle."""
         self.mapping_count = 0
-        self.bound_to: list[Backing] = []
+        self.bound_to: list[AllocationState] = []
         """The multicast objects that memory is bound to, one by one for each piece."""
         self.multicast = False
         """Whether it is a multicast object, which has no memory of its own."""
-        self.members: list[Backing] = []
+        self.members: list[AllocationState] = []
         """The memory that is bound to a multicast object, in the same way."""
-        self.peers: set[Backing] = set()
+        self.peers: set[AllocationState] = set()
         """All memory that is or was bound to the same multicast object as this memory, itself too, and is held."""
         self.ending: list[GenericAllocation] = []
         """Objects that were closed while the memory was bound."""
@@ -88,7 +88,7 @@ class Backing:
         self.mapping_count -= 1
         self._forget()
 
-    def bind(self, memory: Backing) -> None:
+    def bind(self, memory: AllocationState) -> None:
         """A piece of ``memory`` was bound to this multicast object."""
         if memory.holders and memory not in self.members:
             team = [one for one in (*self.members, memory) if one.holders]
@@ -98,7 +98,7 @@ class Backing:
         self.members.append(memory)
         memory.bound_to.append(self)
 
-    def unbind(self, memory: Backing) -> None:
+    def unbind(self, memory: AllocationState) -> None:
         """The piece was unbound. Releases what was closed meanwhile."""
         self.members.remove(memory)
         memory.bound_to.remove(self)
@@ -116,9 +116,9 @@ class Backing:
             del self._known[self.handle]
 
 
-def once_gone(backings: Iterable[Backing], undo: Callable[[], None]) -> None:
+def once_gone(states: Iterable[AllocationState], undo: Callable[[], None]) -> None:
     """Make a finaliser's ``undo`` now, or when the last of these handles has been given back."""
-    waiting = [backing for backing in backings if backing.holders]
+    waiting = [state for state in states if state.holders]
     if waiting:
         waiting[0]._after.append(lambda: once_gone(waiting, undo))
     else:
@@ -131,11 +131,11 @@ class GenericAllocation(Closes):
     That is :class:`PhysicalMemory` or a multicast object: :meth:`AddressRange.map` takes either.
     """
 
-    __slots__ = ("__weakref__", "_backing", "_door", "_ending", "_kept", "_raw", "nbytes")
+    __slots__ = ("__weakref__", "_door", "_ending", "_kept", "_raw", "_state", "nbytes")
 
     nbytes: int
     """Size in bytes."""
-    _backing: Backing
+    _state: AllocationState
     _door: Door
     _ending: bool
     """Whether it was closed, but keeps the handle until it is bound to nothing any more."""
@@ -150,7 +150,7 @@ class GenericAllocation(Closes):
         self.nbytes = nbytes
         self._ending = False
         self._kept = False
-        self._backing = Backing(door.memories)
+        self._state = AllocationState(door.memories)
 
     @property
     def handle(self) -> int:
@@ -171,12 +171,12 @@ class GenericAllocation(Closes):
     @property
     def mapping_count(self) -> int:
         """In how many places of this process it is mapped now."""
-        return self._backing.mapping_count
+        return self._state.mapping_count
 
     @property
     def exported(self) -> bool:
         """Whether it was exported: other processes may hold it, too."""
-        return self._backing.exported
+        return self._state.exported
 
     @property
     def driver(self) -> Driver:
@@ -208,7 +208,7 @@ class GenericAllocation(Closes):
         answer = self._door.call(
             "cuMemExportToShareableHandle", raw, cuda.CUmemAllocationHandleType(int(handle_type)), 0
         )
-        self._backing.exported = True
+        self._state.exported = True
         return _EXPORTS[handle_type](answer)
 
     def close(self) -> None:
@@ -218,9 +218,9 @@ class GenericAllocation(Closes):
         """
         if self.closed:
             return
-        if self._backing.bound_to:
+        if self._state.bound_to:
             self._ending = True
-            self._backing.ending.append(self)
+            self._state.ending.append(self)
         else:
             self._release()
 
@@ -256,11 +256,11 @@ class GenericAllocation(Closes):
 
     def _was_mapped(self, range: AddressRange) -> None:
         """A range has mapped it."""
-        self._backing.mapping_count += 1
+        self._state.mapping_count += 1
 
     def _was_unmapped(self) -> None:
         """A range has unmapped it."""
-        self._backing.unmapped()
+        self._state.unmapped()
 
     def _take_mapping(self, address: int, rights: Rights) -> bool:
         """Whether this object unmaps what a dropped range has mapped of it, instead of the range."""
@@ -269,7 +269,7 @@ class GenericAllocation(Closes):
     def _release(self) -> None:
         self._door.call("cuMemRelease", self._raw)
         self._raw = None
-        self._backing.released()
+        self._state.released()
 
     def _checked_raw(self) -> Any:
         if self.closed:
@@ -282,13 +282,13 @@ class GenericAllocation(Closes):
 
     def _drop(self) -> None:
         """Give the handle back for the finaliser: never raises."""
-        if self._backing.bound_to:
+        if self._state.bound_to:
             # Another object for the same handle was bound.
             self.close()
             return
         self._door.driver.cuMemRelease(self._raw)
         self._raw = None
-        self._backing.released()
+        self._state.released()
 
     def _said_of_handle(self) -> str:
         """The handle and its mappings, for ``repr``."""

@@ -9,8 +9,8 @@ from streamalloc.core.errors import PeerAccessError, undoing
 from streamalloc.core.properties import MemAllocationProp, MemHandleType, checked_size
 from streamalloc.core.stream import StreamLike
 from streamalloc.vmm.access import Access
-from streamalloc.vmm.physical_memory import Recipe, properties_for
-from streamalloc.vmm.virtual_buffer import Piece, VirtualBuffer, device_rights
+from streamalloc.vmm.physical_memory import MemorySpec, properties_for
+from streamalloc.vmm.virtual_buffer import ChunkSpec, VirtualBuffer, device_rights
 from streamalloc.vmm.waiting import After, accessing, wait
 
 __all__ = ["GrowableBuffer", "StripedBuffer", "stripe"]
@@ -53,7 +53,7 @@ class GrowableBuffer(VirtualBuffer):
         An argument breaks a rule; the message names it.
     """
 
-    __slots__ = ("_chunk", "_recipe")
+    __slots__ = ("_chunk", "_spec")
 
     def __init__(
         self,
@@ -73,21 +73,21 @@ class GrowableBuffer(VirtualBuffer):
         if not isinstance(device, Device):
             raise TypeError(f"device must be a Device, not {type(device).__name__} ({device!r})")
         prop = properties_for(device, handle_types, compressible, gpu_direct_rdma)
-        self._recipe = Recipe(device._door, prop)
+        self._spec = MemorySpec(device._door, prop)
         most = checked_size("capacity", capacity)
         if not most:
             raise ValueError("capacity=0: a buffer needs at least one byte of addresses")
-        self._chunk = self._recipe.round_up(checked_size("chunk", chunk))
+        self._chunk = self._spec.round_up(checked_size("chunk", chunk))
         size = self._checked("nbytes", nbytes, most)
         rights = device_rights((device,), access, device._door)
-        self._open(device, self._recipe.round_up(most), alignment, address, rights, stream)
+        self._open(device, self._spec.round_up(most), alignment, address, rights, stream)
         with undoing(self.close):
             self.resize(size)
 
     @property
     def properties(self) -> MemAllocationProp:
         """What its physical memory is made with."""
-        return self._recipe.prop
+        return self._spec.prop
 
     def resize(self, nbytes: int, *, after: After = None) -> None:
         """Grow or shrink to ``nbytes``, in place. The bytes that stay keep their values; new ones are undefined.
@@ -115,9 +115,9 @@ class GrowableBuffer(VirtualBuffer):
         self._check_usable()
         if self._left:
             self._give_back()
-        needed = self._recipe.round_up(size)
+        needed = self._spec.round_up(size)
         if needed > self._mapped:
-            self._put(self._pieces_between(self._mapped, needed))
+            self._put(self._chunks_between(self._mapped, needed))
             self._mapped = needed
         elif needed < self._mapped:
             self._shrink(needed, after)
@@ -129,13 +129,13 @@ class GrowableBuffer(VirtualBuffer):
         """Grow by ``nbytes``: ``resize(self.nbytes + nbytes)``."""
         self.resize(self._nbytes + checked_size("nbytes", nbytes))
 
-    def _pieces_between(self, start: int, stop: int) -> list[Piece]:
+    def _chunks_between(self, start: int, stop: int) -> list[ChunkSpec]:
         step = self._chunk or stop - start
-        return [Piece(at, min(step, stop - at), self._recipe) for at in range(start, stop, step)]
+        return [ChunkSpec(at, min(step, stop - at), self._spec) for at in range(start, stop, step)]
 
     def _shrink(self, needed: int, after: After) -> None:
         # A piece of which something stays cannot be cut.
-        spare = [held for held in self._pieces_mapped() if held.offset >= needed]
+        spare = [held for held in self._all_entries() if held.offset >= needed]
         if spare:
             wait(after, self._door, accessing(held.rights for held in spare))
             self.range._unmap(spare)
@@ -206,15 +206,15 @@ def stripe(
     if not size:
         raise ValueError("nbytes=0: a striped buffer has at least one byte")
     _check_peers(devices)
-    recipes = [Recipe(first._door, properties_for(device, handle_types, compressible, False)) for device in devices]
-    step = max(recipe.round_up(-(-size // len(devices))) for recipe in recipes)
+    specs = [MemorySpec(first._door, properties_for(device, handle_types, compressible, False)) for device in devices]
+    step = max(spec.round_up(-(-size // len(devices))) for spec in specs)
     rights = device_rights(devices, access, first._door)
     buffer = StripedBuffer.__new__(StripedBuffer)
     buffer.devices = devices
     buffer.stripe_bytes = step
     buffer._open(first, step * len(devices), alignment, address, rights, stream)
     with undoing(buffer.close):
-        buffer._put([Piece(place * step, step, recipe) for place, recipe in enumerate(recipes)])
+        buffer._put([ChunkSpec(place * step, step, spec) for place, spec in enumerate(specs)])
     buffer._mapped = step * len(devices)
     buffer._nbytes = size
     return buffer

@@ -22,7 +22,7 @@ from streamalloc.driver.internal import cuda
 from streamalloc.vmm.access import Rights
 from streamalloc.vmm.generic_handle import GenericAllocation
 
-__all__ = ["PhysicalMemory", "Recipe"]
+__all__ = ["MemorySpec", "PhysicalMemory"]
 
 _TILE_POOL = 1
 _COMPRESSION = 1
@@ -51,7 +51,7 @@ _NEEDS: tuple[tuple[Callable[[MemAllocationProp], object], str, str], ...] = (
 )
 
 
-class Recipe:
+class MemorySpec:
     """How to make physical memory of one kind: its properties, checked once, and its granularity."""
 
     __slots__ = ("door", "granularity", "hint", "prop", "struct")
@@ -187,9 +187,9 @@ class PhysicalMemory(GenericAllocation):
         There is no memory; it carries the device's figures.
     """
 
-    __slots__ = ("_recipe",)
+    __slots__ = ("_spec",)
 
-    _recipe: Recipe
+    _spec: MemorySpec
 
     def __init__(
         self,
@@ -205,28 +205,28 @@ class PhysicalMemory(GenericAllocation):
     ) -> None:
         size = checked_size("nbytes", nbytes)
         prop = properties_for(where, handle_types, compressible, gpu_direct_rdma, tile_pool)
-        recipe = Recipe(door_of(where, driver), prop)
+        spec = MemorySpec(door_of(where, driver), prop)
         if round_up:
-            size = recipe.round_up(size)
-        if not size or size % recipe.granularity:
+            size = spec.round_up(size)
+        if not size or size % spec.granularity:
             raise ValueError(
-                f"nbytes={nbytes}: allowed are multiples of the granularity, {recipe.granularity} bytes; "
+                f"nbytes={nbytes}: allowed are multiples of the granularity, {spec.granularity} bytes; "
                 "round_up=True rounds"
             )
-        self._make(recipe, size)
+        self._make(spec, size)
 
-    def _make(self, recipe: Recipe, nbytes: int) -> None:
+    def _make(self, spec: MemorySpec, nbytes: int) -> None:
         # The object is ready before its handle, so that nothing can come between and lose it.
-        self._take(recipe, nbytes, None)
+        self._take(spec, nbytes, None)
         try:
-            self._raw = recipe.door.call("cuMemCreate", nbytes, recipe.struct, 0, hint=recipe.hint)
+            self._raw = spec.door.call("cuMemCreate", nbytes, spec.struct, 0, hint=spec.hint)
         except OutOfMemoryError as error:
-            raise recipe.out_of_memory(error, nbytes) from None
-        self._backing.name(int(self._raw))
+            raise spec.out_of_memory(error, nbytes) from None
+        self._state.name(int(self._raw))
 
-    def _take(self, recipe: Recipe, nbytes: int, raw: Any) -> None:
-        self._recipe = recipe
-        self._hold(recipe.door, nbytes, raw)
+    def _take(self, spec: MemorySpec, nbytes: int, raw: Any) -> None:
+        self._spec = spec
+        self._hold(spec.door, nbytes, raw)
 
     @staticmethod
     def granularity(
@@ -272,25 +272,25 @@ class PhysicalMemory(GenericAllocation):
         """Take over a driver handle."""
         prop = MemAllocationProp.from_driver(door.call("cuMemGetAllocationPropertiesFromHandle", raw))
         memory = cls.__new__(cls)
-        memory._take(Recipe(door, prop, found=True), nbytes, raw)
-        memory._backing.imported = imported
+        memory._take(MemorySpec(door, prop, found=True), nbytes, raw)
+        memory._state.imported = imported
         known = door.memories.get(int(raw))
         if known is not None:
             known.holders += 1
-            memory._backing = known
+            memory._state = known
         else:
-            memory._backing.name(int(raw))
+            memory._state.name(int(raw))
         return memory
 
     @property
     def location(self) -> MemLocation:
         """Where the memory is, as it was asked for."""
-        return self._recipe.prop.location
+        return self._spec.prop.location
 
     @property
     def properties(self) -> MemAllocationProp:
         """What it was made with."""
-        return self._recipe.prop
+        return self._spec.prop
 
     def query(self) -> MemAllocationProp:
         """What the driver says that it is made with (``cuMemGetAllocationPropertiesFromHandle``).
@@ -298,7 +298,7 @@ class PhysicalMemory(GenericAllocation):
         It may differ from :attr:`properties`: compression is not always given, memory on HOST is said to be on a NUMA
         node, and driver 580 does not remember that memory is a tile pool.
         """
-        struct = self._recipe.door.call("cuMemGetAllocationPropertiesFromHandle", self._checked_raw())
+        struct = self._spec.door.call("cuMemGetAllocationPropertiesFromHandle", self._checked_raw())
         return MemAllocationProp.from_driver(struct)
 
     @property
@@ -308,11 +308,11 @@ class PhysicalMemory(GenericAllocation):
 
     @property
     def _handle_types(self) -> MemHandleType:
-        return self._recipe.prop.requested_handle_types
+        return self._spec.prop.requested_handle_types
 
     @property
     def _granularity(self) -> int:
-        return self._recipe.granularity
+        return self._spec.granularity
 
     @property
     def _mark(self) -> str:

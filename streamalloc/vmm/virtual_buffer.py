@@ -18,26 +18,26 @@ from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
 from streamalloc.core.stream import Stream, StreamLike, as_stream
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.access import Access, Rights, rights_of, structs_of
-from streamalloc.vmm.address_range import AddressRange, Mapped, Mapping
+from streamalloc.vmm.address_range import AddressRange, Mapping, MappingEntry
 from streamalloc.vmm.generic_handle import GenericAllocation
-from streamalloc.vmm.physical_memory import PhysicalMemory, Recipe
+from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
 from streamalloc.vmm.waiting import After, accessing, wait
 
-__all__ = ["Eviction", "Piece", "VirtualBuffer"]
+__all__ = ["ChunkSpec", "Eviction", "VirtualBuffer"]
 
 
-class Piece(NamedTuple):
+class ChunkSpec(NamedTuple):
     """Physical memory that is to be: where in the range, how much, and of which kind."""
 
     offset: int
     nbytes: int
-    recipe: Recipe
+    spec: MemorySpec
 
 
 class Eviction(NamedTuple):
     """What a buffer gave back, and where its bytes are meanwhile."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ChunkSpec, ...]
     backup: Memory | None
     """The copy of the bytes; None where they were given up."""
     own: bool
@@ -182,7 +182,7 @@ class VirtualBuffer(Memory, Closes):
         self._check_open()
         rights = rights_of(access, self._door, flags)
         _check_devices(rights)
-        mapped = self._pieces_mapped()
+        mapped = self._all_entries()
         if rights and mapped:
             self.range._set_rights(mapped, rights, after)
         self._rights = {where: allowed for where, allowed in {**self._rights, **rights}.items() if allowed}
@@ -223,15 +223,15 @@ class VirtualBuffer(Memory, Closes):
             return
         if self._evicted:
             raise EvictedError(f"{self!r} is evicted already")
-        mapped = self._pieces_mapped()
+        mapped = self._all_entries()
         for held in mapped:
             if held.memory.exported:
                 raise InUseError(f"{held.memory!r} was exported: importers would keep it, and the old bytes")
             if held.memory.mapping_count > 1:
                 raise InUseError(f"{held.memory!r} is mapped in {held.memory.mapping_count} places: unmap the others")
-            if held.memory._backing.bound_to:
+            if held.memory._state.bound_to:
                 raise InUseError(f"{held.memory!r} is bound to a multicast object, which would keep it: unbind() it")
-            if held.memory._backing.holders > 1:
+            if held.memory._state.holders > 1:
                 raise InUseError(f"{held.memory!r} is held by another PhysicalMemory, too: close that")
         ordered = self._copying_stream(stream)
         wait(after, self._door, accessing(held.rights for held in mapped))
@@ -242,7 +242,7 @@ class VirtualBuffer(Memory, Closes):
                 copy.copy_from(self, ordered)
                 ordered.synchronize()
             pieces = tuple(
-                Piece(held.offset, held.memory.nbytes, held.memory._recipe)
+                ChunkSpec(held.offset, held.memory.nbytes, held.memory._spec)
                 for held in mapped
                 if held.offset < self._mapped and isinstance(held.memory, PhysicalMemory)
             )
@@ -310,7 +310,7 @@ class VirtualBuffer(Memory, Closes):
         ordered._refuse_capture("cuMemUnmap", "memory cannot be evicted or restored in a capture")
         return ordered
 
-    def _copy_back(self, backup: Memory, made: Sequence[Mapped], stream: Stream) -> None:
+    def _copy_back(self, backup: Memory, made: Sequence[MappingEntry], stream: Stream) -> None:
         writer = stream.device.location
         allowed = self._rights.get(writer, MemAccess.NONE)
         if allowed == MemAccess.READWRITE:
@@ -328,7 +328,7 @@ class VirtualBuffer(Memory, Closes):
         """Unmap and release everything, and give the addresses back, once ``after`` has passed. Idempotent."""
         if self.range.closed:
             return
-        mapped = self._pieces_mapped()
+        mapped = self._all_entries()
         if mapped:
             wait(after, self._door, accessing(held.rights for held in mapped))
             self.range._unmap(mapped)
@@ -343,20 +343,20 @@ class VirtualBuffer(Memory, Closes):
 
     # -- for the kinds of such buffers -----------------------------------------------------------------------
 
-    def _put(self, pieces: Sequence[Piece]) -> list[Mapped]:
+    def _put(self, pieces: Sequence[ChunkSpec]) -> list[MappingEntry]:
         """Make, map and give access to pieces that lie side by side: all of them, or none."""
         offsets = self.range._offsets
         if pieces and offsets and offsets[-1] >= pieces[0].offset:
             # Left over by an earlier call, which could not undo what it had done.
-            rest = [held for held in self._pieces_mapped() if held.offset >= pieces[0].offset]
+            rest = [held for held in self._all_entries() if held.offset >= pieces[0].offset]
             self.range._unmap(rest)
             self._left += [held.memory for held in rest]
             self._give_back()
-        made: list[Mapped] = []
+        made: list[MappingEntry] = []
         memories: list[PhysicalMemory] = []
         try:
-            for offset, nbytes, recipe in pieces:
-                memories.append(recipe.make(nbytes))
+            for offset, nbytes, spec in pieces:
+                memories.append(spec.make(nbytes))
                 made.append(self.range._map(memories[-1], offset))
             if made and self._structs:
                 self.range._grant(made, self._rights, self._structs)
@@ -366,7 +366,7 @@ class VirtualBuffer(Memory, Closes):
             raise
         return made
 
-    def _take_away(self, made: Sequence[Mapped], first: BaseException) -> None:
+    def _take_away(self, made: Sequence[MappingEntry], first: BaseException) -> None:
         """Undo :meth:`_put` because of ``first``."""
         try:
             self.range._unmap(made)
@@ -397,7 +397,7 @@ class VirtualBuffer(Memory, Closes):
         except CudaError as later:
             attach(first, later)
 
-    def _pieces_mapped(self) -> tuple[Mapped, ...]:
+    def _all_entries(self) -> tuple[MappingEntry, ...]:
         return tuple(self.range._at[offset] for offset in self.range._offsets)
 
     def _backup(self, backup: MemoryPool | Memory | None, stream: Stream) -> Memory | None:

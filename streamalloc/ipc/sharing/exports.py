@@ -23,6 +23,7 @@ from streamalloc.ipc.sharing.shared_words import Board
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.pointers import MemoryKind, PointerAttributes, pointer_attributes
 from streamalloc.vmm import AddressRange, GrowableBuffer, Mapping, PhysicalMemory, RangeView, VirtualBuffer
+from streamalloc.vmm.internal import covering, door_of_range, is_imported, spec_of
 
 __all__ = ["Shared", "share"]
 
@@ -405,7 +406,7 @@ def _share_part(buffer: Buffer, offset: int, size: int, stream: StreamLike | Non
 def _share_physical(
     memory: PhysicalMemory, stream: StreamLike | None, hold: bool, handle_type: MemHandleType | None
 ) -> Shared:
-    door = memory._recipe.door
+    door = spec_of(memory).door
     _refuse_imported(memory)
     exports = exports_of(door)
     kind = _handle_type([memory], handle_type)
@@ -455,11 +456,11 @@ def _share_range(
     """Share the pieces that bytes of an address range lie in."""
     if not size:
         raise ValueError(f"{thing!r} is empty: there is nothing to share")
-    door = range_._door
+    door = door_of_range(range_)
     exports = exports_of(door)
     ordered = _ordered(thing, stream, door)
     # Of a growing buffer, all pieces from its beginning on, so that importers recognise those they have.
-    pieces = list(range_._covering(start, start + size))
+    pieces = covering(range_, start, start + size)
     if len(pieces) > MOST_CHUNKS:
         raise ValueError(
             f"{thing!r} lies in {len(pieces)} pieces of physical memory, and at most {MOST_CHUNKS} are shared at once: "
@@ -471,9 +472,6 @@ def _share_range(
         if not isinstance(memory, PhysicalMemory):
             raise ValueError(f"{memory!r} is shared by its own handle: export() it, and share the memory bound to it")
         _refuse_imported(memory)
-        if memory.closed:
-            # The mapping is all that is left of it, and knows its handle.
-            memory = PhysicalMemory.at(range_.address + mapped.offset, driver=range_.driver)
         memories.append(memory)
     kind = _handle_type(memories, handle_type)
     chunks = [exports.memory(memory, kind) for memory in memories]
@@ -510,7 +508,7 @@ def _share_imported(
 
 
 def _refuse_imported(memory: PhysicalMemory) -> None:
-    if memory._backing.imported:
+    if is_imported(memory):
         _share_imported(memory)
 
 
@@ -623,7 +621,7 @@ _NOT_EXPORTABLE = (
 )
 
 _DOORS: tuple[tuple[type, Callable[[Any], Door]], ...] = (
-    (PhysicalMemory, lambda memory: memory._recipe.door),
+    (PhysicalMemory, lambda memory: spec_of(memory).door),
     (ImportedPool, lambda pool: pool._importer.door),
 )
 

@@ -26,10 +26,8 @@ from streamalloc.driver.internal import OpaqueStruct, cuda, opaque_struct
 from streamalloc.ipc.sharing.descriptor import FABRIC, HEAD_BYTES, Chunk, Descriptor, Flags, Mechanism
 from streamalloc.ipc.sharing.lease import making
 from streamalloc.ipc.sharing.shared_words import SLOTS, WORD, Board, ImporterWords, SlotWords, fence, next_word, reached
-from streamalloc.vmm import PhysicalMemory, VirtualBuffer
-from streamalloc.vmm.address_range import AddressRange, Mapped
-from streamalloc.vmm.generic_handle import import_handle
-from streamalloc.vmm.waiting import accessing, wait
+from streamalloc.vmm import PhysicalMemory
+from streamalloc.vmm.internal import RemappableBuffer, check_mappable, import_memory
 
 __all__ = ["DriverVersionWarning", "ImportedBuffer", "ImportedPool", "ImportedRange", "open"]
 
@@ -184,12 +182,9 @@ class Importer:
     def memory(self, chunk: Chunk, handles: Handles) -> PhysicalMemory:
         """Physical memory; each import holds it by itself."""
         if chunk.fabric:
-            raw = import_handle(self.door, chunk.fabric)
-        else:
-            with handles.take(chunk.id) as fd:
-                raw = import_handle(self.door, fd)
-        with undoing(lambda: self.door.call("cuMemRelease", raw)):
-            return PhysicalMemory._of_handle(self.door, raw, chunk.nbytes, imported=True)
+            return import_memory(self.door, chunk.fabric, chunk.nbytes)
+        with handles.take(chunk.id) as fd:
+            return import_memory(self.door, fd, chunk.nbytes)
 
 
 Lessor: TypeAlias = tuple[bytes, int, int]
@@ -708,22 +703,13 @@ class ImportedPool:
         return f"<ImportedPool {self.handle:#x} on device {self.device.ordinal}>"
 
 
-class ImportedRange(VirtualBuffer):
+class ImportedRange(RemappableBuffer):
     """Physical memory of another process, mapped here at one address: made by :func:`open`.
 
     The driver keeps the memory for as long as somebody has it, so that no lease is needed.
     """
 
-    __slots__ = ("_names", "_offset")
-
-    _offset: int
-    _names: list[Chunk]
-    """The pieces that are mapped, in the order of addresses."""
-
-    @property
-    def address(self) -> int:
-        """Where the part that was shared begins."""
-        return self.range.address + self._offset
+    __slots__ = ()
 
     def evict(self, *_: Any, **__: Any) -> None:
         """Refused: the memory belongs to another process."""
@@ -746,7 +732,7 @@ def _open_physical(
             raise ValueError(f"the descriptor is of one piece of memory, and names {len(chunks)}")
         memory = importer.memory(chunks[0], handles)
         with undoing(memory.close):
-            _verify(memory)
+            check_mappable(memory)
             board = importer.board(described, handles)
             _wait_until_ready(board, described, stream)
         return memory
@@ -758,11 +744,8 @@ def _open_physical(
             _wait_until_ready(board, described, mapped.stream)
         _wait_until_ready(board, described, stream)
         return mapped
-    mapped = ImportedRange.__new__(ImportedRange)
-    mapped._offset = described.offset
-    mapped._names = []
     capacity = described.base_size if growable else total
-    mapped._open(device, capacity, 0, 0, {device.location: MemAccess.READWRITE}, stream)
+    mapped = ImportedRange(device, capacity, {device.location: MemAccess.READWRITE}, stream, described.offset)
     with undoing(mapped.close):
         _map_rest(importer, mapped, described, handles)
         board = importer.board(described, handles)
@@ -772,48 +755,12 @@ def _open_physical(
     return mapped
 
 
-def _verify(memory: PhysicalMemory) -> None:
-    """Raise where memory has another size than it is said to: the driver maps it as a whole only."""
-    granularity = memory._recipe.granularity
-    if memory.nbytes % granularity:
-        raise ValueError(f"physical memory of {memory.nbytes} bytes, which are no multiple of {granularity}")
-    with AddressRange(memory.nbytes, driver=memory.driver) as addresses:
-        addresses.map(memory)
-
-
 def _map_rest(importer: Importer, mapped: ImportedRange, described: Descriptor, handles: Handles) -> None:
     """Map what is not mapped yet, and unmap what the owner does not have any more."""
     chunks = described.chunks
-    same = 0
-    # Whichever handles a piece is shared by, it is the same.
-    while same < min(len(mapped._names), len(chunks)) and mapped._names[same][:2] == chunks[same][:2]:
-        same += 1
-    have = mapped._pieces_mapped()
-    if have[same:]:
-        wait(None, mapped._door, accessing(held.rights for held in have[same:]))
-        mapped.range._unmap(have[same:])
-        mapped._left += [held.memory for held in have[same:]]
-        del mapped._names[same:]
-        mapped._mapped = have[same].offset
-        mapped._nbytes = min(mapped._nbytes, max(mapped._mapped - mapped._offset, 0))
-        mapped._give_back()
-    made: list[Mapped] = []
-    memories: list[PhysicalMemory] = []
-    at = mapped._mapped
-    try:
-        for chunk in chunks[same:]:
-            memories.append(importer.memory(chunk, handles))
-            made.append(mapped.range._map(memories[-1], at))
-            at += chunk.nbytes
-        if made:
-            mapped.range._grant(made, mapped._rights, mapped._structs)
-    except BaseException as first:
-        mapped._left += [memory for memory in memories if not memory.mapping_count]
-        mapped._take_away(made, first)
-        raise
-    mapped._names += chunks[same:]
-    mapped._mapped = at
-    mapped._nbytes = described.size
+    # Whichever handles a chunk is shared by, it is the same.
+    names = [chunk[:2] for chunk in chunks]
+    mapped.set_chunks(names, lambda place: importer.memory(chunks[place], handles), described.size)
 
 
 def _open_event(importer: Importer, described: Descriptor, device: Device, stream: Stream, handles: Handles) -> Event:

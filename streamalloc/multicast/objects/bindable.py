@@ -10,7 +10,7 @@ from streamalloc.core.door import Door
 from streamalloc.core.properties import MemHandleType, MemLocation, MemLocationType, checked_size
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.address_range import AddressRange, RangeView
-from streamalloc.vmm.generic_handle import Backing
+from streamalloc.vmm.generic_handle import AllocationState
 from streamalloc.vmm.physical_memory import PhysicalMemory
 
 __all__ = ["Member", "check_member", "member_of"]
@@ -31,7 +31,7 @@ class Member(NamedTuple):
     location: MemLocation
     handle_types: MemHandleType | None
     """What it can be shared as; None where that is not known."""
-    backing: Backing | None
+    state: AllocationState | None
     """The handle behind it; None for pool memory."""
     door: Door
 
@@ -91,11 +91,11 @@ def member_of(memory: object, memory_offset: int, nbytes: int | None, door: Door
 
 def _of_handle(given: object, memory: PhysicalMemory, start: int, size: int, address: int | None, door: Door) -> Member:
     types = memory.properties.requested_handle_types
-    return Member(given, memory, start, size, address, memory.location, types, memory._backing, door)
+    return Member(given, memory, start, size, address, memory.location, types, memory._state, door)
 
 
 def _of_range(given: Memory, range: AddressRange, address: int, size: int, door: Door) -> Member:
-    """Mapped memory: what is kept is the physical memory, as addresses may be given back while it is bound."""
+    """MappingEntry memory: what is kept is the physical memory, as addresses may be given back while it is bound."""
     start = address - range.address
     pieces = list(range._covering(start, start + size))
     if len(pieces) > 1:

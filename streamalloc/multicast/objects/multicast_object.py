@@ -28,7 +28,7 @@ from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
 from streamalloc.multicast.objects.bindable import Member, check_member, member_of
 from streamalloc.vmm.access import Access, Rights, rights_of
-from streamalloc.vmm.address_range import GRANULARITY, AddressRange, Mapped, Mapping, give_up
+from streamalloc.vmm.address_range import GRANULARITY, AddressRange, Mapping, MappingEntry, give_up
 from streamalloc.vmm.generic_handle import GenericAllocation, import_handle
 from streamalloc.vmm.physical_memory import PhysicalMemory
 from streamalloc.vmm.waiting import After, accessing, wait
@@ -39,10 +39,10 @@ _Granularity = cuda.CUmulticastGranularity_flags
 
 # What is bound must not be freed before it is unbound, in whatever order the garbage collector ends a cycle that has
 # all of it: so it is no part of any cycle.
-_anchored: set[Bound] = set()
+_anchored: set[BindingEntry] = set()
 
 
-class Bound:
+class BindingEntry:
     """One piece of memory as its multicast object keeps it."""
 
     __slots__ = ("device", "live", "member", "nbytes", "offset")
@@ -112,13 +112,13 @@ class MulticastObject(GenericAllocation):
 
     __slots__ = ("_bound", "_complete", "_devices", "_dropped", "_loose", "_prop", "_ranges", "_step", "_views")
 
-    _bound: list[Bound]
+    _bound: list[BindingEntry]
     _complete: bool
     """Whether somebody said that all devices were added."""
     _devices: list[Device]
     _dropped: bool
     """Whether the finaliser has run and waits for a mapping to go."""
-    _loose: list[Bound]
+    _loose: list[BindingEntry]
     """What the driver has unbound already, and what is still held."""
     _prop: MulticastObjectProp
     _ranges: weakref.WeakSet[AddressRange]
@@ -151,7 +151,7 @@ class MulticastObject(GenericAllocation):
             )
         self._open(door, prop, smallest)
         self._raw = door.call("cuMulticastCreate", prop.to_driver())
-        self._backing.name(int(self._raw))
+        self._state.name(int(self._raw))
 
     def _open(self, door: Door, prop: MulticastObjectProp, step: int) -> None:
         self._bound = []
@@ -164,7 +164,7 @@ class MulticastObject(GenericAllocation):
         self._step = step
         self._views = []
         self._hold(door, prop.size, None)
-        self._backing.multicast = True
+        self._state.multicast = True
 
     @staticmethod
     def granularity(
@@ -224,8 +224,8 @@ class MulticastObject(GenericAllocation):
             imported = cls.__new__(cls)
             imported._open(door, prop, step)
             imported._raw = import_handle(door, handle)
-            imported._backing.name(int(imported._raw))
-            imported._backing.imported = True
+            imported._state.name(int(imported._raw))
+            imported._state.imported = True
             return imported
         finally:
             if isinstance(handle, Fd):
@@ -353,7 +353,7 @@ class MulticastObject(GenericAllocation):
                 raise ValueError(
                     f"offset={offset}: bytes {other.offset} to {other.stop} of device {ordinal} are bound already"
                 )
-        bound = Bound(member, ordinal, start, member.nbytes)
+        bound = BindingEntry(member, ordinal, start, member.nbytes)
         # In the table before it is bound, so that nothing can come between and lose it.
         self._bound.append(bound)
         _anchored.add(bound)
@@ -364,8 +364,8 @@ class MulticastObject(GenericAllocation):
             self._bound.remove(bound)
             _anchored.discard(bound)
             raise
-        if member.backing is not None:
-            self._backing.bind(member.backing)
+        if member.state is not None:
+            self._state.bind(member.state)
         return Binding(self, bound)
 
     def map(self, *, access: Access = None) -> MulticastView:
@@ -466,7 +466,7 @@ class MulticastObject(GenericAllocation):
 
     # -- the end ---------------------------------------------------------------------------------------------
 
-    def _unbind(self, bound: Bound) -> None:
+    def _unbind(self, bound: BindingEntry) -> None:
         """Tell the driver; :meth:`_let_go` then drops the memory."""
         self._door.call("cuMulticastUnbind", self._raw, bound.device, bound.offset, bound.nbytes)
         bound.live = False
@@ -480,12 +480,12 @@ class MulticastObject(GenericAllocation):
             while self._loose:
                 bound = self._loose.pop()
                 _anchored.discard(bound)
-                if bound.member.backing is not None:
-                    yield functools.partial(self._backing.unbind, bound.member.backing)
+                if bound.member.state is not None:
+                    yield functools.partial(self._state.unbind, bound.member.state)
 
         undo_all(undos())
 
-    def _places(self) -> list[tuple[AddressRange, Mapped]]:
+    def _places(self) -> list[tuple[AddressRange, MappingEntry]]:
         return [(range, mapped) for range in self._ranges for mapped in range._at.values() if mapped.memory is self]
 
     def _wait(self, after: After) -> None:
@@ -493,7 +493,7 @@ class MulticastObject(GenericAllocation):
         rights = [*(mapped.rights for _, mapped in self._places()), *(rights for _, rights in self._views)]
         wait(after, self._door, accessing(rights))
 
-    def _end(self, places: list[tuple[AddressRange, Mapped]] | tuple[()], after: After) -> None:
+    def _end(self, places: list[tuple[AddressRange, MappingEntry]] | tuple[()], after: After) -> None:
         self._wait(after)
         for bound in tuple(self._bound):
             self._unbind(bound)
@@ -510,7 +510,7 @@ class MulticastObject(GenericAllocation):
         try:
             self._let_go()
         finally:
-            self._backing.released()
+            self._state.released()
 
     def _drop(self) -> None:
         # In a cycle the finalisers of the ranges that map the object may come later.
@@ -536,7 +536,7 @@ class MulticastObject(GenericAllocation):
         self._views.clear()
         with contextlib.suppress(CudaError):  # memory that was closed before has a finaliser of its own
             self._let_go()
-        self._backing.released()
+        self._state.released()
 
     # -- rules -----------------------------------------------------------------------------------------------
 
@@ -546,7 +546,7 @@ class MulticastObject(GenericAllocation):
 
     @property
     def _must_be_shareable(self) -> bool:
-        return bool(self._prop.handle_types) or self._backing.imported
+        return bool(self._prop.handle_types) or self._state.imported
 
     def _check_complete(self, purpose: str) -> None:
         if not self.complete:
@@ -588,7 +588,7 @@ class Binding(Closes):
     multicast: MulticastObject
     """The object that the memory is bound to."""
 
-    def __init__(self, multicast: MulticastObject, bound: Bound) -> None:
+    def __init__(self, multicast: MulticastObject, bound: BindingEntry) -> None:
         self.multicast = multicast
         self._bound = bound
 
@@ -665,7 +665,7 @@ class MulticastView(Mapping):
     def set_access(self, access: Access, flags: MemAccess = MemAccess.READWRITE, *, after: After = None) -> None:
         """Set who may use it (``cuMemSetAccess``); see :meth:`AddressRange.set_access`."""
         rights = rights_of(access, self._door, flags)
-        pieces = self._pieces()
+        pieces = self._entries()
         if rights:
             self.range._set_rights(pieces, rights, after)
 

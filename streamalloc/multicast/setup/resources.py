@@ -15,7 +15,7 @@ from streamalloc.core.properties import MemHandleType
 from streamalloc.ipc.transport.deadlines import left
 from streamalloc.multicast.objects.multicast_object import Binding, MulticastObject
 from streamalloc.vmm import AddressRange, Mapping, PhysicalMemory
-from streamalloc.vmm.generic_handle import import_handle
+from streamalloc.vmm.internal import import_memory
 
 __all__ = ["Parts", "finish", "in_time"]
 
@@ -104,15 +104,7 @@ class Parts:
         self.close_handles()
 
     def _import(self, handle: Handle) -> PhysicalMemory:
-        raw = import_handle(self.door, handle)
-        try:
-            return PhysicalMemory._of_handle(self.door, raw, self.physical_bytes, imported=True)
-        except BaseException as first:
-            try:
-                self.door.call("cuMemRelease", raw)
-            except CudaError as later:
-                attach(first, later)
-            raise
+        return import_memory(self.door, handle, self.physical_bytes)
 
     def close_handles(self) -> None:
         """Close the descriptors: who has imported what they stand for needs them no more."""

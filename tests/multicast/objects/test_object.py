@@ -214,9 +214,9 @@ class TestBind:
         for _ in range(3):
             with added(PAGE, devices) as other, vmm.PhysicalMemory(PAGE, devices[1]) as going:
                 found = [one.bind(memory) for one, memory in ((other, staying), (other, going), (made, going))]
-                assert staying._backing.peers == going._backing.peers == {staying._backing, going._backing}
+                assert staying._state.peers == going._state.peers == {staying._state, going._state}
                 found[-1].close()
-            assert staying._backing.peers == {staying._backing}
+            assert staying._state.peers == {staying._state}
         made.close()
 
     @pytest.mark.bindings("13.1")
@@ -367,7 +367,7 @@ class TestShared:
 
 def test_what_is_mapped_there_is_no_memory(team: Team) -> None:
     """Its handle is given back again."""
-    handles = team.object._backing.holders
+    handles = team.object._state.holders
     with pytest.raises(ValueError, match="a multicast object is mapped there"):
         vmm.PhysicalMemory.at(team.view.address)
-    assert team.object._backing.holders == handles
+    assert team.object._state.holders == handles

@@ -1,0 +1,98 @@
+"""What the areas above take of virtual memory beside the public names."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from streamalloc.core.door import Door
+from streamalloc.core.errors import undoing
+from streamalloc.core.fd import Fd
+from streamalloc.vmm.access import Access, Rights, rights_of
+from streamalloc.vmm.address_range import GRANULARITY, AddressRange
+from streamalloc.vmm.generic_handle import GenericAllocation, import_handle
+from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
+from streamalloc.vmm.remappable import RemappableBuffer
+from streamalloc.vmm.waiting import After, accessing, wait
+
+__all__ = [
+    "GRANULARITY",
+    "Access",
+    "After",
+    "GenericAllocation",
+    "MappedChunk",
+    "MemorySpec",
+    "RemappableBuffer",
+    "Rights",
+    "accessing",
+    "check_mappable",
+    "covering",
+    "door_of_range",
+    "import_handle",
+    "import_memory",
+    "is_imported",
+    "rights_of",
+    "spec_of",
+    "wait",
+]
+
+
+class MappedChunk(NamedTuple):
+    """What is mapped at one place of an address range."""
+
+    offset: int
+    """Where it begins in the range, in bytes."""
+    memory: GenericAllocation
+    """Physical memory or a multicast object. It can be exported also where the user has closed it."""
+
+
+def covering(range: AddressRange, start: int, stop: int) -> list[MappedChunk]:
+    """What is mapped between two offsets of a range, in the order of addresses.
+
+    Raises
+    ------
+    ValueError
+        The part has a hole.
+    """
+    found = []
+    for entry in range._covering(start, stop):
+        memory = entry.memory
+        if memory.closed and isinstance(memory, PhysicalMemory):
+            # The mapping is all that is left of it, and knows its handle.
+            memory = PhysicalMemory.at(range.address + entry.offset, driver=range.driver)
+        found.append(MappedChunk(entry.offset, memory))
+    return found
+
+
+def door_of_range(range: AddressRange) -> Door:
+    """The door of the driver that a range belongs to."""
+    return range._door
+
+
+def spec_of(memory: PhysicalMemory) -> MemorySpec:
+    """What physical memory was made with, its granularity, and its driver's door."""
+    return memory._spec
+
+
+def is_imported(memory: GenericAllocation) -> bool:
+    """Whether another process has made it."""
+    return memory._state.imported
+
+
+def import_memory(door: Door, handle: Fd | int | bytes, nbytes: int) -> PhysicalMemory:
+    """Physical memory of another process (``cuMemImportFromShareableHandle``).
+
+    ``handle`` is a file descriptor, which stays the caller's, or the 64 bytes of a fabric handle. Nobody checks that
+    the memory has ``nbytes`` bytes, see :func:`check_mappable`.
+    """
+    raw = import_handle(door, handle)
+    with undoing(lambda: door.call("cuMemRelease", raw)):
+        return PhysicalMemory._of_handle(door, raw, nbytes, imported=True)
+
+
+def check_mappable(memory: PhysicalMemory) -> None:
+    """Raise where memory has another size than it says, by mapping it: the driver maps it as a whole only."""
+    granularity = memory._spec.granularity
+    if memory.nbytes % granularity:
+        raise ValueError(f"physical memory of {memory.nbytes} bytes, which are no multiple of {granularity}")
+    with AddressRange(memory.nbytes, driver=memory.driver) as addresses:
+        addresses.map(memory)

@@ -1,0 +1,113 @@
+"""A buffer whose chunks of memory somebody else names: how imported memory follows its owner."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+
+from streamalloc.core.device import Device
+from streamalloc.core.errors import CudaError, attach
+from streamalloc.core.stream import StreamLike
+from streamalloc.vmm.access import Rights
+from streamalloc.vmm.address_range import MappingEntry
+from streamalloc.vmm.generic_handle import GenericAllocation
+from streamalloc.vmm.virtual_buffer import VirtualBuffer
+from streamalloc.vmm.waiting import accessing, wait
+
+__all__ = ["RemappableBuffer"]
+
+
+class RemappableBuffer(VirtualBuffer):
+    """Memory at one address, of which :meth:`set_chunks` says what is mapped.
+
+    ``offset`` is where the bytes begin in the first chunk.
+    """
+
+    __slots__ = ("_lock", "_names", "_offset")
+
+    _names: tuple[Hashable, ...]
+    """The chunks that are mapped, in the order of addresses."""
+
+    def __init__(self, device: Device, capacity: int, rights: Rights, stream: StreamLike | None, offset: int) -> None:
+        self._offset = offset
+        self._names = ()
+        self._lock = threading.Lock()
+        self._open(device, capacity, 0, 0, rights, stream)
+
+    @property
+    def address(self) -> int:
+        """Where the bytes begin."""
+        return self.range.address + self._offset
+
+    def set_chunks(self, names: Sequence[Hashable], make: Callable[[int], GenericAllocation], nbytes: int) -> None:
+        """Map the chunks with these names side by side, and nothing else: all of it, or the buffer stays as it was.
+
+        Chunks that are mapped in the same place already stay. Before any is unmapped, the host waits for all work of
+        the devices that have access; the caller must hold no lock that somebody else needs.
+
+        Parameters
+        ----------
+        names
+            What the chunks are known by, in the order of addresses.
+        make
+            Makes the memory of a new chunk, by its place in ``names``. The buffer closes it.
+        nbytes
+            The size of the buffer afterwards, in bytes.
+
+        Raises
+        ------
+        CudaError, ValueError
+            Memory cannot be made, or not be mapped there.
+        """
+        wanted = tuple(names)
+        made: list[GenericAllocation] = []
+        with self._lock:
+            try:
+                same = self._same(wanted)
+                for place in range(same, len(wanted)):
+                    made.append(make(place))
+                going = self._all_entries()[same:]
+                if going:
+                    wait(None, self._door, accessing(entry.rights for entry in going))
+                self._replace(going, made, nbytes)
+            except BaseException as first:
+                self._left += [memory for memory in made if not memory.mapping_count]
+                self._give_back_because_of(first)
+                raise
+            self._names = wanted
+            self._give_back()
+
+    def _same(self, wanted: tuple[Hashable, ...]) -> int:
+        """How many chunks stay."""
+        same = 0
+        for have, want in zip(self._names, wanted, strict=False):
+            if have != want:
+                break
+            same += 1
+        return same
+
+    def _replace(self, going: tuple[MappingEntry, ...], made: list[GenericAllocation], nbytes: int) -> None:
+        before = self._mapped
+        at = going[0].offset if going else before
+        try:
+            self.range._unmap(going)
+            self._mapped = self._map_all(at, made)
+        except BaseException as first:
+            try:
+                self.range._unmap([entry for entry in self._all_entries() if entry.offset >= at and entry not in going])
+                self._map_all(at, [entry.memory for entry in going if not entry.live])
+            except CudaError as later:
+                attach(first, later)
+            raise
+        self._nbytes = nbytes
+        self._left += [entry.memory for entry in going]
+
+    def _map_all(self, at: int, memories: Sequence[GenericAllocation]) -> int:
+        """Map memories side by side and give access to them; where they end."""
+        entries = []
+        for memory in memories:
+            entries.append(self.range._map(memory, at))
+            at += memory.nbytes
+        if entries and self._structs:
+            self.range._grant(entries, self._rights, self._structs)
+        return at
