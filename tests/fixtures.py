@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 
 import streamalloc as sa
 from streamalloc.testing import Gate
+from tests import processes
 from tests.support import KEEP
 
 __all__ = ["device", "gate", "peer", "pool", "python", "stream"]
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
@@ -56,23 +52,10 @@ def gate(device: sa.Device) -> Iterator[Gate]:
 
 
 @pytest.fixture
-def python(on_cuda: bool) -> Callable[..., subprocess.CompletedProcess[str]]:
+def python(on_cuda: bool) -> Callable[..., CompletedProcess[str]]:
     """Runs Python code in a new process whose default driver is the kind under test; ``None`` unsets a variable."""
 
-    def run(code: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
-        variables: dict[str, str | None] = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-            "STREAMALLOC_DRIVER": "cuda" if on_cuda else "simulated",
-            **environment,
-        }
-        return subprocess.run(
-            [sys.executable, "-W", "error", "-c", code],
-            env={name: value for name, value in variables.items() if value is not None},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+    def run(code: str, **environment: str | None) -> CompletedProcess[str]:
+        return processes.finished(processes.python(code), on_cuda, **environment)
 
     return run

@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 import streamalloc as sa
+import streamalloc.driver as sd
 
 MiB = 1 << 20
-GROWTH = 32 * MiB  # the step in which a pool takes memory (facts/one-gpu-calls.txt)
+GROWTH = 32 * MiB  # the step in which a pool takes memory (tests/facts/test_pool_sizes.py)
 KEEP = (1 << 64) - 1  # a release threshold that gives nothing back
 
 Bytes = npt.NDArray[np.uint8]
@@ -28,6 +29,23 @@ def read(memory: sa.Memory) -> Bytes:
 def holds(memory: sa.Memory, value: int) -> bool:
     """Whether every byte of some memory has this value."""
     return bool((read(memory) == value).all())
+
+
+def pattern(nbytes: int, seed: int = 0) -> Bytes:
+    """Bytes of which no 4 KiB are like any other, so that a page in the wrong place shows."""
+    words = np.arange(seed * 7919, seed * 7919 + -(-nbytes // 4), dtype=np.uint32) * np.uint32(2654435761)
+    data: Bytes = words.view(np.uint8)[:nbytes]
+    return data
+
+
+def filled(memory: sa.Memory, seed: int, stream: sa.Stream | None = None) -> None:
+    """Queue a pattern into memory."""
+    memory.copy_from(pattern(memory.nbytes, seed), stream)
+
+
+def shows(memory: sa.Memory, seed: int) -> bool:
+    """Whether memory has the pattern, once what its stream has queued is done."""
+    return bool(np.array_equal(read(memory), pattern(memory.nbytes, seed)))
 
 
 def executed(stream: sa.Stream, within: float = 10.0) -> bool:
@@ -49,3 +67,58 @@ def pending(stream: sa.Stream) -> bool:
 def names(driver: Any, *functions: str) -> list[str]:
     """The calls that a traced driver recorded, only those of the given functions if any are given."""
     return [call.name for call in driver.calls if not functions or call.name in functions]
+
+
+class Account:
+    """A driver around another one that keeps account of what is made, and of what is mapped where. It may fail."""
+
+    def __init__(
+        self, machine: Any, fault: str | int | None = None, nth: int = 1, result: str = "CUDA_ERROR_UNKNOWN"
+    ) -> None:
+        """``fault``, ``nth`` and ``result``: as ``faulty`` has them."""
+        self.traced = sd.traced(machine)
+        self.checked = sd.checked(self.traced)
+        # A call that never comes: the wrapper then only counts.
+        self.driver: Any = sd.faulty(self.checked, 1 << 40 if fault is None else fault, nth, result=result)
+        self._mapped: dict[int, int] = {}
+        self._seen = 0
+
+    @property
+    def device(self) -> sa.Device:
+        return sa.Device(0, driver=self.driver)
+
+    @property
+    def mapped(self) -> dict[int, int]:
+        """The mappings that are live, by what the driver was told: address and size."""
+        self._read()
+        return dict(self._mapped)
+
+    def _read(self) -> None:
+        new, self._seen = self.traced.calls[self._seen :], len(self.traced.calls)
+        for call in new:
+            if call.answer[0]:
+                continue
+            if call.name == "cuMemMap":
+                self._mapped[int(call.args[0])] = int(call.args[1])
+            elif call.name == "cuMemUnmap":
+                start, size = int(call.args[0]), int(call.args[1])
+                for address in [at for at in self._mapped if start <= at < start + size]:
+                    del self._mapped[address]
+
+    @property
+    def left(self) -> dict[str, Any]:
+        """Whatever was made and not given back."""
+        left: dict[str, Any] = dict(self.checked.outstanding())
+        if mapped := self.mapped:
+            left["mappings"] = mapped
+        return left
+
+    def forget_calls(self) -> None:
+        """Have the trace begin anew; the account goes on."""
+        self._read()
+        self.traced.calls.clear()
+        self._seen = 0
+
+    def calls(self, *functions: str) -> list[str]:
+        """The calls so far, only those of the given functions if any are given."""
+        return [call.name for call in self.traced.calls if not functions or call.name in functions]

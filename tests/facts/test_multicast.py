@@ -14,7 +14,7 @@ import pytest
 
 from tests.facts.support import DEVICE, HOST_NUMA, NO_HANDLE, PAGE, POSIX_FD, READWRITE, WIN32, Rig, said, value
 from tests.facts.teams import Team, properties, whole
-from tests.peer import Descriptor, Kept, Member, Peer
+from tests.processes import Descriptor, Kept, Member, Peer
 
 pytestmark = [pytest.mark.multicast, pytest.mark.gpus(2)]
 
@@ -314,7 +314,7 @@ class TestMemoryThatIsBound:
 class TestBetweenProcesses:
     @pytest.fixture
     def peer(self, on_cuda: bool, rig: Rig) -> Iterator[Peer]:
-        with Peer(on_cuda, **({} if on_cuda else {"devices": 2})) as process:
+        with Peer(on_cuda, devices=2) as process:
             yield process
             rig.settle()
             process.reset()

@@ -28,7 +28,7 @@ from tests.facts.support import (
     said,
     value,
 )
-from tests.peer import OPAQUE_BYTES, Descriptor, Kept, Member, Opaque, Peer, bytes_of, opaque
+from tests.processes import OPAQUE_BYTES, Descriptor, Kept, Member, Opaque, Peer, bytes_of, opaque
 
 INTERPROCESS = 4
 LAZY_ENABLE_PEER_ACCESS = 1
@@ -51,12 +51,12 @@ def peer(process: Peer, rig: Rig) -> Iterator[Peer]:
 
 
 @pytest.fixture
-def another(on_cuda: bool) -> Iterator[Callable[[], Peer]]:
+def another(on_cuda: bool) -> Iterator[Callable[..., Peer]]:
     """Makes processes that a test may end or kill; what is left of them is killed at its end."""
     made: list[Peer] = []
 
-    def make() -> Peer:
-        made.append(Peer(on_cuda))
+    def make(fresh: bool = False) -> Peer:
+        made.append(Peer(on_cuda, fresh))
         return made[-1]
 
     yield make
@@ -354,7 +354,7 @@ class TestImportOfAPointer:
     def test_of_zeros(self, importer: Peer) -> None:
         assert import_pointer(importer, bytes(OPAQUE_BYTES)) == "INVALID_VALUE"
 
-    def test_outlives_the_pool(self, another: Callable[[], Peer], rig: Rig) -> None:
+    def test_outlives_the_pool(self, another: Callable[..., Peer], rig: Rig) -> None:
         # The owner is a process of its own: hardware was seen to crash some time after a pool in use was destroyed.
         raw, owner = rig.raw, another()
         owner.rig("pool", UINT64_MAX, handle_types=POSIX_FD, keep="pool")
@@ -557,8 +557,8 @@ class TestPlainMemory:
         assert peer.rig("read", there, 4) == [2] * 4
 
     @pytest.mark.parametrize("how", ["kill", "end"])
-    def test_of_a_process_that_is_gone(self, peer: Peer, another: Callable[[], Peer], how: str) -> None:
-        owner = another()
+    def test_of_a_process_that_is_gone(self, peer: Peer, another: Callable[..., Peer], how: str) -> None:
+        owner = another(how == "end")
         data = owner.value("cuIpcGetMemHandle", owner.value("cuMemAlloc", 4 * MiB))
         getattr(owner, how)()
         assert self.open(peer, data) == "INVALID_HANDLE"
@@ -685,7 +685,7 @@ class TestEvents:
         assert said(rig.raw.cuEventDestroy(rig.disown(event))) == "SUCCESS"
         assert opener.said("cuIpcOpenEventHandle", handle) == "SUCCESS"
 
-    def test_of_a_process_that_is_killed(self, another: Callable[[], Peer]) -> None:
+    def test_of_a_process_that_is_killed(self, another: Callable[..., Peer]) -> None:
         # Whoever waits waits for ever, so that is a process of its own, too.
         owner, waiting = another(), another()
         owner.rig("event", UNTIMED | INTERPROCESS, keep="event")

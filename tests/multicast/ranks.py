@@ -15,11 +15,8 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import Fd, ipc
 from streamalloc.multicast import SymmetricMemory
-from tests.support import read
-from tests.vmm.support import pattern
-
-SECONDS = 20.0
-"""After which a test gives up."""
+from tests.processes import SECONDS
+from tests.support import Account, pattern, read
 
 
 class Rank:
@@ -34,9 +31,8 @@ class Rank:
 
     def fail(self, call: str | int, nth: int = 1, result: str = "CUDA_ERROR_UNKNOWN") -> None:
         """Let a driver call fail from now on, once: by name or number; none of this name. The account begins anew."""
-        self.traced = sd.traced(self.machine)
-        self.checked = sd.checked(self.traced)
-        self.driver: Any = sd.faulty(self.checked, call, nth, result=result)
+        self.account = Account(self.machine, call, nth, result)
+        self.traced, self.driver = self.account.traced, self.account.driver
 
     @property
     def device(self) -> sa.Device:
@@ -51,25 +47,14 @@ class Rank:
 
     def calls(self, *functions: str) -> list[str]:
         """The driver calls so far, only those of the given functions if any are given."""
-        return [call.name for call in self.traced.calls if not functions or call.name in functions]
+        return self.account.calls(*functions)
 
     @property
     def left(self) -> dict[str, Any]:
         """What was made and not given back, by kind; contexts stay."""
-        left: dict[str, Any] = dict(self.checked.outstanding())
+        left = self.account.left
         # A stream that was closed has one until it is dropped, and the traceback of an error keeps it.
         left.pop("event", None)
-        live: dict[int, int] = {}
-        for call in self.traced.calls:
-            if call.answer[0]:
-                continue
-            if call.name == "cuMemMap":
-                live[int(call.args[0])] = int(call.args[1])
-            elif call.name == "cuMemUnmap":
-                start, size = int(call.args[0]), int(call.args[1])
-                live = {at: nbytes for at, nbytes in live.items() if not start <= at < start + size}
-        if live:
-            left["mappings"] = live
         return left
 
     @property
@@ -134,7 +119,7 @@ class Crew:
         for rank in self.ranks:
             if not rank.left:
                 # There is no need to go through it again.
-                rank.traced.calls.clear()
+                rank.account.forget_calls()
         return left
 
 

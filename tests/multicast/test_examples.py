@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import ROOT, finished
+
 EXAMPLES = ROOT / "notebooks" / "examples"
 RANKS = 2
 
@@ -22,14 +22,8 @@ pytestmark = [
 
 def run(*command: str | Path, on_cuda: bool) -> None:
     """Run an example as its users do, each rank with a GPU of its own."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "STREAMALLOC_DRIVER": "cuda"}
-    # Open MPI asks twice before it lets root, who runs tests in containers.
-    environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     arguments = [] if on_cuda else ["--simulated"]
-    done = subprocess.run(
-        [*map(str, command), *arguments], env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
+    done = finished([*command, *arguments], on_cuda=True)
     assert done.returncode == 0, done.stdout + done.stderr
     how = "2 stores (a multicast view needs --multicast)" if on_cuda else "one store through the multicast view"
     for rank in range(RANKS):

@@ -5,7 +5,6 @@ It is never run here: that would make multicast objects on hardware.
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import shutil
@@ -15,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import ROOT, finished
+
 EXAMPLE = ROOT / "notebooks" / "examples" / "multimem_cupy.py"
 
 pytestmark = pytest.mark.skipif(not EXAMPLE.exists(), reason="installed without the repository")
@@ -50,19 +50,7 @@ def kernel() -> str:
 
 def run(asked: str | None) -> subprocess.CompletedProcess[str]:
     """Run the example on the simulated driver, always: with the variable set it would run on a real one."""
-    environment = {name: value for name, value in os.environ.items() if name != "STREAMALLOC_TEST_MULTICAST"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment["STREAMALLOC_DRIVER"] = "simulated"
-    if asked is not None:
-        environment["STREAMALLOC_TEST_MULTICAST"] = asked
-    return subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLE)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return finished([sys.executable, "-W", "error", EXAMPLE], STREAMALLOC_TEST_MULTICAST=asked)
 
 
 @pytest.mark.parametrize("asked", [None, "", "0"])

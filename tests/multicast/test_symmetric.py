@@ -500,7 +500,7 @@ def test_the_current_context_says_which_device(machine: Any, device: sa.Device) 
 @pytest.fixture
 def partner(on_cuda: bool) -> Iterator[Partner]:
     """The other process, whose driver has two devices."""
-    with Partner(on_cuda, **({} if on_cuda else {"devices": 2})) as partner:
+    with Partner(on_cuda, devices=2) as partner:
         yield partner
 
 

@@ -305,12 +305,12 @@ class TestClosed:
     def test_queued_work_is_waited_for(self, machine: Any) -> None:
         account = Account(machine)
         team = Team(account.driver)
-        account.traced.calls.clear()
+        account.forget_calls()
         team.bindings[0].close()
         assert names(account.traced, "cuCtxSynchronize", "cuMulticastUnbind") == [
             *TEAM * ["cuCtxSynchronize"], "cuMulticastUnbind",
         ]  # fmt: skip
-        account.traced.calls.clear()
+        account.forget_calls()
         team.bindings[1].close(())
         assert names(account.traced, "cuCtxSynchronize", "cuMulticastUnbind") == ["cuMulticastUnbind"]
 

@@ -604,7 +604,7 @@ def sweep(machine: Any, kind: type[Case], count: int, result: str, again: bool, 
     numbers = calls_of(machine, kind, count)
     assert len(numbers) >= 1
     for number in numbers:
-        account = Account(machine, number, result)
+        account = Account(machine, number, result=result)
         case = kind(account, count)
         assert len(account.driver.seen) == numbers.start - 1
         try:

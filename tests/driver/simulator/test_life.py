@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -14,6 +12,7 @@ import warnings
 import pytest
 
 from tests.driver.simulator.support import MiB, Rig, ok
+from tests.processes import finished, python
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
@@ -119,13 +118,7 @@ _AT_EXIT = """
 
 
 def test_the_interpreter_ends_with_work_pending() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(_AT_EXIT)],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    done = finished(python(textwrap.dedent(_AT_EXIT)))
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 

@@ -7,7 +7,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,12 +23,11 @@ from streamalloc.driver.simulator import DeadlockError
 from streamalloc.driver.simulator.calls.multimem import SUPPORTED
 from tests.facts.support import DEVICE, FABRIC, PAGE, POSIX_FD, READ, READWRITE, MiB, Rig, said, value
 from tests.facts.teams import Team, properties, whole
-from tests.peer import Descriptor, Kept, Member, Peer, bytes_of
+from tests.processes import Descriptor, Kept, Member, Peer, bytes_of, python, started
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
 FD = Member("CUmemAllocationHandleType", POSIX_FD)
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def new_rig(**machine: Any) -> Rig:
@@ -196,8 +194,8 @@ class TestWaiting:
         team = Team(rig, handle_types=POSIX_FD)
         team.add(0)
         join(process, team, add=False)
-        os.kill(process.process.pid, signal.SIGSTOP)
-        killer = subprocess.Popen(["/bin/sh", "-c", f"sleep 0.2; kill -9 {process.process.pid}"])
+        os.kill(process.pid, signal.SIGSTOP)
+        killer = subprocess.Popen(["/bin/sh", "-c", f"sleep 0.2; kill -9 {process.pid}"])
         with pytest.raises(DeadlockError, match="nobody else"):
             team.bind(rig.memory(handle_types=POSIX_FD))
         killer.wait()
@@ -590,13 +588,10 @@ class TestBetweenProcesses:
             "from streamalloc.driver.simulator.team import Team; import time\n"
             f"with Team.open({fd}).locked(): print('locked', flush=True); time.sleep(60)"
         )
-        environment = {**os.environ, "PYTHONPATH": str(ROOT) + os.pathsep + os.environ.get("PYTHONPATH", "")}
-        with subprocess.Popen(
-            [sys.executable, "-c", code], pass_fds=[fd], stdout=subprocess.PIPE, env=environment
-        ) as process:
+        with started(python(code), [fd]) as process:
             os.close(fd)
             assert process.stdout is not None
-            assert process.stdout.readline() == b"locked\n"
+            assert process.stdout.readline() == "locked\n"
             timer = threading.Timer(0.1, process.kill)
             timer.start()
             assert team.add(0) == "SUCCESS"
@@ -623,10 +618,7 @@ class TestBetweenProcesses:
         """Each adds a thousand times to every replica, and none is lost."""
         team = Team(rig, handle_types=POSIX_FD).add_all().bind_all()
         fd = export(team)
-        environment = {**os.environ, "PYTHONPATH": str(ROOT) + os.pathsep + os.environ.get("PYTHONPATH", "")}
-        processes = [
-            subprocess.Popen([sys.executable, "-c", ADDING, str(fd)], pass_fds=[fd], env=environment) for _ in range(2)
-        ]
+        processes = [started(python(ADDING, fd), [fd], stdout=None) for _ in range(2)]
         os.close(fd)
         assert [process.wait(60) for process in processes] == [0, 0]
         assert team.read() == [[2000 % 256, 2000 // 256, 0, 0]] * 2

@@ -28,7 +28,7 @@ from tests.facts.support import (
     said,
     value,
 )
-from tests.peer import OPAQUE_BYTES, Descriptor, Kept, Member, Opaque, Peer, bytes_of, opaque
+from tests.processes import OPAQUE_BYTES, Descriptor, Kept, Member, Opaque, Peer, bytes_of, opaque
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
@@ -148,7 +148,7 @@ class TestPools:
 
     @pytest.mark.parametrize("how", ["end", "kill"])
     def test_the_owner_is_gone(self, another: Callable[..., Peer], rig: Rig, how: str) -> None:
-        owner = another()
+        owner = another(fresh=how == "end")
         fd, data = owner_of_a_pool(owner)
         pool = import_pool(rig, fd)
         address = value(pointer(rig, pool, data))
@@ -163,7 +163,7 @@ class TestPools:
 
     @pytest.mark.parametrize("how", ["end", "kill"])
     def test_the_importer_is_gone(self, another: Callable[..., Peer], rig: Rig, how: str) -> None:
-        importer = another()
+        importer = another(fresh=how == "end")
         pool, stream = rig.pool(handle_types=POSIX_FD), rig.stream()
         fd = export_pool(rig, pool)
         address, data = allocate(rig, pool, MiB, 7, stream)
@@ -282,7 +282,7 @@ class TestDamage:
 
     @pytest.mark.parametrize("how", ["end", "kill"])
     def test_handles_of_a_process_that_is_gone(self, another: Callable[..., Peer], rig: Rig, how: str) -> None:
-        owner, raw = another(), rig.raw
+        owner, raw = another(fresh=how == "end"), rig.raw
         owner.rig("event", SHARED_EVENT, keep="event")
         event = opaque(raw.CUipcEventHandle(), owner.value("cuIpcGetEventHandle", Kept("event")))
         memory = opaque(raw.CUipcMemHandle(), owner.value("cuIpcGetMemHandle", owner.value("cuMemAlloc", MiB)))
@@ -369,7 +369,7 @@ class TestEvents:
         other.close()
 
     def test_the_interpreter_ends_while_a_stream_waits(self, another: Callable[..., Peer], rig: Rig) -> None:
-        event, stream, gate, waiting = rig.event(SHARED_EVENT), rig.stream(), rig.gate(), another()
+        event, stream, gate, waiting = rig.event(SHARED_EVENT), rig.stream(), rig.gate(), another(fresh=True)
         gate.hold(stream)
         value(rig.raw.cuEventRecord(event, stream))
         handle = Opaque("CUipcEventHandle", bytes_of(value(rig.raw.cuIpcGetEventHandle(event))))
@@ -432,7 +432,7 @@ class TestFabric:
         _, data = allocate(rig, pool, MiB, 7, rig.stream())
         fabric = Member("CUmemAllocationHandleType", FABRIC)
         importer.rig("synchronize")  # it has started
-        before = len(descriptors(importer.process.pid))
+        before = len(descriptors(importer.pid))
         for name, function, flags in (
             ("pool", "cuMemPoolImportFromShareableHandle", (0,)),
             ("memory", "cuMemImportFromShareableHandle", ()),
@@ -440,7 +440,7 @@ class TestFabric:
             assert importer.said(function, handles[name], fabric, *flags, keep=name) == "SUCCESS"
         there = importer.value("cuMemPoolImportPointer", Kept("pool"), Opaque("CUmemPoolPtrExportData", data))
         assert importer.rig("read", there, 4) == [7] * 4
-        assert len(descriptors(importer.process.pid)) == before + 1  # of the memory
+        assert len(descriptors(importer.pid)) == before + 1  # of the memory
         free = rig.device_free()
         rig.release(memory)
         assert rig.device_free() == free
@@ -492,11 +492,11 @@ class TestWhatIsLeft:
         files = {folder: set(os.listdir(folder)) for folder in ("/dev/shm", "/tmp")}
         self.one_round(rig, peer)
         gc.collect()
-        mine, theirs = descriptors(), descriptors(peer.process.pid)
-        for _ in range(200):
+        mine, theirs = descriptors(), descriptors(peer.pid)
+        for _ in range(50):
             self.one_round(rig, peer)
         assert len(descriptors()) <= len(mine)  # machines of other tests may close late
-        assert len(descriptors(peer.process.pid)) == len(theirs)
+        assert len(descriptors(peer.pid)) == len(theirs)
         for folder, names in files.items():
             assert not [name for name in set(os.listdir(folder)) - names if "streamalloc" in name]
 

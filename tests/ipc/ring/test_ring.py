@@ -995,7 +995,7 @@ def end(partner: Partner, how: str) -> None:
         partner.kill()
     else:
         partner.begin(_exit)
-        partner.process.join(SECONDS)
+        partner.ended()
 
 
 class TestClose:

@@ -31,8 +31,8 @@ from streamalloc import ClosedError, Fd
 from streamalloc.ipc.transport import pidfd, socket_address
 from streamalloc.ipc.transport.channel import MAX_DATA, MAX_HANDLES, Channel, Listener, PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.pidfd import fetch_descriptor
+from tests.processes import python, started
 
-ROOT = Path(__file__).resolve().parents[3]
 HEADER = struct.Struct("<4sHHI")
 
 
@@ -57,17 +57,8 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     made: list[subprocess.Popen[str]] = []
 
     def start(code: str, *fds: int, **options: Any) -> subprocess.Popen[str]:
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", code],
-            pass_fds=fds,
-            env={**os.environ, "PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            text=True,
-            **options,
-        )
-        made.append(process)
-        return process
+        made.append(started(python(code), fds, **options))
+        return made[-1]
 
     yield start
     for process in made:

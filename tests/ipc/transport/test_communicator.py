@@ -29,8 +29,7 @@ from streamalloc.ipc.transport.communicator import (
     as_communicator,
 )
 from streamalloc.ipc.transport.process_group import Call, Limit
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.processes import started
 
 
 def together(groups: Sequence[Any], *does: Callable[[Any], Any]) -> list[Any]:
@@ -380,14 +379,7 @@ class TestAnyGroup:
 
 def run(*commands: list[str]) -> None:
     """Run programs at once; all have to succeed."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path}
-    # Open MPI asks twice before it lets root, who runs tests in containers.
-    environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    processes = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for command in commands
-    ]
+    processes = [started(command, stderr=subprocess.STDOUT) for command in commands]
     try:
         outputs = [process.communicate(timeout=60)[0] for process in processes]
     finally:

@@ -287,7 +287,7 @@ def test_every_call_fails_in_turn(machine: Any, kind: type[Case], again: bool) -
     numbers = calls_of(machine, kind)
     assert len(numbers) >= 1
     for number in numbers:
-        account = Account(machine, number, "CUDA_ERROR_UNKNOWN")
+        account = Account(machine, number)
         case = kind(account)
         assert len(account.driver.seen) == numbers.start - 1
         with pytest.raises(sa.CudaError) as caught:

@@ -1,0 +1,568 @@
+"""Other processes with a driver of the same kind as the one under test.
+
+:func:`finished` and :func:`started` run a program. A :class:`Partner` runs functions of the test:
+``partner.run(function, ...)`` calls ``function(there, ...)`` over there and gives what it returns; :class:`There` is
+what that process has. A :class:`Peer` makes raw driver calls one by one:
+``peer.said("cuMemPoolTrimTo", Kept("pool"), 0)`` stands for ``said(raw.cuMemPoolTrimTo(pool, 0))`` with the pool that
+the other process keeps under that name.
+
+No such process has ever seen a driver of this one. A partner comes from multiprocessing's forkserver, which has
+imported modules and has used none of them, or is a fresh interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import ipc
+from streamalloc.testing import Gate
+from tests.facts.support import Rig, said
+from tests.support import filled, shows
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 20.0
+"""After which a test gives up."""
+OPAQUE_BYTES = 64
+
+_LARGEST = 1 << 17
+_forkserver = multiprocessing.get_context("forkserver")
+# What the test modules import, too: it would take longer than most tests.
+_forkserver.set_forkserver_preload(
+    ["pytest", "tests.processes", "tests.ipc.support", "streamalloc.driver.simulator", "streamalloc.multicast"]
+)
+
+
+def eventually(holds: Callable[[], object], within: float = 5.0) -> bool:
+    """Whether something comes true within a time."""
+    end = time.monotonic() + within
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.0005)
+    return True
+
+
+# --- programs
+
+
+def environment(on_cuda: bool = False, **variables: str | None) -> dict[str, str]:
+    """The variables of a new process that finds the project, and whose default driver is the kind under test.
+
+    ``None`` unsets a variable.
+    """
+    wanted: dict[str, str | None] = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "STREAMALLOC_DRIVER": "cuda" if on_cuda else "simulated",
+        # Open MPI asks twice before it lets root, who runs tests in containers.
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        **variables,
+    }
+    return {name: text for name, text in wanted.items() if text is not None}
+
+
+def python(code: str, *arguments: object) -> list[str]:
+    """The command that runs Python code with warnings as errors."""
+    return [sys.executable, "-W", "error", "-c", code, *map(str, arguments)]
+
+
+def finished(
+    command: Iterable[str | Path], on_cuda: bool = False, **variables: str | None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end; its exit code and what it printed."""
+    return subprocess.run(
+        list(map(str, command)),
+        env=environment(on_cuda, **variables),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def started(
+    command: Iterable[str | Path], fds: Iterable[int] = (), on_cuda: bool = False, **options: Any
+) -> subprocess.Popen[str]:
+    """Start a program to which descriptors are passed; what it prints can be read."""
+    options = {"stdout": subprocess.PIPE, **options}
+    return subprocess.Popen(
+        list(map(str, command)), pass_fds=tuple(fds), env=environment(on_cuda), text=True, **options
+    )
+
+
+# --- this end
+
+
+class Summary(NamedTuple):
+    """What was opened."""
+
+    kind: str
+    nbytes: int
+    address: int
+
+
+class Opened:
+    """Something that a partner has opened, or keeps, under a name."""
+
+    def __init__(self, partner: Partner, name: str, summary: Summary) -> None:
+        self.partner = partner
+        self.name = name
+        self.kind, self.nbytes, self.address = summary
+
+    def shows(self, seed: int) -> bool:
+        """Whether the pattern is there, as the partner reads it on the stream of what it opened."""
+        return bool(self.partner.run(_shows, self.name, seed))
+
+    def write(self, seed: int) -> None:
+        """Have the partner write a pattern, and wait for it."""
+        self.partner.run(_write, self.name, seed)
+
+    def close(self, on: str | None = None) -> None:
+        """Close it, on a stream that is kept under a name, or on its own."""
+        self.partner.run(_close, self.name, on)
+
+    def drop(self) -> None:
+        """Forget it, as when the last name of an object goes."""
+        self.partner.run(_drop, self.name)
+
+    def ask(self, attribute: str) -> Any:
+        """The value of an attribute."""
+        return self.partner.run(_ask, self.name, attribute)
+
+
+class Partner:
+    """The other process, seen from here."""
+
+    def __init__(self, on_cuda: bool, fresh: bool = False, **machine: Any) -> None:
+        """``fresh``: an interpreter of its own, which ends as programs do. ``machine``: arguments of ``simulated``."""
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(SECONDS)
+        self._process: Any
+        with theirs:
+            if fresh:
+                code = f"from tests.processes import serve_fd; serve_fd({theirs.fileno()}, {on_cuda}, {machine})"
+                self._process = started(python(code), [theirs.fileno()], stdout=None)
+            else:
+                self._process = _forkserver.Process(target=serve, args=(theirs, on_cuda, machine), daemon=True)
+                self._process.start()
+        self.tests = 0
+        """How many tests it has been used by."""
+        self._over = False
+        self._code: int | None = None
+        self._had: set[bytes] = set()
+        self._count = 0
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        number: int | None = self._process.pid
+        assert number is not None
+        return number
+
+    def begin(self, function: Callable[..., Any], *args: Any, fds: Iterable[ipc.Fd | int] = ()) -> None:
+        """Call a function over there without waiting for it: :meth:`result` does."""
+        numbers = [fd if isinstance(fd, int) else fd.fileno() for fd in fds]
+        socket.send_fds(self._socket, [pickle.dumps((function, args))], numbers)
+
+    def result(self) -> Any:
+        """What the function returned; what it raised is raised here."""
+        return self._answer()[0]
+
+    def run(self, function: Callable[..., Any], *args: Any, fds: Iterable[ipc.Fd | int] = ()) -> Any:
+        self.begin(function, *args, fds=fds)
+        return self.result()
+
+    def _answer(self) -> tuple[Any, tuple[ipc.Fd, ...]]:
+        data, numbers, _, _ = socket.recv_fds(self._socket, _LARGEST, 64)
+        fds = tuple(ipc.Fd(number) for number in numbers)
+        if not data:
+            raise ConnectionError("the other process has ended")
+        failed, answer = pickle.loads(data)
+        if failed:
+            error, where = answer
+            error.__notes__ = [f"in the other process:\n{where}"]
+            raise error
+        return answer, fds
+
+    # --- sharing
+
+    def open(
+        self, shared: ipc.Shared, name: str = "", *, on: str | None = "", fds: Iterable[ipc.Fd] | None = None
+    ) -> Opened:
+        """Have the partner open what was shared here; handles go along once, or as ``fds`` says.
+
+        ``on`` names the stream that it is opened on: that of the partner, one that is kept there, or with None none.
+        """
+        if fds is None:
+            # As ipc.send does: physical memory's go along every time.
+            had = self._had.issuperset(shared.handles) and shared.descriptor.mechanism is not ipc.Mechanism.PHYSICAL
+            fds = () if had else shared.fds
+            self._had.update(shared.handles)
+        self._count += 1
+        name = name or f"opened {self._count}"
+        return Opened(self, name, Summary(*self.run(_open, name, bytes(shared), on, fds=fds)))
+
+    def give(self, thing: object, name: str = "", *, on: str | None = "", **options: Any) -> Opened:
+        """Share something here, and have the partner open it."""
+        return self.open(ipc.share(thing, **options), name, on=on)
+
+    def kept(self, name: str) -> Opened:
+        """What the partner keeps under a name."""
+        return Opened(self, name, Summary(*self.run(_summary, name)))
+
+    def take(self, name: str, stream: sa.Stream | None = None, **options: Any) -> Any:
+        """Have the partner share what it keeps under a name, and open it here."""
+        data, fds = self.shared(name, **options)
+        return ipc.open(data, fds, stream=stream)
+
+    def shared(self, name: str, **options: Any) -> tuple[bytes, tuple[ipc.Fd, ...]]:
+        """What the partner shares, as it comes here."""
+        self.begin(_share, name, options)
+        return self._answer()
+
+    # --- its life
+
+    def reset(self) -> None:
+        """Undo there what was made there."""
+        self.run(_reset)
+
+    def kill(self) -> None:
+        """As ``kill -9`` does."""
+        os.kill(self.pid, signal.SIGKILL)
+        assert self.ended() == -signal.SIGKILL
+
+    def end(self) -> int | None:
+        """Let it come to its end as programs do; its exit code."""
+        self._socket.close()
+        return self.ended()
+
+    def ended(self) -> int | None:
+        """Its exit code, once it has ended."""
+        if not self._over:
+            if isinstance(self._process, subprocess.Popen):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._code = self._process.wait(SECONDS)
+            else:
+                self._process.join(SECONDS)
+                self._code = self._process.exitcode
+            self.close()
+        return self._code
+
+    def close(self) -> None:
+        """End it, in whatever state it is."""
+        self._socket.close()
+        if self._over:
+            return
+        self._over = True
+        self._process.kill()
+        if isinstance(self._process, subprocess.Popen):
+            self._process.wait()
+        else:
+            self._process.join()
+            self._process.close()
+
+
+# --- raw driver calls
+
+
+class Kept(NamedTuple):
+    """Stands for what the other process keeps under a name."""
+
+    name: str
+
+
+class Descriptor(NamedTuple):
+    """Stands for a descriptor of this process, and is sent along: a duplicate of it over there."""
+
+    fd: int
+
+
+class Opaque(NamedTuple):
+    """Stands for a struct of the bindings that holds these 64 bytes."""
+
+    name: str
+    data: bytes
+
+
+class Member(NamedTuple):
+    """Stands for a member of an enum of the bindings."""
+
+    name: str
+    number: int
+
+
+def bytes_of(struct: Any) -> bytes:
+    """The 64 bytes of an opaque struct, which not every version of the bindings shows."""
+    return ctypes.string_at(int(struct.getPtr()), OPAQUE_BYTES)
+
+
+def opaque(struct: Any, data: bytes) -> Any:
+    """The struct, with these bytes put into it."""
+    assert len(data) == OPAQUE_BYTES
+    ctypes.memmove(int(struct.getPtr()), data, OPAQUE_BYTES)
+    return struct
+
+
+class Peer(Partner):
+    """Another process in which driver calls are made one by one; device 0's primary context is current there."""
+
+    def said(self, function: str, *arguments: Any, keep: str | None = None) -> str:
+        """The result code of a driver call; what it returns is kept under a name if one is given."""
+        return str(self._ask(_raw_call, function, arguments, keep)[0])
+
+    def value(self, function: str, *arguments: Any, keep: str | None = None) -> Any:
+        """What a successful driver call returns: a handle as a number, an opaque struct as bytes."""
+        result, returned = self._ask(_raw_call, function, arguments, keep)
+        assert result == "SUCCESS", (function, result)
+        return returned
+
+    def rig(self, method: str, *arguments: Any, keep: str | None = None, **options: Any) -> Any:
+        """Call a method of the other process's :class:`Rig`."""
+        return self._ask(_rig_call, method, arguments, keep, options)
+
+    def tell(self, name: str, method: str, *arguments: Any) -> Any:
+        """Call a method of something that is kept there."""
+        return self.run(_kept_call, name, method, arguments)
+
+    def fetch(self, fd: int) -> int:
+        """A duplicate of a descriptor of the other process."""
+        self.begin(_fetch, fd)
+        return self._answer()[1][0].detach()
+
+    def _ask(self, function: Callable[..., Any], name: str, arguments: tuple[Any, ...], *more: Any) -> Any:
+        fds = [one.fd for one in arguments if isinstance(one, Descriptor)]
+        return self.run(function, name, arguments, *more, fds=fds)
+
+
+# --- the other end
+
+
+class There:
+    """What functions find that run in the other process."""
+
+    def __init__(self, on_cuda: bool, machine: dict[str, Any]) -> None:
+        self.driver: Any = sd.real() if on_cuda else sd.simulated(**machine)
+        self.device = sa.Device(0, driver=self.driver)
+        self.stream = self.device.create_stream()
+        self.kept: dict[str, Any] = {"stream": self.stream}
+        self.came: tuple[ipc.Fd, ...] = ()
+        """The descriptors that came with the call."""
+        self.goes: tuple[ipc.Fd, ...] = ()
+        """The descriptors that go back with the answer."""
+        self.rig: Rig | None = None
+        """For raw calls, once there was one."""
+        self.received: list[ipc.Fd] = []
+        """What came with raw calls, open until the next reset."""
+
+    def keep(self, name: str, thing: Any) -> Any:
+        self.kept[name] = thing
+        return thing
+
+    def open(self, data: bytes, stream: sa.Stream | None = None) -> Any:
+        return ipc.open(data, self.came, stream=stream, driver=self.driver)
+
+
+def serve_fd(number: int, on_cuda: bool, machine: dict[str, Any]) -> None:
+    """What a fresh interpreter does until the channel is closed."""
+    serve(socket.socket(fileno=number), on_cuda, machine)
+
+
+def serve(theirs: socket.socket, on_cuda: bool, machine: dict[str, Any]) -> None:
+    """What the other process does until the channel is closed."""
+    warnings.simplefilter("error")
+    # Collections then look at what the tests have made, not at all that was imported.
+    gc.freeze()
+    there = There(on_cuda, machine)
+    with sd.use(there.driver), theirs:
+        while _serve_one(there, theirs):
+            pass
+    there.kept.clear()
+
+
+def _serve_one(there: There, theirs: socket.socket) -> bool:
+    data, numbers, _, _ = socket.recv_fds(theirs, _LARGEST, 64)
+    if not data:
+        return False
+    there.came = tuple(ipc.Fd(number) for number in numbers)
+    try:
+        function, args = pickle.loads(data)
+        reply = pickle.dumps((False, function(there, *args)))
+    except BaseException as error:
+        reply = pickle.dumps((True, (_sendable(error), traceback.format_exc())))
+    socket.send_fds(theirs, [reply], [fd.fileno() for fd in there.goes])
+    there.came = there.goes = ()
+    return True
+
+
+def _sendable(error: BaseException) -> BaseException:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return AssertionError(repr(error))
+    return error.with_traceback(None)
+
+
+def _reset(there: There) -> None:
+    if there.rig is not None:
+        there.rig.close()
+        there.rig = Rig(there.driver)
+    for thing in there.kept.values():
+        if isinstance(thing, Gate):
+            thing.open()
+    there.device.synchronize()
+    for name, thing in reversed(there.kept.items()):
+        if name != "stream" and hasattr(thing, "close"):
+            with contextlib.suppress(sa.ClosedError):
+                thing.close()
+    there.kept = {"stream": there.stream}
+    for fd in there.received:
+        fd.close()
+    there.received.clear()
+    gc.collect()
+    there.device.synchronize()
+
+
+def _summary(there: There, name: str) -> Summary:
+    thing = there.kept[name]
+    memory = isinstance(thing, sa.Memory)
+    return Summary(type(thing).__name__, getattr(thing, "nbytes", 0), thing.address if memory else 0)
+
+
+def _open(there: There, name: str, data: bytes, on: str | None) -> Summary:
+    stream = None if on is None else there.kept[on] if on else there.stream
+    there.keep(name, there.open(data, stream))
+    return _summary(there, name)
+
+
+def _share(there: There, name: str, options: dict[str, Any]) -> bytes:
+    shared = ipc.share(there.kept[name], **options)
+    there.goes = shared.fds
+    return bytes(shared)
+
+
+def _shows(there: There, name: str, seed: int) -> bool:
+    return shows(there.kept[name], seed)
+
+
+def _write(there: There, name: str, seed: int) -> None:
+    filled(there.kept[name], seed)
+    there.kept[name].stream.synchronize()
+
+
+def _close(there: There, name: str, on: str | None) -> None:
+    thing = there.kept[name]
+    thing.close() if on is None else thing.close(there.kept[on])
+
+
+def _drop(there: There, name: str) -> None:
+    del there.kept[name]
+    gc.collect()
+
+
+def _ask(there: There, name: str, attribute: str) -> Any:
+    return getattr(there.kept[name], attribute)
+
+
+# --- raw driver calls at the other end
+
+
+def _raw(there: There) -> Rig:
+    """The rig of that process, with device 0's primary context current."""
+    if there.rig is None:
+        raw = there.driver
+        assert raw.cuInit(0)[0] == 0
+        assert raw.cuCtxSetCurrent(raw.cuDevicePrimaryCtxRetain(0)[1])[0] == 0
+        there.rig = Rig(raw)
+    return there.rig
+
+
+def _raw_call(there: There, name: str, arguments: tuple[Any, ...], keep: str | None) -> tuple[str, Any]:
+    rig, objects = _raw(there), _objects(there, arguments)
+    if name in ("cuEventDestroy", "cuStreamDestroy"):
+        rig.disown(objects[0])
+    answer = getattr(rig.raw, name)(*objects)
+    returned = answer[1:] if len(answer) > 2 else answer[-1] if len(answer) == 2 else None
+    if said(answer) == "SUCCESS":
+        _undo_later(rig, name, answer)
+        if keep is not None:
+            there.kept[keep] = returned
+    return said(answer), _plain(returned)
+
+
+def _undo_later(rig: Rig, name: str, answer: Any) -> None:
+    if name == "cuMemPoolImportPointer":
+        rig.keep(answer)
+    elif name == "cuIpcOpenMemHandle":
+        rig.own(answer[1], rig.raw.cuIpcCloseMemHandle)
+    elif name == "cuIpcOpenEventHandle":
+        rig.own(answer[1], rig.raw.cuEventDestroy)
+    elif name == "cuMemImportFromShareableHandle":
+        rig.own(answer[1], rig.raw.cuMemRelease)
+
+
+def _rig_call(there: There, method: str, arguments: tuple[Any, ...], keep: str | None, options: dict[str, Any]) -> Any:
+    answer = getattr(_raw(there), method)(*_objects(there, arguments), **options)
+    if keep is not None:
+        there.kept[keep] = answer
+    return _plain(answer)
+
+
+def _kept_call(there: There, name: str, method: str, arguments: tuple[Any, ...]) -> Any:
+    return _plain(getattr(there.kept[name], method)(*_objects(there, arguments)))
+
+
+def _fetch(there: There, fd: int) -> None:
+    there.goes = (ipc.Fd(os.dup(fd)),)
+
+
+def _objects(there: There, arguments: tuple[Any, ...]) -> list[Any]:
+    """What the arguments stand for in that process."""
+    fds = list(there.came)
+    there.received += fds
+    return [_object(there, one, fds) for one in arguments]
+
+
+def _object(there: There, one: Any, fds: list[ipc.Fd]) -> Any:
+    if isinstance(one, Kept):
+        return there.kept[one.name]
+    if isinstance(one, Descriptor):
+        return fds.pop(0).fileno()
+    if isinstance(one, Opaque):
+        return opaque(getattr(there.driver, one.name)(), one.data)
+    if isinstance(one, Member):
+        return getattr(there.driver, one.name)(one.number)
+    return one
+
+
+def _plain(returned: Any) -> Any:
+    """What can be sent of something: numbers, text, several of these, and the bytes of opaque structs."""
+    if isinstance(returned, (list, tuple)):
+        return [_plain(one) for one in returned]
+    if returned is None or isinstance(returned, (str, bytes)):
+        return returned
+    if hasattr(returned, "getPtr") and not hasattr(returned, "__int__"):
+        return bytes_of(returned)
+    return int(returned) if hasattr(returned, "__int__") else None
