@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 from streamalloc.core.errors import ClosedError
 from streamalloc.core.ownership import Closes
@@ -34,6 +36,19 @@ class Fd(Closes):
             raise ValueError(f"number={number}: a file descriptor is 0 or more")
         os.set_inheritable(number, False)
         self._number = number
+
+    @classmethod
+    def owners(cls, count: int) -> tuple[Fd, ...]:
+        """So many owners that have no descriptor yet, for :meth:`give`."""
+        owners = tuple([cls.__new__(cls) for _ in range(count)])
+        cls.give(owners, [-1] * count)
+        return owners
+
+    @staticmethod
+    def give(owners: Sequence[Fd], numbers: Iterable[int]) -> None:
+        """Give descriptors, which are close-on-exec, to new owners: all or none, whatever a signal handler raises."""
+        # One C function does it all: Python looks for signals before and after.
+        _consume(map(_set_number, owners, numbers))
 
     def fileno(self) -> int:
         """The descriptor, which stays ours.
@@ -72,3 +87,7 @@ class Fd(Closes):
 
     def __repr__(self) -> str:
         return f"<Fd {'closed' if self.closed else self._number}>"
+
+
+_set_number = Fd.__dict__["_number"].__set__
+_consume = deque[object](maxlen=0).extend

@@ -6,7 +6,7 @@ from streamalloc.ipc.sharing.descriptor import Chunk, Descriptor, Flags, Mechani
 from streamalloc.ipc.sharing.exports import Shared, share
 from streamalloc.ipc.sharing.imports import DriverVersionWarning, ImportedBuffer, ImportedPool, ImportedRange, open
 from streamalloc.ipc.sharing.lease import LeasedBuffer
-from streamalloc.ipc.sharing.transfer import receive, send
+from streamalloc.ipc.sharing.transfer import receive, send, serve
 from streamalloc.ipc.transport.channel import Channel, Listener, Message, Peer, PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.communicator import (
     Communicator,
@@ -16,7 +16,6 @@ from streamalloc.ipc.transport.communicator import (
     TorchCommunicator,
     as_communicator,
 )
-from streamalloc.ipc.transport.handle_server import serve
 from streamalloc.ipc.transport.pidfd import fetch_descriptor
 
 __all__ = [

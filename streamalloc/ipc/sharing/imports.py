@@ -26,6 +26,7 @@ from streamalloc.driver.internal import OpaqueStruct, cuda, opaque_struct
 from streamalloc.ipc.sharing.descriptor import FABRIC, HEAD_BYTES, Chunk, Descriptor, Flags, Mechanism
 from streamalloc.ipc.sharing.lease import making
 from streamalloc.ipc.sharing.shared_words import SLOTS, WORD, Board, ImporterWords, SlotWords, fence, next_word, reached
+from streamalloc.ipc.transport.handle_server import fetch
 from streamalloc.vmm import PhysicalMemory
 from streamalloc.vmm.internal import RemappableBuffer, check_mappable, import_memory
 
@@ -71,8 +72,6 @@ class Handles:
                 "a handle that the descriptor needs did not come along: send it with streamalloc.ipc.send, or pass "
                 "handles=shared.fds"
             )
-        from streamalloc.ipc.transport.handle_server import fetch
-
         return fetch(self.endpoint, name)
 
     def take_here(self, name: bytes) -> Fd | None:

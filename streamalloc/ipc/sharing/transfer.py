@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from streamalloc.core.buffer import Buffer, BufferView
+from streamalloc.core.door import Door
 from streamalloc.core.stream import Event, StreamLike
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
-from streamalloc.ipc.sharing.descriptor import MOST_CHUNKS
-from streamalloc.ipc.sharing.exports import Shared, door_of, share
+from streamalloc.ipc.sharing.exports import Shared, door_of, exports_of, share
 from streamalloc.ipc.sharing.imports import open as open_shared
 from streamalloc.ipc.sharing.lease import LeasedBuffer
-from streamalloc.ipc.transport.channel import MAX_DATA, MAX_HANDLES, Channel
-from streamalloc.ipc.transport.handle_server import serve
+from streamalloc.ipc.transport import handle_server
+from streamalloc.ipc.transport.channel import Channel
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm import GrowableBuffer, Mapping, PhysicalMemory, RangeView, StripedBuffer
 
-__all__ = ["receive", "send"]
-
-# Begins a message with handles for the descriptor that follows, and with bytes of its end, where these are more than
-# one message can carry.
-_MORE = b"SAmore"
-_PIECE = MAX_DATA - len(_MORE)
-# Those of the largest descriptor there is, with its board.
-_MOST_HANDLES = MOST_CHUNKS + 1
-_MOST_DATA = 4 * MAX_DATA
+__all__ = ["receive", "send", "serve"]
 
 
 def send(
@@ -55,13 +48,7 @@ def send(
     if shared._kept and had.issuperset(shared.handles):
         channel.send(shared.to_bytes(), timeout=timeout)
         return
-    data, fds = shared.to_bytes(), shared.fds
-    while len(fds) > MAX_HANDLES or len(data) > MAX_DATA:
-        # The last part stays for the message that begins like a descriptor.
-        piece = min(_PIECE, len(data) - MAX_DATA) if len(data) > MAX_DATA else 0
-        channel.send(_MORE + data[len(data) - piece :], fds[:MAX_HANDLES], timeout=timeout)
-        data, fds = data[: len(data) - piece], fds[MAX_HANDLES:]
-    channel.send(data, fds, timeout=timeout)
+    channel.send(shared.to_bytes(), shared.fds, timeout=timeout)
     had.update(shared.handles)
 
 
@@ -74,16 +61,18 @@ def receive(
 ) -> Any:
     """Receive what :func:`send` sent, and open it; see :func:`open` and ``channel.receive``."""
     message = channel.receive(timeout=timeout)
-    handles, rest = message.handles, b""
-    while message.data.startswith(_MORE):
-        rest = message.data[len(_MORE) :] + rest
-        message = channel.receive(timeout=timeout)
-        handles += message.handles
-        if len(handles) > _MOST_HANDLES or len(rest) > _MOST_DATA:
-            for handle in handles:
-                handle.close()
-            raise ValueError(f"{len(rest)} bytes and {len(handles)} handles are no part of a descriptor")
-    return open_shared(message.data + rest, handles, stream=stream, driver=driver)
+    return open_shared(message.data, message.handles, stream=stream, driver=driver)
+
+
+def serve(door: Door) -> None:
+    """Hand out this process's handles from now on; descriptors made later say where."""
+    exports = exports_of(door)
+    with _serving:
+        if exports.endpoint == bytes(16):
+            exports.endpoint = handle_server.serve(exports.handles.get)
+
+
+_serving = threading.Lock()
 
 
 def _reduce(thing: Any) -> tuple[Any, tuple[bytes]]:

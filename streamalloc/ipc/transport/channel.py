@@ -1,8 +1,13 @@
 """Private connections between processes of one user on one machine, which carry messages and file descriptors.
 
-A :class:`Channel` is an ``AF_UNIX`` connection of type ``SOCK_SEQPACKET``: one message is one packet, which arrives
-whole or not at all, and descriptors travel in it (``SCM_RIGHTS``). The user of the other end is checked before a byte
-of it is read (``SO_PEERCRED``).
+A :class:`Channel` is an ``AF_UNIX`` connection of type ``SOCK_SEQPACKET``: a packet arrives whole or not at all, and
+descriptors travel in it (``SCM_RIGHTS``). A message is one packet, or several where it is larger: the receiver puts
+these together, and drops those of a message that was given up. The user of the other end is checked before a byte of it
+is read (``SO_PEERCRED``).
+
+A signal handler that raises loses nothing here: what the kernel has handed over is in ``Channel._inbox`` before Python
+looks for signals again, as one C function makes the call and stores its result. It leaves the inbox by lines that call
+nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +19,8 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from multiprocessing.reduction import DupFd, ForkingPickler
 from secrets import token_hex
 from typing import Any, NamedTuple
@@ -39,6 +45,8 @@ from streamalloc.ipc.transport.socket_address import (
 __all__ = [
     "MAX_DATA",
     "MAX_HANDLES",
+    "PACKET_DATA",
+    "PACKET_HANDLES",
     "Address",
     "Channel",
     "Listener",
@@ -48,9 +56,13 @@ __all__ = [
     "ProtocolError",
 ]
 
-MAX_DATA = 64 * 1024
+PACKET_DATA = 64 * 1024
+"""The most bytes of one packet."""
+PACKET_HANDLES = 64
+"""The most file descriptors of one packet."""
+MAX_DATA = 1 << 20
 """The most bytes of one message."""
-MAX_HANDLES = 64
+MAX_HANDLES = 4096
 """The most file descriptors of one message."""
 
 
@@ -74,8 +86,12 @@ _HEADER = struct.Struct("<4sHHI")
 _MAGIC = b"SAch"
 _VERSION = 1
 _HEADER_BYTES = _HEADER.size
-_PACKET_BYTES = _HEADER_BYTES + MAX_DATA
-_RIGHTS_BYTES = socket.CMSG_SPACE(MAX_HANDLES * array.array("i").itemsize)
+# What follows the header of a message's part: name of the message, number of the part, parts, bytes and handles of all.
+_PART = struct.Struct("<8sIIII")
+_PART_MAGIC = b"SAcp"
+_PART_DATA = PACKET_DATA - _PART.size
+_PACKET_BYTES = _HEADER_BYTES + PACKET_DATA
+_RIGHTS_BYTES = socket.CMSG_SPACE(PACKET_HANDLES * array.array("i").itemsize)
 # Plain numbers: operators of enum members cost more than the rest of a call.
 _DAMAGED = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _TIMEVAL = struct.Struct("@ll")
@@ -90,8 +106,9 @@ _SOON_TIMEVAL = _TIMEVAL.pack(0, int(_SOON * 1e6))
 _SPIN_NANOSECONDS = 50_000 if len(os.sched_getaffinity(0)) > 1 else 0
 _SEND = int(socket.MSG_NOSIGNAL)
 _SEND_NOW = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
-_RECEIVE = int(socket.MSG_CMSG_CLOEXEC)
-_RECEIVE_NOW = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+# Arguments of recvmsg(), as map() takes them.
+_RECEIVE = (_PACKET_BYTES,), (_RIGHTS_BYTES,), (int(socket.MSG_CMSG_CLOEXEC),)
+_RECEIVE_NOW = (_PACKET_BYTES,), (_RIGHTS_BYTES,), (int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT),)
 
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ECONNREFUSED)
 _FULL = (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS)
@@ -100,6 +117,18 @@ _clock = time.perf_counter_ns
 _pack = _HEADER.pack
 _unpack = _HEADER.unpack_from
 _make = tuple.__new__  # what Message() comes down to, at a third of its cost
+
+
+class _Partial(NamedTuple):
+    """The parts of a message that have come so far."""
+
+    name: bytes
+    nbytes: int
+    parts: int
+    total: int
+    """How many parts, and how many descriptors, there will be."""
+    data: tuple[bytes, ...]
+    handles: tuple[Fd, ...]
 
 
 class _Socket(socket.socket):
@@ -124,7 +153,8 @@ class Channel(Closes):
     """One end of a private connection; made by :meth:`pair`, :meth:`connect`, :meth:`Listener.accept`, :meth:`from_fd`.
 
     One thread may send while another receives; two that send, or two that receive, need a lock of their own. Closing
-    does not wake a thread that waits: :meth:`shutdown` does.
+    does not wake a thread that waits: :meth:`shutdown` does. After an exception of a signal handler out of
+    :meth:`receive`, the message is there for the next call, also where the socket is not readable any more.
 
     Child processes inherit nothing. An end is given to a child as an argument of ``multiprocessing.Process`` (spawn and
     forkserver), or by its number: ``subprocess.Popen(..., pass_fds=[channel.fileno()])`` and :meth:`from_fd` there.
@@ -136,12 +166,27 @@ class Channel(Closes):
         Seconds for calls that are given no timeout of their own; None, the default: no limit.
     """
 
-    __slots__ = ("__weakref__", "_carried", "_peer", "_ready", "_receive", "_send", "_send_with", "_socket", "timeout")
+    __slots__ = (
+        "__weakref__",
+        "_carried",
+        "_inbox",
+        "_partial",
+        "_peer",
+        "_ready",
+        "_receive",
+        "_send",
+        "_send_with",
+        "_socket",
+        "timeout",
+    )
 
     def __init__(self, connection: _Socket, peer: Peer) -> None:
         self.timeout: float | None = None
         self._carried: set[bytes] = set()
         """The names of handles that the other end has had already."""
+        self._inbox: deque[Any] = deque()
+        """Packets that the kernel has handed over: what recvmsg() gives, or what :meth:`_handles` makes of that."""
+        self._partial: _Partial | None = None
         self._socket = connection
         self._peer = peer
         # Bound once: a hand-off is one of the first two calls, and looking them up each time costs as much as a tenth.
@@ -264,10 +309,13 @@ class Channel(Closes):
     def send(self, data: BytesLike, handles: Sequence[Fd | int] = (), *, timeout: float | None = None) -> None:
         """Send one message; returns when the kernel has it.
 
+        A message of at most 64 KiB and 64 descriptors is one packet. What is larger is sent in several, and the
+        receiver has to take the first ones before the last ones have room.
+
         Parameters
         ----------
         data
-            At most :data:`MAX_DATA` bytes.
+            At most :data:`MAX_DATA` bytes (1 MiB).
         handles
             At most :data:`MAX_HANDLES` descriptors. The receiver gets duplicates; these stay the caller's.
         timeout
@@ -278,7 +326,8 @@ class Channel(Closes):
         ValueError
             Too many bytes or descriptors.
         TimeoutError
-            There was no room. Nothing was sent; the channel stays usable.
+            There was no room. The message is not delivered, also where some of its packets were sent: the receiver
+            drops these when the next message comes. The channel stays usable.
         PeerGoneError
             The other end is closed. What it sent before can still be received.
         ClosedError
@@ -288,11 +337,10 @@ class Channel(Closes):
             data = bytes(memoryview(data))
         size = len(data)
         count = len(handles)
-        if size > MAX_DATA or count > MAX_HANDLES:
-            raise ValueError(
-                f"a message of {size} bytes and {count} descriptors: at most {MAX_DATA} and {MAX_HANDLES} fit in one"
-            )
         wait = self.timeout if timeout is None else timeout
+        if size > PACKET_DATA or count > PACKET_HANDLES:
+            self._send_parts(data, handles, wait)
+            return
         if wait is None or wait >= _SOON:
             flags = _SEND
         elif wait >= 0:
@@ -306,7 +354,8 @@ class Channel(Closes):
             else:
                 self._send(packet, flags)
         except OSError as error:
-            self._send_later(error, packet, handles, wait)
+            # The kernel has waited for the first part of the time.
+            self._send_later(error, packet, handles, end_of(wait if flags == _SEND_NOW else _rest(wait)), wait)
 
     def receive(self, *, timeout: float | None = None) -> Message:
         """Receive one message.
@@ -329,33 +378,54 @@ class Channel(Closes):
         """
         wait = self.timeout if timeout is None else timeout
         if wait is None or wait >= _SOON:
-            flags = _RECEIVE
+            how = _RECEIVE
         elif wait >= 0:
-            flags = _RECEIVE_NOW
+            how = _RECEIVE_NOW
         else:
             refuse(wait)
-        if flags == _RECEIVE and not self._ready(0):
-            end = _clock() + _SPIN_NANOSECONDS
-            while not self._ready(0) and _clock() < end:
-                pass
-        try:
-            packet, extra, flags, _ = self._receive(_PACKET_BYTES, _RIGHTS_BYTES, flags)
-        except OSError as error:
-            packet, extra, flags = self._receive_later(error, wait)
+        inbox = self._inbox
+        if not inbox:
+            if how is _RECEIVE and not self._ready(0):
+                end = _clock() + _SPIN_NANOSECONDS
+                while not self._ready(0) and _clock() < end:
+                    pass
+            try:
+                inbox.extend(map(self._receive, *how))
+            except OSError as error:
+                # The kernel has waited for the first part of the time.
+                self._receive_later(error, end_of(wait if how is _RECEIVE_NOW else _rest(wait)), wait)
+        packet, extra, flags, _ = inbox[0]
         size = len(packet) - _HEADER_BYTES
         if (
             size >= 0
             and not extra
             and not flags & _DAMAGED
             and packet[:_HEADER_BYTES] == _pack(_MAGIC, _VERSION, 0, size)
+            and self._partial is None
         ):
-            return _make(Message, (packet[_HEADER_BYTES:], ()))
-        return self._unpacked(packet, extra, flags)
+            message = _make(Message, (packet[_HEADER_BYTES:], ()))
+            del inbox[0]
+            return message
+        return self._unpacked(wait)
 
-    def _send_later(self, error: OSError, packet: bytes, handles: Sequence[Fd | int], wait: float | None) -> None:
+    def _send_parts(self, data: bytes, handles: Sequence[Fd | int], wait: float | None) -> None:
+        """Send a message that is too large for one packet."""
+        if len(data) > MAX_DATA or len(handles) > MAX_HANDLES:
+            raise ValueError(
+                f"a message of {len(data)} bytes and {len(handles)} descriptors: at most {MAX_DATA} and {MAX_HANDLES} "
+                "fit in one"
+            )
+        end = end_of(wait)
+        for packet, some in _parts(data, handles):
+            try:
+                self._send_with((packet,), _rights(some) if some else (), _SEND_NOW)
+            except OSError as error:
+                self._send_later(error, packet, some, end, wait)
+
+    def _send_later(
+        self, error: OSError, packet: bytes, handles: Sequence[Fd | int], end: float | None, wait: float | None
+    ) -> None:
         """Go on after a send that failed: wait for room, as far as that is what it needs."""
-        # The kernel has waited for the first part.
-        end = end_of(wait if wait is None or wait < _SOON else wait - _SOON)
         while True:
             if self.closed:
                 raise ClosedError("this channel was closed") from None
@@ -376,10 +446,8 @@ class Channel(Closes):
             except OSError as again:
                 error = again
 
-    def _receive_later(self, error: OSError, wait: float | None) -> tuple[bytes, Any, int]:
+    def _receive_later(self, error: OSError, end: float | None, wait: float | None) -> None:
         """Go on after a receive that failed: wait for a packet, as far as that is what it needs."""
-        # The kernel has waited for the first part.
-        end = end_of(wait if wait is None or wait < _SOON else wait - _SOON)
         while True:
             if self.closed:
                 raise ClosedError("this channel was closed") from None
@@ -391,8 +459,8 @@ class Channel(Closes):
             elif error.errno != errno.ECONNRESET:
                 raise error
             try:
-                packet, extra, flags, _ = self._receive(_PACKET_BYTES, _RIGHTS_BYTES, _RECEIVE_NOW)
-                return packet, extra, flags
+                self._inbox.extend(map(self._receive, *_RECEIVE_NOW))
+                return
             except OSError as again:
                 error = again
 
@@ -401,18 +469,72 @@ class Channel(Closes):
         waiting.register(self.fileno(), what)
         waiting.poll(milliseconds(end))
 
-    def _unpacked(self, packet: bytes, extra: list[tuple[int, int, bytes]], flags: int) -> Message:
-        """The message in a packet, once all about it was checked."""
-        handles = _received(extra)
+    def _unpacked(self, wait: float | None) -> Message:
+        """The message in the next packets, once all about them was checked."""
+        end = end_of(wait)
+        while True:
+            if not self._inbox:
+                try:
+                    self._inbox.extend(map(self._receive, *_RECEIVE_NOW))
+                except OSError as error:
+                    self._receive_later(error, end, wait)
+            message = self._next_part()
+            if message is not None:
+                return message
+
+    def _next_part(self) -> Message | None:
+        """Take the next packet; the message that it is, or completes."""
+        inbox = self._inbox
+        handles = self._handles()
+        packet, _, flags, _ = inbox[0]
         if not packet and not handles and self._hung_up():
+            self._drop_partial()
             raise PeerGoneError(f"{self._who} has ended or closed its end")
         wrong = _what_is_wrong(packet, len(handles), flags)
-        if wrong is None:
-            return Message(packet[_HEADER_BYTES:], handles)
-        for handle in handles:
-            handle.close()
-        self.close()
-        raise ProtocolError(f"{self._who} sent something else than a message: {wrong}; the channel is closed")
+        if wrong is None and packet[:4] == _MAGIC:
+            # What came of an earlier message is all that ever will.
+            self._drop_partial()
+            message = Message(packet[_HEADER_BYTES:], handles)
+            del inbox[0]
+            return message
+        found = _joined(self._partial, packet, handles) if wrong is None else wrong
+        if isinstance(found, str):
+            for handle in handles:
+                handle.close()
+            self.close()
+            raise ProtocolError(f"{self._who} sent something else than a message: {found}; the channel is closed")
+        if len(found.data) == 1:
+            self._drop_partial()
+        if len(found.data) < found.parts:
+            self._partial = found
+            del inbox[0]
+            return None
+        message = Message(b"".join(found.data), found.handles)
+        self._partial = None
+        del inbox[0]
+        return message
+
+    def _handles(self) -> tuple[Fd, ...]:
+        """The descriptors of the next packet, each with an owner from now on."""
+        packet, found, flags, numbers = self._inbox[0]
+        if isinstance(found, list):
+            numbers = array.array("i")
+            for level, kind, data in found:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+            found, numbers = Fd.owners(len(numbers)), iter(numbers)
+            self._inbox[0] = packet, found, flags, numbers
+        # Again without effect, for the numbers are used up.
+        Fd.give(found, numbers)
+        handles: tuple[Fd, ...] = found
+        return handles
+
+    def _drop_partial(self) -> None:
+        """Drop what has come of a message that will not be complete."""
+        if self._partial is not None:
+            for handle in self._partial.handles:
+                handle.close()
+            self._partial = None
 
     def _hung_up(self) -> bool:
         waiting = select.poll()
@@ -461,6 +583,11 @@ class Channel(Closes):
     def close(self) -> None:
         """Close this process's copy of this end; idempotent. Messages that were sent still arrive."""
         self._socket.close()
+        self._drop_partial()
+        while self._inbox:
+            for handle in self._handles():
+                handle.close()
+            del self._inbox[0]
 
     def __repr__(self) -> str:
         return f"<Channel closed ({self._who})>" if self.closed else f"<Channel to {self._who}>"
@@ -600,13 +727,40 @@ def _descriptor(number: object) -> int:
     return number
 
 
-def _received(extra: list[tuple[int, int, bytes]]) -> tuple[Fd, ...]:
-    """The descriptors that came with a packet, each with an owner."""
-    numbers = array.array("i")
-    for level, kind, data in extra:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
-    return tuple(Fd(number) for number in numbers)
+def _rest(wait: float | None) -> float | None:
+    """What is left of a time to wait after the kernel's part of it."""
+    return None if wait is None else wait - _SOON
+
+
+def _parts(data: bytes, handles: Sequence[Fd | int]) -> Iterator[tuple[bytes, Sequence[Fd | int]]]:
+    """The packets of a message that is too large for one, and the descriptors that go with each."""
+    name = os.urandom(8)
+    count = max(-(-len(data) // _PART_DATA), -(-len(handles) // PACKET_HANDLES))
+    for number in range(count):
+        some = handles[number * PACKET_HANDLES : (number + 1) * PACKET_HANDLES]
+        body = _PART.pack(name, number, count, len(data), len(handles))
+        body += data[number * _PART_DATA : (number + 1) * _PART_DATA]
+        yield _pack(_PART_MAGIC, _VERSION, len(some), len(body)) + body, some
+
+
+def _joined(partial: _Partial | None, packet: bytes, handles: tuple[Fd, ...]) -> _Partial | str:
+    """What has come of a message with one more part of it, or why that cannot be."""
+    if len(packet) < _HEADER_BYTES + _PART.size:
+        return f"a part of a message of {len(packet)} bytes"
+    name, number, count, nbytes, total = _PART.unpack_from(packet, _HEADER_BYTES)
+    if nbytes > MAX_DATA or total > MAX_HANDLES or not 2 <= count <= max(nbytes, total):
+        return f"a message of {count} parts, with {nbytes} bytes and {total} descriptors"
+    if not number:
+        partial = _Partial(name, nbytes, count, total, (), ())
+    elif partial is None or partial[:4] != (name, nbytes, count, total) or number != len(partial.data):
+        return f"part {number} of a message whose parts before it did not come"
+    joined = partial._replace(
+        data=(*partial.data, packet[_HEADER_BYTES + _PART.size :]), handles=partial.handles + handles
+    )
+    have, fds = sum(map(len, joined.data)), len(joined.handles)
+    if have > nbytes or fds > total or (number + 1 == count and (have, fds) != (nbytes, total)):
+        return f"parts with {have} bytes and {fds} descriptors, which said {nbytes} and {total}"
+    return joined
 
 
 def _what_is_wrong(packet: bytes, handles: int, flags: int) -> str | None:
@@ -616,7 +770,7 @@ def _what_is_wrong(packet: bytes, handles: int, flags: int) -> str | None:
     if len(packet) < _HEADER_BYTES:
         return f"a packet of {len(packet)} bytes"
     magic, version, count, size = _unpack(packet)
-    if magic != _MAGIC:
+    if magic not in (_MAGIC, _PART_MAGIC):
         return f"it begins with {magic!r}"
     if version != _VERSION:
         return f"its version is {version}, and this library knows version {_VERSION}"

@@ -1,24 +1,27 @@
 """Handles for those who got only a descriptor's bytes: a thread that hands them out on a private socket.
 
 Queues and pipes of :mod:`multiprocessing` carry bytes and no descriptors. A process that opens such bytes asks the one
-that shared them, once for each pool, board and piece of physical memory.
+that shared them, once for each pool, control block and chunk of physical memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable
 
-from streamalloc.core.door import Door
+from streamalloc.core.errors import ClosedError
 from streamalloc.core.fd import Fd
-from streamalloc.ipc.sharing.exports import exports_of
 from streamalloc.ipc.transport.channel import Channel, Listener
+from streamalloc.ipc.transport.deadlines import now
 
-__all__ = ["fetch", "serve"]
+__all__ = ["address_of", "fetch", "serve"]
 
 _SECONDS = 10.0
+_MOST_CLIENTS = 64
 _ID_BYTES = 16
 
 
@@ -27,28 +30,81 @@ def address_of(endpoint: bytes) -> str:
     return f"@streamalloc-{os.getuid()}-{endpoint.hex()}"
 
 
-def serve(door: Door) -> None:
-    """Hand out this process's handles from now on; descriptors made later say where."""
-    exports = exports_of(door)
-    with _lock:
-        if exports.endpoint != bytes(_ID_BYTES):
-            return
-        endpoint = os.urandom(_ID_BYTES)
-        listener = Channel.listen(address_of(endpoint))
-        threading.Thread(
-            target=_answer_all, args=(listener, exports.handles), name="streamalloc handles", daemon=True
-        ).start()
-        exports.endpoint = endpoint
+def serve(find: Callable[[bytes], Fd | None]) -> bytes:
+    """Hand out handles from now on, on a thread of its own; the endpoint, 16 bytes that :func:`fetch` takes.
+
+    ``find`` gives the handle of a name, or None. It is called on that thread.
+    """
+    endpoint = os.urandom(_ID_BYTES)
+    server = _Server(Channel.listen(address_of(endpoint)), find)
+    threading.Thread(target=server.run, name="streamalloc handles", daemon=True).start()
+    return endpoint
 
 
-def _answer_all(listener: Listener, handles: Mapping[bytes, Fd]) -> None:
-    while True:
-        # Whoever is not one of ours, or dies meanwhile, gets nothing; the next one may.
-        with contextlib.suppress(OSError, ValueError), listener.accept() as channel:
-            while True:
-                name = channel.receive(timeout=_SECONDS).data
-                fd = handles.get(name)
-                channel.send(b"" if fd is None else name, () if fd is None else (fd,), timeout=_SECONDS)
+class _Server:
+    """Answers all clients at once. None is waited for: who is silent, or takes no answer, is dropped."""
+
+    def __init__(self, listener: Listener, find: Callable[[bytes], Fd | None]) -> None:
+        self._listener = listener
+        self._find = find
+        self._clients: dict[int, tuple[Channel, float]] = {}
+        """By descriptor, the one that has been silent longest first, and when it is dropped."""
+
+    def run(self) -> None:
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        while True:
+            try:
+                for number, _ in poll.poll(1000 if self._clients else None):
+                    if number in self._clients:
+                        self._answer(self._clients[number][0], poll)
+                    else:
+                        self._admit(poll)
+                while self._clients and next(iter(self._clients.values()))[1] < now():
+                    self._drop(poll)
+            except Exception:
+                # As where no descriptor is left: whoever waits gets its turn once there is one.
+                self._drop(poll)
+                time.sleep(0.01)
+
+    def _admit(self, poll: select.poll) -> None:
+        with contextlib.suppress(PermissionError, TimeoutError):
+            client = self._listener.accept(timeout=0)
+            if len(self._clients) >= _MOST_CLIENTS:
+                self._drop(poll)
+            self._clients[client.fileno()] = client, now() + _SECONDS
+            poll.register(client, select.POLLIN)
+            self._answer(client, poll)
+
+    def _answer(self, client: Channel, poll: select.poll) -> None:
+        """Answer a client's next question, if it has come."""
+        number = client.fileno()
+        try:
+            name, given = client.receive(timeout=0)
+            for handle in given:
+                handle.close()
+            found = self._find(name)
+            try:
+                client.send(b"" if found is None else name, () if found is None else (found,), timeout=0)
+            except ClosedError:
+                # Closed meanwhile, or by somebody who was given it.
+                client.send(b"", timeout=0)
+            # It is the last one now.
+            del self._clients[number]
+            self._clients[number] = client, now() + _SECONDS
+        except TimeoutError:
+            # Nothing came so far, or there is no room for the answer: it has its time.
+            pass
+        except Exception:
+            self._drop(poll, number)
+
+    def _drop(self, poll: select.poll, number: int = -1) -> None:
+        """Close a client, by default the one that has been silent longest."""
+        if self._clients:
+            if number < 0:
+                number = next(iter(self._clients))
+            poll.unregister(number)
+            self._clients.pop(number)[0].close()
 
 
 def fetch(endpoint: bytes, name: bytes) -> Fd:
@@ -60,6 +116,8 @@ def fetch(endpoint: bytes, name: bytes) -> Fd:
         The process does not have it any more: what it stands for was closed.
     ConnectionError
         The process has ended.
+    TimeoutError
+        It did not answer within 10 s.
     """
     try:
         with Channel.connect(address_of(endpoint), timeout=_SECONDS) as channel:
@@ -71,6 +129,3 @@ def fetch(endpoint: bytes, name: bytes) -> Fd:
         raise ValueError("the process that shared this memory has closed it")
     found: Fd = answer.handles[0]
     return found
-
-
-_lock = threading.Lock()

@@ -18,7 +18,14 @@ from typing import NamedTuple
 
 from streamalloc.core.fd import Fd
 from streamalloc.core.ownership import Closes
-from streamalloc.ipc.transport.channel import MAX_DATA, MAX_HANDLES, Channel, Listener, PeerGoneError, ProtocolError
+from streamalloc.ipc.transport.channel import (
+    PACKET_DATA,
+    PACKET_HANDLES,
+    Channel,
+    Listener,
+    PeerGoneError,
+    ProtocolError,
+)
 from streamalloc.ipc.transport.deadlines import end_of, left, milliseconds
 
 __all__ = ["Call", "Limit", "Mesh", "listed"]
@@ -65,7 +72,7 @@ def listed(ranks: Iterable[int]) -> str:
 # In front of each packet: the call, the number of calls before it, and the bytes and descriptors of the whole part.
 _HEAD = struct.Struct("<BxxxIQI")
 _HELLO = struct.Struct("<5sI")
-_PIECE = MAX_DATA - _HEAD.size
+_PIECE = PACKET_DATA - _HEAD.size
 _GONE, _LATE = 0, 1
 _SHORT = 0.001
 _LONG = 0.02
@@ -268,11 +275,11 @@ def _packets(
     call: Call, count: int, data: bytes, handles: Sequence[Fd | int]
 ) -> Iterator[tuple[bytes, Sequence[Fd | int]]]:
     head = _HEAD.pack(call, count, len(data), len(handles))
-    number = max(1, -(-len(data) // _PIECE), -(-len(handles) // MAX_HANDLES))
+    number = max(1, -(-len(data) // _PIECE), -(-len(handles) // PACKET_HANDLES))
     for i in range(number):
         yield (
             head + data[i * _PIECE : (i + 1) * _PIECE],
-            handles[i * MAX_HANDLES : (i + 1) * MAX_HANDLES],
+            handles[i * PACKET_HANDLES : (i + 1) * PACKET_HANDLES],
         )
 
 

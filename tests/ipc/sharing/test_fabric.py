@@ -15,7 +15,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ClosedError, ipc, vmm
 from streamalloc.ipc import Chunk, Descriptor
-from streamalloc.ipc.transport.channel import MAX_DATA
+from streamalloc.ipc.transport.channel import PACKET_DATA
 from tests.ipc.sharing.test_descriptor import OTHER, REFUSED, again
 from tests.ipc.sharing.test_faults import sweep
 from tests.ipc.sharing.test_foreign import Array
@@ -593,7 +593,7 @@ def test_of_more_pieces_than_a_message_has_room_for(device: sa.Device, stream: s
     range_, memories = several_chunks(device, *pieces * [PAGE])
     filled(range_.mappings[-1], 5, stream)
     shared = ipc.share(range_.view(), stream)
-    assert len(bytes(shared)) > MAX_DATA
+    assert len(bytes(shared)) > PACKET_DATA
     elsewhere = sa.Device(0, driver=sd.simulated(fabric=True)).create_stream()
     ours, theirs = ipc.Channel.pair()
     with ours, theirs:

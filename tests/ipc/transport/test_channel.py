@@ -7,6 +7,7 @@ import contextlib
 import copy
 import ctypes
 import errno
+import gc
 import math
 import multiprocessing
 import os
@@ -29,7 +30,16 @@ import pytest
 
 from streamalloc import ClosedError, Fd
 from streamalloc.ipc.transport import pidfd, socket_address
-from streamalloc.ipc.transport.channel import MAX_DATA, MAX_HANDLES, Channel, Listener, PeerGoneError, ProtocolError
+from streamalloc.ipc.transport.channel import (
+    MAX_DATA,
+    MAX_HANDLES,
+    PACKET_DATA,
+    PACKET_HANDLES,
+    Channel,
+    Listener,
+    PeerGoneError,
+    ProtocolError,
+)
 from streamalloc.ipc.transport.pidfd import fetch_descriptor
 from tests.processes import python, started
 
@@ -71,6 +81,7 @@ def packet(data: bytes = b"", handles: int = 0, size: int | None = None) -> byte
 
 
 def open_descriptors() -> int:
+    gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -105,9 +116,9 @@ class TestMessages:
             ends[0].send("text")  # type: ignore[arg-type]
 
     def test_have_limits(self, ends: tuple[Channel, Channel]) -> None:
-        with pytest.raises(ValueError, match="65536"):
+        with pytest.raises(ValueError, match="1048576"):
             ends[0].send(bytes(MAX_DATA + 1))
-        with pytest.raises(ValueError, match="64"):
+        with pytest.raises(ValueError, match="4096"):
             ends[0].send(b"", [0] * (MAX_HANDLES + 1))
         with pytest.raises(TimeoutError):
             ends[1].receive(timeout=0)
@@ -134,12 +145,183 @@ class TestMessages:
         assert received == [b"%d" % i for i in range(2000)]
 
 
+class TestMessagesOfSeveralPackets:
+    @pytest.mark.parametrize(
+        ("nbytes", "count"), [(PACKET_DATA + 1, 0), (0, 65), (5 * PACKET_DATA, 130), (10, 200), (MAX_DATA, 3)]
+    )
+    def test_arrive_as_one(self, ends: tuple[Channel, Channel], nbytes: int, count: int) -> None:
+        data, sent = random.randbytes(nbytes), pipes(count)
+        sender = threading.Thread(target=ends[0].send, args=(data, sent), kwargs={"timeout": 10})
+        sender.start()
+        message = ends[1].receive(timeout=10)
+        sender.join()
+        assert message.data == data
+        assert [os.fstat(one.fileno()).st_ino for one in message.handles] == [
+            os.fstat(one.fileno()).st_ino for one in sent
+        ]
+
+    @pytest.mark.parametrize("larger", [False, True])
+    def test_that_were_given_up_are_dropped(self, ends: tuple[Channel, Channel], larger: bool) -> None:
+        """A time-out in the middle delivers nothing, and nothing of it is glued to the next message."""
+        sent = pipes(300)
+        before = open_descriptors()
+        whole = 0
+        with pytest.raises(TimeoutError):
+            while True:
+                ends[0].send(bytes(MAX_DATA), sent, timeout=0.01)
+                whole += 1
+        after = random.randbytes(3 * PACKET_DATA if larger else 3)
+        sender = threading.Thread(target=ends[0].send, args=(after, sent[:2]), kwargs={"timeout": 10})
+        sender.start()
+        for _ in range(whole):
+            assert len(ends[1].receive(timeout=10).handles) == 300
+        data, handles = ends[1].receive(timeout=10)
+        sender.join()
+        assert data == after and len(handles) == 2
+        del handles
+        assert open_descriptors() == before
+
+    def test_go_on_after_a_time_out_of_the_receiver(self, ends: tuple[Channel, Channel]) -> None:
+        data, sent = random.randbytes(MAX_DATA), pipes(70)
+        with pytest.raises(TimeoutError):
+            ends[0].send(data, sent, timeout=0)
+        with pytest.raises(TimeoutError):
+            ends[1].receive(timeout=0.01)
+        ends[0].send(b"short")
+        assert ends[1].receive(timeout=1) == (b"short", ())
+
+    def test_half_of_one_ends_with_the_channel(self, ends: tuple[Channel, Channel]) -> None:
+        before = open_descriptors()
+        sent = pipes(70)
+        with pytest.raises(TimeoutError):
+            ends[0].send(bytes(MAX_DATA), sent, timeout=0)
+        with pytest.raises(TimeoutError):
+            ends[1].receive(timeout=0)
+        ends[0].close()
+        with pytest.raises(PeerGoneError):
+            ends[1].receive(timeout=1)
+        del sent
+        assert open_descriptors() == before - 1, "one end is closed"
+
+    @pytest.mark.parametrize(
+        "parts",
+        [
+            [(b"A" * 8, 1, 2, 4, 0, b"ab")],
+            [(b"A" * 8, 0, 2, 4, 0, b"ab"), (b"B" * 8, 1, 2, 4, 0, b"cd")],
+            [(b"A" * 8, 0, 2, 4, 0, b"ab"), (b"A" * 8, 1, 2, 5, 0, b"cd")],
+            [(b"A" * 8, 0, 2, 4, 0, b"ab"), (b"A" * 8, 0, 2, 4, 0, b"ab"), (b"A" * 8, 1, 2, 4, 0, b"c")],
+            [(b"A" * 8, 0, 2, 4, 1, b"ab"), (b"A" * 8, 1, 2, 4, 1, b"cd")],
+            [(b"A" * 8, 0, 2, 4, 0, b"abcde")],
+            [(b"A" * 8, 0, 0, 4, 0, b"ab")],
+            [(b"A" * 8, 0, 1, 4, 0, b"abcd")],
+            [(b"A" * 8, 0, 5, 4, 0, b"a")],
+            [(b"A" * 8, 0, 2, MAX_DATA + 1, 0, b"a")],
+            [(b"A" * 8, 0, 2, 4, MAX_HANDLES + 1, b"a")],
+            [None],
+        ],
+    )
+    def test_that_are_none(self, stranger: tuple[socket.socket, Channel], parts: list[Any]) -> None:
+        for part in parts:
+            body = b"short" if part is None else struct.pack("<8sIIII", *part[:5]) + part[5]
+            stranger[0].send(HEADER.pack(b"SAcp", 1, 0, len(body)) + body)
+        with pytest.raises(ProtocolError, match="part"):
+            stranger[1].receive(timeout=1)
+        assert stranger[1].closed
+
+
+class Interrupted(Exception):
+    """Out of a signal handler."""
+
+
+@contextlib.contextmanager
+def interrupts(longest: float = 0.001) -> Iterator[None]:
+    """Signals after random times, whose handler raises."""
+
+    def handler(*_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(longest / 20, longest))
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, longest)
+        yield
+    except Interrupted:
+        pass
+    finally:
+        while signal.getsignal(signal.SIGALRM) is handler:
+            with contextlib.suppress(Interrupted):
+                signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class TestInterrupts:
+    def test_lose_no_message_and_no_descriptor(self, ends: tuple[Channel, Channel]) -> None:
+        given = pipes(70)
+        before = open_descriptors()
+        count = 600
+
+        def send() -> None:
+            for number in range(count):
+                fds = given[:65] if number % 50 == 0 else given[: number % 3]
+                ends[0].send(number.to_bytes(4, "little"), fds, timeout=20)
+
+        sender = threading.Thread(target=send)
+        got: list[Any] = []
+        interrupted = 0
+        sender.start()
+        with interrupts():
+            while len(got) < count:
+                try:
+                    while len(got) < count:
+                        message = ends[1].receive(timeout=20)
+                        got.append(message)
+                except Interrupted:
+                    interrupted += 1
+        while len(got) < count:
+            got.append(ends[1].receive(timeout=20))
+        sender.join()
+        assert [int.from_bytes(message.data, "little") for message in got] == list(range(count))
+        assert [len(message.handles) for message in got] == [
+            65 if number % 50 == 0 else number % 3 for number in range(count)
+        ]
+        assert interrupted
+        for message in got:
+            for handle in message.handles:
+                handle.close()
+        assert open_descriptors() == before
+
+    def test_of_a_sender_leave_whole_messages(self, ends: tuple[Channel, Channel]) -> None:
+        sizes = [3, PACKET_DATA * 3]
+        got: list[int] = []
+
+        def receive() -> None:
+            while data := ends[1].receive(timeout=20).data:
+                got.append(len(data))
+
+        receiver = threading.Thread(target=receive)
+        receiver.start()
+        sent = 0
+        with interrupts():
+            end = time.monotonic() + 0.5
+            while time.monotonic() < end:
+                try:
+                    while time.monotonic() < end:
+                        ends[0].send(bytes(sizes[sent % 2]), timeout=10)
+                        sent += 1
+                except Interrupted:
+                    pass
+        ends[0].send(b"", timeout=10)
+        receiver.join()
+        assert set(got) == set(sizes) and len(got) >= sent
+
+
 class TestDescriptors:
     def test_arrive_as_duplicates_with_an_owner(self, ends: tuple[Channel, Channel]) -> None:
-        sent = pipes(MAX_HANDLES)
+        sent = pipes(PACKET_HANDLES)
         ends[0].send(b"these", [sent[0].fileno(), *sent[1:]])
         data, received = ends[1].receive()
-        assert data == b"these" and len(received) == MAX_HANDLES
+        assert data == b"these" and len(received) == PACKET_HANDLES
         for theirs, ours in zip(sent, received, strict=True):
             assert isinstance(ours, Fd) and ours.fileno() != theirs.fileno()
             assert os.path.sameopenfile(ours.fileno(), theirs.fileno())
@@ -269,7 +451,7 @@ class TestTimeouts:
             assert count > 3
             with pytest.raises(TimeoutError):
                 while True:
-                    ends[0].send(bytes(MAX_DATA), timeout=0.1)
+                    ends[0].send(bytes(PACKET_DATA), timeout=0.1)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
@@ -414,7 +596,7 @@ class TestStrangers:
             (packet(b"abc", size=4), 0, "says 4"),
             (packet(b"abc", size=2), 0, "says 2"),
             (packet(size=0xFFFFFFFF), 0, "says 4294967295"),
-            (packet(bytes(MAX_DATA), size=MAX_DATA) + b"x", 0, "more than"),
+            (packet(bytes(PACKET_DATA), size=PACKET_DATA) + b"x", 0, "more than"),
             (packet(handles=1), 0, "says 1"),
             (packet(handles=0), 1, "with 1 descriptors"),
             (packet(handles=3), 2, "with 2 descriptors"),

@@ -1,0 +1,104 @@
+"""The thread that hands out handles: nobody who is silent, dies or is malicious keeps others from theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from streamalloc import Fd
+from streamalloc.ipc.transport import handle_server
+from streamalloc.ipc.transport.channel import Channel
+from streamalloc.ipc.transport.handle_server import address_of, fetch, serve
+
+
+@pytest.fixture
+def handles() -> Iterator[dict[bytes, Fd]]:
+    found = {name: Fd(os.open("/dev/null", os.O_RDONLY)) for name in (b"a", b"b", b"c")}
+    yield found
+    for fd in found.values():
+        fd.close()
+
+
+def test_hands_out_duplicates(handles: dict[bytes, Fd]) -> None:
+    endpoint = serve(handles.get)
+    for name in handles:
+        with fetch(endpoint, name) as fd:
+            assert os.path.sameopenfile(fd.fileno(), handles[name].fileno())
+    with pytest.raises(ValueError, match="has closed it"):
+        fetch(endpoint, b"unknown")
+
+
+def test_a_handle_that_was_closed(handles: dict[bytes, Fd]) -> None:
+    """It is answered for, and the others are handed out as before."""
+    endpoint = serve(handles.get)
+    handles[b"a"].close()
+    for _ in range(3):
+        with pytest.raises(ValueError, match="has closed it"):
+            fetch(endpoint, b"a")
+        fetch(endpoint, b"b").close()
+
+
+def test_a_lookup_that_fails(handles: dict[bytes, Fd]) -> None:
+    def find(name: bytes) -> Fd | None:
+        if name == b"wrong":
+            raise RuntimeError(name)
+        return handles.get(name)
+
+    endpoint = serve(find)
+    with pytest.raises(ConnectionError):
+        fetch(endpoint, b"wrong")
+    fetch(endpoint, b"a").close()
+
+
+def test_many_clients_who_are_silent_or_malicious(handles: dict[bytes, Fd]) -> None:
+    endpoint = serve(handles.get)
+    address = address_of(endpoint)
+    with contextlib.ExitStack() as ending:
+        for kind in range(3 * handle_server._MOST_CLIENTS):
+            client = ending.enter_context(Channel.connect(address, timeout=5))
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                if kind % 4 == 1:
+                    # Half a message, with descriptors.
+                    client.send(bytes(1 << 20), [handles[b"a"]] * 100, timeout=0)
+                elif kind % 4 == 2:
+                    # Questions, and nobody who takes the answers.
+                    for _ in range(1000):
+                        client.send(b"a", timeout=0)
+                elif kind % 4 == 3:
+                    os.write(client.fileno(), b"nothing that is known")
+        began = time.monotonic()
+        for _ in range(20):
+            fetch(endpoint, b"b").close()
+        assert time.monotonic() - began < 2
+
+
+def test_clients_at_once_that_come_and_go(handles: dict[bytes, Fd]) -> None:
+    endpoint = serve(handles.get)
+    fetched: list[int] = []
+
+    def ask() -> None:
+        for _ in range(20):
+            if random.random() < 0.3:
+                Channel.connect(address_of(endpoint), timeout=5).close()
+            with fetch(endpoint, random.choice(tuple(handles))) as fd:
+                fetched.append(fd.fileno())
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(fetched) == 160
+
+
+def test_silent_clients_are_dropped_after_a_while(handles: dict[bytes, Fd], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handle_server, "_SECONDS", 0.1)
+    endpoint = serve(handles.get)
+    with Channel.connect(address_of(endpoint)) as client, pytest.raises(ConnectionError):
+        client.receive(timeout=5)
