@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import random
+import signal
 import time
 import warnings
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +33,32 @@ PAGE = 2 * MiB
 def shared_pool(device: sa.Device, **options: Any) -> sa.MemoryPool:
     """A pool that can be shared and keeps what it reserves."""
     return sa.MemoryPool(device, handle_types=POSIX, release_threshold=KEEP, **options)
+
+
+class Interrupted(Exception):
+    """Out of a signal handler."""
+
+
+@contextlib.contextmanager
+def interrupts(longest: float = 0.001) -> Iterator[None]:
+    """Signals after random times, whose handler raises in the main thread: :class:`Interrupted`."""
+    over = False
+
+    def handler(*_: object) -> None:
+        if not over:
+            signal.setitimer(signal.ITIMER_REAL, random.uniform(longest / 20, longest))
+            raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, longest)
+        yield
+    except Interrupted:
+        pass
+    finally:
+        over = True
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class State(NamedTuple):

@@ -41,7 +41,11 @@ from streamalloc.ipc.transport.channel import (
     ProtocolError,
 )
 from streamalloc.ipc.transport.pidfd import fetch_descriptor
+<<<<<<< HEAD
 from tests.processes import python, started
+=======
+from tests.ipc.support import Interrupted, interrupts
+>>>>>>> ac849c1 (Share the signals of a test among the tests of ipc)
 
 HEADER = struct.Struct("<4sHHI")
 
@@ -227,32 +231,6 @@ class TestMessagesOfSeveralPackets:
         with pytest.raises(ProtocolError, match="part"):
             stranger[1].receive(timeout=1)
         assert stranger[1].closed
-
-
-class Interrupted(Exception):
-    """Out of a signal handler."""
-
-
-@contextlib.contextmanager
-def interrupts(longest: float = 0.001) -> Iterator[None]:
-    """Signals after random times, whose handler raises."""
-
-    def handler(*_: object) -> None:
-        signal.setitimer(signal.ITIMER_REAL, random.uniform(longest / 20, longest))
-        raise Interrupted
-
-    before = signal.signal(signal.SIGALRM, handler)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, longest)
-        yield
-    except Interrupted:
-        pass
-    finally:
-        while signal.getsignal(signal.SIGALRM) is handler:
-            with contextlib.suppress(Interrupted):
-                signal.signal(signal.SIGALRM, signal.SIG_IGN)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 class TestInterrupts:
