@@ -41,11 +41,8 @@ from streamalloc.ipc.transport.channel import (
     ProtocolError,
 )
 from streamalloc.ipc.transport.pidfd import fetch_descriptor
-<<<<<<< HEAD
-from tests.processes import python, started
-=======
 from tests.ipc.support import Interrupted, interrupts
->>>>>>> ac849c1 (Share the signals of a test among the tests of ipc)
+from tests.processes import python, started
 
 HEADER = struct.Struct("<4sHHI")
 
