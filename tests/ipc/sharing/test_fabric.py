@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc import ClosedError, ipc, vmm
+from streamalloc import ipc, vmm
 from streamalloc.ipc import Chunk, Descriptor
 from streamalloc.ipc.transport.channel import PACKET_DATA
 from tests.ipc.sharing.test_descriptor import OTHER, REFUSED, again
@@ -610,23 +608,6 @@ def test_of_too_many_pieces(device: sa.Device, stream: sa.Stream) -> None:
     with pytest.raises(ValueError, match=r"2049 pieces.*at most 2048"):
         ipc.share(range_.view(), stream)
     close(range_, memories)
-
-
-def test_parts_without_an_end() -> None:
-    """From a peer that means no good."""
-    ours, theirs = ipc.Channel.pair()
-    with ours, theirs:
-        sender = threading.Thread(target=_send_parts, args=(ours,), daemon=True)
-        sender.start()
-        with pytest.raises(ValueError, match="no part of a descriptor"):
-            ipc.receive(theirs, timeout=SECONDS)
-    sender.join(SECONDS)
-
-
-def _send_parts(channel: ipc.Channel) -> None:
-    with contextlib.suppress(OSError, ClosedError):
-        while True:
-            channel.send(b"SAmore" + bytes(60_000), timeout=SECONDS)
 
 
 def close(range_: vmm.AddressRange, memories: list[vmm.PhysicalMemory]) -> None:
