@@ -68,14 +68,14 @@ class Gate:
 
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
-        self.address = int(rig.pinned(64))
-        self._word = ctypes.c_uint32.from_address(self.address)
+        self._word = rig.word()
+        self.address = ctypes.addressof(self._word)
         self._asked = 0
 
     def hold(self, stream: Any) -> None:
         """Make the stream wait here until the gate is opened the next time."""
         self._asked += 1
-        value(self._rig.raw.cuStreamWaitValue32(stream, self.address, self._asked, 0))
+        self._rig.hold(stream, self._word, self._asked)
 
     def open(self) -> None:
         self._word.value = self._asked
@@ -217,8 +217,8 @@ class Rig:
     def access_flags(self, pool: Any, kind: int, id: int = 0) -> int:
         return int(value(self.raw.cuMemPoolGetAccess(pool, self.location(kind, id))))
 
-    def allocate(self, pool: Any, size: int, stream: Any) -> Any:
-        return value(self.try_allocate(pool, size, stream))
+    def allocate(self, pool: Any, size: int, stream: Any) -> int:
+        return int(value(self.try_allocate(pool, size, stream)))
 
     def try_allocate(self, pool: Any, size: int, stream: Any) -> Answer:
         return self.keep(self.raw.cuMemAllocFromPoolAsync(size, pool, stream))
@@ -239,6 +239,14 @@ class Rig:
         pointer = self.own(value(self.raw.cuMemHostAlloc(size, 0)), self.raw.cuMemFreeHost)
         ctypes.memset(int(pointer), 0, size)
         return pointer
+
+    def word(self) -> ctypes.c_uint32:
+        """A pinned word of zero."""
+        return ctypes.c_uint32.from_address(int(self.pinned(64)))
+
+    def hold(self, stream: Any, word: ctypes.c_uint32, at_least: int = 1) -> None:
+        """Make the stream wait until the word has this value or a larger one."""
+        value(self.raw.cuStreamWaitValue32(stream, ctypes.addressof(word), at_least, 0))
 
     # --- virtual memory
 
@@ -286,9 +294,9 @@ class Rig:
             self.own(answer[1], lambda start: self._clear_range(int(start), size))
         return answer
 
-    def reserve(self, size: int, alignment: int = 0) -> int:
+    def reserve(self, size: int, alignment: int = 0, hint: int = 0) -> int:
         """An address range, given back at the end with all that is mapped there."""
-        return int(value(self.try_reserve(size, alignment)))
+        return int(value(self.try_reserve(size, alignment, hint)))
 
     def free_range(self, start: int, size: int) -> str:
         """What cuMemAddressFree says; not done again at the end, when the addresses may be another's."""

@@ -9,7 +9,7 @@ import pytest
 
 from streamalloc.driver.simulator.allocator import CHUNK, Line
 from streamalloc.driver.simulator.blocks import Block, Gap, State, rank
-from tests.driver.simulator.support import MiB
+from tests.support import MiB
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 

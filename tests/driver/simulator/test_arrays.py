@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.driver.simulator.support import MiB, ok
-from tests.driver.simulator.test_virtual import PAGE, VirtualRig
+from tests.driver.simulator.support import mapped, new_rig
+from tests.facts.support import PAGE, MiB, Rig
+from tests.facts.support import value as ok
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
@@ -28,11 +29,11 @@ Bytes = npt.NDArray[np.uint8]
 Extent = tuple[int, int, int]
 
 
-class ArrayRig(VirtualRig):
+class ArrayRig(Rig):
     """A machine, and short names for arrays. Extents are in elements: x, y, z."""
 
     def descriptor(self, extent: Extent, element: int = 4, flags: int = SPARSE) -> Any:
-        d = self.driver
+        d = self.raw
         descriptor = d.CUDA_ARRAY3D_DESCRIPTOR()
         descriptor.Width, descriptor.Height, descriptor.Depth = extent
         number, descriptor.NumChannels = FORMATS[element]
@@ -40,10 +41,10 @@ class ArrayRig(VirtualRig):
         return descriptor
 
     def array(self, extent: Extent = (512, 512, 0), element: int = 4, flags: int = SPARSE) -> Any:
-        return ok(self.driver.cuArray3DCreate(self.descriptor(extent, element, flags)))
+        return ok(self.raw.cuArray3DCreate(self.descriptor(extent, element, flags)))
 
     def tile_pool(self, size: int = PAGE, number: int = 0) -> Any:
-        return self.memory(size, usage=1, number=number)
+        return self.memory(size, usage=1, id=number)
 
     def region(
         self,
@@ -56,7 +57,7 @@ class ArrayRig(VirtualRig):
         device: int = 0,
     ) -> Any:
         """An entry for cuMemMapArrayAsync that maps ``memory``, or unmaps without."""
-        d = self.driver
+        d = self.raw
         entry = d.CUarrayMapInfo()
         entry.resourceType = d.CUresourcetype.CU_RESOURCE_TYPE_ARRAY
         entry.resource.array = array
@@ -73,13 +74,13 @@ class ArrayRig(VirtualRig):
         return entry
 
     def remap(self, stream: Any, *regions: Any) -> None:
-        ok(self.driver.cuMemMapArrayAsync(list(regions), len(regions), stream))
+        ok(self.raw.cuMemMapArrayAsync(list(regions), len(regions), stream))
 
     def copy(
         self, array: Any, data: Bytes | int, start: Extent, shape: Extent, stream: Any, into: bool, kind: int = 1
     ) -> None:
         """Of a box of bytes of the array, to or from dense memory: z, y and x of ``shape``."""
-        d = self.driver
+        d = self.raw
         here, there = ("dst", "src") if into else ("src", "dst")
         box = d.CUDA_MEMCPY3D()
         box.WidthInBytes, box.Height, box.Depth = shape[2], shape[1], shape[0]
@@ -94,16 +95,16 @@ class ArrayRig(VirtualRig):
         setattr(box, f"{there}Height", shape[1])
         ok(d.cuMemcpy3DAsync(box, stream))
 
-    def read(self, array: Any, start: Extent, shape: Extent, stream: Any) -> Bytes:
+    def read_box(self, array: Any, start: Extent, shape: Extent, stream: Any) -> Bytes:
         data: Bytes = np.full(shape, 0xEE, np.uint8)
         self.copy(array, data, start, shape, stream, into=False)
-        ok(self.driver.cuStreamSynchronize(stream))
+        ok(self.raw.cuStreamSynchronize(stream))
         return data
 
 
 @pytest.fixture
 def rig() -> ArrayRig:
-    return ArrayRig()
+    return ArrayRig(new_rig().raw)
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------
@@ -143,9 +144,9 @@ def test_copies_are_what_a_model_says(rig: ArrayRig, element: int, kind: str) ->
             rig.copy(array, data, start, shape, stream, into=True)
             model[where] = np.where(mapped[where], data, model[where])
         else:
-            assert np.array_equal(rig.read(array, start, shape, stream), model[where])
+            assert np.array_equal(rig.read_box(array, start, shape, stream), model[where])
     whole = (slices, height, width * element)
-    assert np.array_equal(rig.read(array, (0, 0, 0), whole, stream), model)
+    assert np.array_equal(rig.read_box(array, (0, 0, 0), whole, stream), model)
     assert model.any() and not model[~mapped].any()
 
 
@@ -156,20 +157,20 @@ def test_a_copy_takes_no_time_worth_noticing(rig: ArrayRig) -> None:
     start = time.perf_counter()
     for _ in range(10):
         rig.copy(array, data, (0, 0, 0), data.shape, stream, into=True)
-        assert np.array_equal(rig.read(array, (0, 0, 0), data.shape, stream), data)
+        assert np.array_equal(rig.read_box(array, (0, 0, 0), data.shape, stream), data)
     assert time.perf_counter() - start < 0.5
 
 
 def test_device_memory_is_copied_in_stream_order(rig: ArrayRig) -> None:
-    d, stream, word, array = rig.driver, rig.stream(), rig.word(), rig.array()
-    source, target = rig.mapped(), int(ok(d.cuMemAlloc(PAGE)))
+    d, stream, word, array = rig.raw, rig.stream(), rig.word(), rig.array()
+    source, target = mapped(rig), int(ok(d.cuMemAlloc(PAGE)))
     shape = (1, 512, 2048)
     rig.hold(stream, word)
     rig.remap(stream, rig.region(array, extent=(512, 512, 1), memory=rig.tile_pool()))
     ok(d.cuMemsetD8Async(source, 9, MiB, stream))
     rig.copy(array, source, (0, 0, 0), shape, stream, into=True, kind=2)
     rig.copy(array, target, (0, 0, 0), shape, stream, into=False, kind=2)
-    assert rig.busy(stream)
+    assert rig.query(stream) == "NOT_READY"
     assert ctypes.string_at(target, 4) == bytes(4)
     word.value = 1
     ok(d.cuStreamSynchronize(stream))
@@ -184,12 +185,12 @@ def test_pageable_memory_is_read_before_the_call_returns(rig: ArrayRig) -> None:
     rig.copy(array, data, (0, 0, 0), data.shape, stream, into=True)
     data[:] = 4
     word.value = 1
-    assert (rig.read(array, (0, 0, 0), data.shape, stream) == 3).all()
+    assert (rig.read_box(array, (0, 0, 0), data.shape, stream) == 3).all()
 
 
 def test_memory_that_vanished_breaks_the_context_not_the_process(rig: ArrayRig) -> None:
-    d, stream, word, array = rig.driver, rig.stream(), rig.word(), rig.array()
-    source = rig.mapped()
+    d, stream, word, array = rig.raw, rig.stream(), rig.word(), rig.array()
+    source = mapped(rig)
     rig.hold(stream, word)
     rig.copy(array, source, (0, 0, 0), (1, 128, 512), stream, into=True, kind=2)
     ok(d.cuMemUnmap(source, PAGE))
@@ -201,8 +202,8 @@ def test_memory_that_vanished_breaks_the_context_not_the_process(rig: ArrayRig) 
 
 
 def test_memory_can_go_once_its_tiles_are_unmapped(rig: ArrayRig) -> None:
-    d, stream, array = rig.driver, rig.stream(), rig.array()
-    before = rig.free_memory()
+    d, stream, array = rig.raw, rig.stream(), rig.array()
+    before = rig.device_free()
     memory, other = rig.tile_pool(), rig.tile_pool()
     rig.remap(stream, rig.region(array, extent=(256, 256, 1), memory=memory))
     rig.remap(stream, rig.region(array, extent=(128, 128, 1), memory=other))  # in place of one of four
@@ -212,11 +213,11 @@ def test_memory_can_go_once_its_tiles_are_unmapped(rig: ArrayRig) -> None:
         d.cuMemRelease(other)
     ok(d.cuArrayDestroy(array))
     ok(d.cuMemRelease(other))
-    assert rig.free_memory() == before
+    assert rig.device_free() == before
 
 
 def test_arrays_end_with_their_context(rig: ArrayRig) -> None:
-    d, memory, stream = rig.driver, rig.tile_pool(), rig.stream()
+    d, memory, stream = rig.raw, rig.tile_pool(), rig.stream()
     array = rig.array()
     mipmap = ok(d.cuMipmappedArrayCreate(rig.descriptor((1024, 1024, 0)), 11))
     level = ok(d.cuMipmappedArrayGetLevel(mipmap, 3))
@@ -229,21 +230,21 @@ def test_arrays_end_with_their_context(rig: ArrayRig) -> None:
 
 
 def test_arrays_of_one_device_have_tiles_of_each_device() -> None:
-    rig = ArrayRig(devices=2)
+    rig = ArrayRig(new_rig(devices=2).raw)
     array, memory = rig.array(), rig.tile_pool(number=1)
     own = rig.stream()
-    ok(rig.driver.cuCtxSetCurrent(ok(rig.driver.cuDevicePrimaryCtxRetain(1))))
+    ok(rig.raw.cuCtxSetCurrent(ok(rig.raw.cuDevicePrimaryCtxRetain(1))))
     stream = rig.stream()
     rig.remap(stream, rig.region(array, memory=memory, device=1))
     with pytest.raises(NotImplementedError):
-        rig.read(array, (0, 0, 0), (1, 1, 4), stream)
-    ok(rig.driver.cuCtxSetCurrent(rig.context))
+        rig.read_box(array, (0, 0, 0), (1, 1, 4), stream)
+    ok(rig.raw.cuCtxSetCurrent(rig.context))
     rig.copy(array, np.full((1, 1, 4), 7, np.uint8), (0, 0, 0), (1, 1, 4), own, into=True)
-    assert not rig.read(array, (0, 0, 0), (1, 1, 4), own).any()
+    assert not rig.read_box(array, (0, 0, 0), (1, 1, 4), own).any()
 
 
 def test_descriptors_say_what_was_asked_for(rig: ArrayRig) -> None:
-    d = rig.driver
+    d = rig.raw
 
     def size(array: Any) -> Extent:
         found = ok(d.cuArray3DGetDescriptor(array))
@@ -278,16 +279,16 @@ def _small(rig: ArrayRig) -> None:
 
 def _gone(rig: ArrayRig) -> None:
     array = rig.array()
-    ok(rig.driver.cuArrayDestroy(array))
-    rig.driver.cuArrayDestroy(array)
+    ok(rig.raw.cuArrayDestroy(array))
+    rig.raw.cuArrayDestroy(array)
 
 
 def _queued(rig: ArrayRig) -> None:
-    array, stream, word, pinned = rig.array(), rig.stream(), rig.word(), ok(rig.driver.cuMemHostAlloc(4, 0))
+    array, stream, word, pinned = rig.array(), rig.stream(), rig.word(), ok(rig.raw.cuMemHostAlloc(4, 0))
     rig.hold(stream, word)
     rig.copy(array, int(pinned), (0, 0, 0), (1, 1, 4), stream, into=True)
     try:
-        rig.driver.cuArrayDestroy(array)
+        rig.raw.cuArrayDestroy(array)
     finally:
         word.value = 1
 
@@ -297,37 +298,37 @@ def _queued_map(rig: ArrayRig) -> None:
     rig.hold(stream, word)
     rig.remap(stream, rig.region(array, memory=memory))
     try:
-        rig.driver.cuMemRelease(memory)
+        rig.raw.cuMemRelease(memory)
     finally:
         word.value = 1
 
 
 def _captured(rig: ArrayRig) -> None:
     array, stream = rig.array(), rig.stream()
-    ok(rig.driver.cuStreamBeginCapture(stream, rig.driver.CUstreamCaptureMode(2)))
+    ok(rig.raw.cuStreamBeginCapture(stream, rig.raw.CUstreamCaptureMode(2)))
     rig.remap(stream, rig.region(array))
 
 
 def _shallow_mipmap(rig: ArrayRig) -> None:
-    mipmap = ok(rig.driver.cuMipmappedArrayCreate(rig.descriptor((1024, 1024, 0)), 2))
-    rig.driver.cuMipmappedArrayGetSparseProperties(mipmap)
+    mipmap = ok(rig.raw.cuMipmappedArrayCreate(rig.descriptor((1024, 1024, 0)), 2))
+    rig.raw.cuMipmappedArrayGetSparseProperties(mipmap)
 
 
 def _solid_mipmap(rig: ArrayRig) -> None:
-    rig.driver.cuMipmappedArrayCreate(rig.descriptor((256, 256, 256)), 3)
+    rig.raw.cuMipmappedArrayCreate(rig.descriptor((256, 256, 256)), 3)
 
 
 def _unset_fields(rig: ArrayRig) -> None:
-    rig.driver.cuMemcpy3D(rig.driver.CUDA_MEMCPY3D())
+    rig.raw.cuMemcpy3D(rig.raw.CUDA_MEMCPY3D())
 
 
 def _no_context(rig: ArrayRig) -> None:
-    ok(rig.driver.cuCtxSetCurrent(rig.driver.CUcontext(0)))
+    ok(rig.raw.cuCtxSetCurrent(rig.raw.CUcontext(0)))
     rig.array()
 
 
 def _requirements(rig: ArrayRig) -> None:
-    rig.driver.cuArrayGetMemoryRequirements(rig.array(), 0)
+    rig.raw.cuArrayGetMemoryRequirements(rig.array(), 0)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.driver.simulator.support import MiB, Rig, ok
+from tests.driver.simulator.support import new_rig
+from tests.facts.support import BLOCKING, MiB, Rig
+from tests.facts.support import value as ok
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
@@ -17,21 +19,21 @@ STEP = 32 * MiB
 
 def reserved(rig: Rig) -> int:
     """Graph memory of device 0 in steps."""
-    d = rig.driver
+    d = rig.raw
     size = int(ok(d.cuDeviceGetGraphMemAttribute(0, d.CUgraphMem_attribute.CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT)))
     assert size % STEP == 0
     return size // STEP
 
 
 def begin(rig: Rig, stream: Any) -> None:
-    ok(rig.driver.cuStreamBeginCapture(stream, rig.driver.CUstreamCaptureMode(2)))
+    ok(rig.raw.cuStreamBeginCapture(stream, rig.raw.CUstreamCaptureMode(2)))
 
 
 class Written:
     """A graph that allocates, fills, waits for a word, copies what is there then to ``out``, and frees."""
 
     def __init__(self, rig: Rig, value: int, size: int = MiB) -> None:
-        d, stream = rig.driver, rig.stream()
+        d, stream = rig.raw, rig.stream()
         self.value, self._driver = value, d
         self.gate, self._out = rig.word(), rig.word()
         begin(rig, stream)
@@ -59,34 +61,34 @@ class Written:
 
 def order(rig: Rig, stream: Any, after: Any) -> None:
     event = rig.event()
-    ok(rig.driver.cuEventRecord(event, after))
-    ok(rig.driver.cuStreamWaitEvent(stream, event, 0))
+    ok(rig.raw.cuEventRecord(event, after))
+    ok(rig.raw.cuStreamWaitEvent(stream, event, 0))
 
 
 class TestSharing:
     def test_in_one_stream(self) -> None:
-        rig = Rig()
+        rig = new_rig()
         stream, graphs = rig.stream(), [Written(rig, 1), Written(rig, 2, 40 * MiB), Written(rig, 3)]
         for graph in graphs:
             graph.launch(stream)
         assert reserved(rig) == 2, "as much as the largest needs"
-        ok(rig.driver.cuStreamSynchronize(stream))
+        ok(rig.raw.cuStreamSynchronize(stream))
         assert all(graph.right for graph in graphs)
 
     def test_not_at_the_same_time(self) -> None:
-        rig = Rig()
+        rig = new_rig()
         one, two, graphs = rig.stream(), rig.stream(), [Written(rig, 1), Written(rig, 2)]
         graphs[0].gate.value = 0
         graphs[0].launch(one)
         graphs[1].launch(two)
         assert reserved(rig) == 2
-        ok(rig.driver.cuStreamSynchronize(two))
+        ok(rig.raw.cuStreamSynchronize(two))
         graphs[0].gate.value = 1
-        ok(rig.driver.cuStreamSynchronize(one))
+        ok(rig.raw.cuStreamSynchronize(one))
         assert all(graph.right for graph in graphs)
 
     def test_in_streams_that_are_ordered(self) -> None:
-        rig = Rig()
+        rig = new_rig()
         one, two, graphs = rig.stream(), rig.stream(), [Written(rig, 1), Written(rig, 2)]
         graphs[0].gate.value = 0
         graphs[0].launch(one)
@@ -94,11 +96,11 @@ class TestSharing:
         graphs[1].launch(two)
         assert reserved(rig) == 1
         graphs[0].gate.value = 1
-        ok(rig.driver.cuStreamSynchronize(two))
+        ok(rig.raw.cuStreamSynchronize(two))
         assert all(graph.right for graph in graphs)
 
     def test_a_relaunch_may_have_other_memory_than_the_launch_that_still_runs(self) -> None:
-        rig = Rig()
+        rig = new_rig()
         one, two, (first, second) = rig.stream(), rig.stream(), [Written(rig, 1), Written(rig, 2)]
         first.gate.value = second.gate.value = 0
         first.launch(one)
@@ -107,16 +109,16 @@ class TestSharing:
         first.launch(one)  # the memory of its first launch is promised to the other graph by now
         assert reserved(rig) == 2
         first.gate.value = 1
-        ok(rig.driver.cuStreamSynchronize(one))
+        ok(rig.raw.cuStreamSynchronize(one))
         assert first.right
-        assert rig.busy(two)
+        assert rig.query(two) == "NOT_READY"
         second.gate.value = 1
-        ok(rig.driver.cuStreamSynchronize(two))
+        ok(rig.raw.cuStreamSynchronize(two))
         assert second.right
 
     def test_allocations_that_outlive_a_launch_have_memory_of_their_own(self) -> None:
-        rig = Rig()
-        d, stream, shared = rig.driver, rig.stream(), Written(rig, 1)
+        rig = new_rig()
+        d, stream, shared = rig.raw, rig.stream(), Written(rig, 1)
         begin(rig, stream)
         left = int(ok(d.cuMemAllocAsync(64, stream)))
         ok(d.cuMemsetD8Async(left, 9, 64, stream))
@@ -137,33 +139,33 @@ class TestSharing:
 
 class TestLaunches:
     def test_of_one_executable_graph_take_turns(self) -> None:
-        rig = Rig()
+        rig = new_rig()
         one, two, word, graph = rig.stream(), rig.stream(), rig.word(), Written(rig, 1)
         rig.hold(one, word)
         graph.launch(one)
         graph.launch(two)
         assert reserved(rig) == 1
-        assert rig.busy(two)
+        assert rig.query(two) == "NOT_READY"
         word.value = 1
-        ok(rig.driver.cuStreamSynchronize(two))
-        assert not rig.busy(one)
+        ok(rig.raw.cuStreamSynchronize(two))
+        assert rig.query(one) == "SUCCESS"
 
     def test_of_one_graph_take_turns(self) -> None:
-        rig = Rig()
-        d, one, two, word, graph = rig.driver, rig.stream(), rig.stream(), rig.word(), Written(rig, 1)
+        rig = new_rig()
+        d, one, two, word, graph = rig.raw, rig.stream(), rig.stream(), rig.word(), Written(rig, 1)
         rig.hold(one, word)
         graph.launch(one)
         ok(d.cuGraphExecDestroy(graph.executable))
         graph.executable = graph.instantiate()
         graph.launch(two)
-        assert rig.busy(two)
+        assert rig.query(two) == "NOT_READY"
         word.value = 1
         ok(d.cuStreamSynchronize(two))
         assert graph.right
 
     def test_that_are_queued_outlive_the_graph(self) -> None:
-        rig = Rig()
-        d, stream, graph, machine = rig.driver, rig.stream(), Written(rig, 1), rig.driver._machine
+        rig = new_rig()
+        d, stream, graph, machine = rig.raw, rig.stream(), Written(rig, 1), rig.raw._machine
         graph.gate.value = 0
         graph.launch(stream)
         ok(d.cuGraphExecDestroy(graph.executable))
@@ -178,8 +180,8 @@ class TestLaunches:
         assert not machine.graph_memories
 
     def test_after_a_trim(self) -> None:
-        rig = Rig()
-        d, stream, graph = rig.driver, rig.stream(), Written(rig, 1)
+        rig = new_rig()
+        d, stream, graph = rig.raw, rig.stream(), Written(rig, 1)
         for _ in range(2):
             graph.launch(stream)
             ok(d.cuStreamSynchronize(stream))
@@ -188,8 +190,8 @@ class TestLaunches:
             assert reserved(rig) == 0
 
     def test_for_which_there_is_no_memory(self) -> None:
-        rig = Rig(memory=2 * STEP)
-        d, stream, graph = rig.driver, rig.stream(), Written(rig, 1, 40 * MiB)
+        rig = new_rig(memory=2 * STEP)
+        d, stream, graph = rig.raw, rig.stream(), Written(rig, 1, 40 * MiB)
         plain = ok(d.cuMemAlloc(STEP))
         assert d.cuGraphLaunch(graph.executable, stream)[0] == d.CUresult.CUDA_ERROR_OUT_OF_MEMORY
         ok(d.cuMemFree(plain))
@@ -199,8 +201,8 @@ class TestLaunches:
 
 
 def test_many_graphs_that_come_and_go_use_no_addresses_up() -> None:
-    rig = Rig()
-    d, stream = rig.driver, rig.stream()
+    rig = new_rig()
+    d, stream = rig.raw, rig.stream()
     for _ in range(50):
         graph = Written(rig, 1)
         graph.launch(stream)
@@ -212,8 +214,8 @@ def test_many_graphs_that_come_and_go_use_no_addresses_up() -> None:
 
 class TestAddresses:
     def test_are_used_again_only_after_the_free(self) -> None:
-        rig = Rig()
-        d, one, two = rig.driver, rig.stream(), rig.stream()
+        rig = new_rig()
+        d, one, two = rig.raw, rig.stream(), rig.stream()
         begin(rig, one)
         first = int(ok(d.cuMemAllocAsync(MiB, one)))
         order(rig, two, after=one)
@@ -228,8 +230,8 @@ class TestAddresses:
         ok(d.cuStreamEndCapture(one))
 
     def test_of_a_hole_are_divided(self) -> None:
-        rig = Rig()
-        d, stream = rig.driver, rig.stream()
+        rig = new_rig()
+        d, stream = rig.raw, rig.stream()
         begin(rig, stream)
         large = int(ok(d.cuMemAllocAsync(4096, stream)))
         ok(d.cuMemFreeAsync(large, stream))
@@ -237,8 +239,8 @@ class TestAddresses:
         ok(d.cuStreamEndCapture(stream))
 
     def test_that_were_freed_once_and_allocated_again_outlive_the_launch(self) -> None:
-        rig = Rig()
-        d, stream = rig.driver, rig.stream()
+        rig = new_rig()
+        d, stream = rig.raw, rig.stream()
         begin(rig, stream)
         ok(d.cuMemFreeAsync(ok(d.cuMemAllocAsync(64, stream)), stream))
         left = int(ok(d.cuMemAllocAsync(64, stream)))
@@ -251,9 +253,9 @@ class TestAddresses:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_no_launch_sees_the_memory_of_another(seed: int) -> None:
-    rig, dice = Rig(seed=seed), random.Random(seed)
-    d = rig.driver
-    streams = [rig.stream(), rig.stream(), rig.stream(blocking=True), 0]
+    rig, dice = new_rig(seed=seed), random.Random(seed)
+    d = rig.raw
+    streams = [rig.stream(), rig.stream(), rig.stream(BLOCKING), 0]
     graphs = [Written(rig, value, dice.choice([4, MiB, 33 * MiB])) for value in range(1, 6)]
     launched: set[int] = set()
     for _ in range(40):

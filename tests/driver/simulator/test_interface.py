@@ -10,7 +10,9 @@ import pytest
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.simulator import SimulatedDriver, simulated
-from tests.driver.simulator.support import MiB, Rig, ok
+from tests.driver.simulator.support import KEEP, new_rig
+from tests.facts.support import MiB
+from tests.facts.support import value as ok
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
@@ -81,18 +83,17 @@ def test_impossible_machines_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_handles_of_another_machine_are_refused() -> None:
-    one, other = Rig(), Rig()
-    stream, pool = one.stream(), one.pool()
-    assert other.driver.cuStreamQuery(stream)[0] == other.driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
-    assert other.driver.cuMemPoolTrimTo(pool, 0)[0] == other.driver.CUresult.CUDA_ERROR_INVALID_VALUE
+    one, other = new_rig(), new_rig()
+    stream, pool = one.stream(), one.pool(KEEP)
+    assert other.raw.cuStreamQuery(stream)[0] == other.raw.CUresult.CUDA_ERROR_INVALID_CONTEXT
+    assert other.raw.cuMemPoolTrimTo(pool, 0)[0] == other.raw.CUresult.CUDA_ERROR_INVALID_VALUE
 
 
-@pytest.mark.parametrize("policies", [(0, 0, 0), (1, 1, 1)], ids=str)
-def test_a_pair_stays_fast_among_many_allocations(policies: tuple[int, int, int]) -> None:
-    rig = Rig()
-    d, stream, other, pool = rig.driver, rig.stream(), rig.stream(), rig.pool()
-    rig.policies(pool, *policies)
-    live = [rig.allocate(4096, pool, stream) for _ in range(10_000)]
+@pytest.mark.parametrize("policies", ["000", "111"])
+def test_a_pair_stays_fast_among_many_allocations(policies: str) -> None:
+    rig = new_rig()
+    d, stream, other, pool = rig.raw, rig.stream(), rig.stream(), rig.pool(KEEP, policies)
+    live = [rig.allocate(pool, 4096, stream) for _ in range(10_000)]
     for number, address in enumerate(live[::2]):
         rig.free(address, other if number % 2 else stream)
 

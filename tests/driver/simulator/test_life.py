@@ -11,7 +11,9 @@ import warnings
 
 import pytest
 
-from tests.driver.simulator.support import MiB, Rig, ok
+from tests.driver.simulator.support import KEEP, new_rig
+from tests.facts.support import MiB
+from tests.facts.support import value as ok
 from tests.processes import finished, python
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
@@ -28,9 +30,9 @@ def mappings() -> int:
 
 def use() -> None:
     """Leave a machine with live allocations, a held stream, and a worker."""
-    rig = Rig()
-    d, stream, pool, word = rig.driver, rig.stream(), rig.pool(), rig.word()
-    address = rig.allocate(MiB, pool, stream)
+    rig = new_rig()
+    d, stream, pool, word = rig.raw, rig.stream(), rig.pool(KEEP), rig.word()
+    address = rig.allocate(pool, MiB, stream)
     rig.hold(stream, word)
     ok(d.cuMemsetD8Async(address, 1, MiB, stream))
     ok(d.cuMemAlloc(4 * MiB))
@@ -54,13 +56,13 @@ def test_forgotten_machines_give_everything_back() -> None:
 def test_making_a_machine_is_cheap() -> None:
     start = time.perf_counter()
     for _ in range(50):
-        Rig()
+        new_rig()
     assert (time.perf_counter() - start) / 50 < 0.003
 
 
 def test_a_child_of_fork_cannot_use_an_initialised_driver() -> None:
-    rig = Rig()
-    d, stream, pool = rig.driver, rig.stream(), rig.pool()
+    rig = new_rig()
+    d, stream, pool = rig.raw, rig.stream(), rig.pool(KEEP)
     code = int(d.CUresult.CUDA_ERROR_NOT_INITIALIZED)
     # in the child even the lock that another thread held at the time of the fork must not matter
     held, let_go = threading.Event(), threading.Event()
@@ -124,7 +126,7 @@ def test_the_interpreter_ends_with_work_pending() -> None:
 
 def test_calls_of_what_was_forgotten_with_its_machine() -> None:
     """Its finaliser may come after the machine's where both are one piece of garbage."""
-    rig = Rig()
-    rig.driver._machine.close()
-    answers = (rig.driver.cuMemRelease(1), rig.driver.cuMemGetInfo(), rig.driver.cuMemFree(1))
+    rig = new_rig()
+    rig.raw._machine.close()
+    answers = (rig.raw.cuMemRelease(1), rig.raw.cuMemGetInfo(), rig.raw.cuMemFree(1))
     assert {answer[0].name for answer in answers} == {"CUDA_ERROR_DEINITIALIZED"}

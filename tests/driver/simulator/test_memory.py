@@ -10,7 +10,9 @@ import pytest
 
 from streamalloc.driver.simulator import simulated
 from streamalloc.driver.simulator.memory import AddressMap, Arena, Intervals
-from tests.driver.simulator.support import MiB, Rig, ok
+from tests.driver.simulator.support import KEEP, new_rig
+from tests.facts.support import MiB
+from tests.facts.support import value as ok
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
@@ -55,11 +57,11 @@ def test_an_arena_forgets_what_it_released() -> None:
 
 
 def test_growing_to_the_whole_card_is_instant_and_touches_nothing() -> None:
-    rig = Rig()
-    d, stream, pool = rig.driver, rig.stream(), rig.pool()
+    rig = new_rig()
+    d, stream, pool = rig.raw, rig.stream(), rig.pool(KEEP)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
-    address = rig.allocate(138 << 30, pool, stream)
+    address = rig.allocate(pool, 138 << 30, stream)
     assert time.perf_counter() - start < 0.5
     last = address + (138 << 30) - 64
     ok(d.cuMemsetD8Async(last, 7, 64, stream))
@@ -69,10 +71,10 @@ def test_growing_to_the_whole_card_is_instant_and_touches_nothing() -> None:
 
 
 def test_memory_limits_devices_one_by_one() -> None:
-    rig = Rig(devices=2, memory=96 * MiB)
-    d, stream, pool = rig.driver, rig.stream(), rig.pool()
+    rig = new_rig(devices=2, memory=96 * MiB)
+    d, stream, pool = rig.raw, rig.stream(), rig.pool(KEEP)
     assert ok(d.cuMemGetInfo()) == (96 * MiB, 96 * MiB)
-    rig.allocate(60 * MiB, pool, stream)
+    rig.allocate(pool, 60 * MiB, stream)
     assert ok(d.cuMemGetInfo()) == (32 * MiB, 96 * MiB)
     assert d.cuMemAlloc(33 * MiB)[0] == d.CUresult.CUDA_ERROR_OUT_OF_MEMORY
     plain = ok(d.cuMemAlloc(32 * MiB))
@@ -83,9 +85,9 @@ def test_memory_limits_devices_one_by_one() -> None:
 
 
 def test_a_growth_that_fails_gives_back_what_the_threshold_does_not_cover() -> None:
-    rig = Rig()
-    d, stream, pool = rig.driver, rig.stream(), rig.pool(32 * MiB, max_size=128 * MiB)
-    live = rig.allocate(40 * MiB, pool, stream)
+    rig = new_rig()
+    d, stream, pool = rig.raw, rig.stream(), rig.pool(32 * MiB, max_size=128 * MiB)
+    live = rig.allocate(pool, 40 * MiB, stream)
     no_memory = d.CUresult.CUDA_ERROR_OUT_OF_MEMORY
     assert d.cuMemAllocFromPoolAsync(200 * MiB, pool, stream)[0] == no_memory
     assert rig.reserved(pool) == 64 * MiB, "live memory stays, whatever the threshold"
@@ -98,22 +100,22 @@ def test_a_growth_that_fails_gives_back_what_the_threshold_does_not_cover() -> N
 
 
 def test_a_growth_that_fails_gives_back_memory_although_waiting_helps() -> None:
-    rig = Rig()
-    d, one, two, word, pool = rig.driver, rig.stream(), rig.stream(), rig.word(), rig.pool(0, max_size=96 * MiB)
-    freed = rig.allocate(64 * MiB, pool, one)
+    rig = new_rig()
+    d, one, two, word, pool = rig.raw, rig.stream(), rig.stream(), rig.word(), rig.pool(0, max_size=96 * MiB)
+    freed = rig.allocate(pool, 64 * MiB, one)
     rig.hold(one, word)
     rig.free(freed, one)
-    assert rig.allocate(50 * MiB, pool, two) == freed
+    assert rig.allocate(pool, 50 * MiB, two) == freed
     assert rig.reserved(pool) == 64 * MiB
-    assert rig.busy(two)
+    assert rig.query(two) == "NOT_READY"
     word.value = 1
     ok(d.cuStreamSynchronize(two))
 
 
 def test_memory_that_vanished_breaks_the_context_not_the_process() -> None:
-    rig = Rig()
-    d, stream, pool, word = rig.driver, rig.stream(), rig.pool(), rig.word()
-    address = rig.allocate(MiB, pool, stream)
+    rig = new_rig()
+    d, stream, pool, word = rig.raw, rig.stream(), rig.pool(KEEP), rig.word()
+    address = rig.allocate(pool, MiB, stream)
     rig.hold(stream, word)
     ok(d.cuMemsetD8Async(address, 1, MiB, stream))
     ok(d.cuMemFree(address))  # a mistake: the fill is still queued

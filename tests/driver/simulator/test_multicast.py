@@ -21,6 +21,7 @@ import streamalloc.driver as sd
 from streamalloc import testing
 from streamalloc.driver.simulator import DeadlockError
 from streamalloc.driver.simulator.calls.multimem import SUPPORTED
+from tests.driver.simulator.support import new_rig as any_rig
 from tests.facts.support import DEVICE, FABRIC, PAGE, POSIX_FD, READ, READWRITE, MiB, Rig, said, value
 from tests.facts.teams import Team, properties, whole
 from tests.processes import Descriptor, Kept, Member, Peer, bytes_of, python, started
@@ -31,10 +32,7 @@ FD = Member("CUmemAllocationHandleType", POSIX_FD)
 
 
 def new_rig(**machine: Any) -> Rig:
-    raw: Any = sd.simulated(**{"devices": 2, "patience": 0.2, **machine})
-    value(raw.cuInit(0))
-    value(raw.cuCtxSetCurrent(value(raw.cuDevicePrimaryCtxRetain(0))))
-    return Rig(raw)
+    return any_rig(**{"devices": 2, "patience": 0.2, **machine})
 
 
 @pytest.fixture
@@ -691,12 +689,10 @@ class TestTheEnd:
 ADDING = """
 import sys, numpy as np, streamalloc as sa
 from streamalloc import testing
-from streamalloc.driver import simulated
-from tests.facts.support import DEVICE, PAGE, READWRITE, Rig, value
-raw = simulated(devices=2)
-value(raw.cuInit(0))
-value(raw.cuCtxSetCurrent(value(raw.cuDevicePrimaryCtxRetain(0))))
-rig = Rig(raw)
+from tests.driver.simulator.support import new_rig
+from tests.facts.support import DEVICE, PAGE, READWRITE, value
+rig = new_rig(devices=2)
+raw = rig.raw
 theirs = value(raw.cuMemImportFromShareableHandle(int(sys.argv[1]), raw.CUmemAllocationHandleType(1)))
 address = rig.map(rig.reserve(PAGE), theirs)
 assert rig.set_access(address, PAGE, (DEVICE, 0, READWRITE)) == "SUCCESS"

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-import streamalloc.driver as sd
 from streamalloc.driver.simulator.shared_events import BOARD_EVENTS
+from tests.driver.simulator.support import new_rig
 from tests.facts.support import (
     DEVICE,
     FABRIC,
@@ -35,13 +35,6 @@ pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 FD = Member("CUmemAllocationHandleType", POSIX_FD)
 SHARED_EVENT = 6
 CHUNK = 32 * MiB
-
-
-def new_rig(**machine: Any) -> Rig:
-    raw: Any = sd.simulated(**machine)
-    value(raw.cuInit(0))
-    value(raw.cuCtxSetCurrent(value(raw.cuDevicePrimaryCtxRetain(0))))
-    return Rig(raw)
 
 
 @pytest.fixture

@@ -16,64 +16,19 @@ from typing import Any
 
 import pytest
 
-from streamalloc.driver.bindings import handle_types_member
 from streamalloc.driver.simulator.memory import AddressMap, AddressRange
-from tests.driver.simulator.support import MiB, Rig, ok
+from tests.driver.simulator.support import KEEP, grant, mapped, new_rig
+from tests.facts.support import DEVICE, HOST, NO_ACCESS, PAGE, READ, MiB, Rig
+from tests.facts.support import value as ok
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
-PAGE = 2 * MiB
 GiB = 1 << 30
-DEVICE, HOST, HOST_NUMA = 1, 2, 3
-NO_ACCESS, READ, READWRITE = 0, 1, 3
-
-
-class VirtualRig(Rig):
-    """A machine, and short names for virtual memory management."""
-
-    def place(self, kind: int, number: int = 0) -> Any:
-        location = self.driver.CUmemLocation()
-        location.type, location.id = self.driver.CUmemLocationType(kind), number
-        return location
-
-    def properties(self, place: int = DEVICE, number: int = 0, handle_types: int = 0, usage: int = 0) -> Any:
-        properties = self.driver.CUmemAllocationProp()
-        properties.type = self.driver.CUmemAllocationType(1)
-        properties.location = self.place(place, number)
-        properties.requestedHandleTypes = handle_types_member(handle_types)
-        properties.allocFlags.usage = usage
-        return properties
-
-    def memory(self, size: int = PAGE, **properties: Any) -> Any:
-        return ok(self.driver.cuMemCreate(size, self.properties(**properties), 0))
-
-    def reserve(self, size: int, hint: int = 0) -> int:
-        return int(ok(self.driver.cuMemAddressReserve(size, 0, hint, 0)))
-
-    def map(self, address: int, memory: Any, size: int = PAGE) -> int:
-        ok(self.driver.cuMemMap(address, size, 0, memory, 0))
-        return address
-
-    def access(self, address: int, size: int = PAGE, flags: int = READWRITE, place: int = DEVICE) -> Any:
-        descriptor = self.driver.CUmemAccessDesc()
-        descriptor.location, descriptor.flags = self.place(place), self.driver.CUmemAccess_flags(flags)
-        return self.driver.cuMemSetAccess(address, size, [descriptor], 1)
-
-    def mapped(self, size: int = PAGE, **properties: Any) -> int:
-        """Memory at an address of its own, with access, which goes when it is unmapped."""
-        memory = self.memory(size, **properties)
-        address = self.map(self.reserve(size), memory, size)
-        ok(self.driver.cuMemRelease(memory))
-        ok(self.access(address, size))
-        return address
-
-    def free_memory(self) -> int:
-        return int(ok(self.driver.cuMemGetInfo())[0])
 
 
 @pytest.fixture
-def rig() -> VirtualRig:
-    return VirtualRig()
+def rig() -> Rig:
+    return new_rig()
 
 
 def open_files() -> int:
@@ -108,36 +63,36 @@ def test_overlapping_extents_are_those_that_share_a_byte() -> None:
         assert extents.overlapping(start, end) == expected
 
 
-def test_reservations_leave_no_gap_between_them(rig: VirtualRig) -> None:
+def test_reservations_leave_no_gap_between_them(rig: Rig) -> None:
     ranges = sorted(rig.reserve(PAGE) for _ in range(16))
     touching = sum(one + PAGE == two for one, two in itertools.pairwise(ranges))
     assert touching >= 4, "so that mappings over two of them can be tried out"
 
 
-def test_a_free_hint_is_honoured(rig: VirtualRig) -> None:
+def test_a_free_hint_is_honoured(rig: Rig) -> None:
     address = rig.reserve(2 * PAGE)
-    ok(rig.driver.cuMemAddressFree(address, 2 * PAGE))
-    assert rig.reserve(PAGE, address + PAGE) == address + PAGE
+    ok(rig.raw.cuMemAddressFree(address, 2 * PAGE))
+    assert rig.reserve(PAGE, hint=address + PAGE) == address + PAGE
 
 
-def test_a_hint_never_takes_what_something_else_has(rig: VirtualRig) -> None:
+def test_a_hint_never_takes_what_something_else_has(rig: Rig) -> None:
     with mmap.mmap(-1, 2 * PAGE) as taken:
         taken[:] = b"\7" * len(taken)
         view = (ctypes.c_char * len(taken)).from_buffer(taken)
         hint = -(-ctypes.addressof(view) // PAGE) * PAGE
-        assert rig.reserve(PAGE, hint) != hint
+        assert rig.reserve(PAGE, hint=hint) != hint
         assert taken[:] == b"\7" * len(taken)
         del view
 
 
-def test_memory_over_two_reservations_that_touch(rig: VirtualRig) -> None:
-    d = rig.driver
+def test_memory_over_two_reservations_that_touch(rig: Rig) -> None:
+    d = rig.raw
     address = rig.reserve(4 * PAGE)
     ok(d.cuMemAddressFree(address, 4 * PAGE))
-    low, high = rig.reserve(2 * PAGE, address), rig.reserve(2 * PAGE, address + 2 * PAGE)
+    low, high = rig.reserve(2 * PAGE, hint=address), rig.reserve(2 * PAGE, hint=address + 2 * PAGE)
     assert (low, high) == (address, address + 2 * PAGE)
     start = rig.map(address + PAGE, rig.memory(2 * PAGE), 2 * PAGE)
-    ok(rig.access(start, 2 * PAGE))
+    grant(rig, start, 2 * PAGE)
     ok(d.cuMemsetD8(start, 5, 2 * PAGE))
     ok(d.cuCtxSynchronize())
     assert ctypes.string_at(high - 1, 2) == b"\5\5"
@@ -149,16 +104,16 @@ def test_memory_over_two_reservations_that_touch(rig: VirtualRig) -> None:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_whole_card_in_pieces_is_instant_and_touches_nothing(rig: VirtualRig) -> None:
-    d = rig.driver
+def test_the_whole_device_in_chunks_is_instant_and_touches_nothing(rig: Rig) -> None:
+    d = rig.raw
     before, files = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, open_files()
     start = time.perf_counter()
     address = rig.reserve(139 * GiB)
     for offset in range(0, 139 * GiB, GiB):
         rig.map(address + offset, rig.memory(GiB), GiB)
-    ok(rig.access(address, 139 * GiB))
+    grant(rig, address, 139 * GiB)
     assert time.perf_counter() - start < 0.5
-    assert rig.free_memory() < GiB
+    assert rig.device_free() < GiB
     ok(d.cuMemsetD8(address + 139 * GiB - 64, 7, 64))
     ok(d.cuMemcpyDtoD(address + GiB - 32, address + 139 * GiB - 64, 64))
     ok(d.cuCtxSynchronize())
@@ -167,62 +122,63 @@ def test_the_whole_card_in_pieces_is_instant_and_touches_nothing(rig: VirtualRig
     assert open_files() <= files + 1, "there are limits to how many files a process may have"
 
 
-def test_what_was_given_back_is_empty_when_it_is_had_again(rig: VirtualRig) -> None:
+def test_what_was_given_back_is_empty_when_it_is_had_again(rig: Rig) -> None:
     for handle_types in (0, 1):
         for _ in range(3):
-            address = rig.mapped(handle_types=handle_types)
+            address = mapped(rig, handle_types=handle_types)
             assert ctypes.string_at(address, 16) == bytes(16)
-            ok(rig.driver.cuMemsetD8(address, 7, PAGE))
-            ok(rig.driver.cuMemUnmap(address, PAGE))
+            ok(rig.raw.cuMemsetD8(address, 7, PAGE))
+            ok(rig.raw.cuMemUnmap(address, PAGE))
 
 
-def test_memory_that_can_be_exported_has_a_file_of_its_own(rig: VirtualRig) -> None:
+def test_memory_that_can_be_exported_has_a_file_of_its_own(rig: Rig) -> None:
     rig.memory()  # the file for all that cannot
     files = open_files()
     one, two = (rig.memory(handle_types=1) for _ in range(2))
     assert open_files() == files + 2
     address = rig.map(rig.reserve(PAGE), one)
     for memory in (one, two):
-        ok(rig.driver.cuMemRelease(memory))
+        ok(rig.raw.cuMemRelease(memory))
     assert open_files() == files + 1, "the first is still mapped"
-    ok(rig.driver.cuMemUnmap(address, PAGE))
+    ok(rig.raw.cuMemUnmap(address, PAGE))
     assert open_files() == files
 
 
 def test_memory_counts_for_its_device_until_nobody_has_it() -> None:
-    rig = VirtualRig(devices=2, memory=96 * MiB)
-    d = rig.driver
-    memory, other, host = rig.memory(64 * MiB), rig.memory(32 * MiB, number=1), rig.memory(64 * MiB, place=HOST)
-    assert rig.free_memory() == 32 * MiB
-    assert d.cuMemCreate(34 * MiB, rig.properties(), 0)[0] == d.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    rig = new_rig(devices=2, memory=96 * MiB)
+    d = rig.raw
+    memory, other, host = rig.memory(64 * MiB), rig.memory(32 * MiB, id=1), rig.memory(64 * MiB, location=HOST)
+    assert rig.device_free() == 32 * MiB
+    assert d.cuMemCreate(34 * MiB, rig.memory_props(), 0)[0] == d.CUresult.CUDA_ERROR_OUT_OF_MEMORY
     assert d.cuMemAlloc(34 * MiB)[0] == d.CUresult.CUDA_ERROR_OUT_OF_MEMORY
     address = rig.map(rig.reserve(64 * MiB), memory, 64 * MiB)
     assert int(ok(d.cuMemRetainAllocationHandle(address))) == int(memory)
     for _ in range(2):
-        assert rig.free_memory() == 32 * MiB
+        assert rig.device_free() == 32 * MiB
         ok(d.cuMemRelease(memory))
-    assert rig.free_memory() == 32 * MiB
+    assert rig.device_free() == 32 * MiB
     ok(d.cuMemUnmap(address, 64 * MiB))
-    assert rig.free_memory() == 96 * MiB
+    assert rig.device_free() == 96 * MiB
     for handle in (other, host):
         ok(d.cuMemRelease(handle))
     ok(d.cuCtxSetCurrent(ok(d.cuDevicePrimaryCtxRetain(1))))
-    assert rig.free_memory() == 96 * MiB
+    assert rig.device_free() == 96 * MiB
 
 
 @pytest.mark.parametrize("handle_types", [0, 1])
 def test_a_machine_that_ends_gives_everything_back(handle_types: int) -> None:
     gc.collect()  # no other machine ends meanwhile
     files = open_files()
-    rig = VirtualRig()
-    released, memory = rig.mapped(handle_types=handle_types), rig.memory(handle_types=handle_types)
+    rig = new_rig()
+    released, memory = mapped(rig, handle_types=handle_types), rig.memory(handle_types=handle_types)
     kept = rig.map(rig.reserve(PAGE), memory)
     rig.memory(usage=1)
-    ok(rig.driver.cuMemsetD8(released, 1, PAGE))
-    ok(rig.driver.cuCtxSynchronize())
+    ok(rig.raw.cuMemsetD8(released, 1, PAGE))
+    ok(rig.raw.cuCtxSynchronize())
     assert has_memory(released) and has_memory(kept)
-    machine = rig.driver._machine
+    machine = rig.raw._machine
     del rig
+    gc.collect()
     deadline = time.monotonic() + 5
     while machine.virtual.mappings.at and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -231,18 +187,18 @@ def test_a_machine_that_ends_gives_everything_back(handle_types: int) -> None:
 
 
 def test_fabric_handles_need_a_channel() -> None:
-    without, having = VirtualRig(), VirtualRig(fabric=True)
-    answer = without.driver.cuMemCreate(PAGE, without.properties(handle_types=8), 0)
-    assert answer[0] == without.driver.CUresult.CUDA_ERROR_NOT_PERMITTED
-    properties = ok(having.driver.cuMemGetAllocationPropertiesFromHandle(having.memory(handle_types=8)))
+    without, having = new_rig(), new_rig(fabric=True)
+    answer = without.raw.cuMemCreate(PAGE, without.memory_props(handle_types=8), 0)
+    assert answer[0] == without.raw.CUresult.CUDA_ERROR_NOT_PERMITTED
+    properties = ok(having.raw.cuMemGetAllocationPropertiesFromHandle(having.memory(handle_types=8)))
     assert int(properties.requestedHandleTypes) == 8
 
 
 # -- work and its memory -----------------------------------------------------------------------------------------------
 
 
-def test_addresses_that_are_gone_break_the_context_not_the_process(rig: VirtualRig) -> None:
-    d, stream, word, address = rig.driver, rig.stream(), rig.word(), rig.mapped()
+def test_addresses_that_are_gone_break_the_context_not_the_process(rig: Rig) -> None:
+    d, stream, word, address = rig.raw, rig.stream(), rig.word(), mapped(rig)
     rig.hold(stream, word)
     ok(d.cuMemsetD8Async(address, 1, PAGE, stream))
     ok(d.cuMemUnmap(address, PAGE))
@@ -251,40 +207,40 @@ def test_addresses_that_are_gone_break_the_context_not_the_process(rig: VirtualR
     assert d.cuStreamSynchronize(stream)[0] == d.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
 
 
-def test_unmapping_lets_running_work_end(rig: VirtualRig) -> None:
-    d, stream, size = rig.driver, rig.stream(), 128 * MiB
-    address = rig.mapped(size)
+def test_unmapping_lets_running_work_end(rig: Rig) -> None:
+    d, stream, size = rig.raw, rig.stream(), 128 * MiB
+    address = mapped(rig, size)
     for value in range(4):
         ok(d.cuMemsetD8Async(address, value, size, stream))
     ok(d.cuMemUnmap(address, size))
-    assert not rig.busy(stream)
+    assert rig.query(stream) == "SUCCESS"
     ok(d.cuStreamSynchronize(stream))
 
 
 def test_with_a_seed_unmapping_lets_nothing_end() -> None:
     def broken(seed: int) -> bool:
-        rig = VirtualRig(seed=seed)
-        stream, address = rig.stream(), rig.mapped()
-        ok(rig.driver.cuMemsetD8Async(address, 1, PAGE, stream))
-        ok(rig.driver.cuMemUnmap(address, PAGE))
-        return bool(rig.driver.cuStreamSynchronize(stream)[0])
+        rig = new_rig(seed=seed)
+        stream, address = rig.stream(), mapped(rig)
+        ok(rig.raw.cuMemsetD8Async(address, 1, PAGE, stream))
+        ok(rig.raw.cuMemUnmap(address, PAGE))
+        return bool(rig.raw.cuStreamSynchronize(stream)[0])
 
     assert any(broken(seed) for seed in range(20)), "a missing synchronisation has to show"
 
 
-def test_mapped_memory_of_another_machine_is_nobodys(rig: VirtualRig) -> None:
-    other = VirtualRig()
-    address = other.mapped()
-    d = rig.driver
+def test_mapped_memory_of_another_machine_is_nobodys(rig: Rig) -> None:
+    other = new_rig()
+    address = mapped(other)
+    d = rig.raw
     assert d.cuMemUnmap(address, PAGE)[0] == d.CUresult.CUDA_ERROR_INVALID_VALUE
     assert d.cuMemsetD8(address, 1, 4)[0] == d.CUresult.CUDA_ERROR_INVALID_VALUE
-    ok(other.driver.cuMemsetD8(address, 1, 4))
+    ok(other.raw.cuMemsetD8(address, 1, 4))
 
 
-def test_a_dma_buf_has_a_size_and_no_bytes(rig: VirtualRig) -> None:
-    kind = rig.driver.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+def test_a_dma_buf_has_a_size_and_no_bytes(rig: Rig) -> None:
+    kind = rig.raw.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
     files = open_files()
-    file = ok(rig.driver.cuMemGetHandleForAddressRange(rig.mapped(2 * PAGE), PAGE, kind, 0))
+    file = ok(rig.raw.cuMemGetHandleForAddressRange(mapped(rig, 2 * PAGE), PAGE, kind, 0))
     try:
         assert os.lseek(file, 0, os.SEEK_END) == PAGE
         assert fcntl.fcntl(file, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
@@ -303,65 +259,65 @@ def test_a_dma_buf_has_a_size_and_no_bytes(rig: VirtualRig) -> None:
 # -- what is not modelled ----------------------------------------------------------------------------------------------
 
 
-def _beyond_the_end(rig: VirtualRig) -> None:
+def _beyond_the_end(rig: Rig) -> None:
     hole = rig.reserve(4 * PAGE)
-    ok(rig.driver.cuMemAddressFree(hole, 4 * PAGE))
-    rig.driver.cuMemMap(rig.reserve(PAGE, hole), 2 * PAGE, 0, rig.memory(2 * PAGE), 0)
+    ok(rig.raw.cuMemAddressFree(hole, 4 * PAGE))
+    rig.raw.cuMemMap(rig.reserve(PAGE, hint=hole), 2 * PAGE, 0, rig.memory(2 * PAGE), 0)
 
 
-def _released(rig: VirtualRig) -> None:
+def _released(rig: Rig) -> None:
     memory = rig.memory()
-    ok(rig.driver.cuMemRelease(memory))
-    assert rig.driver.cuMemRelease(memory)[0] == rig.driver.CUresult.CUDA_ERROR_INVALID_VALUE
-    rig.driver.cuMemGetAllocationPropertiesFromHandle(memory)
+    ok(rig.raw.cuMemRelease(memory))
+    assert rig.raw.cuMemRelease(memory)[0] == rig.raw.CUresult.CUDA_ERROR_INVALID_VALUE
+    rig.raw.cuMemGetAllocationPropertiesFromHandle(memory)
 
 
-def _tile_pool(rig: VirtualRig) -> None:
+def _tile_pool(rig: Rig) -> None:
     rig.map(rig.reserve(PAGE), rig.memory(usage=1))
 
 
-def _hole(rig: VirtualRig) -> None:
-    rig.driver.cuMemcpy(rig.reserve(PAGE), rig.mapped(), 4)
+def _hole(rig: Rig) -> None:
+    rig.raw.cuMemcpy(rig.reserve(PAGE), mapped(rig), 4)
 
 
-def _host_to_device(rig: VirtualRig) -> None:
-    memory = rig.mapped(place=HOST)
-    ok(rig.access(memory, flags=NO_ACCESS))
-    ok(rig.access(memory, place=HOST))
-    rig.driver.cuMemcpy(ok(rig.driver.cuMemAlloc(4)), memory, 4)
+def _host_to_device(rig: Rig) -> None:
+    memory = mapped(rig, location=HOST)
+    grant(rig, memory, flags=NO_ACCESS)
+    grant(rig, memory, location=HOST)
+    rig.raw.cuMemcpy(ok(rig.raw.cuMemAlloc(4)), memory, 4)
 
 
-def _no_access_at_all(rig: VirtualRig) -> None:
-    memory = rig.mapped(place=HOST)
-    ok(rig.access(memory, flags=NO_ACCESS))
-    rig.driver.cuMemcpyDtoH(bytearray(4), memory, 4)
+def _no_access_at_all(rig: Rig) -> None:
+    memory = mapped(rig, location=HOST)
+    grant(rig, memory, flags=NO_ACCESS)
+    rig.raw.cuMemcpyDtoH(bytearray(4), memory, 4)
 
 
-def _access_of_queued_work(rig: VirtualRig) -> None:
-    stream, word, address = rig.stream(), rig.word(), rig.mapped()
+def _access_of_queued_work(rig: Rig) -> None:
+    stream, word, address = rig.stream(), rig.word(), mapped(rig)
     rig.hold(stream, word)
-    ok(rig.driver.cuMemsetD8Async(address, 1, PAGE, stream))
-    ok(rig.access(address))  # which takes nothing away
+    ok(rig.raw.cuMemsetD8Async(address, 1, PAGE, stream))
+    grant(rig, address)  # which takes nothing away
     try:
-        rig.access(address, flags=READ)
+        rig.set_access(address, PAGE, (DEVICE, 0, READ))
     finally:
         word.value = 1
 
 
-def _word(rig: VirtualRig) -> None:
-    rig.driver.cuStreamWaitValue32(rig.stream(), rig.mapped(place=HOST), 0, 0)
+def _word(rig: Rig) -> None:
+    rig.raw.cuStreamWaitValue32(rig.stream(), mapped(rig, location=HOST), 0, 0)
 
 
-def _pools_have_it(rig: VirtualRig) -> None:
-    stream, pool = rig.stream(), rig.pool()
-    rig.free(rig.allocate(100 * GiB, pool, stream), stream)
-    ok(rig.driver.cuStreamSynchronize(stream))
+def _pools_have_it(rig: Rig) -> None:
+    stream, pool = rig.stream(), rig.pool(KEEP)
+    rig.free(rig.allocate(pool, 100 * GiB, stream), stream)
+    ok(rig.raw.cuStreamSynchronize(stream))
     rig.memory(100 * GiB)
 
 
-def _dma_buf_of_host_memory(rig: VirtualRig) -> None:
-    kind = rig.driver.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
-    rig.driver.cuMemGetHandleForAddressRange(rig.mapped(place=HOST), PAGE, kind, 0)
+def _dma_buf_of_host_memory(rig: Rig) -> None:
+    kind = rig.raw.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+    rig.raw.cuMemGetHandleForAddressRange(mapped(rig, location=HOST), PAGE, kind, 0)
 
 
 @pytest.mark.parametrize(
@@ -380,6 +336,6 @@ def _dma_buf_of_host_memory(rig: VirtualRig) -> None:
     ],
     ids=lambda value: value.__name__.strip("_") if callable(value) else "",
 )
-def test_what_is_not_known_is_not_guessed(rig: VirtualRig, attempt: Callable[[VirtualRig], None], message: str) -> None:
+def test_what_is_not_known_is_not_guessed(rig: Rig, attempt: Callable[[Rig], None], message: str) -> None:
     with pytest.raises(NotImplementedError, match=f"not modelled: .*{message}"):
         attempt(rig)
