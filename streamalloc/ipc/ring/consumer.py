@@ -32,9 +32,9 @@ from streamalloc.ipc.ring.protocol import (
     VERSION,
     Part,
 )
+from streamalloc.ipc.sharing.control_block import SLOTS, ControlBlock
 from streamalloc.ipc.sharing.imports import ImportedBuffer, Importer, importer_of
 from streamalloc.ipc.sharing.imports import open as open_shared
-from streamalloc.ipc.sharing.shared_words import SLOTS, Board
 from streamalloc.ipc.transport.channel import Channel, Message, PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.deadlines import end_of, left
 
@@ -56,7 +56,7 @@ class RingItem(Part):
     __slots__ = ("_board", "_number", "_place", "_ready", "_words")
 
     def __init__(
-        self, memory: ImportedBuffer, stream: Stream, index: int, offset: int, board: Board, number: int
+        self, memory: ImportedBuffer, stream: Stream, index: int, offset: int, board: ControlBlock, number: int
     ) -> None:
         super().__init__(memory, stream, index, offset)
         self._board = board
@@ -178,7 +178,7 @@ class RingConsumer(Closes):
         # The packets are the parent's.
         self._receive = refuse_after_fork
 
-    def _prepare(self, memory: Any, told: _Introduction, boards: list[Board]) -> None:
+    def _prepare(self, memory: Any, told: _Introduction, boards: list[ControlBlock]) -> None:
         if not isinstance(memory, ImportedBuffer) or memory.nbytes < told.stride * len(told.numbers):
             raise ProtocolError("the memory that came is no buffer, or too small for the ring's slots")
         self.slots = len(told.numbers)
@@ -327,8 +327,6 @@ class RingConsumer(Closes):
             if self._memory.closed:
                 return
             stream = _usable(self.stream)
-            for item in self._items:
-                item._board.forget(item._number)
             ending.callback(self._memory.close, stream)
             for item in self._items:
                 ending.callback(self._let_go, item, stream)
@@ -396,20 +394,20 @@ def _introduction(message: Message) -> _Introduction:
     return _Introduction(names, numbers, slot_bytes, stride, data[numbers_end:])
 
 
-def _attached(importer: Importer, names: list[bytes], message: Message) -> list[Board]:
+def _attached(importer: Importer, names: list[bytes], message: Message) -> list[ControlBlock]:
     """The boards of the slots; that of the buffer is there already."""
     boards = []
     with importer.lock:
         for name, fd in zip(names, message.handles, strict=False):
             board = importer.boards.get(name)
             if board is None:
-                board = importer.boards[name] = Board.attach(importer.door, fd, name)
+                board = importer.boards[name] = ControlBlock.attach(importer.door, fd, name)
             else:
                 fd.close()
             boards.append(board)
     return boards
 
 
-def _answer(boards: list[Board]) -> bytes:
+def _answer(boards: list[ControlBlock]) -> bytes:
     importers = b"".join(IMPORTER.pack(board.importer) for board in boards)
     return ANSWER.pack(MAGIC, VERSION, len(boards)) + importers

@@ -36,9 +36,9 @@ from streamalloc.ipc.ring.protocol import (
     VERSION,
     Part,
 )
+from streamalloc.ipc.sharing.control_block import IMPORTERS, ControlBlock, ImporterWords
 from streamalloc.ipc.sharing.exports import Shared, share
 from streamalloc.ipc.sharing.lease import Lease, leases_of
-from streamalloc.ipc.sharing.shared_words import IMPORTERS, Board, ImporterWords
 from streamalloc.ipc.transport.channel import Channel, Message, PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.deadlines import end_of, left
 from streamalloc.pool import MemoryPool
@@ -159,7 +159,7 @@ class _Consumer:
 
     __slots__ = ("boards", "channel", "in_flight", "places", "send", "turn")
 
-    def __init__(self, channel: Channel, boards: list[tuple[Board, int]], places: list[ImporterWords]) -> None:
+    def __init__(self, channel: Channel, boards: list[tuple[ControlBlock, int]], places: list[ImporterWords]) -> None:
         self.channel = channel
         self.send = channel.send
         self.boards = boards
@@ -340,7 +340,7 @@ class RingProducer(Closes):
             channel.close()
             raise
 
-    def _boards(self) -> list[Board]:
+    def _boards(self) -> list[ControlBlock]:
         return list({id(lease.board): lease.board for lease in self._leases}.values())
 
     def _introduction(self, shared: Shared) -> tuple[bytes, tuple[Fd, ...]]:

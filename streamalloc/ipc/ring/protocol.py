@@ -1,7 +1,7 @@
 """What both ends of a ring have in common: packets, words in shared memory, and slots.
 
-Nothing is exported, imported or sent back for a hand-off: words of the producer's :class:`Board` are written and waited
-for, by the streams and by the hosts. For each slot ``k`` and consumer ``i`` they are
+Nothing is exported, imported or sent back for a hand-off: words of the producer's :class:`ControlBlock` are written
+and waited for, by the streams and by the hosts. For each slot ``k`` and consumer ``i`` they are
 
 * ``ready[k]``, written by the producer's stream after the contents, or by its host where the stream has no work left;
   the consumer's stream waits for it;

@@ -16,10 +16,10 @@ from streamalloc.core.properties import MemHandleType, MemLocationType
 from streamalloc.core.stream import Event, Stream, StreamLike, as_stream
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda, opaque_bytes
+from streamalloc.ipc.sharing.control_block import ControlBlock
 from streamalloc.ipc.sharing.descriptor import MOST_CHUNKS, Chunk, Descriptor, Flags, Mechanism, head_of, joined
 from streamalloc.ipc.sharing.imports import ImportedBuffer, ImportedPool, ImportedRange
 from streamalloc.ipc.sharing.lease import Lease, Leases, leases_of, making
-from streamalloc.ipc.sharing.shared_words import Board
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.pointers import MemoryKind, PointerAttributes, pointer_attributes
 from streamalloc.vmm import AddressRange, GrowableBuffer, Mapping, PhysicalMemory, RangeView, VirtualBuffer
@@ -87,7 +87,7 @@ class _Route:
         self.heads: dict[tuple[bytes, bytes], tuple[bytes, dict[bytes, Fd]]] = {}
         """The beginning of the descriptor and the handles, by board and endpoint."""
 
-    def head(self, board: Board, exports: Exports) -> tuple[bytes, dict[bytes, Fd]]:
+    def head(self, board: ControlBlock, exports: Exports) -> tuple[bytes, dict[bytes, Fd]]:
         """The same for an allocation with its lease on ``board``."""
         key = (board.id, exports.endpoint)
         found = self.heads.get(key)

@@ -23,9 +23,18 @@ from streamalloc.core.stream import Event, Stream, StreamLike, as_stream
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import OpaqueStruct, cuda, opaque_struct
+from streamalloc.ipc.sharing.control_block import (
+    SLOTS,
+    WORD,
+    ControlBlock,
+    ImporterWords,
+    SlotWords,
+    fence,
+    next_word,
+    reached,
+)
 from streamalloc.ipc.sharing.descriptor import FABRIC, HEAD_BYTES, Chunk, Descriptor, Flags, Mechanism
 from streamalloc.ipc.sharing.lease import making
-from streamalloc.ipc.sharing.shared_words import SLOTS, WORD, Board, ImporterWords, SlotWords, fence, next_word, reached
 from streamalloc.ipc.transport.handle_server import fetch
 from streamalloc.vmm import PhysicalMemory
 from streamalloc.vmm.internal import RemappableBuffer, check_mappable, import_memory
@@ -95,7 +104,7 @@ class Importer:
     def __init__(self, door: Door) -> None:
         self.door = door
         self.lock = threading.RLock()
-        self.boards: dict[bytes, Board] = {}
+        self.boards: dict[bytes, ControlBlock] = {}
         self.pools: dict[bytes, Any] = {}
         """Pools that were imported, by name; they stay, as importing a pool again gives the same."""
         self.ranges: weakref.WeakValueDictionary[bytes, ImportedRange] = weakref.WeakValueDictionary()
@@ -138,7 +147,7 @@ class Importer:
             stacklevel=4,
         )
 
-    def board(self, described: Descriptor, handles: Handles) -> Board | None:
+    def board(self, described: Descriptor, handles: Handles) -> ControlBlock | None:
         """The exporter's board; None where the descriptor names none, or with fabric handles one of another machine."""
         if described.board == _NO_BOARD:
             return None
@@ -150,7 +159,7 @@ class Importer:
             if fd is None:
                 return None
             with undoing(fd.close):
-                board = self.boards[described.board] = Board.attach(self.door, fd, described.board)
+                board = self.boards[described.board] = ControlBlock.attach(self.door, fd, described.board)
         return board
 
     def _forget_the_dead(self) -> None:
@@ -331,7 +340,9 @@ class _PoolWay:
 
     __slots__ = ("_data", "board", "described", "device", "importer", "pool")
 
-    def __init__(self, importer: Importer, described: Descriptor, device: Device, board: Board | None, pool: Any):
+    def __init__(
+        self, importer: Importer, described: Descriptor, device: Device, board: ControlBlock | None, pool: Any
+    ):
         self.importer = importer
         self.described = described
         """Any of their descriptors."""
@@ -367,7 +378,7 @@ class _LegacyWay:
 
     __slots__ = ("board", "device", "importer")
 
-    def __init__(self, importer: Importer, device: Device, board: Board | None) -> None:
+    def __init__(self, importer: Importer, device: Device, board: ControlBlock | None) -> None:
         self.importer = importer
         self.device = device
         self.board = board
@@ -473,7 +484,7 @@ def _take_back(importer: Importer, held: _Import, stream: Stream) -> None:
         _let_go(importer, held, stream)
 
 
-def _check_generation(board: Board | None, described: Descriptor) -> None:
+def _check_generation(board: ControlBlock | None, described: Descriptor) -> None:
     """Raise :class:`StaleDescriptorError` where the slot stands for something else by now."""
     if board is not None and board.slot_words(described.slot).generation.value != described.generation:
         raise StaleDescriptorError("this memory was freed by its owner before it was opened here")
@@ -506,20 +517,20 @@ def _import(importer: Importer, held: _Import, described: Descriptor, stream: St
         raise
 
 
-def _is_ready(board: Board, described: Descriptor) -> bool:
+def _is_ready(board: ControlBlock, described: Descriptor) -> bool:
     """Whether the contents are there, as the exporter announced them."""
     return reached(board.slot_words(described.slot).ready.value, described.ready)
 
 
-def _wait_until_ready(board: Board | None, described: Descriptor, stream: Stream) -> None:
+def _wait_until_ready(board: ControlBlock | None, described: Descriptor, stream: Stream) -> None:
     """Have ``stream`` wait for the exporter's announcement, if that is still to come."""
     if board is None or _is_ready(board, described):
         return
     words, wanted = board.slot_words(described.slot), described.ready
     if not reached(words.announced.value, wanted):
         raise ValueError("the descriptor waits for contents that its exporter has not announced")
-    board.wait(stream, words.ready_address, wanted)
     board.expect(described.slot, wanted)
+    board.wait(stream, words.ready_address, wanted)
 
 
 def _let_go(importer: Importer, held: _Import, stream: Stream) -> None:

@@ -15,7 +15,7 @@ from streamalloc.core.buffer import Buffer
 from streamalloc.core.door import Door
 from streamalloc.core.errors import CudaError, DeviceLostError, InvalidContextError, NotInitializedError, StillImported
 from streamalloc.core.stream import Stream, StreamLike, as_stream
-from streamalloc.ipc.sharing.shared_words import SLOTS, WORD, Board, fence, next_word, reached
+from streamalloc.ipc.sharing.control_block import SLOTS, WORD, ControlBlock, fence, next_word, reached
 
 __all__ = ["Lease", "LeasedBuffer", "Leases", "StillImportedPolicy"]
 
@@ -32,7 +32,7 @@ class Lease:
 
     __slots__ = ("_announcer", "_uneven", "board", "generation", "held", "payload", "slot", "words")
 
-    def __init__(self, board: Board, slot: int) -> None:
+    def __init__(self, board: ControlBlock, slot: int) -> None:
         self.board = board
         self.slot = slot
         self.words = board.slot_words(slot)
@@ -113,11 +113,11 @@ class Leases:
 
     def __init__(self, door: Door) -> None:
         self.door = door
-        self.boards: list[Board] = []
+        self.boards: list[ControlBlock] = []
         self.live: dict[int, Lease] = {}
         self.exports: Any = None
         """Kept by :mod:`streamalloc.ipc.sharing.exports`."""
-        self._free: list[tuple[Board, int]] = []
+        self._free: list[tuple[ControlBlock, int]] = []
         self._leaving: deque[Lease] = deque()
         self.lock = threading.RLock()
         """Held where leases are made, announced and ended; finalisers may come in between in the same thread."""
@@ -130,7 +130,7 @@ class Leases:
                 for _ in range(min(2, len(self._leaving))):
                     self._retire(self._leaving.popleft())
             if not self._free:
-                board = Board.create(self.door)
+                board = ControlBlock.create(self.door)
                 self.boards.append(board)
                 self._free = [(board, slot) for slot in reversed(range(SLOTS))]
             board, slot = self._free.pop()

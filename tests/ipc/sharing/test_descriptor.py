@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.ipc import Chunk, Descriptor, Mechanism
+from streamalloc.ipc.sharing.control_block import IMPORTERS, SLOTS
 from streamalloc.ipc.sharing.descriptor import FABRIC
 from streamalloc.ipc.sharing.imports import importer_of
-from streamalloc.ipc.sharing.shared_words import IMPORTERS, SLOTS
 from tests.ipc.support import POSIX, Partner, State, There, filled, make_buffer, make_growable, make_pool, shows, state
 from tests.support import MiB, executed
 

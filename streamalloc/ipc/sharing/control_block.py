@@ -1,7 +1,8 @@
-"""The board: shared memory in which exporter and importers tell each other how far they are.
+"""The control block: shared memory in which exporter and importers tell each other how far they are.
 
 The driver protects nobody: memory that is freed by its owner is reused while importers read it. So each exporting
-process has a board, a page-locked file in memory that importers map too. It has a *slot* for each shared allocation:
+process has a control block, a page-locked file in memory that importers map too. It has a *slot* for each shared
+allocation:
 
 * ``generation``: which allocation the slot stands for; counted up when that is freed, so that older descriptors are
   stale;
@@ -13,9 +14,9 @@ process has a board, a page-locked file in memory that importers map too. It has
   and the exporter's stream waits for that before it frees;
 * ``sent``, and ``received`` for each importer: descriptors that are on their way.
 
-Every word has one writer, a process: its stream or, where that has no work left, its host (:meth:`Board.tell`). A
-process holds a lock on its byte of the file, which the kernel lifts when the process dies, however it dies: waiting for
-the lock is waiting for the death.
+Every word has one writer, a process: its stream or, where that has no work left, its host (:meth:`ControlBlock.tell`).
+A process holds a lock on its byte of the file, which the kernel lifts when the process dies, however it dies: waiting
+for the lock is waiting for the death. The file is sealed, so that nobody can truncate it under the others.
 """
 
 from __future__ import annotations
@@ -41,13 +42,24 @@ from streamalloc.core.fd import Fd
 from streamalloc.core.stream import Stream
 from streamalloc.driver.internal import cuda
 
-__all__ = ["IMPORTERS", "SLOTS", "Board"]
+__all__ = [
+    "IMPORTERS",
+    "SLOTS",
+    "WORD",
+    "ControlBlock",
+    "ImporterWords",
+    "SlotWords",
+    "fence",
+    "next_word",
+    "reached",
+]
 
 SLOTS = 1024
 IMPORTERS = 128
-"""Of one exporter at a time. A board has 2 MiB with so many, all of which is page-locked, once by each of them."""
+"""Of one exporter at a time. A control block has 2 MiB with so many, page-locked as a whole by each of them."""
 
-_MAGIC = b"SAboard\2"
+_MAGIC = b"SAblock\3"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _HEADER = struct.Struct("<8s16sII")
 _HEADER_BYTES = 4096
 # In the header: whether somebody has seen that the exporter died.
@@ -70,6 +82,9 @@ _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _AT_LEAST = int(_FLAGS.CU_STREAM_WAIT_VALUE_GEQ)
 _LOCK = struct.Struct("hhqqi4x")
 WORD = 1 << 32
+"""Words count up modulo this."""
+# From so many expectations on, those that were met are looked for.
+_MANY = 64
 
 Words = npt.NDArray[np.uint32]
 
@@ -84,7 +99,7 @@ class SlotWords:
 
     __slots__ = ("announced", "generation", "lost", "ready", "ready_address", "sent")
 
-    def __init__(self, board: Board, slot: int) -> None:
+    def __init__(self, board: ControlBlock, slot: int) -> None:
         self.generation = _word(board.address("generation", slot))
         self.announced = _word(board.address("announced", slot))
         self.ready = _word(board.address("ready", slot))
@@ -102,7 +117,7 @@ class ImporterWords:
 
     __slots__ = ("closed", "closed_address", "closing", "opened", "received")
 
-    def __init__(self, board: Board, slot: int, importer: int) -> None:
+    def __init__(self, board: ControlBlock, slot: int, importer: int) -> None:
         self.opened = _word(board.address("opened", slot, importer))
         self.closing = _word(board.address("closing", slot, importer))
         self.closed = _word(board.address("closed", slot, importer))
@@ -110,8 +125,8 @@ class ImporterWords:
         self.closed_address = cuda.CUdeviceptr(board.address("closed", slot, importer))
 
 
-class Board:
-    """A board as one process sees it: made by the exporter (:meth:`create`), mapped by importers (:meth:`attach`)."""
+class ControlBlock:
+    """A control block as one process sees it: the exporter makes it (:meth:`create`), importers :meth:`attach` it."""
 
     __slots__ = (
         "__weakref__",
@@ -137,7 +152,7 @@ class Board:
     )
 
     id: bytes
-    """16 bytes that name the board."""
+    """16 bytes that name the control block."""
     fd: Fd
     importer: int
     """Which importer this process is; -1 for the exporter."""
@@ -152,7 +167,8 @@ class Board:
         self.fd = fd
         self.importer = -1
         self._watched: set[int] = set()
-        self._expected: dict[int, list[int]] = {}
+        self._expected: dict[tuple[int, int], None] = {}
+        """Slots, and the values of their ready words that streams of this process wait for."""
         self._map = mmap.mmap(fd.fileno(), _BYTES)
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         for name in _EACH:
@@ -185,10 +201,12 @@ class Board:
                 self._unregister()
 
     @classmethod
-    def create(cls, door: Door) -> Board:
-        """A new board, of which this process is the exporter."""
-        fd = Fd(os.memfd_create("streamalloc:board", os.MFD_CLOEXEC))
+    def create(cls, door: Door) -> ControlBlock:
+        """A new control block, of which this process is the exporter."""
+        fd = Fd(os.memfd_create("streamalloc:control block", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         os.ftruncate(fd.fileno(), _BYTES)
+        # Whoever touches a page that is not there any more is killed.
+        fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, _SEALS)
         name = secrets.token_bytes(16)
         os.pwrite(fd.fileno(), _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS), 0)
         board = cls(door, fd)
@@ -197,19 +215,16 @@ class Board:
         return board
 
     @classmethod
-    def attach(cls, door: Door, fd: Fd, name: bytes) -> Board:
-        """The board in a descriptor that was received.
+    def attach(cls, door: Door, fd: Fd, name: bytes) -> ControlBlock:
+        """The control block in a file descriptor that was received.
 
         Raises
         ------
         ValueError
-            It is no board, or another one than ``name``, or has no room for one more importer.
+            It is none, or another one than ``name``, could be truncated, or has no room for one more importer.
         """
-        # A shorter file would end the process when its missing pages are touched; a memfd of ours cannot be anything
-        # else, and another user's process was refused.
-        header = os.pread(fd.fileno(), _HEADER.size, 0) if os.fstat(fd.fileno()).st_size == _BYTES else b""
-        if header != _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS):
-            raise ValueError("the descriptor that came with the message is not its board")
+        if not _is_sealed(fd) or os.pread(fd.fileno(), _HEADER.size, 0) != _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS):
+            raise ValueError("the file descriptor that came with the message is not its control block")
         board = cls(door, fd)
         board.id = name
         with undoing(board._unregister):
@@ -330,35 +345,37 @@ class Board:
     def idle(self) -> bool:
         """Whether no stream of this importer waits for a word, or has one to write."""
         me = self.importer
-        waiting = any(self._still_expected(slot) for slot in self._expected)
-        return not waiting and bool((self.opened[:, me] == self.closed[:, me]).all())
+        self._drop_reached()
+        return not self._expected and bool((self.opened[:, me] == self.closed[:, me]).all())
 
-    def _still_expected(self, slot: int) -> list[int]:
-        ready = self.slot_words(slot).ready.value
-        return [wanted for wanted in self._expected.get(slot, ()) if not reached(ready, wanted)]
+    def _drop_reached(self) -> None:
+        for slot, wanted in list(self._expected):
+            if reached(self.slot_words(slot).ready.value, wanted):
+                self._expected.pop((slot, wanted), None)
 
     def watch_importer(self, importer: int) -> None:
         """End an importer's leases once it dies, so that no stream of ours waits for it for ever."""
         self._watch(1 + importer)
 
     def expect(self, slot: int, wanted: int) -> None:
-        """Release streams that wait for an announcement if the exporter dies before it."""
-        self._expected[slot] = [*self._still_expected(slot), wanted]
+        """Release streams that wait for an announcement if the exporter dies before it.
+
+        To be called before a stream is made to wait. It holds until the announcement has come, whoever closes what.
+        """
+        if len(self._expected) >= _MANY:
+            self._drop_reached()
+        self._expected[slot, wanted] = None
         self._watch(0)
 
-    def forget(self, slot: int) -> None:
-        """Expect nothing more of a slot: what waited for it has let go."""
-        self._expected.pop(slot, None)
-
     def _exporter_died(self) -> None:
-        for slot, waiting in list(self._expected.items()):
+        for slot, wanted in list(self._expected):
             words = self.slot_words(slot)
-            for wanted in waiting:
-                short = (wanted - words.ready.value) % WORD
-                if short < WORD // 2:
-                    # How far it was really is what is left. In this order: who goes on has to know.
-                    words.lost.value = (words.lost.value + short) % WORD
-                    words.ready.value = wanted
+            short = (wanted - words.ready.value) % WORD
+            if short < WORD // 2:
+                # How far it was really is what is left. In this order: who goes on has to know.
+                words.lost.value = (words.lost.value + short) % WORD
+                words.ready.value = wanted
+            self._expected.pop((slot, wanted), None)
 
     def _watch(self, byte: int) -> None:
         if byte in self._watched:
@@ -391,7 +408,16 @@ class Board:
         self.closed[:, importer] = self.opened[:, importer]
 
 
-def _wait_for_the_death(watching: weakref.ref[Board], file: Fd, byte: int) -> None:
+def _is_sealed(fd: Fd) -> bool:
+    """Whether a file has the size of a control block, for ever."""
+    try:
+        seals = fcntl.fcntl(fd.fileno(), fcntl.F_GET_SEALS)
+    except OSError:
+        return False
+    return seals & _SEALS == _SEALS and os.fstat(fd.fileno()).st_size == _BYTES
+
+
+def _wait_for_the_death(watching: weakref.ref[ControlBlock], file: Fd, byte: int) -> None:
     with file:
         fcntl.fcntl(file.fileno(), fcntl.F_OFD_SETLKW, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
         # The lock is held until the words are written: nobody takes the place of the dead in between.

@@ -18,9 +18,9 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.driver.bindings import cuda
+from streamalloc.ipc.sharing.control_block import IMPORTERS
 from streamalloc.ipc.sharing.imports import importer_of
 from streamalloc.ipc.sharing.lease import Lease
-from streamalloc.ipc.sharing.shared_words import IMPORTERS
 from streamalloc.testing import Gate
 from tests.ipc.sharing.test_descriptor import again
 from tests.ipc.support import Partner, There, eventually, hold, shared_pool
@@ -307,3 +307,26 @@ def _make_held(there: There) -> None:
     there.keep("pool", shared_pool(there.device))
     hold(there)
     there.keep("buffer", there.kept["pool"].allocate(MiB, there.stream)).fill(1)
+
+
+class TestTheFile:
+    """Whoever touches a page of a file that was truncated is killed by SIGBUS."""
+
+    def test_cannot_be_truncated_by_an_importer(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with pool.allocate(512, stream) as buffer:
+            shared = ipc.share(buffer)
+            fd = again((shared.handles[shared.descriptor.board],))[0]
+            for size in (0, 1 << 12, 1 << 30):
+                with pytest.raises(PermissionError):
+                    os.ftruncate(fd.fileno(), size)
+
+    def test_that_could_be_truncated_is_refused(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with pool.allocate(512, stream) as buffer:
+            shared = ipc.share(buffer)
+            real = shared.handles[shared.descriptor.board].fileno()
+            for flags in (0, os.MFD_ALLOW_SEALING):
+                copy = ipc.Fd(os.memfd_create("copy", flags))
+                os.sendfile(copy.fileno(), real, 0, os.fstat(real).st_size)
+                handles = [copy if fd.fileno() == real else again((fd,))[0] for fd in shared.fds]
+                with pytest.raises(ValueError, match="not its control block"):
+                    ipc.open(bytes(shared), handles, driver=sd.simulated())
