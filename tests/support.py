@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,7 @@ import numpy.typing as npt
 
 import streamalloc as sa
 import streamalloc.driver as sd
+from streamalloc.driver.bindings import cuda
 
 MiB = 1 << 20
 GROWTH = 32 * MiB  # the step in which a pool takes memory (tests/facts/test_pool_sizes.py)
@@ -67,6 +71,23 @@ def pending(stream: sa.Stream) -> bool:
 def names(driver: Any, *functions: str) -> list[str]:
     """The calls that a traced driver recorded, only those of the given functions if any are given."""
     return [call.name for call in driver.calls if not functions or call.name in functions]
+
+
+def makes_no_multicast_object(create: Callable[..., Any]) -> Callable[..., Any]:
+    """The bindings' ``cuMulticastCreate`` for machines where no test may make an object.
+
+    It has the same signature, and refuses the arguments that the bindings refuse before they call the driver. All that
+    would reach the driver is an error of the test.
+    """
+
+    @functools.wraps(create)
+    def refuse(*args: Any, **named: Any) -> Any:
+        given = inspect.signature(create).bind(*args, **named).arguments.values()
+        if all(one is None or isinstance(one, cuda.CUmulticastObjectProp) for one in given):
+            raise AssertionError("a multicast object is made on real hardware only with STREAMALLOC_TEST_MULTICAST=1")
+        return create(*args, **named)
+
+    return refuse
 
 
 class Account:

@@ -427,7 +427,7 @@ class TestArguments:
         wrong: tuple[tuple[dict[str, Any], str], ...] = (
             ({"handle_type": sa.MemHandleType.WIN32}, "handle_type="),
             ({"device": devices[1], "driver": sa.driver.traced(machine)}, "belongs to another driver"),
-            ({}, r"which of 2 devices is this rank's\? Give device="),
+            ({}, rf"which of {sa.Device.count(machine)} devices is this rank's\? Give device="),
         )
         for options, message in wrong:
             with pytest.raises(ValueError, match=message), ipc.SelfCommunicator() as group:
