@@ -83,6 +83,13 @@ def no_multicast_by_mistake(on_cuda: bool) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> None:
+    """Collections look at what the tests have made only, not at all that pytest has loaded."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def primary_contexts(request: pytest.FixtureRequest) -> Iterator[None]:
     """Keeps the real devices' primary contexts from test to test: making one takes longer than most tests."""

@@ -223,10 +223,13 @@ class _Faulty(_Wrapper):
 
     def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
         self.seen.append(name)
-        matching = len(self.seen) if isinstance(self._target, int) else self.seen.count(self._target)
-        first = self._target if isinstance(self._target, int) else self._first
-        hit = isinstance(self._target, int) or name == self._target
-        if hit and first <= matching < first + self._times:
+        if isinstance(self._target, int):
+            first, number = self._target, len(self.seen)
+        elif name == self._target:
+            first, number = self._first, self.seen.count(name)
+        else:
+            return function(*args)
+        if first <= number < first + self._times:
             self.failed.append(name)
             return (self._result, *(None for _ in range(_VALUES.get(name, _guess_values(name)))))
         return function(*args)

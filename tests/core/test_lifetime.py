@@ -7,7 +7,7 @@ import random
 import sys
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -20,15 +20,6 @@ from streamalloc.testing import Gate
 from tests.support import MiB, executed, holds, names
 
 Python = Callable[..., CompletedProcess[str]]
-
-
-@pytest.fixture(autouse=True)
-def quick_collections() -> Iterator[None]:
-    """Collections look at what the test has made only, not at all that pytest has loaded."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class TestGarbage:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -60,11 +59,3 @@ def pool(device: sa.Device) -> Iterator[sa.MemoryPool]:
     """A pool that can be shared."""
     with shared_pool(device) as pool:
         yield pool
-
-
-@pytest.fixture
-def quick_collections() -> Iterator[None]:
-    """Collections look at what the test has made only, not at all that pytest has loaded."""
-    gc.freeze()
-    yield
-    gc.unfreeze()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -128,15 +128,6 @@ def _hand_over(device: sa.Device) -> None:
         capsule = buffer.__dlpack__()
         assert buffer.__cuda_array_interface__["version"] == 3
         del capsule
-
-
-@pytest.fixture(autouse=True)
-def quick_collections() -> Iterator[None]:
-    """Collections look at what the test has made only, not at all that pytest has loaded."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 SCENARIOS: dict[str, Callable[[sa.Device], None]] = {

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from tests.vmm.support import HOST, PAGE
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """Collections look at what the tests have made only, not at all that pytest has loaded."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
