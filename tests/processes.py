@@ -45,8 +45,22 @@ _LARGEST = 1 << 17
 _forkserver = multiprocessing.get_context("forkserver")
 # What the test modules import, too: it would take longer than most tests.
 _forkserver.set_forkserver_preload(
-    ["pytest", "tests.processes", "tests.ipc.support", "streamalloc.driver.simulator", "streamalloc.multicast"]
+    [
+        "pytest",
+        "tests.processes",
+        "tests.ipc.support",
+        "tests.cli.conftest",
+        "streamalloc.driver.simulator",
+        "streamalloc.multicast",
+    ]
 )
+
+
+def start_quickly(function: Callable[..., None], *args: Any) -> Any:
+    """A process of the forkserver that calls a function; it ends without the end of an interpreter."""
+    process = _forkserver.Process(target=function, args=args, daemon=True)
+    process.start()
+    return process
 
 
 def eventually(holds: Callable[[], object], within: float = 5.0) -> bool:
@@ -161,8 +175,7 @@ class Partner:
                 code = f"from tests.processes import serve_fd; serve_fd({theirs.fileno()}, {on_cuda}, {machine})"
                 self._process = started(python(code), [theirs.fileno()], stdout=None)
             else:
-                self._process = _forkserver.Process(target=serve, args=(theirs, on_cuda, machine), daemon=True)
-                self._process.start()
+                self._process = start_quickly(serve, theirs, on_cuda, machine)
         self.tests = 0
         """How many tests it has been used by."""
         self._over = False

@@ -30,9 +30,7 @@ from streamalloc.cli.info import add_json_argument, versions, write_json
 from streamalloc.cli.measuring import FULL, QUICK, SIZE, Bench, Call, interleaved, judged, ratio, spread
 from streamalloc.cli.terminal import Terminal
 
-__all__ = ["HELP", "ROWS", "add_arguments", "run"]
-
-HELP = "measure beside the raw driver calls and other allocators"
+__all__ = ["ROWS", "add_arguments", "run"]
 
 # The smallest step between two allocations of a pool: the cheapest way to have many.
 LIVE_SIZE = 512

@@ -25,9 +25,7 @@ from streamalloc.driver import Driver
 from streamalloc.driver.internal import BINDINGS_VERSION
 from streamalloc.pool.attributes import ATTRIBUTES
 
-__all__ = ["HELP", "add_arguments", "add_json_argument", "run", "write_json"]
-
-HELP = "print what this machine supports, and what is missing"
+__all__ = ["add_arguments", "add_json_argument", "run", "write_json"]
 
 _ULIMIT = (
     "ulimit -v limits this process to {limit} of address space. The stream-ordered allocator reserves much more than "

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import streamalloc
-from streamalloc.cli import bench, info, tour
 from streamalloc.cli.choice import choose
 from streamalloc.cli.terminal import Terminal
 from streamalloc.driver import DriverNotFoundError, use
 
 __all__ = ["main"]
 
-_COMMANDS = {"tour": tour, "info": info, "bench": bench}
+# Each is a module of this package, which is imported when it is asked for.
+_COMMANDS = {
+    "tour": "watch the library at work, each result checked",
+    "info": "print what this machine supports, and what is missing",
+    "bench": "measure beside the raw driver calls and other allocators",
+}
 
 # As the shell reports a program that SIGPIPE ended: the reader of our output left, which is no failure of ours.
 _READER_LEFT = 128 + 13
@@ -29,7 +35,11 @@ GPU and nothing is named, the commands run on the simulated driver and say so in
 """
 
 
-def _parser() -> argparse.ArgumentParser:
+def _module(command: str) -> Any:
+    return importlib.import_module(f"streamalloc.cli.{command}")
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m streamalloc",
         description="GPU memory in stream order, on a real CUDA driver or on a simulated one.",
@@ -38,9 +48,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"streamalloc {streamalloc.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
-    for name, module in _COMMANDS.items():
-        command = commands.add_parser(name, help=module.HELP, description=module.__doc__)
-        module.add_arguments(command)
+    for name, about in _COMMANDS.items():
+        command = commands.add_parser(name, help=about)
+        if name in words:
+            module = _module(name)
+            command.description = module.__doc__
+            module.add_arguments(command)
     return parser
 
 
@@ -52,9 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Names of devices come from elsewhere: what the terminal's encoding lacks is shown as "?".
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    parser = _parser()
+    words = sys.argv[1:] if arguments is None else arguments
+    parser = _parser(words)
     try:
-        options = parser.parse_args(arguments)
+        options = parser.parse_args(words)
         code = _run(parser, options)
         sys.stdout.flush()
     except BrokenPipeError:
@@ -75,7 +89,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     with use(chosen.driver):
-        code: int = _COMMANDS[options.command].run(chosen, Terminal(), options)
+        code: int = _module(options.command).run(chosen, Terminal(), options)
     return code
 
 

@@ -22,12 +22,10 @@ import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.driver import Driver
 
-__all__ = ["Action", "Here", "Peer", "PeerError", "environment", "main"]
+__all__ = ["Action", "Here", "Peer", "PeerError", "environment", "main", "start"]
 
 # Ample for a new process that makes a context on a GPU, while other processes do the same.
 _SECONDS = 60.0
-# Not run as a module: the package imports this one, and Python would warn that it is there already.
-_START = "from streamalloc.cli.peer import main; main()"
 
 
 class PeerError(RuntimeError):
@@ -51,6 +49,18 @@ def environment(driver: Driver) -> dict[str, str]:
     return found
 
 
+def start(driver: Driver, fd: int, actions: str) -> subprocess.Popen[bytes]:
+    """Start the other process with one descriptor of this process."""
+    return subprocess.Popen(
+        # Not run as a module, which would be another one than the actions import.
+        [sys.executable, "-c", f"from {__name__} import main; main()", str(fd), actions],
+        env=environment(driver),
+        pass_fds=[fd],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+
+
 class Peer:
     """The other process, as the command sees it. Closing it, also by leaving the ``with`` block, waits for its end.
 
@@ -66,13 +76,7 @@ class Peer:
         self.channel, theirs = ipc.Channel.pair()
         self.channel.timeout = _SECONDS
         with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _START, str(theirs.fileno()), actions],
-                env=environment(driver),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
+            self.process = start(driver, theirs.fileno(), actions)
 
     @property
     def pid(self) -> int:

@@ -30,9 +30,7 @@ from streamalloc.cli.terminal import Terminal, mib
 from streamalloc.driver import DriverMisuseError, checked, use
 from streamalloc.testing import Gate
 
-__all__ = ["HELP", "PARTS", "add_arguments", "run"]
-
-HELP = "watch the library at work, each result checked"
+__all__ = ["PARTS", "add_arguments", "run"]
 
 
 def allocate_use_free(tour: Tour) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+import sys
 from collections.abc import Callable
-from typing import Any
+from multiprocessing import reduction
+from typing import Any, NamedTuple
 
 import pytest
 
-from streamalloc.cli import main
+import streamalloc.driver as sd
+from streamalloc.cli import main, peer
+from tests.processes import start_quickly
 
 Run = Callable[..., tuple[int, str]]
 
@@ -23,6 +30,57 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
         return code, printed.out
 
     return run
+
+
+class QuickProcess:
+    """A process of the forkserver with what the commands use of :class:`subprocess.Popen`."""
+
+    def __init__(self, variables: dict[str, str], fd: int, actions: str) -> None:
+        self._process = start_quickly(_be_the_peer, variables, reduction.DupFd(fd), actions)
+        self.pid = self._process.pid
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
+        code: int | None = self._process.exitcode
+        return code
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _be_the_peer(variables: dict[str, str], fd: Any, actions: str) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv[1:] = [str(fd.detach()), actions]
+    peer.main()
+
+
+def _start_quickly(driver: Any, fd: int, actions: str) -> QuickProcess:
+    return QuickProcess(peer.environment(driver), fd, actions)
+
+
+@pytest.fixture(autouse=True)
+def quick_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other processes of the commands start with everything imported. Those of :func:`complete` start as for users."""
+    monkeypatch.setattr(peer, "start", _start_quickly)
+
+
+class Complete(NamedTuple):
+    """A whole run of a command: its exit code, what it printed, and what it did not give back."""
+
+    code: int
+    text: str
+    left: dict[str, list[int]]
+
+
+def complete(on_cuda: bool, *arguments: str) -> Complete:
+    """Run a command on the driver under test, simulated with two devices, outside of any test's monkeypatch."""
+    driver = sd.checked(sd.real() if on_cuda else sd.simulated(devices=2))
+    out, err = io.StringIO(), io.StringIO()
+    with sd.use(driver), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(arguments)
+    assert err.getvalue() == ""
+    return Complete(code, out.getvalue(), driver.outstanding())
 
 
 class Altered:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 import streamalloc.driver as sd
-from streamalloc.cli import bench, bench_ipc, measuring
+from streamalloc.cli import bench, bench_ipc, bench_vmm, measuring
 from streamalloc.cli.choice import Chosen
-from tests.cli.conftest import Run, without
+from tests.cli.conftest import Complete, Run, complete, without
 
 SHORT = measuring.Effort(
     rounds=2,
@@ -29,23 +29,41 @@ SHORT = measuring.Effort(
 )
 ALL_SECTIONS = bench.SECTIONS
 ALL_ROWS = bench.ROWS
-PROCESSES = ("import_time", "sharing")
+# Other libraries change the default pool, and the environment.
+OWN_ROWS = tuple(row for row in ALL_ROWS if not row.peer)
+OWN_WAYS = tuple(way for way in bench_ipc.WAYS if not way.other)
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short measurement, without what starts processes, and without peers, which change the default pool."""
-    monkeypatch.setattr(bench, "ROWS", tuple(row for row in ALL_ROWS if not row.peer))
+    """A short measurement of what virtual memory costs."""
+    monkeypatch.setattr(bench, "ROWS", OWN_ROWS)
     monkeypatch.setattr(bench, "QUICK", SHORT)
-    monkeypatch.setattr(bench, "SECTIONS", tuple(one for one in ALL_SECTIONS if one[0] not in PROCESSES))
+    monkeypatch.setattr(bench, "SECTIONS", bench_vmm.SECTIONS)
 
 
-def test_tables_and_json(machine: Any, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "SECTIONS", ALL_SECTIONS)
-    target = tmp_path / "bench.json"
-    code, text = run("bench", "--quick", "--json", str(target))
+class Measured(NamedTuple):
+    """One whole measurement."""
+
+    run: Complete
+    report: Any
+
+
+@pytest.fixture(scope="module")
+def whole(on_cuda: bool, primary_contexts: None, tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    """All sections, measured once for the tests that only read what was found."""
+    target = tmp_path_factory.mktemp("bench") / "bench.json"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("ROWS", OWN_ROWS), ("QUICK", SHORT)):
+            patch.setattr(bench, name, value)
+        patch.setattr(bench_ipc, "WAYS", OWN_WAYS)
+        run = complete(on_cuda, "bench", "--quick", "--json", str(target))
+    return Measured(run, json.loads(target.read_text()))
+
+
+def test_tables_and_json(whole: Measured) -> None:
+    (code, text, _), report = whole
     assert code == 0
-    report = json.loads(target.read_text())
     assert report["quick"] is True
 
     own = [row for row in bench.ROWS if not row.peer]
@@ -82,14 +100,13 @@ def test_tables_and_json(machine: Any, run: Run, tmp_path: Path, monkeypatch: py
         assert f"\n  {row['name']}  " in text
 
 
-def test_target_stands_beside_the_pair(machine: Any, on_cuda: bool, run: Run) -> None:
-    report = json.loads(run("bench", "--quick", "--json")[1])
-    pair = next(row for row in report["rows"] if row["name"] == "streamalloc")
+def test_target_stands_beside_the_pair(whole: Measured, on_cuda: bool) -> None:
+    pair = next(row for row in whole.report["rows"] if row["name"] == "streamalloc")
     assert (pair.get("target_ratio"), pair.get("target_us")) == ((1.35, None) if on_cuda else (None, 25.0))
 
 
-def test_targets_of_virtual_memory_are_for_a_gpu(machine: Any, on_cuda: bool, run: Run) -> None:
-    report = json.loads(run("bench", "--quick", "--json")[1])
+def test_targets_of_virtual_memory_are_for_a_gpu(whole: Measured, on_cuda: bool) -> None:
+    report = whole.report
     rows = [*report["growth"]["rows"], *report["growth_to_the_whole_card"]["rows"], *report["eviction"]["rows"]]
     assert [row["target_ratio"] for row in rows if "target_ratio" in row] == ([1.1, 1.1, 0.8, 0.8] if on_cuda else [])
     assert ("target_times_faster" in report["growth"]) == on_cuda
@@ -107,21 +124,14 @@ def test_what_cannot_be_measured_says_why(machine: Any, run: Run, tmp_path: Path
     assert ("unavailable" in report["growth"]) == ("POOLS" not in attribute)
 
 
-def test_leaves_nothing_behind(machine: Any, run: Run) -> None:
-    accounts = sd.checked(machine)
-    with sd.use(accounts):
-        run("bench", "--quick", "--json")
-    accounts.assert_nothing_left()
+def test_leaves_nothing_behind(whole: Measured) -> None:
+    assert whole.run.left == {}
 
 
-def test_sharing(machine: Any, on_cuda: bool, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "SECTIONS", bench_ipc.SECTIONS)
-    monkeypatch.setattr(bench_ipc, "WAYS", tuple(way for way in bench_ipc.WAYS if not way.other))
-    target = tmp_path / "bench.json"
-    code, text = run("bench", "--quick", "--json", str(target))
-    assert code == 0
-    rows = {row["name"]: row for row in json.loads(target.read_text())["sharing"]["rows"]}
-    assert list(rows) == [way.name for way in bench_ipc.WAYS]
+def test_sharing(whole: Measured, on_cuda: bool) -> None:
+    text = whole.run.text
+    rows = {row["name"]: row for row in whole.report["sharing"]["rows"]}
+    assert list(rows) == [way.name for way in OWN_WAYS]
     for name, row in rows.items():
         assert 0 < row["p10_us"] <= row["median_us"] <= row["p90_us"]
         assert row["per_second"] == pytest.approx(1e6 / row["median_us"])
@@ -131,15 +141,6 @@ def test_sharing(machine: Any, on_cuda: bool, run: Run, tmp_path: Path, monkeypa
     assert (to_raw["to"], to_raw.get("at_most")) == (bench_ipc.RAW, 1.3 if on_cuda else None)
     assert to_raw["times_the_time"] == rows["streamalloc share and open"]["ratio_to_raw"]
     assert ("target: <= 1.2" in text) == on_cuda
-
-
-def test_sharing_leaves_nothing_behind(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "SECTIONS", bench_ipc.SECTIONS)
-    monkeypatch.setattr(bench_ipc, "WAYS", tuple(way for way in bench_ipc.WAYS if not way.other))
-    accounts = sd.checked(machine)
-    with sd.use(accounts):
-        run("bench", "--quick", "--json")
-    accounts.assert_nothing_left()
 
 
 def test_other_library_that_cannot_share(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +203,11 @@ def test_library_that_is_absent_or_fails(machine: Any, monkeypatch: pytest.Monke
 
 
 @pytest.mark.simulated_only("other libraries are measured where there is a GPU")
-def test_other_libraries_are_not_measured_without_a_gpu(machine: Any, run: Run) -> None:
+def test_other_libraries_are_not_measured_without_a_gpu(
+    machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "ROWS", ALL_ROWS)
+    monkeypatch.setattr(bench, "SECTIONS", tuple(one for one in ALL_SECTIONS if one[0] == "rows"))
     text = run("bench", "--quick")[1]
     assert text.splitlines()[0].startswith("running on the simulated driver")
     assert not [row.name for row in ALL_ROWS if row.peer and row.name in text]

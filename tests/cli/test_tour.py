@@ -4,41 +4,56 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
+import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.cli import tour, tour_ipc, tour_multicast, tour_vmm
 from streamalloc.cli.peer import Peer
 from streamalloc.core.buffer import Buffer
-from tests.cli.conftest import Altered, Run, without
+from tests.cli.conftest import Altered, Complete, Run, complete, without
 
 MiB = 1 << 20
+Only = Callable[[Sequence[Any]], None]
 OTHERS = (*tour_vmm.PARTS, *tour_ipc.PARTS, *tour_multicast.PARTS)
 OF_POOLS = tuple(part for part in tour.PARTS if part not in OTHERS)
 
 
-def test_every_check_holds(machine: Any, run: Run) -> None:
-    code, text = run("tour")
-    assert code == 0, text
-    assert "FAILED" not in text
+@pytest.fixture(scope="module")
+def whole(on_cuda: bool, primary_contexts: None) -> Complete:
+    """The tour as users see it."""
+    return complete(on_cuda, "tour")
+
+
+@pytest.fixture
+def only(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[Any]], None]:
+    """Makes the tour one of some parts."""
+    return lambda parts: monkeypatch.setattr(tour, "PARTS", tuple(parts))
+
+
+def test_every_check_holds(whole: Complete) -> None:
+    assert whole.code == 0, whole.text
+    assert "FAILED" not in whole.text
     for title, _, _ in tour.PARTS:
-        assert f"\n{title}\n" in text
-    assert text.count("\n  ok  ") >= 45
-    assert text.splitlines()[-1].startswith("All ")
+        assert f"\n{title}\n" in whole.text
+    assert whole.text.count("\n  ok  ") >= 45
+    assert whole.text.splitlines()[-1].startswith("All ")
 
 
-def test_another_process_takes_part(machine: Any, run: Run) -> None:
-    text = run("tour")[1]
-    assert f"process {os.getpid()}" not in text
-    assert re.search(r"another process opens 8 MiB, while a gate holds what fills them +process \d+\n", text)
-    assert "is open in another process" in text
-    assert "this memory was freed by its owner before it was opened here" in text
+def test_another_process_takes_part(whole: Complete) -> None:
+    assert f"process {os.getpid()}" not in whole.text
+    assert re.search(r"another process opens 8 MiB, while a gate holds what fills them +process \d+\n", whole.text)
+    assert "is open in another process" in whole.text
+    assert "this memory was freed by its owner before it was opened here" in whole.text
 
 
-def test_wrong_bytes_in_the_other_process_are_found(machine: Any, run: Run) -> None:
+def test_wrong_bytes_in_the_other_process_are_found(machine: Any, run: Run, only: Only) -> None:
+    only(tour_ipc.PARTS)
+
     def fill_with_another(pointer: Any, value: int, count: int, stream: Any) -> Any:
         return machine.cuMemsetD8Async(pointer, value + (value == 0x44), count, stream)
 
@@ -49,7 +64,9 @@ def test_wrong_bytes_in_the_other_process_are_found(machine: Any, run: Run) -> N
     assert text.count("FAILED") == 1
 
 
-def test_free_that_does_not_wait_is_found(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_that_does_not_wait_is_found(machine: Any, run: Run, only: Only, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(tour_ipc.PARTS)
+
     def free_at_once(self: Any, *_: Any, **__: Any) -> None:
         Buffer.free(self)
 
@@ -59,7 +76,10 @@ def test_free_that_does_not_wait_is_found(machine: Any, run: Run, monkeypatch: p
     assert "the free: expected StillImported, found no error" in text
 
 
-def test_other_process_that_is_killed_fails_its_parts(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_process_that_is_killed_fails_its_parts(
+    machine: Any, run: Run, only: Only, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only(tour_ipc.PARTS)
     ask = Peer.ask
 
     def kill_and_ask(self: Peer, *arguments: Any, **options: Any) -> Any:
@@ -72,39 +92,37 @@ def test_other_process_that_is_killed_fails_its_parts(machine: Any, run: Run, mo
     assert "FAILED  expected no error, found PeerGoneError" in text
 
 
-def test_device_whose_pools_cannot_be_shared(machine: Any, run: Run) -> None:
+def test_device_whose_pools_cannot_be_shared(machine: Any, run: Run, only: Only) -> None:
+    only(tour_ipc.PARTS)
     with sd.use(without(machine, "MEMPOOL_SUPPORTED_HANDLE_TYPES")):
         code, text = run("tour")
     assert code == 0
     assert text.count("skipped  this device's pools cannot be shared with other processes") == 5
 
 
-def test_first_line_says_what_it_runs_on(machine: Any, on_cuda: bool, run: Run) -> None:
-    first = run("tour")[1].splitlines()[0]
-    name = machine.cuDeviceGetName(256, 0)[1].split(b"\0")[0].decode()
-    assert name in first
+def test_first_line_says_what_it_runs_on(machine: Any, on_cuda: bool, whole: Complete) -> None:
+    first = whole.text.splitlines()[0]
+    assert sa.Device(0, driver=machine).name in first
     assert ("running on a GPU" in first) == on_cuda
     assert ("simulated" in first) == (not on_cuda)
     assert "no CUDA driver found" not in first
 
 
-def test_leaves_nothing_behind(machine: Any, run: Run) -> None:
-    accounts = sd.checked(machine)
-    with sd.use(accounts):
-        assert run("tour")[0] == 0
-    accounts.assert_nothing_left()
+def test_leaves_nothing_behind(whole: Complete) -> None:
+    assert whole.left == {}
 
 
 @pytest.mark.gpus(2)
-def test_two_gpus(machine: Any, run: Run) -> None:
-    text = run("tour")[1]
+def test_two_gpus(whole: Complete) -> None:
     # Real hardware may leave out what is shown only on request.
-    assert all("STREAMALLOC_TEST_MULTICAST=1" in reason for reason in re.findall("  skipped  (.*)", text))
-    assert "GPU 1 fills memory that GPU 0 allocated before" in text
-    assert "GPU 0 fills all of it, then GPU 1 the middle, across the seam" in text
+    skipped = re.findall("  skipped  (.*)", whole.text)
+    assert all("STREAMALLOC_TEST_MULTICAST=1" in reason for reason in skipped), skipped
+    assert "GPU 1 fills memory that GPU 0 allocated before" in whole.text
+    assert "GPU 0 fills all of it, then GPU 1 the middle, across the seam" in whole.text
 
 
-def test_one_gpu_says_why_two_are_not_shown(run: Run) -> None:
+def test_one_gpu_says_why_two_are_not_shown(run: Run, only: Only) -> None:
+    only([*OF_POOLS, *tour_vmm.PARTS, *tour_multicast.PARTS])
     with sd.use(sd.simulated(devices=1)):
         code, text = run("tour")
     assert code == 0
@@ -112,7 +130,8 @@ def test_one_gpu_says_why_two_are_not_shown(run: Run) -> None:
     assert text.splitlines()[-1].endswith(", 2 parts skipped.")
 
 
-def test_reserved_memory_that_does_not_drop_is_found(machine: Any, run: Run) -> None:
+def test_reserved_memory_that_does_not_drop_is_found(machine: Any, run: Run, only: Only) -> None:
+    only(OF_POOLS)
     reserved = machine.CUmemPool_attribute.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT
 
     def at_least_32_mib(pool: Any, attribute: Any) -> Any:
@@ -129,7 +148,9 @@ def test_reserved_memory_that_does_not_drop_is_found(machine: Any, run: Run) -> 
     assert " failed" in text.splitlines()[-1]
 
 
-def test_wrong_bytes_are_found(machine: Any, run: Run) -> None:
+def test_wrong_bytes_are_found(machine: Any, run: Run, only: Only) -> None:
+    only(OF_POOLS)
+
     def fill_with_another(pointer: Any, value: int, count: int, stream: Any) -> Any:
         return machine.cuMemsetD8Async(pointer, value ^ 1, count, stream)
 
@@ -139,7 +160,8 @@ def test_wrong_bytes_are_found(machine: Any, run: Run) -> None:
     assert "the array: expected 16,777,216 bytes 0x5a, found 16,777,216 others among them" in text
 
 
-def test_an_error_fails_its_part_and_the_tour_goes_on(machine: Any, run: Run) -> None:
+def test_an_error_fails_its_part_and_the_tour_goes_on(machine: Any, run: Run, only: Only) -> None:
+    only(OF_POOLS)
     broken = sd.faulty(machine, "cuStreamBeginCapture", result="CUDA_ERROR_UNKNOWN")
     with sd.use(broken):
         code, text = run("tour")
@@ -149,7 +171,8 @@ def test_an_error_fails_its_part_and_the_tour_goes_on(machine: Any, run: Run) ->
     assert "\nPointer attributes\n" in text
 
 
-def test_access_that_is_not_as_asked_for_is_found(machine: Any, run: Run) -> None:
+def test_access_that_is_not_as_asked_for_is_found(machine: Any, run: Run, only: Only) -> None:
+    only(tour_vmm.PARTS)
     flags = machine.CUmemAccess_flags
 
     def never_read_only(pointer: Any, size: int, descriptors: Any, count: int) -> Any:
@@ -182,10 +205,8 @@ def test_access_that_is_not_as_asked_for_is_found(machine: Any, run: Run) -> Non
         ("cuMemExportToShareableHandle", tour_ipc.PARTS),
     ],
 )
-def test_a_refused_call_is_found(
-    machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch, name: str, parts: tuple[Any, ...]
-) -> None:
-    monkeypatch.setattr(tour, "PARTS", parts)
+def test_a_refused_call_is_found(machine: Any, run: Run, only: Only, name: str, parts: tuple[Any, ...]) -> None:
+    only(parts)
     with sd.use(sd.faulty(machine, name, result="CUDA_ERROR_NOT_SUPPORTED")):
         code, text = run("tour")
     assert code == 1
