@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from streamalloc import driver
-from streamalloc.core.buffer import Buffer, BufferView, GraphBuffer, Memory
+from streamalloc.core.buffer import Buffer, GraphBuffer
 from streamalloc.core.device import Device, MemoryInfo
 from streamalloc.core.errors import (
     AddressSpaceError,
@@ -36,6 +36,7 @@ from streamalloc.core.errors import (
     SystemNotReadyError,
 )
 from streamalloc.core.fd import Fd
+from streamalloc.core.memory import BufferView, Memory
 from streamalloc.core.properties import (
     MemAccess,
     MemAccessDesc,

@@ -1,280 +1,238 @@
-"""Memory that can be used: fill, copy, view, and hand to other libraries without a copy.
+"""Allocate and free: the two calls that are made all the time, and what they are made on.
 
-:class:`Memory` is the part that all kinds of memory share: it needs an address, a size, a location and a stream, and
-gives the operations. :class:`Buffer` is an allocation of a pool, :class:`BufferView` a range of other memory.
+:meth:`Allocator.allocate` and :meth:`Buffer.free` have one shape, that of all fast paths here. The plain case calls a
+driver function that was bound when the allocator was made. Everything else falls through to a slow path, which checks,
+explains and copes: a stream of another library, a default stream, one that is being captured, a number that is not an
+``int``, a driver that answers an error, a closed pool (whose bound function raises), a forked child (likewise), memory
+that other processes may have open.
 """
 
 from __future__ import annotations
 
 import abc
-import operator
-from typing import TYPE_CHECKING, Any
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-import numpy as np
-
-from streamalloc.core.door import Door
-from streamalloc.core.errors import CaptureError, ClosedError, error_from
+from streamalloc.core.device import Device
+from streamalloc.core.door import Door, refuse_after_fork
+from streamalloc.core.errors import CaptureError, ClosedError, CudaError, error_from, refused, size_text
+from streamalloc.core.later import Deferred, later_of, work
+from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes, Unique
-from streamalloc.core.properties import MemLocation, MemLocationType
-from streamalloc.core.stream import Stream, StreamLike, as_stream
+from streamalloc.core.properties import MemLocation, checked_size
+from streamalloc.core.stream import Stream, StreamLike, as_stream, ordered_after
+from streamalloc.driver import ForkedProcessError
+from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from typing_extensions import Self
 
     from streamalloc.core.graph import Capture
 
-__all__ = ["Buffer", "BufferView", "GraphBuffer", "Memory"]
+__all__ = [
+    "Allocator",
+    "Buffer",
+    "GraphBuffer",
+    "SharedState",
+    "StillImported",
+    "freed_by",
+    "give_pointer",
+    "pool_of",
+    "read_or_none",
+    "set_shared",
+    "shared_state",
+    "take_pointer",
+]
 
-# The pattern widths that the driver can fill with, in bytes, and the function for each.
-_FILLS = {1: "cuMemsetD8Async", 2: "cuMemsetD16Async", 4: "cuMemsetD32Async"}
+T = TypeVar("T")
+
+StillImported: TypeAlias = Literal["defer", "wait", "raise", "ignore"]
+_POLICIES = ("defer", "wait", "raise", "ignore")
+_DEFER: StillImported = "defer"
+
+_FOREIGN_IN_CAPTURE = (
+    "the stream is being captured, where only memory that the capture allocated can be freed; free it on another stream"
+)
+
+_new = object.__new__
 
 
-class Memory(Unique, abc.ABC):
-    """A range of bytes that devices, the host or both can reach.
-
-    Every operation is queued on a stream: the one given, or the memory's own. Nothing is synchronised, except where
-    the driver itself waits: a copy into ordinary (pageable) host memory returns when the bytes are there.
-    """
+class SharedState(abc.ABC):
+    """What frees a buffer that other processes may have open; set by :mod:`streamalloc.ipc` when it is shared."""
 
     __slots__ = ()
 
-    @property
     @abc.abstractmethod
-    def address(self) -> int:
-        """Where the memory begins; 0 where it is empty. Raises :class:`ClosedError` after it was freed."""
+    def free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
+        """Free the memory after the work of ``stream``, see :meth:`Buffer.free`; or leave that for later."""
 
-    @property
     @abc.abstractmethod
-    def nbytes(self) -> int:
-        """Size in bytes, as it was asked for."""
+    def drop(self, buffer: Buffer) -> None:
+        """Leave the memory of a dropped buffer for later. Called by the finaliser: it hands in and returns."""
 
-    @property
-    @abc.abstractmethod
-    def stream(self) -> Stream:
-        """The stream that orders operations which name no other."""
 
-    @property
-    @abc.abstractmethod
-    def location(self) -> MemLocation:
-        """Where the memory is."""
+class Allocator(Unique):
+    """Something that buffers are allocated from and return to."""
 
-    @property
-    @abc.abstractmethod
-    def owner(self) -> object:
-        """What the memory belongs to: a pool, a graph, or the memory that this is a view of."""
+    __slots__ = ("__weakref__", "_alloc", "_door", "_free", "_raw", "location")
 
-    @property
-    @abc.abstractmethod
-    def device_accessible(self) -> bool:
-        """Whether the stream's device may use the memory."""
+    location: MemLocation
+    """Where the memory is."""
+    _alloc_name = "cuMemAllocFromPoolAsync"
+    """The driver function behind ``_alloc``, for errors."""
+    _alloc: Any
+    _free: Any
+    _raw: Any
+    _door: Door
 
-    @property
-    def host_accessible(self) -> bool:
-        """Whether the CPU may use the memory at the same address."""
-        return self.location.on_host
+    def _bind(self, door: Door, alloc: Any, raw: Any) -> None:
+        """Bind the two functions of the fast path. ``alloc`` takes size, ``raw`` and the stream's handle."""
+        self._door = door
+        self._alloc = alloc
+        self._free = door.driver.cuMemFreeAsync
+        self._raw = raw
+        door.shut_with_me(self)
 
-    def fill(
-        self, value: int | bytes | np.generic, stream: StreamLike | None = None, *, width: int | None = None
-    ) -> None:
-        """Fill with a pattern of 1, 2 or 4 bytes (``cuMemsetD8Async``, ``cuMemsetD16Async``, ``cuMemsetD32Async``).
+    def allocate(self, nbytes: int, stream: StreamLike) -> Buffer:
+        """Allocate in stream order (``cuMemAllocFromPoolAsync``): usable on ``stream`` at once, without synchronising.
 
         Parameters
         ----------
-        value
-            An integer, the bytes of the pattern in memory order, or a numpy scalar of 1, 2 or 4 bytes.
+        nbytes
+            Size in bytes; 0 gives a valid empty buffer. Addresses are multiples of 512 bytes.
         stream
-            The stream to queue on (default: the memory's own).
-        width
-            Bytes of the pattern for an integer (default 1). A negative integer is stored in two's complement.
+            The stream that orders the allocation: a :class:`Stream`, an object with ``__cuda_stream__``, or a CuPy,
+            PyTorch or Numba stream. It may be of another device of the same driver.
+
+        Returns
+        -------
+        Buffer
+            While ``stream`` is being captured, a :class:`GraphBuffer`, which belongs to the graph.
 
         Raises
         ------
+        OutOfMemoryError
+            There is no memory. The error has the figures of the pool and of the device.
         TypeError, ValueError
-            The value does not fit the width, or the size or address is no multiple of it.
+            The size is no integer or out of range; the stream is none, or of another driver.
+        ClosedError
+            The pool or the stream was closed.
         """
-        number, width = _pattern(value, width)
-        count, rest = divmod(self.nbytes, width)
-        if rest or self.address % width:
-            raise ValueError(f"width={width}: {self.nbytes} bytes at {self.address:#x} are no whole number of patterns")
-        ordered = self._ordered_on(stream)
-        if count:
-            with ordered._context():
-                self._door.call(
-                    _FILLS[width],
-                    self.address,
-                    number,
-                    count,
-                    ordered._checked_raw(),
-                    hint=lambda: self._access_hint(ordered),
-                )
+        try:
+            direct = stream._direct is self._door and type(nbytes) is int  # type: ignore[union-attr]
+        except AttributeError:
+            direct = False
+        if not direct:
+            return self._allocate_slowly(nbytes, stream)
+        # The buffer is there before its memory, so that nothing can come between and lose it.
+        buffer = _new(Buffer)
+        buffer._nbytes = nbytes
+        buffer._stream = stream  # type: ignore[assignment]
+        buffer._allocator = self
+        buffer._shared = None
+        try:
+            result, buffer._ptr = self._alloc(nbytes, self._raw, stream._handle)  # type: ignore[union-attr]
+        except OverflowError:
+            checked_size("nbytes", nbytes)
+            raise
+        if result:
+            self._recover(result, buffer)
+        return buffer
 
-    def copy_to(self, target: Memory | Any, stream: StreamLike | None = None) -> None:
-        """Copy all bytes to ``target``, which must have the same size (``cuMemcpyAsync``, ``cuMemcpyPeerAsync``).
+    def _allocate_slowly(self, nbytes: int, stream: StreamLike) -> Buffer:
+        self._check_open()
+        ordered = as_stream(stream, self._door)
+        if ordered._captured():
+            graph_buffer = _new(GraphBuffer)
+            graph_buffer._capture = ordered._capture
+            buffer: Buffer = graph_buffer
+        else:
+            buffer = _new(Buffer)
+        buffer._nbytes = checked_size("nbytes", nbytes)
+        buffer._stream = ordered
+        buffer._allocator = self
+        buffer._shared = None
+        result = self._try(buffer)
+        if result:
+            self._recover(result, buffer)
+        return buffer
 
-        Parameters
-        ----------
-        target
-            Other memory of ours, of any device; an object with ``__cuda_array_interface__``; or a writable,
-            contiguous object with the buffer protocol (a numpy array, a bytearray, a memoryview).
-        stream
-            The stream to queue on (default: the memory's own). The copy runs under its device's context.
+    def _try(self, buffer: Buffer) -> Any:
+        """Ask the driver for a buffer's memory; its ``CUresult``."""
+        stream = buffer._stream
+        raw = stream._checked_raw()
+        with stream._context():
+            result, buffer._ptr = self._alloc(buffer._nbytes, self._raw, raw)
+        return result
 
-        Raises
-        ------
-        TypeError, ValueError
-            The target is not one of these, is read-only or not contiguous, or has another size.
-        """
-        ordered = self._ordered_on(stream)
-        _copy(_Span.writable(target, self._door), _Span.readable(self, self._door), ordered)
+    def _recover(self, result: Any, buffer: Buffer) -> None:
+        """Try once more where memory came back, or raise what the driver's answer means."""
+        if result != cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise error_from(result, self._alloc_name)
+        # While the stream is captured nothing may be synchronised or asked of the pool: it would end the capture.
+        capturing = read_or_none(lambda: buffer._stream.capturing) is not False
+        trouble = ""
+        if not capturing:
+            try:
+                freed = work(self._door)
+                if (self._make_room(buffer._stream) or freed) and not self._try(buffer):
+                    return
+            except CudaError as error:
+                trouble = f"making room failed: {error}"
+        raise self._out_of_memory(result, buffer, capturing, trouble)
 
-    def copy_from(self, source: Memory | Any, stream: StreamLike | None = None) -> None:
-        """Copy all bytes from ``source``, which must have the same size; otherwise as :meth:`copy_to`.
+    def _out_of_memory(self, result: Any, buffer: Buffer, capturing: bool, trouble: str) -> CudaError:
+        figures = self._figures(buffer._stream.device, capturing)
+        figures["requested"] = buffer._nbytes
+        return error_from(result, self._alloc_name, trouble or _advice(**figures), **figures)
 
-        An ordinary host source may be changed or freed once the call returns: the driver has taken its bytes. One in
-        pinned or pool memory is read when the stream gets there. In a capture every source is read, and every target
-        written, at each launch; the graph keeps them alive.
-        """
-        ordered = self._ordered_on(stream)
-        _copy(_Span.writable(self, self._door), _Span.readable(source, self._door), ordered)
+    def _check_open(self) -> None:
+        """Raise :class:`ClosedError` where nothing can be allocated any more."""
 
-    def as_array(self, dtype: npt.DTypeLike = np.uint8, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
-        """The memory itself as a numpy array, where the host can reach it.
-
-        The array keeps the memory alive but does not keep it from being freed by hand. Synchronise with the stream
-        first: neither the allocation nor a queued copy is done before that.
-
-        Raises
-        ------
-        ValueError
-            The host cannot reach the memory, or ``dtype`` and ``shape`` do not fit its size.
-        """
-        self._check_usable()
-        if not self.host_accessible:
-            raise ValueError(f"{self!r} is in device memory, which the host cannot reach: copy it with copy_to")
-        flat = np.asarray(self).view(dtype)
-        return flat if shape is None else flat.reshape(shape)
-
-    def view(self, start: int = 0, stop: int | None = None) -> BufferView:
-        """The bytes from ``start`` to ``stop`` as memory of their own; also written ``memory[start:stop]``."""
-        return self[start:stop]
-
-    def __getitem__(self, item: slice) -> BufferView:
-        if not isinstance(item, slice):
-            raise TypeError(
-                f"{item!r} is no range of bytes such as 0:16; copy_to reads single bytes, or as_array in host memory"
-            )
-        start, stop, step = item.indices(self.nbytes)
-        if step != 1:
-            raise ValueError(f"step {step}: a view is contiguous")
-        for name, bound in (("start", item.start), ("stop", item.stop)):
-            if bound is not None and not -self.nbytes <= operator.index(bound) <= self.nbytes:
-                raise ValueError(f"{name}={bound} is outside the {self.nbytes} bytes of {self!r}")
-        return BufferView(self, start, max(stop - start, 0))
-
-    def __len__(self) -> int:
-        return self.nbytes
-
-    def __bool__(self) -> bool:
-        return True
-
-    __iter__ = None
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3 of the CUDA array interface: flat bytes, to be used in order after :attr:`stream`."""
-        self._check_usable()
-        unreadable = self._unreadable()
-        if unreadable or not self.device_accessible:
-            raise AttributeError(unreadable or f"{self!r} is not accessible from a device")
-        return {
-            "shape": (self.nbytes,),
-            "typestr": "|u1",
-            "data": (self.address, self._read_only(on_host=False)),
-            "strides": None,
-            "version": 3,
-            # 0 is not allowed there: the legacy default stream is 1.
-            "stream": self.stream.handle or 1,
-        }
-
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        """Version 3 of numpy's array interface, so that ``numpy.asarray`` makes no copy of host memory."""
-        self._check_usable()
-        if not self.host_accessible:
-            raise AttributeError(f"{self!r} is not accessible from the host")
-        return numpy_interface(self)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        """The DLPack device type and number."""
-        from streamalloc.core import dlpack
-
-        return dlpack.device_of(self)
-
-    def __dlpack__(
-        self,
-        *,
-        stream: int | None = None,
-        max_version: tuple[int, int] | None = None,
-        dl_device: tuple[int, int] | None = None,
-        copy: bool | None = None,
-    ) -> Any:
-        """The memory as a DLPack capsule of flat ``uint8``, without a copy; ``stream`` is made to wait for our work."""
-        from streamalloc.core import dlpack
-
-        return dlpack.export(self, stream=stream, max_version=max_version, dl_device=dl_device, copy=copy)
-
-    @property
-    def _door(self) -> Door:
-        return self.stream._door
-
-    def _check_usable(self) -> None:
-        """Raise where the memory is there but cannot be used now; memory that is gone has no address."""
-
-    def _unreadable(self) -> str:
-        """Why ordinary reads mean nothing, as those of a multicast object's mapping; empty where they do."""
-        return ""
-
-    def _resident_on(self) -> int | None:
-        """The device that copies between devices name as the owner; None where the address is enough."""
-        location = self.location
-        named = location.type is MemLocationType.DEVICE and location.seen
-        return location.id if named and not self.host_accessible else None
-
-    def _read_only(self, on_host: bool) -> bool:
-        """Whether the CPU, or else the stream's device, may only read the memory."""
+    def _make_room(self, stream: Stream) -> bool:
+        """Give back what can be given back, if the pool was told to; whether it is worth trying again."""
         return False
 
-    def _ordered_on(self, stream: StreamLike | None) -> Stream:
-        self._check_usable()
-        ordered = self.stream if stream is None else as_stream(stream, self._door)
-        ordered._checked_raw()
-        return ordered
+    def _figures(self, device: Device, capturing: bool) -> dict[str, Any]:
+        """Figures for an :class:`OutOfMemoryError`; those that cannot be read are left out."""
+        raise NotImplementedError
 
-    def _access_hint(self, stream: Stream) -> str:
-        """Why the driver may refuse to let a stream's device use the memory."""
-        if self.location == stream.device.location:
-            return ""
-        return (
-            f"the memory is at {self.location} and the stream runs on device {stream.device.ordinal}; "
-            f"grant it access: pool.set_access(device, MemAccess.READWRITE)"
-        )
+    def _pool_of(self, buffer: Buffer) -> object:
+        """The pool that a buffer's memory is in."""
+        raise NotImplementedError
+
+    def _reachable_from(self, device: Device) -> bool:
+        """Whether a device may use the memory."""
+        raise NotImplementedError
+
+    def _is_managed(self) -> bool:
+        """Whether the memory migrates between devices and host."""
+        return False
+
+    def _shut_after_fork(self) -> None:
+        self._alloc = self._free = refuse_after_fork
 
 
 class Buffer(Memory, Closes):
     """An allocation of a memory pool, ordered by a stream.
 
-    Made by :meth:`MemoryPool.allocate` and :func:`streamalloc.allocate`. It may be used in its stream at once, and
+    Made by :meth:`MemoryPool.allocate` and :func:`streamalloc.allocate`. It may be used on its stream at once, and
     elsewhere after a dependency on its stream (an event or a synchronisation). :meth:`free` returns the memory in
-    stream order; a buffer that is dropped is freed on the stream it was allocated on.
+    stream order. A buffer that is dropped is freed on the stream that it was allocated on.
     """
 
-    __slots__ = ("__weakref__", "_nbytes", "_pool", "_ptr", "_stream")
+    __slots__ = ("__weakref__", "_allocator", "_nbytes", "_ptr", "_shared", "_stream")
 
+    _allocator: Allocator
     _nbytes: int
-    _pool: Any
     _ptr: Any
+    """The driver's ``CUdeviceptr``; None once the memory was freed or left to be freed later."""
+    _shared: SharedState | None
     _stream: Stream
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise TypeError("a Buffer is made by MemoryPool.allocate or streamalloc.allocate")
 
     @property
     def address(self) -> int:
@@ -288,36 +246,41 @@ class Buffer(Memory, Closes):
 
     @property
     def stream(self) -> Stream:
-        """The stream it was allocated on, which orders whatever names no other."""
+        """The stream it was allocated on. It orders every operation that names no other."""
         return self._stream
 
     @property
     def owner(self) -> object:
         """The pool that it was allocated from."""
-        return self._pool.pool_of(self)
+        return self._allocator._pool_of(self)
 
     @property
     def location(self) -> MemLocation:
         """Where the pool's memory is."""
-        location: MemLocation = self._pool.location
-        return location
+        return self._allocator.location
 
     @property
     def host_accessible(self) -> bool:
         """Whether the CPU may use the memory at the same address: host memory and managed memory."""
-        return self._pool.managed or self.location.on_host
+        return self._allocator._is_managed() or self.location.on_host
 
     @property
     def device_accessible(self) -> bool:
         """Whether the pool grants the stream's device access."""
-        return bool(self._pool.reachable_from(self._stream.device))
+        return bool(self._allocator._reachable_from(self._stream.device))
 
     @property
     def freed(self) -> bool:
         """Whether the memory was freed."""
         return self._ptr is None
 
-    def free(self, stream: StreamLike | None = None) -> None:
+    def free(
+        self,
+        stream: StreamLike | None = None,
+        *,
+        still_imported: StillImported = _DEFER,
+        timeout: float | None = None,
+    ) -> None:
         """Free the memory in stream order (``cuMemFreeAsync``): later work must not use it; earlier work may.
 
         Parameters
@@ -325,6 +288,12 @@ class Buffer(Memory, Closes):
         stream
             The stream after whose work the memory is free (default: the one it was allocated on). It is up to the
             caller that all uses come before: the driver does not check.
+        still_imported
+            What to do where the buffer was shared and another process has it open, or may still open it because a
+            descriptor is held: ``"defer"`` the free until that has ended; ``"wait"`` for it, which blocks the host;
+            ``"raise"``; or ``"ignore"`` it, and importers read whatever the memory is used for next.
+        timeout
+            Seconds that ``"wait"`` waits at most; None for ever.
 
         Raises
         ------
@@ -332,22 +301,25 @@ class Buffer(Memory, Closes):
             It was freed already, or its stream was closed: name another one.
         CaptureError
             The stream is being captured and the memory was not allocated in that capture. The capture goes on.
+        StillImportedError
+            Another process has it open, with ``"raise"`` at once, with ``"wait"`` after ``timeout``. The buffer lives.
         """
         ptr = self._ptr
-        if ptr is None:
-            raise ClosedError(f"this buffer of {self._nbytes} bytes was freed already")
         if stream is None:
             stream = self._stream
-        elif type(stream) is not Stream or stream._direct is not self._pool._door:
-            return self._free_slowly(as_stream(stream, self._pool._door))
+        if (
+            ptr is None
+            or self._shared is not None
+            or type(stream) is not Stream
+            or stream._direct is not self._allocator._door
+            or still_imported is not _DEFER
+        ):
+            return self._free_slowly(stream, still_imported, timeout)
+        # From here to the driver nothing is called that a signal handler could interrupt: the memory is freed once.
         self._ptr = None
         try:
-            result = self._pool._free(ptr, stream._handle)[0]
-        except TypeError:
-            # The bindings refused the stand-in for a handle: this stream is not for the direct path.
-            self._ptr = ptr
-            return self._free_slowly(stream)
-        except BaseException:
+            result = self._allocator._free(ptr, stream._handle)[0]
+        except ForkedProcessError:
             self._ptr = ptr
             raise
         if result:
@@ -356,20 +328,30 @@ class Buffer(Memory, Closes):
 
     def close(self) -> None:
         """Free the memory on its own stream if that was not done; idempotent. Leaving a ``with`` block does it."""
-        if self._ptr is None:
-            return
-        if self._stream.closed:
-            self._pool.free_after_closed(self)
-        else:
-            self.free()
+        if self._ptr is not None:
+            with ordered_after(self._stream) as ordered:
+                self.free(ordered)
 
-    def _free_slowly(self, stream: Stream) -> None:
-        raw = stream._checked_raw()
-        if stream._capture is not None and not self._belongs_to(stream._capture):
-            raise CaptureError("CUDA_ERROR_INVALID_VALUE", 1, "cuMemFreeAsync", _FOREIGN_IN_CAPTURE)
-        with stream._context():
-            self._door.call("cuMemFreeAsync", self._ptr, raw)
+    def _free_slowly(self, stream: StreamLike, still_imported: StillImported, timeout: float | None) -> None:
+        if still_imported not in _POLICIES:
+            raise ValueError(f"still_imported={still_imported!r}: allowed are {', '.join(map(repr, _POLICIES))}")
+        if self._ptr is None:
+            raise ClosedError(f"this buffer of {size_text(self._nbytes)} was freed already")
+        self._allocator._door.check_process()
+        ordered = as_stream(stream, self._allocator._door)
+        raw = ordered._checked_raw()
+        if ordered._capture is not None and not self._belongs_to(ordered._capture):
+            raise refused(CaptureError, "cuMemFreeAsync", _FOREIGN_IN_CAPTURE)
+        if self._shared is not None:
+            self._shared.free(self, ordered, still_imported, timeout)
+            return
+        with ordered._context():
+            ptr = self._ptr
             self._ptr = None
+            result = self._allocator._free(ptr, raw)[0]
+            if result:
+                self._ptr = ptr
+                raise self._refused(result, ordered)
 
     def _belongs_to(self, capture: Capture) -> bool:
         return False
@@ -382,8 +364,11 @@ class Buffer(Memory, Closes):
     def _live(self) -> Any:
         ptr = self._ptr
         if ptr is None:
-            raise ClosedError(f"this buffer of {self._nbytes} bytes was freed")
+            raise ClosedError(f"this buffer of {size_text(self._nbytes)} was freed")
         return ptr
+
+    def _check_usable(self) -> None:
+        self._live()
 
     def __enter__(self) -> Self:
         self._live()
@@ -391,21 +376,29 @@ class Buffer(Memory, Closes):
 
     def __del__(self) -> None:
         try:
-            if self._ptr is None:
-                return
+            ptr, shared, door = self._ptr, self._shared, self._allocator._door
         except AttributeError:  # the call that was to allocate it raised
             return
-        self._pool.abandon(self)
+        if ptr is None or not door.usable:
+            return
+        if shared is not None:
+            shared.drop(self)
+            return
+        stream = self._stream
+        if stream._direct is door:
+            # In the relaxed mode it breaks no capture of other code that may be under way on this thread.
+            with door.relaxed():
+                result = self._allocator._free(ptr, stream._handle)[0]
+            if not result or isinstance(error_from(result, "cuMemFreeAsync"), _FreeDropped.gone):
+                return
+        later_of(door).hand_in(_FreeDropped(door, ptr, stream))
 
     def __repr__(self) -> str:
         ptr = getattr(self, "_ptr", None)
+        if not hasattr(self, "_allocator"):
+            return f"<{type(self).__name__} that could not be made>"
         where = "freed" if ptr is None else f"at {int(ptr):#x}"
         return f"<{type(self).__name__} of {self._nbytes} bytes {where}, {self.location}>"
-
-
-_FOREIGN_IN_CAPTURE = (
-    "the stream is being captured, where only memory that the capture allocated can be freed; free it on another stream"
-)
 
 
 class GraphBuffer(Buffer):
@@ -417,18 +410,24 @@ class GraphBuffer(Buffer):
 
     __slots__ = ("_capture",)
 
-    def __init__(self, capture: Capture | None) -> None:
-        self._capture = capture
+    _capture: Capture | None
 
     @property
     def owner(self) -> object:
         """The graph whose launch allocates the memory; None for a capture that other code began."""
         return None if self._capture is None else self._capture.graph
 
-    def free(self, stream: StreamLike | None = None) -> None:
+    def free(
+        self,
+        stream: StreamLike | None = None,
+        *,
+        still_imported: StillImported = _DEFER,
+        timeout: float | None = None,
+    ) -> None:
         """Free in stream order: in its capture as a node of the graph, and otherwise what a launch allocated.
 
-        The address stays the same at every launch, so that the memory of each can be freed.
+        The address stays the same at every launch, so that the memory of each can be freed. Memory of graphs cannot be
+        shared, so that the other arguments of :meth:`Buffer.free` make no difference.
 
         Raises
         ------
@@ -437,7 +436,7 @@ class GraphBuffer(Buffer):
         """
         address = self._live()
         ordered = self._ordered_on(stream)
-        self._free_slowly(ordered)
+        self._free_slowly(ordered, still_imported, timeout)
         if ordered._capture is None:
             self._ptr = address
 
@@ -448,198 +447,86 @@ class GraphBuffer(Buffer):
         pass
 
 
-class BufferView(Memory):
-    """A range of other memory, which it keeps alive. It is valid until that memory is freed."""
+class _FreeDropped(Deferred):
+    """The free of a buffer that was dropped and could not be freed at once."""
 
-    __slots__ = ("__weakref__", "_nbytes", "_offset", "_parent")
+    __slots__ = ("_door", "_raw", "_stream", "_told")
 
-    def __init__(self, parent: Memory, offset: int, nbytes: int) -> None:
-        self._parent = parent
-        self._offset = offset
-        self._nbytes = nbytes
+    def __init__(self, door: Door, ptr: Any, stream: Stream) -> None:
+        self._door = door
+        self._raw = ptr
+        self._stream = stream
+        self._told = False
 
-    @property
-    def address(self) -> int:
-        """Where the range begins.
-
-        Raises
-        ------
-        ClosedError
-            The memory was freed, or has shrunk to less than this.
-        """
-        if self._offset + self._nbytes > self._parent.nbytes:
-            raise ClosedError(f"{self!r} is outside of its memory, which has shrunk")
-        return self._parent.address + self._offset
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the range in bytes."""
-        return self._nbytes
-
-    @property
-    def stream(self) -> Stream:
-        """The stream of the memory it is a view of."""
-        return self._parent.stream
-
-    @property
-    def owner(self) -> object:
-        """The memory it is a view of."""
-        return self._parent
-
-    @property
-    def location(self) -> MemLocation:
-        """Where the memory is."""
-        return self._parent.location
-
-    @property
-    def host_accessible(self) -> bool:
-        """Whether the CPU may use the memory."""
-        return self._parent.host_accessible
-
-    @property
-    def device_accessible(self) -> bool:
-        """Whether the stream's device may use the memory."""
-        return self._parent.device_accessible
-
-    def _check_usable(self) -> None:
-        self._parent._check_usable()
-
-    def _unreadable(self) -> str:
-        return self._parent._unreadable()
-
-    def _resident_on(self) -> int | None:
-        return self._parent._resident_on()
-
-    def _read_only(self, on_host: bool) -> bool:
-        return self._parent._read_only(on_host)
-
-    def _access_hint(self, stream: Stream) -> str:
-        return self._parent._access_hint(stream)
-
-    def __repr__(self) -> str:
-        return f"<BufferView of bytes {self._offset}:{self._offset + self._nbytes} of {self._parent!r}>"
-
-
-def numpy_interface(memory: Memory, *, on_host: bool = True) -> dict[str, Any]:
-    """Version 3 of numpy's array interface for flat bytes, as the host or else a device may use them."""
-    # numpy 2.2 takes the address 0 of empty memory for a missing one; that of no bytes is never used.
-    data = (memory.address or 1, memory._read_only(on_host))
-    return {"shape": (memory.nbytes,), "typestr": "|u1", "data": data, "version": 3}
-
-
-def _pattern(value: int | bytes | np.generic, width: int | None) -> tuple[int, int]:
-    """A fill pattern as the unsigned number that the driver takes, and its width in bytes."""
-    if isinstance(value, np.generic):
-        value = value.tobytes()
-    if isinstance(value, (bytes, bytearray)):
-        if len(value) not in _FILLS or width not in (None, len(value)):
-            raise ValueError(f"value={value!r}: a pattern has 1, 2 or 4 bytes{f', and width={width}' if width else ''}")
-        return int.from_bytes(value, "little"), len(value)
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"value must be an integer, bytes or a numpy scalar, not {type(value).__name__} ({value!r})")
-    width = 1 if width is None else width
-    if width not in _FILLS:
-        raise ValueError(f"width={width!r}: allowed are 1, 2 and 4 bytes")
-    number = operator.index(value)
-    if not -(1 << 8 * width - 1) <= number < 1 << 8 * width:
-        raise ValueError(f"value={number} does not fit a pattern of {width} byte{'s' if width > 1 else ''}")
-    return number % (1 << 8 * width), width
-
-
-class _Span:
-    """One side of a copy: address, size, whose memory it is, and what keeps it."""
-
-    __slots__ = ("address", "after", "keep", "nbytes", "ordinal")
-
-    def __init__(self, address: int, nbytes: int, ordinal: int | None, keep: object, after: int | None = None) -> None:
-        self.address = address
-        self.nbytes = nbytes
-        self.ordinal = ordinal
-        """The device that owns the memory; None for the host's, and where it is not known."""
-        self.keep = keep
-        self.after = after
-        """The handle of a stream after whose work another library's memory may be used; None for at once."""
-
-    @classmethod
-    def of(cls, memory: Memory) -> Self:
-        memory._check_usable()
-        return cls(memory.address, memory.nbytes, memory._resident_on(), memory)
-
-    @classmethod
-    def readable(cls, source: object, door: Door) -> Self:
-        return cls._taken(source, door, "source", writable=False)
-
-    @classmethod
-    def writable(cls, target: object, door: Door) -> Self:
-        return cls._taken(target, door, "target", writable=True)
-
-    @classmethod
-    def _taken(cls, other: object, door: Door, name: str, *, writable: bool) -> Self:
-        if isinstance(other, Memory):
-            if other._door is not door:
-                raise ValueError(f"{name} {other!r} belongs to another driver")
-            span = cls.of(other)
-            unreadable = "" if writable else other._unreadable()
-            if unreadable:
-                raise ValueError(unreadable)
-            if writable and other.location.on_host and other._read_only(on_host=True):
-                raise ValueError(f"{name} {other!r} is read-only to the host")
-            return span
-        interface = getattr(other, "__cuda_array_interface__", None)
-        if interface is not None:
-            return cls._of_interface(other, interface, name, writable)
+    def attempt(self) -> bool:
+        if self._stream._capture is not None:
+            return False
+        address = self._raw
         try:
-            array = other if isinstance(other, np.ndarray) else np.asarray(memoryview(other))  # type: ignore[arg-type]
-        except TypeError as error:
-            raise TypeError(
-                f"{name} must be a Memory, have __cuda_array_interface__ or the buffer protocol, "
-                f"not {type(other).__name__}"
-            ) from error
-        if not array.flags.c_contiguous:
-            raise ValueError(f"{name} is not contiguous: copy it to a contiguous array first")
-        if writable and not array.flags.writeable:
-            raise ValueError(f"{name} is read-only")
-        return cls(array.ctypes.data, array.nbytes, None, array)
-
-    @classmethod
-    def _of_interface(cls, other: object, interface: dict[str, Any], name: str, writable: bool) -> Self:
-        address, read_only = interface["data"]
-        itemsize = np.dtype(interface["typestr"]).itemsize
-        shape = tuple(interface["shape"])
-        strides = interface.get("strides")
-        nbytes = int(np.prod(shape, dtype=np.int64)) * itemsize
-        if strides is not None:
-            dense = tuple(int(np.prod(shape[i + 1 :], dtype=np.int64)) * itemsize for i in range(len(shape)))
-            if tuple(strides) != dense and nbytes:
-                raise ValueError(f"{name} is not contiguous: strides {strides} of shape {shape}")
-        if writable and read_only:
-            raise ValueError(f"{name} is read-only")
-        return cls(int(address), nbytes, None, other, interface.get("stream"))
+            with ordered_after(self._stream) as ordered, ordered._context():
+                self._door.give_back(self, "cuMemFreeAsync", ordered._raw)
+        except CudaError as error:
+            if not isinstance(error, self.gone) and not self._told:
+                self._told = True
+                warnings.warn(f"dropped memory at {int(address):#x} could not be freed: {error}", ResourceWarning, 2)
+            raise
+        return True
 
 
-def _copy(target: _Span, source: _Span, stream: Stream) -> None:
-    """Queue a copy. Between memory of other devices than the stream's, the peer call is used, which needs no access."""
-    if target.nbytes != source.nbytes:
-        raise ValueError(f"source has {source.nbytes} bytes and target {target.nbytes}: take a view of the larger one")
-    if not target.nbytes:
-        return
-    raw = stream._checked_raw()
-    door = stream._door
-    for span in (target, source):
-        if span.after is not None and span.after != stream.handle:
-            stream.wait(Stream.of_handle(stream.device, span.after, span.keep))
-    if stream._capture is not None:
-        stream._capture.graph.kept += (target.keep, source.keep)
-    # Copies of pool memory are refused unless the stream's own context is the current one (programming guide 4.3.5.1).
-    with stream.device.current():
-        owners = (target.ordinal, source.ordinal)
-        if None not in owners and owners != (stream.device.ordinal, stream.device.ordinal):
-            to, of = (door.context(ordinal) for ordinal in owners if ordinal is not None)
-            door.call("cuMemcpyPeerAsync", target.address, to, source.address, of, target.nbytes, raw)
-        else:
+# -- what sharing needs of buffers ---------------------------------------------------------------------------
 
-            def hint() -> str:
-                sides = (side.keep for side in (target, source) if isinstance(side.keep, Memory))
-                return next(filter(None, (memory._access_hint(stream) for memory in sides)), "")
 
-            door.call("cuMemcpyAsync", target.address, source.address, target.nbytes, raw, hint=hint)
+def pool_of(buffer: Buffer) -> object:
+    """The pool that a buffer's memory is in."""
+    return buffer._allocator._pool_of(buffer)
+
+
+def shared_state(buffer: Buffer) -> SharedState | None:
+    """What frees the buffer instead of a plain free; None where it was not shared."""
+    return buffer._shared
+
+
+def set_shared(buffer: Buffer, state: SharedState | None) -> None:
+    """Have ``state`` free the buffer from now on."""
+    buffer._shared = state
+
+
+def take_pointer(buffer: Buffer) -> Any:
+    """Take the memory over: the buffer counts as freed. The driver's ``CUdeviceptr``, or None where it was freed."""
+    ptr = buffer._ptr
+    buffer._ptr = None
+    return ptr
+
+
+def give_pointer(buffer: Buffer, ptr: Any) -> None:
+    """Undo :func:`take_pointer`."""
+    buffer._ptr = ptr
+
+
+def freed_by(buffer: Buffer) -> Callable[[Any, Any], tuple[Any]]:
+    """The driver function that frees the buffer's memory: ``cuMemFreeAsync``, or what refuses in a forked child."""
+    function: Callable[[Any, Any], tuple[Any]] = buffer._allocator._free
+    return function
+
+
+# -- running out of memory -----------------------------------------------------------------------------------
+
+
+def read_or_none(ask: Callable[[], T]) -> T | None:
+    """An answer that an error message can do without."""
+    try:
+        return ask()
+    except CudaError:
+        return None
+
+
+def _advice(
+    requested: int, used: int | None = None, limit: int | None = None, total: int | None = None, **_: int | None
+) -> str:
+    """The usual cause of running out of memory with these figures, or nothing."""
+    for bound, name in ((limit, "the pool's max_size"), (total, "the device's memory")):
+        if bound is not None and requested > bound:
+            return f"the request is larger than {name}"
+    if limit is not None and used is not None and requested + used > limit:
+        return "the pool's max_size does not leave room for it"
+    return "memory that was freed comes back once its streams were synchronized; other pools' after trim()"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from streamalloc.core.door import Door
 from streamalloc.core.errors import unsupported
+from streamalloc.core.later import work
 from streamalloc.core.properties import MemLocation
 from streamalloc.core.stream import Event, Stream
 from streamalloc.driver import default as default_driver
@@ -153,6 +154,7 @@ class Device:
 
     def memory_info(self) -> MemoryInfo:
         """Free and total memory in bytes (``cuMemGetInfo``)."""
+        work(self._door)
         with self.current():
             free, total = self._door.call("cuMemGetInfo")
         return MemoryInfo(int(free), int(total))
@@ -177,10 +179,7 @@ class Device:
         """
         if not isinstance(priority, int):
             raise TypeError(f"priority must be an integer, not {type(priority).__name__}")
-        flags = cuda.CUstream_flags.CU_STREAM_DEFAULT if blocking else cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
-        with self.current():
-            raw = self._door.call("cuStreamCreateWithPriority", int(flags), priority)
-            return Stream(self, raw, non_blocking=not blocking)
+        return Stream._create(self, blocking, priority)
 
     def create_event(self, *, timing: bool = False, blocking_sync: bool = False, interprocess: bool = False) -> Event:
         """A new event; see :class:`Event` for the options."""
@@ -190,7 +189,7 @@ class Device:
         """Block the host until all work of the device's primary context is done (``cuCtxSynchronize``)."""
         with self.current():
             self._door.call("cuCtxSynchronize")
-        self._door.reap()
+        work(self._door)
 
     def current(self) -> contextlib.AbstractContextManager[None]:
         """A ``with`` block in which the device's primary context is the thread's current one."""

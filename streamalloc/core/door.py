@@ -22,13 +22,19 @@ from streamalloc.driver.internal import BINDINGS_VERSION, cuda, version_that_add
 if TYPE_CHECKING:
     from streamalloc.driver import Driver
 
-__all__ = ["Door", "PerDriver", "refuse_after_fork"]
+__all__ = ["Door", "OwnsHandle", "PerDriver", "refuse_after_fork"]
 
 T = TypeVar("T")
 
 
 class _ShutsAfterFork(Protocol):
     def _shut_after_fork(self) -> None: ...
+
+
+class OwnsHandle(Protocol):
+    """Something that a driver handle belongs to; None once it was given back."""
+
+    _raw: Any
 
 
 class _Ends(Protocol):
@@ -159,6 +165,21 @@ class Door:
         except RuntimeError as error:
             self._raise_too_old(name, error)
         raise error_from(answer[0], name, hint if isinstance(hint, str) else hint())
+
+    def give_back(self, owner: OwnsHandle, name: str, *args: Any, hint: str = "") -> None:
+        """Call driver function ``name``, which ends the handle in ``owner._raw``, and forget that; once.
+
+        Nothing that a signal handler could interrupt lies between the two. Where the driver refuses, the handle stays.
+        """
+        function = self._function(name)
+        raw = owner._raw
+        if raw is None:
+            return
+        owner._raw = None
+        answer = function(raw, *args)
+        if answer[0]:
+            owner._raw = raw
+            raise error_from(answer[0], name, hint)
 
     def _function(self, name: str) -> Any:
         if self.forked:

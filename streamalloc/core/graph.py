@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from streamalloc.core.errors import ClosedError, CudaError, undoing
+from streamalloc.core.later import HandleEnd, later_of, work
 from streamalloc.core.ownership import Closes
 from streamalloc.core.stream import StreamLike, as_stream
 from streamalloc.driver.internal import cuda
@@ -34,7 +35,7 @@ class Graph(Closes):
     once, on the first launch or by :meth:`instantiate`.
     """
 
-    __slots__ = ("__weakref__", "_door", "_executable", "_raw", "device", "kept")
+    __slots__ = ("__weakref__", "_door", "_executable", "_handle", "device", "kept")
 
     device: Device
     """The device of the stream that was captured."""
@@ -44,19 +45,20 @@ class Graph(Closes):
     def __init__(self, device: Device) -> None:
         self.device = device
         self._door = device._door
-        self._raw: Any = None
-        self._executable: Any = None
+        self._handle = _Handle()
+        self._executable = _Handle()
         self.kept = ()
 
     @property
     def complete(self) -> bool:
         """Whether the capture has ended and the graph can be launched."""
-        return self._raw is not None
+        return self._handle._raw is not None
 
     def _checked_raw(self) -> Any:
-        if self._raw is None:
+        raw = self._handle._raw
+        if raw is None:
             raise ClosedError(f"{self!r} has nothing to launch: its capture has not ended, failed, or it was closed")
-        return self._raw
+        return raw
 
     @property
     def nodes(self) -> list[str]:
@@ -76,11 +78,12 @@ class Graph(Closes):
             Free what an earlier launch allocated and nobody freed before each launch. Without it, such a launch is
             refused.
         """
-        if self._executable is None:
+        if self._executable._raw is None:
             flag = cuda.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH
             raw = self._checked_raw()
             with self.device.current():
-                self._executable = self._door.call("cuGraphInstantiate", raw, int(flag) if auto_free_on_launch else 0)
+                flags = int(flag) if auto_free_on_launch else 0
+                self._door.create(self._executable, "_raw", "cuGraphInstantiate", raw, flags)
         return self
 
     def launch(self, stream: StreamLike) -> None:
@@ -96,7 +99,7 @@ class Graph(Closes):
         with target.device.current():
             self._door.call(
                 "cuGraphLaunch",
-                self._executable,
+                self._executable._raw,
                 target._checked_raw(),
                 hint="memory that an earlier launch allocated must be freed first, or the graph be instantiated with "
                 "auto_free_on_launch=True",
@@ -104,22 +107,31 @@ class Graph(Closes):
 
     def close(self) -> None:
         """Destroy the graph and its launchable form; launches that are queued still run. Idempotent."""
-        raw, self._raw = self._raw, None
-        executable, self._executable = self._executable, None
         try:
-            if executable is not None:
-                self._door.call("cuGraphExecDestroy", executable)
+            self._door.give_back(self._executable, "cuGraphExecDestroy")
         finally:
-            if raw is not None:
-                self._door.call("cuGraphDestroy", raw)
+            self._door.give_back(self._handle, "cuGraphDestroy")
 
     def __del__(self) -> None:
-        if self._door.usable:
-            with contextlib.suppress(CudaError):
-                self.close()
+        executable: _Handle | None = getattr(self, "_executable", None)
+        if executable is not None and (executable._raw or self._handle._raw) and self._door.usable:
+            later = later_of(self._door)
+            later.hand_in(HandleEnd(self._door, "cuGraphExecDestroy", executable._raw))
+            later.hand_in(HandleEnd(self._door, "cuGraphDestroy", self._handle._raw))
 
     def __repr__(self) -> str:
+        if not hasattr(self, "_executable"):
+            return "<Graph that could not be made>"
         return f"<Graph of device {self.device.ordinal}, {'complete' if self.complete else 'without nodes'}>"
+
+
+class _Handle:
+    """A driver handle; None before it was made and after it was given back."""
+
+    __slots__ = ("_raw",)
+
+    def __init__(self) -> None:
+        self._raw: Any = None
 
 
 class Capture:
@@ -131,8 +143,6 @@ class Capture:
         self.origin = origin
         self.graph = Graph(origin.device)
         self.streams: list[Stream] = []
-        origin._door.captures += 1
-        self.adopt(origin)
 
     def adopt(self, stream: Stream) -> None:
         """Count a stream in: its allocations are the graph's until the capture ends."""
@@ -146,7 +156,6 @@ class Capture:
             stream._capture = None
             stream._allow_direct()
         self.streams.clear()
-        self.origin._door.captures -= 1
 
 
 @contextlib.contextmanager
@@ -160,14 +169,24 @@ def capturing(stream: Stream, mode: CaptureMode) -> Iterator[Graph]:
     door = stream._door
     raw = stream._checked_raw()
     driver_mode = getattr(cuda.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{mode.upper()}")
-    with stream._context():
-        door.call(
-            "cuStreamBeginCapture", raw, driver_mode, hint="is the stream being captured already, or a legacy one?"
-        )
     capture = Capture(stream)
-    with undoing(lambda: _abort(capture)):
-        yield capture.graph
-    _end(capture)
+    later = later_of(door)
+    later.paused += 1
+    door.captures += 1
+    try:
+        with stream._context():
+            door.call(
+                "cuStreamBeginCapture", raw, driver_mode, hint="is the stream being captured already, or a legacy one?"
+            )
+        with undoing(lambda: _abort(capture)):
+            capture.adopt(stream)
+            yield capture.graph
+        _end(capture)
+    finally:
+        later.paused -= 1
+        door.captures -= 1
+        door.free_postponed()
+        work(door)
 
 
 def _abort(capture: Capture) -> None:
@@ -181,11 +200,9 @@ def _end(capture: Capture) -> None:
     stream = capture.origin
     try:
         with stream._context():
-            capture.graph._raw = stream._door.call("cuStreamEndCapture", stream._raw)
+            stream._door.create(capture.graph._handle, "_raw", "cuStreamEndCapture", stream._raw)
     finally:
         capture.release()
-        stream._door.free_postponed()
-        stream._door.reap()
 
 
 class GraphMemoryStatistics(NamedTuple):

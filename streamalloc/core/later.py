@@ -24,11 +24,18 @@ import threading
 import types
 from collections import deque
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 from streamalloc.core.door import Door, PerDriver
-from streamalloc.core.errors import CudaError
+from streamalloc.core.errors import (
+    CudaError,
+    DeviceLostError,
+    InvalidContextError,
+    InvalidHandleError,
+    NotInitializedError,
+)
 
-__all__ = ["POINTS", "Deferred", "Later", "later_of"]
+__all__ = ["POINTS", "Deferred", "HandleEnd", "Later", "later_of", "work"]
 
 POINTS = (
     "the host has synchronised with a stream, an event or a device",
@@ -50,6 +57,13 @@ class Deferred(abc.ABC):
     __slots__ = ("_round",)
 
     _round: int
+    gone: ClassVar[tuple[type[CudaError], ...]] = (
+        DeviceLostError,
+        InvalidContextError,
+        InvalidHandleError,
+        NotInitializedError,
+    )
+    """The errors after which nothing is left to give back. Where a later attempt raises one, the item has ended."""
 
     @abc.abstractmethod
     def attempt(self) -> bool:
@@ -62,6 +76,9 @@ class Deferred(abc.ABC):
         CudaError
             The driver refused a call. The item is tried again later.
         """
+
+    def forget(self) -> None:  # noqa: B027 (most kinds have nothing to do)
+        """What it was to end is gone, see :attr:`gone`."""
 
 
 class Later:
@@ -116,14 +133,23 @@ class Later:
         return ended
 
     def work(self) -> int:
-        """Try to end each item once; how many have ended. Whatever an item raises, the others get their turn.
+        """Try to end each item, until none can be ended; how many have ended.
 
-        Without effect while a capture is under way, and where this thread is at work already.
+        Whatever an item raises, the others get their turn. Nothing is done while a capture is under way, and where this thread
+        is at work already.
         """
         if not (self._handed_in or self._waiting) or self.paused or threading.get_ident() in self._working.values():
             return 0
+        total = 0
         with self._guard():
-            return self._work()
+            # What has ended may be what another item waits for, such as the last free of a pool.
+            while ended := self._work():
+                total += ended
+        if not len(self):
+            _unfinished.discard(self)
+            if self._handed_in:
+                _unfinished.add(self)
+        return total
 
     def _work(self) -> int:
         ended = 0
@@ -137,6 +163,9 @@ class Later:
             done = False
             try:
                 done = item.attempt()
+            except item.gone:
+                item.forget()
+                done = True
             except CudaError:
                 pass  # tried again the next time
             except Exception:
@@ -147,10 +176,6 @@ class Later:
                 if not done:
                     self._waiting[item] = None
             ended += done
-        if not len(self):
-            _unfinished.discard(self)
-            if self._handed_in:
-                _unfinished.add(self)
         return ended
 
     def _take_off(self, now: int) -> Deferred | None:
@@ -192,3 +217,24 @@ def _make(door: Door) -> Later:
 
 later_of: PerDriver[Later] = PerDriver(_make)
 """The queue of a driver: ``later_of(door)``."""
+
+
+class HandleEnd(Deferred):
+    """The end of a handle that one call of the driver gives back, such as ``cuStreamDestroy``."""
+
+    __slots__ = ("_call", "_door", "_raw")
+
+    def __init__(self, door: Door, call: str, raw: Any) -> None:
+        self._door = door
+        self._call = call
+        self._raw = raw
+
+    def attempt(self) -> bool:
+        self._door.give_back(self, self._call)
+        return True
+
+
+def work(door: Door) -> int:
+    """One of the points of work: try to end what waits; how many items have ended."""
+    door.reap()
+    return later_of(door).work()

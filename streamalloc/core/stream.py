@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias, Union
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Union, cast
 
 from streamalloc.core.door import Door
-from streamalloc.core.errors import CaptureError, ClosedError, NotReadyError
+from streamalloc.core.errors import CaptureError, ClosedError, NotReadyError, error_from, refused
+from streamalloc.core.later import HandleEnd, later_of, work
 from streamalloc.core.ownership import Closes
 from streamalloc.driver.internal import cuda
 
@@ -23,11 +24,64 @@ if TYPE_CHECKING:
     from streamalloc.core.device import Device
     from streamalloc.core.graph import Capture, CaptureMode, Graph
 
-__all__ = ["Event", "Stream", "StreamLike", "as_stream"]
+__all__ = [
+    "CuPyStreamLike",
+    "Event",
+    "EventLike",
+    "NumbaStreamLike",
+    "Stream",
+    "StreamLike",
+    "SupportsCudaStream",
+    "TorchStreamLike",
+    "as_stream",
+    "context_event",
+    "direct_handle",
+    "opened_event",
+    "order_after_context",
+    "ordered_after",
+    "raw_handle",
+    "refuse_capture",
+    "sees_all_work",
+    "stream_call",
+]
 
 
-StreamLike: TypeAlias = Union["Stream", Any]
+class SupportsCudaStream(Protocol):
+    """An object with ``__cuda_stream__``, such as a stream of cuda.core: protocol version 0 and the handle."""
+
+    def __cuda_stream__(self) -> tuple[int, int]: ...
+
+
+class TorchStreamLike(Protocol):
+    """A stream of PyTorch."""
+
+    @property
+    def cuda_stream(self) -> int: ...
+
+
+class CuPyStreamLike(Protocol):
+    """A stream of CuPy."""
+
+    @property
+    def ptr(self) -> int: ...
+
+
+class NumbaStreamLike(Protocol):
+    """A stream of Numba."""
+
+    @property
+    def handle(self) -> Any: ...
+
+
+StreamLike: TypeAlias = Union["Stream", SupportsCudaStream, TorchStreamLike, CuPyStreamLike, NumbaStreamLike]
 """A :class:`Stream`, an object with ``__cuda_stream__``, or a CuPy, PyTorch or Numba stream."""
+
+
+class EventLike(Protocol):
+    """An event of cuda.core."""
+
+    @property
+    def is_done(self) -> bool: ...
 
 # Handles that name a stream of whichever context is current, rather than one stream (driver API, "Stream handles").
 _LEGACY = 1
@@ -66,24 +120,42 @@ class Stream(Closes):
     device: Device
     """The device that runs the stream's work."""
 
-    def __init__(self, device: Device, raw: Any, *, foreign: object | None = None, non_blocking: bool = False) -> None:
-        door = device._door
+    def __init__(self, device: Device, raw: Any, *, foreign: object | None = None) -> None:
+        self._prepare(device, raw, foreign)
+        self._open()
+
+    def _prepare(self, device: Device, raw: Any, foreign: object | None) -> None:
         self.device = device
-        self._raw = raw
         self._foreign = foreign
-        self._door = door
+        self._door = device._door
         self._capture: Capture | None = None
-        self._closed = False
-        self._default = int(raw) in _DEFAULT_HANDLES
-        # Whether a query sees all that later work would wait for: that of a blocking stream does not see what the
-        # legacy stream has to do, while the legacy stream's sees the work of all blocking streams.
-        self._sees_all = non_blocking or int(raw) in (0, _LEGACY)
+        self._closed = True
+        self._default = False
+        self._sees_all = False
         self._last: Event | None = None
-        # What the hot path uses: the handle where it can go straight to the driver, and the door to compare with its
-        # own.
+        # What fast paths use: the handle where it can go straight to the driver, and the door to compare with theirs.
         self._handle: Any = _NOT_DIRECT
         self._direct: Door | None = None
+        self._raw = raw
+
+    def _open(self, *, non_blocking: bool = False) -> None:
+        number = int(self._raw)
+        self._default = number in _DEFAULT_HANDLES
+        # Whether a query sees all that later work would wait for: that of a blocking stream does not see what the
+        # legacy stream has to do, while the legacy stream's sees the work of all blocking streams.
+        self._sees_all = non_blocking or number in (0, _LEGACY)
+        self._closed = False
         self._allow_direct()
+
+    @classmethod
+    def _create(cls, device: Device, blocking: bool, priority: int) -> Self:
+        flags = cuda.CUstream_flags.CU_STREAM_DEFAULT if blocking else cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
+        stream = cls.__new__(cls)
+        stream._prepare(device, None, None)
+        with device.current():
+            stream._door.create(stream, "_raw", "cuStreamCreateWithPriority", int(flags), priority)
+        stream._open(non_blocking=not blocking)
+        return stream
 
     @classmethod
     def of_handle(cls, device: Device, handle: int, owner: object) -> Self:
@@ -135,7 +207,7 @@ class Stream(Closes):
     def _refuse_capture(self, call: str, why: str) -> None:
         """Raise :class:`CaptureError` where the stream is being captured; ``call`` is what would not be replayed."""
         if self._captured():
-            raise CaptureError("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 900, call, why)
+            raise refused(CaptureError, call, f"the stream is being captured; {why}")
 
     @property
     def priority(self) -> int:
@@ -152,8 +224,8 @@ class Stream(Closes):
             The stream is being captured: the driver would end the capture.
         """
         if self._capture is not None:
-            raise CaptureError(
-                "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 900, "cuStreamGetFlags", "ask after the capture"
+            raise refused(
+                CaptureError, "cuStreamGetFlags", "it would end the capture of the stream; ask afterwards"
             )
         return not int(self._call("cuStreamGetFlags")) & int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
 
@@ -189,7 +261,7 @@ class Stream(Closes):
         event._capture = self._capture
         return event
 
-    def wait(self, other: Event | StreamLike) -> None:
+    def wait(self, other: Event | EventLike | StreamLike) -> None:
         """Let later work of this stream wait for an event, or for all that another stream has queued so far.
 
         Events of cuda.core and of the bindings are taken too. The host does not wait (``cuStreamWaitEvent``).
@@ -200,7 +272,7 @@ class Stream(Closes):
             self._call("cuStreamWaitEvent", foreign, 0)
             return
         if not isinstance(other, Event):
-            other = as_stream(other, self._door).record()
+            other = as_stream(cast("StreamLike", other), self._door).record()
         elif other._door is not self._door:
             raise ValueError(f"{other!r} belongs to another driver than {self!r}")
         self._call("cuStreamWaitEvent", other._checked_raw(), 0)
@@ -215,7 +287,7 @@ class Stream(Closes):
         gives back what exceeds the release threshold.
         """
         self._call("cuStreamSynchronize")
-        self._door.reap()
+        work(self._door)
 
     def query(self) -> bool:
         """Whether all work queued so far is done (``cuStreamQuery``)."""
@@ -225,7 +297,7 @@ class Stream(Closes):
             return False
         return True
 
-    def call(self, function: Callable[[], object]) -> None:
+    def launch_host_func(self, function: Callable[[], object]) -> None:
         """Queue a Python function that the driver calls on a thread of its own, in stream order (``cuLaunchHostFunc``).
 
         The function must not call the driver. An exception in it goes to ``sys.unraisablehook``; the stream goes on.
@@ -239,9 +311,8 @@ class Stream(Closes):
         if not callable(function):
             raise TypeError(f"function must be callable, not {type(function).__name__} ({function!r})")
         if self.capturing:
-            raise CaptureError(
-                "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
-                900,
+            raise refused(
+                CaptureError,
                 "cuLaunchHostFunc",
                 "the bindings let a Python function run once, and a graph may be launched more often",
             )
@@ -277,31 +348,41 @@ class Stream(Closes):
         if self._closed:
             return
         if self._capture is not None:
-            raise CaptureError(
-                "CUDA_ERROR_ILLEGAL_STATE",
-                401,
-                "cuStreamDestroy",
-                "the stream is being captured; end the capture first",
-            )
-        if self._foreign is None and not self.is_default:
-            # Buffers that remain need to know when the stream's work was done, to be freed after it.
-            self._last = self.record()
-        self._closed = True
+            raise refused(CaptureError, "cuStreamDestroy", "the stream is being captured; end the capture first")
+        if self._foreign is not None or self._default:
+            self._forbid_direct()
+            self._closed = True
+            return
+        # Buffers that remain need to know when the stream's work was done, to be freed after it.
+        self._last = self.record()
+        destroy = self._door.driver.cuStreamDestroy
         self._forbid_direct()
-        if self._last is not None:
-            self._door.call("cuStreamDestroy", self._raw)
+        # From here to the driver nothing is called that a signal handler could interrupt.
+        self._closed = True
+        result = destroy(self._raw)[0]
+        if result:
+            later_of(self._door).hand_in(HandleEnd(self._door, "cuStreamDestroy", self._raw))
+            raise error_from(result, "cuStreamDestroy")
 
     def __cuda_stream__(self) -> tuple[int, int]:
         """Protocol version 0 and the handle, for other libraries."""
         return (0, self.handle)
 
     def __del__(self) -> None:
-        if getattr(self, "_closed", True) or self._foreign is not None or self.is_default or not self._door.usable:
+        # A stream whose making was interrupted has a handle, and counts as closed.
+        raw = getattr(self, "_raw", None)
+        if raw is None or self._foreign is not None or self._default or not self._door.usable:
             return
-        self._closed = True
-        self._door.driver.cuStreamDestroy(self._raw)
+        if not self._closed or self._last is None:
+            # Buffers of the same garbage cycle may come after their stream.
+            self._closed = True
+            self._forbid_direct()
+            if self._door.driver.cuStreamDestroy(raw)[0]:
+                later_of(self._door).hand_in(HandleEnd(self._door, "cuStreamDestroy", raw))
 
     def __repr__(self) -> str:
+        if getattr(self, "_raw", None) is None:
+            return "<Stream that could not be made>"
         what = {0: "legacy default", _LEGACY: "legacy default", _PER_THREAD: "per-thread default"}.get(int(self._raw))
         state = " closed" if self._closed else " capturing" if self._capture else ""
         return f"<Stream {what or hex(int(self._raw))} of device {self.device.ordinal}{state}>"
@@ -327,7 +408,7 @@ class Event(Closes):
         Whether other processes can open it; such an event cannot measure time.
     """
 
-    __slots__ = ("__weakref__", "_capture", "_closed", "_door", "_raw", "device", "interprocess")
+    __slots__ = ("__weakref__", "_capture", "_door", "_raw", "device", "interprocess")
 
     interprocess: bool
     """Whether other processes can open it."""
@@ -335,7 +416,7 @@ class Event(Closes):
     def __init__(
         self, device: Device, *, timing: bool = False, blocking_sync: bool = False, interprocess: bool = False
     ) -> None:
-        self._closed = True
+        self._raw: Any = None
         if timing and interprocess:
             raise ValueError(
                 "interprocess=True: an event that other processes can open cannot measure time (timing=True)"
@@ -346,25 +427,15 @@ class Event(Closes):
             | (int(kinds.CU_EVENT_BLOCKING_SYNC) if blocking_sync else 0)
             | (int(kinds.CU_EVENT_INTERPROCESS) if interprocess else 0)
         )
+        self._adopt(device, bool(interprocess))
+        with device.current():
+            self._door.create(self, "_raw", "cuEventCreate", flags)
+
+    def _adopt(self, device: Device, interprocess: bool) -> None:
         self.device = device
-        self.interprocess = bool(interprocess)
+        self.interprocess = interprocess
         self._door = device._door
         self._capture: Capture | None = None
-        with device.current():
-            self._raw = self._door.call("cuEventCreate", flags)
-            self._closed = False
-
-    @classmethod
-    def _of_handle(cls, device: Device, raw: Any) -> Self:
-        """Take over an event that another process made."""
-        event = cls.__new__(cls)
-        event.device = device
-        event.interprocess = False
-        event._door = device._door
-        event._capture = None
-        event._raw = raw
-        event._closed = False
-        return event
 
     @property
     def handle(self) -> int:
@@ -380,12 +451,13 @@ class Event(Closes):
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called."""
-        return self._closed
+        return self._raw is None
 
     def _checked_raw(self) -> Any:
-        if self._closed:
+        raw = self._raw
+        if raw is None:
             raise ClosedError(f"{self!r} was closed")
-        return self._raw
+        return raw
 
     def query(self) -> bool:
         """Whether the work before the event is done; True if it was never recorded (``cuEventQuery``)."""
@@ -398,7 +470,7 @@ class Event(Closes):
     def synchronize(self) -> None:
         """Block the host until the work before the event is done (``cuEventSynchronize``)."""
         self._door.call("cuEventSynchronize", self._checked_raw())
-        self._door.reap()
+        work(self._door)
 
     def elapsed_since(self, start: Event) -> float:
         """Milliseconds between two recorded events that measure time (``cuEventElapsedTime``).
@@ -421,17 +493,18 @@ class Event(Closes):
 
     def close(self) -> None:
         """Destroy the event (``cuEventDestroy``); streams that wait for it go on waiting. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._door.call("cuEventDestroy", self._raw)
+        self._door.give_back(self, "cuEventDestroy")
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True) and self._door.usable:
-            self._closed = True
-            self._door.driver.cuEventDestroy(self._raw)
+        raw = getattr(self, "_raw", None)
+        if raw is not None and self._door.usable and self._door.driver.cuEventDestroy(raw)[0]:
+            later_of(self._door).hand_in(HandleEnd(self._door, "cuEventDestroy", raw))
 
     def __repr__(self) -> str:
-        return f"<Event {int(self._raw):#x} of device {self.device.ordinal}{' closed' if self._closed else ''}>"
+        raw = getattr(self, "_raw", None)
+        if not hasattr(self, "device"):
+            return "<Event that could not be made>"
+        return f"<Event {'closed' if raw is None else hex(int(raw))} of device {self.device.ordinal}>"
 
 
 def _by_protocol(stream: Any) -> int | None:
@@ -509,3 +582,75 @@ def as_stream(stream: StreamLike, door: Door) -> Stream:
         # Not cuStreamGetDevice: asking a stream that is captured for its device breaks the capture.
         ordinal = door.device_of(door.call("cuStreamGetCtx", raw))
     return Stream(Device(int(ordinal), driver=door.driver), raw, foreign=stream)
+
+
+# -- what the areas need of streams --------------------------------------------------------------------------
+
+
+def direct_handle(stream: Stream, door: Door) -> Any | None:
+    """The driver's ``CUstream`` where calls may go straight to the driver of ``door``; None where they may not.
+
+    They may on an open stream of our own that is neither captured nor a default stream.
+    """
+    return stream._handle if stream._direct is door else None
+
+
+def raw_handle(stream: Stream) -> Any:
+    """The driver's ``CUstream``; raises :class:`ClosedError` where the stream was closed."""
+    return stream._checked_raw()
+
+
+def stream_call(stream: Stream, name: str, *args: Any, hint: str = "") -> Any:
+    """A driver call whose first argument is the stream."""
+    return stream._call(name, *args, hint=hint)
+
+
+def sees_all_work(stream: Stream) -> bool:
+    """Whether a query of the stream sees all that later work in it would wait for."""
+    return stream._sees_all
+
+
+def refuse_capture(stream: Stream, call: str, why: str) -> None:
+    """Raise :class:`CaptureError` where the stream is being captured; ``call`` is what would not be replayed."""
+    stream._refuse_capture(call, why)
+
+
+def opened_event(device: Device, handle: Any) -> Event:
+    """An event that another process made, by the driver's ``CUipcEventHandle`` (``cuIpcOpenEventHandle``)."""
+    event = Event.__new__(Event)
+    event._raw = None
+    event._adopt(device, interprocess=False)
+    with device.current():
+        event._door.create(
+            event, "_raw", "cuIpcOpenEventHandle", handle, hint="the process that made the event has ended"
+        )
+    return event
+
+
+@contextlib.contextmanager
+def ordered_after(stream: Stream) -> Iterator[Stream]:
+    """The stream itself; where it was closed, a stream that comes after its work, for the length of the block."""
+    if not stream._closed:
+        yield stream
+        return
+    # A stream for this alone: a default stream would make others wait as well.
+    with stream.device.create_stream() as substitute:
+        if stream._last is not None:
+            substitute.wait(stream._last)
+        else:
+            order_after_context(substitute)
+        yield substitute
+
+
+def order_after_context(stream: Stream) -> None:
+    """Let later work of a stream wait for all that its device's context has queued so far."""
+    stream.wait(context_event(stream.device))
+
+
+def context_event(device: Device) -> Event:
+    """An event after all that a device's context has queued so far (``cuCtxRecordEvent``)."""
+    event = Event(device)
+    door = device._door
+    with device.current():
+        door.call("cuCtxRecordEvent", door.context(device.ordinal), event._raw)
+    return event

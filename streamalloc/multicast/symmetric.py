@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self
 
-from streamalloc.core.buffer import BufferView
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
 from streamalloc.core.errors import ClosedError, CudaError, attach
+from streamalloc.core.memory import BufferView
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemHandleType
 from streamalloc.core.stream import Stream, StreamLike, as_stream

@@ -2,60 +2,118 @@
 
 The driver documents that a pool may be destroyed while allocations live or frees are pending. Driver 580.159 was seen
 to crash in later calls of a process that did so. A pool is therefore destroyed once nothing of it is in use and every
-free has run; a pool that is closed before that is *retired*, and looked at again whenever the host synchronises or
-another pool is made or closed.
+free has run. One that is closed before that waits in the queue of :mod:`streamalloc.core.later`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import TYPE_CHECKING, Any
 
-from streamalloc.core.door import Door
-from streamalloc.core.errors import (
-    CudaError,
-    DeviceLostError,
-    InvalidContextError,
-    InvalidValueError,
-    NotInitializedError,
-    NotReadyError,
-    undoing,
-)
-from streamalloc.driver.internal import cuda
+from streamalloc.core.device import Device
+from streamalloc.core.door import Door, PerDriver
+from streamalloc.core.errors import CudaError, InvalidValueError, unsupported
+from streamalloc.core.later import Deferred
+from streamalloc.core.properties import MemAllocationType, MemLocation, MemLocationType
+from streamalloc.core.stream import Event, context_event
+from streamalloc.driver.internal import BINDINGS_VERSION, cuda, enum_member, version_that_added
 
-__all__ = ["retire"]
+if TYPE_CHECKING:
+    from streamalloc.core.buffer import Allocator
+
+__all__ = ["PoolEnd", "Pools", "existing_pool", "pools_of", "set_current_pool"]
 
 _ATTRIBUTES = cuda.CUmemPool_attribute
-# What the driver answers about a pool that is no more, or once it has lost the device.
-_GONE = (DeviceLostError, InvalidContextError, InvalidValueError, NotInitializedError)
 
 
-class _Retired:
-    """A closed pool that its driver handle outlives."""
+class Pools:
+    """The pools of one driver that this process knows: ``pools_of(door)``."""
 
-    __slots__ = ("_door", "_frees", "_raw")
+    __slots__ = ("alive", "closed", "current")
 
-    def __init__(self, door: Door, raw: Any) -> None:
+    def __init__(self, _: Door) -> None:
+        self.alive: weakref.WeakValueDictionary[int, Allocator] = weakref.WeakValueDictionary()
+        """The pool objects, by driver handle."""
+        self.current: weakref.WeakValueDictionary[int, Allocator] = weakref.WeakValueDictionary()
+        """What allocates from whichever pool is current, by device."""
+        self.closed: set[int] = set()
+        """Driver handles of closed pools that the driver has not destroyed yet."""
+
+
+pools_of = PerDriver(Pools)
+
+
+class PoolEnd(Deferred):
+    """The end of a pool that was made here; it has the pool's handle from the beginning on."""
+
+    __slots__ = ("_door", "_frees", "_place", "_raw", "_resigned")
+
+    # The driver does not know the pool any more where its context has gone.
+    gone = (*Deferred.gone, InvalidValueError)
+
+    def __init__(self, door: Door, location: MemLocation, allocation_type: MemAllocationType) -> None:
         self._door = door
-        self._raw = raw
-        self._frees: list[Any] = []
+        self._place = (location, allocation_type)
+        self._raw: Any = None
+        self._resigned = False
+        self._frees: list[Event] = []
+        """The points that every stream of every context has to pass: whoever freed, did so before."""
 
     @property
-    def handle(self) -> int:
-        return int(self._raw)
+    def door(self) -> Door:
+        """The driver's."""
+        return self._door
 
-    def end(self) -> bool:
-        """Destroy the pool if that is safe now; whether it is destroyed."""
-        unused = self._unused()
-        if unused:
-            self._door.call("cuMemPoolDestroy", self._raw)
-        return unused
+    @property
+    def raw(self) -> Any:
+        """The driver's handle; None once the pool is destroyed."""
+        return self._raw
 
-    def ended(self) -> bool:
-        """:meth:`end` for a caller who has nobody to tell an error; a pool whose context is gone needs no end."""
+    def close(self) -> None:
+        """The pool was closed. If it was current, its location's default pool is again."""
+        if self._raw is not None:
+            pools_of(self._door).closed.add(int(self._raw))
+        self._resign()
+
+    def attempt(self) -> bool:
+        """Destroy the pool (``cuMemPoolDestroy``) if that is safe now; whether it is destroyed, or gone."""
+        raw = self._raw
+        if raw is None:
+            return True
+        closed = pools_of(self._door).closed
+        closed.add(int(raw))
+        self._resign()
+        if not self._unused():
+            return False
+        # Before the driver uses the handle again.
+        closed.discard(int(raw))
         try:
-            return self.end()
-        except CudaError as error:
-            return isinstance(error, _GONE)
+            self._door.give_back(self, "cuMemPoolDestroy")
+        except CudaError:
+            closed.add(int(raw))
+            raise
+        return True
+
+    def forget(self) -> None:
+        if self._raw is not None:
+            pools_of(self._door).closed.discard(int(self._raw))
+        self._raw = None
+
+    def _resign(self) -> None:
+        """Make the default pool current where this one is.
+
+        The driver does that when it destroys the pool, which may be later; and for locations other than a device,
+        driver 580 was seen to leave neither of the two as the current one.
+        """
+        location, allocation_type = self._place
+        if self._resigned or self._raw is None:
+            return
+        # Bindings that cannot tell the current pool could not make this one current either.
+        known = _has_calls_of_its_own(location, allocation_type) or hasattr(self._door.driver, "cuMemGetMemPool")
+        if known and int(existing_pool(self._door, "", location, allocation_type)) == int(self._raw):
+            default = existing_pool(self._door, "Default", location, allocation_type)
+            set_current_pool(self._door, default, location, allocation_type)
+        self._resigned = True
 
     def _unused(self) -> bool:
         if self._number(_ATTRIBUTES.CU_MEMPOOL_ATTR_USED_MEM_CURRENT):
@@ -63,50 +121,45 @@ class _Retired:
         # What the host has seen freed goes at once; if nothing is left then, no free can be pending.
         self._door.call("cuMemPoolTrimTo", self._raw, 0)
         if not self._number(_ATTRIBUTES.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT):
-            self._drop_events()
             return True
         if not self._frees:
-            self._record()
-        return self._frees_have_run()
+            self._frees = [
+                context_event(Device(ordinal, driver=self._door.driver)) for ordinal in self._door.ordinals
+            ]
+        return all(event.query() for event in self._frees)
 
     def _number(self, attribute: Any) -> int:
         return int(self._door.call("cuMemPoolGetAttribute", self._raw, attribute))
 
-    def _record(self) -> None:
-        """Mark the point that every stream of every context has to pass: whoever freed, did so before."""
-        with undoing(self._drop_events):
-            for ordinal in self._door.ordinals:
-                with self._door.current(ordinal):
-                    event = self._door.call("cuEventCreate", int(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING))
-                    self._frees.append(event)
-                    self._door.call("cuCtxRecordEvent", self._door.context(ordinal), event)
 
-    def _frees_have_run(self) -> bool:
-        try:
-            for event in self._frees:
-                self._door.call("cuEventQuery", event)
-        except NotReadyError:
-            return False
-        self._drop_events()
-        return True
-
-    def _drop_events(self) -> None:
-        while self._frees:
-            self._door.call("cuEventDestroy", self._frees.pop())
+# -- default and current pools -------------------------------------------------------------------------------
 
 
-def retire(door: Door, raw: Any) -> None:
-    """Destroy a pool now if that is safe, or as soon as it is.
+def existing_pool(door: Door, which: str, location: MemLocation, allocation_type: MemAllocationType) -> Any:
+    """The driver's handle of a location's default pool (``which`` is ``"Default"``) or current pool (``""``)."""
+    if _has_calls_of_its_own(location, allocation_type):
+        return door.call(f"cuDeviceGet{which}MemPool", location.id)
+    return door.call(f"cuMemGet{which}MemPool", location.to_driver(), _driver_type(allocation_type))
 
-    Raises
-    ------
-    CudaError
-        The driver refused a call; the pool is tried again later.
-    """
-    pool = _Retired(door, raw)
-    if door.captures:
-        door.retire(pool)
-        return
-    with undoing(lambda: door.retire(pool)):
-        if not pool.end():
-            door.retire(pool)
+
+def set_current_pool(door: Door, raw: Any, location: MemLocation, allocation_type: MemAllocationType) -> None:
+    """Make a pool the current one of a location."""
+    if _has_calls_of_its_own(location, allocation_type):
+        door.call("cuDeviceSetMemPool", location.id, raw)
+    else:
+        door.call("cuMemSetMemPool", location.to_driver(), _driver_type(allocation_type), raw)
+
+
+def _has_calls_of_its_own(location: MemLocation, allocation_type: MemAllocationType) -> bool:
+    """Whether current and default pool are asked for by ``cuDevice*``, which all bindings have, not by ``cuMem*``."""
+    return location.type is MemLocationType.DEVICE and allocation_type is MemAllocationType.PINNED
+
+
+def _driver_type(allocation_type: MemAllocationType) -> Any:
+    if not isinstance(allocation_type, MemAllocationType):
+        raise TypeError(f"allocation_type must be a MemAllocationType, not {allocation_type!r}")
+    name = f"CU_MEM_ALLOCATION_TYPE_{allocation_type.name}"
+    member = enum_member("CUmemAllocationType", name)
+    if member is None:
+        raise unsupported(name, f"cuda-bindings {version_that_added(name)}", f"cuda-bindings {BINDINGS_VERSION}")
+    return member

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
-from streamalloc.core.allocator import Allocator, read_or_none
 from streamalloc.core.arguments import FABRIC_NEEDS, check_location, door_of, location_of
-from streamalloc.core.buffer import Buffer
+from streamalloc.core.buffer import Allocator, Buffer, read_or_none
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
-from streamalloc.core.errors import ClosedError, CudaError, PeerAccessError, PendingFreesWarning, undoing, unsupported
+from streamalloc.core.errors import ClosedError, PeerAccessError, PendingFreesWarning, refused, size_text, undoing
+from streamalloc.core.later import later_of, work
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import (
     MemAccess,
@@ -26,9 +25,9 @@ from streamalloc.core.properties import (
 )
 from streamalloc.core.stream import Stream, StreamLike, as_stream
 from streamalloc.driver import default as default_driver
-from streamalloc.driver.internal import BINDINGS_VERSION, cuda, enum_member, version_that_added
+from streamalloc.driver.internal import cuda
 from streamalloc.pool.attributes import PoolAttributes, PoolStatistics
-from streamalloc.pool.ending import retire
+from streamalloc.pool.ending import PoolEnd, existing_pool, pools_of, set_current_pool
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -41,6 +40,8 @@ __all__ = ["MemoryPool", "allocate"]
 
 OutOfMemoryPolicy = Literal["raise", "sync-trim-retry"]
 _POLICIES = ("raise", "sync-trim-retry")
+
+_POOL_HANDLE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
 
 # The step in which driver 580 grows pools; only used to tell memory that waits for a synchronisation from rounding.
 _GROWTH = 32 << 20
@@ -77,10 +78,10 @@ class MemoryPool(Allocator, Closes):
         Device, driver or bindings cannot make such a pool; the message says what is needed.
     """
 
-    __slots__ = ("_closed", "_owned", "_route", "allocation_type", "on_oom", "properties")
+    __slots__ = ("_closed", "_end", "allocation_type", "on_oom", "properties")
 
-    _route: Any
-    """How the pool is shared, kept by :mod:`streamalloc.ipc`; None where it is not."""
+    _end: PoolEnd | None
+    """What destroys the pool; None for a pool that was not made here."""
 
     allocation_type: MemAllocationType
     """Whether the memory is pinned in place or managed."""
@@ -99,7 +100,7 @@ class MemoryPool(Allocator, Closes):
         on_oom: OutOfMemoryPolicy = "raise",
         driver: Driver | None = None,
     ) -> None:
-        self._closed = True
+        self._end = None
         if on_oom not in _POLICIES:
             raise ValueError(f"on_oom={on_oom!r}: allowed are {', '.join(map(repr, _POLICIES))}")
         if release_threshold is not None:
@@ -113,28 +114,25 @@ class MemoryPool(Allocator, Closes):
             properties = MemPoolProps(location=location, max_size=max_size, handle_types=handle_types)
         door = door_of(where, driver)
         check_location(door, properties.location)
-        door.reap()
+        work(door)
         struct = properties.to_driver()
-        raw = door.call("cuMemPoolCreate", struct, hint=_why_refused(properties))
-        self._take(door, raw, properties.location, properties.alloc_type, owned=True)
+        self._end = end = PoolEnd(door, properties.location, properties.alloc_type)
+        door.create(end, "_raw", "cuMemPoolCreate", struct, hint=_why_refused(properties))
+        self._open(door, end.raw, properties.location, properties.alloc_type)
         self.properties = properties
         self.on_oom = on_oom
         if release_threshold is not None:
             with undoing(self.close):
                 self.attributes.release_threshold = release_threshold
 
-    def _take(
-        self, door: Door, raw: Any, location: MemLocation, allocation_type: MemAllocationType, *, owned: bool
-    ) -> None:
+    def _open(self, door: Door, raw: Any, location: MemLocation, allocation_type: MemAllocationType) -> None:
         self._bind(door, door.driver.cuMemAllocFromPoolAsync, raw)
-        self._route = None
-        self._owned = owned
         self.properties = None
         self._closed = False
         self.location = location
         self.allocation_type = allocation_type
         self.on_oom = "raise"
-        door.allocators[int(raw)] = self
+        pools_of(door).alive[int(raw)] = self
 
     @classmethod
     def default(
@@ -155,7 +153,7 @@ class MemoryPool(Allocator, Closes):
         *,
         driver: Driver | None = None,
     ) -> MemoryPool:
-        """The pool that allocations take which name none (``cuDeviceGetMemPool``, ``cuMemGetMemPool``)."""
+        """The pool used when an allocation names no pool (``cuDeviceGetMemPool``, ``cuMemGetMemPool``)."""
         return cls._existing("", where, allocation_type, driver)
 
     @classmethod
@@ -163,17 +161,17 @@ class MemoryPool(Allocator, Closes):
         cls, which: str, where: Device | MemLocation, allocation_type: MemAllocationType, driver: Driver | None
     ) -> MemoryPool:
         location = location_of("where", where)
-        kind = _driver_type(allocation_type)
+        if not isinstance(allocation_type, MemAllocationType):
+            raise TypeError(f"allocation_type must be a MemAllocationType, not {allocation_type!r}")
         door = door_of(where, driver)
         if location.type is MemLocationType.HOST_NUMA_CURRENT:
             raise ValueError("location=HOST_NUMA_CURRENT: name the NUMA node (HOST_NUMA) or take any (HOST)")
         if location.type is MemLocationType.NONE and allocation_type is not MemAllocationType.MANAGED:
             raise ValueError("location=NONE: only managed memory may have no preferred location")
         check_location(door, location)
-        if _has_calls_of_its_own(location, allocation_type):
-            raw = door.call(f"cuDeviceGet{which}MemPool", location.id)
-        else:
-            raw = door.call(f"cuMemGet{which}MemPool", location.to_driver(), kind)
+        # A dropped pool may be the current one still.
+        work(door)
+        raw = existing_pool(door, which, location, allocation_type)
         return cls._of_handle(door, raw, location, allocation_type)
 
     @classmethod
@@ -183,16 +181,18 @@ class MemoryPool(Allocator, Closes):
         if known is not None:
             return known
         pool = cls.__new__(cls)
-        pool._take(door, raw, location, allocation_type, owned=False)
-        if door.is_retired(raw):
+        pool._end = None
+        pool._open(door, raw, location, allocation_type)
+        if int(raw) in pools_of(door).closed:
             pool._shut()
         return pool
 
     @staticmethod
     def _known(door: Door, raw: Any) -> MemoryPool | None:
         """The object that is alive for a driver handle; not one whose pool is gone, as handles are used again."""
-        known = door.allocators.get(int(raw))
-        return known if isinstance(known, MemoryPool) and known.closed == door.is_retired(raw) else None
+        pools = pools_of(door)
+        known = pools.alive.get(int(raw))
+        return known if isinstance(known, MemoryPool) and known.closed == (int(raw) in pools.closed) else None
 
     @property
     def handle(self) -> int:
@@ -207,7 +207,7 @@ class MemoryPool(Allocator, Closes):
     @property
     def owned(self) -> bool:
         """Whether closing this object destroys the pool."""
-        return self._owned
+        return self._end is not None
 
     @property
     def attributes(self) -> PoolAttributes:
@@ -217,7 +217,7 @@ class MemoryPool(Allocator, Closes):
     def _checked_raw(self) -> Any:
         if self._closed:
             raise ClosedError(f"{self!r} was closed")
-        return self._handle
+        return self._raw
 
     def _call(self, name: str, *args: Any, hint: str = "") -> Any:
         """A driver call whose first argument is this pool."""
@@ -228,7 +228,7 @@ class MemoryPool(Allocator, Closes):
 
         Frees that waited for other processes, and can be made by now, are made first.
         """
-        self._door.reap()
+        work(self._door)
         attributes = self.attributes
         return PoolStatistics(
             attributes.reserved_mem_current,
@@ -249,7 +249,7 @@ class MemoryPool(Allocator, Closes):
         comes back, and a :class:`PendingFreesWarning` says so.
         """
         checked_size("keep", keep)
-        self._door.reap()
+        work(self._door)
         before = self.attributes.reserved_mem_current
         self._call("cuMemPoolTrimTo", keep)
         after, _, used, _ = self.statistics()
@@ -258,8 +258,8 @@ class MemoryPool(Allocator, Closes):
         held = max(keep, used)
         if after > -(-held // _GROWTH) * _GROWTH:
             warnings.warn(
-                f"{after - held} bytes beyond what is used and kept stay reserved: frees were still pending, or live "
-                "allocations lie scattered; synchronize the streams that freed memory before trimming",
+                f"{size_text(after - held)} beyond what is used and kept stay reserved: frees were still pending, or "
+                "live allocations lie scattered; synchronize the streams that freed memory before trimming",
                 PendingFreesWarning,
                 stacklevel=2,
             )
@@ -306,35 +306,32 @@ class MemoryPool(Allocator, Closes):
 
     def _location_of(self, who: Device | MemLocation, *, check_peer: bool = True) -> MemLocation:
         location = location_of("who", who)
-        if isinstance(who, Device) and who._door is not self._door:
+        if isinstance(who, Device) and who.driver is not self._door.driver:
             raise ValueError(f"{who!r} belongs to another driver than {self!r}")
         check_location(self._door, location)
         if check_peer and location.type is self.location.type is MemLocationType.DEVICE:
             peer = Device(location.id, driver=self._door.driver)
             if not peer.can_access(Device(self.location.id, driver=self._door.driver)):
-                raise PeerAccessError(
-                    "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED",
-                    217,
-                    "cuDeviceCanAccessPeer",
-                    f"device {location.id} cannot reach the memory of device {self.location.id}",
-                )
+                why = f"device {location.id} cannot reach the memory of device {self.location.id}"
+                raise refused(PeerAccessError, "cuMemPoolSetAccess", f"{why} (cuDeviceCanAccessPeer)")
         return location
 
-    def reachable_from(self, device: Device) -> bool:
-        """Whether a device may use the pool's memory."""
+    def _reachable_from(self, device: Device) -> bool:
         if self.managed or self.location == device.location:
             return True
         # A closed pool's handle still answers as long as buffers of it live.
-        flags = self._door.call("cuMemPoolGetAccess", self._handle, device.location.to_driver())
+        flags = self._door.call("cuMemPoolGetAccess", self._raw, device.location.to_driver())
         return MemAccess(int(flags)) is not MemAccess.NONE
 
+    def _is_managed(self) -> bool:
+        return self.managed
+
     @property
-    def managed(self) -> bool:  # type: ignore[override]
+    def managed(self) -> bool:
         """Whether the memory migrates between devices and host."""
         return self.allocation_type is MemAllocationType.MANAGED
 
-    def pool_of(self, buffer: Buffer) -> MemoryPool:
-        """This pool."""
+    def _pool_of(self, buffer: Buffer) -> MemoryPool:
         return self
 
     def make_current(self) -> MadeCurrent:
@@ -349,11 +346,7 @@ class MemoryPool(Allocator, Closes):
         return MadeCurrent(self, previous)
 
     def _set_current(self) -> None:
-        if _has_calls_of_its_own(self.location, self.allocation_type):
-            self._door.call("cuDeviceSetMemPool", self.location.id, self._checked_raw())
-        else:
-            kind = _driver_type(self.allocation_type)
-            self._door.call("cuMemSetMemPool", self.location.to_driver(), kind, self._checked_raw())
+        set_current_pool(self._door, self._checked_raw(), self.location, self.allocation_type)
 
     def _make_room(self, stream: Stream) -> bool:
         if self.on_oom == "raise":
@@ -380,30 +373,16 @@ class MemoryPool(Allocator, Closes):
         and the frees have run, which is looked at whenever the host synchronises. If the pool was current, its
         location's default pool is again.
         """
-        if self._closed or not self._owned:
+        if self._closed or self._end is None:
             return
-        self._resign()
+        self._end.close()
         self._shut()
-        self._door.reap()
-        retire(self._door, self._handle)
+        work(self._door)
+        later_of(self._door).end(self._end)
 
     def _shut(self) -> None:
         self._closed = True
         self._alloc = self._refuse
-
-    def _resign(self) -> None:
-        """Make the default pool current where this one is.
-
-        The driver does that when it destroys the pool, which may be later; and for locations other than a device,
-        driver 580 was seen to leave neither of the two as the current one.
-        """
-        if not _has_calls_of_its_own(self.location, self.allocation_type) and not hasattr(
-            self._door.driver, "cuMemGetMemPool"
-        ):
-            return  # these bindings could not make it current either
-        place = (self.location, self.allocation_type, self._door.driver)
-        if int(MemoryPool._existing("", *place)._handle) == int(self._handle):
-            MemoryPool._existing("Default", *place)._set_current()
 
     def _refuse(self, *_: object) -> Any:
         raise ClosedError(f"{self!r} was closed")
@@ -416,19 +395,20 @@ class MemoryPool(Allocator, Closes):
         return self
 
     def __del__(self) -> None:
-        if not self._closed and self._owned and self._door.usable:
-            self._closed = True
-            with contextlib.suppress(CudaError), self._door.relaxed():
-                self._resign()
-                retire(self._door, self._handle)
+        # Also of a pool that was closed, in case that was interrupted: a pool ends once.
+        end: PoolEnd | None = getattr(self, "_end", None)
+        if end is not None and end.raw is not None and end.door.usable:
+            later_of(end.door).hand_in(end)
 
     def __repr__(self) -> str:
+        if not hasattr(self, "location"):
+            return f"<{type(self).__name__} that could not be made>"
         kind = "" if self.allocation_type is MemAllocationType.PINNED else f" {self.allocation_type.name.lower()}"
-        state = "closed" if self._closed else f"{int(self._handle):#x}"
+        state = "closed" if self._closed else f"{int(self._raw):#x}"
         return f"<MemoryPool{kind} {self.location} {state}>"
 
     def _repr_html_(self) -> str:
-        title = f"<b>Memory pool</b> on {self.location} (handle {int(self._handle):#x})"
+        title = f"<b>Memory pool</b> on {self.location} (handle {int(self._raw):#x})"
         return f"{title}, closed" if self._closed else title + self.statistics()._repr_html_()
 
 
@@ -459,32 +439,32 @@ class CurrentPool(Allocator):
 
     __slots__ = ()
 
-    allocates_with = "cuMemAllocAsync"
+    _alloc_name = "cuMemAllocAsync"
 
     def __init__(self, device: Device) -> None:
-        function = device._door.driver.cuMemAllocAsync
-        self._bind(device._door, lambda nbytes, _, stream: function(nbytes, stream), None)
+        door = door_of(device, None)
+        function = door.driver.cuMemAllocAsync
+        self._bind(door, lambda nbytes, _, stream: function(nbytes, stream), None)
         self.location = device.location
 
     @staticmethod
     def of(device: Device) -> CurrentPool:
         """The one for a device."""
-        key = ("current pool of device", device.ordinal)
-        found: CurrentPool | None = device._door.allocators.get(key)
-        if found is None:
-            found = device._door.allocators[key] = CurrentPool(device)
+        current = pools_of(door_of(device, None)).current
+        found = current.get(device.ordinal)
+        if not isinstance(found, CurrentPool):
+            found = current[device.ordinal] = CurrentPool(device)
         return found
 
-    def pool_of(self, buffer: Buffer) -> object:
-        """The pool that was current when the buffer was allocated."""
-        from streamalloc.pool.pointers import pointer_attributes
+    def _pool_of(self, buffer: Buffer) -> object:
+        raw = self._door.call("cuPointerGetAttribute", _POOL_HANDLE, buffer.address)
+        known = MemoryPool._known(self._door, raw)
+        # An allocation that names no pool comes from a pool of its stream's device.
+        return known or MemoryPool._of_handle(self._door, raw, self.location, MemAllocationType.PINNED)
 
-        return pointer_attributes(buffer.address, driver=self._door.driver).pool
-
-    def reachable_from(self, device: Device) -> bool:
-        """Whether a device may use the memory; the stream's own always may."""
+    def _reachable_from(self, device: Device) -> bool:
         pool = MemoryPool.current(self.location, driver=self._door.driver)
-        return self.location == device.location or pool.reachable_from(device)
+        return self.location == device.location or pool._reachable_from(device)
 
     def _make_room(self, stream: Stream) -> bool:
         return MemoryPool.current(self.location, driver=self._door.driver)._make_room(stream)
@@ -504,24 +484,9 @@ def allocate(nbytes: int, stream: StreamLike) -> Buffer:
     return CurrentPool.of(stream.device).allocate(nbytes, stream)
 
 
-def _has_calls_of_its_own(location: MemLocation, allocation_type: MemAllocationType) -> bool:
-    """Whether current and default pool are asked for by ``cuDevice*``, which all bindings have, not by ``cuMem*``."""
-    return location.type is MemLocationType.DEVICE and allocation_type is MemAllocationType.PINNED
-
-
 def _memory_of(device: Device) -> dict[str, Any]:
     info = read_or_none(device.memory_info)
     return {} if info is None else dict(info._asdict())
-
-
-def _driver_type(allocation_type: MemAllocationType) -> Any:
-    if not isinstance(allocation_type, MemAllocationType):
-        raise TypeError(f"allocation_type must be a MemAllocationType, not {allocation_type!r}")
-    name = f"CU_MEM_ALLOCATION_TYPE_{allocation_type.name}"
-    member = enum_member("CUmemAllocationType", name)
-    if member is None:
-        raise unsupported(name, f"cuda-bindings {version_that_added(name)}", f"cuda-bindings {BINDINGS_VERSION}")
-    return member
 
 
 def _why_refused(properties: MemPoolProps) -> str:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Self
 
 from streamalloc.core.arguments import door_of, location_of
-from streamalloc.core.buffer import Memory
 from streamalloc.core.capabilities import address_space_limit
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
 from streamalloc.core.errors import AddressSpaceError, ClosedError, CudaError, OutOfMemoryError, attach
+from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType, checked_size
 from streamalloc.core.stream import Stream

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import resource
 
-from streamalloc.core.buffer import Memory
 from streamalloc.core.fd import Fd
+from streamalloc.core.memory import Memory
 from streamalloc.driver.internal import cuda
 
 __all__ = ["dma_buf"]

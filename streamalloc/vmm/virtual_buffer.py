@@ -9,14 +9,16 @@ from typing import NamedTuple
 
 from typing_extensions import Self
 
-from streamalloc.core.buffer import Buffer, Memory
+from streamalloc.core.buffer import Buffer
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
 from streamalloc.core.errors import ClosedError, CudaError, EvictedError, InUseError, attach, undo_all
+from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
 from streamalloc.core.stream import Stream, StreamLike, as_stream
 from streamalloc.pool import MemoryPool
+from streamalloc.pool.internal import reachable_from
 from streamalloc.vmm.access import Access, Rights, rights_of, structs_of
 from streamalloc.vmm.address_range import AddressRange, Mapping, MappingEntry
 from streamalloc.vmm.generic_handle import GenericAllocation
@@ -415,7 +417,7 @@ class VirtualBuffer(Memory, Closes):
             return backup
         if not backup.location.on_host:
             raise ValueError(f"backup={backup!r} is not in host memory")
-        if not backup.reachable_from(stream.device):
+        if not reachable_from(backup, stream.device):
             raise ValueError(
                 f"backup={backup!r} gives {stream.device!r} no access, so that copies would not run at full speed: "
                 "pool.set_access(device, MemAccess.READWRITE) does"

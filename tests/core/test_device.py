@@ -216,8 +216,8 @@ class TestStreamsOfADevice:
     def test_synchronize_waits_for_every_stream(self, device: sa.Device) -> None:
         done: list[int] = []
         with device.create_stream() as one, device.create_stream() as two:
-            one.call(lambda: done.append(1))
-            two.call(lambda: done.append(2))
+            one.launch_host_func(lambda: done.append(1))
+            two.launch_host_func(lambda: done.append(2))
             device.synchronize()
             assert sorted(done) == [1, 2]
 

@@ -382,6 +382,6 @@ class TestHostFunctions:
     def test_are_refused_in_a_capture(self, stream: sa.Stream) -> None:
         """The bindings free what a host function needs after one call; on hardware the second launch crashed."""
         with stream.capture() as graph, pytest.raises(sa.CaptureError, match="once"):
-            stream.call(lambda: None)
+            stream.launch_host_func(lambda: None)
         assert graph.nodes == []
         graph.close()

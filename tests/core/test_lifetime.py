@@ -33,6 +33,7 @@ class TestGarbage:
             if len(things) % 5 == 0:
                 gc.collect()
         gc.collect()
+        sa.Device(0, driver=driver).synchronize()
         driver.assert_nothing_left()
 
     @staticmethod
@@ -82,6 +83,7 @@ class TestGarbage:
             holder.things = [stream, pool, pool.allocate(64, stream), stream.record(), graph, holder]  # type: ignore[attr-defined]
             del holder, stream, pool, graph
         gc.collect()
+        sa.Device(0, driver=driver).synchronize()
         driver.assert_nothing_left()
 
     def test_a_cycle_of_everything(self, machine: Any) -> None:
@@ -91,6 +93,7 @@ class TestGarbage:
         things.append(things)
         del things
         gc.collect()
+        sa.Device(0, driver=driver).synchronize()
         driver.assert_nothing_left()
 
     def test_in_another_thread(self, machine: Any) -> None:
@@ -100,6 +103,7 @@ class TestGarbage:
         thread.start()
         thread.join()
         gc.collect()
+        sa.Device(0, driver=driver).synchronize()
         driver.assert_nothing_left()
 
     def test_a_failed_allocation(self, machine: Any) -> None:
@@ -124,6 +128,7 @@ class TestGarbage:
             with pytest.raises((ValueError, TypeError)):
                 make()
         gc.collect()
+        sa.Device(0, driver=driver).synchronize()
         driver.assert_nothing_left()
 
     def test_a_dead_context_is_no_news(self, machine: Any) -> None:
@@ -138,15 +143,29 @@ class TestGarbage:
                 assert driver.failed == ["cuMemFreeAsync"]
                 machine.cuMemFreeAsync(address, stream._raw)
 
-    def test_a_finaliser_that_fails_warns(self, machine: Any) -> None:
+    def test_a_free_that_fails_in_a_finaliser_is_made_later(self, machine: Any) -> None:
         driver = sd.faulty(machine, "cuMemFreeAsync", result="CUDA_ERROR_UNKNOWN")
         device = sa.Device(0, driver=driver)
         with sa.MemoryPool(device) as pool, device.create_stream() as stream:
             buffer = pool.allocate(64, stream)
+            del buffer
+            assert driver.failed == ["cuMemFreeAsync"]
+            stream.synchronize()
+            assert pool.statistics().used == 0
+
+    def test_memory_that_cannot_be_freed_later_either_is_told_once(self, machine: Any) -> None:
+        driver = sd.faulty(machine, "cuMemFreeAsync", result="CUDA_ERROR_UNKNOWN", times=3)
+        device = sa.Device(0, driver=driver)
+        with sa.MemoryPool(device) as pool, device.create_stream() as stream:
+            buffer = pool.allocate(64, stream)
             address = buffer.address
-            with pytest.warns(ResourceWarning, match=f"{address:#x}.*CUDA_ERROR_UNKNOWN"):
-                del buffer
-            machine.cuMemFreeAsync(address, stream._raw)
+            del buffer
+            with pytest.warns(ResourceWarning, match=f"{address:#x}.*CUDA_ERROR_UNKNOWN") as caught:
+                device.synchronize()
+                device.synchronize()
+            assert len(caught) == 1 and len(driver.failed) == 3
+            device.synchronize()
+            assert pool.statistics().used == 0
 
     def test_finalisers_never_wait(self, machine: Any) -> None:
         driver = sd.traced(machine)

@@ -23,7 +23,7 @@ class TestOrder:
     def test_work_of_one_stream_runs_in_order(self, stream: sa.Stream, pool: sa.MemoryPool) -> None:
         order: list[int] = []
         for number in range(5):
-            stream.call(functools.partial(order.append, number))
+            stream.launch_host_func(functools.partial(order.append, number))
         stream.synchronize()
         assert order == [0, 1, 2, 3, 4]
 
@@ -37,7 +37,7 @@ class TestOrder:
     def test_a_held_stream_holds_no_other(self, device: sa.Device, stream: sa.Stream, gate: Gate) -> None:
         gate.hold(stream)
         with device.create_stream() as other:
-            other.call(lambda: None)
+            other.launch_host_func(lambda: None)
             other.synchronize()
             assert pending(stream)
 
@@ -45,9 +45,9 @@ class TestOrder:
         order: list[str] = []
         with device.create_stream() as other:
             gate.hold(stream)
-            stream.call(lambda: order.append("first"))
+            stream.launch_host_func(lambda: order.append("first"))
             other.wait(stream.record())
-            other.call(lambda: order.append("second"))
+            other.launch_host_func(lambda: order.append("second"))
             assert pending(other) and order == []
             gate.open()
             other.synchronize()
@@ -81,7 +81,7 @@ class TestOrder:
             gate.hold(free)
             assert device.default_stream.query()
             gate.hold(bound)
-            device.default_stream.call(lambda: None)
+            device.default_stream.launch_host_func(lambda: None)
             assert pending(device.default_stream)
             gate.open()
             device.default_stream.synchronize()
@@ -153,7 +153,7 @@ class TestEvents:
 class TestHostFunctions:
     def test_run_on_another_thread(self, stream: sa.Stream) -> None:
         seen: list[int] = []
-        stream.call(lambda: seen.append(threading.get_ident()))
+        stream.launch_host_func(lambda: seen.append(threading.get_ident()))
         stream.synchronize()
         assert seen and seen[0] != threading.get_ident()
 
@@ -167,8 +167,8 @@ class TestHostFunctions:
         def fail() -> None:
             raise LookupError
 
-        stream.call(fail)
-        stream.call(lambda: done.append(True))
+        stream.launch_host_func(fail)
+        stream.launch_host_func(lambda: done.append(True))
         stream.synchronize()
         assert raised == [LookupError] and done == [True]
 
@@ -177,7 +177,7 @@ class TestHostFunctions:
 
         before = len(_host_functions)
         for _ in range(3):
-            stream.call(lambda: None)
+            stream.launch_host_func(lambda: None)
         stream.synchronize()
         assert len(_host_functions) == before
 
@@ -210,7 +210,7 @@ class TestClosing:
             lambda: stream.wait(other),
             lambda: other.wait(event),
             lambda: other.wait(stream),
-            lambda: stream.call(lambda: None),
+            lambda: stream.launch_host_func(lambda: None),
             lambda: stream.__cuda_stream__(),
             lambda: pool.allocate(64, stream),
             lambda: sa.allocate(64, stream),
@@ -233,7 +233,7 @@ class TestClosing:
         done: list[bool] = []
         stream = device.create_stream()
         gate.hold(stream)
-        stream.call(lambda: done.append(True))
+        stream.launch_host_func(lambda: done.append(True))
         stream.close()
         assert done == []
         gate.open()
@@ -337,7 +337,7 @@ class TestForeignStreams:
 
     def test_what_is_no_stream_for_the_current_pool(self, machine: Any) -> None:
         with pytest.raises(TypeError, match="stream"):
-            sa.allocate(64, None)
+            sa.allocate(64, None)  # type: ignore[arg-type]
 
 
 class TestReadability:

@@ -213,7 +213,7 @@ class TestInOneProcess:
         with pytest.raises(ValueError, match="rank=5"):
             memory.put_signal(0, first, rank=5)
         with pytest.raises(TypeError, match="stream must be"):
-            memory.barrier(first, 3)
+            memory.barrier(first, 3)  # type: ignore[arg-type]
         with first.capture():
             for use in each(
                 lambda: memory.barrier(*streams),

@@ -198,7 +198,7 @@ class TestAfterTheStreamIsClosed:
         lost.close()
         del buffer
         assert pool.statistics().used == 20 * MiB
-        device.default_stream.call(lambda: None)
+        device.default_stream.launch_host_func(lambda: None)
         with pool.allocate(20 * MiB, device.default_stream) as again:
             again.fill(2)
             gate.open()

@@ -291,7 +291,7 @@ class TestTheFirstErrorIsKept:
             with stream.capture() as graph:
                 pass
             graph.instantiate()
-            executable = graph._executable
+            executable = graph._executable._raw
             with pytest.raises(sa.CudaError) as caught:
                 graph.close()
             assert caught.value.call == "cuGraphExecDestroy"

@@ -12,10 +12,11 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
-from streamalloc.core.buffer import Buffer, Memory, _copy, _Span
+from streamalloc.core.buffer import Buffer
 from streamalloc.core.door import Door
 from streamalloc.core.errors import ClosedError, undoing
 from streamalloc.core.fd import Fd
+from streamalloc.core.memory import CopySide, Memory, copy_bytes
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemLocationType, checked_size
 from streamalloc.core.stream import Stream, StreamLike, as_stream
@@ -409,12 +410,12 @@ class RingProducer(Closes):
         ValueError
             It is larger than a slot.
         """
-        source = _Span.readable(data, self._door)
+        source = CopySide.readable(data, self._door)
         if source.nbytes > self.slot_bytes:
             raise ValueError(f"data has {source.nbytes} bytes, and the slots of this ring {self.slot_bytes}")
         with self.next(timeout) as slot:
             slot._used = source.nbytes
-            _copy(_Span(slot._base, source.nbytes, self._ordinal, slot), source, self.stream)
+            copy_bytes(CopySide(slot._base, source.nbytes, self._ordinal, slot), source, self.stream)
 
     def statistics(self) -> RingStatistics:
         """Figures as they are now."""

@@ -19,8 +19,8 @@ import struct
 
 from typing_extensions import Self
 
-from streamalloc.core.buffer import Memory
 from streamalloc.core.errors import ClosedError
+from streamalloc.core.memory import Memory
 from streamalloc.core.properties import MemLocation
 from streamalloc.core.stream import Stream
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import secrets
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
-from streamalloc.core.buffer import Buffer, BufferView, GraphBuffer, Memory, _Span
+from streamalloc.core.buffer import Buffer, GraphBuffer, pool_of
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
 from streamalloc.core.errors import error_from
 from streamalloc.core.fd import Fd
+from streamalloc.core.memory import BufferView, CopySide, Memory
 from streamalloc.core.properties import MemHandleType, MemLocationType
 from streamalloc.core.stream import Event, Stream, StreamLike, as_stream
 from streamalloc.driver import default as default_driver
@@ -120,6 +121,7 @@ class Exports:
         self.handles: weakref.WeakValueDictionary[bytes, Fd] = weakref.WeakValueDictionary()
         self.version = int(door.call("cuDriverGetVersion"))
         self._export_pointer: Any = door.driver.cuMemPoolExportPointer
+        self._routes: weakref.WeakKeyDictionary[MemoryPool, _Route] = weakref.WeakKeyDictionary()
         self._uuids: dict[int, bytes] = {}
         self._pieces: weakref.WeakKeyDictionary[PhysicalMemory, _Piece] = weakref.WeakKeyDictionary()
         self._names: weakref.WeakKeyDictionary[VirtualBuffer, bytes] = weakref.WeakKeyDictionary()
@@ -169,7 +171,7 @@ class Exports:
 
     def route(self, pool: MemoryPool) -> _Route:
         """How a pool is shared."""
-        route: _Route | None = pool._route
+        route = self._routes.get(pool)
         if route is None:
             if pool.properties is not None and not pool.properties.handle_types & _POSIX:
                 raise ValueError(
@@ -178,7 +180,7 @@ class Exports:
                 )
             on_device = pool.location.type is MemLocationType.DEVICE
             device = Device(pool.location.id if on_device else 0, driver=self.door.driver)
-            route = pool._route = _Route(*self.export_pool(pool._handle), self._uuid(device))
+            route = self._routes[pool] = _Route(*self.export_pool(pool._raw), self._uuid(device))
         return route
 
     def export_pool(self, raw: Any) -> tuple[bytes, Fd]:
@@ -279,7 +281,7 @@ def share(
     if handle_type is not None:
         _check_handle_type(thing, handle_type)
     if isinstance(thing, Buffer):
-        door = thing._pool._door
+        door = thing._allocator._door
         door.check_process()
         with leases_of(door).lock:
             return _share_part(thing, 0, thing._nbytes, stream, hold)
@@ -370,7 +372,7 @@ def _share_view(view: BufferView, stream: StreamLike | None, hold: bool, handle_
 
 
 def _share_part(buffer: Buffer, offset: int, size: int, stream: StreamLike | None, hold: bool) -> Shared:
-    door = buffer._pool._door
+    door = buffer._allocator._door
     if door.retired:
         door.reap()
     if isinstance(buffer, GraphBuffer):
@@ -382,7 +384,7 @@ def _share_part(buffer: Buffer, offset: int, size: int, stream: StreamLike | Non
     ordered = buffer._stream if stream is None else stream
     if type(ordered) is not Stream or ordered._direct is not door:
         ordered = _ordered(buffer, stream, door)
-    route = exports.route(buffer._pool.pool_of(buffer))
+    route = exports.route(cast("MemoryPool", pool_of(buffer)))
     lease = exports.leases.of(buffer, address)
     try:
         if not lease.payload:
@@ -519,7 +521,7 @@ def _share_foreign(
     interface = thing.__cuda_array_interface__
     driver = default_driver()
     door = Door.of(driver)
-    span = _Span.readable(thing, door)
+    span = CopySide.readable(thing, door)
     if not span.nbytes:
         raise ValueError(f"{thing!r} is empty: there is nothing to share")
     known = pointer_attributes(span.address, driver=driver)
@@ -581,7 +583,7 @@ def _foreign_kinds(
                 f"{thing!r} is memory of a pool that was not made for sharing: have the library allocate from a pool "
                 "with handle_types=POSIX_FILE_DESCRIPTOR (MemoryPool.make_current), or copy it to such a pool"
             )
-        origin, fd = exports.export_pool(known.pool._handle)
+        origin, fd = exports.export_pool(known.pool._raw)
         data = exports.pointer(base)
         return exports.describe(
             Mechanism.POOL_POINTER, device, stream, [(origin, fd)],

@@ -12,14 +12,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from streamalloc.core.buffer import Memory
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
 from streamalloc.core.errors import ClosedError, CudaError, StaleDescriptorError, attach, error_from, undoing
 from streamalloc.core.fd import Fd
+from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation
-from streamalloc.core.stream import Event, Stream, StreamLike, as_stream
+from streamalloc.core.stream import Event, Stream, StreamLike, as_stream, opened_event
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import OpaqueStruct, cuda, opaque_struct
@@ -776,8 +776,7 @@ def _map_rest(importer: Importer, mapped: ImportedRange, described: Descriptor, 
 def _open_event(importer: Importer, described: Descriptor, device: Device, stream: Stream, handles: Handles) -> Event:
     handle = opaque_struct("CUipcEventHandle", described.payload)
     with device.current():
-        raw = importer.door.call("cuIpcOpenEventHandle", handle, hint="the process that made the event has ended")
-        event = Event._of_handle(device, raw)
+        event = opened_event(device, handle)
     return event
 
 

@@ -215,12 +215,12 @@ class LeasedBuffer(Buffer):
         if still_imported not in _POLICIES:
             raise ValueError(f"still_imported={still_imported!r}: allowed are {', '.join(map(repr, _POLICIES))}")
         address = int(self._live())
-        door = self._pool._door
+        door = self._allocator._door
         door.check_process()
         leases = leases_of(door)
         lease = leases.live.get(address)
         if lease is None:
-            super().free(stream)
+            Buffer.free(self, stream)
             return
         ordered = self._stream if stream is None else as_stream(stream, door)
         if ordered._direct is not door:
@@ -237,7 +237,7 @@ class LeasedBuffer(Buffer):
         # Before the memory is free: another thread may have it at once, with a lease of its own.
         del leases.live[address]
         try:
-            super().free(ordered)
+            Buffer.free(self, ordered)
         except BaseException:
             leases.live[address] = lease
             lease.renew()
@@ -256,23 +256,25 @@ class LeasedBuffer(Buffer):
 
     def _leave(self, leases: Leases, lease: Lease, stream: Stream) -> None:
         """Leave the memory to be freed when importers have closed it."""
-        shadow = Buffer()
-        shadow._nbytes, shadow._stream, shadow._pool = self._nbytes, self._stream, self._pool
+        shadow = Buffer.__new__(Buffer)
+        shadow._nbytes, shadow._stream, shadow._allocator = self._nbytes, self._stream, self._allocator
+        shadow._shared = None
         shadow._ptr, self._ptr = self._ptr, None
         leases.door.retire(_Deferred(leases, lease, shadow, stream))
 
     def _abandon(self) -> None:
-        leases = leases_of(self._pool._door)
+        leases = leases_of(self._allocator._door)
         lease = leases.live.pop(int(self._ptr), None)
         if lease is None:
             # Sharing it has failed.
-            self._pool.abandon(self)
+            Buffer.__del__(self)
+            self._ptr = None
             return
         self._leave(leases, lease, self._stream)
         leases.door.reap()
 
     def __del__(self) -> None:
-        if getattr(self, "_ptr", None) is not None and self._pool._door.usable:
+        if getattr(self, "_ptr", None) is not None and self._allocator._door.usable:
             self._abandon()
 
 

@@ -6,8 +6,9 @@ import threading
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from streamalloc.core.buffer import Buffer, BufferView
+from streamalloc.core.buffer import Buffer
 from streamalloc.core.door import Door
+from streamalloc.core.memory import BufferView
 from streamalloc.core.stream import Event, StreamLike
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver

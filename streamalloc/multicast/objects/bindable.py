@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from streamalloc.core.buffer import Buffer, BufferView, GraphBuffer, Memory
+from streamalloc.core.buffer import Buffer, GraphBuffer
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
+from streamalloc.core.memory import BufferView, Memory
 from streamalloc.core.properties import MemHandleType, MemLocation, MemLocationType, checked_size
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.address_range import AddressRange, RangeView

@@ -17,11 +17,11 @@ from types import TracebackType
 from typing_extensions import Self
 
 from streamalloc.core.arguments import door_of
-from streamalloc.core.buffer import Memory
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
 from streamalloc.core.errors import CudaError, IncompleteTeamError, NotSupportedError, undo_all, undoing
 from streamalloc.core.fd import Fd
+from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, MulticastObjectProp, checked_size
 from streamalloc.driver import Driver

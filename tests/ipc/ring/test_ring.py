@@ -1166,7 +1166,7 @@ class TestArguments:
         with pytest.raises(TypeError, match="pool"):
             Ring.producer(stream, SIZE, stream=stream)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="stream"):
-            Ring.producer(pool, SIZE, stream=None)
+            Ring.producer(pool, SIZE, stream=None)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="channel"):
             ring.add(5)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="channel"):

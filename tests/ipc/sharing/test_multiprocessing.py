@@ -189,7 +189,7 @@ class TestLifetime:
         queue = context.SimpleQueue()
         queue.put(("it", buffer))
         with pytest.raises(sa.StillImported):
-            buffer.free(still_imported="raise")  # type: ignore[call-arg]
+            buffer.free(still_imported="raise")
         buffer.free()
         run(_answer_each, there, queue, 1)
         assert received(here) == ("it", ("ImportedBuffer", True))
@@ -271,7 +271,7 @@ def _send_two_and_wait(connection: Any) -> None:
         connection.send(first)
         connection.send(second)
         assert received(connection) == "end"
-        second.free(still_imported="ignore")  # type: ignore[call-arg]
+        second.free(still_imported="ignore")
 
 
 class TestOrder:

@@ -853,7 +853,7 @@ class TestRefused:
 
     def test_stream_of_another_kind(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         with pool.allocate(64, stream) as buffer, pytest.raises(TypeError):
-            ipc.share(buffer, 3.5)
+            ipc.share(buffer, 3.5)  # type: ignore[arg-type]
 
     def test_what_was_opened_itself(self, partner: Partner, stream: sa.Stream) -> None:
         """Only its owner can share it."""

@@ -1,0 +1,503 @@
+"""Memory that can be used: fill, copy, view, and hand to other libraries without a copy.
+
+:class:`Memory` is what all kinds of memory have in common. A kind says its address, size, location and stream, and gets
+the operations. :class:`BufferView` is a range of other memory.
+"""
+
+from __future__ import annotations
+
+import abc
+import operator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from streamalloc.core import dlpack
+from streamalloc.core.door import Door
+from streamalloc.core.errors import ClosedError
+from streamalloc.core.ownership import Unique
+from streamalloc.core.properties import MemLocation, MemLocationType
+from streamalloc.core.stream import Stream, StreamLike, as_stream
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from typing_extensions import Self
+
+__all__ = ["BufferView", "CopySide", "Memory", "check_usable", "copy_bytes", "numpy_interface", "viewed"]
+
+# The pattern widths that the driver can fill with, in bytes, and the function for each.
+_FILLS = {1: "cuMemsetD8Async", 2: "cuMemsetD16Async", 4: "cuMemsetD32Async"}
+
+
+class Memory(Unique, abc.ABC):
+    """A range of bytes that devices, the host or both can reach.
+
+    Every operation is queued on a stream: the one given, or the memory's own. Nothing is synchronised, except where
+    the driver itself waits: a copy into ordinary (pageable) host memory returns when the bytes are there.
+    """
+
+    __slots__ = ()
+
+    @property
+    @abc.abstractmethod
+    def address(self) -> int:
+        """Where the memory begins; 0 where it is empty. Raises :class:`ClosedError` after it was freed."""
+
+    @property
+    @abc.abstractmethod
+    def nbytes(self) -> int:
+        """Size in bytes, as it was asked for."""
+
+    @property
+    @abc.abstractmethod
+    def stream(self) -> Stream:
+        """The stream that orders operations which name no other."""
+
+    @property
+    @abc.abstractmethod
+    def location(self) -> MemLocation:
+        """Where the memory is."""
+
+    @property
+    @abc.abstractmethod
+    def owner(self) -> object:
+        """What the memory belongs to: a pool, a graph, or the memory that this is a view of."""
+
+    @property
+    @abc.abstractmethod
+    def device_accessible(self) -> bool:
+        """Whether the stream's device may use the memory."""
+
+    @property
+    def host_accessible(self) -> bool:
+        """Whether the CPU may use the memory at the same address."""
+        return self.location.on_host
+
+    def fill(
+        self, value: int | bytes | np.generic, stream: StreamLike | None = None, *, width: int | None = None
+    ) -> None:
+        """Fill with a pattern of 1, 2 or 4 bytes (``cuMemsetD8Async``, ``cuMemsetD16Async``, ``cuMemsetD32Async``).
+
+        Parameters
+        ----------
+        value
+            An integer, the bytes of the pattern in memory order, or a numpy scalar of 1, 2 or 4 bytes.
+        stream
+            The stream to queue on (default: the memory's own).
+        width
+            Bytes of the pattern for an integer (default 1). A negative integer is stored in two's complement.
+
+        Raises
+        ------
+        TypeError, ValueError
+            The value does not fit the width, or the size or address is no multiple of it.
+        """
+        number, width = _pattern(value, width)
+        count, rest = divmod(self.nbytes, width)
+        if rest or self.address % width:
+            raise ValueError(f"width={width}: {self.nbytes} bytes at {self.address:#x} are no whole number of patterns")
+        ordered = self._ordered_on(stream)
+        if count:
+            with ordered._context():
+                self._door.call(
+                    _FILLS[width],
+                    self.address,
+                    number,
+                    count,
+                    ordered._checked_raw(),
+                    hint=lambda: self._access_hint(ordered),
+                )
+
+    def copy_to(self, target: Memory | Any, stream: StreamLike | None = None) -> None:
+        """Copy all bytes to ``target``, which must have the same size (``cuMemcpyAsync``, ``cuMemcpyPeerAsync``).
+
+        Parameters
+        ----------
+        target
+            Other memory of ours, of any device; an object with ``__cuda_array_interface__``; or a writable,
+            contiguous object with the buffer protocol (a numpy array, a bytearray, a memoryview).
+        stream
+            The stream to queue on (default: the memory's own). The copy runs under its device's context.
+
+        Raises
+        ------
+        TypeError, ValueError
+            The target is not one of these, is read-only or not contiguous, or has another size.
+        """
+        ordered = self._ordered_on(stream)
+        copy_bytes(CopySide.writable(target, self._door), CopySide.readable(self, self._door), ordered)
+
+    def copy_from(self, source: Memory | Any, stream: StreamLike | None = None) -> None:
+        """Copy all bytes from ``source``, which must have the same size; otherwise as :meth:`copy_to`.
+
+        An ordinary host source may be changed or freed once the call returns: the driver has taken its bytes. One in
+        pinned or pool memory is read when the stream gets there. In a capture every source is read, and every target
+        written, at each launch; the graph keeps them alive.
+        """
+        ordered = self._ordered_on(stream)
+        copy_bytes(CopySide.writable(self, self._door), CopySide.readable(source, self._door), ordered)
+
+    def as_array(self, dtype: npt.DTypeLike = np.uint8, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
+        """The memory itself as a numpy array, where the host can reach it.
+
+        The array keeps the memory alive but does not keep it from being freed by hand. Synchronise with the stream
+        first: neither the allocation nor a queued copy is done before that.
+
+        Raises
+        ------
+        ValueError
+            The host cannot reach the memory, or ``dtype`` and ``shape`` do not fit its size.
+        """
+        self._check_usable()
+        if not self.host_accessible:
+            raise ValueError(f"{self!r} is in device memory, which the host cannot reach: copy it with copy_to")
+        flat = np.asarray(self).view(dtype)
+        return flat if shape is None else flat.reshape(shape)
+
+    def view(self, start: int = 0, stop: int | None = None) -> BufferView:
+        """The bytes from ``start`` to ``stop`` as memory of their own; also written ``memory[start:stop]``."""
+        return self[start:stop]
+
+    def __getitem__(self, item: slice) -> BufferView:
+        if not isinstance(item, slice):
+            raise TypeError(
+                f"{item!r} is no range of bytes such as 0:16; copy_to reads single bytes, or as_array in host memory"
+            )
+        start, stop, step = item.indices(self.nbytes)
+        if step != 1:
+            raise ValueError(f"step {step}: a view is contiguous")
+        for name, bound in (("start", item.start), ("stop", item.stop)):
+            if bound is not None and not -self.nbytes <= operator.index(bound) <= self.nbytes:
+                raise ValueError(f"{name}={bound} is outside the {self.nbytes} bytes of {self!r}")
+        return BufferView(self, start, max(stop - start, 0))
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def __bool__(self) -> bool:
+        return True
+
+    __iter__ = None
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Version 3 of the CUDA array interface: flat bytes, to be used in order after :attr:`stream`."""
+        self._check_usable()
+        unreadable = self._unreadable()
+        if unreadable or not self.device_accessible:
+            raise AttributeError(unreadable or f"{self!r} is not accessible from a device")
+        return {
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "data": (self.address, self._read_only(on_host=False)),
+            "strides": None,
+            "version": 3,
+            # 0 is not allowed there: the legacy default stream is 1.
+            "stream": self.stream.handle or 1,
+        }
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """Version 3 of numpy's array interface, so that ``numpy.asarray`` makes no copy of host memory."""
+        self._check_usable()
+        if not self.host_accessible:
+            raise AttributeError(f"{self!r} is not accessible from the host")
+        return numpy_interface(self)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """The DLPack device type and number."""
+        if not self.host_accessible:
+            return (dlpack.CUDA, self.location.id)
+        if not self.location.on_host:
+            return (dlpack.CUDA_MANAGED, self.stream.device.ordinal)
+        return (dlpack.CUDA_HOST if self.device_accessible else dlpack.CPU, 0)
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """The memory as a DLPack capsule of flat ``uint8``, without a copy.
+
+        ``stream`` is what the Python array API standard says: None or 1 for the legacy default stream, 2 for the
+        per-thread one, -1 for no ordering, else a driver handle. It is made to wait for what our stream has queued.
+
+        Raises
+        ------
+        BufferError
+            The memory cannot be read, or only a copy would do.
+        """
+        self._check_usable()
+        unreadable = self._unreadable()
+        if unreadable:
+            raise BufferError(unreadable)
+        device = self.__dlpack_device__()
+        if dl_device is not None and tuple(dl_device) != device:
+            raise BufferError(
+                f"the memory is on DLPack device {device}; it cannot be exported for {dl_device} without a copy"
+            )
+        if copy:
+            raise BufferError("the memory is shared as it is; copy it on your side")
+        on_host = device[0] == dlpack.CPU
+        interface = numpy_interface(self, on_host=on_host)
+        if not on_host and stream != -1:
+            if stream == 0:
+                raise ValueError("stream=0 is ambiguous: the legacy default stream is 1, the per-thread one 2")
+            ours = self.stream
+            handle = dlpack.LEGACY_STREAM if stream is None else stream
+            if handle != ours.handle:
+                Stream.of_handle(ours.device, handle, self).wait(ours)
+        return dlpack.capsule(self, interface, device)
+
+    @property
+    def _door(self) -> Door:
+        return self.stream._door
+
+    def _check_usable(self) -> None:
+        """Raise where the memory is there but cannot be used now; memory that is gone has no address."""
+
+    def _unreadable(self) -> str:
+        """Why ordinary reads mean nothing, as those of a multicast object's mapping; empty where they do."""
+        return ""
+
+    def _resident_on(self) -> int | None:
+        """The device that copies between devices name as the owner; None where the address is enough."""
+        location = self.location
+        named = location.type is MemLocationType.DEVICE and location.seen
+        return location.id if named and not self.host_accessible else None
+
+    def _read_only(self, on_host: bool) -> bool:
+        """Whether the CPU, or else the stream's device, may only read the memory."""
+        return False
+
+    def _ordered_on(self, stream: StreamLike | None) -> Stream:
+        self._check_usable()
+        ordered = self.stream if stream is None else as_stream(stream, self._door)
+        ordered._checked_raw()
+        return ordered
+
+    def _access_hint(self, stream: Stream) -> str:
+        """Why the driver may refuse to let a stream's device use the memory."""
+        if self.location == stream.device.location:
+            return ""
+        return (
+            f"the memory is at {self.location} and the stream runs on device {stream.device.ordinal}; "
+            f"grant it access: pool.set_access(device, MemAccess.READWRITE)"
+        )
+
+
+class BufferView(Memory):
+    """A range of other memory, which it keeps alive. It is valid until that memory is freed."""
+
+    __slots__ = ("__weakref__", "_nbytes", "_offset", "_parent")
+
+    def __init__(self, parent: Memory, offset: int, nbytes: int) -> None:
+        self._parent = parent
+        self._offset = offset
+        self._nbytes = nbytes
+
+    @property
+    def address(self) -> int:
+        """Where the range begins.
+
+        Raises
+        ------
+        ClosedError
+            The memory was freed, or has shrunk to less than this.
+        """
+        if self._offset + self._nbytes > self._parent.nbytes:
+            raise ClosedError(f"{self!r} is outside of its memory, which has shrunk")
+        return self._parent.address + self._offset
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the range in bytes."""
+        return self._nbytes
+
+    @property
+    def stream(self) -> Stream:
+        """The stream of the memory it is a view of."""
+        return self._parent.stream
+
+    @property
+    def owner(self) -> object:
+        """The memory it is a view of."""
+        return self._parent
+
+    @property
+    def location(self) -> MemLocation:
+        """Where the memory is."""
+        return self._parent.location
+
+    @property
+    def host_accessible(self) -> bool:
+        """Whether the CPU may use the memory."""
+        return self._parent.host_accessible
+
+    @property
+    def device_accessible(self) -> bool:
+        """Whether the stream's device may use the memory."""
+        return self._parent.device_accessible
+
+    def _check_usable(self) -> None:
+        self._parent._check_usable()
+
+    def _unreadable(self) -> str:
+        return self._parent._unreadable()
+
+    def _resident_on(self) -> int | None:
+        return self._parent._resident_on()
+
+    def _read_only(self, on_host: bool) -> bool:
+        return self._parent._read_only(on_host)
+
+    def _access_hint(self, stream: Stream) -> str:
+        return self._parent._access_hint(stream)
+
+    def __repr__(self) -> str:
+        return f"<BufferView of bytes {self._offset}:{self._offset + self._nbytes} of {self._parent!r}>"
+
+
+def numpy_interface(memory: Memory, *, on_host: bool = True) -> dict[str, Any]:
+    """Version 3 of numpy's array interface for flat bytes, as the host or else a device may use them."""
+    # numpy 2.2 takes the address 0 of empty memory for a missing one; that of no bytes is never used.
+    data = (memory.address or 1, memory._read_only(on_host))
+    return {"shape": (memory.nbytes,), "typestr": "|u1", "data": data, "version": 3}
+
+
+def _pattern(value: int | bytes | np.generic, width: int | None) -> tuple[int, int]:
+    """A fill pattern as the unsigned number that the driver takes, and its width in bytes."""
+    if isinstance(value, np.generic):
+        value = value.tobytes()
+    if isinstance(value, (bytes, bytearray)):
+        if len(value) not in _FILLS or width not in (None, len(value)):
+            raise ValueError(f"value={value!r}: a pattern has 1, 2 or 4 bytes{f', and width={width}' if width else ''}")
+        return int.from_bytes(value, "little"), len(value)
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"value must be an integer, bytes or a numpy scalar, not {type(value).__name__} ({value!r})")
+    width = 1 if width is None else width
+    if width not in _FILLS:
+        raise ValueError(f"width={width!r}: allowed are 1, 2 and 4 bytes")
+    number = operator.index(value)
+    if not -(1 << 8 * width - 1) <= number < 1 << 8 * width:
+        raise ValueError(f"value={number} does not fit a pattern of {width} byte{'s' if width > 1 else ''}")
+    return number % (1 << 8 * width), width
+
+
+class CopySide:
+    """One side of a copy: address, size, whose memory it is, and what keeps it alive."""
+
+    __slots__ = ("address", "after", "keep", "nbytes", "ordinal")
+
+    def __init__(self, address: int, nbytes: int, ordinal: int | None, keep: object, after: int | None = None) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.ordinal = ordinal
+        """The device that owns the memory; None for the host's, and where it is not known."""
+        self.keep = keep
+        self.after = after
+        """The handle of a stream after whose work another library's memory may be used; None for at once."""
+
+    @classmethod
+    def of(cls, memory: Memory) -> Self:
+        """Memory of ours."""
+        memory._check_usable()
+        return cls(memory.address, memory.nbytes, memory._resident_on(), memory)
+
+    @classmethod
+    def readable(cls, source: object, door: Door) -> Self:
+        """What is copied from: memory of ours, of another library, or an object with the buffer protocol."""
+        return cls._of_argument(source, door, "source", writable=False)
+
+    @classmethod
+    def writable(cls, target: object, door: Door) -> Self:
+        """What is copied to."""
+        return cls._of_argument(target, door, "target", writable=True)
+
+    @classmethod
+    def _of_argument(cls, other: object, door: Door, name: str, *, writable: bool) -> Self:
+        if isinstance(other, Memory):
+            if other._door is not door:
+                raise ValueError(f"{name} {other!r} belongs to another driver")
+            side = cls.of(other)
+            unreadable = "" if writable else other._unreadable()
+            if unreadable:
+                raise ValueError(unreadable)
+            if writable and other.location.on_host and other._read_only(on_host=True):
+                raise ValueError(f"{name} {other!r} is read-only to the host")
+            return side
+        interface = getattr(other, "__cuda_array_interface__", None)
+        if interface is not None:
+            return cls._of_interface(other, interface, name, writable)
+        try:
+            array = other if isinstance(other, np.ndarray) else np.asarray(memoryview(other))  # type: ignore[arg-type]
+        except TypeError as error:
+            raise TypeError(
+                f"{name} must be a Memory, have __cuda_array_interface__ or the buffer protocol, "
+                f"not {type(other).__name__}"
+            ) from error
+        if not array.flags.c_contiguous:
+            raise ValueError(f"{name} is not contiguous: copy it to a contiguous array first")
+        if writable and not array.flags.writeable:
+            raise ValueError(f"{name} is read-only")
+        return cls(array.ctypes.data, array.nbytes, None, array)
+
+    @classmethod
+    def _of_interface(cls, other: object, interface: dict[str, Any], name: str, writable: bool) -> Self:
+        address, read_only = interface["data"]
+        itemsize = np.dtype(interface["typestr"]).itemsize
+        shape = tuple(interface["shape"])
+        strides = interface.get("strides")
+        nbytes = int(np.prod(shape, dtype=np.int64)) * itemsize
+        if strides is not None:
+            dense = tuple(int(np.prod(shape[i + 1 :], dtype=np.int64)) * itemsize for i in range(len(shape)))
+            if tuple(strides) != dense and nbytes:
+                raise ValueError(f"{name} is not contiguous: strides {strides} of shape {shape}")
+        if writable and read_only:
+            raise ValueError(f"{name} is read-only")
+        return cls(int(address), nbytes, None, other, interface.get("stream"))
+
+
+def check_usable(memory: Memory) -> None:
+    """Raise where memory cannot be used now: it was freed, evicted or unmapped, or nobody has access to it."""
+    memory._check_usable()
+
+
+def viewed(memory: Memory) -> tuple[Memory, int]:
+    """The memory that a view is a view of, and where the view begins in it; of other memory itself and 0."""
+    offset = 0
+    while isinstance(memory, BufferView):
+        offset += memory._offset
+        memory = memory._parent
+    return memory, offset
+
+
+def copy_bytes(target: CopySide, source: CopySide, stream: Stream) -> None:
+    """Queue a copy. Between memory of other devices than the stream's, the peer call is used, which needs no access."""
+    if target.nbytes != source.nbytes:
+        raise ValueError(f"source has {source.nbytes} bytes and target {target.nbytes}: take a view of the larger one")
+    if not target.nbytes:
+        return
+    raw = stream._checked_raw()
+    door = stream._door
+    for side in (target, source):
+        if side.after is not None and side.after != stream.handle:
+            stream.wait(Stream.of_handle(stream.device, side.after, side.keep))
+    if stream._capture is not None:
+        stream._capture.graph.kept += (target.keep, source.keep)
+    # Copies of pool memory are refused unless the stream's own context is the current one (programming guide 4.3.5.1).
+    with stream.device.current():
+        owners = (target.ordinal, source.ordinal)
+        if None not in owners and owners != (stream.device.ordinal, stream.device.ordinal):
+            to, of = (door.context(ordinal) for ordinal in owners if ordinal is not None)
+            door.call("cuMemcpyPeerAsync", target.address, to, source.address, of, target.nbytes, raw)
+        else:
+
+            def hint() -> str:
+                sides = (side.keep for side in (target, source) if isinstance(side.keep, Memory))
+                return next(filter(None, (memory._access_hint(stream) for memory in sides)), "")
+
+            door.call("cuMemcpyAsync", target.address, source.address, target.nbytes, raw, hint=hint)

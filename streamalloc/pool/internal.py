@@ -1,0 +1,13 @@
+"""What the areas above take of pools beside their public names."""
+
+from __future__ import annotations
+
+from streamalloc.core.device import Device
+from streamalloc.pool.pool import MemoryPool
+
+__all__ = ["reachable_from"]
+
+
+def reachable_from(pool: MemoryPool, device: Device) -> bool:
+    """Whether a device may use a pool's memory (``cuMemPoolGetAccess``)."""
+    return pool._reachable_from(device)
