@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 import streamalloc as sa
 import streamalloc.driver as sd
+from streamalloc.core.door import Door
+from streamalloc.core.later import work
 from streamalloc.driver.bindings import cuda
 
 MiB = 1 << 20
@@ -128,7 +130,8 @@ class Account:
 
     @property
     def left(self) -> dict[str, Any]:
-        """Whatever was made and not given back."""
+        """Whatever was made and not given back, once what could wait has had its turn."""
+        work(Door.of(self.driver))
         left: dict[str, Any] = dict(self.checked.outstanding())
         if mapped := self.mapped:
             left["mappings"] = mapped

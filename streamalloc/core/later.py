@@ -135,8 +135,8 @@ class Later:
     def work(self) -> int:
         """Try to end each item, until none can be ended; how many have ended.
 
-        Whatever an item raises, the others get their turn. Nothing is done while a capture is under way, and where this thread
-        is at work already.
+        Whatever an item raises, the others get their turn. Nothing is done while a capture is under way, and where
+        this thread is at work already.
         """
         if not (self._handed_in or self._waiting) or self.paused or threading.get_ident() in self._working.values():
             return 0

@@ -497,7 +497,11 @@ class Event(Closes):
 
     def __del__(self) -> None:
         raw = getattr(self, "_raw", None)
-        if raw is not None and self._door.usable and self._door.driver.cuEventDestroy(raw)[0]:
+        if raw is None or not self._door.usable:
+            return
+        # What else is in the same garbage cycle may still look at it.
+        self._raw = None
+        if self._door.driver.cuEventDestroy(raw)[0]:
             later_of(self._door).hand_in(HandleEnd(self._door, "cuEventDestroy", raw))
 
     def __repr__(self) -> str:
@@ -635,7 +639,7 @@ def ordered_after(stream: Stream) -> Iterator[Stream]:
         return
     # A stream for this alone: a default stream would make others wait as well.
     with stream.device.create_stream() as substitute:
-        if stream._last is not None:
+        if stream._last is not None and not stream._last.closed:
             substitute.wait(stream._last)
         else:
             order_after_context(substitute)

@@ -126,7 +126,10 @@ class PoolEnd(Deferred):
             self._frees = [
                 context_event(Device(ordinal, driver=self._door.driver)) for ordinal in self._door.ordinals
             ]
-        return all(event.query() for event in self._frees)
+        passed = all(event.query() for event in self._frees)
+        if passed:
+            self._frees = []
+        return passed
 
     def _number(self, attribute: Any) -> int:
         return int(self._door.call("cuMemPoolGetAttribute", self._raw, attribute))
