@@ -334,7 +334,7 @@ WAYS = (
 def measure_sharing(bench: Bench) -> dict[str, Any]:
     """Hand-offs between two processes, by each way."""
     supports = bench.device.supports
-    if _POSIX not in (supports.pool_handle_types or sa.MemHandleType.NONE) or not supports.memory_gates:
+    if _POSIX not in (supports.pool_handle_types or sa.MemHandleType.NONE) or not supports.stream_memory_operations:
         return {"unavailable": "this device's pools cannot be shared between processes"}
     simulated = bench.chosen.is_simulated
     contenders: dict[str, Contender] = {}

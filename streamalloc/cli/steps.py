@@ -152,7 +152,7 @@ class Tour:
 
 def need_gates(device: sa.Device) -> None:
     """Leave a part that holds streams where the device cannot wait for memory values."""
-    if not device.supports.memory_gates:
+    if not device.supports.stream_memory_operations:
         raise Skipped("this device's streams cannot wait for memory values, so pending work cannot be made certain")
 
 

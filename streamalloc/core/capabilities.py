@@ -71,7 +71,9 @@ class Capabilities:
         "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED", "the same for memory mapped by hand"
     )
     dma_buf: bool | None = _asks("DMA_BUF_SUPPORTED", "export of address ranges as DMA-BUF")
-    memory_gates: bool | None = _asks("CAN_USE_64_BIT_STREAM_MEM_OPS", "streams that wait for memory values")
+    stream_memory_operations: bool | None = _asks(
+        "CAN_USE_64_BIT_STREAM_MEM_OPS", "streams that wait for values in memory, and write some"
+    )
     memory_sync_domains: int | None = _asks("MEM_SYNC_DOMAIN_COUNT", "memory synchronisation domains", int)
     locality_domains: int | None = _asks("LOCALITY_DOMAIN_COUNT", "locality domains of the device's memory", int)
     host_numa_id: int | None = _asks("HOST_NUMA_ID", "the host NUMA node nearest to the device", int)

@@ -12,7 +12,7 @@ from streamalloc.core.later import work
 from streamalloc.core.properties import MemLocation
 from streamalloc.core.stream import Event, Stream
 from streamalloc.driver import default as default_driver
-from streamalloc.driver.internal import BINDINGS_VERSION, cuda, enum_member, version_that_added
+from streamalloc.driver.internal import BINDINGS_VERSION, check_name, cuda, enum_member, version_that_added
 
 if TYPE_CHECKING:
     from streamalloc.core.capabilities import Capabilities
@@ -141,14 +141,18 @@ class Device:
 
         Raises
         ------
+        ValueError
+            No attribute has this name.
         NotSupportedError
-            These bindings have no such attribute.
+            Newer bindings have it, these do not.
         InvalidValueError
             The driver does not know it.
         """
-        full = name if name.startswith("CU_") else f"CU_DEVICE_ATTRIBUTE_{name}"
+        prefix = "CU_DEVICE_ATTRIBUTE_"
+        full = prefix + name.removeprefix(prefix)
         member = enum_member("CUdevice_attribute", full)
         if member is None:
+            check_name("CUdevice_attribute", prefix, name.removeprefix(prefix))
             raise unsupported(full, f"cuda-bindings {version_that_added(full)}", f"cuda-bindings {BINDINGS_VERSION}")
         return int(self._door.call("cuDeviceGetAttribute", member, self.ordinal))
 

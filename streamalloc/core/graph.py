@@ -208,10 +208,10 @@ def _end(capture: Capture) -> None:
 class GraphMemoryStatistics(NamedTuple):
     """Memory that a device's graphs use and hold, in bytes."""
 
-    used: int
-    used_high: int
     reserved: int
     reserved_high: int
+    used: int
+    used_high: int
 
 
 class GraphMemory:
@@ -255,7 +255,7 @@ class GraphMemory:
 
     def statistics(self) -> GraphMemoryStatistics:
         """All four figures (``cuDeviceGetGraphMemAttribute``)."""
-        return GraphMemoryStatistics(self.used, self.used_high, self.reserved, self.reserved_high)
+        return GraphMemoryStatistics(self.reserved, self.reserved_high, self.used, self.used_high)
 
     def reset_peaks(self) -> None:
         """Set both high-water marks to what is used and held now (``cuDeviceSetGraphMemAttribute``)."""

@@ -11,7 +11,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from streamalloc.core.errors import unsupported
+from streamalloc.core.errors import size_text, unsupported
 from streamalloc.driver.internal import (
     BINDINGS_VERSION,
     cuda,
@@ -47,7 +47,19 @@ _RDMA = "gpuDirectRDMACapable"
 _LARGEST_POOL = 1 << 48
 
 
-class MemLocationType(enum.IntEnum):
+class _Named(enum.Enum):
+    """A number of the driver that prints as its name, on every version of Python."""
+
+    def __str__(self) -> str:
+        # Flags that are combined have no name before Python 3.11.
+        name = self.name or "|".join(one.name for one in type(self) if one.value and one.value & self.value)
+        return f"{type(self).__name__}.{name}"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value if spec and spec[-1] in "bcdoxXn" else str(self), spec)
+
+
+class MemLocationType(_Named, enum.IntEnum):
     """Where memory is (``CUmemLocationType``)."""
 
     NONE = 0
@@ -59,7 +71,7 @@ class MemLocationType(enum.IntEnum):
     DEVICE_LOCALITY_DOMAIN = 6
 
 
-class MemAllocationType(enum.IntEnum):
+class MemAllocationType(_Named, enum.IntEnum):
     """What kind of allocation it is (``CUmemAllocationType``): pinned in place, or migrating (managed)."""
 
     INVALID = 0
@@ -67,7 +79,7 @@ class MemAllocationType(enum.IntEnum):
     MANAGED = 2
 
 
-class MemHandleType(enum.IntFlag):
+class MemHandleType(_Named, enum.IntFlag):
     """Which operating-system handles memory can be exported as (``CUmemAllocationHandleType``); flags combine."""
 
     NONE = 0
@@ -77,7 +89,7 @@ class MemHandleType(enum.IntFlag):
     FABRIC = 8
 
 
-class MemAccess(enum.IntEnum):
+class MemAccess(_Named, enum.IntEnum):
     """What a device or the host may do with memory (``CUmemAccess_flags``)."""
 
     NONE = 0
@@ -91,7 +103,7 @@ def checked_size(name: str, value: object, largest: int = (1 << 64) - 1) -> int:
         raise TypeError(f"{name} must be an integer number of bytes, not {type(value).__name__} ({value!r})")
     size = int(value.__index__())
     if not 0 <= size <= largest:
-        raise ValueError(f"{name}={size} is out of range: allowed are 0 to {largest} bytes")
+        raise ValueError(f"{name}={size} is out of range: allowed are 0 to {size_text(largest)}")
     return size
 
 
@@ -105,7 +117,7 @@ def _refuse_windows(name: str, handle_types: MemHandleType) -> None:
     refused = handle_types & (MemHandleType.WIN32 | MemHandleType.WIN32_KMT)
     if refused:
         raise ValueError(
-            f"{name}={handle_types!r}: {refused!r} exists on Windows only; allowed on Linux are "
+            f"{name}={handle_types}: {refused} exists on Windows only; allowed on Linux are "
             "POSIX_FILE_DESCRIPTOR and FABRIC"
         )
 
@@ -314,14 +326,14 @@ class MemPoolProps:
             ),
             (
                 where is MemLocationType.HOST and bool(self.handle_types),
-                f"handle_types={self.handle_types!r}: pools on HOST cannot be shared between processes; "
+                f"handle_types={self.handle_types}: pools on HOST cannot be shared between processes; "
                 "use a HOST_NUMA location or MemHandleType.NONE",
             ),
             (
                 managed and bool(self.handle_types),
-                f"handle_types={self.handle_types!r}: managed pools cannot be shared between processes",
+                f"handle_types={self.handle_types}: managed pools cannot be shared between processes",
             ),
-            (managed and self.max_size != 0, f"max_size={self.max_size}: a managed pool's must be 0"),
+            (managed and self.max_size != 0, f"max_size={size_text(self.max_size)}: a managed pool's must be 0"),
             (managed and self.usage != 0, f"usage={self.usage:#x}: a managed pool's must be 0"),
             (
                 self.win32_security_attributes is not None,
@@ -422,7 +434,7 @@ class MemAllocationProp:
             raise ValueError(f"location={self.location}: allowed are DEVICE, HOST and HOST_NUMA")
         if self.location.type is MemLocationType.HOST and self.requested_handle_types:
             raise ValueError(
-                f"requested_handle_types={self.requested_handle_types!r}: memory on HOST cannot be shared between "
+                f"requested_handle_types={self.requested_handle_types}: memory on HOST cannot be shared between "
                 "processes; use a HOST_NUMA location or MemHandleType.NONE"
             )
         if self.win32_handle_meta_data is not None:

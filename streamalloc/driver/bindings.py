@@ -7,6 +7,7 @@ classes import and construct on machines without a GPU, so both drivers share th
 from __future__ import annotations
 
 import ctypes
+import difflib
 import re
 from typing import Any
 
@@ -15,6 +16,7 @@ from cuda.bindings import driver as cuda
 
 __all__ = [
     "BINDINGS_VERSION",
+    "check_name",
     "cuda",
     "enum_member",
     "handle_types_member",
@@ -55,6 +57,16 @@ _HANDLE_TYPES_OFFSET = 4
 def version_that_added(name: str) -> str:
     """The version of cuda-bindings that brought ``name``, for error messages ("a newer version" where unknown)."""
     return _ADDED_IN.get(name, "a newer version")
+
+
+def check_name(enum_name: str, prefix: str, name: str) -> None:
+    """Raise a ``ValueError`` with near matches, unless some version of the bindings has a member of this name."""
+    if prefix + name in _ADDED_IN:
+        return
+    known = [*getattr(cuda, enum_name).__members__, *_ADDED_IN]
+    near = difflib.get_close_matches(name, [one.removeprefix(prefix) for one in known if one.startswith(prefix)])
+    meant = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise ValueError(f"no {enum_name} of cuda-bindings {BINDINGS_VERSION} has the name {prefix}{name}{meant}")
 
 
 def version_tuple(text: str) -> tuple[int, ...]:

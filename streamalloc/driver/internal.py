@@ -3,6 +3,7 @@
 from streamalloc.driver.bindings import (
     BINDINGS_VERSION,
     OpaqueStruct,
+    check_name,
     cuda,
     enum_member,
     handle_types_member,
@@ -15,6 +16,7 @@ from streamalloc.driver.bindings import (
 __all__ = [
     "BINDINGS_VERSION",
     "OpaqueStruct",
+    "check_name",
     "cuda",
     "enum_member",
     "handle_types_member",

@@ -239,7 +239,7 @@ class MemoryPool(Allocator, Closes):
 
     def reset_peaks(self) -> None:
         """Set both high-water marks to what is reserved and used now."""
-        for peak in ("reserved_mem_high", "used_mem_high"):
+        for peak in (PoolAttributes.reserved_mem_high, PoolAttributes.used_mem_high):
             self.attributes._set(peak, cuda.cuuint64_t(0))
 
     def trim(self, keep: int = 0) -> int:

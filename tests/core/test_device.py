@@ -89,10 +89,19 @@ class TestAttributes:
         assert device.attribute("MEMORY_POOLS_SUPPORTED") == 1
         assert device.attribute("CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED") == 1
 
-    def test_unknown_to_the_bindings(self, device: sa.Device) -> None:
+    def test_unknown_to_these_bindings(self, device: sa.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("streamalloc.core.device.enum_member", lambda *_: None)
         with pytest.raises(sa.NotSupportedError) as caught:
-            device.attribute("NO_SUCH_THING")
-        assert "NO_SUCH_THING" in str(caught.value) and bindings.BINDINGS_VERSION in str(caught.value)
+            device.attribute("HOST_MEMORY_POOLS_SUPPORTED")
+        assert "needs cuda-bindings 13.0" in str(caught.value) and bindings.BINDINGS_VERSION in str(caught.value)
+
+    @pytest.mark.parametrize("name", ["MULTICST_SUPPORTED", "CU_DEVICE_ATTRIBUTE_MULTICST_SUPPORTED"])
+    def test_misspelt(self, device: sa.Device, name: str) -> None:
+        with pytest.raises(ValueError, match="did you mean MULTICAST_SUPPORTED") as caught:
+            device.attribute(name)
+        assert not isinstance(caught.value, sa.CudaError)
+        with pytest.raises(ValueError, match=r"has the name CU_DEVICE_ATTRIBUTE_\?\?\?$"):
+            device.attribute("???")
 
 
 class TestCapabilities:

@@ -354,13 +354,13 @@ class TestGraphMemory:
         assert memory.used_high == used + GROWTH
         graph.close()
         assert memory.trim() == GROWTH
-        assert memory.statistics() == (used, used + GROWTH, reserved, reserved + GROWTH)
+        assert memory.statistics() == (reserved, reserved + GROWTH, used, used + GROWTH)
         memory.reset_peaks()
         assert memory.statistics() == before
         assert memory.trim() == 0
 
     def test_is_named(self, device: sa.Device) -> None:
-        assert sa.GraphMemoryStatistics._fields == ("used", "used_high", "reserved", "reserved_high")
+        assert sa.GraphMemoryStatistics._fields == sa.PoolStatistics._fields
         assert isinstance(device.graph_memory, sa.GraphMemory) and "device 0" in repr(device.graph_memory)
 
     @pytest.mark.gpus(2)

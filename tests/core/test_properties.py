@@ -298,3 +298,28 @@ def test_locations_read_well() -> None:
         True,
         False,
     ]
+
+
+class TestNames:
+    """Numbers of the driver print as their names."""
+
+    @pytest.mark.parametrize(
+        "member",
+        [sa.MemAccess.NONE, sa.MemAccess.READWRITE, sa.MemLocationType.HOST, sa.MemAllocationType.PINNED],
+        ids=str,
+    )
+    def test_of_members(self, member: Any) -> None:
+        name = f"{type(member).__name__}.{member.name}"
+        assert (str(member), f"{member}", f"{member:>40}".strip()) == (name, name, name)
+        assert (f"{member:d}", f"{member:#x}") == (str(int(member)), hex(member))
+
+    def test_of_flags(self) -> None:
+        both = sa.MemHandleType.POSIX_FILE_DESCRIPTOR | sa.MemHandleType.FABRIC
+        assert set(str(both).removeprefix("MemHandleType.").split("|")) == {"POSIX_FILE_DESCRIPTOR", "FABRIC"}
+        assert str(sa.MemHandleType.NONE) == "MemHandleType.NONE"
+
+    def test_in_messages(self) -> None:
+        with pytest.raises(ValueError, match=r"^handle_types=MemHandleType\.FABRIC: pools on HOST"):
+            sa.MemPoolProps(handle_types=sa.MemHandleType.FABRIC, location=sa.MemLocation.host())
+        with pytest.raises(ValueError, match=r"allowed are 0 to 262,144 GiB$"):
+            sa.MemPoolProps(location=sa.MemLocation.device(0), max_size=1 << 60)
