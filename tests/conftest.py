@@ -24,6 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="simulated",
         help="which driver the tests run on (default: simulated)",
     )
+    parser.addoption("--soak", action="store_true", help="run the tests that take minutes, too")
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -41,6 +42,9 @@ def _real_device_count() -> int:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     on_cuda = config.getoption("--driver") == "cuda"
     present = _real_device_count() if on_cuda else 0
+    if not config.getoption("--soak") and "soak" not in config.getoption("markexpr"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("soak")])
+        items[:] = [item for item in items if not item.get_closest_marker("soak")]
     for item in items:
         for mark in item.iter_markers():
             reason = _why_skipped(mark, on_cuda, present)

@@ -9,34 +9,45 @@ from streamalloc.ipc.sharing.lease import LeasedBuffer
 from streamalloc.ipc.sharing.transfer import receive, send, serve
 from streamalloc.ipc.transport.channel import Channel, Listener, Message, Peer, PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.communicator import (
+    AllgatherCommunicator,
     Communicator,
+    CommunicatorLike,
     MPICommunicator,
+    MPIGroupLike,
     ProcessCommunicator,
+    ProcessGroupLike,
     SelfCommunicator,
     TorchCommunicator,
+    TorchGroupLike,
     as_communicator,
 )
 from streamalloc.ipc.transport.pidfd import fetch_descriptor
+from streamalloc.ipc.transport.process_group import GroupError
 
 __all__ = [
+    "AllgatherCommunicator",
     "Channel",
     "Chunk",
     "Communicator",
+    "CommunicatorLike",
     "Descriptor",
     "DriverVersionWarning",
     "Fd",
     "Flags",
+    "GroupError",
     "ImportedBuffer",
     "ImportedPool",
     "ImportedRange",
     "LeasedBuffer",
     "Listener",
     "MPICommunicator",
+    "MPIGroupLike",
     "Mechanism",
     "Message",
     "Peer",
     "PeerGoneError",
     "ProcessCommunicator",
+    "ProcessGroupLike",
     "ProtocolError",
     "Ring",
     "RingConsumer",
@@ -47,6 +58,7 @@ __all__ = [
     "SelfCommunicator",
     "Shared",
     "TorchCommunicator",
+    "TorchGroupLike",
     "as_communicator",
     "fetch_descriptor",
     "open",

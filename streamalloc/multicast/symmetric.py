@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 import warnings
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self
 
 from streamalloc.core.device import Device
-from streamalloc.core.door import Door
 from streamalloc.core.errors import ClosedError, CudaError, attach
+from streamalloc.core.later import Deferred, later_of
 from streamalloc.core.memory import BufferView
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemHandleType
 from streamalloc.core.stream import Stream, StreamLike, as_stream
 from streamalloc.driver import Driver
-from streamalloc.ipc import Communicator, as_communicator
-from streamalloc.ipc.transport.deadlines import end_of, left
+from streamalloc.ipc import Communicator, CommunicatorLike, as_communicator
+from streamalloc.ipc.internal import end_of, left
 from streamalloc.multicast.setup.agreement import Layout
 from streamalloc.multicast.setup.participants import SymmetricMemoryError, Team
-from streamalloc.multicast.setup.resources import Parts, finish, in_time
+from streamalloc.multicast.setup.resources import RankResources, finish, in_time
 from streamalloc.multicast.setup.steps import Asked, agree, check_now, checked_team, end_or_none, set_up
 from streamalloc.multicast.signals import Signals
 from streamalloc.vmm import Mapping
@@ -33,7 +35,7 @@ from streamalloc.vmm import Mapping
 __all__ = ["SymmetricBuffer", "SymmetricMemory", "Tables"]
 
 _SIGNAL_PAD_BYTES = 4096
-# How long what was dropped, or is abandoned, is waited for.
+# How long the devices of what is abandoned are waited for.
 _PATIENCE = 10.0
 # What a rank takes after the others have failed it, where no time is left.
 _GRACE = 1.0
@@ -146,7 +148,7 @@ class SymmetricMemory(Closes):
         "_layout",
         "_leaving",
         "_owned",
-        "_parts",
+        "_resources",
         "_signals",
         "_team",
         "timeout",
@@ -158,7 +160,7 @@ class SymmetricMemory(Closes):
     def __init__(
         self,
         nbytes: int,
-        communicator: Any = None,
+        communicator: CommunicatorLike = None,
         *,
         device: Device | None = None,
         devices: Sequence[Device] | None = None,
@@ -179,7 +181,7 @@ class SymmetricMemory(Closes):
         self._communicator: Communicator | None = group
         self._leaving = False
         self.timeout = timeout
-        parts: Parts | None = None
+        resources: RankResources | None = None
         end = end_or_none(timeout)
         try:
             asked = Asked(nbytes, multicast, handle_type, signal_pad_bytes, timeout)
@@ -188,20 +190,22 @@ class SymmetricMemory(Closes):
                 given = dict.fromkeys(self._team.here, device)
             plan, chosen = agree(self._team, asked, given, driver, end)
             self._layout = plan.layout
-            parts = Parts(chosen[self._team.here[0]]._door, chosen, self._team.size)
-            self._bases = set_up(self._team, parts, plan, end)
+            resources = RankResources(chosen[self._team.here[0]]._door, chosen, self._team.size)
+            self._resources = resources
+            bases = self._bases = set_up(self._team, resources, plan, end)
+            self._signals = Signals(plan.layout, self._team.size, lambda rank: bases[rank])
+            self._finalizer = weakref.finalize(self, _drop, resources, self._signals, plan.layout, repr(self))
+            # The operating system takes everything at the end of a process.
+            self._finalizer.atexit = False
         except BaseException as first:
-            if parts is not None:
-                _undo(parts, first)
+            if resources is not None:
+                try:
+                    later_of(resources.door).end(resources)
+                except Exception as later:
+                    attach(first, later)
             self._team.settle(end)
             self._leave_group()
             raise
-        bases = self._bases
-        self._parts = parts
-        self._signals = Signals(plan.layout, self._team.size, lambda rank: bases[rank])
-        self._finalizer = weakref.finalize(self, _drop, parts, self._signals, plan.layout, repr(self))
-        # The operating system takes everything at the end of a process.
-        self._finalizer.atexit = False
 
     @classmethod
     def local(
@@ -245,22 +249,22 @@ class SymmetricMemory(Closes):
     @property
     def physical_bytes(self) -> int:
         """How much memory each rank's device gave, in bytes."""
-        return self._parts.physical_bytes
+        return self._resources.physical_bytes
 
     @property
     def device(self) -> Device:
         """This rank's device."""
-        return self._parts.devices[self.rank]
+        return self._resources.devices[self.rank]
 
     @property
     def devices(self) -> tuple[Device, ...]:
         """The devices of :attr:`ranks`."""
-        return tuple(self._parts.devices.values())
+        return tuple(self._resources.devices.values())
 
     @property
     def driver(self) -> Driver:
         """The driver that it belongs to."""
-        return self._parts.door.driver
+        return self._resources.door.driver
 
     @property
     def communicator(self) -> Communicator | None:
@@ -270,17 +274,17 @@ class SymmetricMemory(Closes):
     @property
     def handle_type(self) -> MemHandleType:
         """What was exchanged; ``NONE`` where one process has all ranks."""
-        return self._parts.kind
+        return self._resources.kind
 
     @property
     def multicast(self) -> bool:
         """Whether there is a multicast view."""
-        return self._parts.multicast is not None
+        return self._resources.multicast is not None
 
     @property
     def closed(self) -> bool:
         """Whether it was closed or abandoned."""
-        return not self._parts.made
+        return not self._resources.made
 
     # -- its memory ------------------------------------------------------------------------------------------
 
@@ -308,7 +312,7 @@ class SymmetricMemory(Closes):
         signal order them as well.
         """
         self._check_open()
-        mapping = self._parts.view_mapping
+        mapping = self._resources.view
         if mapping is None:
             return None
         return SymmetricBuffer(self, mapping, 0, self._layout.nbytes, self.device)
@@ -325,7 +329,7 @@ class SymmetricMemory(Closes):
         places in it, so that signal pads can be written through it too.
         """
         self._check_open()
-        mapping = self._parts.view_mapping
+        mapping = self._resources.view
         return None if mapping is None else mapping.address
 
     @property
@@ -368,10 +372,10 @@ class SymmetricMemory(Closes):
 
     def _replicas(self, start: int, nbytes: int) -> tuple[SymmetricBuffer, ...]:
         self._check_open()
-        devices = self._parts.devices
+        devices = self._resources.devices
         return tuple(
             SymmetricBuffer(self, mapping, start, nbytes, devices.get(rank, self.device))
-            for rank, mapping in enumerate(self._parts.replicas)
+            for rank, mapping in self._resources.replicas.items()
         )
 
     # -- order between ranks ---------------------------------------------------------------------------------
@@ -432,21 +436,21 @@ class SymmetricMemory(Closes):
         self._signals.wait(self._acting(rank, ordered), peer, ordered, channel)
 
     def _team_stream(self, stream: StreamLike) -> Stream:
-        ordered = as_stream(stream, self._parts.door)
-        if ordered.device not in self._parts.devices.values():
+        ordered = as_stream(stream, self._resources.door)
+        if ordered.device not in self._resources.devices.values():
             raise ValueError(f"{ordered!r} has no access: the devices of this process's ranks are {list(self.devices)}")
         return ordered
 
     def _acting(self, rank: int | None, stream: Stream) -> int:
         if rank is not None:
             return self._checked_here(rank)
-        found = [rank for rank, device in self._parts.devices.items() if device == stream.device]
+        found = [rank for rank, device in self._resources.devices.items() if device == stream.device]
         if len(found) > 1:
             raise ValueError(f"ranks {found} are on the stream's device: say which one with rank=")
         return found[0]
 
     def _checked_here(self, rank: int) -> int:
-        if rank not in self._parts.devices:
+        if rank not in self._resources.devices:
             raise ValueError(f"rank={rank!r}: this process has {list(self.ranks)}")
         return rank
 
@@ -476,14 +480,14 @@ class SymmetricMemory(Closes):
         """
         if self.closed:
             return
-        check_now(self._parts.door)
+        check_now(self._resources.door)
         end = end_of(self.timeout if timeout is None else timeout)
         lost: list[CudaError] = []
         if not self._leaving:
             try:
                 # First all have to have queued what others may wait for.
                 self._team.step("close", lambda rank: None, end)
-                self._team.step("close", lambda rank: finish([self._parts.devices[rank]], end, lost), end)
+                self._team.step("close", lambda rank: finish([self._resources.devices[rank]], end, lost), end)
             except SymmetricMemoryError as first:
                 try:
                     self.abandon(_GRACE if end is None else max(left(end), _GRACE))
@@ -512,17 +516,17 @@ class SymmetricMemory(Closes):
         """
         if self.closed:
             return
-        check_now(self._parts.door)
+        check_now(self._resources.door)
         lost: list[CudaError] = []
         end = end_of(timeout)
-        _let_go_on(self._parts, self._signals, self._layout, end, lost)
-        finish(self._parts.devices.values(), end, lost)
+        _let_go_on(self._resources, self._signals, self._layout, end, lost)
+        finish(self._resources.devices.values(), end, lost)
         self._release()
         if lost:
             raise lost[0]
 
     def _release(self) -> None:
-        self._parts.release()
+        self._resources.attempt()
         self._signals.forget()
         self._finalizer.detach()
 
@@ -550,7 +554,7 @@ class SymmetricMemory(Closes):
             attach(error, later)
 
     def __repr__(self) -> str:
-        if not hasattr(self, "_parts"):
+        if not hasattr(self, "_resources"):
             return f"<{type(self).__name__} that could not be made>"
         who = f"rank {self.rank} of {self.size}" if self._communicator is not None else f"{self.size} devices"
         state = ", closed" if self.closed else ", with multicast" if self.multicast else ""
@@ -560,44 +564,56 @@ class SymmetricMemory(Closes):
 # -- undoing -------------------------------------------------------------------------------------------------
 
 
-def _undo(parts: Parts, first: BaseException) -> None:
-    """Give back what a set-up that failed has made."""
-    try:
-        parts.release()
-    except Exception as later:
-        attach(first, later)
-
-
-def _let_go_on(parts: Parts, signals: Signals, layout: Layout, end: float | None, lost: list[CudaError]) -> None:
+def _let_go_on(
+    resources: RankResources, signals: Signals, layout: Layout, end: float | None, lost: list[CudaError]
+) -> None:
     """Write what streams may wait for, so that none waits for a rank that never answers."""
-    if not signals.used or not parts.replicas:
+    if not signals.used or not resources.replicas:
         return
 
     def write(rank: int, device: Device) -> None:
         words = signals.awaited(rank)
         # Not the default stream, which waits for the others.
-        with parts.door.relaxed(), device.create_stream() as stream:
-            parts.replicas[rank][layout.words : layout.words + words.nbytes].copy_from(words, stream)
+        with resources.door.relaxed(), device.create_stream() as stream:
+            resources.replicas[rank][layout.words : layout.words + words.nbytes].copy_from(words, stream)
             stream.synchronize()
 
-    for rank, device in parts.devices.items():
+    for rank, device in resources.devices.items():
         in_time(device, functools.partial(write, rank, device), end, lost)
 
 
-def _drop(parts: Parts, signals: Signals, layout: Layout, what: str) -> None:
-    """Give back what was dropped, for a finaliser: the other ranks are told nothing, and nothing is raised."""
-    if parts.made and parts.door.usable:
-        parts.door.outside_captures(functools.partial(_give_up, parts.door, parts, signals, layout, what))
+class _Dropped(Deferred):
+    """Symmetric memory that was dropped: given back once its devices have done their work. No other rank is told."""
+
+    __slots__ = ("_layout", "_resources", "_signals", "_waiter", "_work_done")
+
+    def __init__(self, resources: RankResources, signals: Signals, layout: Layout) -> None:
+        self._resources = resources
+        self._signals = signals
+        self._layout = layout
+        self._waiter: threading.Thread | None = None
+        self._work_done = False
+
+    def attempt(self) -> bool:
+        """Give it back if that can be done now; the devices are waited for on another thread."""
+        if self._work_done:
+            return self._resources.attempt()
+        if self._waiter is None or not self._waiter.is_alive():
+            self._waiter = threading.Thread(target=self._wait, name="streamalloc waits for devices", daemon=True)
+            self._waiter.start()
+        return False
+
+    def _wait(self) -> None:
+        resources = self._resources
+        # Where that fails, as in a capture of other code, it is tried again.
+        with contextlib.suppress(Exception), resources.door.relaxed():
+            _let_go_on(resources, self._signals, self._layout, None, [])
+            finish(resources.devices.values(), None, [])
+            self._work_done = True
 
 
-def _give_up(door: Door, parts: Parts, signals: Signals, layout: Layout, what: str) -> None:
-    trouble = ""
-    try:
-        with door.relaxed():
-            end = end_of(_PATIENCE)
-            _let_go_on(parts, signals, layout, end, [])
-            finish(parts.devices.values(), end, [])
-            parts.release()
-    except Exception as error:
-        trouble = f", and could not be given back: {type(error).__name__}: {error}"
-    warnings.warn(f"{what} was dropped without close(){trouble}", ResourceWarning, stacklevel=2)
+def _drop(resources: RankResources, signals: Signals, layout: Layout, what: str) -> None:
+    """Hand in what was dropped, for a finaliser."""
+    if resources.made and resources.door.usable:
+        later_of(resources.door).hand_in(_Dropped(resources, signals, layout))
+        warnings.warn(f"{what} was dropped without close()", ResourceWarning, stacklevel=2)

@@ -15,6 +15,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import Fd, ipc
 from streamalloc.multicast import SymmetricMemory
+from tests.multicast.support import all_ended
 from tests.processes import SECONDS
 from tests.support import Account, pattern, read
 
@@ -51,7 +52,8 @@ class Rank:
 
     @property
     def left(self) -> dict[str, Any]:
-        """What was made and not given back, by kind; contexts stay."""
+        """What was made and not given back, by kind, once what is left for later was tried; contexts stay."""
+        all_ended(self.driver)
         left = self.account.left
         # A stream that was closed has one until it is dropped, and the traceback of an error keeps it.
         left.pop("event", None)

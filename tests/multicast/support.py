@@ -8,6 +8,9 @@ from typing import Any
 
 import streamalloc as sa
 from streamalloc import multicast, vmm
+from streamalloc.core.door import Door
+from streamalloc.core.later import later_of
+from tests.processes import eventually
 from tests.support import MiB
 from tests.vmm.support import READWRITE, Account
 
@@ -16,7 +19,18 @@ TEAM = 4
 """How many devices the machines of these tests have, where a test says no other number."""
 SHAREABLE = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 
-__all__ = ["PAGE", "READWRITE", "SHAREABLE", "TEAM", "Account", "Team", "misorders"]
+__all__ = ["PAGE", "READWRITE", "SHAREABLE", "TEAM", "Account", "Team", "all_ended", "misorders"]
+
+
+def all_ended(driver: Any, within: float = 2.0) -> bool:
+    """Whether everything has ended that was left for later, once its devices are done."""
+    later = later_of(Door.of(driver))
+
+    def ended() -> bool:
+        later.work()
+        return not len(later)
+
+    return eventually(ended, within)
 
 
 class Team:

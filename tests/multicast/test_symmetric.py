@@ -19,6 +19,7 @@ from streamalloc import ipc
 from streamalloc.multicast import SymmetricBuffer, SymmetricMemory, SymmetricMemoryError
 from streamalloc.testing import Gate
 from tests.ipc.support import Partner, There, filled, shows
+from tests.multicast.support import all_ended
 from tests.support import MiB, executed, holds, pending
 from tests.vmm.support import assert_unique, each, pattern
 
@@ -364,6 +365,7 @@ class TestInOneProcess:
         with pytest.warns(ResourceWarning, match=r"SymmetricMemory of 100 bytes .* dropped without close\(\)$"):
             del buffer
             gc.collect()
+        assert all_ended(driver)
         assert executed(ordered)
         ordered.close()
         del ordered
@@ -398,7 +400,7 @@ class TestArguments:
         with pytest.raises(TypeError, match="devices must be Devices"):
             SymmetricMemory.local(100, [devices[0], 1])  # type: ignore[list-item]
         with pytest.raises(TypeError, match="no group"):
-            SymmetricMemory(100, 3)
+            SymmetricMemory(100, 3)  # type: ignore[arg-type]
         other = sa.Device(0, driver=sa.driver.traced(devices[0].driver))
         with pytest.raises(ValueError, match="belongs to another driver"):
             SymmetricMemory.local(100, [devices[0], other])

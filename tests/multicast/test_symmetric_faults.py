@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import pytest
 
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc.ipc import GroupError
 from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
 from streamalloc.multicast.setup.participants import Team, rank_at_fault
 from tests.multicast.ranks import Crew, Meddled, Rank, descriptors
+from tests.multicast.support import all_ended
+from tests.support import Account
 
 pytestmark = pytest.mark.simulated_only("driver calls are made to fail, and multicast objects are made")
 
 SIZE, SMALL = 8, 4
 FEW = 3
+NEVER = 1 << 40
 
 # A call of each step; several where a step has several.
 CALLS = {
@@ -258,21 +266,12 @@ class TestGroups:
             few.run(lambda rank: rank.group.barrier())
 
     @pytest.mark.parametrize(
-        ("text", "rank"),
-        [
-            ("rank 4 gave up: ProtocolError: rank 0 does call number 3, exchange, while rank 4 does", 4),
-            ("rank 4 does call number 3, allgather, while rank 0 does call number 3, exchange", 4),
-            ("rank 3 did not come to the barrier within 0.2 s", 3),
-            ("ranks 1, 3 did not come within 1 s", 1),
-            ("rank 2 (process 77) is gone", 2),
-            ("rank 4 gave up: OSError: [Errno 24] Too many open files", 4),
-            ("rank 4 gave up: ProtocolError: rank 1 does call number 3, barrier, while rank 4 does", 1),
-            ("rank 4 gave up: TimeoutError: rank 5 gave up: PeerGoneError: ranks 6, 7 are gone", 6),
-            ("[Errno 24] Too many open files", 9),
-        ],
+        ("calls", "rank"),
+        [({0: "exchange", 4: "allgather"}, 4), ({4: "allgather", 0: "exchange"}, 4), ({1: "", 3: ""}, 1), ({}, 9)],
     )
-    def test_the_rank_at_fault(self, text: str, rank: int) -> None:
-        assert rank_at_fault(RuntimeError(text), own=9, call="exchange") == rank
+    def test_the_rank_at_fault(self, calls: dict[int, str], rank: int) -> None:
+        assert rank_at_fault(GroupError("rank 7", calls), own=9, call="exchange") == rank
+        assert rank_at_fault(OSError("rank 7"), own=9, call="exchange") == 9
 
 
 class TestInOneProcess:
@@ -292,6 +291,51 @@ class TestInOneProcess:
         SymmetricMemory.local(100, devices).close()
         assert victim.left == {}
         victim.fail("")
+
+
+@pytest.mark.filterwarnings("ignore:.*dropped without close:ResourceWarning")
+class TestACallAndAnUndoFail:
+    """Whichever they are: nothing is left, now or once it was tried again."""
+
+    def fails(self, account: Account, call: int, undo: int) -> tuple[int, list[str]]:
+        """How many calls there were, and those that failed, where one fails and an undo after it."""
+        first = sd.faulty(account.checked, NEVER, result="CUDA_ERROR_UNKNOWN")
+        driver = sd.faulty(first, NEVER, result="CUDA_ERROR_UNKNOWN")
+        devices = sa.Device.all(driver)
+        # What is asked once for each driver.
+        SymmetricMemory.local(100, devices).close()
+        begun = len(driver.seen)
+        first._target, driver._target = len(first.seen) + call, begun + call + undo
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            SymmetricMemory.local(100, devices).close()
+        first._target = driver._target = NEVER
+        count = len(driver.seen) - begun
+        descriptors()
+        assert all_ended(driver), (first.failed, driver.failed)
+        return count, first.failed + driver.failed
+
+    def sweep(self, undos: Callable[[int, int], Iterable[int]]) -> int:
+        account = Account(sd.simulated(devices=2))
+        runs = 0
+        for call in itertools.count(1):
+            count, failed = self.fails(account, call, NEVER)
+            if not failed:
+                return runs
+            for undo in undos(call, count):
+                runs += 1
+                _, failed = self.fails(account, call, undo)
+                assert account.left == {}, (call, undo, failed)
+            account.forget_calls()
+        return runs
+
+    def test_some(self) -> None:
+        assert self.sweep(lambda call, count: range(1 + call % 11, count - call + 2, 11)) > 50
+
+    @pytest.mark.soak
+    @pytest.mark.timeout(600)
+    def test_all(self) -> None:
+        assert self.sweep(lambda call, count: range(1, count - call + 2)) > 1000
 
 
 def test_errors_travel() -> None:

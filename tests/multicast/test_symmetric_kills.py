@@ -154,7 +154,7 @@ def test_nobody_dies(survivors: list[Partner]) -> None:
 def test_in_each_step(survivors: list[Partner], who: int, step: str) -> None:
     for outcome in killed(survivors, who, CALLS[step]):
         assert outcome is not None
-        assert (outcome.rank, outcome.step, outcome.cause) == (who, step, "PeerGoneError")
+        assert (outcome.rank, outcome.step, outcome.cause) == (who, step, "GroupGoneError")
         assert outcome.seconds < LIMIT / 2
         assert (outcome.left, outcome.descriptors) == ({}, 0)
 

@@ -17,6 +17,7 @@ from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
 from streamalloc.testing import Gate, multimem_ld_reduce, multimem_red, multimem_st
 from tests.ipc.support import eventually
 from tests.multicast.ranks import Crew, Meddled, Rank, reaches_all
+from tests.multicast.support import all_ended
 from tests.support import MiB, executed, holds, pending, read
 from tests.vmm.support import each
 
@@ -258,7 +259,7 @@ class TestBarrier:
                 start = (1 << 32) - 3
                 memory._signals._rounds[0] = start
                 words = np.full(memory._layout.word_count, start, np.uint32)
-                memory._parts.replicas[rank.number][memory._layout.words :][: words.nbytes].copy_from(words, stream)
+                memory._resources.replicas[rank.number][memory._layout.words :][: words.nbytes].copy_from(words, stream)
                 stream.synchronize()
                 rank.group.barrier()
                 for _ in range(6):
@@ -544,12 +545,16 @@ class TestTheEnd:
                 rank.group.barrier()
                 if how in ("drop", "cycle"):
                     if how == "cycle":
-                        cycle: list[Any] = [memory, memory.buffers, memory.multicast_buffer, memory._parts.replicas]
+                        cycle: list[Any] = [memory, memory.buffers, memory.multicast_buffer, memory._resources.replicas]
                         cycle.append(cycle)
                         del cycle
                     del memory
                     # A collection that another thread has begun may be the one that finds it.
-                    assert eventually(lambda: gc.collect() < 0 or len(rank.calls("cuMemAddressFree")) == 2)
+                    assert eventually(
+                        lambda: (
+                            gc.collect() < 0 or (all_ended(rank.driver, 0) and len(rank.calls("cuMemAddressFree")) == 2)
+                        )
+                    )
                 else:
                     getattr(memory, how)()
             return rank.calls("cuMulticastUnbind", "cuMemUnmap", "cuMemRelease", "cuMemAddressFree")

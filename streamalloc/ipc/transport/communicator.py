@@ -3,6 +3,7 @@
 There is nothing here that starts processes. :class:`Communicator` is what this library needs of a group, and the rest
 are adapters to what users have: mpi4py, ``torch.distributed``, ``multiprocessing``. Bytes travel by what the group is
 made of; descriptors over channels between the processes of one machine, whose addresses travel as bytes.
+:func:`as_communicator` also takes any object that has a rank, a size and an all-gather of bytes.
 """
 
 from __future__ import annotations
@@ -17,23 +18,38 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from typing_extensions import Buffer as BytesLike
 
 from streamalloc.core.errors import ClosedError
 from streamalloc.core.fd import Fd
 from streamalloc.core.ownership import Closes
-from streamalloc.ipc.transport.channel import Channel, PeerGoneError, ProtocolError
+from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.deadlines import left
-from streamalloc.ipc.transport.process_group import Call, Limit, Mesh, listed
+from streamalloc.ipc.transport.process_group import (
+    Call,
+    GroupGoneError,
+    GroupProtocolError,
+    GroupTimeoutError,
+    Limit,
+    Mesh,
+    described,
+    did_not_come,
+    listed,
+)
 
 __all__ = [
+    "AllgatherCommunicator",
     "Communicator",
+    "CommunicatorLike",
     "MPICommunicator",
+    "MPIGroupLike",
     "ProcessCommunicator",
+    "ProcessGroupLike",
     "SelfCommunicator",
     "TorchCommunicator",
+    "TorchGroupLike",
     "as_communicator",
 ]
 
@@ -43,9 +59,10 @@ class Communicator(Protocol):
     """A group of processes, as one of them sees it.
 
     All ranks make the same calls in the same order, each from one thread at a time. ``timeout`` is in seconds; None is
-    the communicator's own default. A call that fails on one rank fails on all, with an error that names the rank at
-    fault: ``TimeoutError`` if it did not come, :class:`PeerGoneError` if it is gone. The group is of no use after that,
-    and further calls raise :class:`ClosedError`.
+    the communicator's own default. A call that fails on one rank fails on all, with a
+    :class:`~streamalloc.ipc.GroupError` whose ``ranks`` are at fault: a ``TimeoutError`` if these did not come, a
+    :class:`PeerGoneError` if they are gone. The group is of no use after that, and further calls raise
+    :class:`ClosedError`.
 
     Attributes
     ----------
@@ -74,6 +91,56 @@ class Communicator(Protocol):
     def close(self) -> None:
         """Leave the group; idempotent."""
         ...
+
+
+class ProcessGroupLike(Protocol):
+    """An object with a rank, a size, and an all-gather of bytes that blocks."""
+
+    @property
+    def rank(self) -> int:
+        """This process's number, from 0."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        ...
+
+    def allgather(self, data: bytes, /) -> Sequence[bytes]:
+        """What every rank gives, by rank."""
+        ...
+
+
+class MPIGroupLike(Protocol):
+    """The same in mpi4py's spelling."""
+
+    def Get_rank(self) -> int:
+        """This process's number, from 0."""
+        ...
+
+    def Get_size(self) -> int:
+        """How many processes there are."""
+        ...
+
+    def allgather(self, data: Any, /) -> Sequence[Any]:
+        """What every rank gives, by rank."""
+        ...
+
+
+class TorchGroupLike(Protocol):
+    """A process group of ``torch.distributed``."""
+
+    def rank(self) -> int:
+        """This process's number, from 0."""
+        ...
+
+    def size(self) -> int:
+        """How many processes there are."""
+        ...
+
+
+CommunicatorLike: TypeAlias = Communicator | ProcessGroupLike | MPIGroupLike | TorchGroupLike | None
+"""What :func:`as_communicator` takes."""
 
 
 class _Group(Closes):
@@ -134,7 +201,7 @@ class _Group(Closes):
         try:
             yield limit
         except BaseException as error:
-            self._end(f"failed: {type(error).__name__}: {error}")
+            self._end(f"failed: {described(error)}")
             raise
 
     def _gather(self, call: Call, data: bytes, limit: Limit) -> list[bytes]:
@@ -189,6 +256,35 @@ def _apart(hosts: Sequence[str]) -> str:
 
 
 # -- one process, and several of multiprocessing -------------------------------------------------------------
+
+
+class AllgatherCommunicator(_Group):
+    """A group of which nothing is known but a rank, a size, and an all-gather of bytes that blocks.
+
+    Parameters
+    ----------
+    group
+        What has them, as ``rank``, ``size`` and ``allgather(data)``, or in mpi4py's spelling. It stays the caller's.
+    timeout
+        Seconds for what travels over channels, where calls are given none. The all-gather has a time limit of its own,
+        or none.
+    """
+
+    __slots__ = ("_group",)
+
+    def __init__(self, group: ProcessGroupLike | MPIGroupLike, *, timeout: float | None = None) -> None:
+        named: Any = group
+        if hasattr(group, "Get_rank"):
+            super().__init__(named.Get_rank(), named.Get_size(), timeout)
+        else:
+            super().__init__(named.rank, named.size, timeout)
+        self._group = group
+
+    def _gather(self, call: Call, data: bytes, limit: Limit) -> list[bytes]:
+        packets = [bytes(memoryview(packet)) for packet in self._group.allgather(bytes([call]) + data)]
+        if len(packets) != self.size:
+            raise GroupProtocolError(f"the all-gather of {self.size} ranks gave {len(packets)} parts")
+        return _same_call(call, packets)
 
 
 class SelfCommunicator(_Group):
@@ -314,7 +410,7 @@ class MPICommunicator(_Group):
         pending += own, request
         while not request.Test():
             if limit.passed():
-                raise TimeoutError(f"not all of {self.size} ranks came to the first {call} within {limit}")
+                raise GroupTimeoutError(f"not all of {self.size} ranks came to the first {call} within {limit}")
             time.sleep(_PAUSE)
         return own
 
@@ -342,7 +438,7 @@ class MPICommunicator(_Group):
             if not missing:
                 return [given[rank] for rank in range(self.size)]
             if limit.passed():
-                raise TimeoutError(f"{listed(missing)} did not come to the {call} within {limit}")
+                raise did_not_come(missing, limit, f" to the {call}")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -406,7 +502,9 @@ class TorchCommunicator(_Group):
                 # Who is in this call has read all of the one before.
                 self._forget(self._key(self._calls - 1, self.rank))
         except RuntimeError as error:
-            raise PeerGoneError(f"the store of the group does not answer; who holds it may be gone: {error}") from error
+            raise GroupGoneError(
+                f"the store of the group does not answer; who holds it may be gone: {error}"
+            ) from error
         self._calls += 1
         return _same_call(call, packets)
 
@@ -419,7 +517,7 @@ class TorchCommunicator(_Group):
             if limit.passed():
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 if missing:
-                    raise TimeoutError(f"{listed(missing)} did not come to the {call} within {limit}")
+                    raise did_not_come(missing, limit, f" to the {call}")
                 return
             time.sleep(min(pause, left(limit.end)))
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -437,21 +535,24 @@ def _same_call(call: Call, packets: Sequence[bytes]) -> list[bytes]:
     """What follows the first byte, which is the same for all if all do the same."""
     for rank, packet in enumerate(packets):
         if packet[:1] != bytes([call]):
-            raise ProtocolError(f"rank {rank} does something else than this {call}: all ranks must do the same")
+            did = str(Call(packet[0])) if packet[:1] and packet[0] in list(Call) else ""
+            text = f"rank {rank} does something else than this {call}: all ranks must do the same"
+            raise GroupProtocolError(text, {rank: did})
     return [packet[1:] for packet in packets]
 
 
 # -- any of them ---------------------------------------------------------------------------------------------
 
 
-def as_communicator(group: Any = None) -> Communicator:
+def as_communicator(group: CommunicatorLike = None) -> Communicator:
     """The communicator for a group of whatever kind.
 
     Parameters
     ----------
     group
-        A :class:`Communicator`, an intracommunicator of mpi4py, a process group of ``torch.distributed``, or None for
-        the default one of that.
+        A :class:`Communicator`; an intracommunicator of mpi4py; a process group of ``torch.distributed``, or None for
+        the default one of that; or any object with ``rank``, ``size`` and ``allgather(data)``, or with ``Get_rank()``,
+        ``Get_size()`` and ``allgather(data)``.
 
     Raises
     ------
@@ -475,6 +576,11 @@ def as_communicator(group: Any = None) -> Communicator:
         return TorchCommunicator(group)
     if isinstance(group, Communicator):
         return group
+    named = [("Get_rank", "Get_size"), ("rank", "size")]
+    if hasattr(group, "allgather") and any(hasattr(group, one) and hasattr(group, other) for one, other in named):
+        alike: Any = group
+        return AllgatherCommunicator(alike)
     raise TypeError(
-        f"{group!r} is no group: allowed are a Communicator, an mpi4py communicator, a torch.distributed process group"
+        f"{group!r} is no group: allowed are a Communicator, an mpi4py communicator, a torch.distributed process "
+        "group, and objects with rank, size and allgather"
     )

@@ -13,7 +13,7 @@ import os
 import select
 import struct
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from streamalloc.core.fd import Fd
@@ -28,7 +28,18 @@ from streamalloc.ipc.transport.channel import (
 )
 from streamalloc.ipc.transport.deadlines import end_of, left, milliseconds
 
-__all__ = ["Call", "Limit", "Mesh", "listed"]
+__all__ = [
+    "Call",
+    "GroupError",
+    "GroupGoneError",
+    "GroupProtocolError",
+    "GroupTimeoutError",
+    "Limit",
+    "Mesh",
+    "described",
+    "did_not_come",
+    "listed",
+]
 
 
 class Call(enum.IntEnum):
@@ -63,16 +74,65 @@ class Limit(NamedTuple):
         return f"{self.seconds:g} s"
 
 
+class GroupError(Exception):
+    """What ranks do together has failed.
+
+    Attributes
+    ----------
+    calls
+        What the ranks at fault did instead, by rank; ``""`` where that is not known. Where ranks did different things,
+        both are here.
+    """
+
+    calls: Mapping[int, str]
+
+    def __init__(self, text: str, calls: Mapping[int, str] | None = None) -> None:
+        super().__init__(text)
+        self.calls = dict(calls or {})
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks at fault, the first one first."""
+        return tuple(self.calls)
+
+
+class GroupTimeoutError(GroupError, TimeoutError):
+    """Ranks did not come in time."""
+
+
+class GroupGoneError(GroupError, PeerGoneError):
+    """A rank has ended, has closed its end, or has given up."""
+
+
+class GroupProtocolError(GroupError, ProtocolError):
+    """Ranks do different things, or one runs another version."""
+
+
+def described(error: BaseException) -> str:
+    """An error in words."""
+    return str(error) if isinstance(error, GroupError) else f"{type(error).__name__}: {error}"
+
+
+def did_not_come(ranks: Iterable[int], limit: Limit, where: str = "") -> GroupTimeoutError:
+    """The error for ranks that are missing; ``where`` begins with a blank."""
+    ranks = sorted(ranks)
+    return GroupTimeoutError(f"{listed(ranks)} did not come{where} within {limit}", dict.fromkeys(ranks, ""))
+
+
 def listed(ranks: Iterable[int]) -> str:
     """Ranks in words."""
     names = [str(rank) for rank in sorted(ranks)]
     return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names)}"
 
 
-# In front of each packet: the call, the number of calls before it, and the bytes and descriptors of the whole part.
+# In front of each packet: the call, the number of calls before it, and the bytes and descriptors of the whole part. Of
+# a rank that gives up: how many of _CULPRIT follow, and the kind of error.
 _HEAD = struct.Struct("<BxxxIQI")
 _HELLO = struct.Struct("<5sI")
-_PIECE = PACKET_DATA - _HEAD.size
+_CULPRIT = struct.Struct("<IB")
+_CALLS = ("", "allgather", "barrier", "exchange")
+_MOST_CULPRITS = 1000
+_CHUNK = PACKET_DATA - _HEAD.size
 _GONE, _LATE = 0, 1
 _SHORT = 0.001
 _LONG = 0.02
@@ -132,7 +192,7 @@ class Mesh(Closes):
                     channels[found[0]] = found[1]
                     after.discard(found[0])
                 if (before or after) and limit.passed():
-                    raise TimeoutError(f"{listed(before | after)} did not come within {limit}")
+                    raise did_not_come(before | after, limit)
                 if before and not after:
                     time.sleep(min(pause, left(limit.end)))
                 pause = min(2 * pause, _LONG)
@@ -195,7 +255,7 @@ class Mesh(Closes):
             if waiting and limit.passed():
                 missing = [part.rank for part in waiting.values() if not part.received]
                 missing = missing or [part.rank for part in waiting.values()]
-                raise TimeoutError(f"{listed(missing)} did not come to the {call} within {limit}")
+                raise did_not_come(missing, limit, f" to the {call}")
 
     def _send(self, part: _Part, packets: list[tuple[bytes, Sequence[Fd | int]]]) -> None:
         while part.unsent:
@@ -219,20 +279,21 @@ class Mesh(Closes):
                 raise _why_gone(part) from None
             part.handles += handles
             if len(data) < _HEAD.size:
-                raise ProtocolError(f"rank {part.rank} sent a packet of {len(data)} bytes")
+                raise _wrong(part, f"sent a packet of {len(data)} bytes")
             theirs, count, nbytes, total = _HEAD.unpack_from(data)
             if theirs == Call.FAILED:
                 raise _reason(data)
             if (theirs, count) != (call, self._calls):
                 name = str(Call(theirs)) if theirs in list(Call) else f"call {theirs}"
-                raise ProtocolError(
+                raise GroupProtocolError(
                     f"rank {part.rank} does call number {count + 1}, {name}, while rank {self._rank} does call number "
-                    f"{self._calls + 1}, {call}: all ranks must do the same in the same order"
+                    f"{self._calls + 1}, {call}: all ranks must do the same in the same order",
+                    {part.rank: name, self._rank: str(call)},
                 )
             part.data.append(data[_HEAD.size :])
             part.nbytes += len(part.data[-1])
             if part.nbytes > nbytes or len(part.handles) > total:
-                raise ProtocolError(f"rank {part.rank} sent more than it said")
+                raise _wrong(part, "sent more than it said")
             part.received = part.nbytes == nbytes and len(part.handles) == total
 
     def _give_up(self, error: BaseException) -> None:
@@ -240,9 +301,13 @@ class Mesh(Closes):
         if isinstance(error, (TimeoutError, PeerGoneError)):
             text = str(error)
         else:
-            text = f"rank {self._rank} gave up: {type(error).__name__}: {error}"
+            text = f"rank {self._rank} gave up: {described(error)}"
         kind = _LATE if isinstance(error, TimeoutError) else _GONE
-        packet = _HEAD.pack(Call.FAILED, self._calls, 0, kind) + text.encode()[:1000]
+        calls = error.calls if isinstance(error, GroupError) else {self._rank: ""}
+        culprits = list(calls.items())[:_MOST_CULPRITS]
+        packet = _HEAD.pack(Call.FAILED, self._calls, len(culprits), kind)
+        packet += b"".join(_CULPRIT.pack(rank, _CALLS.index(did) if did in _CALLS else 0) for rank, did in culprits)
+        packet += text.encode(errors="backslashreplace")[:1000]
         for channel in self._channels.values():
             with contextlib.suppress(Exception):
                 channel.send(packet, timeout=0)
@@ -275,10 +340,10 @@ def _packets(
     call: Call, count: int, data: bytes, handles: Sequence[Fd | int]
 ) -> Iterator[tuple[bytes, Sequence[Fd | int]]]:
     head = _HEAD.pack(call, count, len(data), len(handles))
-    number = max(1, -(-len(data) // _PIECE), -(-len(handles) // PACKET_HANDLES))
+    number = max(1, -(-len(data) // _CHUNK), -(-len(handles) // PACKET_HANDLES))
     for i in range(number):
         yield (
-            head + data[i * _PIECE : (i + 1) * _PIECE],
+            head + data[i * _CHUNK : (i + 1) * _CHUNK],
             handles[i * PACKET_HANDLES : (i + 1) * PACKET_HANDLES],
         )
 
@@ -293,7 +358,7 @@ def _why_gone(part: _Part) -> Exception:
         try:
             data, handles = part.channel.receive(timeout=0)
         except (PeerGoneError, TimeoutError, ProtocolError):
-            return PeerGoneError(f"rank {part.rank} (process {part.channel.peer.pid}) is gone")
+            return GroupGoneError(f"rank {part.rank} (process {part.channel.peer.pid}) is gone", {part.rank: ""})
         for handle in handles:
             handle.close()
         if len(data) >= _HEAD.size and data[0] == Call.FAILED:
@@ -302,6 +367,14 @@ def _why_gone(part: _Part) -> Exception:
 
 def _reason(packet: bytes) -> Exception:
     """The error of the rank that sent a packet of kind ``FAILED``."""
-    kind = _HEAD.unpack_from(packet)[3]
-    text = packet[_HEAD.size :].decode(errors="replace")
-    return TimeoutError(text) if kind == _LATE else PeerGoneError(text)
+    _, _, count, kind = _HEAD.unpack_from(packet)
+    end = _HEAD.size + min(count, _MOST_CULPRITS) * _CULPRIT.size
+    culprits = packet[_HEAD.size : end]
+    found = _CULPRIT.iter_unpack(culprits[: len(culprits) - len(culprits) % _CULPRIT.size])
+    calls = {rank: _CALLS[did] if did < len(_CALLS) else "" for rank, did in found}
+    text = packet[end:].decode(errors="replace")
+    return GroupTimeoutError(text, calls) if kind == _LATE else GroupGoneError(text, calls)
+
+
+def _wrong(part: _Part, how: str) -> GroupProtocolError:
+    return GroupProtocolError(f"rank {part.rank} {how}", {part.rank: ""})

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from streamalloc.core.arguments import FABRIC_NEEDS
 from streamalloc.core.errors import NotSupportedError
 from streamalloc.core.properties import MemHandleType
-from streamalloc.ipc.transport.process_group import listed
+from streamalloc.ipc.internal import listed
 
-__all__ = ["CHANNELS", "Card", "Layout", "Plan", "decide", "layout_of"]
+__all__ = ["CHANNELS", "Layout", "Plan", "RankProfile", "decide", "layout_of"]
 
 CHANNELS = 16
 """How many barriers, and how many signals between two ranks, can be under way independently of each other."""
@@ -30,7 +30,7 @@ _FABRIC, _POSIX = MemHandleType.FABRIC, MemHandleType.POSIX_FILE_DESCRIPTOR
 
 
 @dataclass(frozen=True)
-class Card:
+class RankProfile:
     """What one rank was asked for, and what its device can do."""
 
     nbytes: int
@@ -56,7 +56,7 @@ class Card:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Card:
+    def from_bytes(cls, data: bytes) -> RankProfile:
         """What another rank said.
 
         Raises
@@ -114,7 +114,7 @@ class Plan(NamedTuple):
         return _up(self.layout.total, self.granularity[kind])
 
 
-def decide(cards: Sequence[Card], *, one_process: bool) -> Plan:
+def decide(profiles: Sequence[RankProfile], *, one_process: bool) -> Plan:
     """What to do, given what all ranks say.
 
     Raises
@@ -125,26 +125,26 @@ def decide(cards: Sequence[Card], *, one_process: bool) -> Plan:
         Multicast or a handle type was asked for and does not work, or no handle type does; the message says why.
     """
     for name in ("nbytes", "signal_pad_bytes", "multicast", "handle_type"):
-        _check_same(name, cards)
-    one = cards[0]
-    why_not = _why_no_multicast(cards)
+        _check_same(name, profiles)
+    one = profiles[0]
+    why_not = _why_no_multicast(profiles)
     if one.multicast and why_not:
         raise NotSupportedError("CUDA_ERROR_NOT_SUPPORTED", 801, "cuMulticastCreate", f"needs {why_not}")
     multicast = one.multicast is not False and not why_not
-    kinds = (MemHandleType.NONE,) if one_process else _kinds(cards)
+    kinds = (MemHandleType.NONE,) if one_process else _kinds(profiles)
     granularity = {}
     for kind in kinds:
-        sizes = [card.granularity for card in cards]
+        sizes = [profile.granularity for profile in profiles]
         if multicast:
-            sizes += [card.multicast_granularity[str(int(kind))] for card in cards]
+            sizes += [profile.multicast_granularity[str(int(kind))] for profile in profiles]
         granularity[kind] = max(sizes)
-    return Plan(layout_of(one.nbytes, one.signal_pad_bytes, len(cards)), kinds, multicast, granularity)
+    return Plan(layout_of(one.nbytes, one.signal_pad_bytes, len(profiles)), kinds, multicast, granularity)
 
 
-def _check_same(name: str, cards: Sequence[Card]) -> None:
+def _check_same(name: str, profiles: Sequence[RankProfile]) -> None:
     ranks: dict[Any, list[int]] = defaultdict(list)
-    for rank, card in enumerate(cards):
-        ranks[getattr(card, name)].append(rank)
+    for rank, profile in enumerate(profiles):
+        ranks[getattr(profile, name)].append(rank)
     if len(ranks) > 1:
         given = "; ".join(f"{listed(which)} gave {_shown(name, value)}" for value, which in ranks.items())
         raise ValueError(f"{name} must be the same on all ranks: {given}")
@@ -156,11 +156,11 @@ def _shown(name: str, value: Any) -> str:
     return repr(MemHandleType(value)) if name == "handle_type" else repr(value)
 
 
-def _kinds(cards: Sequence[Card]) -> tuple[MemHandleType, ...]:
-    asked = MemHandleType(cards[0].handle_type)
+def _kinds(profiles: Sequence[RankProfile]) -> tuple[MemHandleType, ...]:
+    asked = MemHandleType(profiles[0].handle_type)
     kinds = []
     reasons = []
-    for kind, why_not in ((_FABRIC, _why_no_fabric(cards)), (_POSIX, _why_no_descriptors(cards))):
+    for kind, why_not in ((_FABRIC, _why_no_fabric(profiles)), (_POSIX, _why_no_descriptors(profiles))):
         if asked in (MemHandleType.NONE, kind):
             if why_not:
                 reasons.append(why_not)
@@ -173,37 +173,37 @@ def _kinds(cards: Sequence[Card]) -> tuple[MemHandleType, ...]:
     return tuple(kinds)
 
 
-def _why_no_multicast(cards: Sequence[Card]) -> str:
-    if len(cards) < 2:
+def _why_no_multicast(profiles: Sequence[RankProfile]) -> str:
+    if len(profiles) < 2:
         return "a team of two devices or more, found one"
-    lacking = _ranks(cards, lambda card: not card.multicast_supported)
+    lacking = _ranks(profiles, lambda profile: not profile.multicast_supported)
     if lacking:
         return f"devices that support multicast objects (joined by NVSwitch), found that those of {lacking} do not"
-    if len({card.device for card in cards}) < len(cards):
-        return f"a device for each rank, found that some share one: {[card.device for card in cards]}"
+    if len({profile.device for profile in profiles}) < len(profiles):
+        return f"a device for each rank, found that some share one: {[profile.device for profile in profiles]}"
     return ""
 
 
-def _why_no_fabric(cards: Sequence[Card]) -> str:
-    lacking = _ranks(cards, lambda card: not card.fabric)
+def _why_no_fabric(profiles: Sequence[RankProfile]) -> str:
+    lacking = _ranks(profiles, lambda profile: not profile.fabric)
     return f"{FABRIC_NEEDS}; those of {lacking} offer none" if lacking else ""
 
 
-def _why_no_descriptors(cards: Sequence[Card]) -> str:
-    lacking = _ranks(cards, lambda card: not card.posix)
+def _why_no_descriptors(profiles: Sequence[RankProfile]) -> str:
+    lacking = _ranks(profiles, lambda profile: not profile.posix)
     if lacking:
         return f"file descriptors need devices that offer them, and those of {lacking} do not"
     hosts: dict[str, list[int]] = defaultdict(list)
-    for rank, card in enumerate(cards):
-        hosts[card.host].append(rank)
+    for rank, profile in enumerate(profiles):
+        hosts[profile.host].append(rank)
     if len(hosts) == 1:
         return ""
     places = "; ".join(f"{listed(which)} on {host}" for host, which in hosts.items())
     return f"file descriptors need all ranks on one machine, of one user and in one network namespace: {places}"
 
 
-def _ranks(cards: Sequence[Card], found: Callable[[Card], bool]) -> str:
-    ranks = [rank for rank, card in enumerate(cards) if found(card)]
+def _ranks(profiles: Sequence[RankProfile], found: Callable[[RankProfile], bool]) -> str:
+    ranks = [rank for rank, profile in enumerate(profiles) if found(profile)]
     return listed(ranks) if ranks else ""
 
 

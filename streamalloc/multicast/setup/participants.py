@@ -7,12 +7,11 @@ given up, and all ranks make the same calls of their communicator in the same or
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Sequence
 
 from streamalloc.core.fd import Fd
-from streamalloc.ipc import Communicator
-from streamalloc.ipc.transport.deadlines import left
+from streamalloc.ipc import Communicator, GroupError
+from streamalloc.ipc.internal import described, left
 
 __all__ = ["SymmetricMemoryError", "Team"]
 
@@ -20,9 +19,6 @@ _DONE, _FAILED = b"\0", b"\1"
 _LONGEST_REASON = 2000
 # The ranks that are waited for once more after a failure, to have given everything back.
 _GRACE = 2.0
-_RANK = re.compile(r"\branks? (\d+)")
-_DIFFERENT = re.compile(r"\brank (\d+) does call number \d+, (\w+), while rank (\d+) does")
-_TOLD = re.compile(r"^rank \d+ gave up: \w+: (?=.*\branks? \d)", re.DOTALL)
 
 
 class SymmetricMemoryError(RuntimeError):
@@ -170,22 +166,11 @@ def _packet(outcome: bytes | BaseException) -> bytes:
     return _DONE + outcome
 
 
-def described(error: BaseException) -> str:
-    """An error in words."""
-    return f"{type(error).__name__}: {error}"
-
-
 def rank_at_fault(error: BaseException, own: int, call: str) -> int:
-    """The rank that a communicator's error names; our own where it names none.
+    """The rank that a communicator's error is about; our own where it is about none.
 
     Where two ranks did different things, it is the one that did not do ``call``.
     """
-    text = str(error)
-    while told := _TOLD.match(text):
-        # One rank tells what another one did to it.
-        text = text[told.end() :]
-    found = _DIFFERENT.search(text)
-    if found and found.group(2) == call:
-        return int(found.group(3))
-    found = _RANK.search(text)
-    return int(found.group(1)) if found else own
+    calls = error.calls if isinstance(error, GroupError) else {}
+    others = [rank for rank, did in calls.items() if did != call]
+    return next(iter(others or calls), own)

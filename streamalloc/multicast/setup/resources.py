@@ -5,24 +5,27 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
 from streamalloc.core.errors import CaptureError, CudaError, attach
 from streamalloc.core.fd import Fd
+from streamalloc.core.later import Deferred
 from streamalloc.core.properties import MemHandleType
-from streamalloc.ipc.transport.deadlines import left
+from streamalloc.ipc.internal import left
 from streamalloc.multicast.objects.multicast_object import Binding, MulticastObject
 from streamalloc.vmm import AddressRange, Mapping, PhysicalMemory
 from streamalloc.vmm.internal import import_memory
 
-__all__ = ["Parts", "finish", "in_time"]
+__all__ = ["RankResources", "finish", "in_time"]
 
 Handle: TypeAlias = Fd | bytes
 
+_UNICAST, _VIEW = 0, 1
 
-class Parts:
+
+class RankResources(Deferred):
     """The memory of all ranks as this process has it, with the multicast object, the addresses and the mappings.
 
     ``devices`` are those of this process's ranks, by rank: they get access to everything.
@@ -35,13 +38,12 @@ class Parts:
         "handles",
         "kind",
         "memories",
-        "multicast",
+        "objects",
         "physical_bytes",
+        "ranges",
         "replicas",
         "size",
-        "unicast",
-        "view",
-        "view_mapping",
+        "views",
     )
 
     def __init__(self, door: Door, devices: dict[int, Device], size: int) -> None:
@@ -50,19 +52,28 @@ class Parts:
         self.size = size
         self.kind = MemHandleType.NONE
         self.physical_bytes = 0
-        self.memories: dict[int, PhysicalMemory] = {}
-        """By rank."""
-        self.multicast: MulticastObject | None = None
-        self.bindings: list[Binding] = []
-        self.unicast: AddressRange | None = None
-        """The memories of all ranks, side by side."""
-        self.view: AddressRange | None = None
-        """The multicast object."""
-        self.replicas: list[Mapping] = []
-        """By rank."""
-        self.view_mapping: Mapping | None = None
-        self.handles: list[Fd] = []
+        self.handles: dict[int, Fd] = {}
         """Descriptors that are open here until everything is imported."""
+        self.bindings: dict[int, Binding] = {}
+        """By rank, as the next two."""
+        self.replicas: dict[int, Mapping] = {}
+        self.memories: dict[int, PhysicalMemory] = {}
+        self.objects: dict[int, MulticastObject] = {}
+        """The multicast object, if there is one."""
+        self.views: dict[int, Mapping] = {}
+        """What maps it."""
+        self.ranges: dict[int, AddressRange] = {}
+        """The memories of all ranks side by side, and the multicast object."""
+
+    @property
+    def multicast(self) -> MulticastObject | None:
+        """The multicast object; None where there is none."""
+        return self.objects.get(_VIEW)
+
+    @property
+    def view(self) -> Mapping | None:
+        """The mapping of the multicast object; None where there is none."""
+        return self.views.get(_VIEW)
 
     # -- the steps, each for one rank of this process --------------------------------------------------------
 
@@ -71,135 +82,120 @@ class Parts:
         device = self.devices[rank]
         self.memories[rank] = PhysicalMemory(self.physical_bytes, device, handle_types=self.kind)
         if multicast and rank == 0:
-            self.multicast = MulticastObject(
+            self.objects[_VIEW] = MulticastObject(
                 self.physical_bytes, self.size, handle_types=self.kind, driver=device.driver
             )
 
     def export(self, rank: int) -> list[Handle]:
         """Handles for the other processes: of the rank's memory, and of the multicast object if it has made that."""
-        exported = [self._export(self.memories[rank])]
-        if self.multicast is not None:
-            exported.append(self._export(self.multicast))
+        exported: list[Handle] = []
+        for thing in (self.memories[rank], *self.objects.values()):
+            handle = thing.export(self.kind)
+            self.keep(handle)
+            exported.append(handle)
         return exported
 
-    def _export(self, thing: PhysicalMemory | MulticastObject) -> Handle:
-        handle = thing.export(self.kind)
-        if isinstance(handle, Fd):
-            self.handles.append(handle)
-        return handle
+    def keep(self, *handles: Handle) -> None:
+        """Keep descriptors until everything is imported."""
+        for handle in handles:
+            if isinstance(handle, Fd):
+                self.handles[len(self.handles)] = handle
 
-    def take(self, rank: int, given: Sequence[Sequence[Handle]], multicast: bool) -> None:
+    def import_handles(self, rank: int, given: Sequence[Sequence[Handle]], multicast: bool) -> None:
         """Import what the other ranks gave, and close the descriptors."""
-        expected = [1 + (multicast and other == 0) for other in range(self.size)]
         for other, handles in enumerate(given):
-            if len(handles) != expected[other]:
-                raise ValueError(f"rank {other} gave {len(handles)} handles instead of {expected[other]}")
+            expected = 1 + (multicast and other == 0)
+            if len(handles) != expected:
+                raise ValueError(f"rank {other} gave {len(handles)} handles instead of {expected}")
         if multicast and rank != 0:
-            self.multicast = MulticastObject.from_handle(
+            self.objects[_VIEW] = MulticastObject.from_handle(
                 given[0][1], self.physical_bytes, self.size, handle_types=self.kind, driver=self.door.driver
             )
         for other, handles in enumerate(given):
             if other != rank:
-                self.memories[other] = self._import(handles[0])
-        self.close_handles()
-
-    def _import(self, handle: Handle) -> PhysicalMemory:
-        return import_memory(self.door, handle, self.physical_bytes)
-
-    def close_handles(self) -> None:
-        """Close the descriptors: who has imported what they stand for needs them no more."""
-        while self.handles:
-            self.handles.pop().close()
+                self.memories[other] = import_memory(self.door, handles[0], self.physical_bytes)
+        # Who has imported what they stand for needs them no more.
+        _close_all(self.handles)
 
     def add(self, rank: int) -> None:
         """Add the rank's device to the team of the multicast object."""
-        assert self.multicast is not None
-        self.multicast.add_device(self.devices[rank])
+        self.objects[_VIEW].add_device(self.devices[rank])
 
     def bind(self, rank: int) -> None:
         """Bind the rank's memory. The driver would block here while a device is missing in the team."""
-        assert self.multicast is not None
-        self.multicast.team_complete()
-        self.bindings.append(self.multicast.bind(self.memories[rank], device=self.devices[rank]))
+        self.objects[_VIEW].team_complete()
+        self.bindings[rank] = self.objects[_VIEW].bind(self.memories[rank], device=self.devices[rank])
 
     def reserve(self) -> None:
         """Reserve the addresses."""
         driver = self.door.driver
-        self.unicast = AddressRange(self.size * self.physical_bytes, driver=driver)
-        if self.multicast is not None:
-            self.view = AddressRange(
+        self.ranges[_UNICAST] = AddressRange(self.size * self.physical_bytes, driver=driver)
+        if self.objects:
+            self.ranges[_VIEW] = AddressRange(
                 self.physical_bytes, alignment=_power_of_two_in(self.physical_bytes), driver=driver
             )
 
     def map(self) -> None:
         """Map the memories, and the multicast object."""
-        assert self.unicast is not None
         for rank in range(self.size):
-            self.replicas.append(self.unicast.map(self.memories[rank], rank * self.physical_bytes))
-        if self.view is not None and self.multicast is not None:
-            self.view_mapping = self.view.map(self.multicast)
+            self.replicas[rank] = self.ranges[_UNICAST].map(self.memories[rank], rank * self.physical_bytes)
+        if self.objects:
+            self.views[_VIEW] = self.ranges[_VIEW].map(self.objects[_VIEW])
 
     def access(self) -> None:
         """Give the devices of this process access to all of it."""
-        for part in (self.unicast, self.view):
-            if part is not None:
-                part.set_access(self.devices.values())
+        for range in self.ranges.values():
+            range.set_access(self.devices.values())
 
     # -- the end ---------------------------------------------------------------------------------------------
 
     @property
     def made(self) -> bool:
         """Whether there is anything to give back."""
-        return bool(self.memories or self.multicast or self.unicast or self.view or self.handles)
+        return bool(self.handles or self.bindings or self.objects or self.memories or self.ranges)
 
-    def release(self) -> None:
-        """Give everything back: unbind, then the multicast object, the memories, and the addresses last.
+    def attempt(self) -> bool:
+        """Give everything back, in the order that the driver asks for. No work may be under way that uses any of it.
 
-        No work may be under way that uses any of it. What fails is kept, the rest goes: call it again.
+        What fails is kept, with all that has to go after it: call it again.
 
         Raises
         ------
         CudaError
             The first call that failed, with the others attached.
         """
-        errors: list[BaseException] = []
-        self.replicas, self.view_mapping = [], None
-        _attempt(self.close_handles, errors)
-        self.bindings = [one for one in self.bindings if not _attempt(functools.partial(one.close, ()), errors)]
-        unmapped = _unmap(self.view, errors)
-        if (
-            self.multicast is not None
-            and not self.bindings
-            and unmapped
-            and _attempt(functools.partial(self.multicast.close, ()), errors)
-        ):
-            self.multicast = None
-        unmapped = _unmap(self.unicast, errors)
-        if self.multicast is None and unmapped:
-            memories = self.memories.items()
-            self.memories = {rank: memory for rank, memory in memories if not _attempt(memory.close, errors)}
-        if not self.memories and not self.multicast:
-            if self.view is not None and _attempt(self.view.close, errors):
-                self.view = None
-            if self.unicast is not None and _attempt(self.unicast.close, errors):
-                self.unicast = None
-        if errors:
-            for later in errors[1:]:
-                attach(errors[0], later)
-            raise errors[0]
+        _close_all(self.handles)
+        _close_all(self.bindings)
+        self._unmap(_VIEW, self.views)
+        _close_all(self.objects)
+        self._unmap(_UNICAST, self.replicas)
+        _close_all(self.memories)
+        _close_all(self.ranges)
+        return True
+
+    def _unmap(self, which: int, mappings: dict[int, Mapping]) -> None:
+        if which in self.ranges:
+            self.ranges[which].unmap(after=())
+        mappings.clear()
 
 
-def _attempt(undo: Callable[[], object], errors: list[BaseException]) -> bool:
-    try:
-        undo()
-    except Exception as error:
-        errors.append(error)
-        return False
-    return True
-
-
-def _unmap(part: AddressRange | None, errors: list[BaseException]) -> bool:
-    return part is None or _attempt(lambda: part.unmap(after=()), errors)
+def _close_all(held: dict[int, Any]) -> None:
+    """Close everything in ``held``, and keep there what fails."""
+    errors: list[Exception] = []
+    for key, one in tuple(held.items()):
+        try:
+            if isinstance(one, (Binding, MulticastObject)):
+                # The work of all devices was waited for.
+                one.close(after=())
+            else:
+                one.close()
+            del held[key]
+        except Exception as error:
+            errors.append(error)
+    for later in errors[1:]:
+        attach(errors[0], later)
+    if errors:
+        raise errors[0]
 
 
 def _power_of_two_in(number: int) -> int:

@@ -21,11 +21,11 @@ from streamalloc.core.errors import (
 from streamalloc.core.properties import MemHandleType, checked_size
 from streamalloc.driver import Driver
 from streamalloc.ipc import DriverVersionWarning
-from streamalloc.ipc.transport.deadlines import end_of
+from streamalloc.ipc.internal import end_of
 from streamalloc.multicast.objects.multicast_object import MulticastObject
-from streamalloc.multicast.setup.agreement import Card, Layout, Plan, decide, layout_of
+from streamalloc.multicast.setup.agreement import Layout, Plan, RankProfile, decide, layout_of
 from streamalloc.multicast.setup.participants import SymmetricMemoryError, Team
-from streamalloc.multicast.setup.resources import Parts
+from streamalloc.multicast.setup.resources import RankResources
 from streamalloc.vmm import PhysicalMemory
 
 __all__ = ["Asked", "agree", "check_now", "checked_team", "end_or_none", "set_up"]
@@ -86,30 +86,30 @@ def agree(
     chosen: dict[int, Device] = {}
     mistakes: list[Exception] = []
 
-    def card(rank: int) -> bytes:
+    def profile(rank: int) -> bytes:
         try:
             asked.check()
             chosen[rank] = _device_for(given.get(rank), driver)
         except (TypeError, ValueError) as error:
             mistakes.append(error)
             raise
-        return _card(team, asked, chosen[rank]).to_bytes()
+        return _profile(team, asked, chosen[rank]).to_bytes()
 
     try:
-        said = team.step("agree", card, end)
+        said = team.step("agree", profile, end)
     except SymmetricMemoryError:
         if mistakes:
             raise mistakes[0] from None
         raise
-    cards = [Card.from_bytes(one) for one in said]
-    versions = {card.driver_version for card in cards}
+    profiles = [RankProfile.from_bytes(one) for one in said]
+    versions = {profile.driver_version for profile in profiles}
     if len(versions) > 1:
         warnings.warn(
             f"the ranks run drivers of different versions, {sorted(versions)}: NVIDIA supports equal ones only",
             DriverVersionWarning,
             stacklevel=3,
         )
-    return decide(cards, one_process=team.communicator is None), chosen
+    return decide(profiles, one_process=team.communicator is None), chosen
 
 
 def _device_for(device: object, driver: Driver | None) -> Device:
@@ -128,7 +128,7 @@ def _device_for(device: object, driver: Driver | None) -> Device:
     raise ValueError(f"device: which of {count} devices is this rank's? Give device=, or make its context current")
 
 
-def _card(team: Team, asked: Asked, device: Device) -> Card:
+def _profile(team: Team, asked: Asked, device: Device) -> RankProfile:
     alone = team.communicator is None
     check_now(device._door)
     supported = bool(_attribute(device, "MULTICAST_SUPPORTED"))
@@ -148,7 +148,7 @@ def _card(team: Team, asked: Asked, device: Device) -> Card:
                 recommended=True,
                 driver=device.driver,
             )
-    return Card(
+    return RankProfile(
         nbytes=int(asked.nbytes),
         signal_pad_bytes=int(asked.signal_pad_bytes),
         multicast=None if asked.multicast == "auto" else bool(asked.multicast),
@@ -171,11 +171,11 @@ def _attribute(device: Device, name: str) -> int:
         return 0
 
 
-def set_up(team: Team, parts: Parts, plan: Plan, end: float | None) -> tuple[int, ...]:
+def set_up(team: Team, resources: RankResources, plan: Plan, end: float | None) -> tuple[int, ...]:
     """All steps after the agreement, on all ranks or on none; where each rank's memory begins here."""
-    _create(team, parts, plan, end)
+    _create(team, resources, plan, end)
     if team.communicator is not None:
-        _exchange(team, parts, plan.multicast, end)
+        _exchange(team, resources, plan.multicast, end)
 
     def once(do: Callable[[], None]) -> Callable[[int], None]:
         return lambda rank: do() if rank == team.here[0] else None
@@ -183,30 +183,30 @@ def set_up(team: Team, parts: Parts, plan: Plan, end: float | None) -> tuple[int
     steps: list[tuple[str, Callable[[int], None]]] = []
     if plan.multicast:
         # A process binds when all ranks have said that they have added their devices: until then the driver blocks.
-        steps += [("add", parts.add), ("bind", parts.bind)]
+        steps += [("add", resources.add), ("bind", resources.bind)]
     steps += [
-        ("reserve", once(parts.reserve)),
-        ("map", once(parts.map)),
-        ("access", once(parts.access)),
+        ("reserve", once(resources.reserve)),
+        ("map", once(resources.map)),
+        ("access", once(resources.access)),
         # After this one nobody touches memory that is still to be cleared.
-        ("clear", lambda rank: _clear(parts, plan.layout, rank)),
+        ("clear", lambda rank: _clear(resources, plan.layout, rank)),
     ]
     for name, do in steps:
         team.step(name, do, end)
-    return tuple(replica.address for replica in parts.replicas)
+    return tuple(replica.address for replica in resources.replicas.values())
 
 
-def _create(team: Team, parts: Parts, plan: Plan, end: float | None) -> None:
+def _create(team: Team, resources: RankResources, plan: Plan, end: float | None) -> None:
     """Make the memory, with the first handle type that all ranks may use."""
     for kind in plan.kinds:
 
         def create(rank: int, kind: MemHandleType = kind) -> bytes:
             if kind != plan.kinds[0]:
-                parts.release()
-            parts.kind = kind
-            parts.physical_bytes = plan.physical_bytes(kind)
+                resources.attempt()
+            resources.kind = kind
+            resources.physical_bytes = plan.physical_bytes(kind)
             try:
-                parts.create(rank, plan.multicast)
+                resources.create(rank, plan.multicast)
             except (NotPermittedError, NotSupportedError) as error:
                 if kind is not MemHandleType.FABRIC:
                     raise
@@ -222,25 +222,25 @@ def _create(team: Team, parts: Parts, plan: Plan, end: float | None) -> None:
             raise SymmetricMemoryError(refused[0], "create", refusals[refused[0]].decode(errors="replace"))
 
 
-def _exchange(team: Team, parts: Parts, multicast: bool, end: float | None) -> None:
+def _exchange(team: Team, resources: RankResources, multicast: bool, end: float | None) -> None:
     """Export, give to all ranks, and import what they have given."""
     exported: list[Any] = []
-    team.step("export", lambda rank: exported.extend(parts.export(rank)), end)
+    team.step("export", lambda rank: exported.extend(resources.export(rank)), end)
     given: Sequence[Sequence[Any]]
-    if parts.kind is MemHandleType.FABRIC:
+    if resources.kind is MemHandleType.FABRIC:
         packets = team.step("exchange", lambda rank: b"".join(exported), end)
         given = [[packet[at : at + 64] for at in range(0, len(packet), 64)] for packet in packets]
     else:
         given = team.exchange("exchange", exported, end)
-        parts.handles += [fd for fds in given for fd in fds]
-    team.step("import", lambda rank: parts.take(rank, given, multicast), end)
+        resources.keep(*[fd for fds in given for fd in fds])
+    team.step("import", lambda rank: resources.import_handles(rank, given, multicast), end)
 
 
-def _clear(parts: Parts, layout: Layout, rank: int) -> None:
+def _clear(resources: RankResources, layout: Layout, rank: int) -> None:
     """Zero what lies behind the user's bytes, and write the tables."""
-    replica = parts.replicas[rank]
-    bases = np.array([one.address for one in parts.replicas], np.uint64)
-    with parts.devices[rank].create_stream() as stream:
+    replica = resources.replicas[rank]
+    bases = np.array([one.address for one in resources.replicas.values()], np.uint64)
+    with resources.devices[rank].create_stream() as stream:
         replica[layout.signal_pad : layout.total].fill(0, stream)
         for table, addresses in (
             (layout.buffer_table, bases),

@@ -211,7 +211,7 @@ class TestFaults:
         with pytest.raises(TimeoutError, match="rank 3 did not come"):
             groups[3].barrier(timeout=5)
         for group in groups:
-            with pytest.raises(ClosedError, match="failed: TimeoutError: rank 3"):
+            with pytest.raises(ClosedError, match="failed: rank 3"):
                 group.barrier()
 
     def test_ranks_that_never_came_at_all(self) -> None:
@@ -371,7 +371,7 @@ class TestAnyGroup:
     def test_that_is_none(self) -> None:
         for wrong in (3, "world", object()):
             with pytest.raises(TypeError, match="no group"):
-                as_communicator(wrong)
+                as_communicator(wrong)  # type: ignore[arg-type]
         if "torch.distributed" not in sys.modules:
             with pytest.raises(ValueError, match=r"SelfCommunicator\(\)"):
                 as_communicator()

@@ -1,0 +1,8 @@
+"""What the areas above take of sharing between processes beside the public names."""
+
+from __future__ import annotations
+
+from streamalloc.ipc.transport.deadlines import end_of, left
+from streamalloc.ipc.transport.process_group import described, listed
+
+__all__ = ["described", "end_of", "left", "listed"]
