@@ -101,8 +101,8 @@ class Later:
         self._handed_in: deque[Deferred] = deque()
         self._waiting: dict[Deferred, None] = {}
         """In the order in which they were worked on last."""
-        self._working: dict[Deferred, int] = {}
-        """What is worked on now, and by which thread."""
+        self._working: dict[int, Deferred] = {}
+        """What is worked on now, by thread."""
 
     def __len__(self) -> int:
         """How many items have not ended."""
@@ -138,12 +138,13 @@ class Later:
         Whatever an item raises, the others get their turn. Nothing is done while a capture is under way, and where
         this thread is at work already.
         """
-        if not (self._handed_in or self._waiting) or self.paused or threading.get_ident() in self._working.values():
+        me = threading.get_ident()
+        if not (self._handed_in or self._waiting) or self.paused or me in self._working:
             return 0
         total = 0
         with self._guard():
             # What has ended may be what another item waits for, such as the last free of a pool.
-            while ended := self._work():
+            while ended := self._work(me):
                 total += ended
         if not len(self):
             _unfinished.discard(self)
@@ -151,55 +152,57 @@ class Later:
                 _unfinished.add(self)
         return total
 
-    def _work(self) -> int:
+    def _work(self, me: int) -> int:
         ended = 0
         with self._lock:
             self._rounds += 1
             now = self._rounds
         while True:
-            item = self._take_off(now)
-            if item is None:
-                break
-            done = False
             try:
-                done = item.attempt()
-            except item.gone:
-                item.forget()
-                done = True
+                if not self._take_off(me, now):
+                    return ended
+                item = self._working[me]
+                try:
+                    done = item.attempt()
+                except item.gone:
+                    item.forget()
+                    done = True
+                if done:
+                    del self._working[me]
+                    ended += 1
             except CudaError:
                 pass  # tried again the next time
             except Exception:
                 # A fault of ours, and not one of the caller's: it must not come out of a call of theirs.
-                _report(item)
+                _report(self._working.get(me))
             finally:
-                del self._working[item]
-                if not done:
-                    self._waiting[item] = None
-            ended += done
-        return ended
+                # No call from here on: see the module's description.
+                if me in self._working:
+                    self._waiting[self._working[me]] = None
+                    del self._working[me]
 
-    def _take_off(self, now: int) -> Deferred | None:
-        """The item that was worked on longest ago; None where all have had their turn."""
-        me = threading.get_ident()
+    def _take_off(self, me: int, now: int) -> bool:
+        """Take the item that was worked on longest ago; False where all have had their turn."""
         with self._lock:
             while self._handed_in:
-                self._waiting[self._handed_in[0]] = None
+                if self._handed_in[0] not in self._working.values():
+                    self._waiting[self._handed_in[0]] = None
                 del self._handed_in[0]
             for item in self._waiting:
                 if item._round >= now:
-                    return None
+                    return False
                 item._round = now
-                self._working[item] = me
+                self._working[me] = item
                 del self._waiting[item]
-                return item
-            return None
+                return True
+            return False
 
     def _reset_after_fork(self) -> None:
         # Another thread of the parent may have held it. Nothing is worked on in a child.
         self._lock = threading.Lock()
 
 
-def _report(item: Deferred) -> None:
+def _report(item: Deferred | None) -> None:
     kind, value, traceback = sys.exc_info()
     found = types.SimpleNamespace(
         exc_type=kind, exc_value=value, exc_traceback=traceback, err_msg="Could not end", object=item

@@ -1,0 +1,315 @@
+"""The queue of what happens later, alone: whatever the interleaving, each item ends exactly once."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamalloc.core.errors import CudaError, DeviceLostError
+from streamalloc.core.later import Deferred, Later
+
+
+class Interrupt(BaseException):
+    """Comes out of a signal handler."""
+
+
+def _wait(item: Item) -> bool:
+    return False
+
+
+def _refuse(item: Item) -> bool:
+    raise CudaError("CUDA_ERROR_UNKNOWN", 999, "cuMemPoolDestroy")
+
+
+def _interrupt(item: Item) -> bool:
+    raise Interrupt
+
+
+def _work_again(item: Item) -> bool:
+    assert item.later.work() == 0
+    return False
+
+
+def _drop_another(item: Item) -> bool:
+    """As a finaliser does that the collector runs in the middle of it."""
+    item.later.hand_in(Item(item.later, item.ended, [_wait]))
+    return False
+
+
+OUTCOMES = (_wait, _refuse, _interrupt, _work_again, _drop_another)
+
+
+class Item(Deferred):
+    """Ends after some attempts that go as its script says."""
+
+    def __init__(
+        self,
+        later: Later,
+        ended: list[Item],
+        script: list[Callable[[Item], bool]],
+        step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.later = later
+        self.ended = ended
+        self.script = script
+        self.step = step
+        self.busy = False
+
+    def attempt(self) -> bool:
+        assert not self.busy, "two threads have the same item"
+        self.busy = True
+        try:
+            self.step()
+            if self.script:
+                return self.script.pop()(self)
+            self.step()
+            assert self not in self.ended
+            self.ended.append(self)
+            return True
+        finally:
+            self.busy = False
+
+
+def _work(later: Later) -> None:
+    with contextlib.suppress(Interrupt):
+        later.work()
+
+
+scripts = st.lists(st.lists(st.sampled_from(OUTCOMES), max_size=4), max_size=8)
+
+
+@given(scripts, st.lists(st.integers(0, 7), max_size=12))
+def test_each_item_ends_once(given_scripts: list[list[Callable[[Item], bool]]], cuts: list[int]) -> None:
+    later, ended = Later(), list[Item]()
+    made = [Item(later, ended, list(script)) for script in given_scripts]
+    for number, item in enumerate(made):
+        later.hand_in(item)
+        if number in cuts:
+            _work(later)
+    for _ in range(60):
+        _work(later)
+    assert len(later) == 0
+    assert len(ended) == len(set(ended)) and set(made) <= set(ended)
+
+
+class Turns:
+    """Lets threads run one at a time, from one step to the next, in an order that is given."""
+
+    def __init__(self, order: list[int]) -> None:
+        self._order = iter(order)
+        self._changed = threading.Condition()
+        self._waiting: dict[int, threading.Thread] = {}
+        self._threads: list[threading.Thread] = []
+        self._turn: threading.Thread | None = None
+
+    def step(self) -> None:
+        me = threading.current_thread()
+        if me not in self._threads:
+            return
+        with self._changed:
+            self._pass_on()
+            assert self._changed.wait_for(lambda: self._turn is me, 20)
+
+    def _pass_on(self) -> None:
+        alive = [thread for thread in self._threads if thread.is_alive() and thread not in self._done]
+        self._turn = alive[next(self._order, 0) % len(alive)] if alive else None
+        self._changed.notify_all()
+
+    def run(self, *bodies: Callable[[], None]) -> list[BaseException]:
+        errors: list[BaseException] = []
+        self._done: set[threading.Thread] = set()
+
+        def start(body: Callable[[], None]) -> None:
+            me = threading.current_thread()
+            with self._changed:
+                assert self._changed.wait_for(lambda: self._turn is me, 20)
+            try:
+                body()
+            except BaseException as error:
+                errors.append(error)
+            with self._changed:
+                self._done.add(me)
+                self._pass_on()
+
+        self._threads = [threading.Thread(target=start, args=(body,)) for body in bodies]
+        for thread in self._threads:
+            thread.start()
+        with self._changed:
+            self._pass_on()
+        for thread in self._threads:
+            thread.join(30)
+            assert not thread.is_alive()
+        return errors
+
+
+@settings(max_examples=60, deadline=None)
+@given(scripts, st.lists(st.integers(0, 2), max_size=40))
+def test_threads_in_any_order(given_scripts: list[list[Callable[[Item], bool]]], order: list[int]) -> None:
+    """Three threads work, and are switched in the middle of an attempt."""
+    later, ended = Later(), list[Item]()
+    turns = Turns(order)
+    made = [Item(later, ended, list(script), turns.step) for script in given_scripts]
+    for item in made:
+        later.hand_in(item)
+    assert turns.run(*[lambda: _work(later)] * 3) == []
+    for _ in range(60):
+        _work(later)
+    assert len(later) == 0 and len(ended) == len(set(ended)) and set(made) <= set(ended)
+
+
+def test_threads_for_real() -> None:
+    later, ended = Later(), list[Item]()
+    made: list[Item] = []
+
+    def run(number: int) -> None:
+        for turn in range(300):
+            item = Item(later, ended, [_wait] * (turn % 3))
+            made.append(item)
+            later.hand_in(item)
+            later.work()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for _ in range(3):
+        later.work()
+    assert len(later) == 0 and len(ended) == len(made) == len(set(ended))
+
+
+@pytest.fixture
+def storm() -> Iterator[Callable[[], int]]:
+    """Signals at random points, whose handler raises; says how many did."""
+    hits = 0
+
+    def handle(_: int, __: FrameType | None) -> None:
+        nonlocal hits
+        hits += 1
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, handle)
+    yield lambda: hits
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_signals_lose_no_item_and_end_none_twice(storm: Callable[[], int]) -> None:
+    later, ended = Later(), list[Item]()
+    made = [Item(later, ended, [_wait] * (number % 4)) for number in range(200)]
+    for number, item in enumerate(made):
+        later.hand_in(item)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 1e-5 + 1e-6 * (number % 60))
+            later.work()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except Interrupt:
+            pass
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for _ in range(4):
+        later.work()
+    assert storm() > 5
+    assert len(later) == 0 and set(made) == set(ended)
+
+
+def test_an_item_that_is_handed_in_twice_ends_once() -> None:
+    later, ended = Later(), list[Item]()
+    item = Item(later, ended, [_wait])
+    later.hand_in(item)
+    later.hand_in(item)
+    assert later.work() == 0 and later.work() == 1 and ended == [item] and len(later) == 0
+
+
+def _after_another(item: Item) -> bool:
+    """The end of a pool, which waits for a free."""
+    if item.ended:
+        item.ended.append(item)
+    return item in item.ended
+
+
+def test_what_another_item_waits_for_ends_first() -> None:
+    later, ended = Later(), list[Item]()
+    last = Item(later, ended, [_after_another])
+    later.hand_in(last)
+    later.hand_in(Item(later, ended, []))
+    assert later.work() == 2 and ended[-1] is last
+
+
+class TestEnd:
+    def test_at_once(self) -> None:
+        later, ended = Later(), list[Item]()
+        assert later.end(Item(later, ended, [])) and len(later) == 0
+
+    @pytest.mark.parametrize("outcome", [_refuse, _interrupt])
+    def test_an_error_is_the_caller_s_and_the_item_stays(self, outcome: Callable[[Item], bool]) -> None:
+        later, ended = Later(), list[Item]()
+        with pytest.raises((CudaError, Interrupt)):
+            later.end(Item(later, ended, [outcome]))
+        assert len(later) == 1 and later.work() == 1 and len(ended) == 1
+
+    def test_not_while_a_capture_is_under_way(self) -> None:
+        later, ended = Later(), list[Item]()
+        later.paused = 1
+        assert not later.end(Item(later, ended, [])) and later.work() == 0
+        later.paused = 0
+        assert later.work() == 1
+
+
+def test_what_is_gone_has_ended() -> None:
+    later, forgotten = Later(), list[Deferred]()
+
+    class Lost(Deferred):
+        def attempt(self) -> bool:
+            raise DeviceLostError("CUDA_ERROR_ILLEGAL_ADDRESS", 700, "cuEventQuery")
+
+        def forget(self) -> None:
+            forgotten.append(self)
+
+    item = Lost()
+    later.hand_in(item)
+    assert later.work() == 1 and forgotten == [item]
+
+
+def test_a_fault_of_ours_comes_out_of_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr("sys.unraisablehook", told.append)
+    later, ended = Later(), list[Item]()
+
+    def fail(_: Item) -> bool:
+        raise KeyError("of ours")
+
+    later.hand_in(Item(later, ended, [fail]))
+    later.hand_in(Item(later, ended, []))
+    assert later.work() == 2 and len(ended) == 2 and len(told) == 1
+
+
+def test_finalisers_hand_in_while_items_move() -> None:
+    """The collector runs them wherever a container is made, also with the lock of the queue held."""
+    later, ended = Later(), list[Item]()
+
+    class Dropped:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            later.hand_in(Item(later, ended, []))
+
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for _ in range(300):
+            Dropped()
+            later.work()
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    later.work()
+    assert len(ended) == 300 and len(later) == 0
