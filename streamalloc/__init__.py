@@ -50,7 +50,7 @@ from streamalloc.core.properties import (
     MemPoolProps,
     MulticastObjectProp,
 )
-from streamalloc.core.stream import Event, Stream
+from streamalloc.core.stream import Event, Stream, StreamLike
 from streamalloc.driver import DriverNotFoundError, ForkedProcessError
 from streamalloc.pool import MemoryPool, PoolAttributes, PoolStatistics, allocate
 
@@ -115,6 +115,7 @@ __all__ = [
     "StaleDescriptorError",
     "StillImported",
     "Stream",
+    "StreamLike",
     "SystemNotReadyError",
     "allocate",
     "driver",

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
-from streamalloc.core.errors import attach, error_from, unsupported
+from streamalloc.core.errors import CudaError, attach, error_from, unsupported
 from streamalloc.driver import ForkedProcessError
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda, version_that_added
 
@@ -314,7 +314,13 @@ class _Current:
     def __enter__(self) -> None:
         # Not by name, like other calls: default streams come here for each of theirs.
         self._door.check_process()
-        result = self._door.driver.cuCtxPushCurrent(self._context)[0]
+        driver = self._door.driver
+        try:
+            result = driver.cuCtxPushCurrent(self._context)[0]
+        except BaseException:
+            # Out of a signal handler, which ran when the call had returned: no block follows that would pop it.
+            driver.cuCtxPopCurrent()
+            raise
         if result:
             raise error_from(result, "cuCtxPushCurrent")
 
@@ -330,6 +336,10 @@ class _Current:
             attach(error, error_from(result, "cuCtxPopCurrent"))
 
 
+_RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+_GLOBAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+
+
 class _Relaxed:
     """Exchanges the thread's capture mode for the relaxed one, and back."""
 
@@ -340,8 +350,15 @@ class _Relaxed:
         self._mode: Any = None
 
     def __enter__(self) -> None:
-        relaxed = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        self._mode = self._door.call("cuThreadExchangeStreamCaptureMode", relaxed)
+        door = self._door
+        try:
+            door.create(self, "_mode", "cuThreadExchangeStreamCaptureMode", _RELAXED)
+        except CudaError:
+            raise
+        except BaseException:
+            # Out of a signal handler, perhaps before the mode was kept; the global one is every thread's own.
+            door.call("cuThreadExchangeStreamCaptureMode", _GLOBAL)
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -73,7 +73,8 @@ class CudaError(RuntimeError):
 
     def __str__(self) -> str:
         if not self.asked:
-            return f"{self.call} was not called: {self.hint}"
+            # What is needed is said of functions and attributes that are not there at all.
+            return f"{self.call} {'' if self.hint.startswith('needs ') else 'was not called: '}{self.hint}"
         text = f"{self.call} answered {self.name} ({self.code})"
         return f"{text}: {self.hint}" if self.hint else text
 
@@ -105,9 +106,6 @@ class NotReadyError(CudaError):
 class NotSupportedError(CudaError):
     """The device, the driver or the bindings cannot do this; the message says what is needed and what was found."""
 
-    def __str__(self) -> str:
-        # Where the function or attribute is not there at all, no driver has answered.
-        return f"{self.call} {self.hint}" if self.hint.startswith("needs ") else super().__str__()
 
 
 class NotPermittedError(CudaError):
@@ -381,4 +379,4 @@ def undo_all(undos: Iterable[Callable[[], object]]) -> None:
 
 def unsupported(call: str, needed: str, found: str) -> NotSupportedError:
     """The error for something that this driver or these bindings are too old for."""
-    return NotSupportedError("CUDA_ERROR_NOT_SUPPORTED", 801, call, f"needs {needed}, found {found}")
+    return refused(NotSupportedError, call, f"needs {needed}, found {found}")

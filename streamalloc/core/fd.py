@@ -86,7 +86,8 @@ class Fd(Closes):
             os.close(number)
 
     def __repr__(self) -> str:
-        return f"<Fd {'closed' if self.closed else self._number}>"
+        number = getattr(self, "_number", -1)
+        return f"<Fd {'closed' if number < 0 else number}>"
 
 
 _set_number = Fd.__dict__["_number"].__set__
