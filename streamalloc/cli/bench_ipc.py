@@ -74,7 +74,7 @@ class Stage:
         self.bench = bench
         self.peer = peer
         self.resources = resources
-        self.pool = resources.enter_context(
+        self.pool: sa.MemoryPool = resources.enter_context(
             sa.MemoryPool(bench.device, handle_types=_POSIX, release_threshold=KEEP_ALL)
         )
 

@@ -68,7 +68,7 @@ class Block:
     """Memory of ``cuMemAlloc``, as other libraries show theirs."""
 
     def __init__(self, address: int) -> None:
-        self.__cuda_array_interface__ = {
+        self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (_BLOCK,),
             "typestr": "|u1",
             "data": (address, False),

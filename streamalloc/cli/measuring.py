@@ -90,12 +90,14 @@ class Bench:
         self.kept: list[object] = []
         """What has to live as long as the benchmark, such as arrays of which a row has only the address."""
         # Any: the rows also use the bindings' classes, which every driver passes on.
-        self.driver = cast(Any, chosen.driver)
-        self.device = sa.Device(0)
+        self.driver: Any = cast(Any, chosen.driver)
+        self.device: sa.Device = sa.Device(0)
         # Raw copies want the stream's context to be the current one; the library sees to that itself.
         resources.enter_context(self.device.current())
-        self.stream = resources.enter_context(self.device.create_stream())
-        self.raw_stream = self.driver.CUstream(self.stream.handle)
+        self.stream: sa.Stream = resources.enter_context(self.device.create_stream())
+        self.raw_stream: Any = self.driver.CUstream(self.stream.handle)
+        self.pool: sa.MemoryPool
+        self.raw_pool: Any
         self.pool, self.raw_pool = self.new_pool()
 
     def new_pool(self) -> tuple[sa.MemoryPool, Any]:

@@ -73,10 +73,11 @@ class Peer:
     """
 
     def __init__(self, driver: Driver, actions: str) -> None:
+        self.channel: ipc.Channel
         self.channel, theirs = ipc.Channel.pair()
         self.channel.timeout = _SECONDS
         with theirs:
-            self.process = start(driver, theirs.fileno(), actions)
+            self.process: subprocess.Popen[bytes] = start(driver, theirs.fileno(), actions)
 
     @property
     def pid(self) -> int:
@@ -139,13 +140,13 @@ class Here:
 
     def __init__(self, channel: ipc.Channel) -> None:
         self.channel = channel
-        self.device = sa.Device(0)
-        self.stream = self.device.create_stream()
+        self.device: sa.Device = sa.Device(0)
+        self.stream: sa.Stream = self.device.create_stream()
         self.opened: dict[str, Any] = {}
         """What it has opened and not closed, by the names that it was given."""
         self.handles: tuple[ipc.Fd, ...] = ()
         """What came with the action."""
-        self.resources = contextlib.ExitStack()
+        self.resources: contextlib.ExitStack = contextlib.ExitStack()
         """What lives until its end."""
 
     def receive(self) -> Any:

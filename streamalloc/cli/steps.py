@@ -84,11 +84,11 @@ class Tour:
 
     def __init__(self, terminal: Terminal) -> None:
         self.terminal = terminal
-        self.device = sa.Device(0)
-        self.checks = 0
-        self.failed = 0
-        self.skipped = 0
-        self.resources = contextlib.ExitStack()
+        self.device: sa.Device = sa.Device(0)
+        self.checks: int = 0
+        self.failed: int = 0
+        self.skipped: int = 0
+        self.resources: contextlib.ExitStack = contextlib.ExitStack()
         """What lives until the end of the tour."""
         self.partner: Peer | None = None
         """The other process, once a part needs one."""

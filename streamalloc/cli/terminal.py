@@ -33,7 +33,7 @@ class Terminal:
         self._out = sys.stdout if out is None else out
         interactive = self._out.isatty()
         # https://no-color.org: any value but the empty one turns colours off.
-        self.coloured = interactive and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self.coloured: bool = interactive and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._width = shutil.get_terminal_size().columns if interactive else None
 
     def _styled(self, code: str, text: str) -> str:

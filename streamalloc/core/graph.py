@@ -140,8 +140,8 @@ class Capture:
     __slots__ = ("graph", "origin", "streams")
 
     def __init__(self, origin: Stream) -> None:
-        self.origin = origin
-        self.graph = Graph(origin.device)
+        self.origin: Stream = origin
+        self.graph: Graph = Graph(origin.device)
         self.streams: list[Stream] = []
 
     def adopt(self, stream: Stream) -> None:

@@ -393,12 +393,12 @@ class CopySide:
     __slots__ = ("address", "after", "keep", "nbytes", "ordinal")
 
     def __init__(self, address: int, nbytes: int, ordinal: int | None, keep: object, after: int | None = None) -> None:
-        self.address = address
-        self.nbytes = nbytes
-        self.ordinal = ordinal
+        self.address: int = address
+        self.nbytes: int = nbytes
+        self.ordinal: int | None = ordinal
         """The device that owns the memory; None for the host's, and where it is not known."""
-        self.keep = keep
-        self.after = after
+        self.keep: object = keep
+        self.after: int | None = after
         """The handle of a stream after whose work another library's memory may be used; None for at once."""
 
     @classmethod

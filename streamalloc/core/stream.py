@@ -432,7 +432,7 @@ class Event(Closes):
             self._door.create(self, "_raw", "cuEventCreate", flags)
 
     def _adopt(self, device: Device, interprocess: bool) -> None:
-        self.device = device
+        self.device: Device = device
         self.interprocess = interprocess
         self._door = device._door
         self._capture: Capture | None = None

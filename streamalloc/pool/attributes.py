@@ -48,7 +48,7 @@ class Attribute(Generic[T]):
     """One attribute of a pool: what the driver calls it, how its value reads, and the CUDA version that brought it."""
 
     def __init__(self, name: str, read: Callable[[int], T], doc: str, since: str = "11.2") -> None:
-        self.driver_name = f"CU_MEMPOOL_ATTR_{name}"
+        self.driver_name: str = f"CU_MEMPOOL_ATTR_{name}"
         self.read = read
         self.since = since
         self.__doc__ = doc

@@ -40,7 +40,7 @@ class Pools:
         """Driver handles of closed pools that the driver has not destroyed yet."""
 
 
-pools_of = PerDriver(Pools)
+pools_of: PerDriver[Pools] = PerDriver(Pools)
 
 
 class PoolEnd(Deferred):
