@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -12,6 +11,7 @@ from .graph_memory import GraphMemory
 from .machine import Event, Machine
 from .pool import Pool
 from .timeline import Call, Clock, Operation, Stream, merge
+from .turns import Caller
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # CUstreamCaptureMode
 AUTO_FREE_ON_LAUNCH = 1
@@ -117,21 +117,19 @@ class Capture:
         self.mode = mode
         self.id = number
         self.valid = True
-        self._thread = threading.get_ident()
+        self._caller = machine.timeline.caller
         self._frontier: dict[Stream, list[Node]] = {origin: []}
         self._open: dict[int, Node] = {}  # allocations that are not freed, by address
         origin.capture = self
         machine.captures.append(self)
 
-    def forbids(self, thread_mode: int) -> bool:
-        """Whether the calling thread, in this mode of its own, may make no unsafe call because of this
-        capture.
-        """
-        if thread_mode == RELAXED:
+    def forbids(self, caller: Caller) -> bool:
+        """Whether a thread, in the capture mode it is in, may make no unsafe call because of this capture."""
+        if caller.capture_mode == RELAXED:
             return False
-        if self._thread == threading.get_ident() and self.mode != RELAXED:
+        if self._caller is caller and self.mode != RELAXED:
             return True
-        return thread_mode == GLOBAL and self.mode == GLOBAL
+        return caller.capture_mode == GLOBAL and self.mode == GLOBAL
 
     def invalidate(self) -> None:
         self.valid = False
@@ -204,7 +202,7 @@ class Capture:
     def end(self) -> Graph:
         """The graph; fails where the capture was spoilt or left work behind in another stream."""
         if self.mode != RELAXED:
-            check(self._thread == threading.get_ident(), Result.CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD)
+            check(self._caller is self.machine.timeline.caller, Result.CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD)
         joined = _ancestors(self._frontier[self.origin])
         unjoined = any(node not in joined for nodes in self._frontier.values() for node in nodes)
         self._finish()

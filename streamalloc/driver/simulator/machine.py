@@ -12,6 +12,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import turns
 from .arrays import Array, MipmappedArray, forget_arrays
 from .blocks import Block
 from .errors import Fault, Result, check
@@ -79,7 +80,7 @@ class Context:
 
     @property
     def per_thread(self) -> Stream:
-        ident = threading.get_ident()
+        ident = self.machine.timeline.caller.ident
         stream = self._per_thread.get(ident)
         if stream is None:
             stream = self._per_thread[ident] = self._new_stream(PER_THREAD_STREAM, True, 0)
@@ -288,8 +289,8 @@ class Machine:
         self.profile = profile
         self.identity = identity
         self.fabric = fabric
-        self.lock = threading.RLock()
-        self.timeline = Timeline(self.lock, seed)
+        self.lock = turns.LOCK
+        self.timeline = Timeline(seed)
         self.timeline.on_close = self._release
         self.ready = False
         self.forked = False
@@ -309,6 +310,7 @@ class Machine:
         self.capture_count = 0
         self.default_pools: dict[tuple[int, int, int], Pool] = {}
         self.current_pools: dict[tuple[int, int, int], Pool] = {}
+        self._seed = seed
         self._thread = threading.local()
         self._context_ids = itertools.count(1)
         self._allocation_ids = itertools.count(1)
@@ -347,7 +349,15 @@ class Machine:
         """Give back everything; nothing may use the machine any more."""
         if not self.forked and not sys.is_finalizing():
             self.ready = False  # finalisers of what was garbage together with the driver may call it yet
-            self.timeline.close()
+            if self.caller().is_main:
+                turns.run(self._close)
+            else:
+                self._close()
+
+    def _close(self) -> None:
+        turns.enter()
+        self.timeline.close()
+        turns.leave()
 
     def _release(self) -> None:
         for pool in list(self.pools.values()):
@@ -371,31 +381,21 @@ class Machine:
             self.forked = True
             self.ready = False
         else:
-            self.lock = threading.RLock()
-            self.timeline = Timeline(self.lock, None)
+            self.timeline = Timeline(self._seed)
             self.timeline.on_close = self._release
 
     # -- contexts --------------------------------------------------------------------------------------------
 
-    @property
-    def context_stack(self) -> list[Context]:
-        """The contexts of the calling thread, the current one last."""
+    def caller(self) -> turns.Caller:
+        """The calling thread."""
         try:
-            stack: list[Context] = self._thread.contexts
+            caller: turns.Caller = self._thread.caller
         except AttributeError:
-            stack = self._thread.contexts = []
-        return stack
-
-    @property
-    def thread_capture_mode(self) -> int:
-        return getattr(self._thread, "capture_mode", 0)
-
-    @thread_capture_mode.setter
-    def thread_capture_mode(self, mode: int) -> None:
-        self._thread.capture_mode = mode
+            caller = self._thread.caller = turns.Caller()
+        return caller
 
     def current_or_none(self) -> Context | None:
-        stack = self.context_stack
+        stack = self.timeline.caller.contexts
         return stack[-1] if stack else None
 
     def current(self) -> Context:

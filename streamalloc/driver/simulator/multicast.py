@@ -257,13 +257,12 @@ class Multicast:
             why = "nobody else is there to add the others"
         raise DeadlockError(f"{call} blocks until all devices of the team were added: {names}, and {why}")
 
-    @staticmethod
-    def _may_come(team: Team) -> bool:
+    def _may_come(self, team: Team) -> bool:
         """Whether another process, or another thread of this one, may still add devices."""
         if team.is_elsewhere or team.has_fabric_handle:
             return True
-        here = threading.current_thread()
-        return any(one is not here and not one.name.startswith("streamalloc ") for one in threading.enumerate())
+        here = self._machine.timeline.caller.ident
+        return any(one.ident != here and not one.name.startswith("streamalloc ") for one in threading.enumerate())
 
     @contextlib.contextmanager
     def _pinned(self, wanted: MulticastObject) -> Iterator[None]:

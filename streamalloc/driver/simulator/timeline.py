@@ -6,11 +6,12 @@ calls only.
 
 An operation runs in the thread that submits it when nothing holds its stream; otherwise it is queued, and a
 daemon thread carries it out as soon as it may, whether or not the host makes further calls. All state here is
-guarded by one lock, ``Timeline.lock``, which a host function never holds.
+guarded by the lock of :mod:`.turns`, which a host function never holds.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import random
 import threading
@@ -19,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .collection import paused
+from . import turns
 
 Clock = dict[int, int]
 """Stream id -> sequence number."""
@@ -103,9 +104,10 @@ class HostFunction(Operation):
         try:
             self._function()
         finally:
-            with self._timeline.lock:
-                self._state = "returned"
-                self._timeline.announce()
+            turns.enter()
+            self._state = "returned"
+            self._timeline.announce()
+            turns.leave()
 
 
 class Stream:
@@ -182,12 +184,14 @@ class Stream:
 class Timeline:
     """All streams of a machine, the host's clock, and the worker."""
 
-    def __init__(self, lock: threading.RLock, seed: int | None) -> None:
-        self.lock = lock
+    def __init__(self, seed: int | None) -> None:
         self.host: Clock = {}
         self.on_close: Callable[[], None] | None = None
         self.closed = False
-        self._changed = threading.Condition(lock)
+        self.caller = turns.Caller()
+        """Whose call is carried out."""
+        self._asleep: list[_thread.LockType] = []
+        """One lock for each thread that waits for a change; released to wake it."""
         self._waiters = 0
         self._busy: dict[int, Stream] = {}
         self.streams: dict[int, Stream] = {}
@@ -235,11 +239,22 @@ class Timeline:
                 worker.start()
                 self._worker = worker
         else:
-            self._changed.notify_all()
+            self.announce()
 
     def announce(self) -> None:
         """Something happened that the worker or a waiting thread may wait for."""
-        self._changed.notify_all()
+        asleep, self._asleep = self._asleep, []
+        for one in asleep:
+            one.release()
+
+    def _sleep(self, seconds: float) -> None:
+        """Let other threads have their turn until something is announced, or the time is over."""
+        bed = _thread.allocate_lock()
+        bed.acquire()
+        self._asleep.append(bed)
+        turns.sleep(bed, seconds)
+        if bed in self._asleep:
+            self._asleep.remove(bed)
 
     def pump(self, heavy: bool = False) -> bool:
         """Run what may run now. True if anything did."""
@@ -252,7 +267,7 @@ class Timeline:
                     progress = again = True
             again = again and not heavy
         if progress and self._waiters:
-            self._changed.notify_all()
+            self.announce()
         return progress
 
     def run_down(self) -> None:
@@ -290,25 +305,27 @@ class Timeline:
 
     def _work(self) -> None:
         quiet_since = time.monotonic()
-        with self.lock:
+        turns.enter()
+        try:
             while not self.closed:
-                with paused():
-                    progress = self.pump(heavy=True) if self._random is None else self._gamble(self._random)
+                progress = self.pump(heavy=True) if self._random is None else self._gamble(self._random)
                 if progress:
                     quiet_since = time.monotonic()
                     # let go for a moment: other threads want the lock too
-                    self._changed.wait(0.00002)
+                    self._sleep(0.00002)
                 elif any(stream.queue and stream.queue[0].polled for stream in self._busy.values()):
-                    self._changed.wait(POLL_SECONDS)
+                    self._sleep(POLL_SECONDS)
                 elif self._busy:
-                    self._changed.wait(_NAP_SECONDS if self._random is None else POLL_SECONDS)
+                    self._sleep(_NAP_SECONDS if self._random is None else POLL_SECONDS)
                 elif time.monotonic() - quiet_since > _IDLE_SECONDS:
                     break
                 else:
-                    self._changed.wait(_IDLE_SECONDS)
+                    self._sleep(_IDLE_SECONDS)
             self._worker = None
             if self.closed and self.on_close is not None:
                 self.on_close()
+        finally:
+            turns.leave()
 
     def _gamble(self, dice: random.Random) -> bool:
         """One operation of a stream chosen by chance, or none for a while: any of it is a legal order."""
@@ -316,17 +333,18 @@ class Timeline:
         if not ready:
             return False
         if dice.random() < 0.3:
-            self._changed.wait(dice.random() * 0.001)
+            self._sleep(dice.random() * 0.001)
             return False
         progress = self._advance(dice.choice(ready), heavy=True)
         if progress and self._waiters:
-            self._changed.notify_all()
+            self.announce()
         return progress
 
     def wait(self, finished: Callable[[], bool], polled: bool = False) -> None:
         """Block the calling thread, with the lock released, until ``finished()``; ``polled``: nobody here announces
         that.
         """
+        helper, caller = turns.helper(), self.caller
         self._waiters += 1
         try:
             while not finished():
@@ -334,19 +352,21 @@ class Timeline:
                     return
                 if self._random is None and self.pump():
                     continue
+                if helper is not None:
+                    helper.waits()
                 often = polled or any(stream.queue and stream.queue[0].polled for stream in self._busy.values())
-                self._changed.wait(POLL_SECONDS if often else _NAP_SECONDS)
+                self._sleep(POLL_SECONDS if often else _NAP_SECONDS)
+                self.caller = caller
         finally:
             self._waiters -= 1
 
     def close(self) -> None:
         """Stop; ``on_close`` is called once no operation can run any more."""
-        with self.lock:
-            if self.closed:
-                return
-            self.closed = True
-            if self._worker is None:
-                if self.on_close is not None:
-                    self.on_close()
-            else:
-                self._changed.notify_all()
+        if self.closed:
+            return
+        self.closed = True
+        if self._worker is None:
+            if self.on_close is not None:
+                self.on_close()
+        else:
+            self.announce()

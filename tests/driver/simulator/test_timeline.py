@@ -245,7 +245,7 @@ def test_nothing_runs_in_the_callers_thread_under_chance() -> None:
 
 
 def test_the_worker_leaves_when_it_is_closed() -> None:
-    timeline = Timeline(threading.RLock(), None)
+    timeline = Timeline(None)
     closed = threading.Event()
     timeline.on_close = closed.set
     timeline.close()

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from .. import arguments
-from ..collection import pause, resume
+from .. import arguments, turns
 from ..errors import Fault, Result, check
 from ..machine import Context, Device, Machine
 from ..timeline import Operation, Stream
@@ -28,6 +27,21 @@ def modelled(values: int, before_init: bool = False) -> Callable[[Method], Metho
     exiting = sys.is_finalizing  # kept here: at that time a module's own names may be gone
 
     def decorate(method: Method) -> Method:
+        def answer(self: Calls, caller: turns.Caller, args: Any, kwargs: Any) -> tuple[Any, ...]:
+            timeline = self._machine.timeline
+            turns.enter()
+            before, timeline.caller = timeline.caller, caller
+            try:
+                value = method(self, *args, **kwargs)
+            except Fault as fault:
+                return (fault.code, *nothing)
+            finally:
+                timeline.caller = before
+                turns.leave()
+            if values == 1:
+                return (success, value)
+            return (success, *value) if values else (success,)
+
         @functools.wraps(method)
         def call(self: Calls, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
             machine = self._machine
@@ -35,18 +49,11 @@ def modelled(values: int, before_init: bool = False) -> Callable[[Method], Metho
                 return (deinitialized if machine.timeline.closed else not_initialized, *nothing)
             if exiting():  # the worker may have been stopped for good while it held the lock
                 return (deinitialized, *nothing)
-            try:
-                with machine.lock:
-                    was_on = pause()
-                    try:
-                        value = method(self, *args, **kwargs)
-                    finally:
-                        resume(was_on)
-            except Fault as fault:
-                return (fault.code, *nothing)
-            if values == 1:
-                return (success, value)
-            return (success, *value) if values else (success,)
+            caller = machine.caller()
+            if caller.is_main:
+                made: tuple[Any, ...] = turns.run(functools.partial(answer, self, caller, args, kwargs))
+                return made
+            return answer(self, caller, args, kwargs)
 
         return call
 
@@ -103,7 +110,7 @@ class Calls:
         machine = self._machine
         if not machine.captures:
             return
-        forbidding = [capture for capture in machine.captures if capture.forbids(machine.thread_capture_mode)]
+        forbidding = [capture for capture in machine.captures if capture.forbids(machine.timeline.caller)]
         if forbidding:
             for capture in forbidding:
                 capture.invalidate()

@@ -94,9 +94,8 @@ class CaptureCalls(Calls):
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
         number = int(mode)
         check(0 <= number <= RELAXED)
-        machine = self._machine
-        previous = machine.thread_capture_mode
-        machine.thread_capture_mode = number
+        caller = self._machine.timeline.caller
+        previous, caller.capture_mode = caller.capture_mode, number
         return cuda.CUstreamCaptureMode(previous)
 
     # -- looking at graphs -----------------------------------------------------------------------------------

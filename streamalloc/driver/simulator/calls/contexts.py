@@ -71,7 +71,7 @@ class ContextCalls(Calls):
             raise NotModelled("cuCtxCreate with parameters")
         context = Context(self._machine, self._device(dev), primary=False, flags=self._context_flags(flags))
         self._machine.contexts[context.handle] = context
-        self._machine.context_stack.append(context)
+        self._machine.timeline.caller.contexts.append(context)
         return cuda.CUcontext(context.handle)
 
     @staticmethod
@@ -87,7 +87,7 @@ class ContextCalls(Calls):
         context = self._alive(ctx)
         check(not context.primary, Result.CUDA_ERROR_INVALID_CONTEXT)
         self._end_context(context)
-        stack = self._machine.context_stack
+        stack = self._machine.timeline.caller.contexts
         if stack and stack[-1] is context:
             stack.pop()
 
@@ -105,7 +105,7 @@ class ContextCalls(Calls):
 
     @modelled(0)
     def cuCtxSetCurrent(self, ctx: Any) -> None:
-        stack = self._machine.context_stack
+        stack = self._machine.timeline.caller.contexts
         context = self._alive(ctx) if arguments.context(ctx) else None
         if stack:
             stack.pop()
@@ -114,11 +114,11 @@ class ContextCalls(Calls):
 
     @modelled(0)
     def cuCtxPushCurrent(self, ctx: Any) -> None:
-        self._machine.context_stack.append(self._alive(ctx))
+        self._machine.timeline.caller.contexts.append(self._alive(ctx))
 
     @modelled(1)
     def cuCtxPopCurrent(self) -> Any:
-        stack = self._machine.context_stack
+        stack = self._machine.timeline.caller.contexts
         check(stack, Result.CUDA_ERROR_INVALID_CONTEXT)
         return cuda.CUcontext(stack.pop().handle)
 

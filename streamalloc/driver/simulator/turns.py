@@ -1,0 +1,237 @@
+"""One thread at a time in the simulated driver, and what must not come in the middle of a call.
+
+A call of the real driver is C: no Python runs within it. Here it is Python, and three things have to be kept out:
+
+* Other threads: there is one lock, for all machines.
+* The garbage collector: finalisers make driver calls of their own. Automatic collections are off while the lock is
+  held, and one that is started there all the same (somebody else has turned them on) finds nothing to collect.
+* What signal handlers raise: they run in the main thread, between any two bytecodes. So a helper thread makes the main
+  thread's calls, in its name, and the main thread waits where no signal is looked at: in C. A call that blocks is
+  different: the main thread can be interrupted while it waits, and the call is given up.
+
+Python looks for signals, and from 3.12 on for collections that are due, at function entries, backward jumps, and
+*after* calls of C functions. It does not look between the end of an iterator's ``__next__`` in C and the next line.
+That is why some functions are called here by ``for _ in iter(function, _NEVER): break``.
+"""
+
+from __future__ import annotations
+
+import _thread
+import ctypes
+import functools
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["LOCK", "Abandoned", "Caller", "enter", "helper", "leave", "run", "sleep"]
+
+_NEVER = object()
+
+
+def _each_time(function: Callable[[], Any]) -> Iterator[Any]:
+    """An iterator that calls a function for each item, and never ends."""
+    return iter(function, _NEVER)
+
+
+LOCK: Any = threading.RLock()
+"""Held by the thread whose turn it is. One for all machines, as only a whole process can have collections or not."""
+
+_depth = 0
+_was_on = False
+_acquire = _each_time(LOCK.acquire)
+_is_enabled, _enable, _disable = _each_time(gc.isenabled), _each_time(gc.enable), _each_time(gc.disable)
+
+
+def enter() -> None:
+    """Wait for this thread's turn. In the middle of one, it goes on."""
+    global _depth
+    for _ in _acquire:
+        break
+    if not _depth:
+        _keep_collections_out()
+    _depth += 1
+
+
+def leave() -> None:
+    """The end of what :func:`enter` began."""
+    global _depth
+    _depth -= 1
+    if not _depth:
+        _let_collections_in()
+    LOCK.release()
+
+
+def sleep(until: _thread.LockType, seconds: float) -> None:
+    """Let others have their turn until somebody releases the lock ``until``, or the time is over."""
+    global _depth
+    depth, _depth = _depth, 0
+    _let_collections_in()
+    held = LOCK._release_save()
+    try:
+        until.acquire(True, seconds)
+    finally:
+        for _ in _each_time(functools.partial(LOCK._acquire_restore, held)):
+            break
+        _keep_collections_out()
+        _depth = depth
+
+
+def _keep_collections_out(callbacks: list[Any] = gc.callbacks) -> None:
+    global _was_on
+    for _was_on in _is_enabled:
+        break
+    for _ in _disable:
+        break
+    callbacks.append(_skip)
+
+
+def _let_collections_in(callbacks: list[Any] = gc.callbacks) -> None:
+    if _skip in callbacks:
+        callbacks.remove(_skip)
+    if _was_on:
+        for _ in _enable:
+            break
+
+
+def _skip(phase: str, _info: object, owned: Callable[[], bool] = LOCK._is_owned) -> None:
+    """A collection in the wrong place: it finds nothing, as all objects are put out of its reach meanwhile.
+
+    It is there only while somebody has the lock: what a signal handler raises in the main thread would be lost here.
+    """
+    if owned():
+        (gc.freeze if phase == "start" else gc.unfreeze)()
+
+
+# -- the main thread's calls -----------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Caller:
+    """A thread that makes calls of a machine, or in whose name a helper makes them."""
+
+    ident: int = field(default_factory=threading.get_ident)
+    is_main: bool = field(default_factory=lambda: threading.current_thread() is threading.main_thread())
+    contexts: list[Any] = field(default_factory=list)
+    """The current one last."""
+    capture_mode: int = 0
+
+
+class Abandoned(BaseException):
+    """The thread for which a helper waits has been interrupted."""
+
+
+_libc = ctypes.CDLL(None)
+_meet = _libc.pthread_barrier_wait  # unlike waiting for a lock it goes on when a signal comes
+_meet.argtypes = (ctypes.c_void_p,)
+
+
+class _Meeting:
+    """A point where two threads wait for each other, with no look at signals."""
+
+    def __init__(self) -> None:
+        self._barrier = ctypes.create_string_buffer(64)  # more than a pthread_barrier_t
+        _libc.pthread_barrier_init(self._barrier, None, 2)
+        self.meet = functools.partial(_meet, ctypes.c_void_p(ctypes.addressof(self._barrier)))
+
+
+class Helper:
+    """A thread that makes calls for the main thread, one at a time; in the middle of one another may be needed."""
+
+    def __init__(self) -> None:
+        self.free = True
+        self.work: Any = None
+        self.answer: Any = None
+        self.error: Any = None
+        self.blocked: Any = None
+        """Held until there is an answer, where that takes long."""
+        self.abandoned = False
+        go, done = self._meetings = _Meeting(), _Meeting()
+        self._begun, self._ended = go.meet, done.meet
+        self.go, self.done = _each_time(go.meet), _each_time(done.meet)
+        thread = threading.Thread(target=self._serve, name="streamalloc calls of the main thread", daemon=True)
+        thread.start()
+
+    def _serve(self) -> None:
+        _helpers[threading.get_ident()] = self
+        while True:
+            self._begun()
+            self.free, self.abandoned, self.blocked = False, False, None
+            try:
+                self.answer = self.work()
+            except BaseException as error:
+                self.error = error
+            self.free = True
+            if self.blocked is not None:
+                self.blocked.release()
+            self._ended()
+
+    def waits(self) -> None:
+        """Called before the helper waits for something, again and again: the main thread may be interrupted now."""
+        if self.blocked is None:
+            self.blocked = _thread.allocate_lock()
+            self.blocked.acquire()
+            self._ended()
+        if self.abandoned:
+            raise Abandoned
+
+
+_helpers: dict[int, Helper] = {}
+_all: list[Helper] = []
+
+
+def helper() -> Helper | None:
+    """Of which helper this is the thread."""
+    return _helpers.get(threading.get_ident())
+
+
+def run(work: Callable[[], Any]) -> Any:
+    """Do something for the main thread, as a whole whatever signals come.
+
+    Handlers of signals that came meanwhile run when the caller has what this returns.
+    """
+    if LOCK._is_owned():
+        return work()
+    for one in _all:
+        if one.free:
+            break
+    else:
+        try:
+            one = Helper()
+        except RuntimeError:  # no new threads while the interpreter exits
+            return work()
+        _all.append(one)
+    one.work = work
+    for _ in one.go:
+        break
+    for _ in one.done:
+        break
+    error: Any = None
+    if one.blocked is not None:
+        try:
+            one.blocked.acquire()
+        except BaseException as interrupt:
+            one.abandoned = True
+            error = interrupt
+        for _ in one.done:
+            break
+    # References are dropped by this thread: not by the helper, which must not run what finalisers do.
+    answer, failed, one.answer, one.error, one.work = one.answer, one.error, None, None, None
+    if error is not None or failed is not None:
+        raise error or failed
+    return answer
+
+
+def _after_fork() -> None:
+    global _depth
+    LOCK._at_fork_reinit()
+    _helpers.clear()
+    _all.clear()
+    if _depth:
+        _let_collections_in()
+    _depth = 0
+
+
+os.register_at_fork(after_in_child=_after_fork)

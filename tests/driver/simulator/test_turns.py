@@ -1,0 +1,293 @@
+"""Nothing comes in the middle of a simulated call: no other thread, no collection, no signal handler's exception."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import ipc
+from streamalloc.driver.simulator import turns
+
+from .support import MiB, Rig, ok
+
+
+class Interrupted(Exception):
+    """What the signal handlers of these tests raise."""
+
+
+class Alarm:
+    """Has a signal handler raise :class:`Interrupted` in a ``with`` block, some seconds after it began."""
+
+    def __init__(self) -> None:
+        self.armed = False
+        self.before = signal.signal(signal.SIGALRM, self.ring)
+        self.came = 0
+
+    def ring(self, *_: object) -> None:
+        if self.armed:
+            self.armed = False
+            raise Interrupted
+
+    def __call__(self, seconds: float) -> Alarm:
+        self.armed = True
+        self.seconds = seconds
+        return self
+
+    def __enter__(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, self.seconds)
+
+    def __exit__(self, kind: object, *_: object) -> bool:
+        self.armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        self.came += kind is Interrupted
+        return kind is Interrupted
+
+
+@pytest.fixture
+def alarm() -> Iterator[Alarm]:
+    made = Alarm()
+    yield made
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, made.before)
+
+
+@pytest.fixture
+def starts() -> Iterator[list[bool]]:
+    """For each collection that begins: whether its thread is in the middle of a simulated call."""
+    seen: list[bool] = []
+
+    def note(phase: str, _info: object) -> None:
+        if phase == "start":
+            seen.append(turns.LOCK._is_owned())
+
+    gc.callbacks.append(note)
+    yield seen
+    gc.callbacks.remove(note)
+
+
+def in_threads(count: int, work: Callable[[int], None]) -> None:
+    failed: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
+
+
+@pytest.mark.parametrize("threshold", [1, 50, 700])
+def test_no_collection_starts_in_a_call(starts: list[bool], threshold: int) -> None:
+    device = sa.Device(0, driver=sd.simulated())
+    pool = sa.MemoryPool(device, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR)
+    end = time.monotonic() + 0.7
+
+    def work(_: int) -> None:
+        stream = device.create_stream()
+        while time.monotonic() < end:
+            buffer = pool.allocate(4096, stream)
+            ipc.share(buffer)
+            cycle: list[object] = [buffer, stream.record()]
+            cycle.append(cycle)
+            del buffer, cycle
+            stream.synchronize()
+
+    before = gc.get_threshold()
+    gc.set_threshold(threshold)
+    try:
+        in_threads(4, work)
+    finally:
+        gc.set_threshold(*before)
+    assert starts and not any(starts)
+    assert gc.isenabled()
+
+
+def test_collections_that_others_force(starts: list[bool]) -> None:
+    """Whoever turns collections on meanwhile gets some in the middle of calls: no finaliser runs there."""
+    rig = Rig()
+    d, inside, finalised = rig.driver, [], []
+    end = time.monotonic() + 0.7
+
+    class Finalised:
+        def __init__(self) -> None:
+            self.cycle = self
+            self.stream = rig.stream()
+
+        def __del__(self) -> None:
+            inside.append(turns.LOCK._is_owned())
+            finalised.append(d.cuStreamDestroy(self.stream)[0])
+
+    def work(number: int) -> None:
+        ok(d.cuCtxSetCurrent(rig.context))
+        while time.monotonic() < end:
+            if number:
+                Finalised()
+            else:
+                gc.enable()
+
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        in_threads(4, work)
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    assert finalised and not any(inside) and not any(finalised)
+    assert not d._machine.streams
+
+
+def test_automatic_collections_go_on_while_a_call_waits() -> None:
+    rig = Rig()
+    stream, word = rig.stream(), rig.word()
+    rig.hold(stream, word)
+
+    def wait() -> None:
+        ok(rig.driver.cuCtxSetCurrent(rig.context))
+        ok(rig.driver.cuStreamSynchronize(stream))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.05)
+    try:
+        found = [gc.isenabled() for _ in range(200)]
+        assert any(found)
+    finally:
+        word.value = 1
+        thread.join()
+    assert gc.isenabled()
+
+
+@pytest.mark.filterwarnings("ignore:Exception ignored in. .function WeakSet")  # where the handler may run, too
+def test_an_exception_of_a_handler_comes_after_the_call(alarm: Alarm) -> None:
+    """What a call gives arrives, whenever the signal comes; nothing is lost, and the machine's books are in order."""
+    rig, dice = Rig(), random.Random(7)
+    d, stream = rig.driver, rig.stream()
+    pool = rig.pool(threshold=0)
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        made: list[tuple[Any, ...]] = []
+        size = dice.randrange(1, 40 * MiB)
+        with contextlib.suppress(Interrupted), alarm(dice.random() * 0.0004):
+            # no bytecode comes between the end of a call and the list that has its answer
+            made.extend(itertools.starmap(d.cuMemAllocFromPoolAsync, [(size, pool, stream)]))
+            made.extend(itertools.starmap(d.cuStreamSynchronize, [(stream,)]))
+        for answer in made[:1]:
+            rig.free(int(ok(answer)), stream)
+    ok(d.cuStreamSynchronize(stream))
+    assert alarm.came > 20
+    assert rig.reserved(pool) == 0
+    machine = d._machine
+    found = machine.pool(int(pool))
+    assert found.used == 0
+    blocks = list(found.line.blocks())
+    assert sum(block.size for block in blocks) == found.line.capacity
+    ok(d.cuMemPoolDestroy(pool))
+    assert int(pool) not in machine.pools
+
+
+def test_waiting_can_be_interrupted(alarm: Alarm) -> None:
+    rig = Rig()
+    d, stream, word = rig.driver, rig.stream(), rig.word()
+    rig.hold(stream, word)
+    for call in (lambda: d.cuStreamSynchronize(stream), d.cuCtxSynchronize):
+        began = time.monotonic()
+        with alarm(0.1):
+            call()
+        assert time.monotonic() - began < 5
+        assert rig.busy(stream)
+    assert alarm.came == 2
+    word.value = 1
+    ok(d.cuStreamSynchronize(stream))
+    assert len(turns._all) < 5
+
+
+def test_a_handler_that_makes_calls(alarm: Alarm) -> None:
+    """In the middle of a wait they are made at once, else after the call."""
+    rig = Rig()
+    d, stream, word = rig.driver, rig.stream(), rig.word()
+    rig.hold(stream, word)
+    seen: list[int] = []
+
+    def handle(*_: object) -> None:
+        seen.append(int(ok(d.cuMemAlloc(4096))))
+        word.value = 1
+
+    signal.signal(signal.SIGALRM, handle)
+    with alarm(0.05):
+        ok(d.cuStreamSynchronize(stream))
+    assert len(seen) == 1
+    for _ in range(200):
+        with alarm(0.0001):
+            ok(d.cuMemFree(ok(d.cuMemAlloc(MiB))))
+    for address in seen:
+        ok(d.cuMemFree(address))
+    assert not [one for one in d._machine.allocations.at if one != ctypes.addressof(word)]
+
+
+def test_the_calling_thread_s_context_and_capture_mode() -> None:
+    """A helper makes the main thread's calls in its name."""
+    rig = Rig(devices=2)
+    d = rig.driver
+    other = ok(d.cuDevicePrimaryCtxRetain(1))
+    seen: list[int] = []
+
+    def work(_: int) -> None:
+        seen.append(int(ok(d.cuCtxGetCurrent())))
+        ok(d.cuCtxPushCurrent(other))
+        ok(d.cuThreadExchangeStreamCaptureMode(d.CUstreamCaptureMode(2)))
+        seen.append(int(ok(d.cuCtxGetCurrent())))
+
+    in_threads(1, work)
+    assert seen == [0, int(other)]
+    assert int(ok(d.cuCtxGetCurrent())) == int(rig.context)
+    assert int(ok(d.cuThreadExchangeStreamCaptureMode(d.CUstreamCaptureMode(0)))) == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_fork_in_the_middle_of_other_threads_calls() -> None:
+    """The child has its collector back, and can make a machine of its own."""
+    rig = Rig()
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            rig.driver.cuDeviceGetCount()
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(10):
+            child = os.fork()
+            if not child:
+                good = False
+                try:
+                    signal.alarm(10)
+                    good = gc.isenabled() and Rig().driver.cuDeviceGetCount()[1] == 1
+                finally:
+                    os._exit(0 if good else 1)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
