@@ -20,8 +20,11 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.driver.simulator import turns
+from tests.driver.simulator.support import new_rig
+from tests.facts.support import MiB
+from tests.facts.support import value as ok
 
-from .support import MiB, Rig, ok
+pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
 
 class Interrupted(Exception):
@@ -123,21 +126,22 @@ def test_no_collection_starts_in_a_call(starts: list[bool], threshold: int) -> N
 
 def test_collections_that_others_force(starts: list[bool]) -> None:
     """Whoever turns collections on meanwhile gets some in the middle of calls: no finaliser runs there."""
-    rig = Rig()
-    d, inside, finalised = rig.driver, [], []
+    rig = new_rig()
+    d, inside, finalised = rig.raw, list[bool](), list[int]()
+    context = ok(d.cuCtxGetCurrent())
     end = time.monotonic() + 0.7
 
     class Finalised:
         def __init__(self) -> None:
             self.cycle = self
-            self.stream = rig.stream()
+            self.stream = ok(d.cuStreamCreate(1))
 
         def __del__(self) -> None:
             inside.append(turns.LOCK._is_owned())
             finalised.append(d.cuStreamDestroy(self.stream)[0])
 
     def work(number: int) -> None:
-        ok(d.cuCtxSetCurrent(rig.context))
+        ok(d.cuCtxSetCurrent(context))
         while time.monotonic() < end:
             if number:
                 Finalised()
@@ -156,13 +160,14 @@ def test_collections_that_others_force(starts: list[bool]) -> None:
 
 
 def test_automatic_collections_go_on_while_a_call_waits() -> None:
-    rig = Rig()
+    rig = new_rig()
     stream, word = rig.stream(), rig.word()
     rig.hold(stream, word)
+    context = ok(rig.raw.cuCtxGetCurrent())
 
     def wait() -> None:
-        ok(rig.driver.cuCtxSetCurrent(rig.context))
-        ok(rig.driver.cuStreamSynchronize(stream))
+        ok(rig.raw.cuCtxSetCurrent(context))
+        ok(rig.raw.cuStreamSynchronize(stream))
 
     thread = threading.Thread(target=wait)
     thread.start()
@@ -179,8 +184,8 @@ def test_automatic_collections_go_on_while_a_call_waits() -> None:
 @pytest.mark.filterwarnings("ignore:Exception ignored in. .function WeakSet")  # where the handler may run, too
 def test_an_exception_of_a_handler_comes_after_the_call(alarm: Alarm) -> None:
     """What a call gives arrives, whenever the signal comes; nothing is lost, and the machine's books are in order."""
-    rig, dice = Rig(), random.Random(7)
-    d, stream = rig.driver, rig.stream()
+    rig, dice = new_rig(), random.Random(7)
+    d, stream = rig.raw, rig.stream()
     pool = rig.pool(threshold=0)
     end = time.monotonic() + 1.5
     while time.monotonic() < end:
@@ -191,7 +196,7 @@ def test_an_exception_of_a_handler_comes_after_the_call(alarm: Alarm) -> None:
             made.extend(itertools.starmap(d.cuMemAllocFromPoolAsync, [(size, pool, stream)]))
             made.extend(itertools.starmap(d.cuStreamSynchronize, [(stream,)]))
         for answer in made[:1]:
-            rig.free(int(ok(answer)), stream)
+            ok(d.cuMemFreeAsync(ok(answer), stream))
     ok(d.cuStreamSynchronize(stream))
     assert alarm.came > 20
     assert rig.reserved(pool) == 0
@@ -200,20 +205,18 @@ def test_an_exception_of_a_handler_comes_after_the_call(alarm: Alarm) -> None:
     assert found.used == 0
     blocks = list(found.line.blocks())
     assert sum(block.size for block in blocks) == found.line.capacity
-    ok(d.cuMemPoolDestroy(pool))
-    assert int(pool) not in machine.pools
 
 
 def test_waiting_can_be_interrupted(alarm: Alarm) -> None:
-    rig = Rig()
-    d, stream, word = rig.driver, rig.stream(), rig.word()
+    rig = new_rig()
+    d, stream, word = rig.raw, rig.stream(), rig.word()
     rig.hold(stream, word)
     for call in (lambda: d.cuStreamSynchronize(stream), d.cuCtxSynchronize):
         began = time.monotonic()
         with alarm(0.1):
             call()
         assert time.monotonic() - began < 5
-        assert rig.busy(stream)
+        assert rig.held(stream)
     assert alarm.came == 2
     word.value = 1
     ok(d.cuStreamSynchronize(stream))
@@ -222,8 +225,8 @@ def test_waiting_can_be_interrupted(alarm: Alarm) -> None:
 
 def test_a_handler_that_makes_calls(alarm: Alarm) -> None:
     """In the middle of a wait they are made at once, else after the call."""
-    rig = Rig()
-    d, stream, word = rig.driver, rig.stream(), rig.word()
+    rig = new_rig()
+    d, stream, word = rig.raw, rig.stream(), rig.word()
     rig.hold(stream, word)
     seen: list[int] = []
 
@@ -245,9 +248,9 @@ def test_a_handler_that_makes_calls(alarm: Alarm) -> None:
 
 def test_the_calling_thread_s_context_and_capture_mode() -> None:
     """A helper makes the main thread's calls in its name."""
-    rig = Rig(devices=2)
-    d = rig.driver
-    other = ok(d.cuDevicePrimaryCtxRetain(1))
+    rig = new_rig(devices=2)
+    d = rig.raw
+    mine, other = ok(d.cuCtxGetCurrent()), ok(d.cuDevicePrimaryCtxRetain(1))
     seen: list[int] = []
 
     def work(_: int) -> None:
@@ -258,7 +261,7 @@ def test_the_calling_thread_s_context_and_capture_mode() -> None:
 
     in_threads(1, work)
     assert seen == [0, int(other)]
-    assert int(ok(d.cuCtxGetCurrent())) == int(rig.context)
+    assert int(ok(d.cuCtxGetCurrent())) == int(mine)
     assert int(ok(d.cuThreadExchangeStreamCaptureMode(d.CUstreamCaptureMode(0)))) == 0
 
 
@@ -266,12 +269,12 @@ def test_the_calling_thread_s_context_and_capture_mode() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_fork_in_the_middle_of_other_threads_calls() -> None:
     """The child has its collector back, and can make a machine of its own."""
-    rig = Rig()
+    rig = new_rig()
     stop = threading.Event()
 
     def work() -> None:
         while not stop.is_set():
-            rig.driver.cuDeviceGetCount()
+            rig.raw.cuDeviceGetCount()
 
     threads = [threading.Thread(target=work) for _ in range(3)]
     for thread in threads:
@@ -283,7 +286,7 @@ def test_a_fork_in_the_middle_of_other_threads_calls() -> None:
                 good = False
                 try:
                     signal.alarm(10)
-                    good = gc.isenabled() and Rig().driver.cuDeviceGetCount()[1] == 1
+                    good = gc.isenabled() and new_rig().raw.cuDeviceGetCount()[1] == 1
                 finally:
                     os._exit(0 if good else 1)
             assert os.waitpid(child, 0)[1] == 0
