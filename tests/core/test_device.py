@@ -123,7 +123,7 @@ class TestCapabilities:
             found.memory_pools = False  # type: ignore[misc]
 
     def test_of_an_h200(self) -> None:
-        """facts/one-gpu-calls.txt, on the profile that is held to them."""
+        """The readings of tests/facts/test_device.py, on the profile that is held to them."""
         found = sa.Device(0, driver=sd.simulated(profile="h200")).supports
         handles = sa.MemHandleType.POSIX_FILE_DESCRIPTOR | sa.MemHandleType.FABRIC
         assert (found.memory_pools, found.pool_handle_types, found.multicast) == (True, handles, False)

@@ -310,7 +310,7 @@ def _answering(machine: Any, answer: Callable[[Any], Any]) -> sa.MemoryPool:
     return sa.MemoryPool(sa.Device(0, driver=driver))
 
 
-# facts/one-gpu-calls.txt, "reserved/used after alloc": the size, and what the pool reserves for it.
+# Sizes, and what the pool reserves for each: the readings are in tests/facts/test_pool_sizes.py.
 RESERVED = {
     1: GROWTH,
     MiB: GROWTH,

@@ -1,4 +1,4 @@
-"""When a pool uses freed memory again: the rows of facts/reuse-ipc-and-vmm.txt, through the facade."""
+"""When a pool uses freed memory again: the readings of tests/facts/test_reuse.py, through the facade."""
 
 from __future__ import annotations
 

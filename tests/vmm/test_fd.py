@@ -130,7 +130,7 @@ class TestDmaBuf:
             vmm.dma_buf(buffer[start:stop])
 
     def test_over_pcie(self, buffer: vmm.GrowableBuffer) -> None:
-        """The device reaches the host by PCIe alone, so that there is no choice (facts)."""
+        """The device reaches the host by PCIe alone, so that there is no choice."""
         with pytest.raises(sa.NotSupportedError):
             vmm.dma_buf(buffer, pcie=True)
 

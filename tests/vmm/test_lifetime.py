@@ -402,7 +402,7 @@ for name, act in {
         mapping = addresses.map(memory, access=device)
     scenario(name, act)
 
-# What is said to wait for nothing is taken at its word: the work finds no memory, and the context is lost (facts).
+# What is said to wait for nothing is taken at its word: the work finds no memory, and the context is lost.
 buffer = vmm.GrowableBuffer(device, PAGE, PAGE)
 gate = Gate(device); gate.hold(stream)
 buffer.fill(5, stream)

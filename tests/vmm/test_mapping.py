@@ -303,7 +303,7 @@ class TestHostMemory:
         node: int | None,
         revoked: int | None,
     ) -> None:
-        """The host and its node are one: what is taken from the one is taken from the other (facts)."""
+        """The host and its node are one: what is taken from the one is taken from the other."""
         granted, taken = (HOST if n is None else sa.MemLocation.host_numa(n) for n in (node, revoked))
         mapping = pages.map(host, access=[device, granted])
         assert mapping.access(HOST) == READWRITE and mapping.as_array().flags.writeable

@@ -68,7 +68,7 @@ class TestPlace:
     def test_location(self, machine: Any, where: sa.MemLocation) -> None:
         with vmm.PhysicalMemory(PAGE, where) as memory:
             assert memory.location == memory.properties.location == where
-            # Memory on HOST reads back as on a NUMA node (facts).
+            # Memory on HOST reads back as on a NUMA node.
             assert memory.query().location == (NUMA if where.on_host else where)
 
     def test_complete_properties(self, machine: Any) -> None:
@@ -142,7 +142,7 @@ class TestOptions:
             assert memory.compressible and not plain.compressible
 
     def test_compression_that_is_not_given(self, device: sa.Device) -> None:
-        """The handle tells what the driver gave: with GPUDirect RDMA it gives none (facts)."""
+        """The handle tells what the driver gave: with GPUDirect RDMA it gives none."""
         with vmm.PhysicalMemory(PAGE, device, compressible=True, gpu_direct_rdma=True) as memory:
             assert memory.properties.alloc_flags.compression_type == 1
             assert not memory.compressible
@@ -197,7 +197,7 @@ class TestOptions:
             vmm.PhysicalMemory(PAGE, device, handle_types=FABRIC)
 
     def test_a_descriptor_for_host_memory(self, machine: Any) -> None:
-        """HOST memory cannot be exported, memory of a NUMA node can (facts)."""
+        """HOST memory cannot be exported, memory of a NUMA node can."""
         driver = sd.traced(machine)
         with pytest.raises(ValueError, match="HOST"):
             vmm.PhysicalMemory(PAGE, HOST, handle_types=FD, driver=driver)
