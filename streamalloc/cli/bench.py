@@ -27,7 +27,18 @@ import streamalloc as sa
 from streamalloc.cli import bench_ipc, bench_vmm
 from streamalloc.cli.choice import Chosen
 from streamalloc.cli.info import add_json_argument, versions, write_json
-from streamalloc.cli.measuring import FULL, QUICK, SIZE, Bench, Call, interleaved, judged, ratio, spread
+from streamalloc.cli.measuring import (
+    FULL,
+    QUICK,
+    SIZE,
+    Bench,
+    Call,
+    interleaved,
+    judged,
+    of_another_library,
+    ratio,
+    spread,
+)
 from streamalloc.cli.terminal import Terminal
 
 __all__ = ["ROWS", "add_arguments", "run"]
@@ -212,23 +223,16 @@ def measure_rows(bench: Bench) -> list[dict[str, Any]]:
 
 
 def _measure_group(bench: Bench, group: Group) -> Iterator[dict[str, Any]]:
-    rows, calls, missing = [], [], {}
+    rows, calls = [], []
+    missing: dict[str, str] = {}
     for row in ROWS:
         if row.group is not group or (row.peer and bench.chosen.is_simulated):
             continue
-        try:
+        with of_another_library(row.name, row.peer, missing):
             call = row.setup(bench)
             call()
-        except ImportError:
-            continue
-        except Exception as error:
-            # Another library may not fit this driver; that is its row's news and no reason to stop.
-            if not row.peer:
-                raise
-            missing[row.name] = f"{type(error).__name__}: {error}"
-            continue
-        rows.append(row)
-        calls.append(call)
+            rows.append(row)
+            calls.append(call)
     times = interleaved(bench, calls, group.most)
     for row, values in zip(rows, times, strict=True):
         yield {

@@ -21,7 +21,17 @@ from typing import Any
 import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.cli.bench_peer import HANDLE_BYTES, answer_queue, cuda_core
-from streamalloc.cli.measuring import KEEP_ALL, Bench, Call, judged, ratio, spread, step_times
+from streamalloc.cli.measuring import (
+    KEEP_ALL,
+    Bench,
+    Call,
+    judged,
+    of_another_library,
+    ratio,
+    spread,
+    step_times,
+    value_of,
+)
 from streamalloc.cli.peer import Peer, environment
 from streamalloc.cli.terminal import Terminal, mib
 
@@ -111,16 +121,16 @@ def raw(stage: Stage) -> Contender:
     kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
     pool, stream = driver.CUmemoryPool(stage.pool.handle), stage.bench.raw_stream
     flags = driver.CUevent_flags
-    ready = _value(driver.cuEventCreate(int(flags.CU_EVENT_DISABLE_TIMING) | int(flags.CU_EVENT_INTERPROCESS)))
+    ready = value_of(driver.cuEventCreate(int(flags.CU_EVENT_DISABLE_TIMING) | int(flags.CU_EVENT_INTERPROCESS)))
     resources.callback(driver.cuEventDestroy, ready)
-    handle = ctypes.string_at(_value(driver.cuIpcGetEventHandle(ready)).getPtr(), HANDLE_BYTES)
+    handle = ctypes.string_at(value_of(driver.cuIpcGetEventHandle(ready)).getPtr(), HANDLE_BYTES)
     ours, theirs = stage.pipe()
-    fd = ipc.Fd(_value(driver.cuMemPoolExportToShareableHandle(pool, kind, 0)))
+    fd = ipc.Fd(value_of(driver.cuMemPoolExportToShareableHandle(pool, kind, 0)))
     with theirs, fd:
         stage.peer.ask("set up", "raw", handle.hex(), fds=[theirs.fileno(), fd])
     handle = driver.CUipcEventHandle()
     ctypes.memmove(handle.getPtr(), ours.recv_bytes(), HANDLE_BYTES)
-    done = _value(driver.cuIpcOpenEventHandle(handle))
+    done = value_of(driver.cuIpcOpenEventHandle(handle))
     resources.callback(driver.cuEventDestroy, done)
     allocate, export, record, wait, free = (
         driver.cuMemAllocFromPoolAsync,
@@ -150,13 +160,6 @@ def raw(stage: Stage) -> Contender:
             raise RuntimeError(error)
 
     return stage.served("raw", once)
-
-
-def _value(answer: Any) -> Any:
-    error, value = answer
-    if error:
-        raise RuntimeError(error)
-    return value
 
 
 def ours(stage: Stage) -> Contender:
@@ -345,18 +348,10 @@ def measure_sharing(bench: Bench) -> dict[str, Any]:
         for way in WAYS:
             if way.other and simulated:
                 continue
-            try:
+            with of_another_library(way.name, way.other, missing):
                 contender = way.setup(stage)
                 contender.median(_LEAST)
-            except ImportError:
-                continue
-            except Exception as error:
-                # Another library may not fit this driver; that is its row's news and no reason to stop.
-                if not way.other:
-                    raise
-                missing[way.name] = f"{type(error).__name__}: {error}"
-                continue
-            contenders[way.name] = contender
+                contenders[way.name] = contender
         times = _timed(bench, contenders)
         bench.device.synchronize()
     return {"bytes": SIZE, "rows": [*_rows(times, simulated), *_unavailable(missing)]}

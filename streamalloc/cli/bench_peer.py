@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from streamalloc import ipc
+from streamalloc.cli.measuring import value_of
 from streamalloc.cli.peer import Action, Here
 
 __all__ = ["ACTIONS", "HANDLE_BYTES", "answer_queue", "cuda_core"]
@@ -60,13 +61,13 @@ def _raw(here: Here, ready_handle: str) -> Serve:
     here.resources.enter_context(here.device.current())
     kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
     connection = _connection(here)
-    pool = _checked(driver.cuMemPoolImportFromShareableHandle(here.handles[1].fileno(), kind, 0))
+    pool = value_of(driver.cuMemPoolImportFromShareableHandle(here.handles[1].fileno(), kind, 0))
     handle = driver.CUipcEventHandle()
     ctypes.memmove(handle.getPtr(), bytes.fromhex(ready_handle), HANDLE_BYTES)
-    ready = _checked(driver.cuIpcOpenEventHandle(handle))
+    ready = value_of(driver.cuIpcOpenEventHandle(handle))
     flags = driver.CUevent_flags
-    done = _checked(driver.cuEventCreate(int(flags.CU_EVENT_DISABLE_TIMING) | int(flags.CU_EVENT_INTERPROCESS)))
-    connection.send_bytes(ctypes.string_at(_checked(driver.cuIpcGetEventHandle(done)).getPtr(), HANDLE_BYTES))
+    done = value_of(driver.cuEventCreate(int(flags.CU_EVENT_DISABLE_TIMING) | int(flags.CU_EVENT_INTERPROCESS)))
+    connection.send_bytes(ctypes.string_at(value_of(driver.cuIpcGetEventHandle(done)).getPtr(), HANDLE_BYTES))
     stream = driver.CUstream(here.stream.handle)
     make = driver.CUmemPoolPtrExportData
     import_, wait, free, record = (
@@ -95,13 +96,6 @@ def _raw(here: Here, ready_handle: str) -> Serve:
             connection.send_bytes(b"k")
 
     return serve
-
-
-def _checked(answer: Any) -> Any:
-    error, value = answer
-    if error:
-        raise RuntimeError(error)
-    return value
 
 
 def _ours(here: Here) -> Serve:

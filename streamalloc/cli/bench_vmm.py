@@ -1,4 +1,4 @@
-"""The benchmark's sections about virtual memory: growth in steps and to the whole card, evict and restore."""
+"""The benchmark's sections about virtual memory: growth in steps and to the whole device, evict and restore."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.choice import host_pool_location
-from streamalloc.cli.measuring import KEEP_ALL, Bench, Call, in_turns, judged, ratio, spread, step_times
+from streamalloc.cli.measuring import KEEP_ALL, Bench, Call, in_turns, judged, ratio, spread, step_times, value_of
 from streamalloc.cli.terminal import Terminal, mib
 
 __all__ = ["SECTIONS"]
@@ -21,9 +21,9 @@ STEPS = 16
 STEP = 64 << 20
 # A simulated driver copies with the CPU.
 STEP_SIMULATED = 2 << 20
-CARD_STEP = 1 << 30
-# Of the card, left to others and to the driver.
-CARD_RESERVE = 4 << 30
+DEVICE_STEP = 1 << 30
+# Of the device, left to others and to the driver.
+DEVICE_RESERVE = 4 << 30
 # Enough to find the speed of copies.
 PINNED = 2 << 30
 
@@ -47,7 +47,7 @@ def raw_growth(bench: Bench, count: int, nbytes: int) -> list[float]:
     access.location, access.flags = location, driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
     descriptors = [access]
     handles: list[Any] = []
-    start = int(_value(driver.cuMemAddressReserve(count * nbytes, 0, 0, 0)))
+    start = int(value_of(driver.cuMemAddressReserve(count * nbytes, 0, 0, 0)))
     end = start
 
     def step() -> None:
@@ -88,7 +88,7 @@ def copied_growth(bench: Bench, count: int, nbytes: int) -> list[float]:
 
     def step() -> None:
         nonlocal held, size
-        larger = _value(driver.cuMemAlloc(size + nbytes))
+        larger = value_of(driver.cuMemAlloc(size + nbytes))
         if held is not None:
             (error,) = driver.cuMemcpyAsync(larger, held, size, stream)
             if error:
@@ -106,13 +106,6 @@ def copied_growth(bench: Bench, count: int, nbytes: int) -> list[float]:
     finally:
         if held is not None:
             driver.cuMemFree(held)
-
-
-def _value(answer: Any) -> Any:
-    error, value = answer
-    if error:
-        raise RuntimeError(error)
-    return value
 
 
 def _grown(bench: Bench, ways: Sequence[Way], count: int, nbytes: int, rounds: int) -> list[list[list[float]]]:
@@ -150,14 +143,14 @@ def measure_growth(bench: Bench) -> dict[str, Any]:
     return result
 
 
-def measure_card(bench: Bench) -> dict[str, Any]:
+def measure_whole_device(bench: Bench) -> dict[str, Any]:
     """Growing a buffer to nearly all memory that is free; whether its size so far makes a step slower."""
     if not bench.device.supports.virtual_memory_management:
         return NO_MAPPING
-    count = (bench.device.memory_info().free - CARD_RESERVE) // CARD_STEP
+    count = (bench.device.memory_info().free - DEVICE_RESERVE) // DEVICE_STEP
     if count < 2:
-        return {"unavailable": f"less than {mib(CARD_RESERVE + 2 * CARD_STEP)} of the device's memory are free"}
-    found = _grown(bench, (raw_growth, our_growth), count, CARD_STEP, bench.effort.cards)
+        return {"unavailable": f"less than {mib(DEVICE_RESERVE + 2 * DEVICE_STEP)} of the device's memory are free"}
+    found = _grown(bench, (raw_growth, our_growth), count, DEVICE_STEP, bench.effort.whole_devices)
     raw = [sum(steps) for steps in found[0]]
     rows: list[dict[str, Any]] = [
         {
@@ -172,7 +165,7 @@ def measure_card(bench: Bench) -> dict[str, Any]:
     ]
     if not bench.chosen.is_simulated:
         rows[1]["target_ratio"] = 1.1
-    return {"steps": count, "step_bytes": CARD_STEP, "rows": rows}
+    return {"steps": count, "step_bytes": DEVICE_STEP, "rows": rows}
 
 
 # --- evict and restore ----------------------------------------------------------------------------------------------
@@ -188,7 +181,7 @@ def measure_eviction(bench: Bench) -> dict[str, Any]:
     nbytes = _fitting(bench)
     pinned_bytes = min(nbytes, PINNED)
     driver, stream = bench.driver, bench.stream
-    pinned = _value(driver.cuMemHostAlloc(pinned_bytes, 0))
+    pinned = value_of(driver.cuMemHostAlloc(pinned_bytes, 0))
     try:
         with (
             sa.MemoryPool(location, release_threshold=KEEP_ALL) as pool,
@@ -330,8 +323,8 @@ def show_growth(terminal: Terminal, result: dict[str, Any]) -> None:
     terminal.line(f"  growing is {shown} times as fast as copying{target}")
 
 
-def show_card(terminal: Terminal, result: dict[str, Any]) -> None:
-    """Growth to the whole card."""
+def show_whole_device(terminal: Terminal, result: dict[str, Any]) -> None:
+    """Growth to the whole device."""
     of = f", {result['steps']} x {mib(result['step_bytes'])}" if "steps" in result else ""
     terminal.heading(f"Grow a buffer to nearly all free memory of the device{of}")
     if _missing(terminal, result):
@@ -379,6 +372,6 @@ def _shown_eviction(terminal: Terminal, row: dict[str, Any]) -> tuple[str, ...]:
 
 SECTIONS: tuple[tuple[str, Callable[[Bench], Any], Callable[[Terminal, Any], None]], ...] = (
     ("growth", measure_growth, show_growth),
-    ("growth_to_the_whole_card", measure_card, show_card),
+    ("growth_to_the_whole_device", measure_whole_device, show_whole_device),
     ("eviction", measure_eviction, show_eviction),
 )

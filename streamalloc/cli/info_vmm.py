@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.terminal import Terminal, mib
+from streamalloc.core.errors import size_text
 from streamalloc.core.properties import MemAllocFlags
 
 __all__ = ["Trial", "show_virtual_memory", "try_virtual_memory"]
@@ -123,15 +124,8 @@ def _addresses(device: sa.Device) -> Trial:
         except sa.CudaError:
             size //= 2
         else:
-            return Trial("address range", None, None, True, f"up to {_shown(size)} can be reserved")
+            return Trial("address range", None, None, True, f"up to {size_text(size)} can be reserved")
     return Trial("address range", None, None, False, "none can be reserved")
-
-
-def _shown(nbytes: int) -> str:
-    for unit, exponent in (("TiB", 40), ("GiB", 30)):
-        if nbytes >> exponent:
-            return f"{nbytes >> exponent:,} {unit}"
-    return mib(nbytes)
 
 
 def show_virtual_memory(trials: list[Trial], terminal: Terminal) -> None:

@@ -8,7 +8,7 @@ import itertools
 import statistics
 import time
 import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -29,9 +29,11 @@ __all__ = [
     "in_turns",
     "interleaved",
     "judged",
+    "of_another_library",
     "ratio",
     "spread",
     "step_times",
+    "value_of",
 ]
 
 SIZE = 4096
@@ -54,8 +56,8 @@ class Effort:
     imports: int
     growths: int = 6
     """How often a buffer is grown; a multiple of 6 has every order of three contenders equally often."""
-    cards: int = 2
-    """How often a buffer is grown to the whole card."""
+    whole_devices: int = 2
+    """How often a buffer is grown to the whole device."""
     evictions: int = 3
     """How often a buffer is evicted and restored."""
     evicted: int = 1 << 30
@@ -71,13 +73,37 @@ FULL = Effort(
     host_buffers=10_000,
     imports=15,
     growths=24,
-    cards=6,
+    whole_devices=6,
     evictions=9,
     evicted=8 << 30,
 )
 QUICK = Effort(
     rounds=11, block=0.002, live=(10, 1_000, 100_000), live_simulated=(10, 1_000), host_buffers=1_000, imports=3
 )
+
+
+def value_of(answer: Any) -> Any:
+    """The value of a raw call that answered one."""
+    error, value = answer
+    if error:
+        raise RuntimeError(error)
+    return value
+
+
+@contextlib.contextmanager
+def of_another_library(name: str, other: bool, missing: dict[str, str]) -> Iterator[None]:
+    """A block that prepares a row, of another library or of this one.
+
+    Another library may be absent, or may not fit this driver. The reason goes to ``missing``, and nothing is raised.
+    """
+    try:
+        yield
+    except ImportError:
+        return
+    except Exception as error:
+        if not other:
+            raise
+        missing[name] = f"{type(error).__name__}: {error}"
 
 
 class Bench:

@@ -13,13 +13,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
-
-from typing_extensions import Self
 
 import streamalloc as sa
 from streamalloc import ipc
+from streamalloc.core.ownership import Closes
 from streamalloc.driver import Driver
 
 __all__ = ["Action", "Here", "Peer", "PeerError", "environment", "main", "start"]
@@ -61,7 +59,7 @@ def start(driver: Driver, fd: int, actions: str) -> subprocess.Popen[bytes]:
     )
 
 
-class Peer:
+class Peer(Closes):
     """The other process, as the command sees it. Closing it, also by leaving the ``with`` block, waits for its end.
 
     Parameters
@@ -125,14 +123,6 @@ class Peer:
             self.process.kill()
             self.process.wait()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class Here:

@@ -6,16 +6,15 @@ import contextlib
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import numpy as np
-from typing_extensions import Self
 
 import streamalloc as sa
 from streamalloc.cli.choice import host_pool_location
 from streamalloc.cli.peer import Peer
 from streamalloc.cli.terminal import Terminal, mib
+from streamalloc.core.ownership import Closes
 
 __all__ = [
     "KEEP_ALL",
@@ -76,7 +75,7 @@ class Skipped(Exception):
     """A part of the tour cannot be shown here; the message says why."""
 
 
-class Tour:
+class Tour(Closes):
     """What the parts of the tour share: devices, another process, and the lines that say what was done and found."""
 
     # Where the figures begin in a line, counted from the text's start.
@@ -93,12 +92,8 @@ class Tour:
         self.partner: Peer | None = None
         """The other process, once a part needs one."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Let go of what lives until the end of the tour."""
         self.resources.close()
 
     def step(self, text: str, *claims: Claim, figures: sa.PoolStatistics | str = "") -> None:

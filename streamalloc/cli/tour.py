@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -87,17 +88,17 @@ def reuse(tour: Tour) -> None:
     size = 20 * MiB
     first, second = tour.device.create_stream(), tour.device.create_stream()
 
-    def freed_behind(gate: Gate, pool: sa.MemoryPool) -> int:
-        """20 MiB freed on the first stream, where the gate holds the free; their address."""
-        buffer = pool.allocate(size, first)
-        address = buffer.address
-        gate.hold(first)
-        buffer.free()
-        return address
+    @contextlib.contextmanager
+    def freed_behind_a_gate() -> Iterator[tuple[sa.MemoryPool, Gate, int, int]]:
+        """20 MiB freed on the first stream, where a gate holds the free: their address, and what the pool reserves."""
+        with sa.MemoryPool(tour.device, release_threshold=KEEP_ALL) as pool, Gate(tour.device) as gate:
+            buffer = pool.allocate(size, first)
+            address = buffer.address
+            gate.hold(first)
+            buffer.free()
+            yield pool, gate, address, pool.statistics().reserved
 
-    with sa.MemoryPool(tour.device, release_threshold=KEEP_ALL) as pool, Gate(tour.device) as gate:
-        address = freed_behind(gate, pool)
-        before = pool.statistics().reserved
+    with freed_behind_a_gate() as (pool, gate, address, before):
         again = pool.allocate(size, first)
         tour.pool_step(
             "allocated on the same stream: the same memory again",
@@ -108,9 +109,7 @@ def reuse(tour: Tour) -> None:
         )
         again.free()
 
-    with sa.MemoryPool(tour.device, release_threshold=KEEP_ALL) as pool, Gate(tour.device) as gate:
-        address = freed_behind(gate, pool)
-        before = pool.statistics().reserved
+    with freed_behind_a_gate() as (pool, gate, address, before):
         other = pool.allocate(size, second)
         tour.pool_step(
             "on another stream: new memory, the pool grows",
@@ -121,9 +120,7 @@ def reuse(tour: Tour) -> None:
         )
         other.free()
 
-    with sa.MemoryPool(tour.device, release_threshold=KEEP_ALL) as pool, Gate(tour.device) as gate:
-        address = freed_behind(gate, pool)
-        before = pool.statistics().reserved
+    with freed_behind_a_gate() as (pool, gate, address, before):
         second.wait(first.record())
         other = pool.allocate(size, second)
         tour.pool_step(
@@ -138,9 +135,7 @@ def reuse(tour: Tour) -> None:
         other.free()
         second.synchronize()
 
-    with sa.MemoryPool(tour.device, release_threshold=KEEP_ALL) as pool, Gate(tour.device) as gate:
-        address = freed_behind(gate, pool)
-        before = pool.statistics().reserved
+    with freed_behind_a_gate() as (pool, gate, address, before):
         gate.open()
         first.synchronize()
         other = pool.allocate(size, second)

@@ -96,7 +96,7 @@ def growth(tour: Tour) -> None:
     _need_virtual_memory(tour.device)
     stream = tour.device.create_stream()
     piece, pieces = 4 * MiB, 8
-    # More addresses than the card has memory, so that a growth can be asked for that must fail.
+    # More addresses than the device has memory, so that a growth can be asked for that must fail.
     total = tour.device.memory_info().total
     host = np.zeros(piece * pieces, np.uint8)
 
@@ -110,7 +110,7 @@ def growth(tour: Tour) -> None:
     with vmm.GrowableBuffer(tour.device, total + 64 * MiB, stream=stream) as buffer:
         address = buffer.address
         tour.step(
-            f"{buffer.capacity / (1 << 30):.0f} GiB of addresses, more than the card has memory",
+            f"{buffer.capacity / (1 << 30):.0f} GiB of addresses, more than the device has memory",
             equal("mapped", buffer.mapped_bytes, 0, mib),
             figures=f"mapped {mib(buffer.mapped_bytes):>7}",
         )

@@ -333,7 +333,7 @@ def refused(kind: type[E], call: str, why: str) -> E:
 
 def size_text(nbytes: int) -> str:
     """A size for people: ``64 MiB`` where it is a whole number of a unit, else ``1,234,567 bytes``."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes and nbytes % scale == 0:
             return f"{nbytes // scale:,} {unit}"
     return f"{nbytes:,} byte{'' if nbytes == 1 else 's'}"

@@ -22,7 +22,7 @@ SHORT = measuring.Effort(
     host_buffers=200,
     imports=1,
     growths=1,
-    cards=1,
+    whole_devices=1,
     evictions=1,
     evicted=4 << 20,
     evicted_simulated=4 << 20,
@@ -83,20 +83,20 @@ def test_tables_and_json(whole: Measured) -> None:
     assert 0 < report["host_memory"]["bytes"] < 1000
     assert report["import_time"]["ratio"] > 0
 
-    for key in ("growth", "growth_to_the_whole_card"):
+    for key in ("growth", "growth_to_the_whole_device"):
         rows = report[key]["rows"]
         assert [row["name"] for row in rows][:2] == ["raw calls, results checked", "streamalloc grow"]
         assert rows[0]["ratio_to_raw"] == 1
         assert all(0 < row["p10_us"] <= row["median_us"] <= row["p90_us"] for row in rows)
     assert report["growth"]["times_faster_than_copying"] > 0
-    assert all(row["first_us"] > 0 and row["last_us"] > 0 for row in report["growth_to_the_whole_card"]["rows"])
+    assert all(row["first_us"] > 0 and row["last_us"] > 0 for row in report["growth_to_the_whole_device"]["rows"])
     eviction = report["eviction"]["rows"]
     assert [("gb_per_s" in row, "ratio_to_pinned" in row) for row in eviction] == [
         *[(True, False)] * 2,
         *[(True, True)] * 2,
         *[(False, False)] * 2,
     ]
-    for row in (*report["growth"]["rows"], *report["growth_to_the_whole_card"]["rows"], *eviction):
+    for row in (*report["growth"]["rows"], *report["growth_to_the_whole_device"]["rows"], *eviction):
         assert f"\n  {row['name']}  " in text
 
 
@@ -107,7 +107,7 @@ def test_target_stands_beside_the_pair(whole: Measured, on_cuda: bool) -> None:
 
 def test_targets_of_virtual_memory_are_for_a_gpu(whole: Measured, on_cuda: bool) -> None:
     report = whole.report
-    rows = [*report["growth"]["rows"], *report["growth_to_the_whole_card"]["rows"], *report["eviction"]["rows"]]
+    rows = [*report["growth"]["rows"], *report["growth_to_the_whole_device"]["rows"], *report["eviction"]["rows"]]
     assert [row["target_ratio"] for row in rows if "target_ratio" in row] == ([1.1, 1.1, 0.8, 0.8] if on_cuda else [])
     assert ("target_times_faster" in report["growth"]) == on_cuda
 

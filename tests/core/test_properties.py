@@ -321,5 +321,5 @@ class TestNames:
     def test_in_messages(self) -> None:
         with pytest.raises(ValueError, match=r"^handle_types=MemHandleType\.FABRIC: pools on HOST"):
             sa.MemPoolProps(handle_types=sa.MemHandleType.FABRIC, location=sa.MemLocation.host())
-        with pytest.raises(ValueError, match=r"allowed are 0 to 262,144 GiB$"):
+        with pytest.raises(ValueError, match=r"allowed are 0 to 256 TiB$"):
             sa.MemPoolProps(location=sa.MemLocation.device(0), max_size=1 << 60)
