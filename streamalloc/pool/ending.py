@@ -8,7 +8,7 @@ free has run. One that is closed before that waits in the queue of :mod:`streama
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door, PerDriver
@@ -49,7 +49,7 @@ class PoolEnd(Deferred):
     __slots__ = ("_door", "_frees", "_place", "_raw", "_resigned")
 
     # The driver does not know the pool any more where its context has gone.
-    gone = (*Deferred.gone, InvalidValueError)
+    gone: ClassVar[tuple[type[CudaError], ...]] = (*Deferred.gone, InvalidValueError)
 
     def __init__(self, door: Door, location: MemLocation, allocation_type: MemAllocationType) -> None:
         self._door = door

@@ -445,7 +445,7 @@ class CurrentPool(Allocator):
         door = door_of(device, None)
         function = door.driver.cuMemAllocAsync
         self._bind(door, lambda nbytes, _, stream: function(nbytes, stream), None)
-        self.location = device.location
+        self.location: MemLocation = device.location
 
     @staticmethod
     def of(device: Device) -> CurrentPool:

@@ -34,7 +34,7 @@ class Line:
     def __init__(self, capacity: int, chunk: int = CHUNK) -> None:
         self.capacity = capacity
         self.chunk = chunk
-        self.reserved = 0
+        self.reserved: int = 0
         self._head = Block(0, capacity, State.VOID)
         self._voids: dict[Block, None] = {self._head: None}
         self._roomy: set[Block] = set()  # ready blocks that may hold a whole chunk

@@ -11,6 +11,8 @@ from streamalloc.driver.bindings import cuda
 from .errors import NotModelled
 from .memory import view_address
 
+Convert = Callable[[Any], int]
+
 
 def _integer(value: Any) -> int:
     """An int of anything with ``__index__`` or ``__int__`` except strings; floats lose their fraction."""
@@ -39,12 +41,12 @@ def _unsigned(bits: int, name: str, too_large: str) -> Callable[[Any], int]:
 
 
 _TOO_LARGE = "Python int too large to convert to C unsigned long"
-unsigned_char = _unsigned(8, "unsigned char", "value too large to convert to unsigned char")
-unsigned_short = _unsigned(16, "unsigned short", "value too large to convert to unsigned short")
-unsigned_int = _unsigned(32, "unsigned int", "value too large to convert to unsigned int")
-uint32 = _unsigned(32, "uint32_t", "value too large to convert to uint32_t")
-uint64 = _unsigned(64, "uint64_t", _TOO_LARGE)
-unsigned_long_long = _unsigned(64, "unsigned PY_LONG_LONG", _TOO_LARGE)
+unsigned_char: Convert = _unsigned(8, "unsigned char", "value too large to convert to unsigned char")
+unsigned_short: Convert = _unsigned(16, "unsigned short", "value too large to convert to unsigned short")
+unsigned_int: Convert = _unsigned(32, "unsigned int", "value too large to convert to unsigned int")
+uint32: Convert = _unsigned(32, "uint32_t", "value too large to convert to uint32_t")
+uint64: Convert = _unsigned(64, "uint64_t", _TOO_LARGE)
+unsigned_long_long: Convert = _unsigned(64, "unsigned PY_LONG_LONG", _TOO_LARGE)
 _any_size = _unsigned(64, "size_t", _TOO_LARGE)
 
 
@@ -70,19 +72,19 @@ def _handle(cls: Any) -> Callable[[Any], int]:
     return convert
 
 
-device = _handle(cuda.CUdevice)
-memory = _handle(cuda.CUmemGenericAllocationHandle)
-device_pointer = _handle(cuda.CUdeviceptr)
-context = _handle(cuda.CUcontext)
-stream = _handle(cuda.CUstream)
-event = _handle(cuda.CUevent)
-pool = _handle(cuda.CUmemoryPool)
-array = _handle(cuda.CUarray)
-mipmapped_array = _handle(cuda.CUmipmappedArray)
-graph = _handle(cuda.CUgraph)
-graph_exec = _handle(cuda.CUgraphExec)
-graph_node = _handle(cuda.CUgraphNode)
-host_function = _handle(cuda.CUhostFn)
+device: Convert = _handle(cuda.CUdevice)
+memory: Convert = _handle(cuda.CUmemGenericAllocationHandle)
+device_pointer: Convert = _handle(cuda.CUdeviceptr)
+context: Convert = _handle(cuda.CUcontext)
+stream: Convert = _handle(cuda.CUstream)
+event: Convert = _handle(cuda.CUevent)
+pool: Convert = _handle(cuda.CUmemoryPool)
+array: Convert = _handle(cuda.CUarray)
+mipmapped_array: Convert = _handle(cuda.CUmipmappedArray)
+graph: Convert = _handle(cuda.CUgraph)
+graph_exec: Convert = _handle(cuda.CUgraphExec)
+graph_node: Convert = _handle(cuda.CUgraphNode)
+host_function: Convert = _handle(cuda.CUhostFn)
 
 
 def word32(value: Any) -> int:

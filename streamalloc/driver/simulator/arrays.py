@@ -210,7 +210,7 @@ class TileCopy(Operation):
         self._done = 0
         self._slices = max(piece // (box.width * box.height), 1)
         self._simulated = machine.arenas.find(linear.address) is not None
-        self.heavy = box.width * box.height * box.depth > piece
+        self.heavy: bool = box.width * box.height * box.depth > piece
         array.storage.queued += 1
 
     def step(self) -> bool:

@@ -25,11 +25,11 @@ class Block:
     __slots__ = ("gap", "next", "prev", "seq", "size", "start", "state", "stream", "waits")
 
     def __init__(self, start: int, size: int, state: State) -> None:
-        self.start = start
-        self.size = size
-        self.state = state
-        self.stream = 0
-        self.seq = 0
+        self.start: int = start
+        self.size: int = size
+        self.state: State = state
+        self.stream: int = 0
+        self.seq: int = 0
         self.prev: Block | None = None
         self.next: Block | None = None
         self.gap: Gap | None = None  # kept on the first and the last block of a gap only
@@ -54,10 +54,10 @@ class Gap:
     __slots__ = ("first", "kind", "last", "pending", "ready", "size")
 
     def __init__(self, first: Block, last: Block) -> None:
-        self.first = first
-        self.last = last
-        self.size = 0
-        self.ready = 0
+        self.first: Block = first
+        self.last: Block = last
+        self.size: int = 0
+        self.ready: int = 0
         self.pending: dict[int, int] = {}
         self.kind: Kind = READY
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda
 
-Result = cuda.CUresult
+Result: Any = cuda.CUresult
 
 
 class Fault(Exception):

@@ -45,9 +45,9 @@ class Slab:
         self._device = device
         self.owner = owner
         """The one graph that may use it, because allocations outlive its launches."""
-        self.size = 0
-        self.uses = Uses()
-        self.physical = Physical("graph", round_up(device.bank.total, CHUNK))
+        self.size: int = 0
+        self.uses: Uses = Uses()
+        self.physical: Physical = Physical("graph", round_up(device.bank.total, CHUNK))
         device.slabs.append(self)
 
     def grow(self, size: int) -> None:
@@ -102,9 +102,9 @@ class GraphMemory:
         self._holes: list[Hole] = []
         self._slab: Slab | None = None
         self._mapped: tuple[Slab, int] | None = None  # in stream order: what launches that are queued will find
-        self.uses = Uses()
+        self.uses: Uses = Uses()
         self.live: set[int] = set()
-        self.owners = 1
+        self.owners: int = 1
         machine.graph_memories.add(self)
 
     # -- addresses -------------------------------------------------------------------------------------------

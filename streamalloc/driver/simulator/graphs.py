@@ -116,7 +116,7 @@ class Capture:
         self.origin = origin
         self.mode = mode
         self.id = number
-        self.valid = True
+        self.valid: bool = True
         self._caller = machine.timeline.caller
         self._frontier: dict[Stream, list[Node]] = {origin: []}
         self._open: dict[int, Node] = {}  # allocations that are not freed, by address

@@ -23,7 +23,7 @@ class Space:
     ) -> None:
         # room for what the bank has, and for holes; at most ``limit``
         capacity = min(round_up(bank.total + bank.total // 4 + chunk, chunk), limit)
-        self.line = Line(capacity, chunk)
+        self.line: Line = Line(capacity, chunk)
         self.bank = bank
         self._name = name
         self._arenas = arenas

@@ -58,8 +58,8 @@ class Context:
         self.device = device
         self.primary = primary
         self.flags = flags
-        self.handle = next(_handles)
-        self.alive = not primary
+        self.handle: int = next(_handles)
+        self.alive: bool = not primary
         self.retained = 0
         self.error: Any = None  # the code every later call fails with
         self.peers: set[int] = set()
@@ -68,7 +68,7 @@ class Context:
         self._legacy: Stream | None = None
         self._per_thread: dict[int, Stream] = {}
         self._marks: Stream | None = None
-        self.id = machine.next_context_id()
+        self.id: int = machine.next_context_id()
 
     @property
     def legacy(self) -> Stream:
@@ -166,7 +166,7 @@ class Context:
 class Stamp(Operation):
     """Notes when an event happens, for other processes too where they share it."""
 
-    when = 0.0
+    when: float = 0.0
     shared: SharedEvent | None = None
     number = 0
     """Of the recording, among those of all processes."""
@@ -289,11 +289,11 @@ class Machine:
         self.profile = profile
         self.identity = identity
         self.fabric = fabric
-        self.lock = turns.LOCK
-        self.timeline = Timeline(seed)
+        self.lock: Any = turns.LOCK
+        self.timeline: Timeline = Timeline(seed)
         self.timeline.on_close = self._release
-        self.ready = False
-        self.forked = False
+        self.ready: bool = False
+        self.forked: bool = False
         self.captures: list[Any] = []
         self.arenas: AddressMap[Reservation] = AddressMap()
         self.allocations: AddressMap[Allocation] = AddressMap()
@@ -314,12 +314,12 @@ class Machine:
         self._thread = threading.local()
         self._context_ids = itertools.count(1)
         self._allocation_ids = itertools.count(1)
-        self.host_bank = Bank(profile.host_memory)
-        self.host_heap = Heap("pinned", self.host_bank, self.arenas, self.make_room)
-        self.virtual = VirtualMemory(self)
-        self.sharing = Sharing(self)
-        self.multicast = Multicast(self, multicast_slots, patience)
-        self.devices = [self._device(ordinal, memory, multicast) for ordinal in range(devices)]
+        self.host_bank: Bank = Bank(profile.host_memory)
+        self.host_heap: Heap = Heap("pinned", self.host_bank, self.arenas, self.make_room)
+        self.virtual: VirtualMemory = VirtualMemory(self)
+        self.sharing: Sharing = Sharing(self)
+        self.multicast: Multicast = Multicast(self, multicast_slots, patience)
+        self.devices: list[Device] = [self._device(ordinal, memory, multicast) for ordinal in range(devices)]
         for device in self.devices:
             device.primary = Context(self, device, primary=True, flags=0)
             self.contexts[device.primary.handle] = device.primary

@@ -53,14 +53,14 @@ def _unmap(address: int, size: int) -> None:
 class Physical:
     """Memory without an address: a sparse anonymous file."""
 
-    kept = False
+    kept: bool = False
     """Whether discarded contents stay, for other processes that may have them mapped."""
-    lent = False
+    lent: bool = False
     """Whether descriptors of it were given away."""
 
     def __init__(self, name: str, size: int) -> None:
-        self.size = size
-        self.fd = os.memfd_create(f"streamalloc:{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.size: int = size
+        self.fd: int = os.memfd_create(f"streamalloc:{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, size)
 
     @classmethod
@@ -122,8 +122,8 @@ class Window:
     """A part of physical memory at an address that no device knows."""
 
     def __init__(self, physical: Physical, offset: int, size: int) -> None:
-        self.size = size
-        self.address = _mmap(None, size, _PROT_READ_WRITE, _MAP_SHARED | _MAP_NORESERVE, physical.fd, offset)
+        self.size: int = size
+        self.address: int = _mmap(None, size, _PROT_READ_WRITE, _MAP_SHARED | _MAP_NORESERVE, physical.fd, offset)
 
     def close(self) -> None:
         _unmap(self.address, self.size)
@@ -174,8 +174,8 @@ class Reservation:
         self._raw_size = size + alignment
         flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
         self._raw = _mmap(None, self._raw_size, _PROT_NONE, flags)
-        self.base = -(-self._raw // alignment) * alignment
-        self.mapped = Intervals()
+        self.base: int = -(-self._raw // alignment) * alignment
+        self.mapped: Intervals = Intervals()
 
     @property
     def end(self) -> int:
@@ -202,8 +202,8 @@ class AddressRange(Reservation):
 
     def __init__(self, size: int, alignment: int, hint: int = 0) -> None:
         self.size = size
-        self.mapped = Intervals()
-        self.base = self._place_at(hint) if hint else 0
+        self.mapped: Intervals = Intervals()
+        self.base: int = self._place_at(hint) if hint else 0
         if not self.base:
             raw = _mmap(None, size + alignment, _PROT_NONE, _RESERVED)
             # as high as it goes: the system fills addresses from above, so that the next range ends where this begins
@@ -227,13 +227,13 @@ class Arena:
     """A reservation with its own physical memory, the same offset in both."""
 
     def __init__(self, name: str, size: int, alignment: int) -> None:
-        self.reservation = Reservation(size, alignment)
+        self.reservation: Reservation = Reservation(size, alignment)
         try:
-            self.physical = Physical(name, size)
+            self.physical: Physical = Physical(name, size)
         except OSError:
             self.reservation.close()
             raise
-        self.base = self.reservation.base
+        self.base: int = self.reservation.base
 
     def back(self, offset: int, size: int) -> None:
         self.reservation.map(self.base + offset, size, self.physical, offset)
@@ -252,7 +252,7 @@ class Bank:
 
     def __init__(self, total: int, overhead: int = 0) -> None:
         self.total = total
-        self.used = overhead
+        self.used: int = overhead
         self._given_up: list[Physical] = []
 
     @property

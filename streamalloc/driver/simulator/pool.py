@@ -17,7 +17,9 @@ from .memory import Physical
 from .timeline import Operation, Stream, merge
 
 if TYPE_CHECKING:
+    from .allocator import Line
     from .machine import Machine
+    from .sharing import Label
 
 
 @dataclass
@@ -68,21 +70,21 @@ class Pool:
         self.device = device
         self.allocation_type = allocation_type
         self.handle_types = handle_types
-        self.max_size = round_up(max_size, CHUNK)
+        self.max_size: int = round_up(max_size, CHUNK)
         self.implicit = implicit
-        self.managed = allocation_type != PINNED
-        self.policies = Policies()
+        self.managed: bool = allocation_type != PINNED
+        self.policies: Policies = Policies()
         self.threshold = 0
-        self.used = 0
-        self.used_high = 0
-        self.reserved_high = 0
+        self.used: int = 0
+        self.used_high: int = 0
+        self.reserved_high: int = 0
         self.access: dict[int, int] = {}
-        self.destroyed = False
+        self.destroyed: bool = False
         self._outstanding = 0
         bank = machine.host_bank if device is None else machine.devices[device].bank
-        self.label = machine.sharing.label("pool", place)
-        self.space = Space(str(self.label), bank, machine.arenas, CHUNK)
-        self.line = self.space.line
+        self.label: Label = machine.sharing.label("pool", place)
+        self.space: Space = Space(str(self.label), bank, machine.arenas, CHUNK)
+        self.line: Line = self.space.line
 
     @property
     def reserved(self) -> int:

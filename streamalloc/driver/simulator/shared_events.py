@@ -31,11 +31,12 @@ class Board:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.taken = 0
+        self.taken: int = 0
         memory = mmap.mmap(fd, BOARD_BYTES)
         self._words = memoryview(memory).cast("Q")
-        self.close = weakref.finalize(self, _close, self._words, memory, fd)
-        self.close.atexit = False
+        self.close: Callable[[], object]
+        self.close = finalizer = weakref.finalize(self, _close, self._words, memory, fd)
+        finalizer.atexit = False
 
     def take(self) -> SharedEvent | None:
         """A new event, or None where the board is full.

@@ -174,9 +174,9 @@ class ImportedPool:
     def __init__(self, machine: Machine, handle: int, label: Label, fd: int) -> None:
         self._machine = machine
         self.handle = handle
-        self.serial = int(label.serial, 16)
-        self.place = label.place
-        self.device = label.place.id
+        self.serial: int = int(label.serial, 16)
+        self.place: Place = label.place
+        self.device: int = label.place.id
         self.access: dict[int, int] = {}
         physical = Physical.adopt(os.dup(fd))
         try:

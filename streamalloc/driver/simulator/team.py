@@ -72,7 +72,7 @@ class Team:
         self._bindings: list[Binding] = []
         with self.locked():
             self._words[_HOLDERS] += 1
-            self.holder = self._words[_HOLDERS]
+            self.holder: int = self._words[_HOLDERS]
         self._lock(fcntl.F_WRLCK, _FIRST_HOLDER + self.holder)
 
     @classmethod

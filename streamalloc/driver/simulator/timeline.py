@@ -115,7 +115,7 @@ class Stream:
 
     def __init__(self, timeline: Timeline, handle: int, context: Any, blocking: bool, priority: int) -> None:
         self.timeline = timeline
-        self.id = timeline.next_id()
+        self.id: int = timeline.next_id()
         self.handle = handle
         self.context = context
         self.blocking = blocking
@@ -123,8 +123,8 @@ class Stream:
         self.legacy: Stream | None = None  # the legacy stream that a blocking one takes turns with
         self.peers: list[Stream] | None = None  # of a legacy stream: the blocking streams of its context
         self.queue: deque[Operation] = deque()
-        self.seq = 0
-        self.done = 0
+        self.seq: int = 0
+        self.done: int = 0
         self.clock: Clock = {}
         self.capture: Any = None
         self.destroyed = False
@@ -187,8 +187,8 @@ class Timeline:
     def __init__(self, seed: int | None) -> None:
         self.host: Clock = {}
         self.on_close: Callable[[], None] | None = None
-        self.closed = False
-        self.caller = turns.Caller()
+        self.closed: bool = False
+        self.caller: turns.Caller = turns.Caller()
         """Whose call is carried out."""
         self._asleep: list[_thread.LockType] = []
         """One lock for each thread that waits for a change; released to wake it."""

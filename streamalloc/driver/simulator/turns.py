@@ -141,15 +141,17 @@ class Helper:
     """A thread that makes calls for the main thread, one at a time; in the middle of one another may be needed."""
 
     def __init__(self) -> None:
-        self.free = True
+        self.free: bool = True
         self.work: Any = None
         self.answer: Any = None
         self.error: Any = None
         self.blocked: Any = None
         """Held until there is an answer, where that takes long."""
-        self.abandoned = False
+        self.abandoned: bool = False
         go, done = self._meetings = _Meeting(), _Meeting()
         self._begun, self._ended = go.meet, done.meet
+        self.done: Iterator[Any]
+        self.go: Iterator[Any]
         self.go, self.done = _each_time(go.meet), _each_time(done.meet)
         thread = threading.Thread(target=self._serve, name="streamalloc calls of the main thread", daemon=True)
         thread.start()

@@ -37,7 +37,7 @@ class Move(Operation):
         # ordinary host memory is nobody's business here
         self._into_simulated = machine.arenas.find(target) is not None
         self._simulated_source = source if source is not None and machine.arenas.find(source) is not None else None
-        self.heavy = size > PIECE
+        self.heavy: bool = size > PIECE
 
     def step(self) -> bool:
         size = min(PIECE, self._size - self._done)
