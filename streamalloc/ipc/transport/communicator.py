@@ -149,10 +149,10 @@ class _Group(Closes):
     __slots__ = ("__weakref__", "_ended", "_mesh", "host", "rank", "size", "timeout")
 
     def __init__(self, rank: int, size: int, timeout: float | None) -> None:
-        self.rank = rank
-        self.size = size
-        self.timeout = timeout
-        self.host = _host()
+        self.rank: int = rank
+        self.size: int = size
+        self.timeout: float | None = timeout
+        self.host: str = _host()
         self._mesh: Mesh | None = None
         self._ended = ""
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
 __all__ = ["end_of", "left", "milliseconds", "now", "refuse"]
 
 _DAY = 86400.0
 
-now = time.monotonic
+now: Callable[[], float] = time.monotonic
 """Seconds on the monotonic clock."""
 
 

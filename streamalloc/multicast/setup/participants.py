@@ -58,10 +58,10 @@ class Team:
 
     def __init__(self, communicator: Communicator | None, size: int = 1) -> None:
         self.communicator = communicator
-        self.size = size if communicator is None else communicator.size
+        self.size: int = size if communicator is None else communicator.size
         self.here: tuple[int, ...] = tuple(range(size)) if communicator is None else (communicator.rank,)
         """The ranks of this process."""
-        self.lost = False
+        self.lost: bool = False
         """Whether the communicator has failed: no rank can be told anything any more."""
 
     def step(self, name: str, do: Callable[[int], bytes | None], end: float | None) -> list[bytes]:

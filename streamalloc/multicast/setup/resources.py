@@ -47,11 +47,11 @@ class RankResources(Deferred):
     )
 
     def __init__(self, door: Door, devices: dict[int, Device], size: int) -> None:
-        self.door = door
-        self.devices = devices
-        self.size = size
-        self.kind = MemHandleType.NONE
-        self.physical_bytes = 0
+        self.door: Door = door
+        self.devices: dict[int, Device] = devices
+        self.size: int = size
+        self.kind: MemHandleType = MemHandleType.NONE
+        self.physical_bytes: int = 0
         self.handles: dict[int, Fd] = {}
         """Descriptors that are open here until everything is imported."""
         self.bindings: dict[int, Binding] = {}
