@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from streamalloc.core.arguments import FABRIC_NEEDS
-from streamalloc.core.errors import NotSupportedError
+from streamalloc.core.errors import NotSupportedError, refused
 from streamalloc.core.properties import MemHandleType
 from streamalloc.ipc.internal import listed
 
@@ -129,7 +129,7 @@ def decide(profiles: Sequence[RankProfile], *, one_process: bool) -> Plan:
     one = profiles[0]
     why_not = _why_no_multicast(profiles)
     if one.multicast and why_not:
-        raise NotSupportedError("CUDA_ERROR_NOT_SUPPORTED", 801, "cuMulticastCreate", f"needs {why_not}")
+        raise refused(NotSupportedError, "cuMulticastCreate", f"needs {why_not}")
     multicast = one.multicast is not False and not why_not
     kinds = (MemHandleType.NONE,) if one_process else _kinds(profiles)
     granularity = {}
@@ -167,9 +167,7 @@ def _kinds(profiles: Sequence[RankProfile]) -> tuple[MemHandleType, ...]:
             else:
                 kinds.append(kind)
     if not kinds:
-        raise NotSupportedError(
-            "CUDA_ERROR_NOT_SUPPORTED", 801, "cuMemExportToShareableHandle", "; or else ".join(reasons)
-        )
+        raise refused(NotSupportedError, "cuMemExportToShareableHandle", "; or else ".join(reasons))
     return tuple(kinds)
 
 
