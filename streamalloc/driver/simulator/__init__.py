@@ -6,6 +6,8 @@ memory goes, ``memory`` provides it, ``graphs`` records and replays, ``graph_mem
 ``virtual`` maps memory by hand, ``arrays`` has sparse arrays, ``sharing`` and ``shared_events`` are what processes have
 in common, ``multicast`` and ``team`` have memory of several devices at one address, and ``calls`` is the interface of
 the real driver on top.
+
+A comment that says ``observed on H200`` names the test of ``tests/facts`` that holds the reading.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Uses:
 
 
 class Slab:
-    """Physical memory under graphs of one device; the device counts all of it as used (observed on H200)."""
+    """Physical memory under graphs of one device; the device counts all of it as used (H200: test_graph_memory)."""
 
     def __init__(self, machine: Machine, device: Device, owner: GraphMemory | None) -> None:
         self._machine = machine
@@ -115,7 +115,7 @@ class GraphMemory:
 
     def place(self, size: int, earlier: Container[object]) -> int:
         """An address for an allocation node: the smallest hole that one of the ``earlier`` nodes left, if any
-        will do (observed on H200 for holes of the same size).
+        will do (observed on H200 for holes of the same size: test_graph_memory).
         """
         rounded = round_up(size, ALIGNMENT)
         fitting = [hole for hole in self._holes if hole.size >= rounded and hole.freed_by in earlier]

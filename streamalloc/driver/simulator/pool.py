@@ -125,7 +125,7 @@ class Pool:
     def give_back_now(self, block: Block) -> None:
         """Free as cuMemFree does: reusable by every stream at once, whatever is still queued.
 
-        The statistics do not notice (observed on H200: USED_MEM_CURRENT keeps counting the allocation).
+        The statistics do not notice (observed on H200: test_pool_sizes; USED_MEM_CURRENT counts on).
         """
         self.line.free_ready(block)
         self.returned()
@@ -140,7 +140,7 @@ class Pool:
     def _grow(self, size: int, stream: Stream, reach: Callable[[int], int]) -> None:
         """Add physical memory for ``size`` bytes; what there is of it when there is not enough.
 
-        A growth that fails keeps of the chunks it got what the release threshold allows (observed on H200).
+        A growth that fails keeps of the chunks it got what the release threshold allows (H200: test_pool_sizes).
         """
         ranges = self.line.plan(size, stream.id, reach)
         if not ranges:

@@ -41,7 +41,7 @@ class Board:
     def take(self) -> SharedEvent | None:
         """A new event, or None where the board is full.
 
-        A place is not given to another event later: a handle of a destroyed event still opens (observed on H200).
+        A place is not given to another event later: a handle of a destroyed event still opens (H200: test_sharing).
         """
         if self.taken == BOARD_EVENTS:
             return None

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from .machine import Machine
 
 GRANULARITY = 2 << 20
-"""Of physical memory, reservations and mappings of any kind (observed on H200)."""
+"""Of physical memory, reservations and mappings of any kind (observed on H200: test_physical_memory)."""
 
 _DEVICE, _HOST, _HOST_NUMA = 1, 2, 3  # CUmemLocationType
 NO_ACCESS, READ, READ_WRITE = 0, 1, 3  # CUmemAccess_flags
 
 HOST = Place(_HOST, 0)
-"""Whose rights the host's are: those of HOST and of HOST_NUMA 0 are one (observed on H200)."""
+"""Whose rights the host's are: those of HOST and of HOST_NUMA 0 are one (observed on H200: test_host_mappings)."""
 
 _LARGEST_ADDRESS = 1 << 47
-_LARGEST_ALIGNMENT = 1 << 46  # from here on OUT_OF_MEMORY (observed on H200)
+_LARGEST_ALIGNMENT = 1 << 46  # from here on OUT_OF_MEMORY (observed on H200: test_address_ranges)
 
 
 def device_place(ordinal: int) -> Place:
@@ -45,7 +45,7 @@ class Properties:
     compression: int = 0
     rdma: int = 0
     tile_pool: bool = False
-    """Memory for the tiles of sparse arrays; this does not read back (observed on H200)."""
+    """Memory for the tiles of sparse arrays; this does not read back (observed on H200: test_sparse_arrays)."""
 
     @property
     def device(self) -> int | None:
@@ -240,7 +240,7 @@ class VirtualMemory:
             found.leave()
 
     def retain(self, found: Mappable) -> int:
-        """Another reference by the same handle, also where all before were released (observed on H200)."""
+        """Another reference by the same handle, also where all before were released (H200: test_physical_memory)."""
         found.handles += 1
         self._named[found.handle] = found
         return found.handle
@@ -319,7 +319,7 @@ class VirtualMemory:
 
     def unmap(self, address: int, size: int) -> None:
         """Whole mappings and the holes between them. Work that is running ends first; work that is still queued then
-        is not waited for, and fails when it gets there (observed on H200).
+        is not waited for, and fails when it gets there (observed on H200: test_mappings).
         """
         end = address + size
         check(size and address % GRANULARITY == 0 and size % GRANULARITY == 0)

@@ -31,7 +31,8 @@ from .base import modelled
 from .copies import PIECE, CopyCalls
 
 _LAYERED, _GATHER, _SPARSE = 0x01, 0x08, 0x40  # CUDA_ARRAY3D_*
-_NEVER_SPARSE = 0x02 | 0x04 | 0x10 | 0x80  # surface, cube map, depth texture, deferred mapping (observed on H200)
+# Surface, cube map, depth texture, deferred mapping (observed on H200: test_sparse_arrays).
+_NEVER_SPARSE = 0x02 | 0x04 | 0x10 | 0x80
 _BYTES_OF_FORMAT = {0x01: 1, 0x02: 2, 0x03: 4, 0x08: 1, 0x09: 2, 0x0A: 4, 0x10: 2, 0x20: 4}  # CUarray_format
 _ONE_TAIL = 1  # CU_ARRAY_SPARSE_PROPERTIES_SINGLE_MIPTAIL
 _ARRAY, _MIPMAPPED_ARRAY = 0, 1  # CUresourcetype
@@ -213,7 +214,7 @@ class ArrayCalls(CopyCalls):
         operation = arguments.field(info, "memOperationType")
         check(operation in (_MAP, _UNMAP) and not info.flags and info.deviceBitMask == 1 << device)
         tiles = self._tiles(info, storage.layout, device)
-        if operation == _UNMAP:  # whatever else the entry says (observed on H200)
+        if operation == _UNMAP:  # whatever else the entry says (observed on H200: test_sparse_arrays)
             return [(storage, tile, None) for tile in tiles]
         memory, offset = self._tile_memory(info), int(info.offset)
         check(memory.properties.tile_pool and memory.properties.device in (device, None))

@@ -183,10 +183,10 @@ class CaptureCalls(Calls):
 
     def _instantiate(self, hGraph: Any, flags: int) -> Any:
         graph = self._graph(hGraph)
-        self._machine.current()  # refused where no context is current (observed on H200)
+        self._machine.current()  # refused where no context is current (observed on H200: test_contexts)
         if flags & ~AUTO_FREE_ON_LAUNCH:
             raise NotModelled(f"cuGraphInstantiate with flags {flags:#x}")
-        # a graph with memory nodes has one instance at a time (observed on H200)
+        # a graph with memory nodes has one instance at a time (observed on H200: test_graph_memory)
         check(not graph.memories or not graph.instances, Result.CUDA_ERROR_NOT_SUPPORTED)
         machine = self._machine
         instance = GraphExec(machine.new_handle(), graph, flags)

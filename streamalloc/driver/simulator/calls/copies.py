@@ -142,7 +142,7 @@ class CopyCalls(Calls):
         self._fill(dstDevice, ui, N, 4, hStream)
 
     def _fill(self, dstDevice: Any, value: Any, N: Any, width: int, hStream: Any = 0) -> None:
-        # without a stream it goes into the legacy stream, and the host does not wait (observed on H200)
+        # without a stream it goes into the legacy stream, and the host does not wait (observed on H200: test_copies)
         address = arguments.device_pointer(dstDevice)
         pattern = _VALUES[width](value).to_bytes(width, "little")
         count = arguments.size_t(N)
@@ -150,7 +150,7 @@ class CopyCalls(Calls):
         captured = bool(self._machine.captures) and self._captured(stream)
         if not count and not captured:
             return
-        if not captured:  # a graph is not checked while it is captured (observed on H200)
+        if not captured:  # a graph is not checked while it is captured (observed on H200: test_capture)
             check(address % width == 0)
             self._check_fill(address, count * width, stream.context)
         self._submit(stream, Fill(self._machine, stream.context, address, pattern, count), "MEMSET")
@@ -255,7 +255,7 @@ class CopyCalls(Calls):
         waits.
 
         Pool memory must be accessible from the device of the current context, plain memory from anywhere
-        (observed on H200: the driver stages such copies).
+        (observed on H200: test_two_devices; the driver stages such copies).
         """
         machine = self._machine
         size = arguments.size_t(count)

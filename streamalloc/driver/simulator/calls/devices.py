@@ -139,7 +139,7 @@ class DeviceCalls(Calls):
         size = arguments.signed_int(length)
         name = self._pci(self._device(dev).attributes).encode()
         check(size > len(name))
-        # observed on H200: one terminating zero, and the rest of the buffer as it was
+        # observed on H200 (test_device): one terminating zero, and the rest of the buffer as it was
         return (name + b"\0").ljust(size, b" ")
 
     @modelled(1)

@@ -176,7 +176,7 @@ class PlainMemoryCalls(Calls):
         check(allocation is not None)
         assert allocation is not None and number
         if attribute.name == "CU_POINTER_ATTRIBUTE_DEVICE_POINTER":
-            self._machine.current()  # refused where no context is current (observed on H200)
+            self._machine.current()  # refused where no context is current (observed on H200: test_contexts)
         value = read(allocation, address)
         check(value is not None)
         return value

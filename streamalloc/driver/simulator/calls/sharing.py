@@ -89,7 +89,7 @@ class SharingCalls(Calls):
             if kind != POSIX_FD:
                 return self._fabric_handle("pool", physical)
             fd = os.dup(physical.fd)
-            os.set_inheritable(fd, True)  # observed on H200
+            os.set_inheritable(fd, True)  # observed on H200 (test_sharing)
             return fd
 
     @modelled(1)
@@ -162,7 +162,7 @@ class SharingCalls(Calls):
             os.close(fd)
 
     def _import_memory(self, fd: int) -> Memory | MulticastObject:
-        """Every import has a handle of its own; none takes memory of this process (observed on H200)."""
+        """Every import has a handle of its own; none takes memory of this process (H200: test_memory_exports)."""
         machine = self._machine
         label = machine.sharing.recognise(fd, "memory")
         with operating_system():
@@ -184,7 +184,7 @@ class SharingCalls(Calls):
         assert isinstance(pool, Pool) and block is not None
         if pool.destroyed or not (pool.handle_types & POSIX_FD or self._machine.fabric):
             raise NotModelled("cuMemPoolExportPointer of a pool that can no longer, or not here, be exported itself")
-        check(pool.space.physical.kept)  # the pool itself has to be exported first (observed on H200)
+        check(pool.space.physical.kept)  # the pool itself has to be exported first (observed on H200: test_sharing)
         data = self._machine.sharing.export_pointer(pool, block.start, allocation.size)
         return _with_bytes(cuda.CUmemPoolPtrExportData(), data)
 

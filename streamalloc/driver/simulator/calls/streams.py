@@ -19,7 +19,7 @@ from .base import Calls, modelled
 _NON_BLOCKING = 1
 
 _DISABLE_TIMING, _INTERPROCESS = 2, 4
-# An interprocess event must not keep time (observed on H200).
+# An interprocess event must not keep time (observed on H200: test_events).
 _EVENT_FLAGS = {f for f in range(8) if not f & _INTERPROCESS or f & _DISABLE_TIMING}
 
 # How a word is compared with the value that is waited for, by flag.
@@ -107,7 +107,7 @@ class StreamCalls(Calls):
     @modelled(1)
     def cuStreamGetFlags(self, hStream: Any) -> int:
         stream = self._stream(hStream)
-        self._not_capturing(stream)  # observed on H200: asking breaks the capture
+        self._not_capturing(stream)  # observed on H200 (test_capture): asking breaks the capture
         return 0 if stream.blocking else _NON_BLOCKING
 
     @modelled(1)
@@ -172,7 +172,7 @@ class StreamCalls(Calls):
     def _wait_value(self, stream: Any, addr: Any, value: int, flags: Any, bits: int) -> None:
         target = self._stream(stream)
         address, flag = self._word(target, addr, bits), arguments.unsigned_int(flags)
-        # observed on H200; CAN_FLUSH_REMOTE_WRITES says so
+        # observed on H200 (test_mapped_words); CAN_FLUSH_REMOTE_WRITES says so
         check(not flag & _FLUSH, Result.CUDA_ERROR_NOT_SUPPORTED)
         compare = _comparison(flag, bits)
         # what is queued must not refer to the driver object, whose end is the end of the machine
@@ -197,7 +197,8 @@ class StreamCalls(Calls):
     def _write_value(self, stream: Any, addr: Any, value: int, flags: Any, bits: int) -> None:
         target = self._stream(stream)
         address = self._word(target, addr, bits, written=True)
-        check(not arguments.unsigned_int(flags))  # CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER too (observed on H200)
+        # CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER is refused, too (observed on H200: test_mapped_words).
+        check(not arguments.unsigned_int(flags))
         machine, context, word = self._machine, target.context, _WORDS[bits]
 
         def write() -> None:
@@ -221,7 +222,7 @@ class StreamCalls(Calls):
             right = allocation.mapping.right(device_place(stream.context.device.ordinal))
             if allocation.device is None:
                 raise NotModelled("waiting for or writing a word of mapped host memory")
-            check(right)  # at the call, whatever is granted later (observed on H200)
+            check(right)  # at the call, whatever is granted later (observed on H200: test_mapped_words)
             if written and right != READ_WRITE:
                 raise NotModelled("writing a word of memory that may only be read: the context breaks")
         check(address + bits // 8 <= allocation.base + max(allocation.size, 8))

@@ -102,7 +102,7 @@ class VirtualMemoryCalls(Calls):
         props = arguments.struct("prop", prop, cuda.CUmemAllocationProp)
         arguments.member("option", option, cuda.CUmemAllocationGranularity_flags)
         check(props is not None)
-        return GRANULARITY  # whatever is asked about, impossible memory included (observed on H200)
+        return GRANULARITY  # whatever is asked about, impossible memory included (H200: test_physical_memory)
 
     # -- addresses and mappings ------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class VirtualMemoryCalls(Calls):
             except Fault as fault:
                 if fault.code != Result.CUDA_ERROR_NOT_SUPPORTED:
                     raise
-                # what comes before it is set nevertheless (observed on H200)
+                # what comes before it is set nevertheless (observed on H200: test_mapping_access)
                 refused = fault
                 break
         self._check_teams(mappings, wanted)
@@ -184,7 +184,7 @@ class VirtualMemoryCalls(Calls):
         check(place.type in (_HOST, _HOST_NUMA))
         # the host never gets at device memory
         check(not (on_device and flags), Result.CUDA_ERROR_NOT_SUPPORTED)
-        # a memory node that is not there is no mistake (observed on H200)
+        # a memory node that is not there is no mistake (observed on H200: test_host_mappings)
         return (place if place.type == _HOST_NUMA and place.id else HOST), flags
 
     @modelled(1)
@@ -279,4 +279,5 @@ MAPPED_ATTRIBUTES = frozenset(
         "DEVICE_POINTER",
     )
 )
-"""The others are as for other memory. DEVICE_ORDINAL is 0 for any device's memory (observed on two H200)."""
+"""The others are as for other memory. DEVICE_ORDINAL is 0 for any device's memory (two H200:
+test_two_device_mappings)."""
