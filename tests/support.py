@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import time
@@ -13,8 +14,7 @@ import numpy.typing as npt
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc.core.door import Door
-from streamalloc.core.later import work
+from streamalloc.core import later
 from streamalloc.driver.bindings import cuda
 
 MiB = 1 << 20
@@ -92,6 +92,14 @@ def makes_no_multicast_object(create: Callable[..., Any]) -> Callable[..., Any]:
     return refuse
 
 
+def end_what_was_dropped() -> None:
+    """Come by the points of work of all drivers."""
+    for queue in list(later._unfinished):
+        with contextlib.suppress(sa.CudaError):  # a machine that has ended
+            while queue.work():
+                pass
+
+
 class Account:
     """A driver around another one that keeps account of what is made, and of what is mapped where. It may fail."""
 
@@ -113,6 +121,7 @@ class Account:
     @property
     def mapped(self) -> dict[int, int]:
         """The mappings that are live, by what the driver was told: address and size."""
+        end_what_was_dropped()
         self._read()
         return dict(self._mapped)
 
@@ -130,8 +139,8 @@ class Account:
 
     @property
     def left(self) -> dict[str, Any]:
-        """Whatever was made and not given back, once what could wait has had its turn."""
-        work(Door.of(self.driver))
+        """Whatever was made and not given back, once what was dropped has had its turn."""
+        end_what_was_dropped()
         left: dict[str, Any] = dict(self.checked.outstanding())
         if mapped := self.mapped:
             left["mappings"] = mapped

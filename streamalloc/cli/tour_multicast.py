@@ -51,6 +51,7 @@ def _on_several(tour: Tour, show: Callable[[Tour, Any], None]) -> None:
     tour.terminal.paragraph(f"On a machine of its own, simulated with {_DEVICES} devices, for the tour's has one.")
     own = checked(simulated(devices=_DEVICES))
     show(tour, own)
+    sa.Device(0, driver=own).synchronize()  # what was dropped is given back now
     own.assert_nothing_left()
 
 
@@ -175,6 +176,7 @@ def _multicast(tour: Tour, driver: Any) -> None:
                 equal("released", _ended(calls.calls[before:]), []),
             )
         found = _ended(calls.calls[before:])
+        view.close()
         tour.step(
             "left the `with` block: unbound first, the memory released last",
             equal("order", found[: count + 2], [*["unbind"] * count, "unmap", "release"], _counted),

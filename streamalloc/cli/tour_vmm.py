@@ -220,11 +220,12 @@ def striping(tour: Tour) -> None:
     size = 16 * MiB
     host = np.zeros(size, np.uint8)
     with vmm.stripe(size, devices, stream=here) as buffer:
+        halves = [vmm.PhysicalMemory.at(mapping.address, driver=buffer.device.driver) for mapping in buffer.mappings]
         tour.step(
             f"one buffer of {mib(size)}, half of it on each GPU",
             equal(
                 "whose memory the halves are",
-                [mapping.memory.query().location for mapping in buffer.mappings],
+                [memory.query().location for memory in halves],
                 [device.location for device in devices],
             ),
             equal(

@@ -59,7 +59,6 @@ class Door:
         "forked",
         "importer",
         "leases",
-        "memories",
         "postponed",
         "retired",
     )
@@ -77,8 +76,6 @@ class Door:
     retired: list[_Ends]
     """Closed pools that the driver must not destroy yet, and frees that wait for other processes."""
 
-    memories: dict[int, Any]
-    """What is known of physical memory that is open, by driver handle; kept by :mod:`streamalloc.vmm`."""
     leases: Any
     """What this process shares with others, kept by :mod:`streamalloc.ipc`; None where nothing is."""
     importer: Any
@@ -86,7 +83,6 @@ class Door:
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
-        self.memories = {}
         self.leases = None
         self.importer = None
         self.captures = 0

@@ -21,6 +21,7 @@ import abc
 import contextlib
 import sys
 import threading
+import traceback as traceback_module
 import types
 from collections import deque
 from collections.abc import Callable
@@ -207,7 +208,10 @@ def _report(item: Deferred | None) -> None:
     found = types.SimpleNamespace(
         exc_type=kind, exc_value=value, exc_traceback=traceback, err_msg="Could not end", object=item
     )
-    sys.unraisablehook(found)
+    if sys.unraisablehook is sys.__unraisablehook__:
+        traceback_module.print_exc()  # that one takes no arguments of ours
+    else:
+        sys.unraisablehook(found)
 
 
 # Queues with items in them.

@@ -6,13 +6,9 @@ no order of dropping things frees addresses that are mapped, or memory that is u
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import warnings
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
@@ -20,18 +16,23 @@ from streamalloc.core.arguments import door_of, location_of
 from streamalloc.core.capabilities import address_space_limit
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
-from streamalloc.core.errors import AddressSpaceError, ClosedError, CudaError, OutOfMemoryError, attach
+from streamalloc.core.errors import (
+    AddressSpaceError,
+    ClosedError,
+    CudaError,
+    OutOfMemoryError,
+    attach,
+    size_text,
+)
 from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType, checked_size
 from streamalloc.core.stream import Stream
 from streamalloc.driver import Driver
 from streamalloc.vmm.access import Access, Place, Rights, rights_of, structs_of
-from streamalloc.vmm.generic_handle import AllocationState, GenericAllocation, once_gone
+from streamalloc.vmm.allocations import MappedBytes, Reservation
+from streamalloc.vmm.generic_handle import GenericAllocation
 from streamalloc.vmm.waiting import After, accessing, wait
-
-if TYPE_CHECKING:
-    from streamalloc.vmm.physical_memory import PhysicalMemory
 
 __all__ = ["AddressRange", "Mapping", "MappingEntry", "RangeView"]
 
@@ -39,32 +40,39 @@ __all__ = ["AddressRange", "Mapping", "MappingEntry", "RangeView"]
 # is; memory says its own granularity when it is mapped.
 GRANULARITY = 2 << 20
 
-# Answers that mean that there is nothing left to give back.
-_GONE = ("CUDA_ERROR_DEINITIALIZED", "CUDA_ERROR_NOT_INITIALIZED")
-
 
 class MappingEntry:
-    """One mapping as its range keeps it."""
+    """One mapping as its range keeps it: the memory, and what there is to undo."""
 
-    __slots__ = ("live", "memory", "offset", "rights")
+    __slots__ = ("memory", "node")
 
-    def __init__(self, memory: GenericAllocation, offset: int) -> None:
+    def __init__(self, memory: GenericAllocation, node: MappedBytes) -> None:
         self.memory = memory
-        self.offset = offset
-        self.rights: Rights = {}
-        self.live = True
+        self.node = node
+
+    @property
+    def live(self) -> bool:
+        return not self.node.gone
+
+    @property
+    def offset(self) -> int:
+        return self.node.offset
 
     @property
     def stop(self) -> int:
-        return self.offset + self.memory.nbytes
+        return self.node.offset + self.node.nbytes
+
+    @property
+    def rights(self) -> Rights:
+        return self.node.rights
 
 
 class AddressRange(Closes):
     """A range of addresses, reserved for memory that is mapped into it (``cuMemAddressReserve``).
 
     All devices and the host see the same addresses. The range holds memory of any device and of the host side by side;
-    ``print(range)`` draws it, a character for each part: ``0`` for memory of device 0, ``H`` for the host's, ``M`` for
-    a multicast object, ``.`` for a hole.
+    ``print(range.draw())`` draws it, a character for each part: ``0`` for memory of device 0, ``H`` for the host's,
+    ``M`` for a multicast object, ``.`` for a hole.
 
     Unmapping is *not* in stream order: the driver does it at once, and work that is queued and uses the memory then
     breaks its device's context. Whatever unmaps therefore takes ``after``: an event, a stream or several of them which
@@ -91,17 +99,19 @@ class AddressRange(Closes):
         The process has no such range of addresses left; this is not about memory.
     """
 
-    __slots__ = ("__weakref__", "_address", "_asked", "_at", "_door", "_offsets", "_owned", "nbytes")
+    __slots__ = ("__weakref__", "_asked", "_door", "_entries", "_owned", "_reservation", "nbytes")
 
     nbytes: int
     """Size in bytes."""
+    _reservation: Reservation | None
 
     def __init__(self, nbytes: int, *, alignment: int = 0, address: int = 0, driver: Driver | None = None) -> None:
-        self._address: int | None = None
+        self._reservation = None
         self._owned = False
+        self._entries: list[MappingEntry] = []
         self.nbytes = _multiple("nbytes", nbytes)
         if not self.nbytes:
-            raise ValueError(f"nbytes=0: allowed are multiples of {GRANULARITY} bytes")
+            raise ValueError(f"nbytes=0: allowed are multiples of {size_text(GRANULARITY)}")
         alignment = checked_size("alignment", alignment)
         if alignment & (alignment - 1):
             raise ValueError(f"alignment={alignment}: allowed are 0 and powers of two")
@@ -109,15 +119,15 @@ class AddressRange(Closes):
         if alignment and self._asked % alignment:
             raise ValueError(f"address={address:#x} is no multiple of alignment={alignment}")
         self._door = door_of(None, driver)
-        self._offsets: list[int] = []
-        self._at: dict[int, MappingEntry] = {}
+        self._reservation = Reservation(self._door, self.nbytes)
+        self._reservation.allocations.work()
         try:
-            self._address = int(self._door.call("cuMemAddressReserve", self.nbytes, alignment, self._asked, 0))
+            self._door.create(self._reservation, "_raw", "cuMemAddressReserve", self.nbytes, alignment, self._asked, 0)
         except OutOfMemoryError as error:
             limit = address_space_limit()
-            why = f"`ulimit -v` allows {limit} bytes" if limit else "a process has 128 TiB, and the driver uses some"
+            why = f"`ulimit -v` allows {size_text(limit)}" if limit else "a process has 128 TiB; the driver uses some"
             raise AddressSpaceError(
-                error.name, error.code, error.call, f"no {nbytes} bytes of addresses are left: {why}"
+                error.name, error.code, error.call, f"no {size_text(nbytes)} of addresses are left: {why}"
             ) from None
 
     @property
@@ -129,14 +139,15 @@ class AddressRange(Closes):
         ClosedError
             The range was closed.
         """
-        if self._address is None:
-            raise ClosedError(f"this address range of {self.nbytes} bytes was closed")
-        return self._address
+        address = self._reservation.address if self._reservation is not None else None
+        if address is None:
+            raise ClosedError(f"this address range of {size_text(self.nbytes)} was closed")
+        return int(address)
 
     @property
     def closed(self) -> bool:
         """Whether the addresses were given back."""
-        return self._address is None
+        return self._reservation is None or self._reservation.address is None
 
     @property
     def honoured(self) -> bool | None:
@@ -151,18 +162,19 @@ class AddressRange(Closes):
     @property
     def mappings(self) -> tuple[Mapping, ...]:
         """What is mapped, in the order of addresses."""
-        return tuple(Mapping(self, self._at[offset]) for offset in self._offsets)
+        return tuple(Mapping(self, entry) for entry in self._table())
 
     @property
     def mapped_bytes(self) -> int:
         """How much of the range is mapped, in bytes."""
-        return sum(mapped.memory.nbytes for mapped in self._at.values())
+        return sum(entry.node.nbytes for entry in self._table())
 
     @property
     def holes(self) -> tuple[tuple[int, int], ...]:
         """Where nothing is mapped: pairs of offset and size in bytes."""
-        ends = [0, *(self._at[offset].stop for offset in self._offsets)]
-        starts = [*self._offsets, self.nbytes]
+        entries = self._table()
+        ends = [0, *(entry.stop for entry in entries)]
+        starts = [*(entry.offset for entry in entries), self.nbytes]
         return tuple((end, start - end) for end, start in zip(ends, starts, strict=True) if start > end)
 
     def map(self, memory: GenericAllocation, offset: int = 0, *, access: Access = None) -> Mapping:
@@ -204,14 +216,7 @@ class AddressRange(Closes):
         memory._check_mappable()
         rights = rights_of(access, self._door)
         memory._check_access(rights)
-        mapped = self._map(memory, checked_size("offset", offset))
-        if rights:
-            try:
-                self._grant((mapped,), rights, structs_of(rights))
-            except BaseException as error:
-                self._undo_map((mapped,), error)
-                raise
-        return Mapping(self, mapped)
+        return Mapping(self, self._map(memory, checked_size("offset", offset), rights))
 
     def set_access(
         self,
@@ -244,9 +249,9 @@ class AddressRange(Closes):
         """
         self._check_own()
         rights = rights_of(access, self._door, flags)
-        pieces = self._whole(start, self.nbytes if stop is None else stop)
-        if rights and pieces:
-            self._set_rights(pieces, rights, after)
+        entries = self._whole(start, self.nbytes if stop is None else stop)
+        if rights and entries:
+            self._set_rights(entries, rights, after)
 
     def view(self, start: int = 0, stop: int | None = None) -> RangeView:
         """The bytes from ``start`` to ``stop`` as :class:`Memory`, which may lie in several mappings without a hole.
@@ -273,10 +278,10 @@ class AddressRange(Closes):
         """
         self._check_own()
         end = self.nbytes if stop is None else stop
-        pieces = self._within(start, end)
-        if pieces:
-            wait(after, self._door, accessing(mapped.rights for mapped in pieces))
-            self._unmap(pieces)
+        entries = self._within(start, end)
+        if entries:
+            wait(after, self._door, accessing(mapped.rights for mapped in entries))
+            self._unmap(entries)
 
     def close(self) -> None:
         """Give the addresses back (``cuMemAddressFree``); idempotent.
@@ -286,41 +291,57 @@ class AddressRange(Closes):
         ValueError
             Something is mapped: :meth:`unmap` it first. Leaving a ``with`` block does both.
         """
-        if self._address is None:
-            return
-        self._check_own()
-        self._free()
+        if not self.closed:
+            self._check_own()
+            self._free()
 
     def _check_own(self) -> None:
         if self._owned:
             raise ValueError(f"{self!r} belongs to a buffer, which alone maps and unmaps it: use the buffer's methods")
 
     def _free(self) -> None:
-        if self._offsets:
-            count = len(self._offsets)
+        count = len(self._table())
+        if count:
             raise ValueError(
                 f"{self!r} has {count} mapping{'' if count == 1 else 's'}: unmap() before the addresses are freed"
             )
-        self._door.call("cuMemAddressFree", self._address, self.nbytes)
-        self._address = None
+        if self._reservation is not None:
+            self._reservation.allocations.end(self._reservation)
 
     def draw(self, width: int = 64) -> str:
-        """The range as ``width`` characters, one for what is mapped there, as the class says."""
+        """The range as ``width`` characters, one for what is mapped there, as the class says.
+
+        Mapped memory is never drawn as a hole: where a mapping is smaller than a character's part of the range, the
+        character stands for the first that lies in it.
+        """
         width = max(1, min(width, self.nbytes // GRANULARITY))
-        cells = []
-        for cell in range(width):
-            mapped = self._find((2 * cell + 1) * self.nbytes // (2 * width))
-            cells.append("." if mapped is None else mapped.memory._mark)
+        cells = ["."] * width
+        for entry in reversed(self._table()):
+            first = entry.offset * width // self.nbytes
+            last = max(first + 1, -(-entry.stop * width // self.nbytes))
+            cells[first:last] = entry.memory._mark * (last - first)
         return "".join(cells)
 
     # -- for the other modules of this package ---------------------------------------------------------------
 
-    def _map(self, memory: GenericAllocation, offset: int) -> MappingEntry:
+    def _table(self) -> list[MappingEntry]:
+        """What is mapped, in the order of addresses."""
+        if self._reservation is not None and self._reservation.stale:
+            self._reservation.stale = False
+            try:
+                self._entries = [entry for entry in self._entries if entry.live]
+            except BaseException:
+                self._reservation.stale = True
+                raise
+        return self._entries
+
+    def _map(self, memory: GenericAllocation, offset: int, rights: Rights | None = None) -> MappingEntry:
+        """Map memory and give access to it: both, or neither."""
         address = self.address
         raw = memory._checked_raw()
         granularity = memory._granularity
         if offset % granularity:
-            raise ValueError(f"offset={offset}: allowed are multiples of the granularity, {granularity} bytes")
+            raise ValueError(f"offset={offset}: allowed are multiples of the granularity, {size_text(granularity)}")
         if address % granularity:
             raise ValueError(
                 f"{self!r} begins at no multiple of the granularity of {memory!r}: reserve it with "
@@ -329,140 +350,140 @@ class AddressRange(Closes):
         end = offset + memory.nbytes
         if end > self.nbytes:
             raise ValueError(
-                f"offset={offset}: {memory.nbytes} bytes end outside of the range, which has {self.nbytes} bytes"
+                f"offset={offset}: {size_text(memory.nbytes)} end outside of the range, which has "
+                f"{size_text(self.nbytes)}"
             )
-        place = bisect_left(self._offsets, offset)
-        if place < len(self._offsets) and self._offsets[place] < end:
-            raise ValueError(f"offset={offset}: {self._at[self._offsets[place]].memory!r} is mapped at {self!r} there")
-        if place and self._at[self._offsets[place - 1]].stop > offset:
-            raise ValueError(
-                f"offset={offset}: {self._at[self._offsets[place - 1]].memory!r} is mapped at {self!r} there"
-            )
-        mapped = MappingEntry(memory, offset)
-        # In the table before it is mapped, so that nothing can come between and lose it.
-        self._offsets.insert(place, offset)
-        self._at[offset] = mapped
+        for entry in self._touching(offset, end):
+            raise ValueError(f"offset={offset}: {entry.memory!r} is mapped at {self!r} there")
+        assert self._reservation is not None
+        node = MappedBytes(self._reservation, memory._handle, offset, memory.nbytes)
+        entry = MappingEntry(memory, node)
         try:
+            # In the table before it is mapped, so that an interrupt between the two loses nothing.
+            self._entries.insert(bisect_left(self._entries, offset, key=_offset), entry)
             self._door.call("cuMemMap", address + offset, memory.nbytes, 0, raw, 0)
-        except BaseException:
-            del self._offsets[place], self._at[offset]
+            if rights:
+                self._grant((entry,), rights, structs_of(rights))
+        except BaseException as first:
+            if isinstance(first, CudaError) and first.call == "cuMemMap":
+                node.unmapped()
+            else:
+                self._undo_map((entry,), first)
             raise
-        memory._was_mapped(self)
-        return mapped
+        return entry
 
-    def _grant(self, pieces: Sequence[MappingEntry], rights: Rights, structs: list[object]) -> None:
+    def _grant(self, entries: Sequence[MappingEntry], rights: Rights, structs: list[object]) -> None:
         """Set access of mappings that lie side by side."""
-        start = pieces[0].offset
-        self._door.call("cuMemSetAccess", self.address + start, pieces[-1].stop - start, structs, len(structs))
-        for mapped in pieces:
-            mapped.rights.update(rights)
+        start = entries[0].offset
+        self._door.call("cuMemSetAccess", self.address + start, entries[-1].stop - start, structs, len(structs))
+        for entry in entries:
+            entry.rights.update(rights)
 
-    def _set_rights(self, pieces: tuple[MappingEntry, ...], rights: Rights, after: After) -> None:
-        for mapped in pieces:
-            mapped.memory._check_access(rights)
+    def _set_rights(self, entries: Sequence[MappingEntry], rights: Rights, after: After) -> None:
+        for entry in entries:
+            entry.memory._check_access(rights)
         losing = accessing(
-            {where: had for where, had in mapped.rights.items() if had & ~rights.get(where, had)} for mapped in pieces
+            {where: had for where, had in entry.rights.items() if had & ~rights.get(where, had)} for entry in entries
         )
         if losing:
             wait(after, self._door, losing)
+        before = [{where: entry.rights.get(where, MemAccess.NONE) for where in rights} for entry in entries]
         try:
-            self._grant(pieces, rights, structs_of(rights))
+            self._grant(entries, rights, structs_of(rights))
         except BaseException as first:
             # Driver 580 may have set some of what it refuses as a whole.
-            for mapped in pieces:
-                before = {where: mapped.rights.get(where, MemAccess.NONE) for where in rights}
+            for entry, had in zip(entries, before, strict=True):
                 try:
-                    self._grant((mapped,), before, structs_of(before))
+                    self._grant((entry,), had, structs_of(had))
                 except CudaError as later:
                     attach(first, later)
             raise
 
-    def _unmap(self, pieces: Iterable[MappingEntry]) -> None:
+    def _unmap(self, entries: Iterable[MappingEntry]) -> None:
         """Unmap mappings in one call for each run of them without a hole."""
         run: list[MappingEntry] = []
-        for mapped in pieces:
-            if run and run[-1].stop != mapped.offset:
+        for entry in entries:
+            if run and run[-1].stop != entry.offset:
                 self._unmap_run(run)
                 run = []
-            run.append(mapped)
+            run.append(entry)
         if run:
             self._unmap_run(run)
 
     def _unmap_run(self, run: list[MappingEntry]) -> None:
-        start = run[0].offset
-        self._door.call("cuMemUnmap", self.address + start, run[-1].stop - start)
-        for mapped in run:
-            mapped.live = False
-            del self._at[mapped.offset]
-            mapped.memory._was_unmapped()
-        place = bisect_left(self._offsets, start)
-        del self._offsets[place : place + len(run)]
-
-    def _undo_map(self, pieces: Iterable[MappingEntry], first: BaseException) -> None:
-        """Unmap what was just mapped, which nobody used yet, because of ``first``."""
+        start, stop = run[0].offset, run[-1].stop
         try:
-            self._unmap(pieces)
-        except CudaError as later:
-            attach(first, later)
+            self._door.call("cuMemUnmap", self.address + start, stop - start)
+            for entry in run:
+                entry.node.unmapped()
+        except CudaError:
+            raise
+        except BaseException:
+            # Interrupted, nobody knows where: go through with it. What is unmapped already cannot be unmapped again.
+            for entry in run:
+                if entry.live:
+                    entry.node.release()
+            raise
 
-    def _find(self, offset: int) -> MappingEntry | None:
-        place = bisect_right(self._offsets, offset) - 1
-        if place < 0:
-            return None
-        mapped = self._at[self._offsets[place]]
-        return mapped if offset < mapped.stop else None
+    def _undo_map(self, entries: Iterable[MappingEntry], first: BaseException) -> None:
+        """Unmap what may have been mapped, which nobody used yet, because of ``first``."""
+        for entry in entries:
+            try:
+                entry.node.release()
+            except CudaError as later:
+                attach(first, later)
 
-    def _within(self, start: int, stop: int) -> tuple[MappingEntry, ...]:
+    def _touching(self, start: int, stop: int) -> list[MappingEntry]:
+        """The mappings that a part of the range touches."""
+        entries = self._table()
+        first = bisect_left(entries, start, key=_stop_before)
+        return entries[first : bisect_left(entries, stop, key=_offset)] if start < stop else []
+
+    def _within(self, start: int, stop: int) -> list[MappingEntry]:
         """The mappings between two offsets, none of which is cut."""
         begin, end = checked_size("start", start), checked_size("stop", stop)
         if not begin <= end <= self.nbytes:
-            raise ValueError(f"start={begin}, stop={end}: the range has {self.nbytes} bytes")
-        first = bisect_left(self._offsets, begin)
-        last = bisect_left(self._offsets, end)
-        pieces = tuple(self._at[offset] for offset in self._offsets[first:last])
-        before = self._find(begin) if begin < end else None
-        if (before and before.offset < begin) or (pieces and pieces[-1].stop > end):
+            raise ValueError(f"start={begin}, stop={end}: the range has {size_text(self.nbytes)}")
+        entries = self._touching(begin, end)
+        if entries and (entries[0].offset < begin or entries[-1].stop > end):
             raise ValueError(f"start={begin}, stop={end} cuts a mapping: the driver takes whole ones only")
-        return pieces
+        return entries
 
-    def _whole(self, start: int, stop: int) -> tuple[MappingEntry, ...]:
+    def _whole(self, start: int, stop: int) -> list[MappingEntry]:
         """The same, without a hole between or around them."""
-        pieces = self._within(start, stop)
+        entries = self._within(start, stop)
         self._covering(start, stop)
-        return pieces
+        return entries
 
-    def _covering(self, start: int, stop: int) -> Iterator[MappingEntry]:
+    def _covering(self, start: int, stop: int) -> list[MappingEntry]:
         """Every mapping that a part touches; ``ValueError`` where it has a hole."""
-        found = []
+        entries = self._touching(start, stop)
         at = start
-        while at < stop:
-            mapped = self._find(at)
-            if mapped is None:
-                raise ValueError(f"nothing is mapped at offset {at} of {self!r}")
-            found.append(mapped)
-            at = mapped.stop
-        return iter(found)
+        for entry in entries:
+            if entry.offset > at:
+                break
+            at = entry.stop
+        if at < stop:
+            raise ValueError(f"nothing is mapped at offset {at} of {self!r}")
+        return entries
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._address is not None:
+        if not self.closed:
             self.unmap()
         self.close()
 
     def __del__(self) -> None:
-        address = getattr(self, "_address", None)
-        if address is None or not self._door.usable:
-            return
-        pieces = list(self._at.values())
-        self._at.clear()
-        self._address = None
-        self._door.outside_captures(functools.partial(_give_up, self._door, address, self.nbytes, pieces))
+        reservation = getattr(self, "_reservation", None)
+        if reservation is not None and reservation.address is not None and self._door.usable:
+            reservation.allocations.drop(reservation)
 
     def __repr__(self) -> str:
-        if getattr(self, "_address", None) is None:
-            return f"<{type(self).__name__} of {getattr(self, 'nbytes', 0)} bytes, closed>"
-        return f"<{type(self).__name__} of {self.nbytes} bytes at {self._address:#x} [{self.draw()}]>"
+        size = size_text(getattr(self, "nbytes", 0))
+        if getattr(self, "_reservation", None) is None or self.closed:
+            return f"<{type(self).__name__} of {size}, closed>"
+        return f"<{type(self).__name__} of {size} at {self.address:#x} [{self.draw(16)}]>"
 
 
 class RangeView(Memory):
@@ -500,10 +521,10 @@ class RangeView(Memory):
     @property
     def stream(self) -> Stream:
         """The default stream of the device that has the memory, else of the first that may use it."""
-        pieces = self._entries()
+        entries = self._entries()
         for location in (
-            *(mapped.memory.location for mapped in pieces),
-            *(where for m in pieces for where in m.rights),
+            *(mapped.memory.location for mapped in entries),
+            *(where for m in entries for where in m.rights),
         ):
             if location.type is MemLocationType.DEVICE and location.seen:
                 return Device(location.id, driver=self.range.driver).default_stream
@@ -511,9 +532,9 @@ class RangeView(Memory):
 
     @property
     def location(self) -> MemLocation:
-        """Where the memory is; of several pieces, the first."""
-        pieces = self._entries()
-        return pieces[0].memory.location if pieces else self.stream.device.location
+        """Where the memory is; of several entries, the first."""
+        entries = self._entries()
+        return entries[0].memory.location if entries else self.stream.device.location
 
     @property
     def owner(self) -> object:
@@ -535,9 +556,9 @@ class RangeView(Memory):
     def _door(self) -> Door:
         return self.range._door
 
-    def _entries(self) -> tuple[MappingEntry, ...]:
+    def _entries(self) -> Sequence[MappingEntry]:
         try:
-            return tuple(self.range._covering(self._start, self._stop))
+            return self.range._covering(self._start, self._stop)
         except ValueError as error:
             raise ClosedError(f"{self!r} is not mapped any more: {error}") from None
 
@@ -593,7 +614,7 @@ class Mapping(RangeView):
         return super().address
 
     @property
-    def memory(self) -> PhysicalMemory | Any:
+    def memory(self) -> GenericAllocation:
         """The :class:`PhysicalMemory` or multicast object, which may have been closed since."""
         return self._mapped.memory
 
@@ -625,10 +646,13 @@ class Mapping(RangeView):
     def set_access(self, access: Access, flags: MemAccess = MemAccess.READWRITE, *, after: After = None) -> None:
         """Set who may use it (``cuMemSetAccess``); see :meth:`AddressRange.set_access`."""
         self.range._check_own()
+        self._set_access(access, flags, after)
+
+    def _set_access(self, access: Access, flags: MemAccess, after: After) -> None:
         rights = rights_of(access, self._door, flags)
-        pieces = self._entries()
+        entries = self._entries()
         if rights:
-            self.range._set_rights(pieces, rights, after)
+            self.range._set_rights(entries, rights, after)
 
     def revoke(self, access: Access, *, after: After = None) -> None:
         """Take access away: ``set_access(access, MemAccess.NONE)``."""
@@ -638,10 +662,14 @@ class Mapping(RangeView):
         """Unmap it (``cuMemUnmap``) once ``after`` has passed, see :class:`AddressRange`; idempotent."""
         if self._mapped.live:
             self.range._check_own()
+            self._unmap(after)
+
+    def _unmap(self, after: After) -> None:
+        if self._mapped.live:
             wait(after, self._door, accessing((self._mapped.rights,)))
             self.range._unmap((self._mapped,))
 
-    def _entries(self) -> tuple[MappingEntry, ...]:
+    def _entries(self) -> Sequence[MappingEntry]:
         if not self._mapped.live:
             raise ClosedError(f"{self!r} was unmapped")
         return (self._mapped,)
@@ -669,68 +697,18 @@ class Mapping(RangeView):
 def _multiple(name: str, value: int) -> int:
     size = checked_size(name, value)
     if size % GRANULARITY:
-        raise ValueError(f"{name}={value}: allowed are multiples of {GRANULARITY} bytes")
+        raise ValueError(f"{name}={value}: allowed are multiples of {size_text(GRANULARITY)}")
     return size
+
+
+def _offset(entry: MappingEntry) -> int:
+    return entry.node.offset
+
+
+def _stop_before(entry: MappingEntry) -> int:
+    """What orders mappings by the last byte that they have."""
+    return entry.stop - 1
 
 
 def _host_rights(mapped: MappingEntry) -> MemAccess:
     return max((flags for where, flags in mapped.rights.items() if where.on_host), default=MemAccess.NONE)
-
-
-def _give_up(door: Door, address: int, nbytes: int, pieces: list[MappingEntry]) -> None:
-    """Unmap and free a range that nobody holds any more. Called by finalisers: never raises.
-
-    A multicast object that is involved goes first, then the memory that was bound to it, and the addresses last.
-    """
-    what = f"address range at {address:#x}"
-    free = functools.partial(door.call, "cuMemAddressFree", address, nbytes)
-    objects: list[AllocationState] = []
-    members: list[AllocationState] = []
-    # An object that unmaps for itself must not be kept here: it may have waited for this range only.
-    for mapped in tuple(pieces):
-        state = mapped.memory._state
-        objects += state.bound_to
-        members += (*state.members, *state.peers)
-        if mapped.memory._take_mapping(address + mapped.offset, mapped.rights):
-            objects.append(state)
-            pieces.remove(mapped)
-
-    def let_go() -> None:
-        for mapped in pieces:
-            mapped.memory._was_unmapped()
-        pieces.clear()
-
-    def unmap() -> None:
-        undos: list[Callable[[], object]] = [
-            functools.partial(door.call, "cuMemUnmap", address + mapped.offset, mapped.memory.nbytes)
-            for mapped in pieces
-        ]
-        undos.append(let_go)
-        if not members:
-            undos.append(free)
-        give_up(door, what, accessing(mapped.rights for mapped in pieces), undos)
-        let_go()
-        if members:
-            once_gone(members, lambda: give_up(door, what, (), [free]))
-
-    once_gone(objects, lambda: door.outside_captures(unmap))
-
-
-def give_up(door: Door, what: str, devices: Iterable[int], undos: Iterable[Callable[[], object]]) -> None:
-    """Make what gives things back, once ``devices`` have done their work, whatever fails. Never raises."""
-    errors: list[CudaError] = []
-
-    def attempt(call: Callable[..., object], *arguments: object) -> None:
-        try:
-            call(*arguments)
-        except CudaError as error:
-            errors.append(error)
-
-    with contextlib.suppress(CudaError), door.relaxed():
-        # Work may be queued that uses the memory, and unmapping under it is worse than a wait. Where the wait fails the
-        # context is lost, and no work is left.
-        attempt(wait, None, door, devices)
-        for undo in undos:
-            attempt(undo)
-    if any(error.name not in _GONE for error in errors):
-        warnings.warn(f"a dropped {what} could not be freed: {errors[0]}", ResourceWarning, stacklevel=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from streamalloc.core.device import Device
-from streamalloc.core.errors import PeerAccessError, undoing
+from streamalloc.core.errors import CudaError, PeerAccessError, refused, size_text, undoing
 from streamalloc.core.properties import MemAllocationProp, MemHandleType, checked_size
 from streamalloc.core.stream import StreamLike
 from streamalloc.vmm.access import Access
@@ -34,7 +34,7 @@ class GrowableBuffer(VirtualBuffer):
         Other devices that get access, kept when the buffer grows and when it is restored: a device, several, or a
         ``dict`` that says :class:`MemAccess` of each.
     chunk
-        The most bytes of one piece of physical memory; 0 makes each growth one piece. Shrinking gives whole pieces
+        The most bytes of one chunk of physical memory; 0 makes each growth one chunk. Shrinking gives whole chunks
         back, so that smaller ones give back more, and larger ones cost less.
     handle_types, compressible, gpu_direct_rdma
         As for :class:`PhysicalMemory`.
@@ -113,17 +113,13 @@ class GrowableBuffer(VirtualBuffer):
         """
         size = self._checked("nbytes", nbytes, self.range.nbytes)
         self._check_usable()
-        if self._left:
-            self._give_back()
         needed = self._spec.round_up(size)
         if needed > self._mapped:
             self._put(self._chunks_between(self._mapped, needed))
             self._mapped = needed
         elif needed < self._mapped:
-            self._shrink(needed, after)
+            self._shrink(needed, size, after)
         self._nbytes = size
-        if self._left:
-            self._give_back()
 
     def grow(self, nbytes: int) -> None:
         """Grow by ``nbytes``: ``resize(self.nbytes + nbytes)``."""
@@ -133,19 +129,24 @@ class GrowableBuffer(VirtualBuffer):
         step = self._chunk or stop - start
         return [ChunkSpec(at, min(step, stop - at), self._spec) for at in range(start, stop, step)]
 
-    def _shrink(self, needed: int, after: After) -> None:
-        # A piece of which something stays cannot be cut.
-        spare = [held for held in self._all_entries() if held.offset >= needed]
+    def _shrink(self, needed: int, size: int, after: After) -> None:
+        self._trim(self._mapped)
+        # A chunk of which something stays cannot be cut.
+        spare = [entry for entry in self.range._touching(needed, self._mapped) if entry.offset >= needed]
         if spare:
-            wait(after, self._door, accessing(held.rights for held in spare))
-            self.range._unmap(spare)
-            self._mapped = spare[0].offset
-            self._left += [held.memory for held in spare]
+            wait(after, self._door, accessing(entry.rights for entry in spare))
+            before = self._mapped, self._nbytes
+            self._mapped, self._nbytes = spare[0].offset, size
+            try:
+                self._discard(spare)
+            except CudaError:
+                self._mapped, self._nbytes = before
+                raise
 
     def _checked(self, name: str, value: int, most: int) -> int:
         size = checked_size(name, value)
         if size > most:
-            raise ValueError(f"{name}={size}: the capacity is {most} bytes")
+            raise ValueError(f"{name}={size}: the capacity is {size_text(most)}")
         return size
 
 
@@ -224,9 +225,4 @@ def _check_peers(devices: Sequence[Device]) -> None:
     for one in devices:
         for other in devices:
             if not one.can_access(other):
-                raise PeerAccessError(
-                    "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED",
-                    217,
-                    "cuDeviceCanAccessPeer",
-                    f"{one!r} cannot reach the memory of {other!r}",
-                )
+                raise refused(PeerAccessError, "cuMemSetAccess", f"{one!r} cannot reach the memory of {other!r}")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from streamalloc.core.door import Door
-from streamalloc.core.errors import undoing
 from streamalloc.core.fd import Fd
 from streamalloc.vmm.access import Access, Rights, rights_of
-from streamalloc.vmm.address_range import GRANULARITY, AddressRange
-from streamalloc.vmm.generic_handle import GenericAllocation, import_handle
+from streamalloc.vmm.address_range import GRANULARITY, AddressRange, MappingEntry
+from streamalloc.vmm.allocations import AllocationHandle, AllocationState
+from streamalloc.vmm.generic_handle import GenericAllocation
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
+from streamalloc.vmm.release_order import Kind, Node
 from streamalloc.vmm.remappable import RemappableBuffer
 from streamalloc.vmm.waiting import After, accessing, wait
 
@@ -18,18 +19,24 @@ __all__ = [
     "GRANULARITY",
     "Access",
     "After",
+    "AllocationHandle",
+    "AllocationState",
     "GenericAllocation",
+    "Kind",
     "MappedChunk",
+    "MappingEntry",
     "MemorySpec",
+    "Node",
+    "OwnedRange",
     "RemappableBuffer",
     "Rights",
     "accessing",
     "check_mappable",
     "covering",
     "door_of_range",
-    "import_handle",
     "import_memory",
     "is_imported",
+    "own_range",
     "rights_of",
     "spec_of",
     "wait",
@@ -43,6 +50,26 @@ class MappedChunk(NamedTuple):
     """Where it begins in the range, in bytes."""
     memory: GenericAllocation
     """Physical memory or a multicast object. It can be exported also where the user has closed it."""
+
+
+class OwnedRange(NamedTuple):
+    """A range that belongs to something else, which alone maps and unmaps."""
+
+    range: AddressRange
+
+    def map(self, memory: GenericAllocation, offset: int, rights: Rights) -> MappingEntry:
+        """Map memory and give access to it: both, or neither."""
+        return self.range._map(memory, offset, rights)
+
+    def free(self) -> None:
+        """Give the addresses back."""
+        self.range._free()
+
+
+def own_range(range: AddressRange) -> OwnedRange:
+    """Take a range over: users must not map or unmap in it any more."""
+    range._owned = True
+    return OwnedRange(range)
 
 
 def covering(range: AddressRange, start: int, stop: int) -> list[MappedChunk]:
@@ -84,9 +111,7 @@ def import_memory(door: Door, handle: Fd | int | bytes, nbytes: int) -> Physical
     ``handle`` is a file descriptor, which stays the caller's, or the 64 bytes of a fabric handle. Nobody checks that
     the memory has ``nbytes`` bytes, see :func:`check_mappable`.
     """
-    raw = import_handle(door, handle)
-    with undoing(lambda: door.call("cuMemRelease", raw)):
-        return PhysicalMemory._of_handle(door, raw, nbytes, imported=True)
+    return PhysicalMemory._imported(door, handle, nbytes)
 
 
 def check_mappable(memory: PhysicalMemory) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 from streamalloc.core.arguments import FABRIC_NEEDS, check_location, door_of, location_of
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
-from streamalloc.core.errors import CudaError, NotSupportedError, OutOfMemoryError, undoing
+from streamalloc.core.errors import CudaError, NotSupportedError, OutOfMemoryError, refused, size_text
+from streamalloc.core.fd import Fd
 from streamalloc.core.properties import (
     MemAllocationProp,
     MemAllocFlags,
@@ -21,6 +22,7 @@ from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
 from streamalloc.vmm.access import Rights
 from streamalloc.vmm.generic_handle import GenericAllocation
+from streamalloc.vmm.release_order import Kind
 
 __all__ = ["MemorySpec", "PhysicalMemory"]
 
@@ -91,9 +93,7 @@ class MemorySpec:
             device = Device(prop.location.id, driver=door.driver)
             for asked, attribute, name in _NEEDS:
                 if asked(prop) and not device.attribute(attribute):
-                    raise NotSupportedError(
-                        "CUDA_ERROR_NOT_SUPPORTED", 801, "cuMemCreate", f"needs a device with {name}, found {device!r}"
-                    )
+                    raise refused(NotSupportedError, "cuMemCreate", f"it needs a device with {name}, found {device!r}")
 
     def round_up(self, nbytes: int) -> int:
         """The smallest size that memory of this kind can have and that holds ``nbytes``."""
@@ -101,9 +101,7 @@ class MemorySpec:
 
     def make(self, nbytes: int) -> PhysicalMemory:
         """Physical memory of this kind; ``nbytes`` is a multiple of the granularity."""
-        memory = PhysicalMemory.__new__(PhysicalMemory)
-        memory._make(self, nbytes)
-        return memory
+        return PhysicalMemory._of_spec(self, nbytes)
 
     def out_of_memory(self, error: OutOfMemoryError, nbytes: int) -> OutOfMemoryError:
         """The error with the device's figures, and told from address space that has run out."""
@@ -210,23 +208,30 @@ class PhysicalMemory(GenericAllocation):
             size = spec.round_up(size)
         if not size or size % spec.granularity:
             raise ValueError(
-                f"nbytes={nbytes}: allowed are multiples of the granularity, {spec.granularity} bytes; "
+                f"nbytes={nbytes}: allowed are multiples of the granularity, {size_text(spec.granularity)}; "
                 "round_up=True rounds"
             )
         self._make(spec, size)
 
-    def _make(self, spec: MemorySpec, nbytes: int) -> None:
-        # The object is ready before its handle, so that nothing can come between and lose it.
-        self._take(spec, nbytes, None)
-        try:
-            self._raw = spec.door.call("cuMemCreate", nbytes, spec.struct, 0, hint=spec.hint)
-        except OutOfMemoryError as error:
-            raise spec.out_of_memory(error, nbytes) from None
-        self._state.name(int(self._raw))
+    @classmethod
+    def _of_spec(cls, spec: MemorySpec, nbytes: int) -> PhysicalMemory:
+        memory = cls.__new__(cls)
+        memory._make(spec, nbytes)
+        return memory
 
-    def _take(self, spec: MemorySpec, nbytes: int, raw: Any) -> None:
+    def _make(self, spec: MemorySpec, nbytes: int) -> None:
         self._spec = spec
-        self._hold(spec.door, nbytes, raw)
+        self._prepare(spec.door, nbytes, Kind.MEMORY)
+        try:
+            self._create("cuMemCreate", nbytes, spec.struct, 0, hint=spec.hint)
+        except OutOfMemoryError as error:
+            # What was dropped may have waited for work that is done by now.
+            if not self._handle.allocations.work():
+                raise spec.out_of_memory(error, nbytes) from None
+            try:
+                self._create("cuMemCreate", nbytes, spec.struct, 0, hint=spec.hint)
+            except OutOfMemoryError as again:
+                raise spec.out_of_memory(again, nbytes) from None
 
     @staticmethod
     def granularity(
@@ -256,31 +261,32 @@ class PhysicalMemory(GenericAllocation):
             A multicast object of this process is.
         """
         door = door_of(None, driver)
-        raw = door.call("cuMemRetainAllocationHandle", checked_size("address", address), hint=_NOT_MAPPED)
-        with undoing(lambda: door.call("cuMemRelease", raw)):
-            known = door.memories.get(int(raw))
-            if known is not None and known.multicast:
-                raise ValueError(f"address={address:#x}: a multicast object is mapped there, which is no memory itself")
-            memory = cls._of_handle(door, raw, 0)
+        memory = cls.__new__(cls)
+        memory._prepare(door, 0, Kind.MEMORY)
+        handle, place = memory._handle, checked_size("address", address)
+        door.create(handle, "_raw", "cuMemRetainAllocationHandle", place, hint=_NOT_MAPPED)
+        known = handle.allocations.by_handle.get(int(handle.raw))
+        if known is not None and any(other.kind is Kind.OBJECT for other in list(known.handles)):
+            memory.close()
+            raise ValueError(f"address={address:#x}: a multicast object is mapped there, which is no memory itself")
+        handle.known()
+        memory._find_spec()
         location = memory.location
         with door.current(location.id if location.type is MemLocationType.DEVICE and location.seen else 0):
             memory.nbytes = int(door.call("cuMemGetAddressRange", address)[1])
         return memory
 
     @classmethod
-    def _of_handle(cls, door: Door, raw: Any, nbytes: int, *, imported: bool = False) -> PhysicalMemory:
-        """Take over a driver handle."""
-        prop = MemAllocationProp.from_driver(door.call("cuMemGetAllocationPropertiesFromHandle", raw))
+    def _imported(cls, door: Door, handle: Fd | int | bytes, nbytes: int) -> PhysicalMemory:
         memory = cls.__new__(cls)
-        memory._take(MemorySpec(door, prop, found=True), nbytes, raw)
-        memory._state.imported = imported
-        known = door.memories.get(int(raw))
-        if known is not None:
-            known.holders += 1
-            memory._state = known
-        else:
-            memory._state.name(int(raw))
+        memory._prepare(door, nbytes, Kind.MEMORY)
+        memory._import(handle)
+        memory._find_spec()
         return memory
+
+    def _find_spec(self) -> None:
+        struct = self._door.call("cuMemGetAllocationPropertiesFromHandle", self._handle.raw)
+        self._spec = MemorySpec(self._door, MemAllocationProp.from_driver(struct), found=True)
 
     @property
     def location(self) -> MemLocation:
@@ -327,14 +333,12 @@ class PhysicalMemory(GenericAllocation):
     def _check_access(self, rights: Rights) -> None:
         # The driver sets the rest of a request that asks for it before it says that it cannot.
         if not self.location.on_host and any(where.on_host and flags for where, flags in rights.items()):
-            raise NotSupportedError(
-                "CUDA_ERROR_NOT_SUPPORTED", 801, "cuMemSetAccess", "the host can only be given access to host memory"
-            )
+            raise refused(NotSupportedError, "cuMemSetAccess", "the host can only be given access to host memory")
 
     def __repr__(self) -> str:
-        if not hasattr(self, "nbytes"):
+        if not hasattr(self, "_handle") or not hasattr(self, "_spec"):
             return f"<{type(self).__name__} that could not be made>"
-        return f"<{type(self).__name__} of {self.nbytes} bytes, {self.location}, {self._said_of_handle()}>"
+        return f"<{type(self).__name__} of {size_text(self.nbytes)}, {self.location}, {self._said_of_handle()}>"
 
 
 _NOT_MAPPED = "nothing is mapped by hand at this address"

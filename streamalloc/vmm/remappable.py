@@ -9,9 +9,8 @@ from streamalloc.core.device import Device
 from streamalloc.core.errors import CudaError, attach
 from streamalloc.core.stream import StreamLike
 from streamalloc.vmm.access import Rights
-from streamalloc.vmm.address_range import MappingEntry
 from streamalloc.vmm.generic_handle import GenericAllocation
-from streamalloc.vmm.virtual_buffer import VirtualBuffer
+from streamalloc.vmm.virtual_buffer import VirtualBuffer, close_quietly
 from streamalloc.vmm.waiting import accessing, wait
 
 __all__ = ["RemappableBuffer"]
@@ -60,47 +59,32 @@ class RemappableBuffer(VirtualBuffer):
             Memory cannot be made, or not be mapped there.
         """
         wanted = tuple(names)
-        made: list[GenericAllocation] = []
         with self._lock:
+            same = 0
+            while same < min(len(self._names), len(wanted)) and self._names[same] == wanted[same]:
+                same += 1
+            made = [make(place) for place in range(same, len(wanted))]
+            entries = list(self.range._table())
+            staying, going = entries[:same], entries[same:]
+            if going:
+                wait(None, self._door, accessing(entry.rights for entry in going))
+            before = self._names, self._mapped, self._nbytes
+            end = staying[-1].stop if staying else 0
+            self._names, self._mapped, self._nbytes = wanted[:same], end, min(nbytes, max(end - self._offset, 0))
             try:
-                same = self._same(wanted)
-                for place in range(same, len(wanted)):
-                    made.append(make(place))
-                going = self._all_entries()[same:]
-                if going:
-                    wait(None, self._door, accessing(entry.rights for entry in going))
-                self._replace(going, made, nbytes)
+                self.range._unmap(going)
+                self._mapped = self._map_all(end, made)
+                self._names, self._nbytes = wanted, nbytes
             except BaseException as first:
-                self._left += [memory for memory in made if not memory.mapping_count]
-                self._give_back_because_of(first)
+                try:
+                    self.range._unmap([entry for entry in self.range._table() if entry.node.offset >= end])
+                    self._map_all(end, [entry.memory for entry in going])
+                    self._names, self._mapped, self._nbytes = before
+                except CudaError as later:
+                    attach(first, later)
                 raise
-            self._names = wanted
-            self._give_back()
-
-    def _same(self, wanted: tuple[Hashable, ...]) -> int:
-        """How many chunks stay."""
-        same = 0
-        for have, want in zip(self._names, wanted, strict=False):
-            if have != want:
-                break
-            same += 1
-        return same
-
-    def _replace(self, going: tuple[MappingEntry, ...], made: list[GenericAllocation], nbytes: int) -> None:
-        before = self._mapped
-        at = going[0].offset if going else before
-        try:
-            self.range._unmap(going)
-            self._mapped = self._map_all(at, made)
-        except BaseException as first:
-            try:
-                self.range._unmap([entry for entry in self._all_entries() if entry.offset >= at and entry not in going])
-                self._map_all(at, [entry.memory for entry in going if not entry.live])
-            except CudaError as later:
-                attach(first, later)
-            raise
-        self._nbytes = nbytes
-        self._left += [entry.memory for entry in going]
+            for entry in going:
+                close_quietly(entry.memory)
 
     def _map_all(self, at: int, memories: Sequence[GenericAllocation]) -> int:
         """Map memories side by side and give access to them; where they end."""

@@ -6,7 +6,6 @@ The memory comes from a :class:`TilePool`. Mapping and unmapping are in stream o
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -16,12 +15,22 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.core.device import Device
-from streamalloc.core.errors import ClosedError, CudaError, NotSupportedError, OutOfMemoryError, undoing
+from streamalloc.core.errors import (
+    ClosedError,
+    CudaError,
+    NotSupportedError,
+    OutOfMemoryError,
+    refused,
+    size_text,
+    undoing,
+)
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import checked_size
 from streamalloc.core.stream import Event, Stream, StreamLike, as_stream
 from streamalloc.driver.internal import cuda
+from streamalloc.vmm.allocations import Allocations, allocations_of
 from streamalloc.vmm.physical_memory import PhysicalMemory
+from streamalloc.vmm.release_order import Kind, Node
 
 __all__ = ["MipTail", "SparseArray", "TilePool"]
 
@@ -73,7 +82,7 @@ class TilePool(Closes):
         As for :class:`PhysicalMemory`.
     """
 
-    __slots__ = ("__weakref__", "_free", "_users", "device", "memory", "tiles")
+    __slots__ = ("__weakref__", "_free", "device", "memory", "tiles")
 
     device: Device
     """The device that has the memory."""
@@ -87,9 +96,8 @@ class TilePool(Closes):
             raise TypeError(f"device must be a Device, not {type(device).__name__} ({device!r})")
         self.device = device
         self.memory = PhysicalMemory(nbytes, device, tile_pool=True, round_up=round_up)
-        # Dropped together with arrays, it goes after them, which the garbage collector does not know.
-        self.memory._kept = True
-        self._users: set[_Array] = set()
+        # Driver 580 crashes where the memory is released while an operation with it is queued.
+        self.memory._handle.users = (device.ordinal,)
         self.tiles = self.memory.nbytes // _TILE
         self._free: deque[_FreeTile] = deque(_FreeTile(tile, None, None) for tile in range(self.tiles))
 
@@ -120,7 +128,6 @@ class TilePool(Closes):
         self._free = deque(_FreeTile(tile, None, None) for tile, _, _ in self._free)
 
     def _wait(self) -> None:
-        # Driver 580 crashes where the memory is released while an operation with it is queued.
         for event in {event for _, _, event in self._free if event is not None}:
             event.synchronize()
 
@@ -129,15 +136,10 @@ class TilePool(Closes):
         if self.memory.closed:
             raise ClosedError(f"{self!r} was closed")
         if count > len(self._free):
-            raise OutOfMemoryError(
-                "CUDA_ERROR_OUT_OF_MEMORY",
-                2,
-                "cuMemMapArrayAsync",
-                f"the tile pool has {len(self._free)} of {self.tiles} tiles free, and {count} are needed",
-                requested=count * _TILE,
-                free=len(self._free) * _TILE,
-                total=self.memory.nbytes,
-            )
+            why = f"the tile pool has {len(self._free)} of {self.tiles} tiles free, and {count} are needed"
+            error = refused(OutOfMemoryError, "cuMemMapArrayAsync", why)
+            error.requested, error.free, error.total = count * _TILE, len(self._free) * _TILE, self.memory.nbytes
+            raise error
         taken = [self._free.popleft() for _ in range(count)]
         try:
             for event in {tile.event for tile in taken if tile.event is not None and tile.stream is not stream}:
@@ -154,20 +156,6 @@ class TilePool(Closes):
     def _return(self, tiles: Sequence[int], stream: Stream | None, event: Event | None) -> None:
         self._free += [_FreeTile(tile, stream, event) for tile in tiles]
 
-    def __del__(self) -> None:
-        memory = getattr(self, "memory", None)
-        if memory is None or memory.closed or not self.device._door.usable:
-            return
-        self.device._door.outside_captures(self._drop)
-
-    def _drop(self) -> None:
-        with contextlib.suppress(CudaError), self.device._door.relaxed():
-            # Not by events: the garbage collector may have taken those already.
-            self.device.synchronize()
-            for array in tuple(self._users):
-                array.destroy()
-            self.memory.close()
-
     def __repr__(self) -> str:
         if not hasattr(self, "_free"):
             return f"<{type(self).__name__} that could not be made>"
@@ -182,36 +170,63 @@ class _FreeTile(NamedTuple):
     event: Event | None
 
 
-class _Array:
-    """What has to be undone of an array, by itself or by the pools that it has tiles of, whichever goes first."""
+class _Array(Node):
+    """What has to be undone of an array: by itself, or before memory of a pool is released that it has tiles of."""
 
-    __slots__ = ("device", "last", "map", "mipmapped", "raw", "tails")
+    __slots__ = ("_raw", "device", "last", "map", "mipmapped", "tails")
 
     def __init__(self, device: Device, mipmapped: bool) -> None:
+        super().__init__(Kind.OBJECT)
         self.device = device
         self.mipmapped = mipmapped
-        self.raw: Any = None
+        self._raw: Any = None
         self.map: dict[_Tile, tuple[TilePool, int]] = {}
         self.tails: dict[int, tuple[TilePool, list[int]]] = {}
         self.last: dict[int, Event] = {}
         """The end of what was queued, by the handle of the stream."""
 
-    def destroy(self) -> None:
+    @property
+    def raw(self) -> Any:
+        """The driver's handle; None before it is made and after it was destroyed."""
+        return self._raw
+
+    @property
+    def allocations(self) -> Allocations:
+        """Where it has its place in the order."""
+        return allocations_of(self.device._door)
+
+    def use(self, pool: TilePool) -> None:
+        """It has tiles of a pool, or is about to."""
+        self.allocations.order.relate(self, pool.memory._handle)
+
+    def done(self, pool: TilePool) -> None:
+        """Some tiles of a pool were given back."""
+        users = [*self.map.values(), *self.tails.values()]
+        if all(user is not pool for user, _ in users):
+            self.allocations.order.unrelate(self, pool.memory._handle)
+
+    def give_up(self) -> None:
+        """Wait for what is queued: the driver is not said to."""
+        if not self.given_up:
+            self.allocations.drop_after((self.device.ordinal,), (self,))
+        super().give_up()
+
+    def release(self) -> None:
         """Destroy the array, and give its tiles back; what was queued is done."""
-        if self.raw is None:
-            return
-        with self.device.current():
-            self.device._door.call("cuMipmappedArrayDestroy" if self.mipmapped else "cuArrayDestroy", self.raw)
-            self.raw = None
-            for pool, slot in self.map.values():
-                pool._return((slot,), None, None)
-                pool._users.discard(self)
-            for pool, slots in self.tails.values():
-                pool._return(slots, None, None)
-                pool._users.discard(self)
-            self.map.clear()
-            self.tails.clear()
-            self.last.clear()
+        try:
+            with self.device.current():
+                name = "cuMipmappedArrayDestroy" if self.mipmapped else "cuArrayDestroy"
+                self.device._door.give_back(self, name)
+        finally:
+            if self._raw is None:
+                self.gone = True
+                while self.map:
+                    pool, slot = self.map.popitem()[1]
+                    pool._return((slot,), None, None)
+                while self.tails:
+                    pool, slots = self.tails.popitem()[1]
+                    pool._return(slots, None, None)
+                self.last.clear()
 
 
 class _Tile(NamedTuple):
@@ -312,12 +327,8 @@ class SparseArray(Closes):
         if channels not in (1, 2, 4):
             raise ValueError(f"channels={channels!r}: allowed are 1, 2 and 4")
         if not device.attribute("SPARSE_CUDA_ARRAY_SUPPORTED"):
-            raise NotSupportedError(
-                "CUDA_ERROR_NOT_SUPPORTED",
-                801,
-                "cuArray3DCreate",
-                f"needs a device with sparse arrays, found {device!r}",
-            )
+            why = f"it needs a device with sparse arrays, found {device!r}"
+            raise refused(NotSupportedError, "cuArray3DCreate", why)
         with undoing(self.close):
             self._create(kind)
 
@@ -332,10 +343,10 @@ class SparseArray(Closes):
         hint = f"an array of shape {self.shape}, {self.levels} levels: more than the device can have?"
         with self.device.current():
             if self.levels:
-                self._array.raw = door.call("cuMipmappedArrayCreate", descriptor, self.levels, hint=hint)
+                door.create(self._array, "_raw", "cuMipmappedArrayCreate", descriptor, self.levels, hint=hint)
                 found = door.call("cuMipmappedArrayGetSparseProperties", self._array.raw)
             else:
-                self._array.raw = door.call("cuArray3DCreate", descriptor, hint=hint)
+                door.create(self._array, "_raw", "cuArray3DCreate", descriptor, hint=hint)
                 found = door.call("cuArrayGetSparseProperties", self._array.raw)
         extent = found.tileExtent
         self.tile = (int(extent.height), int(extent.width))
@@ -433,6 +444,7 @@ class SparseArray(Closes):
             )
         taken = pool._take(len(tiles), ordered)
         slots = [free.tile for free in taken]
+        self._array.use(pool)
         try:
             self._submit(
                 ordered,
@@ -440,9 +452,9 @@ class SparseArray(Closes):
             )
         except BaseException:
             pool._put_back(taken)
+            self._array.done(pool)
             raise
         self._array.map.update({tile: (pool, slot) for tile, slot in zip(tiles, slots, strict=True)})
-        pool._users.add(self._array)
         self._note(ordered)
 
     def unmap(self, region: Region = None, *, level: int = 0, layer: int = 0, stream: StreamLike) -> None:
@@ -457,6 +469,7 @@ class SparseArray(Closes):
         for tile in tiles:
             pool, slot = self._array.map.pop(tile)
             pool._return((slot,), ordered, event)
+            self._array.done(pool)
 
     def map_tail(self, pool: TilePool, *, layer: int = 0, stream: StreamLike) -> None:
         """Give the mip tail of a layer memory, in stream order; parameters and errors as for :meth:`map`."""
@@ -468,13 +481,14 @@ class SparseArray(Closes):
         taken = pool._take(-(-tail.nbytes // _TILE), ordered)
         slots = [free.tile for free in taken]
         infos = [self._tail_info(layer, place * _TILE, pool, slot) for place, slot in enumerate(slots)]
+        self._array.use(pool)
         try:
             self._submit(ordered, infos)
         except BaseException:
             pool._put_back(taken)
+            self._array.done(pool)
             raise
         self._array.tails[layer] = (pool, slots)
-        pool._users.add(self._array)
         self._note(ordered)
 
     def unmap_tail(self, *, layer: int = 0, stream: StreamLike) -> None:
@@ -487,6 +501,7 @@ class SparseArray(Closes):
         self._submit(ordered, [self._tail_info(layer, place * _TILE, None, 0) for place in range(len(slots))])
         del self._array.tails[layer]
         pool._return(slots, ordered, self._note(ordered))
+        self._array.done(pool)
 
     def copy_from(
         self,
@@ -523,7 +538,8 @@ class SparseArray(Closes):
         # The driver is not said to wait for maps and unmaps that are queued.
         for event in self._array.last.values():
             event.synchronize()
-        self._array.destroy()
+        if self._array.raw is not None:
+            self._array.allocations.end(self._array)
 
     # -- the driver's structs --------------------------------------------------------------------------------
 
@@ -686,19 +702,12 @@ class SparseArray(Closes):
         return self._array.raw
 
     def __del__(self) -> None:
-        if not hasattr(self, "_array") or self._array.raw is None or not self.device._door.usable:
-            return
-        self.device._door.outside_captures(self._drop)
-
-    def _drop(self) -> None:
-        with contextlib.suppress(CudaError), self.device._door.relaxed():
-            self.device.synchronize()
-            self._array.destroy()
+        if hasattr(self, "_array") and self._array.raw is not None and self.device._door.usable:
+            self._array.allocations.drop(self._array)
 
     def __repr__(self) -> str:
         shape = " x ".join(map(str, getattr(self, "shape", ())))
-        state = (
-            "closed" if not hasattr(self, "_array") or self._array.raw is None else f"{self.mapped_bytes} bytes mapped"
-        )
+        there = hasattr(self, "_array") and self._array.raw is not None
+        state = f"{size_text(self.mapped_bytes)} mapped" if there else "closed"
         element = f"{getattr(self, 'channels', 0)} x {getattr(self, 'dtype', '?')}"
         return f"<{type(self).__name__} {shape} of {element}, {state}>"

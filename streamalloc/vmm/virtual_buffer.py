@@ -1,8 +1,7 @@
-"""Memory at one address made of pieces: what growing, striped and evictable buffers have in common."""
+"""Memory at one address made of chunks: what growing, striped and evictable buffers have in common."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from typing_extensions import Self
 from streamalloc.core.buffer import Buffer
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
-from streamalloc.core.errors import ClosedError, CudaError, EvictedError, InUseError, attach, undo_all
+from streamalloc.core.errors import ClosedError, CudaError, EvictedError, InUseError, attach, size_text
 from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
@@ -21,11 +20,11 @@ from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import reachable_from
 from streamalloc.vmm.access import Access, Rights, rights_of, structs_of
 from streamalloc.vmm.address_range import AddressRange, Mapping, MappingEntry
-from streamalloc.vmm.generic_handle import GenericAllocation
+from streamalloc.vmm.allocations import allocations_of
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
 from streamalloc.vmm.waiting import After, accessing, wait
 
-__all__ = ["ChunkSpec", "Eviction", "VirtualBuffer"]
+__all__ = ["ChunkSpec", "Eviction", "VirtualBuffer", "close_quietly"]
 
 
 class ChunkSpec(NamedTuple):
@@ -59,15 +58,14 @@ class VirtualBuffer(Memory, Closes):
     puts memory with the same bytes at the same addresses. :class:`GrowableBuffer` and :func:`stripe` make such buffers.
 
     Unmapping is not in stream order, see :class:`AddressRange`: :meth:`evict` and :meth:`close` take ``after``.
-    An operation that fails leaves the buffer as it was, and can be tried again; one that failed in its last step,
-    giving things back, is ended by calling it again. Not to be used from several threads at once.
+    An operation that fails leaves the buffer as it was, and can be tried again. Memory that the driver then refuses to
+    release is released later. Not to be used from several threads at once.
     """
 
     __slots__ = (
         "__weakref__",
         "_device",
         "_evicted",
-        "_left",
         "_mapped",
         "_nbytes",
         "_rights",
@@ -90,7 +88,6 @@ class VirtualBuffer(Memory, Closes):
         self._mapped = 0
         self._nbytes = 0
         self._evicted: Eviction | None = None
-        self._left: list[GenericAllocation | Buffer] = []
         self.range = AddressRange(capacity, alignment=alignment, address=address, driver=device.driver)
         self.range._owned = True
 
@@ -184,9 +181,10 @@ class VirtualBuffer(Memory, Closes):
         self._check_open()
         rights = rights_of(access, self._door, flags)
         _check_devices(rights)
-        mapped = self._all_entries()
-        if rights and mapped:
-            self.range._set_rights(mapped, rights, after)
+        self._trim(self._mapped)
+        entries = self.range._table()
+        if rights and entries:
+            self.range._set_rights(entries, rights, after)
         self._rights = {where: allowed for where, allowed in {**self._rights, **rights}.items() if allowed}
         self._structs = structs_of(self._rights)
 
@@ -221,42 +219,42 @@ class VirtualBuffer(Memory, Closes):
             ``backup`` is of another driver or size, or its pool gives the device no access.
         """
         self._check_open()
-        if self._evicted and self._give_back():
-            return
         if self._evicted:
             raise EvictedError(f"{self!r} is evicted already")
-        mapped = self._all_entries()
-        for held in mapped:
-            if held.memory.exported:
-                raise InUseError(f"{held.memory!r} was exported: importers would keep it, and the old bytes")
-            if held.memory.mapping_count > 1:
-                raise InUseError(f"{held.memory!r} is mapped in {held.memory.mapping_count} places: unmap the others")
-            if held.memory._state.bound_to:
-                raise InUseError(f"{held.memory!r} is bound to a multicast object, which would keep it: unbind() it")
-            if held.memory._state.holders > 1:
-                raise InUseError(f"{held.memory!r} is held by another PhysicalMemory, too: close that")
+        self._trim(self._mapped)
+        entries = list(self.range._table())
+        allocations_of(self._door).work()
+        for memory in (entry.memory for entry in entries):
+            if memory.exported:
+                raise InUseError(f"{memory!r} was exported: importers would keep it, and the old bytes")
+            if memory.mapping_count > 1:
+                raise InUseError(f"{memory!r} is mapped in {memory.mapping_count} places: unmap the others")
+            if memory._state.bindings:
+                raise InUseError(f"{memory!r} is bound to a multicast object, which would keep it: unbind it")
+            if len(memory._state.handles) > 1:
+                raise InUseError(f"{memory!r} is held by another PhysicalMemory, too: close that")
         ordered = self._copying_stream(stream)
-        wait(after, self._door, accessing(held.rights for held in mapped))
+        wait(after, self._door, accessing(entry.rights for entry in entries))
         copy = self._backup(backup, ordered)
-        own = copy if isinstance(backup, MemoryPool) and isinstance(copy, Buffer) else None
+        own = isinstance(backup, MemoryPool)
         try:
             if copy is not None and self._nbytes:
                 copy.copy_from(self, ordered)
                 ordered.synchronize()
-            pieces = tuple(
-                ChunkSpec(held.offset, held.memory.nbytes, held.memory._spec)
-                for held in mapped
-                if held.offset < self._mapped and isinstance(held.memory, PhysicalMemory)
+            chunks = tuple(
+                ChunkSpec(entry.offset, entry.memory.nbytes, entry.memory._spec)
+                for entry in entries
+                if isinstance(entry.memory, PhysicalMemory)
             )
-            self.range._unmap(mapped)
+            # From here on the bytes are in the copy. What an interrupt leaves mapped goes when the buffer is restored.
+            self._evicted = Eviction(chunks, copy, own)
+            self._discard(entries)
         except BaseException as first:
-            if own is not None:
-                self._left.append(own)
-                self._give_back_because_of(first)
+            if isinstance(first, CudaError) or self._evicted is None:
+                self._evicted = None
+                if own and isinstance(copy, Buffer):
+                    close_quietly(copy, first)
             raise
-        self._evicted = Eviction(pieces, copy, own is not None)
-        self._left += [held.memory for held in mapped]
-        self._give_back()
 
     def restore(self, *, stream: StreamLike | None = None) -> None:
         """Map new physical memory at the same addresses, with the same access, and copy the backup into it.
@@ -274,38 +272,31 @@ class VirtualBuffer(Memory, Closes):
         self._check_open()
         evicted = self._evicted
         if evicted is None:
-            if self._give_back():
-                return
             raise EvictedError(f"{self!r} is not evicted")
         ordered = self._copying_stream(stream)
-        self._give_back()
         made = self._put(evicted.pieces)
         backup = evicted.backup
         try:
+            self._evicted = None
             if backup is not None and self._nbytes:
-                self._evicted = None
                 self._copy_back(backup, made, ordered)
         except BaseException as first:
             self._evicted = evicted
             try:
                 # The copy may be queued all the same, and the memory must not go away under it.
                 ordered.synchronize()
+                self._discard(made)
             except CudaError as later:
                 attach(first, later)
-            self._take_away(made, first)
             raise
-        self._evicted = None
         if evicted.own and isinstance(backup, Buffer):
             try:
                 backup.free(ordered)
-            except BaseException as first:
-                # It is freed on a stream of its own then, which knows nothing of the copy.
-                try:
-                    ordered.synchronize()
-                    self._left.append(backup)
-                except CudaError as later:
-                    attach(first, later)
-                raise
+            except BaseException as error:
+                # It is freed on a stream of its own when it is dropped, which knows nothing of the copy.
+                ordered.synchronize()
+                if not isinstance(error, CudaError):
+                    raise
 
     def _copying_stream(self, stream: StreamLike | None) -> Stream:
         ordered = self.stream if stream is None else as_stream(stream, self._door)
@@ -330,77 +321,53 @@ class VirtualBuffer(Memory, Closes):
         """Unmap and release everything, and give the addresses back, once ``after`` has passed. Idempotent."""
         if self.range.closed:
             return
-        mapped = self._all_entries()
-        if mapped:
-            wait(after, self._door, accessing(held.rights for held in mapped))
-            self.range._unmap(mapped)
-            self._left += [held.memory for held in mapped]
-        if self._evicted:
-            if self._evicted.own and isinstance(self._evicted.backup, Buffer):
-                self._left.append(self._evicted.backup)
-            self._evicted = None
+        entries = list(self.range._table())
+        if entries:
+            wait(after, self._door, accessing(entry.rights for entry in entries))
+            before = self._mapped, self._nbytes
+            self._mapped = self._nbytes = 0
+            try:
+                self._discard(entries)
+            except CudaError:
+                self._mapped, self._nbytes = before
+                raise
+        evicted = self._evicted
+        self._evicted = None
         self._mapped = self._nbytes = 0
-        self._give_back()
+        if evicted and evicted.own and isinstance(evicted.backup, Buffer):
+            evicted.backup.close()
         self.range._free()
 
     # -- for the kinds of such buffers -----------------------------------------------------------------------
 
-    def _put(self, pieces: Sequence[ChunkSpec]) -> list[MappingEntry]:
-        """Make, map and give access to pieces that lie side by side: all of them, or none."""
-        offsets = self.range._offsets
-        if pieces and offsets and offsets[-1] >= pieces[0].offset:
-            # Left over by an earlier call, which could not undo what it had done.
-            rest = [held for held in self._all_entries() if held.offset >= pieces[0].offset]
-            self.range._unmap(rest)
-            self._left += [held.memory for held in rest]
-            self._give_back()
-        made: list[MappingEntry] = []
-        memories: list[PhysicalMemory] = []
+    def _put(self, chunks: Sequence[ChunkSpec]) -> list[MappingEntry]:
+        """Make, map and give access to chunks that lie side by side: all of them, or none."""
+        if not chunks:
+            return []
+        start = chunks[0].offset
+        self._trim(start)
         try:
-            for offset, nbytes, spec in pieces:
-                memories.append(spec.make(nbytes))
-                made.append(self.range._map(memories[-1], offset))
-            if made and self._structs:
+            made = [self.range._map(spec.make(nbytes), offset) for offset, nbytes, spec in chunks]
+            if self._structs:
                 self.range._grant(made, self._rights, self._structs)
+            return made
         except BaseException as first:
-            self._left += [memory for memory in memories if not memory.mapping_count]
-            self._take_away(made, first)
-            raise
-        return made
-
-    def _take_away(self, made: Sequence[MappingEntry], first: BaseException) -> None:
-        """Undo :meth:`_put` because of ``first``."""
-        try:
-            self.range._unmap(made)
-        except CudaError as later:
-            attach(first, later)
-        self._left += [held.memory for held in made if not held.live]
-        self._give_back_because_of(first)
-
-    def _give_back(self) -> bool:
-        """Release what is left over, also by earlier calls that failed in this; whether there was anything."""
-        if not self._left:
-            return False
-        left, self._left = self._left, []
-
-        def close(one: GenericAllocation | Buffer) -> None:
             try:
-                one.close()
-            except CudaError:
-                self._left.append(one)
-                raise
+                self._trim(start)
+            except CudaError as later:
+                attach(first, later)
+            raise
 
-        undo_all(functools.partial(close, one) for one in left)
-        return True
+    def _trim(self, start: int) -> None:
+        """Unmap what is mapped from an offset on, where nothing is the buffer's: a call that failed has left it."""
+        self._discard(self.range._touching(start, self.range.nbytes))
 
-    def _give_back_because_of(self, first: BaseException) -> None:
-        try:
-            self._give_back()
-        except CudaError as later:
-            attach(first, later)
-
-    def _all_entries(self) -> tuple[MappingEntry, ...]:
-        return tuple(self.range._at[offset] for offset in self.range._offsets)
+    def _discard(self, entries: Sequence[MappingEntry]) -> None:
+        """Unmap memory, and release it: what the driver refuses to release is released later."""
+        if entries:
+            self.range._unmap(entries)
+            for entry in entries:
+                close_quietly(entry.memory)
 
     def _backup(self, backup: MemoryPool | Memory | None, stream: Stream) -> Memory | None:
         if backup is None:
@@ -411,7 +378,7 @@ class VirtualBuffer(Memory, Closes):
             raise ValueError(f"backup {backup!r} belongs to another driver")
         if isinstance(backup, Memory):
             if backup.nbytes != self._nbytes:
-                raise ValueError(f"backup has {backup.nbytes} bytes and the buffer {self._nbytes}")
+                raise ValueError(f"backup has {size_text(backup.nbytes)} and the buffer {size_text(self._nbytes)}")
             if self.address - backup.nbytes < backup.address < self.address + self._nbytes:
                 raise ValueError(f"backup={backup!r} is the buffer's own memory, which is given back")
             return backup
@@ -457,11 +424,20 @@ class VirtualBuffer(Memory, Closes):
         range_ = getattr(self, "range", None)
         if range_ is None or range_.closed:
             return f"<{type(self).__name__}, closed>"
-        state = "evicted" if self._evicted else f"{self._mapped} mapped"
+        state = "evicted" if self._evicted else f"{size_text(self._mapped)} mapped"
         return (
-            f"<{type(self).__name__} of {self._nbytes} bytes at {self.address:#x}, "
-            f"{state} of {self.capacity} [{range_.draw()}]>"
+            f"<{type(self).__name__} of {size_text(self._nbytes)} at {self.address:#x}, "
+            f"{state} of {size_text(self.capacity)} [{range_.draw(16)}]>"
         )
+
+
+def close_quietly(one: Closes, first: BaseException | None = None) -> None:
+    """Close what is not needed any more; where that fails it is released once it is dropped."""
+    try:
+        one.close()
+    except CudaError as later:
+        if first is not None:
+            attach(first, later)
 
 
 def device_rights(devices: Sequence[Device], access: Access, door: Door) -> Rights:

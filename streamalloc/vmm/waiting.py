@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 from streamalloc.core.door import Door
-from streamalloc.core.errors import CaptureError
+from streamalloc.core.errors import CaptureError, refused
+from streamalloc.core.later import later_of, work
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
 from streamalloc.core.stream import Event, StreamLike, as_stream
 
@@ -37,16 +38,12 @@ def wait(after: After, door: Door, devices: Iterable[int]) -> None:
     """
     if after is None:
         for ordinal in sorted(devices):
-            if door.captures:
-                raise CaptureError(
-                    "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
-                    900,
-                    "cuCtxSynchronize",
-                    "a stream is being captured: say with after= which streams or events must have passed",
-                )
+            if later_of(door).paused:
+                why = "a stream is being captured: say with after= which streams or events must have passed"
+                raise refused(CaptureError, "cuCtxSynchronize", why)
             with door.current(ordinal):
                 door.call("cuCtxSynchronize")
-        door.reap()
+        work(door)
         return
     several: Any = after if _several(after) else (after,)
     for one in several:

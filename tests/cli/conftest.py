@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.cli import main, peer
 from tests.processes import start_quickly
@@ -79,6 +80,7 @@ def complete(on_cuda: bool, *arguments: str) -> Complete:
     out, err = io.StringIO(), io.StringIO()
     with sd.use(driver), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(arguments)
+    sa.Device(0, driver=driver).synchronize()
     assert err.getvalue() == ""
     return Complete(code, out.getvalue(), driver.outstanding())
 

@@ -175,6 +175,7 @@ def test_leaves_nothing_behind(machine: Any, run: Run) -> None:
     accounts = sd.checked(machine)
     with sd.use(accounts):
         run("info")
+        sa.Device(0, driver=accounts).synchronize()
     accounts.assert_nothing_left()
 
 

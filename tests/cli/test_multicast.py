@@ -60,6 +60,7 @@ class TestTour:
     def test_leaves_nothing_behind(self, machine: Any, show: Show) -> None:
         accounts = sd.checked(machine)
         show(accounts)
+        sa.Device(0, driver=accounts).synchronize()
         accounts.assert_nothing_left()
 
     @pytest.mark.simulated_only("what fails half-way would leave real switches in an unknown state")
@@ -111,12 +112,12 @@ class TestTour:
 
     @pytest.mark.simulated_only("real hardware is not given the wrong order")
     def test_wrong_order_of_the_end_is_found(self, machine: Any, show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
-        def unmap_first(self: MulticastObject, places: Any, after: Any) -> None:
-            for range, mapped in places:
-                range._unmap((mapped,))
-            for bound in tuple(self._bound):
-                self._unbind(bound)
-            self._release()
+        end = MulticastObject._end
+
+        def unmap_first(self: MulticastObject, after: Any) -> None:
+            for mapping in self._mappings():
+                mapping.release()
+            end(self, after)
 
         monkeypatch.setattr(MulticastObject, "_end", unmap_first)
         text = show(machine)[1]

@@ -17,7 +17,7 @@ from streamalloc import Fd, ipc
 from streamalloc.multicast import SymmetricMemory
 from tests.multicast.support import all_ended
 from tests.processes import SECONDS
-from tests.support import Account, pattern, read
+from tests.support import Account, end_what_was_dropped, pattern, read
 
 
 class Rank:
@@ -148,6 +148,7 @@ def reaches_all(rank: Rank, memory: SymmetricMemory) -> bool:
 def descriptors() -> int:
     """How many descriptors this process has, with what was dropped gone."""
     gc.collect()
+    end_what_was_dropped()
     return len(os.listdir("/proc/self/fd"))
 
 

@@ -11,6 +11,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from streamalloc.core.errors import size_text
 from tests.support import names, read
 from tests.vmm.support import HOST, PAGE, Account, assert_unique, each
 
@@ -87,7 +88,7 @@ class TestReserve:
     @pytest.mark.parametrize("nbytes", [1 << 47, 1 << 60, (1 << 64) - PAGE])
     def test_more_than_there_are(self, machine: Any, nbytes: int) -> None:
         """It says that addresses have run out, which is no lack of memory."""
-        with pytest.raises(sa.AddressSpaceError, match=f"no {nbytes} bytes of addresses") as caught:
+        with pytest.raises(sa.AddressSpaceError, match=f"no {size_text(nbytes)} of addresses") as caught:
             vmm.AddressRange(nbytes)
         assert isinstance(caught.value, MemoryError) and not isinstance(caught.value, sa.OutOfMemoryError)
         assert (caught.value.call, caught.value.name) == ("cuMemAddressReserve", "CUDA_ERROR_OUT_OF_MEMORY")
@@ -109,7 +110,7 @@ from streamalloc import vmm
 vmm.AddressRange({PAGE}).close()
 resource.setrlimit(resource.RLIMIT_AS, ({8 * GiB}, {8 * GiB}))
 try: vmm.AddressRange({16 * GiB})
-except sa.AddressSpaceError as error: print("ulimit -v" in str(error) and "{8 * GiB}" in str(error))
+except sa.AddressSpaceError as error: print("ulimit -v" in str(error) and "8 GiB" in str(error))
 """)
         assert (done.stdout, done.stderr) == ("True\n", "")
 

@@ -12,6 +12,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from streamalloc.core.errors import size_text
 from tests.support import GROWTH, KEEP, holds, read
 from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, Account, each, pattern, same, write
 
@@ -218,7 +219,8 @@ class TestWithBackup:
     def test_of_another_size(
         self, buffer: vmm.GrowableBuffer, host: sa.MemoryPool, stream: sa.Stream, nbytes: int
     ) -> None:
-        with host.allocate(nbytes, stream) as backup, pytest.raises(ValueError, match=f"{nbytes} bytes.*{SIZE}"):
+        match = f"backup has {size_text(nbytes)} and the buffer {size_text(SIZE)}"
+        with host.allocate(nbytes, stream) as backup, pytest.raises(ValueError, match=match):
             buffer.evict(backup)
         assert not buffer.evicted
 

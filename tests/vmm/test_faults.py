@@ -26,6 +26,9 @@ GIVING_BACK = {"cuMemRelease", "cuMemFreeAsync", "cuMemAddressFree", "cuMemUnmap
 class Case:
     """Something prepared with the driver of an account, and one step."""
 
+    survived: frozenset[str] = frozenset()
+    """The calls that may fail without an error: what they were to give back is given back later."""
+
     def __init__(self, account: Account, count: int) -> None:
         self.account = account
         self.devices = [sa.Device(ordinal, driver=account.driver) for ordinal in range(count)]
@@ -51,6 +54,8 @@ class Case:
 
 class BufferCase(Case):
     """A buffer of two pages, which the peers may use as well."""
+
+    survived = frozenset({"cuMemRelease"})
 
     buffer: vmm.VirtualBuffer
     pages = 2
@@ -287,6 +292,8 @@ class Restore(Evict):
 
 
 class RestoreFromPool(EvictToPool):
+    survived = frozenset({"cuMemRelease", "cuMemFreeAsync", "cuCtxPushCurrent", "cuCtxPopCurrent"})
+
     def prepare(self) -> None:
         super().prepare()
         self.buffer.evict(self.pool)
@@ -617,7 +624,7 @@ def sweep(machine: Any, kind: type[Case], count: int, result: str, again: bool, 
         if failed == "cuCtxPopCurrent":
             machine.cuCtxPopCurrent()  # the context is still there
         if raised is None:
-            assert failed in survived
+            assert failed in {*survived, *case.survived}
         else:
             assert raised == (failed, result)
             case.check_failed(failed)
@@ -659,7 +666,8 @@ class TestTwoFaults:
         with pytest.raises(sa.CudaError) as caught:
             buffer.resize(4 * PAGE)
         assert caught.value.call == first[0]
-        assert later[0] in "".join(getattr(caught.value, "__notes__", []))
+        if later[0] != "cuMemRelease":  # that is tried again later
+            assert later[0] in "".join(getattr(caught.value, "__notes__", []))
         assert buffer.nbytes == PAGE and (read(buffer) == 7).all()
         del caught
         if then == "again":
@@ -708,7 +716,8 @@ class TestTwoFaults:
             with pytest.raises(sa.CudaError) as caught:
                 buffer.restore()
             assert caught.value.call == first[0]
-            assert later[0] in "".join(getattr(caught.value, "__notes__", []))
+            if later[0] != "cuMemRelease":  # that is tried again later
+                assert later[0] in "".join(getattr(caught.value, "__notes__", []))
             assert buffer.evicted
             assert buffer.eviction is not None and isinstance(buffer.eviction.backup, sa.Buffer)
             assert np.array_equal(buffer.eviction.backup.as_array(), data)

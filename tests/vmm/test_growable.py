@@ -120,9 +120,10 @@ class TestMake:
             device, 2 * PAGE, 1, handle_types=kind, compressible=True, gpu_direct_rdma=False
         ) as buffer:
             assert buffer.properties.requested_handle_types == kind
-            assert buffer.mappings[0].memory.compressible
             buffer.grow(PAGE)
-            assert all(mapping.memory.properties == buffer.properties for mapping in buffer.mappings)
+            memories = [mapping.memory for mapping in buffer.mappings]
+            assert all(isinstance(memory, vmm.PhysicalMemory) and memory.compressible for memory in memories)
+            assert all(memory.properties == buffer.properties for memory in memories)  # type: ignore[attr-defined]
 
     def test_refuses_copies(self, buffer: vmm.GrowableBuffer) -> None:
         assert_unique(buffer)

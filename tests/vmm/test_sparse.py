@@ -771,6 +771,7 @@ import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.testing import Gate
 PAGE = 2 << 20
+gc.freeze()  # a collection must not take as long as the gate is closed
 device = sa.Device(0); stream = device.create_stream()
 
 class Holder: pass
@@ -811,11 +812,15 @@ scenario("drop both after an unmapping", "unmap", cycle)
 
 
 def test_queued_maps_are_waited_for(python: Callable[..., CompletedProcess[str]]) -> None:
-    """In a child: a driver that loses memory or an array under a queued operation crashes (readings)."""
+    """Closing waits; what is dropped goes later, and nobody waits for it.
+
+    In a child: a driver that loses memory or an array under a queued operation crashes (readings).
+    """
     done = python(QUEUED)
     assert (done.returncode, done.stderr) == (0, "")
     found = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
-    assert len(found) == 7 and set(found.values()) == {"True"}, found
+    assert len(found) == 7
+    assert all((waited == "True") == name.startswith("close") for name, waited in found.items()), found
 
 
 @pytest.mark.gpus(2)

@@ -10,9 +10,8 @@ from streamalloc.core.door import Door
 from streamalloc.core.memory import BufferView, Memory
 from streamalloc.core.properties import MemHandleType, MemLocation, MemLocationType, checked_size
 from streamalloc.pool import MemoryPool
-from streamalloc.vmm.address_range import AddressRange, RangeView
-from streamalloc.vmm.generic_handle import AllocationState
-from streamalloc.vmm.physical_memory import PhysicalMemory
+from streamalloc.vmm import AddressRange, PhysicalMemory, RangeView
+from streamalloc.vmm.internal import AllocationState
 
 __all__ = ["Member", "check_member", "member_of"]
 

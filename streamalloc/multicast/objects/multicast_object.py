@@ -7,19 +7,16 @@ the addresses.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import weakref
-from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import Any
 
 from typing_extensions import Self
 
 from streamalloc.core.arguments import door_of
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
-from streamalloc.core.errors import CudaError, IncompleteTeamError, NotSupportedError, undo_all, undoing
+from streamalloc.core.errors import CudaError, IncompleteTeamError, NotSupportedError, refused, size_text, undoing
 from streamalloc.core.fd import Fd
 from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes
@@ -27,36 +24,142 @@ from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, M
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
 from streamalloc.multicast.objects.bindable import Member, check_member, member_of
-from streamalloc.vmm.access import Access, Rights, rights_of
-from streamalloc.vmm.address_range import GRANULARITY, AddressRange, Mapping, MappingEntry, give_up
-from streamalloc.vmm.generic_handle import GenericAllocation, import_handle
-from streamalloc.vmm.physical_memory import PhysicalMemory
-from streamalloc.vmm.waiting import After, accessing, wait
+from streamalloc.vmm import AddressRange, Mapping, PhysicalMemory
+from streamalloc.vmm.internal import (
+    GRANULARITY,
+    Access,
+    After,
+    AllocationHandle,
+    AllocationState,
+    GenericAllocation,
+    Kind,
+    Node,
+    Rights,
+    own_range,
+    rights_of,
+    wait,
+)
 
 __all__ = ["Binding", "MulticastObject", "MulticastView"]
 
 _Granularity = cuda.CUmulticastGranularity_flags
 
 # What is bound must not be freed before it is unbound, in whatever order the garbage collector ends a cycle that has
-# all of it: so it is no part of any cycle.
-_anchored: set[BindingEntry] = set()
+# all of it: so it is no part of any cycle, and no node refers to an object of a user.
+_bound_memory: dict[Node, object] = {}
+
+
+class _Kept(Node):
+    """The object of a user that has bound memory: let go of after the multicast object."""
+
+    __slots__ = ()
+
+    def __init__(self, memory: object) -> None:
+        super().__init__(Kind.MEMORY)
+        self.given_up = True
+        _bound_memory[self] = memory
+
+    def release(self) -> None:
+        self.gone = True
+        _bound_memory.pop(self, None)
+
+
+class BoundBytes(Node):
+    """A binding, without the memory: ``cuMulticastUnbind``."""
+
+    __slots__ = ("_raw", "device", "kept", "nbytes", "object", "offset", "state")
+
+    _raw: Any
+    """The object's handle; None once it was unbound."""
+
+    def __init__(self, object: AllocationHandle, member: Member, device: int, offset: int) -> None:
+        super().__init__(Kind.BINDING)
+        self._raw = None
+        self.object = object
+        self.state = member.state
+        self.kept = _Kept(member.kept)
+        self.device = device
+        self.offset = offset
+        self.nbytes = member.nbytes
+
+    def link(self, team: Node) -> None:
+        """Put the object's mappings and handle, and the memory, behind it, and the memory behind the object."""
+        order = self.object.allocations.order
+        self._raw = self.object.raw
+        for node in (*order.before(self.object, Kind.OBJECT_MAPPING), self.object, self.kept):
+            order.relate(self, node)
+        order.relate(self.object, self.kept)
+        if self.state is not None:
+            self.state.bindings[self] = None
+            self.state.teams[team] = None
+            for handle in list(self.state.handles):
+                order.relate(self, handle)
+                order.relate(self.object, handle)
+                order.relate(handle, team)
+            for mapping in list(self.state.mappings):
+                order.relate(self.object, mapping)
+
+    def part(self, team: Node) -> None:
+        """The user has unbound it: the memory has nothing to do with the object any more, but by other bindings."""
+        state, order = self.state, self.object.allocations.order
+        order.unrelate(self.object, self.kept)
+        if state is not None and all(other.object is not self.object for other in _bindings_of(state)):
+            state.teams.pop(team, None)
+            for handle in list(state.handles):
+                order.unrelate(handle, team)
+            for node in (*state.handles, *state.mappings):
+                order.unrelate(self.object, node)
+
+    def release(self) -> None:
+        """``cuMulticastUnbind``."""
+        door = self.object.allocations.door
+        try:
+            door.give_back(self, "cuMulticastUnbind", self.device, self.offset, self.nbytes)
+        finally:
+            if self._raw is None:
+                self.unbound()
+
+    def unbound(self) -> None:
+        """It is not bound. May be called again."""
+        if self.state is not None:
+            self.state.bindings.pop(self, None)
+        self.gone = True
+        self.object.allocations.order.cut(self)
+
+
+def _bindings_of(state: AllocationState) -> list[Any]:
+    return list(state.bindings)
 
 
 class BindingEntry:
-    """One piece of memory as its multicast object keeps it."""
+    """One binding as its object keeps it: the memory, and what there is to undo."""
 
-    __slots__ = ("device", "live", "member", "nbytes", "offset")
+    __slots__ = ("member", "node")
 
-    def __init__(self, member: Member, device: int, offset: int, nbytes: int) -> None:
+    def __init__(self, member: Member, node: BoundBytes) -> None:
         self.member = member
-        self.device = device
-        self.offset = offset
-        self.nbytes = nbytes
-        self.live = True
+        self.node = node
+
+    @property
+    def live(self) -> bool:
+        return not self.node.gone
 
     @property
     def stop(self) -> int:
-        return self.offset + self.nbytes
+        return self.node.offset + self.node.nbytes
+
+
+class _Team(Node):
+    """An object and all memory bound to it; nothing to give back."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(Kind.TEAM)
+        self.given_up = True
+
+    def release(self) -> None:
+        self.gone = True
 
 
 class MulticastObject(GenericAllocation):
@@ -110,22 +213,15 @@ class MulticastObject(GenericAllocation):
         The fabric manager is not running.
     """
 
-    __slots__ = ("_bound", "_complete", "_devices", "_dropped", "_loose", "_prop", "_ranges", "_step", "_views")
+    __slots__ = ("_bound", "_complete", "_devices", "_prop", "_step", "_team")
 
     _bound: list[BindingEntry]
     _complete: bool
     """Whether somebody said that all devices were added."""
     _devices: list[Device]
-    _dropped: bool
-    """Whether the finaliser has run and waits for a mapping to go."""
-    _loose: list[BindingEntry]
-    """What the driver has unbound already, and what is still held."""
     _prop: MulticastObjectProp
-    _ranges: weakref.WeakSet[AddressRange]
-    """The address ranges that it was mapped into."""
     _step: int
-    _views: list[tuple[int, Rights]]
-    """Mappings that dropped ranges have left: address and rights."""
+    _team: _Team
 
     def __init__(
         self,
@@ -147,24 +243,21 @@ class MulticastObject(GenericAllocation):
         elif prop.size % step:
             which = "recommended granularity" if recommended else "granularity"
             raise ValueError(
-                f"nbytes={nbytes}: allowed are multiples of the {which}, {step} bytes; round_up=True rounds"
+                f"nbytes={nbytes}: allowed are multiples of the {which}, {size_text(step)}; round_up=True rounds"
             )
         self._open(door, prop, smallest)
-        self._raw = door.call("cuMulticastCreate", prop.to_driver())
-        self._state.name(int(self._raw))
+        self._create("cuMulticastCreate", prop.to_driver())
 
     def _open(self, door: Door, prop: MulticastObjectProp, step: int) -> None:
         self._bound = []
         self._complete = False
         self._devices = []
-        self._dropped = False
-        self._loose = []
         self._prop = prop
-        self._ranges = weakref.WeakSet()
         self._step = step
-        self._views = []
-        self._hold(door, prop.size, None)
-        self._state.multicast = True
+        self._team = _Team()
+        self._prepare(door, prop.size, Kind.OBJECT)
+        self._handle.allocations.order.relate(self._handle, self._team)
+        self._state.teams[self._team] = None
 
     @staticmethod
     def granularity(
@@ -220,12 +313,10 @@ class MulticastObject(GenericAllocation):
             _check_supported(door)
             step = _granularity_of(door, prop)
             if prop.size % step:
-                raise ValueError(f"nbytes={nbytes}: allowed are multiples of the granularity, {step} bytes")
+                raise ValueError(f"nbytes={nbytes}: allowed are multiples of the granularity, {size_text(step)}")
             imported = cls.__new__(cls)
             imported._open(door, prop, step)
-            imported._raw = import_handle(door, handle)
-            imported._state.name(int(imported._raw))
-            imported._state.imported = True
+            imported._import(handle)
             return imported
         finally:
             if isinstance(handle, Fd):
@@ -254,7 +345,7 @@ class MulticastObject(GenericAllocation):
     @property
     def bindings(self) -> tuple[Binding, ...]:
         """What is bound by this object."""
-        return tuple(Binding(self, bound) for bound in self._bound)
+        return tuple(Binding(self, entry) for entry in self._table())
 
     @property
     def location(self) -> MemLocation:
@@ -342,31 +433,35 @@ class MulticastObject(GenericAllocation):
         self._check_complete("bind memory")
         start = checked_size("offset", offset)
         if start % self._step:
-            raise ValueError(f"offset={offset}: allowed are multiples of the granularity, {self._step} bytes")
+            raise ValueError(f"offset={offset}: allowed are multiples of the granularity, {size_text(self._step)}")
         if start + member.nbytes > self.nbytes:
-            raise ValueError(f"offset={offset}: {member.nbytes} bytes end outside of {self!r}")
+            raise ValueError(f"offset={offset}: {size_text(member.nbytes)} end outside of {self!r}")
         ordinal = check_member(member, self._step, device, shareable=self._must_be_shareable)
         if self._all_here and all(ordinal != one.ordinal for one in self._devices):
             raise ValueError(f"{memory!r}: device {ordinal} is not in the team of {self!r}, which has {self._named()}")
-        for other in self._bound:
-            if other.device == ordinal and other.offset < start + member.nbytes and start < other.stop:
+        for other in self._table():
+            node = other.node
+            if node.device == ordinal and node.offset < start + member.nbytes and start < other.stop:
                 raise ValueError(
-                    f"offset={offset}: bytes {other.offset} to {other.stop} of device {ordinal} are bound already"
+                    f"offset={offset}: bytes {node.offset} to {other.stop} of device {ordinal} are bound already"
                 )
-        bound = BindingEntry(member, ordinal, start, member.nbytes)
-        # In the table before it is bound, so that nothing can come between and lose it.
-        self._bound.append(bound)
-        _anchored.add(bound)
+        node = BoundBytes(self._handle, member, ordinal, start)
+        entry = BindingEntry(member, node)
+        name, arguments = member.call(raw, ordinal, start, versioned=device is not None and member.on_host)
         try:
-            name, arguments = member.call(raw, ordinal, start, versioned=device is not None and member.on_host)
+            # In the table before it is bound, so that an interrupt between the two loses nothing.
+            self._bound.append(entry)
+            node.link(self._team)
             self._door.call(name, *arguments)
-        except BaseException:
-            self._bound.remove(bound)
-            _anchored.discard(bound)
+        except BaseException as first:
+            if isinstance(first, CudaError) and first.call == name:
+                node.unbound()
+            else:
+                self._handle.allocations.end(node)
+            node.part(self._team)
+            self._handle.allocations.settle()
             raise
-        if member.state is not None:
-            self._state.bind(member.state)
-        return Binding(self, bound)
+        return Binding(self, entry)
 
     def map(self, *, access: Access = None) -> MulticastView:
         """Map the whole object at addresses of its own (``cuMemAddressReserve``, ``cuMemMap``, ``cuMemSetAccess``).
@@ -390,10 +485,9 @@ class MulticastObject(GenericAllocation):
         self._check_access(rights)
         size = -(-self.nbytes // GRANULARITY) * GRANULARITY
         addresses = AddressRange(size, alignment=max(self._step, GRANULARITY), driver=self.driver)
-        with undoing(addresses.close):
-            mapping = addresses.map(self, access=rights)
-        addresses._owned = True
-        return MulticastView(addresses, mapping._mapped)
+        owned = own_range(addresses)
+        with undoing(owned.free):
+            return MulticastView(addresses, owned.map(self, 0, rights))
 
     def close(self, after: After = None) -> None:
         """Unbind what is bound by this object (``cuMulticastUnbind``) and release it (``cuMemRelease``); idempotent.
@@ -409,12 +503,14 @@ class MulticastObject(GenericAllocation):
         ValueError
             It is mapped: close the views, or unmap it from the ranges, first. Leaving a ``with`` block does both.
         """
-        if self._raw is None:
+        if self.closed:
             return
+        # What dropped ranges have mapped is the object's to unmap.
+        self._handle.allocations.work()
         count = self.mapping_count
         if count:
             raise ValueError(f"{self!r} has {count} mapping{'' if count == 1 else 's'}: unmap before it is closed")
-        self._end((), after)
+        self._end(after)
 
     # -- for the package of virtual memory -------------------------------------------------------------------
 
@@ -437,9 +533,7 @@ class MulticastObject(GenericAllocation):
     def _check_access(self, rights: Rights) -> None:
         for where, flags in rights.items():
             if flags and where.on_host:
-                raise NotSupportedError(
-                    "CUDA_ERROR_NOT_SUPPORTED", 801, "cuMemSetAccess", "the host cannot use a multicast object"
-                )
+                raise refused(NotSupportedError, "cuMemSetAccess", "the host cannot use a multicast object")
             if flags and self._all_here and all(where != device.location for device in self._devices):
                 raise ValueError(f"access: {where} is not in the team of {self!r}, which has {self._named()}")
 
@@ -450,93 +544,53 @@ class MulticastObject(GenericAllocation):
             "reduce over all of it with multimem.ld_reduce in a kernel"
         )
 
-    def _was_mapped(self, range: AddressRange) -> None:
-        super()._was_mapped(range)
-        self._ranges.add(range)
-
-    def _was_unmapped(self) -> None:
-        super()._was_unmapped()
-        if self._dropped:
-            self._drop()
-
-    def _take_mapping(self, address: int, rights: Rights) -> bool:
-        self._views.append((address, rights))
-        self._was_unmapped()
-        return True
-
     # -- the end ---------------------------------------------------------------------------------------------
 
-    def _unbind(self, bound: BindingEntry) -> None:
-        """Tell the driver; :meth:`_let_go` then drops the memory."""
-        self._door.call("cuMulticastUnbind", self._raw, bound.device, bound.offset, bound.nbytes)
-        bound.live = False
-        self._bound.remove(bound)
-        self._loose.append(bound)
-
-    def _let_go(self) -> None:
-        """Let go of the memory that is not bound any more."""
-
-        def undos() -> Iterator[Callable[[], None]]:
-            while self._loose:
-                bound = self._loose.pop()
-                _anchored.discard(bound)
-                if bound.member.state is not None:
-                    yield functools.partial(self._state.unbind, bound.member.state)
-
-        undo_all(undos())
-
-    def _places(self) -> list[tuple[AddressRange, MappingEntry]]:
-        return [(range, mapped) for range in self._ranges for mapped in range._at.values() if mapped.memory is self]
+    def _table(self) -> list[BindingEntry]:
+        """What is bound."""
+        self._bound = [entry for entry in self._bound if entry.live]
+        return self._bound
 
     def _wait(self, after: After) -> None:
         """Wait for the work that may use the object: what it reaches goes away at once."""
-        rights = [*(mapped.rights for _, mapped in self._places()), *(rights for _, rights in self._views)]
-        wait(after, self._door, accessing(rights))
+        wait(after, self._door, {device for node in self._mappings() for device in node.users})
 
-    def _end(self, places: list[tuple[AddressRange, MappingEntry]] | tuple[()], after: After) -> None:
+    def _mappings(self) -> list[Any]:
+        return self._handle.allocations.order.before(self._handle, Kind.OBJECT_MAPPING)
+
+    def _unbind(self, entry: BindingEntry, after: After) -> None:
         self._wait(after)
-        for bound in tuple(self._bound):
-            self._unbind(bound)
-        for range, mapped in places:
-            range._unmap((mapped,))
-        while self._views:
-            self._door.call("cuMemUnmap", self._views[-1][0], self.nbytes)
-            self._views.pop()
-        self._release()
-
-    def _release(self) -> None:
-        self._door.call("cuMemRelease", self._raw)
-        self._raw = None
+        node = entry.node
         try:
-            self._let_go()
+            self._handle.allocations.end(node)
         finally:
-            self._state.released()
+            if node.gone:
+                node.part(self._team)
+                self._table()
+                self._handle.allocations.settle()
 
-    def _drop(self) -> None:
-        # In a cycle the finalisers of the ranges that map the object may come later.
-        self._dropped = True
-        if not self.mapping_count:
-            self._door.outside_captures(self._finish)
-
-    def _finish(self) -> None:
-        """The end for the finaliser: never raises."""
-        raw, self._raw = self._raw, None
-        call = self._door.call
-        undos: list[Callable[[], object]] = [
-            functools.partial(call, "cuMulticastUnbind", raw, bound.device, bound.offset, bound.nbytes)
-            for bound in self._bound
-        ]
-        undos += [functools.partial(call, "cuMemUnmap", address, self.nbytes) for address, _ in self._views]
-        undos.append(functools.partial(call, "cuMemRelease", raw))
-        give_up(self._door, "multicast object", accessing(rights for _, rights in self._views), undos)
-        for bound in self._bound:
-            bound.live = False
-        self._loose += self._bound
-        self._bound.clear()
-        self._views.clear()
-        with contextlib.suppress(CudaError):  # memory that was closed before has a finaliser of its own
-            self._let_go()
-        self._state.released()
+    def _end(self, after: After) -> None:
+        self._wait(after)
+        allocations = self._handle.allocations
+        states = [entry.node.state for entry in self._table()]
+        for entry in list(self._bound):
+            allocations.end(entry.node)
+        for mapping in self._mappings():
+            # Its work was waited for already.
+            for work in allocations.order.before(mapping, Kind.QUEUED_WORK):
+                allocations.order.unrelate(work, mapping)
+            allocations.end(mapping)
+        try:
+            allocations.end(self._handle)
+        finally:
+            self._table()
+            # Dropped ranges that map some of it wait for all of the memory.
+            if self._handle.gone and not allocations.order.after(self._team, Kind.RESERVATION):
+                self._team.gone = True
+                allocations.order.cut(self._team)
+                for state in states:
+                    if state is not None:
+                        state.teams.pop(self._team, None)
 
     # -- rules -----------------------------------------------------------------------------------------------
 
@@ -566,15 +620,16 @@ class MulticastObject(GenericAllocation):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._raw is not None:
-            self._end(self._places(), None)
+        if not self.closed:
+            self._handle.allocations.work()
+            self._end(None)
 
     def __repr__(self) -> str:
-        if not hasattr(self, "nbytes"):
+        if not hasattr(self, "_handle"):
             return f"<{type(self).__name__} that could not be made>"
         team = f"{len(self._devices)} of {self.num_devices} devices added here"
-        bound = f", {len(self._bound)} bindings" if self._bound else ""
-        return f"<{type(self).__name__} of {self.nbytes} bytes, {team}{bound}, {self._said_of_handle()}>"
+        bound = f", {len(self._table())} bindings" if self._table() else ""
+        return f"<{type(self).__name__} of {size_text(self.nbytes)}, {team}{bound}, {self._said_of_handle()}>"
 
 
 class Binding(Closes):
@@ -583,44 +638,44 @@ class Binding(Closes):
     Dropping it unbinds nothing, for the object owns the binding; :meth:`close` unbinds.
     """
 
-    __slots__ = ("_bound", "multicast")
+    __slots__ = ("_entry", "multicast")
 
     multicast: MulticastObject
     """The object that the memory is bound to."""
 
-    def __init__(self, multicast: MulticastObject, bound: BindingEntry) -> None:
+    def __init__(self, multicast: MulticastObject, entry: BindingEntry) -> None:
         self.multicast = multicast
-        self._bound = bound
+        self._entry = entry
 
     @property
     def memory(self) -> PhysicalMemory | Memory:
         """The memory; of what was mapped by hand, the physical memory behind it."""
-        return self._bound.member.kept
+        return self._entry.member.kept
 
     @property
     def device(self) -> Device:
         """The device that it is bound for."""
-        return Device(self._bound.device, driver=self.multicast.driver)
+        return Device(self._entry.node.device, driver=self.multicast.driver)
 
     @property
     def offset(self) -> int:
         """Where it is bound in the object, in bytes."""
-        return self._bound.offset
+        return self._entry.node.offset
 
     @property
     def memory_offset(self) -> int:
         """Where the part that is bound begins in :attr:`memory`, in bytes."""
-        return self._bound.member.offset
+        return self._entry.member.offset
 
     @property
     def nbytes(self) -> int:
         """How many bytes are bound."""
-        return self._bound.nbytes
+        return self._entry.node.nbytes
 
     @property
     def closed(self) -> bool:
         """Whether it was unbound."""
-        return not self._bound.live
+        return not self._entry.live
 
     def close(self, after: After = None) -> None:
         """Unbind it (``cuMulticastUnbind``), once ``after`` has passed; idempotent.
@@ -628,25 +683,19 @@ class Binding(Closes):
         Unbinding is not in stream order, as unmapping is not; see :class:`AddressRange`. By default all work of the
         devices that have access to mappings of the object is waited for.
         """
-        if self._bound.live:
-            self.multicast._wait(after)
-            self.multicast._unbind(self._bound)
-            self.multicast._let_go()
-
-    def unbind(self, after: After = None) -> None:
-        """The same as :meth:`close`."""
-        self.close(after)
+        if self._entry.live:
+            self.multicast._unbind(self._entry, after)
 
     def __eq__(self, other: object) -> bool:
-        return self._bound is other._bound if isinstance(other, Binding) else NotImplemented
+        return self._entry is other._entry if isinstance(other, Binding) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(id(self._bound))
+        return hash(id(self._entry))
 
     def __repr__(self) -> str:
-        state = "" if self._bound.live else ", unbound"
+        state = "" if self._entry.live else ", unbound"
         return (
-            f"<Binding of {self.nbytes} bytes of device {self._bound.device} at offset {self.offset} of "
+            f"<Binding of {size_text(self.nbytes)} of device {self._entry.node.device} at offset {self.offset} of "
             f"{self.multicast!r}{state}>"
         )
 
@@ -664,19 +713,13 @@ class MulticastView(Mapping):
 
     def set_access(self, access: Access, flags: MemAccess = MemAccess.READWRITE, *, after: After = None) -> None:
         """Set who may use it (``cuMemSetAccess``); see :meth:`AddressRange.set_access`."""
-        rights = rights_of(access, self._door, flags)
-        pieces = self._entries()
-        if rights:
-            self.range._set_rights(pieces, rights, after)
+        self._set_access(access, flags, after)
 
     def close(self, after: After = None) -> None:
         """Unmap it and give the addresses back, once ``after`` has passed, see :class:`AddressRange`; idempotent."""
-        if self.range.closed:
-            return
-        if self._mapped.live:
-            wait(after, self._door, accessing((self._mapped.rights,)))
-            self.range._unmap((self._mapped,))
-        self.range._free()
+        if not self.range.closed:
+            self._unmap(after)
+            own_range(self.range).free()
 
 
 _POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
@@ -700,10 +743,9 @@ def _check_supported(door: Door) -> None:
 
 
 def _unsupported(call: str, found: str) -> NotSupportedError:
-    return NotSupportedError(
-        "CUDA_ERROR_NOT_SUPPORTED",
-        801,
+    return refused(
+        NotSupportedError,
         call,
-        "needs GPUs that support multicast objects: at least two, joined by NVSwitch, all visible to this process, and "
-        f"a running fabric manager; found {found}",
+        "it needs GPUs that support multicast objects: at least two, joined by NVSwitch, all visible to this process, "
+        f"and a running fabric manager; found {found}",
     )

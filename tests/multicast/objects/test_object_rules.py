@@ -43,7 +43,7 @@ class TestMaking:
         ("arguments", "options", "kind", "match"),
         [
             ((0, 2), {}, ValueError, "size=0"),
-            ((1, 2), {}, ValueError, f"nbytes=1: .*granularity, {PAGE} bytes; round_up=True"),
+            ((1, 2), {}, ValueError, "nbytes=1: .*granularity, 2 MiB; round_up=True"),
             ((PAGE + 1, 2), {}, ValueError, "round_up=True"),
             ((PAGE, 0), {}, ValueError, "num_devices=0: a team has at least one device"),
             ((PAGE, -1), {}, ValueError, "num_devices"),

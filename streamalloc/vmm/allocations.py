@@ -1,0 +1,329 @@
+"""What objects of one driver share: physical memory by its handle, and the order in which all of it is released."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+from streamalloc.core.door import Door, PerDriver
+from streamalloc.core.errors import DeviceLostError, InvalidContextError, InvalidValueError, NotReadyError, undo_all
+from streamalloc.core.later import Deferred, later_of, work
+from streamalloc.driver.internal import cuda
+from streamalloc.vmm.access import Rights
+from streamalloc.vmm.release_order import Kind, Node, ReleaseOrder
+from streamalloc.vmm.waiting import accessing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = [
+    "AllocationHandle",
+    "AllocationState",
+    "Allocations",
+    "MappedBytes",
+    "QueuedWork",
+    "Reservation",
+    "allocations_of",
+]
+
+
+class AllocationState:
+    """What all objects for one driver handle know of it."""
+
+    __slots__ = ("bindings", "exported", "handle", "handles", "imported", "mappings", "teams")
+
+    def __init__(self) -> None:
+        self.handle = 0
+        """The driver's."""
+        self.exported = False
+        self.imported = False
+        """Whether another process made it."""
+        self.handles: dict[AllocationHandle, None] = {}
+        """One for each object that holds it."""
+        self.mappings: dict[Node, None] = {}
+        self.bindings: dict[Node, None] = {}
+        """Where it is bound to multicast objects."""
+        self.teams: dict[Node, None] = {}
+        """Those of the multicast objects that it is bound to, or was when they were dropped."""
+
+
+class AllocationHandle(Node):
+    """A generic allocation handle that one object holds: ``cuMemRelease``."""
+
+    __slots__ = ("_raw", "allocations", "state", "users")
+
+    _raw: Any
+
+    def __init__(self, allocations: Allocations, kind: Kind) -> None:
+        super().__init__(kind)
+        self.allocations = allocations
+        self._raw = None
+        self.users: tuple[int, ...] = ()
+        """Devices whose work may use it without a mapping."""
+        self.state = AllocationState()
+        self.state.handles[self] = None
+
+    @property
+    def raw(self) -> Any:
+        """The driver's handle; None before it is made and after it was released."""
+        return self._raw
+
+    def known(self) -> None:
+        """The driver has given the handle: what is known of it holds for this object, too."""
+        self.state.handle = int(self._raw)
+        before = self.allocations.by_handle.setdefault(self.state.handle, self.state)
+        if before is self.state:
+            return
+        before.imported = before.imported or self.state.imported
+        self.state = before
+        order = self.allocations.order
+        for other in list(before.handles):
+            for first in order.before(other, Kind.BINDING) + order.before(other, Kind.OBJECT):
+                order.relate(first, self)
+            for team in order.after(other, Kind.TEAM):
+                order.relate(self, team)
+        before.handles[self] = None
+
+    def give_up(self) -> None:
+        """Wait for the work that may use the memory: that of multicast objects by their mappings."""
+        if not self.given_up:
+            order = self.allocations.order
+            bindings = order.before(self, Kind.BINDING) if self.kind is Kind.OBJECT else []
+            mappings: list[Any] = order.before(self, Kind.OBJECT_MAPPING)
+            devices = {*self.users, *(device for mapping in mappings for device in mapping.users)}
+            self.allocations.drop_after(devices, [*bindings, self])
+            for binding in bindings:
+                self.allocations.drop(binding)
+        super().give_up()
+
+    def release(self) -> None:
+        """``cuMemRelease``."""
+        try:
+            self.allocations.door.give_back(self, "cuMemRelease")
+        finally:
+            if self._raw is None:
+                self.state.handles.pop(self, None)
+                self.allocations.forget(self.state)
+                self.gone = True
+
+
+class Reservation(Node):
+    """A reserved range of addresses: ``cuMemAddressFree``."""
+
+    __slots__ = ("_raw", "allocations", "nbytes", "stale")
+
+    _raw: int | None
+    """Where it begins; None before it is reserved and after it was freed."""
+    stale: bool
+    """Whether something was unmapped that the owner has in its table still."""
+
+    def __init__(self, door: Door, nbytes: int) -> None:
+        super().__init__(Kind.RESERVATION)
+        self.allocations = allocations_of(door)
+        self.nbytes = nbytes
+        self._raw = None
+        self.stale = False
+
+    @property
+    def address(self) -> int | None:
+        """Where it begins; None once it was freed."""
+        return self._raw
+
+    def give_up(self) -> None:
+        """Unmap what is mapped, once the work that may use it is done."""
+        if not self.given_up:
+            order = self.allocations.order
+            nodes: list[Any] = order.before(self, Kind.MAPPING) + order.before(self, Kind.OBJECT_MAPPING)
+            self.allocations.drop_after({device for node in nodes for device in node.users}, nodes)
+            for node in nodes:
+                for team in list(node.state.teams):
+                    order.relate(team, self)
+                self.allocations.drop(node)
+        super().give_up()
+
+    def release(self) -> None:
+        """``cuMemAddressFree``."""
+        try:
+            self.allocations.door.give_back(self, "cuMemAddressFree", self.nbytes)
+        finally:
+            self.gone = self._raw is None
+
+
+class MappedBytes(Node):
+    """A mapping, without the memory: ``cuMemUnmap``."""
+
+    __slots__ = ("nbytes", "offset", "reservation", "rights", "state")
+
+    def __init__(self, reservation: Reservation, handle: AllocationHandle, offset: int, nbytes: int) -> None:
+        of_object = handle.kind is Kind.OBJECT
+        super().__init__(Kind.OBJECT_MAPPING if of_object else Kind.MAPPING)
+        self.reservation = reservation
+        self.state = handle.state
+        self.offset = offset
+        self.nbytes = nbytes
+        self.rights: Rights = {}
+        order = reservation.allocations.order
+        order.relate(self, reservation)
+        if of_object:
+            order.relate(self, handle)
+        for first in order.before(handle, Kind.BINDING if of_object else Kind.OBJECT):
+            order.relate(first, self)
+        self.state.mappings[self] = None
+
+    @property
+    def users(self) -> set[int]:
+        """The devices that have access."""
+        return accessing((self.rights,))
+
+    def release(self) -> None:
+        """``cuMemUnmap``."""
+        reservation = self.reservation
+        # Where nothing is mapped an earlier attempt was interrupted.
+        with contextlib.suppress(InvalidValueError):
+            reservation.allocations.door.call("cuMemUnmap", int(reservation.address or 0) + self.offset, self.nbytes)
+        self.unmapped()
+
+    def unmapped(self) -> None:
+        """It is unmapped. May be called again."""
+        self.gone = True
+        self.reservation.stale = True
+        self.state.mappings.pop(self, None)
+        self.reservation.allocations.forget(self.state)
+        self.reservation.allocations.order.cut(self)
+
+
+class QueuedWork(Node):
+    """The work that devices had when something was dropped that it may use: nothing is unmapped under it."""
+
+    __slots__ = ("_devices", "_door", "_events")
+
+    def __init__(self, door: Door, devices: Iterable[int]) -> None:
+        super().__init__(Kind.QUEUED_WORK)
+        self._door = door
+        self._devices = sorted(devices)
+        self._events: list[_RecordedEvent] | None = None
+
+    def release(self) -> None:
+        """Look whether it is done. Events mark it at the first attempt."""
+        try:
+            if self._events is None:
+                self._events = [_RecordedEvent(self._door, ordinal) for ordinal in self._devices]
+            for event in self._events:
+                event.query()
+        except NotReadyError:
+            return
+        except (DeviceLostError, InvalidContextError):
+            pass  # no work is left
+        self._events = None
+        self.gone = True
+
+
+class _RecordedEvent:
+    """An event after all work of a device (``cuCtxRecordEvent``)."""
+
+    __slots__ = ("_door", "_raw")
+
+    def __init__(self, door: Door, ordinal: int) -> None:
+        self._door = door
+        self._raw: Any = None
+        with door.current(ordinal):
+            door.create(self, "_raw", "cuEventCreate", int(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+            door.call("cuCtxRecordEvent", door.context(ordinal), self._raw)
+
+    def query(self) -> None:
+        self._door.call("cuEventQuery", self._raw)
+
+    def __del__(self) -> None:
+        if self._raw is not None and self._door.usable:
+            self._door.driver.cuEventDestroy(self._raw)
+
+
+class Allocations:
+    """What :mod:`streamalloc.vmm` keeps for one driver."""
+
+    __slots__ = ("by_handle", "door", "later", "order")
+
+    def __init__(self, door: Door) -> None:
+        self.door = door
+        self.later = later_of(door)
+        self.order = ReleaseOrder()
+        self.by_handle: dict[int, AllocationState] = {}
+        """What is held or mapped, by the driver's handle."""
+
+    def forget(self, state: AllocationState) -> None:
+        """Forget what is neither held nor mapped any more: the driver uses handles again."""
+        if not state.handles and not state.mappings and self.by_handle.get(state.handle) is state:
+            self.by_handle.pop(state.handle, None)
+
+    def work(self) -> int:
+        """End what was dropped and can end now, see :data:`streamalloc.core.later.POINTS`; how much has ended."""
+        return work(self.door)
+
+    def drop(self, node: Node) -> None:
+        """Release a node later: for finalisers."""
+        self.later.hand_in(_Dropped(self, node))
+
+    def drop_after(self, devices: Iterable[int], nodes: Iterable[Node]) -> None:
+        """Keep nodes until devices have done the work that they have now."""
+        if devices:
+            work = QueuedWork(self.door, devices)
+            for node in nodes:
+                self.order.relate(work, node)
+            self.drop(work)
+
+    def end(self, node: Node) -> None:
+        """Release a node now, or where others have to go before it when they have gone.
+
+        Raises
+        ------
+        CudaError
+            The driver refused, and it is as it was; or it refused to release what waited for it, which is tried again.
+        """
+        before = node.given_up
+        node.given_up = True
+        try:
+            self.order.attempt(node)
+        except BaseException:
+            node.given_up = before
+            raise
+        finally:
+            if node.gone:
+                self.settle()
+
+    def settle(self) -> None:
+        """Release now what has waited for something that has gone; what the driver refuses is tried again."""
+        ready: list[Node] = []
+
+        def take(node: Node) -> None:
+            self.drop(node)
+            ready.append(node)
+
+        self.order.pass_on(take)
+        try:
+            undo_all(functools.partial(self.order.attempt, node) for node in ready)
+        finally:
+            if ready:
+                self.settle()
+
+
+class _Dropped(Deferred):
+    """A node whose owner was dropped."""
+
+    __slots__ = ("_allocations", "_node")
+
+    def __init__(self, allocations: Allocations, node: Node) -> None:
+        self._allocations = allocations
+        self._node = node
+
+    def attempt(self) -> bool:
+        """Release the node, or leave it to those that have to go before it."""
+        self._node.give_up()
+        try:
+            return self._allocations.order.attempt(self._node)
+        finally:
+            self._allocations.order.pass_on(self._allocations.drop)
+
+
+allocations_of: PerDriver[Allocations] = PerDriver(Allocations)
+"""What is kept for a driver: ``allocations_of(door)``."""
