@@ -572,7 +572,10 @@ def as_stream(stream: StreamLike, door: Door) -> Stream:
     """
     if isinstance(stream, Stream):
         if stream._door is not door:
-            raise ValueError(f"{stream!r} belongs to another driver: {stream._door.driver!r}, not {door.driver!r}")
+            raise ValueError(
+                f"{stream!r} belongs to another driver: {stream._door.driver!r}, not {door.driver!r} (driver.use() "
+                "chooses one for its own thread or task only, driver.set_default() for all)"
+            )
         stream._checked_raw()
         return stream
     from streamalloc.core.device import Device

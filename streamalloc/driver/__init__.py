@@ -10,22 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 from streamalloc.driver.errors import DriverNotFoundError, ForkedProcessError
 from streamalloc.driver.real import real
-from streamalloc.driver.selection import default, simulated, use
+from streamalloc.driver.selection import default, set_default, simulated, use
 
 if TYPE_CHECKING:
     from streamalloc.driver.protocol import Driver
-    from streamalloc.driver.wrappers import Call, DriverMisuseError, checked, faulty, traced
+    from streamalloc.driver.wrappers import Call, Checked, DriverMisuseError, Faulty, Traced, checked, faulty, traced
 
 __all__ = [
     "Call",
+    "Checked",
     "Driver",
     "DriverMisuseError",
     "DriverNotFoundError",
+    "Faulty",
     "ForkedProcessError",
+    "Traced",
     "checked",
     "default",
     "faulty",
     "real",
+    "set_default",
     "simulated",
     "traced",
     "use",
@@ -35,7 +39,9 @@ __all__ = [
 # Imported when first used: a program without a wrapper does not wait for them.
 _LATER = {
     "Driver": "protocol",
-    **dict.fromkeys(("Call", "DriverMisuseError", "checked", "faulty", "traced"), "wrappers"),
+    **dict.fromkeys(
+        ("Call", "Checked", "DriverMisuseError", "Faulty", "Traced", "checked", "faulty", "traced"), "wrappers"
+    ),
 }
 
 

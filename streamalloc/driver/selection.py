@@ -1,22 +1,25 @@
-"""Which driver an object uses: the one given, else the innermost ``use``, else the environment's, else the real one."""
+"""Which driver an object uses: the one given, else the default.
+
+That is the one of the innermost ``use`` block, of ``set_default``, of the environment, or the real one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from streamalloc.driver.real import real
 
 if TYPE_CHECKING:
     from streamalloc.driver.protocol import Driver
 
-__all__ = ["default", "simulated", "use"]
+__all__ = ["default", "set_default", "simulated", "use"]
 
 _in_use: contextvars.ContextVar[Driver | None] = contextvars.ContextVar("streamalloc_driver", default=None)
+_for_all_threads: Driver | None = None
 
 
 def simulated(
@@ -53,45 +56,110 @@ def simulated(
     patience
         Seconds that binding or mapping a multicast object waits for other processes and threads to add their devices.
         Then, and at once where there are none, a ``DeadlockError`` says what the real driver would wait for.
+
+    Raises
+    ------
+    ValueError
+        There is no such profile, or a number is below 1.
     """
     # Imported on first use: who runs on a GPU should not pay for it at import.
-    from streamalloc.driver.simulator import simulated as make
+    from streamalloc.driver.simulator import MachineSpec, SimulatedDriver
 
-    machine: Driver = make(devices, memory, profile, multicast, fabric, seed, name, multicast_slots, patience)
+    machine: Driver = SimulatedDriver(
+        MachineSpec(devices, memory, profile, multicast, fabric, seed, name, multicast_slots, patience)
+    )
     return machine
 
 
-@functools.cache
-def _simulated_for_the_process() -> Driver:
-    # One machine a process, so that every object made by default meets the others on it.
-    return simulated()
+_TRUTH = {"0": False, "1": True}
+_SETTINGS: dict[str, Callable[[str], object]] = {
+    "devices": int,
+    "memory": int,
+    "profile": str,
+    "multicast": _TRUTH.__getitem__,
+    "fabric": _TRUTH.__getitem__,
+    "seed": int,
+    "name": str,
+    "multicast_slots": int,
+    "patience": float,
+}
+
+# One machine a process for each text, so that every object made by default meets the others on it.
+_simulated_by_default: dict[str, Driver] = {}
 
 
-_BY_NAME = {"cuda": real, "simulated": _simulated_for_the_process}
+def _from_environment(text: str) -> Driver:
+    kind, _, settings = text.partition(":")
+    if text == "cuda":
+        return real()
+    if kind != "simulated":
+        raise ValueError(f"STREAMALLOC_DRIVER={text!r}: allowed are cuda, simulated, and {_FORMS}")
+    chosen: dict[str, Any] = {}
+    for setting in settings.split(",") if settings else ():
+        name, equals, value = setting.partition("=")
+        if not equals:
+            name, value = "devices", setting
+        try:
+            chosen[name] = _SETTINGS[name](value)
+        except (KeyError, ValueError):
+            known = f"allowed are {_FORMS}, with settings {', '.join(_SETTINGS)}"
+            raise ValueError(f"STREAMALLOC_DRIVER={text!r}: {setting!r} is no setting; {known}") from None
+    # Two threads may be here at once: the machine of one of them goes, before anybody has seen it.
+    return _simulated_by_default.setdefault(text, simulated(**chosen))
+
+
+_FORMS = "simulated:4 (devices), simulated:devices=4,seed=7"
 
 
 def default() -> Driver:
     """The driver that an object made now, without ``driver=``, would use.
+
+    It is the one of the innermost ``with use(...)`` block, else that of :func:`set_default`, else what
+    ``STREAMALLOC_DRIVER`` says, else the machine's own. ``STREAMALLOC_DRIVER`` is ``cuda``, ``simulated``,
+    ``simulated:4`` for a machine with four devices, or ``simulated:`` and settings with commas between them. They
+    are the arguments of :func:`simulated`:
+
+    ================================  =======================================================
+    ``devices=4``                     how many devices
+    ``memory=8589934592``             bytes of memory of each device
+    ``profile=h200``                  which GPU
+    ``multicast=1``, ``fabric=0``     whether these are supported: 0 or 1
+    ``seed=7``                        work is delayed and interleaved by chance, from this seed
+    ``name=mine``                     machines of one name have the same devices
+    ``multicast_slots=128``           how many multicast objects there may be
+    ``patience=2.5``                  seconds that a multicast object waits for others
+    ================================  =======================================================
 
     Raises
     ------
     DriverNotFoundError
         Nothing was chosen and this machine has no CUDA driver.
     ValueError
-        ``STREAMALLOC_DRIVER`` holds something else than ``cuda`` or ``simulated``.
+        ``STREAMALLOC_DRIVER`` holds something else.
     """
-    chosen = _in_use.get()
+    chosen = _in_use.get() or _for_all_threads
     if chosen is not None:
         return chosen
-    name = os.environ.get("STREAMALLOC_DRIVER") or "cuda"
-    if name not in _BY_NAME:
-        raise ValueError(f"STREAMALLOC_DRIVER={name!r}: allowed are {', '.join(sorted(_BY_NAME))}")
-    return _BY_NAME[name]()
+    text = os.environ.get("STREAMALLOC_DRIVER") or "cuda"
+    return _simulated_by_default.get(text) or _from_environment(text)
+
+
+def set_default(driver: Driver | None) -> None:
+    """Make ``driver`` the default of all threads and tasks; None takes that back.
+
+    Objects that exist keep their driver. A ``with use(...)`` block goes before it, in its own thread or task.
+    """
+    global _for_all_threads
+    _for_all_threads = driver
 
 
 @contextlib.contextmanager
 def use(driver: Driver) -> Iterator[Driver]:
-    """Make ``driver`` the default inside a ``with`` block, for this thread or task only."""
+    """Make ``driver`` the default inside a ``with`` block, for this thread or task only.
+
+    Other threads, those of a pool of threads that this block starts included, do not see it: they use the default of
+    :func:`set_default`, or that of the process.
+    """
     token = _in_use.set(driver)
     try:
         yield driver

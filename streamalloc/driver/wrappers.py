@@ -15,17 +15,22 @@ from typing import TYPE_CHECKING, Any, TextIO
 from streamalloc.driver.bindings import cuda
 
 if TYPE_CHECKING:
-    from streamalloc.driver.protocol import Driver
+    from streamalloc.driver.protocol import Driver as _Interface
+else:
+    _Interface = object
 
-__all__ = ["Call", "DriverMisuseError", "checked", "faulty", "traced"]
+__all__ = ["Call", "Checked", "DriverMisuseError", "Faulty", "Traced", "checked", "faulty", "traced"]
 
 Function = Callable[..., tuple[Any, ...]]
 
 
-class _Wrapper:
-    """The common part of all wrappers: every driver function goes through :meth:`_observe`."""
+class _Wrapper(_Interface):
+    """The common part of all wrappers: every driver function goes through :meth:`_observe`.
 
-    def __init__(self, driver: Driver) -> None:
+    To type checkers it is a driver; at run time each function is looked up in the driver that is wrapped.
+    """
+
+    def __init__(self, driver: _Interface) -> None:
         self._wrapped: Any = driver
 
     def __getattr__(self, name: str) -> Any:
@@ -50,7 +55,7 @@ class _Wrapper:
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__.strip('_').lower()} {self._wrapped!r}>"
+        return f"<{type(self).__name__.lower()} {self._wrapped!r}>"
 
 
 @dataclass(frozen=True)
@@ -77,10 +82,13 @@ def _plain(value: Any) -> str:
     return repr(value)
 
 
-class _Traced(_Wrapper):
-    def __init__(self, driver: Driver, to: TextIO | None) -> None:
+class Traced(_Wrapper):
+    """A driver that records its calls: :func:`traced`."""
+
+    def __init__(self, driver: _Interface, to: TextIO | None) -> None:
         super().__init__(driver)
         self.calls: list[Call] = []
+        """All calls so far, in order. It may be cleared."""
         self._to = to
 
     def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -92,9 +100,9 @@ class _Traced(_Wrapper):
         return answer
 
 
-def traced(driver: Driver, to: TextIO | None = None) -> Any:
+def traced(driver: _Interface, to: TextIO | None = None) -> Traced:
     """A driver that records each call in its list ``calls``, and prints it to ``to`` where that is given."""
-    return _Traced(driver, to)
+    return Traced(driver, to)  # type: ignore[abstract]  # it looks functions up
 
 
 class DriverMisuseError(AssertionError):
@@ -142,8 +150,10 @@ _ENDERS = {
 }
 
 
-class _Checked(_Wrapper):
-    def __init__(self, driver: Driver) -> None:
+class Checked(_Wrapper):
+    """A driver that keeps account of what is made and released: :func:`checked`."""
+
+    def __init__(self, driver: _Interface) -> None:
         super().__init__(driver)
         # Taken again by the same thread where a finaliser runs in the middle of an observation.
         self._lock = threading.RLock()
@@ -163,7 +173,15 @@ class _Checked(_Wrapper):
             raise DriverMisuseError(f"{name} answered {answer!r}, not a tuple that starts with a CUresult")
         if not answer[0]:
             with self._lock:
-                self._count(name, handle, answer, capturing)
+                if name == "cuMemMap":
+                    self._live["mapping", int(args[0])] += 1
+                elif name == "cuMemUnmap":
+                    # of whole mappings: all that begin in the range
+                    start, size = int(args[0]), int(args[1])
+                    for key in [key for key in self._live if key[0] == "mapping" and 0 <= key[1] - start < size]:
+                        del self._live[key]
+                else:
+                    self._count(name, handle, answer, capturing)
         return answer
 
     def _captures(self, stream: Any) -> bool:
@@ -185,7 +203,10 @@ class _Checked(_Wrapper):
                     break
 
     def outstanding(self) -> dict[str, list[int]]:
-        """What was made through this driver and not released, by kind: driver handles or addresses."""
+        """What was made through this driver and not released, by kind: driver handles or addresses.
+
+        A ``"mapping"`` is there from ``cuMemMap`` to ``cuMemUnmap``, by its address.
+        """
         with self._lock:
             live: dict[str, list[int]] = {}
             for (kind, handle), count in sorted(self._live.items()):
@@ -201,25 +222,29 @@ class _Checked(_Wrapper):
             raise DriverMisuseError(f"not released: {shown} ({left})")
 
 
-def checked(driver: Driver) -> Any:
+def checked(driver: _Interface) -> Checked:
     """A driver that keeps account of what is made and released.
 
     A release of something that is not live raises :class:`DriverMisuseError` before the driver is reached;
     ``outstanding()`` lists what was not released and ``assert_nothing_left()`` raises where that is not nothing.
-    Memory that a capture makes belongs to its graph and is not counted.
+    Mappings of memory are counted as well. Memory that a capture makes belongs to its graph and is not counted.
     """
-    return _Checked(driver)
+    return Checked(driver)  # type: ignore[abstract]  # it looks functions up
 
 
-class _Faulty(_Wrapper):
-    def __init__(self, driver: Driver, call: str | int, nth: int, times: int, result: str) -> None:
+class Faulty(_Wrapper):
+    """A driver that refuses some calls: :func:`faulty`."""
+
+    def __init__(self, driver: _Interface, call: str | int, nth: int, times: int, result: str) -> None:
         super().__init__(driver)
         self._target = call
         self._first = nth
         self._times = times
         self._result = getattr(cuda.CUresult, result)
         self.seen: list[str] = []
+        """The names of all calls."""
         self.failed: list[str] = []
+        """The names of those that were refused."""
 
     def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
         self.seen.append(name)
@@ -259,8 +284,8 @@ def _guess_values(name: str) -> int:
 
 
 def faulty(
-    driver: Driver, call: str | int, nth: int = 1, times: int = 1, result: str = "CUDA_ERROR_OUT_OF_MEMORY"
-) -> Any:
+    driver: _Interface, call: str | int, nth: int = 1, times: int = 1, result: str = "CUDA_ERROR_OUT_OF_MEMORY"
+) -> Faulty:
     """A driver that refuses some calls without passing them on.
 
     Parameters
@@ -277,4 +302,4 @@ def faulty(
     The wrapper's lists ``seen`` and ``failed`` name all calls and those that were refused, so that a sweep can stop
     when a run no longer reaches the fault.
     """
-    return _Faulty(driver, call, nth, times, result)
+    return Faulty(driver, call, nth, times, result)  # type: ignore[abstract]  # it looks functions up

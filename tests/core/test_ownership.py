@@ -137,7 +137,7 @@ def test_what_is_no_driver() -> None:
 
 
 def test_wrappers_pass_names_on(machine: Any, device: sa.Device, stream: sa.Stream) -> None:
-    driver = sd.traced(machine)
+    driver: Any = sd.traced(machine)
     result, address = driver.cuMemAllocAsync(hStream=cuda.CUstream(stream.handle), bytesize=64)
     assert result == 0 and sa.pointer_attributes(int(address)).nbytes == 64
     assert driver.cuMemFreeAsync(address, stream.handle)[0] == 0

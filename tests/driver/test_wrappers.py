@@ -11,6 +11,7 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
+from streamalloc import vmm
 from streamalloc.driver.bindings import cuda
 from tests.support import MiB, names
 
@@ -117,6 +118,20 @@ class TestChecked:
                 sa.allocate(MiB, stream)
             assert driver.outstanding().keys() == {"stream", "graph"}
             graph.close()
+
+    def test_mappings(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        device = sa.Device(0, driver=driver)
+        with vmm.AddressRange(8 * MiB, driver=driver) as addresses, vmm.PhysicalMemory(2 * MiB, device) as memory:
+            mappings = [addresses.map(memory, offset) for offset in (0, 4 * MiB)]
+            starts = [addresses.address, addresses.address + 4 * MiB]
+            assert driver.outstanding()["mapping"] == starts
+            mappings[0].close()
+            assert driver.outstanding()["mapping"] == starts[1:]
+            with pytest.raises(sd.DriverMisuseError, match="1 mapping"):
+                driver.assert_nothing_left(besides=("address range", "physical memory"))
+            mappings[1].close()
+        driver.assert_nothing_left()
 
     def test_a_driver_that_breaks_the_convention(self) -> None:
         class Bad:

@@ -12,7 +12,8 @@ A comment that says ``observed on H200`` names the test of ``tests/facts`` that 
 
 from __future__ import annotations
 
-from .driver import SimulatedDriver, simulated
+from .driver import SimulatedDriver
 from .errors import DeadlockError
+from .profiles import MachineSpec
 
-__all__ = ["DeadlockError", "SimulatedDriver", "simulated"]
+__all__ = ["DeadlockError", "MachineSpec", "SimulatedDriver"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,7 @@ from .calls.streams import StreamCalls
 from .calls.virtual import VirtualMemoryCalls
 from .errors import NotModelled
 from .machine import Machine
-from .profiles import PROFILES
+from .profiles import MachineSpec
 
 
 class SimulatedDriver(
@@ -46,8 +45,8 @@ class SimulatedDriver(
 
     is_simulated = True
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+    def __init__(self, spec: MachineSpec) -> None:
+        self._machine = machine = Machine(spec)
         # when nobody refers to the driver any more its mappings, files and thread go; not at interpreter
         # exit, when the system takes all of them anyway
         weakref.finalize(self, machine.close).atexit = False
@@ -71,8 +70,8 @@ class SimulatedDriver(
         count = len(machine.devices)
         gib = machine.devices[0].bank.total / (1 << 30)
         seeded = ", seeded" if machine.timeline.seeded else ""
-        cards = f"{count} x {machine.profile.name}, {gib:.4g} GiB each"
-        return f"<SimulatedDriver {machine.identity!r}: {cards}{seeded}>"
+        devices = f"{count} x {machine.profile.name}, {gib:.4g} GiB each"
+        return f"<SimulatedDriver {machine.identity!r}: {devices}{seeded}>"
 
 
 # A call is there only where the bindings in use have it.
@@ -87,50 +86,3 @@ def _refuse(name: str) -> Callable[..., Any]:
 
     refuse.__name__ = refuse.__qualname__ = name
     return refuse
-
-
-def simulated(
-    devices: int = 1,
-    memory: int | None = None,
-    profile: str = "h200",
-    multicast: bool | None = None,
-    fabric: bool | None = None,
-    seed: int | None = None,
-    name: str | None = None,
-    multicast_slots: int = 128,
-    patience: float = 10.0,
-) -> SimulatedDriver:
-    """A simulated machine, with the functions of ``cuda.bindings.driver``.
-
-    ``memory`` is what each device has, in bytes, all of it free; by default a device is like the profile's
-    card, where the driver keeps some for itself. ``multicast`` and ``fabric`` say whether devices support
-    these; by default multicast needs two devices, as on hardware. With ``seed`` no work runs in the calling
-    thread, and streams are delayed and interleaved by chance, in any order that CUDA allows. ``name`` (by
-    default the environment's STREAMALLOC_MACHINE) identifies the machine: machines of the same name, or made
-    by the same arguments where they have none, have devices with the same UUIDs. ``multicast_slots`` is how many
-    multicast objects the switch has room for; ``patience``, how many seconds a call waits for devices that other
-    processes or threads should add to one, before it raises :class:`DeadlockError` (at once if there are no others).
-    """
-    if devices < 1:
-        raise ValueError(f"devices must be at least 1, got {devices}")
-    if profile not in PROFILES:
-        raise ValueError(f"profile must be one of {sorted(PROFILES)}, got {profile!r}")
-    if memory is not None and memory < 1:
-        raise ValueError(f"memory must be at least 1 byte, got {memory}")
-    many = devices > 1
-    identity = name or os.environ.get("STREAMALLOC_MACHINE")
-    if not identity:
-        identity = f"{profile} x{devices} memory={memory} multicast={multicast} fabric={fabric}"
-    return SimulatedDriver(
-        Machine(
-            PROFILES[profile],
-            devices,
-            memory,
-            many if multicast is None else multicast,
-            fabric,
-            seed,
-            identity,
-            multicast_slots,
-            patience,
-        )
-    )

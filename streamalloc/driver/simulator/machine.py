@@ -20,7 +20,7 @@ from .heap import Heap
 from .memory import AddressMap, Bank, Reservation
 from .multicast import Multicast
 from .pool import PINNED, Place, Pool
-from .profiles import Profile
+from .profiles import MachineSpec, Profile
 from .shared_events import SharedEvent
 from .sharing import ImportedPool, Sharing
 from .timeline import Clock, Operation, Stream, Timeline, merge
@@ -35,7 +35,7 @@ _handles = itertools.count(0x5EED_0000_1000, 0x40)  # of all machines: a handle 
 
 @dataclass(eq=False)
 class Device:
-    """One simulated card."""
+    """One simulated device."""
 
     ordinal: int
     bank: Bank
@@ -118,10 +118,12 @@ class Context:
                 # the legacy stream still comes after what is queued here
                 stream.legacy.submit(Operation(), ((stream, stream.seq),))
             stream.legacy.peers.remove(stream)
-        self.machine.timeline.retire(stream)
         if not stream.queue:
-            # destroying a stream that has nothing left to do shows its frees, as synchronising would (observed on H200)
+            # Destroying a stream that has nothing left to do shows its frees, as synchronising would (test_reuse).
             self.machine.synchronize({stream.id: stream.seq}, lambda: True)
+        self.machine.timeline.retire(stream)
+        awaited = self.machine.awaited_streams()
+        self.retired = {number: seq for number, seq in self.retired.items() if number in awaited}
 
     def all_streams(self) -> list[Stream]:
         own = [stream for stream in (self._legacy, self._marks) if stream is not None]
@@ -274,23 +276,13 @@ class Allocation:
 class Machine:
     """Everything a simulated driver knows. One lock guards all of it."""
 
-    def __init__(
-        self,
-        profile: Profile,
-        devices: int,
-        memory: int | None,
-        multicast: bool,
-        fabric: bool | None,
-        seed: int | None,
-        identity: str,
-        multicast_slots: int,
-        patience: float,
-    ) -> None:
-        self.profile = profile
-        self.identity = identity
-        self.fabric = fabric
+    def __init__(self, spec: MachineSpec) -> None:
+        self.spec: MachineSpec = spec
+        self.profile: Profile = spec.profile
+        self.identity: str = spec.identity
+        self.fabric: bool | None = spec.fabric
         self.lock: Any = turns.LOCK
-        self.timeline: Timeline = Timeline(seed)
+        self.timeline: Timeline = Timeline(spec.seed)
         self.timeline.on_close = self._release
         self.ready: bool = False
         self.forked: bool = False
@@ -310,26 +302,25 @@ class Machine:
         self.capture_count = 0
         self.default_pools: dict[tuple[int, int, int], Pool] = {}
         self.current_pools: dict[tuple[int, int, int], Pool] = {}
-        self._seed = seed
         self._thread = threading.local()
         self._context_ids = itertools.count(1)
         self._allocation_ids = itertools.count(1)
-        self.host_bank: Bank = Bank(profile.host_memory)
+        self.host_bank: Bank = Bank(self.profile.host_memory)
         self.host_heap: Heap = Heap("pinned", self.host_bank, self.arenas, self.make_room)
         self.virtual: VirtualMemory = VirtualMemory(self)
         self.sharing: Sharing = Sharing(self)
-        self.multicast: Multicast = Multicast(self, multicast_slots, patience)
-        self.devices: list[Device] = [self._device(ordinal, memory, multicast) for ordinal in range(devices)]
+        self.multicast: Multicast = Multicast(self, spec.multicast_slots, spec.patience)
+        self.devices: list[Device] = [self._device(ordinal) for ordinal in range(spec.devices)]
         for device in self.devices:
             device.primary = Context(self, device, primary=True, flags=0)
             self.contexts[device.primary.handle] = device.primary
         _machines.add(self)
 
-    def _device(self, ordinal: int, memory: int | None, multicast: bool) -> Device:
-        profile = self.profile
+    def _device(self, ordinal: int) -> Device:
+        profile, memory = self.profile, self.spec.memory
         bank = Bank(profile.total_memory, profile.context_overhead) if memory is None else Bank(memory)
         attributes = dict(profile.attributes)
-        attributes["MULTICAST_SUPPORTED"] = int(multicast)
+        attributes["MULTICAST_SUPPORTED"] = int(self.spec.has_multicast)
         if self.fabric is not None:
             attributes["HANDLE_TYPE_FABRIC_SUPPORTED"] = int(self.fabric)
         attributes["PCI_DEVICE_ID"] += ordinal
@@ -381,7 +372,7 @@ class Machine:
             self.forked = True
             self.ready = False
         else:
-            self.timeline = Timeline(self._seed)
+            self.timeline = Timeline(self.spec.seed)
             self.timeline.on_close = self._release
 
     # -- contexts --------------------------------------------------------------------------------------------
@@ -432,6 +423,13 @@ class Machine:
         merge(host, clock)
         for pool in list(self.pools.values()):
             pool.settle(host)
+        for gone in clock.keys() - self.timeline.streams.keys():
+            host.pop(gone, None)
+
+    def awaited_streams(self) -> set[int]:
+        """The streams that have something left to do, or frees that the host has not seen: others need no clock."""
+        pending = (number for pool in self.pools.values() for number in pool.line.pending_streams())
+        return {*self.timeline.streams, *pending}
 
     def drain(self, device: int | None = None) -> None:
         """Wait until no stream (of ``device``) has anything left to do, without telling the host's clock."""

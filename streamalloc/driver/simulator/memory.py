@@ -20,6 +20,7 @@ _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED = mmap.MAP_SHARED, mmap.MAP_PRIVATE, 0x10
 _MAP_ANONYMOUS, _MAP_NORESERVE = mmap.MAP_ANONYMOUS, 0x4000
 _MAP_FIXED_NOREPLACE = 0x100000
 _RESERVED = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -33,6 +34,8 @@ _libc.mmap.argtypes = (
     ctypes.c_int,
     ctypes.c_long,
 )
+_libc.mremap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 
@@ -185,6 +188,15 @@ class Reservation:
         """Put ``physical`` at address ``start``, readable and writable."""
         _mmap(start, size, _PROT_READ_WRITE, _MAP_FIXED | _MAP_SHARED | _MAP_NORESERVE, physical.fd, offset)
         self.mapped.add(start, start + size)
+
+    def map_again(self, other: Reservation) -> None:
+        """Put the file that ``other`` begins with at the beginning, up to the size of this one."""
+        # From 0 bytes of a shared mapping, mremap(2) makes another of the same file.
+        got = _libc.mremap(other.base, 0, self.size, _MREMAP_MAYMOVE | _MREMAP_FIXED, self.base)
+        if got == _MAP_FAILED:
+            self.close()
+            raise OSError(ctypes.get_errno(), f"mremap to {self.size} bytes")
+        self.mapped.add(self.base, self.end)
 
     def unmap(self, start: int, size: int) -> None:
         flags = _MAP_FIXED | _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE

@@ -1,7 +1,8 @@
-"""What a simulated device is: one table for each kind of card, as read from the real one."""
+"""What a simulated machine is: its description, and one table for each kind of device, as read from the real one."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ class Profile:
     name: str
     total_memory: int
     context_overhead: int
-    """Bytes of the card that the driver keeps for itself."""
+    """Bytes of the device's memory that the driver keeps for itself."""
     host_memory: int
     numa_nodes: int
     driver_version: int
@@ -213,3 +214,43 @@ H200 = Profile(
 )
 
 PROFILES: Mapping[str, Profile] = {"h200": H200}
+
+
+@dataclass(frozen=True)
+class MachineSpec:
+    """What describes a machine: the arguments of :func:`streamalloc.driver.simulated`, which says what they are."""
+
+    devices: int = 1
+    memory: int | None = None
+    profile_name: str = "h200"
+    multicast: bool | None = None
+    fabric: bool | None = None
+    seed: int | None = None
+    name: str | None = None
+    multicast_slots: int = 128
+    patience: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise ValueError(f"devices must be at least 1, got {self.devices}")
+        if self.profile_name not in PROFILES:
+            raise ValueError(f"profile must be one of {sorted(PROFILES)}, got {self.profile_name!r}")
+        if self.memory is not None and self.memory < 1:
+            raise ValueError(f"memory must be at least 1 byte, got {self.memory}")
+
+    @property
+    def profile(self) -> Profile:
+        return PROFILES[self.profile_name]
+
+    @property
+    def has_multicast(self) -> bool:
+        """By default as on hardware, where it needs two devices."""
+        return self.devices > 1 if self.multicast is None else self.multicast
+
+    @property
+    def identity(self) -> str:
+        """Machines of the same name, or made by the same arguments where they have none, are the same one."""
+        named = self.name or os.environ.get("STREAMALLOC_MACHINE")
+        return named or (
+            f"{self.profile_name} x{self.devices} memory={self.memory} multicast={self.multicast} fabric={self.fabric}"
+        )

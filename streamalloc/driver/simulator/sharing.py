@@ -38,6 +38,8 @@ HANDLE_BYTES = 64
 """Of a pointer's export data, of the handles for events and plain memory, and of a fabric handle."""
 
 _DEVICE = 1  # CUmemLocationType
+_VIEW = 16 << 30
+"""How many bytes of another process's pool get addresses at first."""
 _INVALID_DEVICE = -2  # CU_DEVICE_INVALID
 _NOWHERE = Place(0, 0)
 _NAME = re.compile(r"/memfd:streamalloc:(\w+):([0-9a-f]{16}):([0-9a-f]{16}):(\d+)\.(\d+) \(deleted\)")
@@ -178,14 +180,30 @@ class ImportedPool:
         self.place: Place = label.place
         self.device: int = label.place.id
         self.access: dict[int, int] = {}
+        self.imports = 0
+        """Allocations of it that are imported now."""
+        self._freed: dict[int, tuple[Stream, int]] = {}
+        """By stream: the last free of an import."""
         physical = Physical.adopt(os.dup(fd))
+        self._whole = physical.size
         try:
-            # all of it at once: the file is sparse, and what the owner's pool grows by is there
-            self._reservation = Reservation(physical.size, CHUNK)
-            self._reservation.map(self._reservation.base, physical.size, physical, 0)
+            # The file is sparse, and what the owner's pool grows by is there. Most pools are far smaller than their
+            # device, and a process has addresses for some hundred of these only.
+            self._views = [Reservation(min(self._whole, _VIEW), CHUNK)]
+            self._views[0].map(self._views[0].base, self._views[0].size, physical, 0)
         finally:
             physical.close()
-        machine.arenas.add(self._reservation)
+        machine.arenas.add(self._views[0])
+
+    def _address(self, offset: int, size: int) -> int:
+        check(offset + size <= self._whole)
+        if offset + size > self._views[-1].size:
+            with operating_system():
+                view = Reservation(self._whole, CHUNK)
+                view.map_again(self._views[0])
+            self._views.append(view)
+            self._machine.arenas.add(view)
+        return next(view for view in self._views if offset + size <= view.size).base + offset
 
     @property
     def granted(self) -> bool:
@@ -197,10 +215,10 @@ class ImportedPool:
 
     def import_pointer(self, offset: int, size: int) -> int:
         """Always the same address for the same memory, however often; one free ends the import (observed on H200)."""
-        check(offset + size <= self._reservation.size)
-        machine, address = self._machine, self._reservation.base + offset
+        machine, address = self._machine, self._address(offset, size)
         there = machine.allocations.overlapping(address, address + size)
         if not there:
+            self.imports += 1
             block = Block(offset, size, State.USED)
             machine.remember(address, size, "pool", self.device, None, self, block)
         elif (there[0].base, there[0].size) != (address, size):
@@ -209,18 +227,22 @@ class ImportedPool:
 
     def give_back(self, block: Block, size: int, stream: Stream) -> None:
         """End an import: a matter of this process alone, which keeps its place in the stream."""
-        stream.submit(Operation())
+        self.imports -= 1
+        self._freed[stream.id] = (stream, stream.submit(Operation()))
 
     def give_back_now(self, block: Block) -> None:
         """The same as cuMemFree does it."""
+        self.imports -= 1
 
     @property
-    def in_use(self) -> bool:
-        return any(allocation.pool is self for allocation in self._machine.allocations.at.values())
+    def is_touched(self) -> bool:
+        """Whether work is queued that may touch what was imported."""
+        return any(stream.done < seq for stream, seq in self._freed.values())
 
     def close(self) -> None:
-        self._machine.arenas.remove(self._reservation)
-        self._reservation.close()
+        for view in self._views:
+            self._machine.arenas.remove(view)
+            view.close()
 
 
 @dataclass(eq=False)
@@ -322,6 +344,13 @@ class Sharing:
                 pool = ImportedPool(self._machine, self._machine.new_handle(), label, fd)
             self.pools[pool.handle] = pool
         return pool
+
+    def destroy_pool(self, pool: ImportedPool) -> None:
+        """Waits for what is queued before the last frees of what was imported."""
+        check(not pool.imports)
+        self._machine.timeline.wait(lambda: not pool.is_touched)
+        check(not pool.imports and self.pools.pop(pool.handle, None))  # other threads may have been here meanwhile
+        pool.close()
 
     def export_pointer(self, pool: Pool, offset: int, size: int) -> bytes:
         return pack("pointer", os.getpid(), 1, int(pool.label.serial, 16), offset, size)

@@ -225,7 +225,13 @@ class Timeline:
         """Forget a destroyed stream as soon as it has nothing left to do."""
         stream.destroyed = True
         if not stream.queue:
-            self.streams.pop(stream.id, None)
+            self._forget(stream)
+
+    def _forget(self, stream: Stream) -> None:
+        """All it had to do is done: no clock needs to say so (:meth:`executed`)."""
+        self.streams.pop(stream.id, None)
+        for clock in (self.host, *(other.clock for other in self.streams.values())):
+            clock.pop(stream.id, None)
 
     # -- progress --------------------------------------------------------------------------------------------
 
@@ -296,7 +302,7 @@ class Timeline:
         if not queue:
             self._busy.pop(stream.id, None)
             if stream.destroyed:
-                self.streams.pop(stream.id, None)
+                self._forget(stream)
         return progress
 
     @staticmethod

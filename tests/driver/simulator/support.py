@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from streamalloc.driver.simulator import simulated
+from streamalloc.driver import simulated
 from tests.facts.support import PAGE, Rig, value
 
 KEEP = (1 << 64) - 1

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import timeit
 from typing import Any
 
 import pytest
 
+from streamalloc.driver import simulated
 from streamalloc.driver.bindings import cuda
-from streamalloc.driver.simulator import SimulatedDriver, simulated
+from streamalloc.driver.simulator import SimulatedDriver
 from tests.driver.simulator.support import KEEP, new_rig
 from tests.facts.support import MiB
 from tests.facts.support import value as ok
@@ -53,7 +55,7 @@ def test_no_area_hides_a_name_of_another() -> None:
 
 
 def test_other_names_are_those_of_the_bindings() -> None:
-    driver = simulated()
+    driver: Any = simulated()
     assert driver.CUmemPoolProps is cuda.CUmemPoolProps
     assert driver.CUresult is cuda.CUresult
     assert set(dir(cuda)) <= set(dir(driver))
@@ -69,7 +71,7 @@ def test_what_is_not_modelled_says_so() -> None:
 
 
 def test_a_driver_says_what_it_is() -> None:
-    driver = simulated(devices=2, memory=64 << 30, seed=3, name="bench")
+    driver: Any = simulated(devices=2, memory=64 << 30, seed=3, name="bench")
     assert driver.is_simulated
     assert repr(driver) == "<SimulatedDriver 'bench': 2 x NVIDIA H200, 64 GiB each, seeded>"
 
@@ -101,6 +103,17 @@ def test_a_pair_stays_fast_among_many_allocations(policies: str) -> None:
         _, memory = d.cuMemAllocFromPoolAsync(4096, pool, stream)
         d.cuMemFreeAsync(memory, stream)
 
-    assert min(timeit.repeat(pair, number=500, repeat=5)) / 500 < 100e-6, "it should take about 10 us"
+    taken: list[float] = []
+    context = ok(d.cuCtxGetCurrent())
+
+    def measure() -> None:
+        ok(d.cuCtxSetCurrent(context))
+        taken.extend(timeit.repeat(pair, number=500, repeat=5))
+
+    # not in the main thread, whose calls wait for a helper: what is measured is how long the search takes
+    thread = threading.Thread(target=measure)
+    thread.start()
+    thread.join()
+    assert min(taken) / 500 < 100e-6, "it should take about 10 us"
     ok(d.cuStreamSynchronize(stream))
     assert rig.reserved(pool) == 64 * MiB

@@ -95,7 +95,7 @@ def test_a_child_of_fork_cannot_use_an_initialised_driver() -> None:
 
 _AT_EXIT = """
     import ctypes, sys
-    from streamalloc.driver.simulator import simulated
+    from streamalloc.driver import simulated
 
     d = simulated()
     d.cuInit(0)

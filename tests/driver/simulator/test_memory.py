@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from streamalloc.driver.simulator import simulated
+from streamalloc.driver import simulated
 from streamalloc.driver.simulator.memory import AddressMap, Arena, Intervals
 from tests.driver.simulator.support import KEEP, new_rig
 from tests.facts.support import MiB

@@ -290,3 +290,44 @@ def test_memory_is_never_reused_too_early(policies: str, seed: int) -> None:
     assert expected
     for value, seen in expected:
         assert (seen == value).all()
+
+
+@pytest.mark.parametrize("flags", [0, 1], ids=["blocking", "non-blocking"])
+@pytest.mark.parametrize("busy", [False, True])
+def test_nothing_is_kept_of_streams_that_are_gone(flags: int, busy: bool) -> None:
+    """Whatever they waited for, and whoever waited for them."""
+    rig = new_rig()
+    d, keeper, other, pool = rig.raw, rig.stream(), rig.stream(), rig.pool()
+    machine = d._machine
+
+    def kept() -> int:
+        context, timeline = machine.devices[0].primary, machine.timeline
+        clocks = [stream.clock for stream in timeline.streams.values()]
+        waits = [len(one.after) for stream in timeline.streams.values() for one in stream.queue]
+        sizes = [len(timeline.streams), len(timeline.host), len(context.retired), *map(len, clocks), *waits]
+        return sum(sizes)
+
+    def round_trip() -> None:
+        stream, event = ok(d.cuStreamCreate(flags)), ok(d.cuEventCreate(2))
+        address = ok(d.cuMemAllocFromPoolAsync(4096, pool, stream))
+        gate = rig.gate() if busy else None
+        if gate is not None:
+            gate.hold(stream)
+        ok(d.cuMemFreeAsync(address, stream))
+        ok(d.cuEventRecord(event, stream))
+        ok(d.cuStreamWaitEvent(keeper, event, 0))
+        ok(d.cuEventRecord(event, keeper))
+        ok(d.cuStreamWaitEvent(stream, event, 0))
+        ok(d.cuStreamDestroy(stream))
+        if gate is not None:
+            gate.open()
+        ok(d.cuStreamSynchronize(keeper))
+        ok(d.cuStreamWaitEvent(other, event, 0))
+        ok(d.cuEventDestroy(event))
+
+    for _ in range(3):
+        round_trip()
+    before = kept()
+    for _ in range(60):
+        round_trip()
+    assert kept() <= before + 4

@@ -73,8 +73,8 @@ class PoolCalls(Calls):
     def cuMemPoolDestroy(self, pool: Any) -> None:
         imported = self._machine.sharing.pools.get(arguments.pool(pool))
         if imported is not None:
-            check(not imported.in_use)
-            raise NotModelled("destroying an imported pool of which nothing is imported")
+            self._machine.sharing.destroy_pool(imported)
+            return
         found = self._pool(pool)
         self._unsafe_during_capture()
         check(not found.implicit)

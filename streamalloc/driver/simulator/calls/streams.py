@@ -159,7 +159,8 @@ class StreamCalls(Calls):
         record = event.record
         if record is not None and record.stream is not stream:
             stream.submit(Operation(), ((record.stream, record.seq),))
-            merge(stream.clock, record.clock)
+            live = self._machine.timeline.streams
+            merge(stream.clock, {number: seq for number, seq in record.clock.items() if number in live})
 
     @modelled(0)
     def cuStreamWaitValue32(self, stream: Any, addr: Any, value: Any, flags: Any) -> None:
