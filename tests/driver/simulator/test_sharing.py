@@ -303,13 +303,14 @@ class TestDamage:
 
     @pytest.mark.parametrize("kind", ["pool", "memory"])
     def test_descriptors_of_something_else(self, rig: Rig, kind: str) -> None:
-        name = os.readlink(f"/proc/self/fd/{export_pool(rig, rig.pool(handle_types=POSIX_FD))}")
+        exports = [export_pool(rig, rig.pool(handle_types=POSIX_FD)) for _ in range(2)]
+        name = os.readlink(f"/proc/self/fd/{exports[0]}")
         name = name.removeprefix("/memfd:").removesuffix(" (deleted)").replace(":pool:", f":{kind}:")
         forged = os.memfd_create(name)  # could be cut off while it is mapped
         os.ftruncate(forged, PAGE)
         foreign = new_rig(name="another machine")
         exported = export_pool(foreign, foreign.pool(handle_types=POSIX_FD))
-        read_only = os.open(f"/proc/self/fd/{export_pool(rig, rig.pool(handle_types=POSIX_FD))}", os.O_RDONLY)
+        read_only = os.open(f"/proc/self/fd/{exports[1]}", os.O_RDONLY)
         events = os.memfd_create(name.replace(f":{kind}:", ":events:"), os.MFD_ALLOW_SEALING)
         fcntl.fcntl(events, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         pipe, other_end = os.pipe()
@@ -321,7 +322,7 @@ class TestDamage:
             else:
                 answer = raw.cuMemImportFromShareableHandle(fd, handle_type(rig))
             assert said(answer) == "UNKNOWN"
-        for fd in (*fds[:5], other_end):
+        for fd in (*fds[:5], other_end, *exports):
             os.close(fd)
 
     @pytest.mark.parametrize("how", ["end", "kill"])
