@@ -111,8 +111,6 @@ class Account:
         self.checked = sd.checked(self.traced)
         # A call that never comes: the wrapper then only counts.
         self.driver: Any = sd.faulty(self.checked, 1 << 40 if fault is None else fault, nth, result=result)
-        self._mapped: dict[int, int] = {}
-        self._seen = 0
 
     @property
     def device(self) -> sa.Device:
@@ -120,37 +118,17 @@ class Account:
 
     @property
     def mapped(self) -> dict[int, int]:
-        """The mappings that are live, by what the driver was told: address and size."""
+        """The mappings that are live: address and size."""
         end_what_was_dropped()
-        self._read()
-        return dict(self._mapped)
-
-    def _read(self) -> None:
-        new, self._seen = self.traced.calls[self._seen :], len(self.traced.calls)
-        for call in new:
-            if call.answer[0]:
-                continue
-            if call.name == "cuMemMap":
-                self._mapped[int(call.args[0])] = int(call.args[1])
-            elif call.name == "cuMemUnmap":
-                start, size = int(call.args[0]), int(call.args[1])
-                for address in [at for at in self._mapped if start <= at < start + size]:
-                    del self._mapped[address]
+        made = [call.args for call in self.traced.calls if call.name == "cuMemMap" and not call.answer[0]]
+        sizes = {int(address): int(size) for address, size, *_ in made}
+        return {address: sizes[address] for address in self.checked.outstanding().get("mapping", ())}
 
     @property
     def left(self) -> dict[str, Any]:
         """Whatever was made and not given back, once what was dropped has had its turn."""
         end_what_was_dropped()
-        left: dict[str, Any] = dict(self.checked.outstanding())
-        if mapped := self.mapped:
-            left["mappings"] = mapped
-        return left
-
-    def forget_calls(self) -> None:
-        """Have the trace begin anew; the account goes on."""
-        self._read()
-        self.traced.calls.clear()
-        self._seen = 0
+        return dict(self.checked.outstanding())
 
     def calls(self, *functions: str) -> list[str]:
         """The calls so far, only those of the given functions if any are given."""

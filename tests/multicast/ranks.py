@@ -121,7 +121,7 @@ class Crew:
         for rank in self.ranks:
             if not rank.left:
                 # There is no need to go through it again.
-                rank.account.forget_calls()
+                rank.account.traced.calls.clear()
         return left
 
 

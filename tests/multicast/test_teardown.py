@@ -313,12 +313,12 @@ class TestClosed:
     def test_queued_work_is_waited_for(self, machine: Any) -> None:
         account = Account(machine)
         team = Team(account.driver)
-        account.forget_calls()
+        account.traced.calls.clear()
         team.bindings[0].close()
         assert names(account.traced, "cuCtxSynchronize", "cuMulticastUnbind") == [
             *TEAM * ["cuCtxSynchronize"], "cuMulticastUnbind",
         ]  # fmt: skip
-        account.forget_calls()
+        account.traced.calls.clear()
         team.bindings[1].close(())
         assert names(account.traced, "cuCtxSynchronize", "cuMulticastUnbind") == ["cuMulticastUnbind"]
 

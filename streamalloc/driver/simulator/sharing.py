@@ -180,7 +180,7 @@ class ImportedPool:
         self.place: Place = label.place
         self.device: int = label.place.id
         self.access: dict[int, int] = {}
-        self.imports = 0
+        self.imports: int = 0
         """Allocations of it that are imported now."""
         self._freed: dict[int, tuple[Stream, int]] = {}
         """By stream: the last free of an import."""
