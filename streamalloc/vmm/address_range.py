@@ -361,6 +361,7 @@ class AddressRange(Closes):
         try:
             # In the table before it is mapped, so that an interrupt between the two loses nothing.
             self._entries.insert(bisect_left(self._entries, offset, key=_offset), entry)
+            node.link(memory._handle)
             self._door.call("cuMemMap", address + offset, memory.nbytes, 0, raw, 0)
             if rights:
                 self._grant((entry,), rights, structs_of(rights))
@@ -421,8 +422,7 @@ class AddressRange(Closes):
         except BaseException:
             # Interrupted, nobody knows where: go through with it. What is unmapped already cannot be unmapped again.
             for entry in run:
-                if entry.live:
-                    entry.node.release()
+                (entry.node.release if entry.live else entry.node.unmapped)()
             raise
 
     def _undo_map(self, entries: Iterable[MappingEntry], first: BaseException) -> None:

@@ -7,7 +7,14 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from streamalloc.core.door import Door, PerDriver
-from streamalloc.core.errors import DeviceLostError, InvalidContextError, InvalidValueError, NotReadyError, undo_all
+from streamalloc.core.errors import (
+    CudaError,
+    DeviceLostError,
+    InvalidContextError,
+    InvalidValueError,
+    NotReadyError,
+    undo_all,
+)
 from streamalloc.core.later import Deferred, later_of, work
 from streamalloc.driver.internal import cuda
 from streamalloc.vmm.access import Rights
@@ -102,10 +109,12 @@ class AllocationHandle(Node):
         try:
             self.allocations.door.give_back(self, "cuMemRelease")
         finally:
-            if self._raw is None:
-                self.state.handles.pop(self, None)
-                self.allocations.forget(self.state)
-                self.gone = True
+            self.gone = self._raw is None
+
+    def forget(self) -> None:
+        """What is known of the handle, where nobody else holds it or has it mapped."""
+        self.state.handles.pop(self, None)
+        self.allocations.forget(self.state)
 
 
 class Reservation(Node):
@@ -156,18 +165,20 @@ class MappedBytes(Node):
     __slots__ = ("nbytes", "offset", "reservation", "rights", "state")
 
     def __init__(self, reservation: Reservation, handle: AllocationHandle, offset: int, nbytes: int) -> None:
-        of_object = handle.kind is Kind.OBJECT
-        super().__init__(Kind.OBJECT_MAPPING if of_object else Kind.MAPPING)
+        super().__init__(Kind.OBJECT_MAPPING if handle.kind is Kind.OBJECT else Kind.MAPPING)
         self.reservation = reservation
         self.state = handle.state
         self.offset = offset
         self.nbytes = nbytes
         self.rights: Rights = {}
-        order = reservation.allocations.order
-        order.relate(self, reservation)
-        if of_object:
+
+    def link(self, handle: AllocationHandle) -> None:
+        """Put the range behind it, and it behind or before what has to do with multicast."""
+        order = self.reservation.allocations.order
+        order.relate(self, self.reservation)
+        if self.kind is Kind.OBJECT_MAPPING:
             order.relate(self, handle)
-        for first in order.before(handle, Kind.BINDING if of_object else Kind.OBJECT):
+        for first in order.before(handle, Kind.BINDING if self.kind is Kind.OBJECT_MAPPING else Kind.OBJECT):
             order.relate(first, self)
         self.state.mappings[self] = None
 
@@ -187,10 +198,13 @@ class MappedBytes(Node):
     def unmapped(self) -> None:
         """It is unmapped. May be called again."""
         self.gone = True
+        self.reservation.allocations.order.cut(self)
+
+    def forget(self) -> None:
+        """The memory has one mapping less, and the range."""
         self.reservation.stale = True
         self.state.mappings.pop(self, None)
         self.reservation.allocations.forget(self.state)
-        self.reservation.allocations.order.cut(self)
 
 
 class QueuedWork(Node):
@@ -284,12 +298,14 @@ class Allocations:
         node.given_up = True
         try:
             self.order.attempt(node)
-        except BaseException:
-            node.given_up = before
-            raise
-        finally:
             if node.gone:
                 self.settle()
+        except BaseException as error:
+            if not node.gone:
+                node.given_up = before
+            elif not isinstance(error, CudaError):
+                self.drop(node)  # interrupted: what has waited for it has its turn later
+            raise
 
     def settle(self) -> None:
         """Release now what has waited for something that has gone; what the driver refuses is tried again."""

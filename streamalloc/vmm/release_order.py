@@ -67,6 +67,9 @@ class Node(abc.ABC):
         It must not wait. After the end nothing is done.
         """
 
+    def forget(self) -> None:  # noqa: B027
+        """Take it out of what is known of it, once it has gone. May be called again."""
+
 
 class ReleaseOrder:
     """The links between the nodes of one driver. Its lock is held while links change, and for nothing else."""
@@ -110,6 +113,9 @@ class ReleaseOrder:
         mine = False
         try:
             with self._lock:
+                # What has gone already may still be here, where taking it out of the way was interrupted.
+                for first in [first for first in node._first if first.gone]:
+                    self._unlink(first, node)
                 waits = bool(node._first)
                 if not (waits or node.gone or node._busy):
                     mine = node._busy = True
@@ -124,6 +130,7 @@ class ReleaseOrder:
 
     def cut(self, node: Node) -> None:
         """Take a node that has gone out of the way of others. May be called again."""
+        node.forget()
         with self._lock:
             for then in list(node._then):
                 self._unlink(node, then)
@@ -132,6 +139,14 @@ class ReleaseOrder:
 
     def pass_on(self, take: Callable[[Node], object]) -> None:
         """Call ``take``, which makes no use of this object, for each node that can go now."""
+        try:
+            self._pass_on(take)
+        except BaseException:
+            # Interrupted: whoever is ready now has nobody else who sees to it.
+            self._pass_on(take)
+            raise
+
+    def _pass_on(self, take: Callable[[Node], object]) -> None:
         with self._lock:
             for node in list(self._ready):
                 take(node)

@@ -16,7 +16,15 @@ from typing_extensions import Self
 from streamalloc.core.arguments import door_of
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
-from streamalloc.core.errors import CudaError, IncompleteTeamError, NotSupportedError, refused, size_text, undoing
+from streamalloc.core.errors import (
+    CudaError,
+    IncompleteTeamError,
+    InvalidValueError,
+    NotSupportedError,
+    refused,
+    size_text,
+    undoing,
+)
 from streamalloc.core.fd import Fd
 from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes
@@ -61,13 +69,16 @@ class _Kept(Node):
 
     def release(self) -> None:
         self.gone = True
+
+    def forget(self) -> None:
+        """Let go of the memory."""
         _bound_memory.pop(self, None)
 
 
 class BoundBytes(Node):
     """A binding, without the memory: ``cuMulticastUnbind``."""
 
-    __slots__ = ("_raw", "device", "kept", "nbytes", "object", "offset", "state")
+    __slots__ = ("_raw", "device", "kept", "nbytes", "object", "offset", "state", "sure")
 
     _raw: Any
     """The object's handle; None once it was unbound."""
@@ -75,6 +86,8 @@ class BoundBytes(Node):
     def __init__(self, object: AllocationHandle, member: Member, device: int, offset: int) -> None:
         super().__init__(Kind.BINDING)
         self._raw = None
+        self.sure = False
+        """Whether the driver has bound it: not yet, or that was interrupted."""
         self.object = object
         self.state = member.state
         self.kept = _Kept(member.kept)
@@ -115,16 +128,21 @@ class BoundBytes(Node):
         door = self.object.allocations.door
         try:
             door.give_back(self, "cuMulticastUnbind", self.device, self.offset, self.nbytes)
+        except InvalidValueError:
+            if self.sure:
+                raise
+            self._raw = None  # it never was bound: that was interrupted
         finally:
-            if self._raw is None:
-                self.unbound()
+            self.gone = self._raw is None
 
-    def unbound(self) -> None:
-        """It is not bound. May be called again."""
+    def was_refused(self) -> None:
+        """The driver has not bound it."""
+        self._raw = None
+
+    def forget(self) -> None:
+        """The memory has one binding less."""
         if self.state is not None:
             self.state.bindings.pop(self, None)
-        self.gone = True
-        self.object.allocations.order.cut(self)
 
 
 def _bindings_of(state: AllocationState) -> list[Any]:
@@ -453,13 +471,11 @@ class MulticastObject(GenericAllocation):
             self._bound.append(entry)
             node.link(self._team)
             self._door.call(name, *arguments)
+            node.sure = True
         except BaseException as first:
             if isinstance(first, CudaError) and first.call == name:
-                node.unbound()
-            else:
-                self._handle.allocations.end(node)
-            node.part(self._team)
-            self._handle.allocations.settle()
+                node.was_refused()
+            self._unbind(entry, ())
             raise
         return Binding(self, entry)
 

@@ -1,0 +1,114 @@
+"""An exception out of a signal handler, at any point of an operation: nothing is lost, released twice, or half made.
+
+CPython looks for signals where a function of Python begins and where one of C has returned. A profile function raises
+at the n-th of these points, for each n; points inside of the driver do not count, for a real one has none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
+from tests.support import Account
+from tests.vmm.support import PAGE
+from tests.vmm.test_faults import CASES, Case
+
+pytestmark = pytest.mark.simulated_only("where a signal may come is the same on any driver")
+
+THIN = int(os.environ.get("STREAMALLOC_TEST_THIN", "23"))
+"""Every how many points a signal comes; 1 takes half a minute."""
+DRIVER = os.path.dirname(sd.__file__)
+
+
+class Boom(BaseException):
+    """What the signal handler raises."""
+
+
+class Interrupted:
+    """A block in which the n-th point raises :class:`Boom`."""
+
+    def __init__(self, nth: int) -> None:
+        self.left = nth
+        self.inside: FrameType | None = None
+        """The call of the driver, or of a finaliser, that is under way."""
+
+    def __enter__(self) -> None:
+        sys.setprofile(self._event)
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _event(self, frame: FrameType, event: str, argument: object) -> None:
+        if self.inside is not None:
+            if event == "return" and frame is self.inside:
+                self.inside = None
+        elif event == "call" and (frame.f_code.co_filename.startswith(DRIVER) or frame.f_code.co_name == "__del__"):
+            self.inside = frame
+        elif event in ("call", "c_return") and frame.f_code.co_filename != __file__:
+            self.left -= 1
+            if not self.left:
+                raise Boom
+
+
+def interrupt(account: Account, kind: type[Case], nth: int) -> tuple[Any, bool]:
+    """A case whose step was interrupted, and whether it was."""
+    case: Any = kind(account, 1)
+    block = Interrupted(nth)
+    try:
+        with block:
+            case.step()
+    except Boom:
+        return case, True
+    return case, False
+
+
+def check(account: Account, case: Any) -> None:
+    """What the objects say is mapped is what the driver was told."""
+    range = getattr(case, "range", None) or getattr(getattr(case, "buffer", None), "range", None)
+    if isinstance(range, vmm.AddressRange) and not range.closed:
+        assert {mapping.address: mapping.nbytes for mapping in range.mappings} == account.mapped
+    assert "could not be made" in repr(case) or repr(range)
+
+
+def sweep(machine: Any, kind: type[Case], first: int, end: bool) -> int:
+    nth = first
+    while True:
+        account = Account(machine)
+        case, interrupted = interrupt(account, kind, nth)
+        if not interrupted:
+            return nth
+        gc.collect()
+        check(account, case)
+        if end and (hasattr(case, "buffer") or hasattr(case, "range")):
+            if isinstance(getattr(case, "buffer", None), vmm.GrowableBuffer) and not case.buffer.closed:
+                if case.buffer.evicted:
+                    case.buffer.restore()
+                case.buffer.set_access(case.device)
+                case.buffer.resize(3 * PAGE)
+                assert len(account.mapped) == len(case.buffer.mappings) == 3
+                case.buffer.fill(1)
+                case.buffer.resize(PAGE)
+                check(account, case)
+                case.buffer.close()
+            with contextlib.suppress(AttributeError):  # what the step was to make
+                case.end()
+        del case
+        gc.collect()
+        sa.Device(0, driver=account.driver).synchronize()
+        assert account.left == {}, nth
+        nth += THIN
+
+
+@pytest.mark.parametrize("end", [True, False])
+@pytest.mark.parametrize("kind", CASES)
+def test_at_any_point(machine: Any, kind: type[Case], end: bool) -> None:
+    assert sweep(machine, kind, 1 + end, end) > 1
