@@ -124,7 +124,7 @@ class Tour(Closes):
         self.terminal.paragraph(text, indent=8)
 
     def run(self, title: str, about: str, part: Callable[[Tour], None]) -> None:
-        """Show a part; an error in it is a failed check, and the tour goes on with the next part."""
+        """Show a part. An error in it counts as a failed check, and the tour goes on with the next part."""
         self.terminal.heading(title)
         self.terminal.paragraph(about)
         try:
@@ -146,13 +146,13 @@ class Tour(Closes):
 
 
 def need_gates(device: sa.Device) -> None:
-    """Leave a part that holds streams where the device cannot wait for memory values."""
+    """Skip a part that holds streams where the device cannot wait for memory values."""
     if not device.supports.stream_memory_operations:
         raise Skipped("this device's streams cannot wait for memory values, so pending work cannot be made certain")
 
 
 def need_peer(tour: Tour) -> sa.Device:
-    """Another device of the machine that can reach the memory of the tour's; leave the part where there is none."""
+    """Another device of the machine that can reach the memory of the tour's device. Without one the part is skipped."""
     devices = sa.Device.all()
     if len(devices) < 2:
         raise Skipped("this machine has one GPU")
@@ -163,7 +163,7 @@ def need_peer(tour: Tour) -> sa.Device:
 
 
 def need_host_pool(tour: Tour) -> sa.MemLocation:
-    """Where a pool in host memory can be; leave the part where there can be none."""
+    """Where a pool in host memory can be. Without such a place the part is skipped."""
     location = host_pool_location(tour.device)
     if location is not None:
         return location

@@ -466,7 +466,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 
 def _nothing_left(tour: Tour, accounts: Any) -> None:
-    # What a part that failed had in hand may lie in reference cycles with its error.
+    # Objects of a part that failed may be in reference cycles with its error.
     gc.collect()
     sa.Device(0, driver=accounts).synchronize()  # what was dropped is given back now
     try:

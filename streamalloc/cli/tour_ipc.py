@@ -83,7 +83,7 @@ ACTIONS: dict[str, Action] = {
 
 
 def _peer(tour: Tour) -> Peer:
-    """The other process, which the parts share; leave the part where memory cannot be shared with one."""
+    """The other process, which the parts share. Where memory cannot be shared the part is skipped."""
     need_gates(tour.device)
     if POSIX not in (tour.device.supports.pool_handle_types or sa.MemHandleType.NONE):
         raise Skipped("this device's pools cannot be shared with other processes")
@@ -216,23 +216,23 @@ def growing(tour: Tour) -> None:
     if not tour.device.supports.virtual_memory_management:
         raise Skipped("this device's memory cannot be mapped by hand")
     stream = tour.device.create_stream()
-    piece = 4 * MiB
-    with vmm.GrowableBuffer(tour.device, 8 * piece, piece, handle_types=POSIX, stream=stream) as buffer:
+    chunk = 4 * MiB
+    with vmm.GrowableBuffer(tour.device, 8 * chunk, chunk, handle_types=POSIX, stream=stream) as buffer:
         buffer.fill(0x61)
         kind, nbytes, address = peer.give("open", buffer, "growing")
         tour.step(
-            f"{mib(piece)} of a buffer that can grow to {mib(buffer.capacity)}",
+            f"{mib(chunk)} of a buffer that can grow to {mib(buffer.capacity)}",
             equal("it has", kind, ipc.ImportedRange.__name__),
-            equal("size", nbytes, piece, mib),
+            equal("size", nbytes, chunk, mib),
             equal("other bytes that it finds", peer.ask("others", "growing", 0x61), 0),
         )
-        buffer.grow(piece)
+        buffer.grow(chunk)
         buffer.fill(0x62)
         _, nbytes, later = peer.give("open", buffer, "growing")
         tour.step(
             "grown here and shared again: there too it grows in place",
             equal("address", later, address, hex),
-            equal("size", nbytes, 2 * piece, mib),
+            equal("size", nbytes, 2 * chunk, mib),
             equal("other bytes that it finds", peer.ask("others", "growing", 0x62), 0),
         )
         peer.ask("close", "growing")

@@ -56,7 +56,7 @@ def _on_several(tour: Tour, show: Callable[[Tour, Any], None]) -> None:
 
 
 def _team(driver: Any) -> list[sa.Device]:
-    """Devices that a multicast object can be made for; leave the part where there are none, or none may be made."""
+    """Devices that a multicast object can be made for. Without them, or without permission, the part is skipped."""
     # Asked first: without it nothing about multicast is asked of real hardware.
     if not _may_make_objects(driver):
         raise Skipped(f"multicast objects are made on real hardware only with {_ASKED_FOR}=1")
@@ -67,7 +67,7 @@ def _team(driver: Any) -> list[sa.Device]:
 
 
 def _peers(driver: Any) -> list[sa.Device]:
-    """Devices that reach the memory of each other; leave the part where there are no two."""
+    """Devices that reach the memory of each other. Without two of them the part is skipped."""
     devices = sa.Device.all(driver)
     if len(devices) < 2:
         raise Skipped("this machine has one GPU")
