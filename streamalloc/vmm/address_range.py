@@ -47,8 +47,8 @@ class MappingEntry:
     __slots__ = ("memory", "node")
 
     def __init__(self, memory: GenericAllocation, node: MappedBytes) -> None:
-        self.memory = memory
-        self.node = node
+        self.memory: GenericAllocation = memory
+        self.node: MappedBytes = node
 
     @property
     def live(self) -> bool:

@@ -15,7 +15,7 @@ from streamalloc.core.errors import (
     NotReadyError,
     undo_all,
 )
-from streamalloc.core.later import Deferred, later_of, work
+from streamalloc.core.later import Deferred, Later, later_of, work
 from streamalloc.driver.internal import cuda
 from streamalloc.vmm.access import Rights
 from streamalloc.vmm.release_order import Kind, Node, ReleaseOrder
@@ -41,10 +41,10 @@ class AllocationState:
     __slots__ = ("bindings", "exported", "handle", "handles", "imported", "mappings", "teams")
 
     def __init__(self) -> None:
-        self.handle = 0
+        self.handle: int = 0
         """The driver's."""
-        self.exported = False
-        self.imported = False
+        self.exported: bool = False
+        self.imported: bool = False
         """Whether another process made it."""
         self.handles: dict[AllocationHandle, None] = {}
         """One for each object that holds it."""
@@ -64,11 +64,11 @@ class AllocationHandle(Node):
 
     def __init__(self, allocations: Allocations, kind: Kind) -> None:
         super().__init__(kind)
-        self.allocations = allocations
+        self.allocations: Allocations = allocations
         self._raw = None
         self.users: tuple[int, ...] = ()
         """Devices whose work may use it without a mapping."""
-        self.state = AllocationState()
+        self.state: AllocationState = AllocationState()
         self.state.handles[self] = None
 
     @property
@@ -129,8 +129,8 @@ class Reservation(Node):
 
     def __init__(self, door: Door, nbytes: int) -> None:
         super().__init__(Kind.RESERVATION)
-        self.allocations = allocations_of(door)
-        self.nbytes = nbytes
+        self.allocations: Allocations = allocations_of(door)
+        self.nbytes: int = nbytes
         self._raw = None
         self.stale = False
 
@@ -166,10 +166,10 @@ class MappedBytes(Node):
 
     def __init__(self, reservation: Reservation, handle: AllocationHandle, offset: int, nbytes: int) -> None:
         super().__init__(Kind.OBJECT_MAPPING if handle.kind is Kind.OBJECT else Kind.MAPPING)
-        self.reservation = reservation
-        self.state = handle.state
-        self.offset = offset
-        self.nbytes = nbytes
+        self.reservation: Reservation = reservation
+        self.state: AllocationState = handle.state
+        self.offset: int = offset
+        self.nbytes: int = nbytes
         self.rights: Rights = {}
 
     def link(self, handle: AllocationHandle) -> None:
@@ -259,9 +259,9 @@ class Allocations:
     __slots__ = ("by_handle", "door", "later", "order")
 
     def __init__(self, door: Door) -> None:
-        self.door = door
-        self.later = later_of(door)
-        self.order = ReleaseOrder()
+        self.door: Door = door
+        self.later: Later = later_of(door)
+        self.order: ReleaseOrder = ReleaseOrder()
         self.by_handle: dict[int, AllocationState] = {}
         """What is held or mapped, by the driver's handle."""
 

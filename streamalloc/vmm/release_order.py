@@ -49,7 +49,7 @@ class Node(abc.ABC):
     """Whether it was released."""
 
     def __init__(self, kind: Kind) -> None:
-        self.kind = kind
+        self.kind: Kind = kind
         self.given_up = False
         self.gone = False
         self._busy = False

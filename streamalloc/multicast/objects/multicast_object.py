@@ -86,14 +86,14 @@ class BoundBytes(Node):
     def __init__(self, object: AllocationHandle, member: Member, device: int, offset: int) -> None:
         super().__init__(Kind.BINDING)
         self._raw = None
-        self.sure = False
+        self.sure: bool = False
         """Whether the driver has bound it: not yet, or that was interrupted."""
-        self.object = object
-        self.state = member.state
-        self.kept = _Kept(member.kept)
-        self.device = device
-        self.offset = offset
-        self.nbytes = member.nbytes
+        self.object: AllocationHandle = object
+        self.state: AllocationState | None = member.state
+        self.kept: _Kept = _Kept(member.kept)
+        self.device: int = device
+        self.offset: int = offset
+        self.nbytes: int = member.nbytes
 
     def link(self, team: Node) -> None:
         """Put the object's mappings and handle, and the memory, behind it, and the memory behind the object."""
@@ -155,8 +155,8 @@ class BindingEntry:
     __slots__ = ("member", "node")
 
     def __init__(self, member: Member, node: BoundBytes) -> None:
-        self.member = member
-        self.node = node
+        self.member: Member = member
+        self.node: BoundBytes = node
 
     @property
     def live(self) -> bool:
