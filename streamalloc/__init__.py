@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from streamalloc import driver
+from streamalloc.core import ownership
 from streamalloc.core.buffer import Buffer, GraphBuffer
 from streamalloc.core.device import Device, MemoryInfo
 from streamalloc.core.errors import (
@@ -32,7 +33,7 @@ from streamalloc.core.errors import (
     PeerAccessError,
     PendingFreesWarning,
     StaleDescriptorError,
-    StillImported,
+    StillImportedError,
     SystemNotReadyError,
 )
 from streamalloc.core.fd import Fd
@@ -113,7 +114,7 @@ __all__ = [
     "PoolAttributes",
     "PoolStatistics",
     "StaleDescriptorError",
-    "StillImported",
+    "StillImportedError",
     "Stream",
     "StreamLike",
     "SystemNotReadyError",
@@ -125,6 +126,15 @@ __all__ = [
     "vmm",
 ]
 
+
+def _reduce_for_processes(thing: object) -> tuple[Any, ...] | None:
+    from streamalloc.ipc.sharing.multiprocess import KINDS, reduce
+
+    return reduce(thing) if type(thing) in KINDS else None
+
+
+# Importing ipc registers the classes; this is for programs that put a buffer into a queue without it.
+ownership.reduce_for_processes = _reduce_for_processes
 
 # Imported when first used: whoever only allocates does not wait for them.
 _PACKAGES = ("ipc", "multicast", "vmm")

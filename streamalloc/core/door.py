@@ -22,7 +22,7 @@ from streamalloc.driver.internal import BINDINGS_VERSION, cuda, version_that_add
 if TYPE_CHECKING:
     from streamalloc.driver import Driver
 
-__all__ = ["Door", "OwnsHandle", "PerDriver", "refuse_after_fork"]
+__all__ = ["Door", "OwnsHandle", "PerDriver", "door_behind", "refuse_after_fork"]
 
 T = TypeVar("T")
 
@@ -296,6 +296,16 @@ class PerDriver(Generic[T]):
         """The object of a driver if there is one yet."""
         found: T | None = door._state.get(self)
         return found
+
+
+class _HasDoor(Protocol):
+    @property
+    def _door(self) -> Door: ...
+
+
+def door_behind(thing: _HasDoor) -> Door:
+    """The door of an object of ours: a device, a stream, an event, memory, a pool."""
+    return thing._door
 
 
 class _Current:

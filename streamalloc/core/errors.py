@@ -33,7 +33,7 @@ __all__ = [
     "PeerAccessError",
     "PendingFreesWarning",
     "StaleDescriptorError",
-    "StillImported",
+    "StillImportedError",
     "SystemNotReadyError",
     "attach",
     "error_from",
@@ -211,7 +211,7 @@ class InUseError(RuntimeError):
     """Physical memory cannot be given back, as somebody else holds it: an importer, or another mapping."""
 
 
-class StillImported(InUseError):
+class StillImportedError(InUseError):
     """A shared allocation cannot be freed now: another process has it open."""
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import types
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -11,13 +14,27 @@ if TYPE_CHECKING:
 __all__ = ["Closes", "Unique"]
 
 
+reduce_for_processes: Callable[[object], tuple[Any, ...] | None] | None = None
+"""Pickles an object for another process that :mod:`multiprocessing` starts, or gives None; set by the package."""
+
+
 class Unique:
     """An object that alone releases what it holds, so there must not be two of it."""
 
     __slots__ = ()
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        if reduce_for_processes is not None and _called_by_multiprocessing(sys._getframe(1)):
+            reduced = reduce_for_processes(self)
+            if reduced is not None:
+                return reduced
         raise TypeError(f"a {type(self).__name__} owns a driver resource: it cannot be copied or pickled")
+
+
+def _called_by_multiprocessing(caller: types.FrameType) -> bool:
+    """Whether a frame is that of multiprocessing's pickler, which asks the object where its class is not registered."""
+    module = sys.modules.get("multiprocessing.reduction")
+    return module is not None and caller.f_code in (module.dump.__code__, module.ForkingPickler.dumps.__func__.__code__)
 
 
 class Closes(Unique):

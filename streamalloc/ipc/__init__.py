@@ -4,9 +4,16 @@ from streamalloc.core.fd import Fd
 from streamalloc.ipc.ring.ring import Ring, RingConsumer, RingItem, RingProducer, RingSlot, RingStatistics
 from streamalloc.ipc.sharing.descriptor import Chunk, Descriptor, Flags, Mechanism
 from streamalloc.ipc.sharing.exports import Shared, share
-from streamalloc.ipc.sharing.imports import DriverVersionWarning, ImportedBuffer, ImportedPool, ImportedRange, open
-from streamalloc.ipc.sharing.lease import LeasedBuffer
-from streamalloc.ipc.sharing.transfer import receive, send, serve
+from streamalloc.ipc.sharing.imports import (
+    DriverVersionWarning,
+    Imported,
+    ImportedBuffer,
+    ImportedPool,
+    ImportedRange,
+    open,
+)
+from streamalloc.ipc.sharing.multiprocess import serve
+from streamalloc.ipc.sharing.transfer import receive, send
 from streamalloc.ipc.transport.channel import Channel, Listener, Message, Peer, PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.communicator import (
     AllgatherCommunicator,
@@ -35,10 +42,10 @@ __all__ = [
     "Fd",
     "Flags",
     "GroupError",
+    "Imported",
     "ImportedBuffer",
     "ImportedPool",
     "ImportedRange",
-    "LeasedBuffer",
     "Listener",
     "MPICommunicator",
     "MPIGroupLike",

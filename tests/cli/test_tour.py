@@ -11,7 +11,6 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc import ipc
 from streamalloc.cli import tour, tour_ipc, tour_multicast, tour_vmm
 from streamalloc.cli.peer import Peer
 from streamalloc.core.buffer import Buffer
@@ -70,7 +69,7 @@ def test_free_that_does_not_wait_is_found(machine: Any, run: Run, only: Only, mo
     def free_at_once(self: Any, *_: Any, **__: Any) -> None:
         Buffer.free(self)
 
-    monkeypatch.setattr(ipc.LeasedBuffer, "free", free_at_once)
+    monkeypatch.setattr(sa.Buffer, "free", free_at_once)
     code, text = run("tour")
     assert code == 1
     assert "the free: expected StillImported, found no error" in text

@@ -211,6 +211,26 @@ class TestImportOfAPool:
         assert importer.said("cuMemPoolDestroy", Kept("pool")) == "INVALID_VALUE"
         assert importer.rig("read", Kept("pointer"), 4) == [7] * 4
 
+    def test_is_destroyed_when_it_has_none(self, importer: Peer, shared: SharedPool) -> None:
+        """And imported again; without any import, and when one was freed. It fails after 466 that are all kept."""
+        data = shared.data(shared.allocate(MiB))
+        assert importer.said("cuMemPoolDestroy", Kept("pool")) == "SUCCESS"
+        for _ in range(2):
+            assert import_pool(importer, shared.fd) == "SUCCESS"
+            imported(importer, data)
+            assert importer.rig("read", Kept("pointer"), 4) == [7] * 4
+            importer.rig("stream", keep="stream")
+            assert importer.said("cuMemFreeAsync", Kept("pointer"), Kept("stream")) == "SUCCESS"
+            importer.rig("synchronize")
+            assert importer.said("cuMemPoolDestroy", Kept("pool")) == "SUCCESS"
+
+    def test_is_destroyed_without_waiting_for_a_stream(self, importer: Peer) -> None:
+        importer.rig("stream", keep="stream")
+        importer.rig("gate", keep="gate")
+        importer.tell("gate", "hold", Kept("stream"))
+        assert importer.said("cuMemPoolDestroy", Kept("pool")) == "SUCCESS"
+        importer.tell("gate", "open")
+
     def test_in_the_process_that_exports_it(self, rig: Rig, shared: SharedPool) -> None:
         raw, address = rig.raw, shared.allocate(MiB)
         handle_type = raw.CUmemAllocationHandleType(POSIX_FD)

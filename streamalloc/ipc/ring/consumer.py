@@ -396,16 +396,14 @@ def _introduction(message: Message) -> _Introduction:
 
 def _attached(importer: Importer, names: list[bytes], message: Message) -> list[ControlBlock]:
     """The boards of the slots; that of the buffer is there already."""
-    boards = []
-    with importer.lock:
-        for name, fd in zip(names, message.handles, strict=False):
-            board = importer.boards.get(name)
-            if board is None:
-                board = importer.boards[name] = ControlBlock.attach(importer.door, fd, name)
-            else:
-                fd.close()
-            boards.append(board)
-    return boards
+    blocks = []
+    for name, fd in zip(names, message.handles, strict=False):
+        block = importer.control_block(name, lambda _, fd=fd: fd)  # type: ignore[misc]
+        assert block is not None
+        if block.fd is not fd:
+            fd.close()
+        blocks.append(block)
+    return blocks
 
 
 def _answer(boards: list[ControlBlock]) -> bytes:

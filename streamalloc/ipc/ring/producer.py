@@ -85,7 +85,7 @@ class RingSlot(Part):
         # The ring refers to its slots, and is closed when it is dropped: so they must not refer back.
         self._ring = weakref.ref(ring)
         self._size = ring.slot_bytes
-        self._board = lease.board
+        self._board = lease.block
         self._number = lease.slot
         self._words = lease.words
         self._ready = lease.words.announced.value
@@ -342,7 +342,7 @@ class RingProducer(Closes):
             raise
 
     def _boards(self) -> list[ControlBlock]:
-        return list({id(lease.board): lease.board for lease in self._leases}.values())
+        return list({id(lease.block): lease.block for lease in self._leases}.values())
 
     def _introduction(self, shared: Shared) -> tuple[bytes, tuple[Fd, ...]]:
         """What a consumer is told first, and the handles that go along: those of the boards, then the buffer's."""
@@ -350,7 +350,7 @@ class RingProducer(Closes):
         places = {id(board): place for place, board in enumerate(boards)}
         head = HELLO.pack(MAGIC, VERSION, len(boards), self.slots, self.slot_bytes, self._stride)
         names = b"".join(NAME.pack(board.id) for board in boards)
-        numbers = b"".join(NUMBER.pack(places[id(lease.board)], lease.slot) for lease in self._leases)
+        numbers = b"".join(NUMBER.pack(places[id(lease.block)], lease.slot) for lease in self._leases)
         return head + names + numbers + bytes(shared), (*(board.fd for board in boards), *shared.fds)
 
     def _admitted(self, channel: Channel, answer: Message) -> _Consumer:

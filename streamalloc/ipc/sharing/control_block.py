@@ -11,8 +11,10 @@ allocation:
 * ``lost``: how much of that importers had to write themselves, as the exporter had died;
 * ``opened``, ``closing``, ``closed``, a word for each importer: the importer's host counts ``opened`` up when it opens
   the allocation and sets ``closing`` to that when it has closed it; its stream sets ``closed`` when its work is done,
-  and the exporter's stream waits for that before it frees;
-* ``sent``, and ``received`` for each importer: descriptors that are on their way.
+  and the exporter's stream waits for that before it frees.
+
+There are *marks* beside the slots, words whose value says that something of the exporter lasts (:class:`Mark`):
+``hold`` for descriptors on their way, which whoever opens one sets to 0; ``pool`` for pools that were shared.
 
 Every word has one writer, a process: its stream or, where that has no work left, its host (:meth:`ControlBlock.tell`).
 A process holds a lock on its byte of the file, which the kernel lifts when the process dies, however it dies: waiting
@@ -24,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import itertools
 import mmap
 import os
 import secrets
@@ -39,7 +42,7 @@ from streamalloc.core.device import Device
 from streamalloc.core.door import Door, refuse_after_fork
 from streamalloc.core.errors import CudaError, error_from, undoing
 from streamalloc.core.fd import Fd
-from streamalloc.core.stream import Stream
+from streamalloc.core.stream import Stream, direct_handle, refuse_capture, sees_all_work, stream_call
 from streamalloc.driver.internal import cuda
 
 __all__ = [
@@ -48,6 +51,7 @@ __all__ = [
     "WORD",
     "ControlBlock",
     "ImporterWords",
+    "Mark",
     "SlotWords",
     "fence",
     "next_word",
@@ -64,10 +68,10 @@ _HEADER = struct.Struct("<8s16sII")
 _HEADER_BYTES = 4096
 # In the header: whether somebody has seen that the exporter died.
 _DEAD = _HEADER_BYTES - 4
-_PLAIN = ("generation", "announced", "ready", "sent", "lost")
-_EACH = ("opened", "closing", "closed", "received")
+_PLAIN = ("generation", "announced", "ready", "lost", "pool", "hold")
+_EACH = ("opened", "closing", "closed")
 _BYTES = _HEADER_BYTES + 4 * SLOTS * (len(_PLAIN) + len(_EACH) * IMPORTERS)
-# Where each kind of word begins, and how far apart the words of two slots are, in bytes.
+# Where each kind of word begins, and how far apart the words of two slots or marks are, in bytes.
 _PLACES = {
     **{name: (_HEADER_BYTES + 4 * SLOTS * place, 4) for place, name in enumerate(_PLAIN)},
     **{
@@ -83,6 +87,7 @@ _AT_LEAST = int(_FLAGS.CU_STREAM_WAIT_VALUE_GEQ)
 _LOCK = struct.Struct("hhqqi4x")
 WORD = 1 << 32
 """Words count up modulo this."""
+_NOT_IN_A_CAPTURE = "what is shared between processes is not used in a capture"
 # From so many expectations on, those that were met are looked for.
 _MANY = 64
 
@@ -97,15 +102,14 @@ def _word(address: int) -> ctypes.c_uint32:
 class SlotWords:
     """The words of one slot that its exporter writes."""
 
-    __slots__ = ("announced", "generation", "lost", "ready", "ready_address", "sent")
+    __slots__ = ("announced", "generation", "lost", "ready", "ready_address")
 
-    def __init__(self, board: ControlBlock, slot: int) -> None:
-        self.generation = _word(board.address("generation", slot))
-        self.announced = _word(board.address("announced", slot))
-        self.ready = _word(board.address("ready", slot))
-        self.sent = _word(board.address("sent", slot))
-        self.lost = _word(board.address("lost", slot))
-        self.ready_address = cuda.CUdeviceptr(board.address("ready", slot))
+    def __init__(self, block: ControlBlock, slot: int) -> None:
+        self.generation = _word(block.address("generation", slot))
+        self.announced = _word(block.address("announced", slot))
+        self.ready = _word(block.address("ready", slot))
+        self.lost = _word(block.address("lost", slot))
+        self.ready_address = cuda.CUdeviceptr(block.address("ready", slot))
 
     def was_lost(self, wanted: int) -> bool:
         """Whether the exporter died before ``ready`` had come to a value that it has now."""
@@ -115,14 +119,49 @@ class SlotWords:
 class ImporterWords:
     """The words of one slot that one importer writes."""
 
-    __slots__ = ("closed", "closed_address", "closing", "opened", "received")
+    __slots__ = ("closed", "closed_address", "closing", "opened")
 
-    def __init__(self, board: ControlBlock, slot: int, importer: int) -> None:
-        self.opened = _word(board.address("opened", slot, importer))
-        self.closing = _word(board.address("closing", slot, importer))
-        self.closed = _word(board.address("closed", slot, importer))
-        self.received = _word(board.address("received", slot, importer))
-        self.closed_address = cuda.CUdeviceptr(board.address("closed", slot, importer))
+    def __init__(self, block: ControlBlock, slot: int, importer: int) -> None:
+        self.opened = _word(block.address("opened", slot, importer))
+        self.closing = _word(block.address("closing", slot, importer))
+        self.closed = _word(block.address("closed", slot, importer))
+        self.closed_address = cuda.CUdeviceptr(block.address("closed", slot, importer))
+
+
+class Mark:
+    """A word of the exporter that says that something lasts; dropping it says that this has ended."""
+
+    __slots__ = ("_block", "_free", "_index", "_value", "_word", "number")
+
+    number: int
+    """What importers know it by: the index in the lower 32 bits, the value in the upper ones. 0 where no word is free,
+    so that nobody can tell."""
+
+    def __init__(self, block: ControlBlock, kind: str, free: list[int], value: int) -> None:
+        self._index = -1
+        self._block = block
+        """What has the word must stay."""
+        self._free = free
+        self._value = value
+        self.number = 0
+        with contextlib.suppress(IndexError):
+            # Nothing is called before the index has its owner.
+            index = free[-1]
+            del free[-1]
+            self._index = index
+            self.number = value << 32 | index
+            self._word = _word(block.address(kind, index))
+            self._word.value = value
+
+    def over(self) -> bool:
+        """Whether an importer has ended it."""
+        return self._index >= 0 and self._word.value != self._value
+
+    def __del__(self) -> None:
+        if self._index >= 0:
+            with contextlib.suppress(AttributeError):  # an interrupt came before it was set
+                self._word.value = 0
+            self._free.append(self._index)
 
 
 class ControlBlock:
@@ -135,9 +174,11 @@ class ControlBlock:
         "_expected",
         "_importers",
         "_map",
+        "_marks",
         "_own",
         "_query",
         "_slots",
+        "_values",
         "_wait",
         "_watched",
         "_write",
@@ -148,7 +189,6 @@ class ControlBlock:
         "id",
         "importer",
         "opened",
-        "received",
     )
 
     id: bytes
@@ -157,10 +197,9 @@ class ControlBlock:
     importer: int
     """Which importer this process is; -1 for the exporter."""
     opened: Words
-    """By slot and importer, as the next three."""
+    """By slot and importer, as the next two."""
     closing: Words
     closed: Words
-    received: Words
 
     def __init__(self, door: Door, fd: Fd) -> None:
         self.door = door
@@ -169,6 +208,9 @@ class ControlBlock:
         self._watched: set[int] = set()
         self._expected: dict[tuple[int, int], None] = {}
         """Slots, and the values of their ready words that streams of this process wait for."""
+        self._marks = {kind: list(range(SLOTS)) for kind in ("pool", "hold")}
+        """The marks of each kind that are free."""
+        self._values = itertools.count(secrets.randbits(31))
         self._map = mmap.mmap(fd.fileno(), _BYTES)
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         for name in _EACH:
@@ -183,22 +225,33 @@ class ControlBlock:
         self._query: Any = door.driver.cuStreamQuery
         self._write: Any = door.driver.cuStreamWriteValue32
         self._wait: Any = door.driver.cuStreamWaitValue32
-        with undoing(self._unregister), Device(0, driver=door.driver).current():
-            door.call("cuMemHostRegister", base, _BYTES, _REGISTER_PORTABLE_AND_MAPPED)
+        with undoing(self._own.close), Device(0, driver=door.driver).current():
+            # Before the call, as an interrupt may come after it.
             self._address = base
+            try:
+                door.call("cuMemHostRegister", base, _BYTES, _REGISTER_PORTABLE_AND_MAPPED)
+            except CudaError:
+                self._address = 0
+                raise
         door.shut_with_me(self)
 
+    def close(self) -> None:
+        """Let go of the memory; idempotent. It waits for the device's work (``cuMemHostUnregister``)."""
+        with contextlib.suppress(CudaError):
+            self._unregister()
+
     def _unregister(self) -> None:
-        address, self._address = self._address, 0
+        address = self._address
+        self._address = 0
         self._own.close()
         if address:
             with Device(0, driver=self.door.driver).current():
                 self.door.call("cuMemHostUnregister", address)
 
     def __del__(self) -> None:
+        # As when the driver is dropped: whoever lets go of a block by itself has closed it.
         if getattr(self, "_address", 0) and self.door.usable:
-            with contextlib.suppress(CudaError):
-                self._unregister()
+            self.close()
 
     @classmethod
     def create(cls, door: Door) -> ControlBlock:
@@ -209,10 +262,10 @@ class ControlBlock:
         fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, _SEALS)
         name = secrets.token_bytes(16)
         os.pwrite(fd.fileno(), _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS), 0)
-        board = cls(door, fd)
-        board.id = name
-        board._lock(0)
-        return board
+        block = cls(door, fd)
+        block.id = name
+        block._lock(0)
+        return block
 
     @classmethod
     def attach(cls, door: Door, fd: Fd, name: bytes) -> ControlBlock:
@@ -225,11 +278,11 @@ class ControlBlock:
         """
         if not _is_sealed(fd) or os.pread(fd.fileno(), _HEADER.size, 0) != _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS):
             raise ValueError("the file descriptor that came with the message is not its control block")
-        board = cls(door, fd)
-        board.id = name
-        with undoing(board._unregister):
-            board.importer = board._take_place()
-        return board
+        block = cls(door, fd)
+        block.id = name
+        with undoing(block.close):
+            block.importer = block._take_place()
+        return block
 
     def _take_place(self) -> int:
         for importer in range(IMPORTERS):
@@ -260,6 +313,32 @@ class ControlBlock:
             words = self._importers[slot, importer] = ImporterWords(self, slot, importer)
         return words
 
+    def new_mark(self, kind: str) -> Mark:
+        """A mark of the exporter's, ``"pool"`` or ``"hold"``."""
+        return Mark(self, kind, self._marks[kind], 1 + next(self._values) % (WORD - 1))
+
+    def marked(self, kind: str, number: int) -> bool:
+        """Whether what a mark of the exporter's stands for lasts, as far as can be known.
+
+        Raises
+        ------
+        ValueError
+            There is no such mark.
+        """
+        return not number or self._marked(kind, number).value == number >> 32
+
+    def end_mark(self, kind: str, number: int) -> None:
+        """Tell the exporter that what a mark stands for has ended."""
+        word = self._marked(kind, number)
+        if word.value == number >> 32:
+            word.value = 0
+
+    def _marked(self, kind: str, number: int) -> ctypes.c_uint32:
+        index = number % WORD
+        if index >= SLOTS:
+            raise ValueError(f"the descriptor's {kind} mark {index} is none of its control block, which has {SLOTS}")
+        return _word(self.address(kind, index))
+
     def all_closed(self, slot: int) -> bool:
         """Whether all importers that have opened a slot have closed it, and their work has ended."""
         opened, step = _PLACES["opened"]
@@ -273,28 +352,28 @@ class ControlBlock:
         The host does so where the stream has no work left (``cuStreamQuery``), as a store of the device's has to travel
         both ways; else the stream (``cuStreamWriteValue32``).
         """
-        if stream._direct is self.door:
-            handle = stream._handle
-            if stream._sees_all:
-                result = self._asked(handle)
-                if not result:
+        handle = direct_handle(stream, self.door)
+        if handle is None:
+            if not checked:
+                refuse_capture(stream, "cuStreamWriteValue32", _NOT_IN_A_CAPTURE)
+            if sees_all_work(stream):
+                with self.door.relaxed():
+                    idle = stream.query()
+                if idle:
                     word.value = value
                     return
-                if result != _NOT_READY:
-                    raise error_from(result, "cuStreamQuery")
-            result = self._write(handle, address, value, 0)[0]
-            if result:
-                raise error_from(result, "cuStreamWriteValue32")
+            stream_call(stream, "cuStreamWriteValue32", address, value, 0)
             return
-        if not checked:
-            _refuse_capture(stream, "cuStreamWriteValue32")
-        if stream._sees_all:
-            with self.door.relaxed():
-                idle = stream.query()
-            if idle:
+        if sees_all_work(stream):
+            result = self._asked(handle)
+            if not result:
                 word.value = value
                 return
-        stream._call("cuStreamWriteValue32", address, value, 0)
+            if result != _NOT_READY:
+                raise error_from(result, "cuStreamQuery")
+        result = self._write(handle, address, value, 0)[0]
+        if result:
+            raise error_from(result, "cuStreamWriteValue32")
 
     def _asked(self, handle: Any) -> Any:
         """What ``cuStreamQuery`` says of a stream; asked in this mode, it breaks no capture of another one."""
@@ -311,13 +390,14 @@ class ControlBlock:
 
     def wait(self, stream: Stream, address: Any, value: int) -> None:
         """Have a stream wait until a word is at a value or beyond (``cuStreamWaitValue32``)."""
-        if stream._direct is self.door:
-            result = self._wait(stream._handle, address, value, _AT_LEAST)[0]
-            if result:
-                raise error_from(result, "cuStreamWaitValue32")
+        handle = direct_handle(stream, self.door)
+        if handle is None:
+            refuse_capture(stream, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
+            stream_call(stream, "cuStreamWaitValue32", address, value, _AT_LEAST)
             return
-        _refuse_capture(stream, "cuStreamWaitValue32")
-        stream._call("cuStreamWaitValue32", address, value, _AT_LEAST)
+        result = self._wait(handle, address, value, _AT_LEAST)[0]
+        if result:
+            raise error_from(result, "cuStreamWaitValue32")
 
     # -- life and death --------------------------------------------------------------------------------------
 
@@ -334,7 +414,7 @@ class ControlBlock:
         return kind != fcntl.F_UNLCK
 
     def exporter_alive(self) -> bool:
-        """Whether the process that made the board lives."""
+        """Whether the process that made the block lives."""
         # Who waited for its death has its lock for a moment then.
         return not self._map[_DEAD] and self._alive(0)
 
@@ -383,7 +463,7 @@ class ControlBlock:
         self._watched.add(byte)
         with undoing(lambda: self._watched.discard(byte)):
             file = Fd(os.open(f"/proc/self/fd/{self.fd.fileno()}", os.O_RDWR | os.O_CLOEXEC))
-            # It lasts as long as the other process, and must not keep the board, nor the driver behind it, so long.
+            # It lasts as long as the other process, and must not keep the block, nor the driver behind it, so long.
             watch = threading.Thread(
                 target=_wait_for_the_death, args=(weakref.ref(self), file, byte), name="streamalloc lease", daemon=True
             )
@@ -421,29 +501,20 @@ def _wait_for_the_death(watching: weakref.ref[ControlBlock], file: Fd, byte: int
     with file:
         fcntl.fcntl(file.fileno(), fcntl.F_OFD_SETLKW, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
         # The lock is held until the words are written: nobody takes the place of the dead in between.
-        board = watching()
-        if board is not None:
-            board._died(byte)
+        block = watching()
+        if block is not None:
+            block._died(byte)
         # Closing the file is not enough where a forked child of this process has it, too.
         fcntl.fcntl(file.fileno(), fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
-
-
-def _refuse_capture(stream: Stream, call: str) -> None:
-    stream._checked_raw()
-    stream._refuse_capture(call, "what is shared between processes is not used in a capture")
-
-
-_barrier = threading.Lock()
 
 
 def fence() -> None:
     """Let what this thread has written be seen before it reads on.
 
     Exporter and importer each write a word and then read the other's, which processors may reorder; taking a lock does
-    not let them.
+    not let them. A new one, which nobody else can hold.
     """
-    with _barrier:
-        pass
+    threading.Lock().acquire()
 
 
 def next_word(value: Any) -> int:

@@ -11,7 +11,7 @@ import struct
 import zlib
 from typing import NamedTuple
 
-__all__ = ["HEAD_BYTES", "MOST_CHUNKS", "Chunk", "Descriptor", "Flags", "Mechanism", "head_of", "joined"]
+__all__ = ["HEAD_BYTES", "MOST_CHUNKS", "Chunk", "Descriptor", "Flags", "Mechanism", "head_of", "joined", "with_hold"]
 
 
 class Mechanism(enum.IntEnum):
@@ -22,7 +22,7 @@ class Mechanism(enum.IntEnum):
     POOL_POINTER = 2
     """An allocation of a pool: ``cuMemPoolExportPointer``."""
     PHYSICAL = 3
-    """Physical memory, one or several pieces: ``cuMemExportToShareableHandle``."""
+    """Physical memory, one or several chunks: ``cuMemExportToShareableHandle``."""
     LEGACY = 4
     """A block of ``cuMemAlloc``: ``cuIpcGetMemHandle``."""
     EVENT = 5
@@ -32,24 +32,26 @@ class Mechanism(enum.IntEnum):
 _WITHOUT_MEMORY = (Mechanism.POOL, Mechanism.EVENT)
 _MECHANISMS = {int(mechanism): mechanism for mechanism in Mechanism}
 MAGIC = b"SAipc"
-VERSION = 2
+VERSION = 3
 FABRIC = 8
 """``CU_MEM_HANDLE_TYPE_FABRIC`` as a descriptor's handle type: the handles are bytes, and in the descriptor."""
 
-# What stays the same from one allocation to the next: magic, version, mechanism, total length; device, origin, board,
-# endpoint. And what does not: flags, slot, generation, ready, driver version, handle type; offset, size, base size;
-# payload length, chunks.
-_HEAD = struct.Struct("<5sHBI16s16s16s16s")
-_NUMBERS = struct.Struct("<IIIIIIQQQHH")
+# What stays the same from one allocation to the next: magic, version, mechanism, total length; device, origin, control
+# block, endpoint; pool mark. And what does not: flags, slot, generation, ready, driver version, handle type; offset,
+# size, base size; hold; payload length, chunks.
+_HEAD = struct.Struct("<5sHBI16s16s16s16sQ")
+_NUMBERS = struct.Struct("<IIIIIIQQQQHH")
 HEAD_BYTES = _HEAD.size
-"""What is the same for all allocations of one pool that have their leases on one board."""
+"""What is the same for all allocations of one pool that have their leases in one control block."""
 _BODY = _HEAD.size + _NUMBERS.size
+_HOLD = struct.Struct("<Q")
+_HOLD_AT = struct.calcsize("<IIIIIIQQQ")
 _CHUNK = struct.Struct("<16sQ")
 _FABRIC_CHUNK = struct.Struct("<16sQ64s")
 _CHECK = struct.Struct("<I")
 _SHORTEST = _BODY + _CHECK.size
 MOST_CHUNKS = 2048
-"""The most pieces of physical memory in one descriptor."""
+"""The most chunks of physical memory in one descriptor."""
 _MOST_PAYLOAD = 256
 _MOST_BYTES = 1 << 48
 _FLAGS = 0xF
@@ -57,7 +59,7 @@ _HANDLE_TYPES = (0, 1, FABRIC)
 
 
 class Chunk(NamedTuple):
-    """A piece of physical memory in a descriptor: 16 bytes that name it, its size, and its handle if that is bytes."""
+    """A chunk of physical memory in a descriptor: 16 bytes that name it, its size, and its handle if that is bytes."""
 
     id: bytes
     nbytes: int
@@ -69,7 +71,8 @@ class Flags:
     """The bits of :attr:`Descriptor.flags`."""
 
     HELD = 1
-    """The exporter counts this descriptor as on its way."""
+    """The exporter counts this descriptor as on its way, until the mark that :attr:`Descriptor.hold` names has ended.
+    Without one, one more handle comes along: that by which the message holds the allocation."""
     READ_ONLY = 2
     """Importers map the memory for reading only."""
     LEASED = 8
@@ -78,16 +81,26 @@ class Flags:
     """``base_size`` is a capacity, and later descriptors of this origin may have more chunks."""
 
 
-def head_of(mechanism: Mechanism, device: bytes, origin: bytes, board: bytes, endpoint: bytes, extra: int) -> bytes:
+def head_of(
+    mechanism: Mechanism, device: bytes, origin: bytes, board: bytes, endpoint: bytes, pool_mark: int, extra: int
+) -> bytes:
     """The first part of a descriptor with ``extra`` bytes of payload and chunks."""
     length = _SHORTEST + extra
-    return _HEAD.pack(MAGIC, VERSION, mechanism, length, device, origin, board, endpoint)
+    return _HEAD.pack(MAGIC, VERSION, mechanism, length, device, origin, board, endpoint, pool_mark)
 
 
 def joined(head: bytes, numbers: tuple[int, ...], payload: int, chunks: int, rest: bytes) -> bytes:
-    """A descriptor of its parts: the nine ``numbers`` from ``flags`` to ``base_size``, and payload and chunks."""
+    """A descriptor of its parts: ``numbers`` from ``flags`` to ``base_size``, then ``hold``; payload and chunks."""
     body = head + _NUMBERS.pack(*numbers, payload, chunks) + rest
     return body + _CHECK.pack(zlib.crc32(body))
+
+
+def with_hold(data: bytes, hold: int) -> bytes:
+    """The same descriptor, held by a mark, or with 0 by the message that carries it."""
+    body = bytearray(data[: -_CHECK.size])
+    body[HEAD_BYTES] |= Flags.HELD
+    _HOLD.pack_into(body, HEAD_BYTES + _HOLD_AT, hold)
+    return bytes(body) + _CHECK.pack(zlib.crc32(body))
 
 
 class Descriptor(NamedTuple):
@@ -102,8 +115,8 @@ class Descriptor(NamedTuple):
     origin
         16 bytes that name the pool, the block or the range: what is imported once and used by many descriptors.
     board, slot, generation, ready
-        The exporter's board, the allocation's slot there, which allocation it stands for, and the value of the slot's
-        ``ready`` word from which on the contents are there. A board of zeros means that there is none.
+        The exporter's control block, the allocation's slot there, which allocation it stands for, and the value of the
+        slot's ``ready`` word from which on the contents are there. Zeros for ``board`` mean that there is none.
     endpoint
         Where handles can be had that did not come along; zeros where nowhere.
     driver_version
@@ -115,7 +128,12 @@ class Descriptor(NamedTuple):
     payload
         The driver's opaque bytes.
     chunks
-        The pieces of physical memory, in the order of addresses; with fabric handles, all of them have one.
+        The chunks of physical memory, in the order of addresses; with fabric handles, all of them have one.
+    hold
+        What holds the allocation until this descriptor was opened: a word of the control block in the lower 32 bits,
+        and its value in the upper ones. 0 means none.
+    pool_mark
+        The same for the word that changes when the pool has ended.
     """
 
     mechanism: Mechanism
@@ -134,6 +152,8 @@ class Descriptor(NamedTuple):
     base_size: int = 0
     payload: bytes = b""
     chunks: tuple[Chunk, ...] = ()
+    hold: int = 0
+    pool_mark: int = 0
 
     @property
     def head(self) -> bytes:
@@ -147,8 +167,8 @@ class Descriptor(NamedTuple):
         else:
             packed = b"".join(_CHUNK.pack(chunk.id, chunk.nbytes) for chunk in self.chunks)
         rest = self.payload + packed
-        head = head_of(self.mechanism, self.device, self.origin, self.board, self.endpoint, len(rest))
-        return joined(head, self[5:14], len(self.payload), len(self.chunks), rest)
+        head = head_of(self.mechanism, *self[1:5], self.pool_mark, len(rest))
+        return joined(head, (*self[5:14], self.hold), len(self.payload), len(self.chunks), rest)
 
     @classmethod
     def from_bytes(cls, data: bytes, known: Descriptor | None = None) -> Descriptor:
@@ -164,7 +184,7 @@ class Descriptor(NamedTuple):
         """
         if known is not None and len(data) >= _SHORTEST:
             numbers = _NUMBERS.unpack_from(data, HEAD_BYTES)
-            flags, _, _, _, _, handle_type, offset, size, base_size, extra, count = numbers
+            flags, _, _, _, _, handle_type, offset, size, base_size, hold, extra, count = numbers
             payload = data[_BODY : -_CHECK.size]
             if (
                 zlib.crc32(data[: -_CHECK.size]) == int.from_bytes(data[-_CHECK.size :], "little")
@@ -174,7 +194,7 @@ class Descriptor(NamedTuple):
                 and flags <= _FLAGS
                 and offset + size <= base_size <= _MOST_BYTES
             ):
-                return tuple.__new__(cls, (*known[:5], *numbers[:9], payload, ()))
+                return tuple.__new__(cls, (*known[:5], *numbers[:9], payload, (), hold, known.pool_mark))
         if type(data) is not bytes:
             if not isinstance(data, (bytes, bytearray, memoryview)):
                 raise TypeError(f"a descriptor is bytes, not {type(data).__name__}")
@@ -182,13 +202,13 @@ class Descriptor(NamedTuple):
         length = len(data)
         if length < _SHORTEST or not data.startswith(MAGIC):
             raise ValueError(f"these {length} bytes are no descriptor of shared memory")
-        _, version, mechanism, said, device, origin, board, endpoint = _HEAD.unpack_from(data)
+        _, version, mechanism, said, device, origin, board, endpoint, pool_mark = _HEAD.unpack_from(data)
         if version != VERSION:
             raise ValueError(f"a descriptor of version {version}: this library knows version {VERSION}")
         if said != length or zlib.crc32(data[: -_CHECK.size]) != int.from_bytes(data[-_CHECK.size :], "little"):
             raise ValueError("the descriptor is damaged: its length or checksum is wrong")
         numbers = _NUMBERS.unpack_from(data, HEAD_BYTES)
-        flags, _, _, _, _, handle_type, offset, size, base_size, extra, count = numbers
+        flags, _, _, _, _, handle_type, offset, size, base_size, hold, extra, count = numbers
         form = _FABRIC_CHUNK if handle_type == FABRIC else _CHUNK
         parts = _SHORTEST + extra + form.size * count
         if extra > _MOST_PAYLOAD or count > MOST_CHUNKS or length != parts:
@@ -214,4 +234,5 @@ class Descriptor(NamedTuple):
                 raise ValueError("a chunk of the descriptor has no size, or too large a one")
         payload = data[_BODY:at]
         # What cls() comes down to, at a third of its cost.
-        return tuple.__new__(cls, (kind, device, origin, board, endpoint, *numbers[:9], payload, chunks))
+        fields = (kind, device, origin, board, endpoint, *numbers[:9], payload, chunks, hold, pool_mark)
+        return tuple.__new__(cls, fields)

@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-from streamalloc.core.buffer import Buffer, GraphBuffer, pool_of
+from streamalloc.core.buffer import Buffer, GraphBuffer, pool_of, set_shared, shared_state
 from streamalloc.core.device import Device
-from streamalloc.core.door import Door
-from streamalloc.core.errors import error_from
+from streamalloc.core.door import Door, PerDriver, door_behind
+from streamalloc.core.errors import error_from, size_text
 from streamalloc.core.fd import Fd
-from streamalloc.core.memory import BufferView, CopySide, Memory
+from streamalloc.core.later import work
+from streamalloc.core.memory import BufferView, CopySide, Memory, check_usable, viewed
 from streamalloc.core.properties import MemHandleType, MemLocationType
-from streamalloc.core.stream import Event, Stream, StreamLike, as_stream
+from streamalloc.core.stream import Event, Stream, StreamLike, as_stream, direct_handle, refuse_capture
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda, opaque_bytes
-from streamalloc.ipc.sharing.control_block import ControlBlock
-from streamalloc.ipc.sharing.descriptor import MOST_CHUNKS, Chunk, Descriptor, Flags, Mechanism, head_of, joined
+from streamalloc.ipc.sharing.control_block import ControlBlock, Mark
+from streamalloc.ipc.sharing.descriptor import (
+    MOST_CHUNKS,
+    Chunk,
+    Descriptor,
+    Flags,
+    Mechanism,
+    head_of,
+    joined,
+    with_hold,
+)
 from streamalloc.ipc.sharing.imports import ImportedBuffer, ImportedPool, ImportedRange
-from streamalloc.ipc.sharing.lease import Lease, Leases, leases_of, making
+from streamalloc.ipc.sharing.lease import Hold, Lease, leases_of
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.pointers import MemoryKind, PointerAttributes, pointer_attributes
 from streamalloc.vmm import AddressRange, GrowableBuffer, Mapping, PhysicalMemory, RangeView, VirtualBuffer
 from streamalloc.vmm.internal import covering, door_of_range, is_imported, spec_of
 
-__all__ = ["Shared", "share"]
+__all__ = ["Exports", "Shared", "exports_of", "share"]
 
 _POSIX, _FABRIC = MemHandleType.POSIX_FILE_DESCRIPTOR, MemHandleType.FABRIC
 _POSIX_MEMBER = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -42,18 +53,34 @@ class Shared:
 
     ``bytes(shared)`` is the descriptor. The handles go along by :func:`streamalloc.ipc.send`, or with
     ``channel.send(bytes(shared), shared.fds)``; an importer that has had them once needs only the bytes.
+
+    With ``hold=True`` it keeps the allocation from being freed until the descriptor was opened, :meth:`cancel` is
+    called, or it is dropped. ``ipc.send`` hands the hold over to the message.
     """
 
-    __slots__ = ("__weakref__", "_data", "_kept", "handles")
+    __slots__ = ("__weakref__", "_data", "_hold", "_kept", "_lease", "handles")
 
     handles: dict[bytes, Fd]
     """The handles by their names, which the descriptor holds; they stay the exporter's."""
 
-    def __init__(self, data: bytes, handles: dict[bytes, Fd], *, kept: bool = True) -> None:
+    def __init__(
+        self,
+        data: bytes,
+        handles: dict[bytes, Fd],
+        lease: Lease | None = None,
+        hold: Hold | None = None,
+        *,
+        kept: bool = True,
+    ) -> None:
+        self._hold = hold
         self._data = data
         self._kept = kept
         """Whether importers keep what the handles stand for, so that they need to travel once only."""
+        self._lease = lease
+        """The slot of the announcement or the allocation; an announcement's is given back with this object."""
         self.handles = handles
+        if lease is not None and hold is not None:
+            lease.hold(hold)
 
     @property
     def descriptor(self) -> Descriptor:
@@ -65,42 +92,77 @@ class Shared:
         """The handles in the order in which :func:`streamalloc.ipc.open` expects them."""
         return tuple(self.handles.values())
 
+    @property
+    def held(self) -> bool:
+        """Whether it keeps the allocation from being freed."""
+        return self._hold is not None and not self._hold.over()
+
     def to_bytes(self) -> bytes:
         """The descriptor as it travels."""
-        return self._data
+        if self._hold is None or self._lease is None or self._hold.over():
+            return self._data
+        return with_hold(self._data, self._hold.mark(self._lease.block))
 
     __bytes__ = to_bytes
 
+    def cancel(self) -> None:
+        """End the hold: the descriptor is not going to be opened. Idempotent."""
+        if self._hold is not None:
+            self._hold.end()
+
+    def hand_over(self, lost: Callable[[], bool]) -> None:
+        """Leave the hold to what carries the descriptor; ``lost`` tells when that can bring it to nobody any more."""
+        hold = self._hold
+        if hold is not None:
+            hold.carry(lost)
+            self._hold = None
+
+    def __del__(self) -> None:
+        if hasattr(self, "_hold"):
+            self.cancel()
+
     def __repr__(self) -> str:
         described = self.descriptor
-        return f"<Shared {described.mechanism.name} of {described.size} bytes, {len(self.handles)} handles>"
+        held = ", held" if self.held else ""
+        return f"<Shared {described.mechanism.name} of {described.size} bytes, {len(self.handles)} handles{held}>"
 
 
 class _Route:
-    """How allocations of one pool are shared: its name and handle, and what their descriptors have in common."""
+    """How allocations of one pool are shared: its name and handle, and what their descriptors have in common.
 
-    __slots__ = ("device", "fd", "heads", "origin")
+    It lasts as long as the pool is open or a lease needs it. Its marks tell importers when it ends.
+    """
 
-    def __init__(self, origin: bytes, fd: Fd, device: bytes) -> None:
-        self.origin = origin
-        self.fd = fd
+    __slots__ = ("_heads", "_marks", "device", "fd", "origin", "pool")
+
+    def __init__(self, pool: MemoryPool, device: bytes) -> None:
+        self.pool = weakref.ref(pool)
+        self.origin, self.fd = _export_pool(pool)
         self.device = device
-        self.heads: dict[tuple[bytes, bytes], tuple[bytes, dict[bytes, Fd]]] = {}
-        """The beginning of the descriptor and the handles, by board and endpoint."""
+        self._heads: dict[tuple[bytes, bytes], tuple[bytes, dict[bytes, Fd]]] = {}
+        """The beginning of the descriptor and the handles, by control block and endpoint."""
+        self._marks: dict[bytes, Mark] = {}
 
-    def head(self, board: ControlBlock, exports: Exports) -> tuple[bytes, dict[bytes, Fd]]:
-        """The same for an allocation with its lease on ``board``."""
-        key = (board.id, exports.endpoint)
-        found = self.heads.get(key)
+    def mark(self, block: ControlBlock) -> int:
+        """What says in a control block that the pool lasts."""
+        mark = self._marks.get(block.id)
+        if mark is None:
+            mark = self._marks.setdefault(block.id, block.new_mark("pool"))
+        return mark.number
+
+    def head(self, block: ControlBlock, exports: Exports) -> tuple[bytes, dict[bytes, Fd]]:
+        """The same for an allocation with its lease in ``block``."""
+        key = (block.id, exports.endpoint)
+        found = self._heads.get(key)
         if found is None:
-            head = head_of(Mechanism.POOL_POINTER, self.device, self.origin, *key, _PAYLOAD)
-            handles = {self.origin: self.fd, board.id: board.fd}
+            head = head_of(Mechanism.POOL_POINTER, self.device, self.origin, *key, self.mark(block), _PAYLOAD)
+            handles = {self.origin: self.fd, block.id: block.fd}
             exports.handles.update(handles)
-            found = self.heads[key] = (head, handles)
+            found = self._heads[key] = (head, handles)
         return found
 
 
-class _Piece:
+class _Exported:
     """The name of physical memory, and its handles of each type."""
 
     __slots__ = ("handles", "name")
@@ -121,10 +183,13 @@ class Exports:
         self.handles: weakref.WeakValueDictionary[bytes, Fd] = weakref.WeakValueDictionary()
         self.version = int(door.call("cuDriverGetVersion"))
         self._export_pointer: Any = door.driver.cuMemPoolExportPointer
-        self._routes: weakref.WeakKeyDictionary[MemoryPool, _Route] = weakref.WeakKeyDictionary()
+        self._routes: dict[int, _Route] = {}
+        """By the pool object's ``id``."""
         self._uuids: dict[int, bytes] = {}
-        self._pieces: weakref.WeakKeyDictionary[PhysicalMemory, _Piece] = weakref.WeakKeyDictionary()
+        self._exported: weakref.WeakKeyDictionary[PhysicalMemory, _Exported] = weakref.WeakKeyDictionary()
         self._names: weakref.WeakKeyDictionary[VirtualBuffer, bytes] = weakref.WeakKeyDictionary()
+        self._lock = threading.RLock()
+        """Held where a buffer gets its lease."""
 
     def describe(
         self,
@@ -134,7 +199,7 @@ class Exports:
         handles: Iterable[tuple[bytes, Fd]],
         **fields: Any,
     ) -> Shared:
-        """The descriptor, with a slot of the board and the announcement there that the contents are ready.
+        """The descriptor, with a slot of a control block and the announcement there that the contents are ready.
 
         The slot is taken for this announcement alone, until the result is dropped.
         """
@@ -142,15 +207,10 @@ class Exports:
         words: Lease | None = None
         if stream is not None:
             words = self.leases.take()
-            try:
-                fields["ready"] = words.announce(stream)
-            except BaseException:
-                self.leases.give(words)
-                raise
-            fields["board"], fields["slot"], fields["generation"] = words.board.id, words.slot, words.generation
-            named[words.board.id] = words.board.fd
-        for name, fd in named.items():
-            self.handles[name] = fd
+            fields["ready"] = words.announce(stream)
+            fields["board"], fields["slot"], fields["generation"] = words.block.id, words.slot, words.generation
+            named[words.block.id] = words.block.fd
+        self.handles.update(named)
         descriptor = Descriptor(
             mechanism,
             self._uuid(device),
@@ -158,10 +218,7 @@ class Exports:
             driver_version=self.version,
             **fields,
         )
-        shared = Shared(descriptor.to_bytes(), named, kept=mechanism is not Mechanism.PHYSICAL)
-        if words is not None:
-            weakref.finalize(shared, self.leases.give, words).atexit = False
-        return shared
+        return Shared(descriptor.to_bytes(), named, words, kept=mechanism is not Mechanism.PHYSICAL)
 
     def _uuid(self, device: Device) -> bytes:
         uuid = self._uuids.get(device.ordinal)
@@ -169,10 +226,23 @@ class Exports:
             uuid = self._uuids[device.ordinal] = device.uuid.bytes
         return uuid
 
+    def lease(self, buffer: Buffer) -> Lease:
+        """The lease of a buffer, which frees it from now on."""
+        lease = shared_state(buffer)
+        if not isinstance(lease, Lease):
+            with self._lock:
+                lease = shared_state(buffer)
+                if not isinstance(lease, Lease):
+                    lease = self.leases.take()
+                    lease.route = self.route(cast("MemoryPool", pool_of(buffer)))
+                    lease.payload = self.pointer(buffer.address)
+                    set_shared(buffer, lease)
+        return lease
+
     def route(self, pool: MemoryPool) -> _Route:
         """How a pool is shared."""
-        route = self._routes.get(pool)
-        if route is None:
+        route = self._routes.get(id(pool))
+        if route is None or route.pool() is not pool:
             if pool.properties is not None and not pool.properties.handle_types & _POSIX:
                 raise ValueError(
                     f"{pool!r} cannot be shared: make it with handle_types=MemHandleType.POSIX_FILE_DESCRIPTOR"
@@ -180,13 +250,12 @@ class Exports:
                 )
             on_device = pool.location.type is MemLocationType.DEVICE
             device = Device(pool.location.id if on_device else 0, driver=self.door.driver)
-            route = self._routes[pool] = _Route(*self.export_pool(pool._raw), self._uuid(device))
+            route = self._routes[id(pool)] = _Route(pool, self._uuid(device))
+            for key, known in list(self._routes.items()):
+                known_pool = known.pool()
+                if known_pool is None or known_pool.closed:
+                    self._routes.pop(key, None)
         return route
-
-    def export_pool(self, raw: Any) -> tuple[bytes, Fd]:
-        """A new name and handle for a pool, which other code may have made."""
-        number = self.door.call("cuMemPoolExportToShareableHandle", raw, _POSIX_MEMBER, 0, hint=_NOT_EXPORTABLE)
-        return secrets.token_bytes(16), Fd(int(number))
 
     def pointer(self, address: int) -> bytes:
         """The driver's export data of an allocation (``cuMemPoolExportPointer``)."""
@@ -197,33 +266,34 @@ class Exports:
 
     def memory(self, memory: PhysicalMemory, handle_type: MemHandleType) -> tuple[Chunk, Fd | None]:
         """Physical memory as a descriptor has it, and the file descriptor that goes along, if one does."""
-        piece = self._pieces.get(memory)
-        if piece is None:
-            piece = self._pieces[memory] = _Piece()
-        handle = piece.handles.get(handle_type)
+        exported = self._exported.get(memory)
+        if exported is None:
+            exported = self._exported.setdefault(memory, _Exported())
+        handle = exported.handles.get(handle_type)
         if handle is None:
-            handle = piece.handles[handle_type] = memory.export(handle_type)
+            handle = exported.handles.setdefault(handle_type, memory.export(handle_type))
         if isinstance(handle, Fd):
-            return Chunk(piece.name, memory.nbytes), handle
-        return Chunk(piece.name, memory.nbytes, handle), None
+            return Chunk(exported.name, memory.nbytes), handle
+        return Chunk(exported.name, memory.nbytes, handle), None
 
     def name(self, buffer: VirtualBuffer) -> bytes:
         """Sixteen bytes that stand for a buffer that may grow, so that importers know it again."""
         found = self._names.get(buffer)
         if found is None:
-            found = self._names[buffer] = secrets.token_bytes(16)
+            found = self._names.setdefault(buffer, secrets.token_bytes(16))
         return found
 
 
-def exports_of(door: Door) -> Exports:
-    """What this process has exported through a driver."""
-    leases: Leases = leases_of(door)
-    if leases.exports is None:
-        with making:
-            if leases.exports is None:
-                leases.exports = Exports(door)
-    found: Exports = leases.exports
-    return found
+exports_of: PerDriver[Exports] = PerDriver(Exports)
+"""What this process has exported through a driver."""
+
+
+def _export_pool(pool: MemoryPool) -> tuple[bytes, Fd]:
+    """A new name and handle for a pool, which other code may have made."""
+    raw = cuda.CUmemoryPool(pool.handle)
+    call = door_behind(pool).call
+    number = call("cuMemPoolExportToShareableHandle", raw, _POSIX_MEMBER, 0, hint=_NOT_EXPORTABLE)
+    return secrets.token_bytes(16), Fd(int(number))
 
 
 def share(
@@ -241,7 +311,7 @@ def share(
     or any object with ``__cuda_array_interface__`` such as a CuPy array or a PyTorch tensor. The driver's mechanism
     follows from what the memory is; it has to have been made for sharing.
 
-    A shared allocation of a pool carries a lease: freeing it waits for importers, see :class:`LeasedBuffer`. Memory of
+    A shared allocation of a pool carries a lease: freeing it waits for importers, see :meth:`Buffer.free`. Memory of
     other libraries is freed by them, and carries none.
 
     Physical memory and what it is mapped in can be shared by fabric handles, too, and then with processes of other
@@ -281,16 +351,10 @@ def share(
     if handle_type is not None:
         _check_handle_type(thing, handle_type)
     if isinstance(thing, Buffer):
-        door = thing._allocator._door
-        door.check_process()
-        with leases_of(door).lock:
-            return _share_part(thing, 0, thing._nbytes, stream, hold)
+        return _share_part(thing, 0, thing.nbytes, stream, hold)
     for kind, how in _HOW:
         if isinstance(thing, kind):
-            door = door_of(thing)
-            door.check_process()
-            with leases_of(door).lock:
-                return how(thing, stream, hold, handle_type)
+            return how(thing, stream, hold, handle_type)
     if hasattr(thing, "__cuda_array_interface__"):
         return _share_foreign(thing, stream, hold, expose_block, handle_type)
     raise TypeError(
@@ -304,8 +368,8 @@ def _check_handle_type(thing: object, handle_type: object) -> None:
         raise TypeError(f"handle_type must be a MemHandleType, not {type(handle_type).__name__} ({handle_type!r})")
     if handle_type not in (_POSIX, _FABRIC):
         raise ValueError(f"handle_type={handle_type!r}: allowed are POSIX_FILE_DESCRIPTOR and FABRIC")
-    while isinstance(thing, BufferView):
-        thing = thing._parent
+    if isinstance(thing, BufferView):
+        thing, _ = viewed(thing)
     if isinstance(thing, Event):
         raise ValueError(f"handle_type={handle_type!r}: {thing!r} is shared without any, leave it out")
     if handle_type == _FABRIC and isinstance(thing, (MemoryPool, Buffer)):
@@ -313,7 +377,7 @@ def _check_handle_type(thing: object, handle_type: object) -> None:
 
 
 def _handle_type(memories: Iterable[PhysicalMemory], asked: MemHandleType | None) -> MemHandleType:
-    """By which handles pieces of physical memory are shared; where they have none, exporting them says so."""
+    """By which handles chunks of physical memory are shared; where they have none, exporting them says so."""
     if asked is not None:
         return asked
     common = _POSIX | _FABRIC
@@ -322,95 +386,75 @@ def _handle_type(memories: Iterable[PhysicalMemory], asked: MemHandleType | None
     return _FABRIC if common == _FABRIC else _POSIX
 
 
-def door_of(thing: Any) -> Door:
-    """The door of something that can be shared."""
-    for kind, door in _DOORS:
-        if isinstance(thing, kind):
-            found: Door = door(thing)
-            return found
-    found = thing._door
-    return found
+def _prepared(door: Door) -> Exports:
+    """What every kind begins with."""
+    door.check_process()
+    work(door)
+    return exports_of(door)
 
 
-def _ordered(thing: Any, stream: StreamLike | None, door: Door) -> Stream:
-    ordered: Stream = thing.stream if stream is None else as_stream(stream, door)
-    ordered._refuse_capture("cuStreamWriteValue32", "memory cannot be shared in a capture")
+def _ordered(thing: Memory, stream: StreamLike | None, door: Door) -> Stream:
+    ordered = thing.stream if stream is None else as_stream(stream, door)
+    refuse_capture(ordered, "cuStreamWriteValue32", _NOT_IN_A_CAPTURE)
     return ordered
 
 
 def _share_pool(pool: MemoryPool, stream: StreamLike | None, hold: bool, handle_type: MemHandleType | None) -> Shared:
-    exports = exports_of(pool._door)
+    exports = _prepared(door_behind(pool))
     route = exports.route(pool)
-    exports.handles[route.origin] = route.fd
+    block = exports.leases.block()
     described = Descriptor(
         Mechanism.POOL,
         route.device,
         route.origin,
+        block.id,
         endpoint=exports.endpoint,
         driver_version=exports.version,
         handle_type=int(_POSIX),
+        pool_mark=route.mark(block),
     )
-    return Shared(described.to_bytes(), {route.origin: route.fd})
+    return Shared(described.to_bytes(), route.head(block, exports)[1])
 
 
 def _share_view(view: BufferView, stream: StreamLike | None, hold: bool, handle_type: MemHandleType | None) -> Shared:
-    parent: Memory = view
-    offset = 0
-    view._check_usable()
+    check_usable(view)
     if not view.nbytes:
         raise ValueError(f"{view!r} is empty: there is nothing to share")
-    while isinstance(parent, BufferView):
-        offset += parent._offset
-        parent = parent._parent
+    parent, offset = viewed(view)
     if isinstance(parent, Buffer):
         return _share_part(parent, offset, view.nbytes, stream, hold)
-    if isinstance(parent, VirtualBuffer):
-        return _share_range(parent, parent.range, offset, view.nbytes, stream, handle_type)
-    if isinstance(parent, RangeView):
-        return _share_range(parent, parent.range, parent.offset + offset, view.nbytes, stream, handle_type)
+    if isinstance(parent, (VirtualBuffer, RangeView)):
+        start = parent.offset if isinstance(parent, RangeView) else 0
+        return _share_range(parent, parent.range, start + offset, view.nbytes, stream, handle_type)
     raise ValueError(f"{view!r} cannot be shared: share the memory itself in the process that owns it")
 
 
 def _share_part(buffer: Buffer, offset: int, size: int, stream: StreamLike | None, hold: bool) -> Shared:
-    door = buffer._allocator._door
-    if door.retired:
-        door.reap()
+    door = door_behind(buffer)
+    exports = _prepared(door)
     if isinstance(buffer, GraphBuffer):
         raise ValueError(f"{buffer!r} belongs to a graph and cannot be shared: copy it to memory of a pool")
-    address = buffer.address
-    if not buffer._nbytes:
+    nbytes = buffer.nbytes
+    if not buffer.address or not nbytes:
         raise ValueError(f"{buffer!r} is empty: there is nothing to share")
-    exports = exports_of(door)
-    ordered = buffer._stream if stream is None else stream
-    if type(ordered) is not Stream or ordered._direct is not door:
+    ordered = buffer.stream if stream is None else stream
+    if type(ordered) is not Stream or direct_handle(ordered, door) is None:
         ordered = _ordered(buffer, stream, door)
-    route = exports.route(cast("MemoryPool", pool_of(buffer)))
-    lease = exports.leases.of(buffer, address)
-    try:
-        if not lease.payload:
-            lease.payload = exports.pointer(address)
-        ready = lease.announce(ordered)
-    except BaseException:
-        if not lease.payload:
-            exports.leases.give(exports.leases.live.pop(address))
-        raise
-    flags = Flags.LEASED
-    if hold:
-        flags |= Flags.HELD
-        lease.hold()
-    head, handles = route.head(lease.board, exports)
+    lease = exports.lease(buffer)
+    ready = lease.announce(ordered)
+    head, handles = cast("_Route", lease.route).head(lease.block, exports)
     numbers = (
-        flags, lease.slot, lease.generation, ready, exports.version, _POSIX_NUMBER, offset, size, buffer._nbytes,
+        Flags.LEASED, lease.slot, lease.generation, ready, exports.version, _POSIX_NUMBER, offset, size, nbytes, 0,
     )  # fmt: skip
-    return Shared(joined(head, numbers, _PAYLOAD, 0, lease.payload), handles)
+    return Shared(joined(head, numbers, _PAYLOAD, 0, lease.payload), handles, lease, Hold() if hold else None)
 
 
 def _share_physical(
     memory: PhysicalMemory, stream: StreamLike | None, hold: bool, handle_type: MemHandleType | None
 ) -> Shared:
     door = spec_of(memory).door
+    exports = _prepared(door)
     _refuse_imported(memory)
-    exports = exports_of(door)
     kind = _handle_type([memory], handle_type)
     chunk, fd = exports.memory(memory, kind)
     device = _device_of(memory)
@@ -440,14 +484,14 @@ def _share_mapping(view: RangeView, stream: StreamLike | None, hold: bool, handl
 def _share_virtual(
     buffer: VirtualBuffer, stream: StreamLike | None, hold: bool, handle_type: MemHandleType | None
 ) -> Shared:
-    buffer._check_usable()
+    check_usable(buffer)
     growable = isinstance(buffer, GrowableBuffer)
     return _share_range(buffer, buffer.range, 0, buffer.nbytes, stream, handle_type, growable=growable)
 
 
 def _share_range(
-    thing: Any,
-    range_: AddressRange,
+    thing: Memory,
+    addresses: AddressRange,
     start: int,
     size: int,
     stream: StreamLike | None,
@@ -455,51 +499,51 @@ def _share_range(
     *,
     growable: bool = False,
 ) -> Shared:
-    """Share the pieces that bytes of an address range lie in."""
+    """Share the chunks that bytes of an address range lie in."""
     if not size:
         raise ValueError(f"{thing!r} is empty: there is nothing to share")
-    door = door_of_range(range_)
-    exports = exports_of(door)
+    door = door_of_range(addresses)
+    exports = _prepared(door)
     ordered = _ordered(thing, stream, door)
-    # Of a growing buffer, all pieces from its beginning on, so that importers recognise those they have.
-    pieces = covering(range_, start, start + size)
-    if len(pieces) > MOST_CHUNKS:
+    # Of a growing buffer, all chunks from its beginning on, so that importers recognise those they have.
+    mapped = covering(addresses, start, start + size)
+    if len(mapped) > MOST_CHUNKS:
         raise ValueError(
-            f"{thing!r} lies in {len(pieces)} pieces of physical memory, and at most {MOST_CHUNKS} are shared at once: "
+            f"{thing!r} lies in {len(mapped)} chunks of physical memory, and at most {MOST_CHUNKS} are shared at once: "
             "grow in larger steps, or share parts of it"
         )
     memories = []
-    for mapped in pieces:
-        memory = mapped.memory
+    for chunk in mapped:
+        memory = chunk.memory
         if not isinstance(memory, PhysicalMemory):
             raise ValueError(f"{memory!r} is shared by its own handle: export() it, and share the memory bound to it")
         _refuse_imported(memory)
         memories.append(memory)
     kind = _handle_type(memories, handle_type)
     chunks = [exports.memory(memory, kind) for memory in memories]
-    offset = start - pieces[0].offset
     total = sum(chunk.nbytes for chunk, _ in chunks)
     return exports.describe(
         Mechanism.PHYSICAL,
         _device_of(memories[0]),
         ordered,
         [(chunk.id, fd) for chunk, fd in chunks if fd is not None],
-        origin=exports.name(thing) if growable else secrets.token_bytes(16),
+        origin=exports.name(thing) if growable and isinstance(thing, VirtualBuffer) else secrets.token_bytes(16),
         flags=Flags.GROWABLE if growable else 0,
         handle_type=int(kind),
-        offset=offset,
+        offset=start - mapped[0].offset,
         size=size,
-        base_size=thing.capacity if growable else total,
+        base_size=thing.capacity if growable and isinstance(thing, VirtualBuffer) else total,
         chunks=tuple(chunk for chunk, _ in chunks),
     )
 
 
 def _share_event(event: Event, stream: StreamLike | None, hold: bool, handle_type: MemHandleType | None) -> Shared:
-    exports = exports_of(event._door)
+    door = door_behind(event)
+    exports = _prepared(door)
     if not event.interprocess:
         raise ValueError(f"{event!r} cannot be shared: make it with interprocess=True, in the process that shares it")
     with event.device.current():
-        raw = event._door.call("cuIpcGetEventHandle", event._checked_raw())
+        raw = door.call("cuIpcGetEventHandle", cuda.CUevent(event.handle))
     return exports.describe(Mechanism.EVENT, event.device, None, (), payload=opaque_bytes(raw))
 
 
@@ -521,6 +565,7 @@ def _share_foreign(
     interface = thing.__cuda_array_interface__
     driver = default_driver()
     door = Door.of(driver)
+    exports = _prepared(door)
     span = CopySide.readable(thing, door)
     if not span.nbytes:
         raise ValueError(f"{thing!r} is empty: there is nothing to share")
@@ -536,14 +581,13 @@ def _share_foreign(
         ordered = device.default_stream if handle is None else Stream.of_handle(device, handle, thing)
     else:
         ordered = as_stream(stream, door)
-    _ordered(thing, ordered, door)
-    exports = exports_of(door)
+    refuse_capture(ordered, "cuStreamWriteValue32", _NOT_IN_A_CAPTURE)
     with device.current():
         base, size = (int(value) for value in door.call("cuMemGetAddressRange", span.address))
         if span.address + span.nbytes > base + size:
             raise ValueError(
-                f"{thing!r} ends outside of the {size} bytes that its allocation has: share what lies in several "
-                "pieces one by one"
+                f"{thing!r} ends outside of the {size_text(size)} that its allocation has: share what lies in several "
+                "allocations one by one"
             )
         return _foreign_kinds(
             exports,
@@ -583,7 +627,7 @@ def _foreign_kinds(
                 f"{thing!r} is memory of a pool that was not made for sharing: have the library allocate from a pool "
                 "with handle_types=POSIX_FILE_DESCRIPTOR (MemoryPool.make_current), or copy it to such a pool"
             )
-        origin, fd = exports.export_pool(known.pool._raw)
+        origin, fd = _export_pool(known.pool)
         data = exports.pointer(base)
         return exports.describe(
             Mechanism.POOL_POINTER, device, stream, [(origin, fd)],
@@ -606,25 +650,22 @@ def _foreign_kinds(
             f"{thing!r} is mapped memory that was not made for sharing: create it with handle type {kind.name}"
         )
     _refuse_imported(memory)
-    piece, handle = exports.memory(memory, kind)
-    if offset + size > piece.nbytes:
-        raise ValueError(f"{thing!r} lies in several pieces of physical memory: share them one by one")
+    chunk, handle = exports.memory(memory, kind)
+    if offset + size > chunk.nbytes:
+        raise ValueError(f"{thing!r} lies in several chunks of physical memory: share them one by one")
     return exports.describe(
-        Mechanism.PHYSICAL, device, stream, [] if handle is None else [(piece.id, handle)],
-        origin=secrets.token_bytes(16), handle_type=int(kind), chunks=(piece,), **where,
+        Mechanism.PHYSICAL, device, stream, [] if handle is None else [(chunk.id, handle)],
+        origin=secrets.token_bytes(16), handle_type=int(kind), chunks=(chunk,), **where,
     )  # fmt: skip
 
+
+_NOT_IN_A_CAPTURE = "memory cannot be shared in a capture"
 
 _NO_FABRIC_POOLS = "fabric handles of pools are not supported: a refused export as one damages the process's heap"
 
 _NOT_EXPORTABLE = (
     "only allocations of pools made with handle_types=POSIX_FILE_DESCRIPTOR can be shared, "
     "by the process that made them"
-)
-
-_DOORS: tuple[tuple[type, Callable[[Any], Door]], ...] = (
-    (PhysicalMemory, lambda memory: spec_of(memory).door),
-    (ImportedPool, lambda pool: pool._importer.door),
 )
 
 _HOW: tuple[tuple[type, Callable[[Any, StreamLike | None, bool, MemHandleType | None], Shared]], ...] = (

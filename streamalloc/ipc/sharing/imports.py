@@ -1,25 +1,49 @@
 """``open``: memory of another process, checked and mapped here.
 
 Imports are shared: the driver answers a second import of an allocation with the same address and does not count, so
-this process counts, and lets go once.
+this process counts, and lets go once. Control blocks and pools of processes that have ended, and pools that were
+closed, are let go of when others come.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from queue import SimpleQueue
+from typing import Any, TypeAlias, TypeVar, overload
 
 from streamalloc.core.device import Device
-from streamalloc.core.door import Door
-from streamalloc.core.errors import ClosedError, CudaError, StaleDescriptorError, attach, error_from, undoing
+from streamalloc.core.door import Door, PerDriver, door_behind
+from streamalloc.core.errors import (
+    CaptureError,
+    ClosedError,
+    CudaError,
+    StaleDescriptorError,
+    attach,
+    error_from,
+    size_text,
+    undoing,
+)
 from streamalloc.core.fd import Fd
+from streamalloc.core.later import Deferred, later_of, work
 from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation
-from streamalloc.core.stream import Event, Stream, StreamLike, as_stream, opened_event
+from streamalloc.core.stream import (
+    Event,
+    Stream,
+    StreamLike,
+    as_stream,
+    context_event,
+    direct_handle,
+    opened_event,
+    ordered_after,
+    raw_handle,
+    refuse_capture,
+)
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import OpaqueStruct, cuda, opaque_struct
@@ -34,17 +58,18 @@ from streamalloc.ipc.sharing.control_block import (
     reached,
 )
 from streamalloc.ipc.sharing.descriptor import FABRIC, HEAD_BYTES, Chunk, Descriptor, Flags, Mechanism
-from streamalloc.ipc.sharing.lease import making
 from streamalloc.ipc.transport.handle_server import fetch
 from streamalloc.vmm import PhysicalMemory
 from streamalloc.vmm.internal import RemappableBuffer, check_mappable, import_memory
 
-__all__ = ["DriverVersionWarning", "ImportedBuffer", "ImportedPool", "ImportedRange", "open"]
+__all__ = ["DriverVersionWarning", "Imported", "ImportedBuffer", "ImportedPool", "ImportedRange", "importer_of", "open"]
 
 _POSIX_MEMBER = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _LAZY_PEER_ACCESS = 1
-_NO_BOARD = bytes(16)
+_NO_BLOCK = bytes(16)
 _RANGE_SIZE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
+# How often a call that may wait for the device is made again where the driver refuses it.
+_TRIES = 5
 
 
 class DriverVersionWarning(UserWarning):
@@ -66,10 +91,16 @@ class Handles:
     def name(self, described: Descriptor) -> None:
         """Tell which handle is which, by the order that the descriptor gives."""
         names = _names(described)
-        if len(self._given) != len(names):
-            raise ValueError(f"the descriptor needs {len(names)} handles, and {len(self._given)} came along")
-        self._named = dict(zip(names, self._given, strict=True))
-        self._given = ()
+        # One more is that by which a message holds the allocation. It is closed with what nobody takes.
+        by_the_message = int(bool(described.flags & Flags.HELD) and not described.hold)
+        if by_the_message and len(self._given) == 1:
+            return
+        if len(self._given) != len(names) + by_the_message:
+            raise ValueError(
+                f"the descriptor needs {len(names) + by_the_message} handles, and {len(self._given)} came along"
+            )
+        self._named = dict(zip(names, self._given, strict=False))
+        self._given = self._given[len(names) :]
 
     def take(self, name: bytes) -> Fd:
         """A handle that came along, or else is fetched from the exporter; the caller's from now on."""
@@ -98,15 +129,89 @@ class Handles:
             fd.close()
 
 
+class _OnThread(Deferred):
+    """A call that may wait for the device, made on a thread of its own."""
+
+    __slots__ = ("_call", "_done", "_left", "_running")
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+        self._left = _TRIES
+        self._running = False
+        self._done = False
+
+    def attempt(self) -> bool:
+        if not (self._running or self._done):
+            self._running = True
+            with undoing(lambda: setattr(self, "_running", False)):
+                threading.Thread(target=self._run, name="streamalloc ending", daemon=True).start()
+        return self._done
+
+    def _run(self) -> None:
+        self._left -= 1
+        try:
+            self._call()
+            self._done = True
+        except CudaError:
+            self._done = not self._left
+        finally:
+            self._running = False
+
+
+class _PoolHandle:
+    """The driver's handle of a pool of another process."""
+
+    __slots__ = ("_raw", "marks", "users")
+
+    def __init__(self) -> None:
+        self._raw: Any = None
+        self.marks: set[tuple[ControlBlock, int]] = set()
+        """What tells that its owner still has it."""
+        self.users: weakref.WeakSet[ImportedPool] = weakref.WeakSet()
+
+    @property
+    def raw(self) -> Any:
+        """The ``CUmemoryPool``."""
+        return self._raw
+
+    def ended(self) -> bool:
+        """Whether its owner has closed it, or has died, as far as can be known."""
+        return not all(block.marked("pool", mark) and block.exporter_alive() for block, mark in self.marks)
+
+
+class _PoolEnd(Deferred):
+    """The end of an imported pool, once the frees of what was imported have run.
+
+    The driver waits for nothing then. What is done with the handle afterwards ends the process (driver 580.159).
+    """
+
+    __slots__ = ("_events", "_importer", "_pool")
+
+    def __init__(self, importer: Importer, pool: _PoolHandle) -> None:
+        self._importer = importer
+        self._pool = pool
+        self._events: list[Event] | None = None
+
+    def attempt(self) -> bool:
+        door = self._importer.door
+        if self._events is None:
+            self._events = [context_event(Device(ordinal, driver=door.driver)) for ordinal in door.ordinals]
+        if not all(event.query() for event in self._events):
+            return False
+        self._importer.destroy(self._pool)
+        return True
+
+
 class Importer:
     """What one process has opened of others through one driver."""
 
     def __init__(self, door: Door) -> None:
         self.door = door
         self.lock = threading.RLock()
-        self.boards: dict[bytes, ControlBlock] = {}
-        self.pools: dict[bytes, Any] = {}
-        """Pools that were imported, by name; they stay, as importing a pool again gives the same."""
+        """Held where imports are counted. Nothing is called then that can wait for a stream or another process."""
+        self.blocks: dict[bytes, ControlBlock] = {}
+        self.pools: dict[bytes, _PoolHandle] = {}
+        """Imported pools by name, of which more allocations may come without the handle."""
         self.ranges: weakref.WeakValueDictionary[bytes, ImportedRange] = weakref.WeakValueDictionary()
         self.imports: dict[bytes, _Import] = {}
         self.ways: dict[bytes, _PoolWay] = {}
@@ -115,6 +220,27 @@ class Importer:
         self._attribute: Any = door.driver.cuPointerGetAttribute
         self.version = int(door.call("cuDriverGetVersion"))
         self._devices: dict[bytes, Device] = {}
+        self._dropped: SimpleQueue[bool] = SimpleQueue()
+        """The only kind of queue that a finaliser may put into."""
+        self._watching = False
+        self._handles: dict[int, _PoolHandle] = {}
+        """All imported pools: the driver has one handle of each."""
+
+    def drop(self, dropped: _DroppedImport) -> None:
+        """Let go of an import soon. Called by finalisers, which may interrupt anything."""
+        later_of(self.door).hand_in(dropped)
+        self._dropped.put(True)
+
+    def watch_drops(self) -> None:
+        """Have a thread let go of what is dropped: this process may not come to one of the points of work, and the
+        owner waits."""
+        if self._watching:
+            return
+        self._watching = True
+        args = (self._dropped, weakref.ref(self.door))
+        with undoing(lambda: setattr(self, "_watching", False)):
+            threading.Thread(target=_let_go_of_the_dropped, args=args, name="streamalloc drops", daemon=True).start()
+        weakref.finalize(self, self._dropped.put, False).atexit = False
 
     def device(self, described: Descriptor, stream: StreamLike | None) -> Device:
         """The device that has the memory; of memory on another machine, that of the stream."""
@@ -147,38 +273,72 @@ class Importer:
             stacklevel=4,
         )
 
-    def board(self, described: Descriptor, handles: Handles) -> ControlBlock | None:
-        """The exporter's board; None where the descriptor names none, or with fabric handles one of another machine."""
-        if described.board == _NO_BOARD:
+    def block_of(self, described: Descriptor, handles: Handles) -> ControlBlock | None:
+        """The exporter's control block; None where there is none, or with fabric handles it is of another machine."""
+        if described.board == _NO_BLOCK:
             return None
-        board = self.boards.get(described.board)
-        if board is None:
-            self._forget_the_dead()
-            fabric = described.handle_type == FABRIC
-            fd = handles.take_here(described.board) if fabric else handles.take(described.board)
+        return self.control_block(
+            described.board, handles.take_here if described.handle_type == FABRIC else handles.take
+        )
+
+    def control_block(self, name: bytes, take: Callable[[bytes], Fd | None]) -> ControlBlock | None:
+        """The control block of this name; ``take`` gives its file the first time, or None if it cannot be had."""
+        block = self.blocks.get(name)
+        if block is None:
+            self._let_go_of_the_ended()
+            fd = take(name)
             if fd is None:
                 return None
-            with undoing(fd.close):
-                board = self.boards[described.board] = ControlBlock.attach(self.door, fd, described.board)
-        return board
+            with undoing(fd.close), self.lock:
+                block = self.blocks.get(name)
+                if block is None:
+                    block = self.blocks[name] = ControlBlock.attach(self.door, fd, name)
+            if block.fd is not fd:
+                fd.close()
+        return block
 
-    def _forget_the_dead(self) -> None:
-        """Let go of the boards of exporters that have ended, where nothing of them is open."""
-        open_boards = {id(held.way.board) for held in self.imports.values()}
-        for name, board in list(self.boards.items()):
-            if id(board) not in open_boards and not board.exporter_alive() and board.idle():
-                del self.boards[name]
-                self.ways = {head: way for head, way in self.ways.items() if way.board is not board}
-
-    def pool(self, described: Descriptor, handles: Handles) -> Any:
-        """The driver's handle of an imported pool; it is kept in :attr:`pools` once something was opened with it."""
-        raw = self.pools.get(described.origin)
-        if raw is None:
-            with handles.take(described.origin) as fd:
-                raw = self.door.call(
-                    "cuMemPoolImportFromShareableHandle", fd.fileno(), _POSIX_MEMBER, 0, hint=_BAD_HANDLE
+    def pool(self, described: Descriptor, handles: Handles) -> _PoolHandle:
+        """An imported pool; it is in :attr:`pools` where more may come of it without the handle."""
+        found = self.pools.get(described.origin)
+        if found is not None:
+            return found
+        self._let_go_of_the_ended()
+        # What is destroyed meanwhile may be the same pool: the driver's handle would be that of nothing.
+        with handles.take(described.origin) as fd, self.lock:
+            found = self.pools.get(described.origin)
+            if found is None:
+                made = _PoolHandle()
+                self.door.create(
+                    made, "_raw", "cuMemPoolImportFromShareableHandle", fd.fileno(), _POSIX_MEMBER, 0, hint=_BAD_HANDLE
                 )
-        return raw
+                found = self._handles.setdefault(int(made.raw), made)
+                if described.mechanism is Mechanism.POOL or described.flags & Flags.LEASED:
+                    self.pools[described.origin] = found
+            return found
+
+    def _let_go_of_the_ended(self) -> None:
+        """Let go of the control blocks and pools of exporters that have ended, and of closed pools."""
+        later = later_of(self.door)
+        with self.lock:
+            ways = [held.way for held in self.imports.values()]
+            pools = {id(way.pool) for way in ways}
+            blocks = {id(way.block) for way in ways}
+            for number, pool in list(self._handles.items()):
+                if id(pool) not in pools and not pool.users and pool.ended():
+                    del self._handles[number]
+                    later.hand_in(_PoolEnd(self, pool))
+            for name, block in list(self.blocks.items()):
+                if id(block) not in blocks and not block.exporter_alive() and block.idle():
+                    del self.blocks[name]
+                    later.hand_in(_OnThread(block.close))
+            self.pools = {name: pool for name, pool in self.pools.items() if int(pool.raw) in self._handles}
+            self.ways = {head: way for head, way in self.ways.items() if way.described.origin in self.pools}
+
+    def destroy(self, pool: _PoolHandle) -> None:
+        """Destroy a pool, unless it was imported anew meanwhile: the driver has the same handle then."""
+        with self.lock:
+            if pool.raw is not None and int(pool.raw) not in self._handles:
+                self.door.give_back(pool, "cuMemPoolDestroy")
 
     def size_at(self, address: int) -> int:
         """How many bytes the driver has there (``cuPointerGetAttribute``)."""
@@ -195,49 +355,84 @@ class Importer:
             return import_memory(self.door, fd, chunk.nbytes)
 
 
+def _let_go_of_the_dropped(dropped: SimpleQueue[bool], reference: weakref.ref[Door]) -> None:
+    while dropped.get():
+        door = reference()
+        if door is None or not door.usable:
+            return
+        work(door)
+        del door
+
+
+importer_of: PerDriver[Importer] = PerDriver(Importer)
+"""What this process has opened through a driver."""
+
 Lessor: TypeAlias = tuple[bytes, int, int]
-"""Whose lease it is: board, slot and generation."""
+"""Whose lease it is: control block, slot and generation."""
 
 
 class _Import:
     """One allocation of another process, however many objects of this process name it."""
 
-    __slots__ = ("address", "count", "key", "lessor", "passed", "released", "way", "words")
+    __slots__ = ("_raw", "address", "count", "key", "lessor", "number", "passed", "way", "words")
 
-    def __init__(
-        self, key: bytes | None, lessor: Lessor | None, way: _PoolWay | _LegacyWay, words: ImporterWords | None
-    ) -> None:
-        self.key = key
-        """The driver's export data, for which it always gives the same address."""
-        self.lessor = lessor
+    def __init__(self, way: _PoolWay | _LegacyWay, described: Descriptor) -> None:
         self.way = way
-        self.words = words
-        """Ours on the board that keeps account of the lease; None where there is none."""
-        self.released = False
-        """Whether the driver was told; the board is then still to be."""
+        self.key = described.payload
+        """The driver's export data, for which it always gives the same address."""
+        self.lessor: Lessor | None = None
+        self.words: ImporterWords | None = None
+        """Ours in the control block that keeps account of the lease; None where there is none."""
+        self.number = 0
+        """What the word that counts openings is with this one."""
+        self._raw: Any = None
+        """The driver's ``CUdeviceptr`` until it was told to let go."""
         self.address = 0
         self.count = 0
         self.passed: tuple[Event, ...] = ()
         """The ends of the work of objects that were closed before the last one."""
+        block = way.block
+        if described.flags & Flags.LEASED:
+            if block is None or isinstance(way, _LegacyWay):
+                raise ValueError("the descriptor speaks of a lease, and names no control block, or memory without any")
+            self.words = block.importer_words(described.slot, block.importer)
+            self.lessor = (described.board, described.slot, described.generation)
+        elif described.flags & Flags.HELD:
+            raise ValueError("the descriptor speaks of a lease, and has none")
 
 
-def importer_of(door: Door) -> Importer:
-    """What this process has opened through a driver."""
-    if door.importer is None:
-        with making:
-            if door.importer is None:
-                door.importer = Importer(door)
-    importer: Importer = door.importer
-    return importer
+Imported: TypeAlias = "ImportedBuffer | ImportedRange | ImportedPool | PhysicalMemory | Event"
+"""What :func:`open` gives."""
+
+T = TypeVar("T", bound="ImportedBuffer | ImportedRange | ImportedPool | PhysicalMemory | Event")
 
 
+@overload
+def open(
+    data: bytes,
+    handles: Sequence[Fd] = ...,
+    *,
+    stream: StreamLike | None = ...,
+    driver: Driver | None = ...,
+    kind: None = ...,
+) -> ImportedBuffer | ImportedRange: ...
+@overload
+def open(
+    data: bytes,
+    handles: Sequence[Fd] = ...,
+    *,
+    stream: StreamLike | None = ...,
+    driver: Driver | None = ...,
+    kind: type[T],
+) -> T: ...
 def open(
     data: bytes,
     handles: Sequence[Fd] = (),
     *,
     stream: StreamLike | None = None,
     driver: Driver | None = None,
-) -> Any:
+    kind: type[object] | None = None,
+) -> Imported:
     """Open what another process shared.
 
     Parameters
@@ -246,13 +441,16 @@ def open(
         The descriptor's bytes.
     handles
         The handles that came with it, in the order of :attr:`Shared.fds`; they are this call's from now on. Needed once
-        for each pool, board and piece of physical memory. Fabric handles are in the descriptor; without the board, no
-        stream waits for the contents, see :func:`share`.
+        for each pool, control block and chunk of physical memory. Fabric handles are in the descriptor; without the
+        control block, no stream waits for the contents, see :func:`share`.
     stream
         The stream that orders operations which name no other, and waits for the exporter's work; default: the device's
         default stream. Memory of another machine's device is for the device of this stream.
     driver
         The driver to use; default: the one that :func:`streamalloc.driver.default` names.
+    kind
+        The class of what is expected: one of those below. Default: any of them, of which type checkers assume one that
+        is mapped memory.
 
     Returns
     -------
@@ -264,39 +462,41 @@ def open(
     ------
     ValueError
         The bytes are no descriptor, damaged, of an unknown version, or name a device or a size that is not there.
+    TypeError
+        Something else than ``kind`` was shared. Nothing was opened.
     StaleDescriptorError
         The memory was freed before it was opened.
     InvalidValueError, CudaError
         The driver refuses a handle.
     """
-    if type(stream) is Stream and stream._door.driver is driver:
-        door = stream._door
+    if type(stream) is Stream and door_behind(stream).driver is driver:
+        door = door_behind(stream)
     else:
         door = Door.of(driver if driver is not None else default_driver())
-    importer = door.importer
-    if importer is not None and not handles and type(data) is bytes:
-        way = importer.ways.get(data[:HEAD_BYTES])
-        if way is not None:
-            door.check_process()
-            with importer.lock:
-                described = Descriptor.from_bytes(data, way.described)
-                ordered = _prepared(importer, described, way.device, stream)
-                return _open_allocation(way, described, ordered, described.payload)
     given = Handles(handles)
     try:
         door.check_process()
+        work(door)
+        importer = importer_of(door)
+        way = importer.ways.get(data[:HEAD_BYTES]) if type(data) is bytes else None
+        if way is not None and kind in (None, ImportedBuffer):
+            described = Descriptor.from_bytes(data, way.described)
+            ordered = _prepared(importer, described, way.device, stream)
+            return _open_allocation(way, described, ordered)
         described = Descriptor.from_bytes(data)
+        opener, gives = _MECHANISMS[described.mechanism]
+        if described.mechanism is Mechanism.PHYSICAL and described.origin == bytes(16):
+            gives = PhysicalMemory
+        if kind is not None and not issubclass(gives, kind):
+            raise TypeError(f"kind={kind.__name__}: what was shared is opened as {gives.__name__}")
         if handles:
             given.name(described)
         given.endpoint = described.endpoint
-        importer = importer_of(door)
-        with importer.lock:
-            device = importer.device(described, stream)
-            ordered = _prepared(importer, described, device, stream)
-            return _OPENERS[described.mechanism](importer, described, device, ordered, given)
+        device = importer.device(described, stream)
+        return opener(importer, described, device, _prepared(importer, described, device, stream), given)
     finally:
-        if handles:
-            given.close()
+        # Also that by which a message holds the allocation: last of all.
+        given.close()
 
 
 def _prepared(importer: Importer, described: Descriptor, device: Device, stream: StreamLike | None) -> Stream:
@@ -304,18 +504,14 @@ def _prepared(importer: Importer, described: Descriptor, device: Device, stream:
     if described.driver_version != importer.version:
         importer.warn_of_version(described.driver_version)
     if described.slot >= SLOTS:
-        raise ValueError(f"the descriptor's slot {described.slot} is none of its board, which has {SLOTS}")
+        raise ValueError(f"the descriptor's slot {described.slot} is none of its control block, which has {SLOTS}")
     ordered = device.default_stream if stream is None else stream
-    if type(ordered) is not Stream or ordered._direct is not importer.door:
+    if type(ordered) is not Stream or direct_handle(ordered, importer.door) is None:
         ordered = as_stream(ordered, importer.door)
         if not ordered.is_default:
             # Of default streams, which others may capture, it is asked where there is something to wait for.
-            _refuse_capture(ordered)
+            refuse_capture(ordered, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
     return ordered
-
-
-def _refuse_capture(stream: Stream) -> None:
-    stream._refuse_capture("cuStreamWaitValue32", "memory of other processes cannot be opened in a capture")
 
 
 def _names(described: Descriptor) -> list[bytes]:
@@ -323,7 +519,7 @@ def _names(described: Descriptor) -> list[bytes]:
     names = [chunk.id for chunk in described.chunks if not chunk.fabric]
     if described.mechanism in (Mechanism.POOL, Mechanism.POOL_POINTER):
         names = [described.origin]
-    if described.board != _NO_BOARD:
+    if described.board != _NO_BLOCK:
         names.append(described.board)
     return list(dict.fromkeys(names))
 
@@ -331,84 +527,89 @@ def _names(described: Descriptor) -> list[bytes]:
 def _open_pool(
     importer: Importer, described: Descriptor, device: Device, stream: Stream, handles: Handles
 ) -> ImportedPool:
-    raw = importer.pools[described.origin] = importer.pool(described, handles)
-    return ImportedPool(importer, raw, device)
+    pool = importer.pool(described, handles)
+    opened = ImportedPool(importer, pool, device)
+    _noted(importer, described, handles, pool)
+    return opened
+
+
+def _noted(importer: Importer, described: Descriptor, handles: Handles, pool: _PoolHandle) -> ControlBlock | None:
+    """The control block of a pool's owner, which tells when the pool has ended."""
+    block = importer.block_of(described, handles)
+    if block is not None:
+        block.marked("pool", described.pool_mark)  # raises where there is no such mark
+        pool.marks.add((block, described.pool_mark))
+    return block
 
 
 class _PoolWay:
-    """How allocations of one pool are opened whose leases are on one board."""
+    """How allocations of one pool are opened whose leases are in one control block."""
 
-    __slots__ = ("_data", "board", "described", "device", "importer", "pool")
+    __slots__ = ("_data", "block", "described", "device", "importer", "pool")
 
     def __init__(
-        self, importer: Importer, described: Descriptor, device: Device, board: ControlBlock | None, pool: Any
+        self, importer: Importer, described: Descriptor, device: Device, block: ControlBlock | None, pool: _PoolHandle
     ):
         self.importer = importer
         self.described = described
         """Any of their descriptors."""
         self.device = device
-        self.board = board
+        self.block = block
         self.pool = pool
         # One struct for all: they are opened one at a time.
         self._data = OpaqueStruct("CUmemPoolPtrExportData")
 
     def acquire(self, held: _Import, data: bytes) -> None:
         """Import an allocation by the driver's export data (``cuMemPoolImportPointer``)."""
-        result, address = self.importer.import_pointer(self.pool, self._data.filled(data))
+        result, held._raw = self.importer.import_pointer(self.pool.raw, self._data.filled(data))
         if result:
+            held._raw = None
             raise error_from(result, "cuMemPoolImportPointer", _BAD_POINTER)
-        held.address = int(address)
 
     def release(self, held: _Import, stream: Stream) -> None:
         """Let go of an allocation, in stream order."""
         door = self.importer.door
-        if stream._direct is door:
-            result = door.driver.cuMemFreeAsync(held.address, stream._handle)[0]
-            if result:
-                raise error_from(result, "cuMemFreeAsync")
-            held.released = True
-        else:
-            with stream._context():
-                door.call("cuMemFreeAsync", held.address, stream._checked_raw())
-                held.released = True
+        direct = direct_handle(stream, door) is not None
+        with contextlib.nullcontext() if direct else stream.device.current():
+            door.give_back(held, "cuMemFreeAsync", raw_handle(stream))
 
 
 class _LegacyWay:
-    """How memory of ``cuMemAlloc`` is opened."""
+    """How memory of ``cuMemAlloc`` is opened. The driver counts how often, so that each object has its own import."""
 
-    __slots__ = ("board", "device", "importer")
+    __slots__ = ("block", "device", "importer")
 
-    def __init__(self, importer: Importer, device: Device, board: ControlBlock | None) -> None:
+    pool = None
+
+    def __init__(self, importer: Importer, device: Device, block: ControlBlock | None) -> None:
         self.importer = importer
         self.device = device
-        self.board = board
+        self.block = block
 
     def acquire(self, held: _Import, data: bytes) -> None:
         """Open a block (``cuIpcOpenMemHandle``)."""
         handle = opaque_struct("CUipcMemHandle", data)
         with self.device.current():
-            call = self.importer.door.call
-            held.address = int(call("cuIpcOpenMemHandle", handle, _LAZY_PEER_ACCESS, hint=_BAD_POINTER))
+            door = self.importer.door
+            door.create(held, "_raw", "cuIpcOpenMemHandle", handle, _LAZY_PEER_ACCESS, hint=_BAD_POINTER)
 
     def release(self, held: _Import, stream: Stream) -> None:
-        """Close it, which is not in stream order."""
+        """Close it, which is not in stream order: the host waits."""
         stream.synchronize()
         with self.device.current():
-            self.importer.door.call("cuIpcCloseMemHandle", held.address)
-            held.released = True
+            self.importer.door.give_back(held, "cuIpcCloseMemHandle")
 
 
 def _open_pointer(
     importer: Importer, described: Descriptor, device: Device, stream: Stream, handles: Handles
 ) -> ImportedBuffer:
-    pool = importer.pool(described, handles)
     known = described.origin in importer.pools
-    if described.flags & Flags.LEASED:
-        importer.pools[described.origin] = pool
+    pool = importer.pool(described, handles)
     try:
-        way = _PoolWay(importer, described, device, importer.board(described, handles), pool)
-        opened = _open_allocation(way, described, stream, described.payload)
-    except StaleDescriptorError:
+        block = _noted(importer, described, handles, pool)
+        way = _PoolWay(importer, described, device, block, pool)
+        opened = _open_allocation(way, described, stream)
+    except (StaleDescriptorError, CaptureError):
         raise
     except BaseException:
         if not known:
@@ -423,141 +624,180 @@ def _open_pointer(
 def _open_legacy(
     importer: Importer, described: Descriptor, device: Device, stream: Stream, handles: Handles
 ) -> ImportedBuffer:
-    way = _LegacyWay(importer, device, importer.board(described, handles))
-    # The driver counts how often such memory is open, so that each object has its own import.
-    return _open_allocation(way, described, stream, None)
+    return _open_allocation(_LegacyWay(importer, device, importer.block_of(described, handles)), described, stream)
 
 
-def _open_allocation(
-    way: _PoolWay | _LegacyWay, described: Descriptor, stream: Stream, key: bytes | None
-) -> ImportedBuffer:
-    importer, board = way.importer, way.board
-    flags = described.flags
-    words: ImporterWords | None = None
-    lessor: Lessor | None = None
-    if flags & Flags.LEASED:
-        if board is None:
-            raise ValueError("the descriptor speaks of a lease, and names no board")
-        words = board.importer_words(described.slot, board.importer)
-        lessor = (described.board, described.slot, described.generation)
-    elif flags & Flags.HELD:
-        raise ValueError("the descriptor speaks of a lease, and has none")
-    if board is not None and stream._direct is not importer.door and not _is_ready(board, described):
-        # Before anything is open here, which could not be closed on that stream.
-        _refuse_capture(stream)
-    held = None if key is None else importer.imports.get(key)
-    if held is not None:
-        # First of all: a finaliser that comes in between may let go of the last object that there is.
-        held.count += 1
-    known = held is not None and not held.released
-    if held is None or held.released:
-        held = _Import(key, lessor, way, words)
-        _import(importer, held, described, stream)
-        held.count = 1
-        if key is not None:
-            importer.imports[key] = held
+def _open_allocation(way: _PoolWay | _LegacyWay, described: Descriptor, stream: Stream) -> ImportedBuffer:
+    importer, block = way.importer, way.block
+    if block is not None:
+        if described.flags & Flags.HELD:
+            block.marked("hold", described.hold)
+        if direct_handle(stream, importer.door) is None and not _is_ready(block, described):
+            # Before anything is open here, which could not be closed on that stream.
+            refuse_capture(stream, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
+    importer.watch_drops()
+    opened = ImportedBuffer(way, described, stream)
     try:
-        if known:
-            if lessor is not None and held.lessor != lessor:
-                _check_generation(board, described)
-                raise ValueError("this memory is open here under another lease: close that first")
-            if described.base_size != importer.size_at(held.address):
-                raise ValueError(f"the descriptor says {described.base_size} bytes, which is not what is open here")
-        _wait_until_ready(board, described, stream)
+        if isinstance(way, _LegacyWay):
+            held = _Import(way, described)
+            opened._held = held
+            held.count = 1
+            _import(importer, held, described)
+        else:
+            with importer.lock:
+                _count_import(way, described, opened)
+        _wait_until_ready(block, described, stream)
     except BaseException as first:
         try:
-            _take_back(importer, held, stream)
+            _take_back(opened, stream)
         except CudaError as later:
             attach(first, later)
         raise
-    if words is not None and flags & Flags.HELD:
-        words.received.value += 1
-    announced = None if board is None else board.slot_words(described.slot)
-    return ImportedBuffer(importer, held, described.offset, described.size, stream, announced, described.ready)
+    finally:
+        if block is not None and described.flags & Flags.HELD:
+            block.end_mark("hold", described.hold)
+    return opened
 
 
-def _take_back(importer: Importer, held: _Import, stream: Stream) -> None:
+def _count_import(way: _PoolWay, described: Descriptor, opened: ImportedBuffer) -> None:
+    """Find the import of an allocation, or make it, and have ``opened`` count for it."""
+    importer = way.importer
+    made = _Import(way, described)
+    held = importer.imports.get(made.key)
+    if held is None or held._raw is None:
+        # Each has its owner before anything is done that the owner undoes.
+        importer.imports[made.key] = made
+        opened._held = made
+        made.count = 1
+        _import(importer, made, described)
+        return
+    opened._held = held
+    held.count += 1
+    if made.lessor is not None and held.lessor != made.lessor:
+        _check_generation(way.block, described)
+        raise ValueError("this memory is open here under another lease: close that first")
+    if described.base_size != importer.size_at(held.address):
+        raise ValueError(
+            f"the descriptor says {size_text(described.base_size)}, which is not the size of what is open here"
+        )
+
+
+def _take_back(opened: ImportedBuffer, stream: Stream) -> None:
     """Undo what counts one more object, which has not queued anything that others would have to come after."""
-    if held.count > 1:
-        held.count -= 1
+    held = opened._held
+    if held is not None and held.count > 1:
+        with held.way.importer.lock:
+            opened._held = None
+            held.count -= 1
     else:
-        _let_go(importer, held, stream)
+        _let_go(opened, stream)
 
 
-def _check_generation(board: ControlBlock | None, described: Descriptor) -> None:
+def _check_generation(block: ControlBlock | None, described: Descriptor) -> None:
     """Raise :class:`StaleDescriptorError` where the slot stands for something else by now."""
-    if board is not None and board.slot_words(described.slot).generation.value != described.generation:
+    if block is not None and block.slot_words(described.slot).generation.value != described.generation:
         raise StaleDescriptorError("this memory was freed by its owner before it was opened here")
 
 
-def _import(importer: Importer, held: _Import, described: Descriptor, stream: Stream) -> None:
-    """Import an allocation, having said so on the board, unless it was freed."""
+def _import(importer: Importer, held: _Import, described: Descriptor) -> None:
+    """Import an allocation, having said so in the control block, unless it was freed."""
     mine = held.words
-    before = 0
     if mine is not None:
-        before = mine.opened.value
-        mine.opened.value = next_word(before)
-    try:
-        if mine is not None:
-            fence()
-            _check_generation(held.way.board, described)
-        held.way.acquire(held, described.payload)
-        size = importer.size_at(held.address)
-        if size != described.base_size:
-            raise ValueError(f"the descriptor says {described.base_size} bytes, and the driver has {size} there")
-    except BaseException as first:
-        if held.address:
-            try:
-                held.way.release(held, stream)
-            except CudaError as later:
-                attach(first, later)
-        if mine is not None:
-            # Not by counting on: the streams' writes of earlier closes may still be on their way.
-            mine.opened.value = before
-        raise
+        number = next_word(mine.opened.value)
+        # Nothing is called between these two.
+        held.number = number
+        mine.opened.value = number
+        fence()
+        _check_generation(held.way.block, described)
+    held.way.acquire(held, described.payload)
+    held.address = int(held._raw)
+    size = importer.size_at(held.address)
+    if size != described.base_size:
+        raise ValueError(f"the descriptor says {size_text(described.base_size)}, and the driver has {size_text(size)}")
 
 
-def _is_ready(board: ControlBlock, described: Descriptor) -> bool:
+def _is_ready(block: ControlBlock, described: Descriptor) -> bool:
     """Whether the contents are there, as the exporter announced them."""
-    return reached(board.slot_words(described.slot).ready.value, described.ready)
+    return reached(block.slot_words(described.slot).ready.value, described.ready)
 
 
-def _wait_until_ready(board: ControlBlock | None, described: Descriptor, stream: Stream) -> None:
+def _wait_until_ready(block: ControlBlock | None, described: Descriptor, stream: Stream) -> None:
     """Have ``stream`` wait for the exporter's announcement, if that is still to come."""
-    if board is None or _is_ready(board, described):
+    if block is None or _is_ready(block, described):
         return
-    words, wanted = board.slot_words(described.slot), described.ready
+    words, wanted = block.slot_words(described.slot), described.ready
     if not reached(words.announced.value, wanted):
         raise ValueError("the descriptor waits for contents that its exporter has not announced")
-    board.expect(described.slot, wanted)
-    board.wait(stream, words.ready_address, wanted)
+    block.expect(described.slot, wanted)
+    block.wait(stream, words.ready_address, wanted)
 
 
-def _let_go(importer: Importer, held: _Import, stream: Stream) -> None:
+def _let_go(owner: ImportedBuffer | _DroppedImport, stream: Stream) -> None:
     """Close one object of an import; the last one ends it. Where a call fails it can be done again."""
+    held = owner._held
+    if held is None:
+        return
+    way, importer = held.way, held.way.importer
     importer.door.check_process()
+    if isinstance(way, _LegacyWay):
+        if held._raw is not None:
+            way.release(held, stream)
+        owner._held = None
+        return
     with importer.lock:
+        if owner._held is None:
+            return  # another thread was first
         if held.count > 1:
             # The end of this one's work, which the last one has to come after.
-            held.passed += (stream.record(),)
+            passed = (stream.record(),)
+            # Nothing is called from here on, so that each counts once.
+            held.passed += passed
             held.count -= 1
+            owner._held = None
             return
         for event in held.passed:
             stream.wait(event)
-        held.passed = ()
-        if not held.released:
-            held.way.release(held, stream)
-            if held.key is not None:
-                importer.imports.pop(held.key, None)
-        board, mine = held.way.board, held.words
-        if board is not None and mine is not None:
-            opened = mine.opened.value
-            if not reached(mine.closed.value, opened - 1):
-                # An earlier import's end is still on its way, on another stream: the word only ever counts up.
-                board.wait(stream, mine.closed_address, (opened - 1) % WORD)
-            board.tell(stream, mine.closed, mine.closed_address, opened, checked=True)
-            mine.closing.value = opened
+        if held._raw is not None:
+            way.release(held, stream)
+        if importer.imports.get(held.key) is held:
+            del importer.imports[held.key]
+        block, mine = way.block, held.words
+        # Where the word went on, another import of the same slot is open, and says so when it is closed.
+        if block is not None and mine is not None and mine.opened.value == held.number:
+            before = (held.number - 1) % WORD
+            if not held.address:
+                # Not by counting on: the streams' writes of earlier closes may still be on their way.
+                mine.opened.value = before
+            else:
+                if not reached(mine.closed.value, before):
+                    # An earlier import's end is still on its way, on another stream: the word only ever counts up.
+                    block.wait(stream, mine.closed_address, before)
+                block.tell(stream, mine.closed, mine.closed_address, held.number, checked=True)
+                mine.closing.value = held.number
         held.count = 0
+        owner._held = None
+
+
+class _DroppedImport(Deferred):
+    """An import that was dropped: let go of after the work of its stream."""
+
+    __slots__ = ("_held", "_stream")
+
+    def __init__(self, held: _Import, stream: Stream) -> None:
+        self._held: _Import | None = held
+        self._stream = stream
+
+    def attempt(self) -> bool:
+        held = self._held
+        if held is not None and isinstance(held.way, _LegacyWay):
+            later_of(held.way.importer.door).hand_in(_OnThread(self._close))
+            return True
+        self._close()
+        return True
+
+    def _close(self) -> None:
+        with ordered_after(self._stream) as ordered:
+            _let_go(self, ordered)
 
 
 class ImportedBuffer(Memory, Closes):
@@ -566,25 +806,16 @@ class ImportedBuffer(Memory, Closes):
     Closing it, which is in stream order, lets the owner free the memory; dropping it does so on its own stream.
     """
 
-    __slots__ = ("__weakref__", "_announced", "_held", "_importer", "_nbytes", "_offset", "_ready", "_stream")
+    __slots__ = ("__weakref__", "_announced", "_held", "_nbytes", "_offset", "_ready", "_stream", "_way")
 
-    def __init__(
-        self,
-        importer: Importer,
-        held: _Import,
-        offset: int,
-        nbytes: int,
-        stream: Stream,
-        announced: SlotWords | None,
-        ready: int,
-    ) -> None:
-        self._importer = importer
-        self._held: _Import | None = held
-        self._offset = offset
-        self._nbytes = nbytes
+    def __init__(self, way: _PoolWay | _LegacyWay, described: Descriptor, stream: Stream) -> None:
+        self._held: _Import | None = None
+        self._way = way
+        self._offset = described.offset
+        self._nbytes = described.size
         self._stream = stream
-        self._announced = announced
-        self._ready = ready
+        self._announced: SlotWords | None = None if way.block is None else way.block.slot_words(described.slot)
+        self._ready = described.ready
 
     @property
     def address(self) -> int:
@@ -610,7 +841,8 @@ class ImportedBuffer(Memory, Closes):
     @property
     def location(self) -> MemLocation:
         """The device that has the memory."""
-        return self._open_import().way.device.location
+        self._open_import()
+        return self._way.device.location
 
     @property
     def owner(self) -> object:
@@ -620,7 +852,8 @@ class ImportedBuffer(Memory, Closes):
     @property
     def device_accessible(self) -> bool:
         """True where the stream is of the device that has the memory."""
-        return self._stream.device == self._open_import().way.device
+        self._open_import()
+        return self._stream.device == self._way.device
 
     @property
     def closed(self) -> bool:
@@ -637,49 +870,40 @@ class ImportedBuffer(Memory, Closes):
     def owner_alive(self) -> bool | None:
         """Whether the process that shared it lives; None where that cannot be known."""
         held = self._open_import()
-        board = held.way.board if held.words is not None else None
-        return None if board is None else board.exporter_alive()
+        block = self._way.block if held.words is not None else None
+        return None if block is None else block.exporter_alive()
 
     def close(self, stream: StreamLike | None = None) -> None:
         """Let go of the memory after the work of ``stream`` (default: its own). Idempotent.
 
         The owner's free waits for that work, in stream order.
         """
-        held = self._held
-        if held is None:
+        if self._held is None:
             return
-        ordered = self._stream if stream is None else as_stream(stream, self._door)
-        if ordered._direct is not self._importer.door:
-            ordered._checked_raw()
-            ordered._refuse_capture("cuStreamWriteValue32", "memory of other processes cannot be closed in a capture")
-        _let_go(self._importer, held, ordered)
-        self._held = None
+        door = self._way.importer.door
+        ordered = self._stream if stream is None else as_stream(stream, door)
+        if direct_handle(ordered, door) is None:
+            raw_handle(ordered)
+            refuse_capture(ordered, "cuStreamWriteValue32", "memory of other processes cannot be closed in a capture")
+        _let_go(self, ordered)
+        work(door)
 
     def _open_import(self) -> _Import:
         if self._held is None:
-            raise ClosedError(f"this imported buffer of {self._nbytes} bytes was closed")
+            raise ClosedError(f"this imported buffer of {size_text(self._nbytes)} was closed")
         return self._held
+
+    def _check_usable(self) -> None:
+        self._open_import()
 
     @property
     def _door(self) -> Door:
-        return self._importer.door
+        return self._way.importer.door
 
     def __del__(self) -> None:
         held = getattr(self, "_held", None)
-        if held is None or not self._door.usable:
-            return
-        self._held = None
-        self._door.outside_captures(lambda: self._drop(held))
-
-    def _drop(self, held: _Import) -> None:
-        try:
-            with self._door.relaxed():
-                stream = held.way.device.default_stream if self._stream.closed else self._stream
-                if self._stream.closed:
-                    held.way.device.synchronize()
-                _let_go(self._importer, held, stream)
-        except CudaError as error:
-            warnings.warn(f"a dropped import could not be closed: {error}", ResourceWarning, stacklevel=2)
+        if held is not None and held.way.importer.door.usable:
+            held.way.importer.drop(_DroppedImport(held, self._stream))
 
     def __repr__(self) -> str:
         where = "closed" if self._held is None else f"at {self.address:#x}, {self.location}"
@@ -689,25 +913,30 @@ class ImportedBuffer(Memory, Closes):
 class ImportedPool:
     """A pool of another process. It makes allocations of it known here; nothing can be allocated from it."""
 
-    __slots__ = ("_importer", "_raw", "device")
+    __slots__ = ("__weakref__", "_importer", "_pool", "device")
 
     device: Device
     """The device that has the memory."""
 
-    def __init__(self, importer: Importer, raw: Any, device: Device) -> None:
+    def __init__(self, importer: Importer, pool: _PoolHandle, device: Device) -> None:
         self._importer = importer
-        self._raw = raw
+        self._pool = pool
         self.device = device
+        pool.users.add(self)
 
     @property
     def handle(self) -> int:
         """The driver's handle (``CUmemoryPool``) as a number."""
-        return int(self._raw)
+        return int(self._pool.raw)
+
+    @property
+    def _door(self) -> Door:
+        return self._importer.door
 
     def set_access(self, device: Device, access: MemAccess = MemAccess.READWRITE) -> None:
         """Let another device of this process use the pool's memory (``cuMemPoolSetAccess``)."""
         descriptor = MemAccessDesc(device.location, access).to_driver()
-        self._importer.door.call("cuMemPoolSetAccess", self._raw, [descriptor], 1)
+        self._importer.door.call("cuMemPoolSetAccess", self._pool.raw, [descriptor], 1)
 
     def __repr__(self) -> str:
         return f"<ImportedPool {self.handle:#x} on device {self.device.ordinal}>"
@@ -743,23 +972,23 @@ def _open_physical(
         memory = importer.memory(chunks[0], handles)
         with undoing(memory.close):
             check_mappable(memory)
-            board = importer.board(described, handles)
-            _wait_until_ready(board, described, stream)
+            block = importer.block_of(described, handles)
+            _wait_until_ready(block, described, stream)
         return memory
     mapped = importer.ranges.get(described.origin) if growable else None
     if mapped is not None and not mapped.closed:
         _map_rest(importer, mapped, described, handles)
-        board = importer.board(described, handles)
+        block = importer.block_of(described, handles)
         if mapped.stream.handle != stream.handle:
-            _wait_until_ready(board, described, mapped.stream)
-        _wait_until_ready(board, described, stream)
+            _wait_until_ready(block, described, mapped.stream)
+        _wait_until_ready(block, described, stream)
         return mapped
     capacity = described.base_size if growable else total
     mapped = ImportedRange(device, capacity, {device.location: MemAccess.READWRITE}, stream, described.offset)
     with undoing(mapped.close):
         _map_rest(importer, mapped, described, handles)
-        board = importer.board(described, handles)
-        _wait_until_ready(board, described, stream)
+        block = importer.block_of(described, handles)
+        _wait_until_ready(block, described, stream)
     if growable:
         importer.ranges[described.origin] = mapped
     return mapped
@@ -775,18 +1004,20 @@ def _map_rest(importer: Importer, mapped: ImportedRange, described: Descriptor, 
 
 def _open_event(importer: Importer, described: Descriptor, device: Device, stream: Stream, handles: Handles) -> Event:
     handle = opaque_struct("CUipcEventHandle", described.payload)
-    with device.current():
-        event = opened_event(device, handle)
-    return event
+    return opened_event(device, handle)
 
 
 _BAD_HANDLE = "the descriptor that came along is no handle of this kind of memory, or of another machine"
 _BAD_POINTER = "the owner's process has freed it, or ended"
 
-_OPENERS: dict[Mechanism, Callable[[Importer, Descriptor, Device, Stream, Handles], Any]] = {
-    Mechanism.POOL: _open_pool,
-    Mechanism.POOL_POINTER: _open_pointer,
-    Mechanism.LEGACY: _open_legacy,
-    Mechanism.PHYSICAL: _open_physical,
-    Mechanism.EVENT: _open_event,
+_NOT_IN_A_CAPTURE = "memory of other processes cannot be opened in a capture"
+
+_Opener: TypeAlias = Callable[[Importer, Descriptor, Device, Stream, Handles], Imported]
+# How each mechanism is opened, and what it gives; one chunk of physical memory by itself is that memory.
+_MECHANISMS: dict[Mechanism, tuple[_Opener, type[Imported]]] = {
+    Mechanism.POOL: (_open_pool, ImportedPool),
+    Mechanism.POOL_POINTER: (_open_pointer, ImportedBuffer),
+    Mechanism.LEGACY: (_open_legacy, ImportedBuffer),
+    Mechanism.PHYSICAL: (_open_physical, ImportedRange),
+    Mechanism.EVENT: (_open_event, Event),
 }

@@ -1,26 +1,25 @@
-"""Sending and receiving what is shared: over a :class:`Channel`, and through :mod:`multiprocessing`."""
+"""Sending what is shared over a :class:`Channel`, and receiving it."""
 
 from __future__ import annotations
 
-import threading
-from multiprocessing.reduction import ForkingPickler
-from typing import Any
+import functools
+import os
+from typing import TypeVar, overload
 
-from streamalloc.core.buffer import Buffer
-from streamalloc.core.door import Door
-from streamalloc.core.memory import BufferView
+from streamalloc.core.fd import Fd
 from streamalloc.core.stream import Event, StreamLike
 from streamalloc.driver import Driver
-from streamalloc.driver import default as default_driver
-from streamalloc.ipc.sharing.exports import Shared, door_of, exports_of, share
+from streamalloc.ipc.sharing.descriptor import with_hold
+from streamalloc.ipc.sharing.exports import Shared, share
+from streamalloc.ipc.sharing.imports import Imported, ImportedBuffer, ImportedPool, ImportedRange
 from streamalloc.ipc.sharing.imports import open as open_shared
-from streamalloc.ipc.sharing.lease import LeasedBuffer
-from streamalloc.ipc.transport import handle_server
+from streamalloc.ipc.sharing.lease import Hold, hung_up
 from streamalloc.ipc.transport.channel import Channel
-from streamalloc.pool import MemoryPool
-from streamalloc.vmm import GrowableBuffer, Mapping, PhysicalMemory, RangeView, StripedBuffer
+from streamalloc.vmm import PhysicalMemory
 
-__all__ = ["receive", "send", "serve"]
+__all__ = ["receive", "send"]
+
+T = TypeVar("T", bound=ImportedBuffer | ImportedRange | ImportedPool | PhysicalMemory | Event)
 
 
 def send(
@@ -31,71 +30,65 @@ def send(
     hold: bool = False,
     timeout: float | None = None,
 ) -> None:
-    """Share something and send it; handles go along the first time only.
+    """Share something and send it; handles go along the first time only. The other end takes it with :func:`receive`.
+
+    ``channel.send`` is for bytes.
 
     Parameters
     ----------
     channel
         Where to.
     thing
-        As for :func:`share`, or what that returned.
+        As for :func:`share`, or what that returned. If that holds the allocation, the message does from now on.
     stream, hold
-        As for :func:`share`. Without ``hold`` the allocation must not be freed before the other end has opened it.
+        As for :func:`share`. Without ``hold`` the allocation must not be freed before the other end has opened it. With
+        it, the message keeps the allocation until it was opened, refused or dropped, or nobody can receive it any more.
     timeout
         Seconds until ``TimeoutError``.
     """
     shared = thing if isinstance(thing, Shared) else share(thing, stream, hold=hold)
     had = channel._carried
-    if shared._kept and had.issuperset(shared.handles):
-        channel.send(shared.to_bytes(), timeout=timeout)
-        return
-    channel.send(shared.to_bytes(), shared.fds, timeout=timeout)
+    handles = () if shared._kept and had.issuperset(shared.handles) else shared.fds
+    lease = shared._lease
+    if lease is None or not shared.held:
+        channel.send(shared.to_bytes(), handles, timeout=timeout)
+    else:
+        # The message has one end of a pipe, which the kernel closes with it; whoever opens the descriptor closes it
+        # when that is done. So the hold ends without anybody's help.
+        ours, theirs = map(Fd, os.pipe2(os.O_CLOEXEC))
+        with theirs:
+            lease.hold(Hold(functools.partial(hung_up, ours)))
+            channel.send(with_hold(shared._data, 0), (*handles, theirs), timeout=timeout)
+        shared.cancel()
     had.update(shared.handles)
 
 
+@overload
+def receive(
+    channel: Channel,
+    *,
+    stream: StreamLike | None = ...,
+    timeout: float | None = ...,
+    driver: Driver | None = ...,
+    kind: None = ...,
+) -> ImportedBuffer | ImportedRange: ...
+@overload
+def receive(
+    channel: Channel,
+    *,
+    stream: StreamLike | None = ...,
+    timeout: float | None = ...,
+    driver: Driver | None = ...,
+    kind: type[T],
+) -> T: ...
 def receive(
     channel: Channel,
     *,
     stream: StreamLike | None = None,
     timeout: float | None = None,
     driver: Driver | None = None,
-) -> Any:
+    kind: type[object] | None = None,
+) -> Imported:
     """Receive what :func:`send` sent, and open it; see :func:`open` and ``channel.receive``."""
     message = channel.receive(timeout=timeout)
-    return open_shared(message.data, message.handles, stream=stream, driver=driver)
-
-
-def serve(door: Door) -> None:
-    """Hand out this process's handles from now on; descriptors made later say where."""
-    exports = exports_of(door)
-    with _serving:
-        if exports.endpoint == bytes(16):
-            exports.endpoint = handle_server.serve(exports.handles.get)
-
-
-_serving = threading.Lock()
-
-
-def _reduce(thing: Any) -> tuple[Any, tuple[bytes]]:
-    serve(door_of(thing))
-    return _rebuild, (bytes(share(thing, hold=True)),)
-
-
-def _rebuild(data: bytes) -> Any:
-    return open_shared(data, driver=default_driver())
-
-
-# Through multiprocessing only: a plain pickle of a driver resource means nothing.
-for _kind in (
-    MemoryPool,
-    Buffer,
-    LeasedBuffer,
-    BufferView,
-    PhysicalMemory,
-    Mapping,
-    RangeView,
-    GrowableBuffer,
-    StripedBuffer,
-    Event,
-):
-    ForkingPickler.register(_kind, _reduce)
+    return open_shared(message.data, message.handles, stream=stream, driver=driver, kind=kind)  # type: ignore[arg-type]

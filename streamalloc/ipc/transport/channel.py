@@ -334,7 +334,7 @@ class Channel(Closes):
             This end is closed.
         """
         if type(data) is not bytes:
-            data = bytes(memoryview(data))
+            data = _as_bytes(data)
         size = len(data)
         count = len(handles)
         wait = self.timeout if timeout is None else timeout
@@ -717,6 +717,16 @@ class Listener(Closes):
 def _rights(handles: Sequence[Fd | int]) -> list[tuple[int, int, array.array[int]]]:
     numbers = [handle.fileno() if isinstance(handle, Fd) else _descriptor(handle) for handle in handles]
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))]
+
+
+def _as_bytes(data: BytesLike) -> bytes:
+    try:
+        return bytes(memoryview(data))
+    except TypeError:
+        raise TypeError(
+            f"data must be bytes, not {type(data).__name__} ({data!r}); memory, pools and events are sent with "
+            "streamalloc.ipc.send(channel, thing)"
+        ) from None
 
 
 def _descriptor(number: object) -> int:

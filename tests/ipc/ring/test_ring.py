@@ -171,7 +171,7 @@ class TestItems:
             assert slot.nbytes == slot.nbytes_used == len(slot) == SIZE
             assert slot.stream is ring.stream and slot.location == ring.stream.device.location
             assert slot.device_accessible and not slot.host_accessible and slot.address % 512 == 0
-            assert isinstance(slot.owner, ipc.LeasedBuffer)
+            assert isinstance(slot.owner, sa.Buffer)
             filled(slot, 3)
             slot.nbytes_used = 100
         assert partner.run(_take)[1] == 100

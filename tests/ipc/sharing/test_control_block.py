@@ -48,7 +48,7 @@ def test_many_importers(pool: sa.MemoryPool, stream: sa.Stream) -> None:
     shared = ipc.share(buffer)
     machines = [sd.simulated() for _ in range(MORE)]
     opened = [opened_by(machine, shared) for machine in machines]
-    boards = [importer_of(one._door).boards[shared.descriptor.board] for one in opened]
+    boards = [importer_of(one._door).blocks[shared.descriptor.board] for one in opened]
     assert sorted(board.importer for board in boards) == list(range(MORE))
     buffer.free()
     for one in opened:
@@ -83,7 +83,7 @@ class TestCollected:
             def come_and_go() -> tuple[weakref.ref[Any], int]:
                 machine = sd.simulated()
                 opened = opened_by(machine, shared)
-                place = importer_of(opened._door).boards[shared.descriptor.board].importer
+                place = importer_of(opened._door).blocks[shared.descriptor.board].importer
                 assert not opened.stream.query()
                 opened.close()
                 return weakref.ref(machine), place
@@ -121,7 +121,7 @@ class TestCollected:
         """The death of the exporter is noticed as ever."""
         owner = another()
         owner.run(_make_held)
-        opened = ipc.open(*owner.shared("buffer"), stream=stream)
+        opened = ipc.open(*owner.shared("buffer"), stream=stream, kind=ipc.ImportedBuffer)
         gc.collect()
         assert not stream.query()
         owner.kill()
@@ -134,7 +134,7 @@ class TestDeaths:
         """The child has copies of all files, and so of the one with which its parent waited for the death."""
         owner = another()
         owner.run(_make_held)
-        opened = ipc.open(*owner.shared("buffer"), stream=stream)
+        opened = ipc.open(*owner.shared("buffer"), stream=stream, kind=ipc.ImportedBuffer)
         child = os.fork()
         if not child:
             signal.pause()
@@ -153,7 +153,9 @@ class TestDeaths:
         owner.run(_make_held)
         data, fds = owner.shared("buffer")
         streams = [sa.Device(0, driver=sd.simulated()).create_stream() for _ in range(2)]
-        opened = [ipc.open(data, again(fds), stream=one, driver=one.device.driver) for one in streams]
+        opened = [
+            ipc.open(data, again(fds), stream=one, driver=one.device.driver, kind=ipc.ImportedBuffer) for one in streams
+        ]
         owner.kill()
         assert all(executed(one) for one in streams)
         assert all(one.lost for one in opened)
@@ -172,7 +174,7 @@ class TestDeaths:
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="new thread"):
             patch.setattr(threading.Thread, "start", start)
             ipc.open(data, again(fds), stream=stream)
-        opened = ipc.open(data, fds, stream=stream)
+        opened = ipc.open(data, fds, stream=stream, kind=ipc.ImportedBuffer)
         owner.kill()
         assert executed(stream) and opened.lost
         opened.close()
@@ -187,11 +189,11 @@ def test_a_stale_descriptor_while_the_owner_frees(
     machine = sd.simulated()
     with Gate(sa.Device(0, driver=machine)) as gate:
         opened = opened_by(machine, shared)
-        board = importer_of(opened._door).boards[shared.descriptor.board]
+        board = importer_of(opened._door).blocks[shared.descriptor.board]
         words = board.importer_words(shared.descriptor.slot, board.importer)
         gate.hold(opened.stream)
         opened.close()
-        still_open = Lease.still_open
+        still_open = Lease._still_open
 
         def and_then(lease: Lease, using: list[int]) -> list[int]:
             found = still_open(lease, using)
@@ -199,7 +201,7 @@ def test_a_stale_descriptor_while_the_owner_frees(
             return found
 
         with monkeypatch.context() as patch:
-            patch.setattr(Lease, "still_open", and_then)
+            patch.setattr(Lease, "_still_open", and_then)
             buffer.free()
         words.opened.value -= 1
         assert not stream.query()

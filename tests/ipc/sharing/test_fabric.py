@@ -606,7 +606,7 @@ def test_of_more_pieces_than_a_message_has_room_for(device: sa.Device, stream: s
 
 def test_of_too_many_pieces(device: sa.Device, stream: sa.Stream) -> None:
     range_, memories = several_chunks(device, *2049 * [PAGE])
-    with pytest.raises(ValueError, match=r"2049 pieces.*at most 2048"):
+    with pytest.raises(ValueError, match=r"2049 chunks.*at most 2048"):
         ipc.share(range_.view(), stream)
     close(range_, memories)
 

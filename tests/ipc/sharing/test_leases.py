@@ -263,10 +263,10 @@ def _close_stream(there: There, name: str) -> None:
 
 
 class TestPolicies:
-    def test_raise(self, pool: sa.MemoryPool, buffer: ipc.LeasedBuffer, partner: Partner) -> None:
+    def test_raise(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
         """The buffer lives on: it can be used, and shared with others, and freed later."""
         opened = partner.give(buffer)
-        with pytest.raises(sa.StillImported, match="another process"):
+        with pytest.raises(sa.StillImportedError, match="another process"):
             buffer.free(still_imported="raise")
         assert not buffer.freed and shows(buffer, 1)
         filled(buffer, 2)
@@ -281,27 +281,27 @@ class TestPolicies:
         assert used(pool, 0)
 
     def test_shared_anew_after_it_raised(
-        self, buffer: ipc.LeasedBuffer, partner: Partner, another: Callable[[], Partner]
+        self, buffer: sa.Buffer, partner: Partner, another: Callable[[], Partner]
     ) -> None:
         opened = partner.give(buffer)
         old = ipc.share(buffer)
-        with pytest.raises(sa.StillImported):
+        with pytest.raises(sa.StillImportedError):
             buffer.free(still_imported="raise")
         other = another()
         assert other.give(buffer).shows(1)
         assert other.open(old).shows(1)
         opened.close()
 
-    def test_wait_until_a_time(self, buffer: ipc.LeasedBuffer, partner: Partner) -> None:
+    def test_wait_until_a_time(self, buffer: sa.Buffer, partner: Partner) -> None:
         opened = partner.give(buffer)
         start = time.monotonic()
-        with pytest.raises(sa.StillImported):
+        with pytest.raises(sa.StillImportedError):
             buffer.free(still_imported="wait", timeout=0.05)
         assert 0.05 <= time.monotonic() - start < 2
         assert not buffer.freed and opened.shows(1)
         opened.close()
 
-    def test_wait(self, pool: sa.MemoryPool, buffer: ipc.LeasedBuffer, partner: Partner) -> None:
+    def test_wait(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
         partner.give(buffer, "it")
         partner.begin(_close_later, "it", 0.1)
         start = time.monotonic()
@@ -310,7 +310,7 @@ class TestPolicies:
         partner.result()
         assert buffer.freed and used(pool, 0)
 
-    def test_wait_does_not_wait_for_the_importer_s_stream(self, buffer: ipc.LeasedBuffer, partner: Partner) -> None:
+    def test_wait_does_not_wait_for_the_importer_s_stream(self, buffer: sa.Buffer, partner: Partner) -> None:
         """The host waits for the importer to close; what its stream still does, our stream waits for."""
         opened = partner.give(buffer)
         partner.run(hold)
@@ -331,7 +331,7 @@ class TestPolicies:
         with pytest.raises(ValueError, match="still_imported='never'"):
             buffer.free(still_imported="never")
 
-    def test_freed_twice(self, buffer: ipc.LeasedBuffer, partner: Partner) -> None:
+    def test_freed_twice(self, buffer: sa.Buffer, partner: Partner) -> None:
         opened = partner.give(buffer)
         buffer.free()
         with pytest.raises(sa.ClosedError):
@@ -339,10 +339,10 @@ class TestPolicies:
         buffer.close()
         opened.close()
 
-    def test_on_the_way(self, pool: sa.MemoryPool, buffer: ipc.LeasedBuffer, partner: Partner) -> None:
+    def test_on_the_way(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
         """A descriptor that is held keeps the memory until it was opened, and its import closed."""
         shared = ipc.share(buffer, hold=True)
-        with pytest.raises(sa.StillImported):
+        with pytest.raises(sa.StillImportedError):
             buffer.free(still_imported="raise")
         buffer.free()
         assert pool.statistics().used == SIZE
@@ -351,7 +351,7 @@ class TestPolicies:
         opened.close()
         assert used(pool, 0)
 
-    def test_several_on_the_way(self, pool: sa.MemoryPool, buffer: ipc.LeasedBuffer, partner: Partner) -> None:
+    def test_several_on_the_way(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
         held = [ipc.share(buffer, hold=True) for _ in range(3)]
         buffer.free()
         for shared in held:
@@ -359,7 +359,7 @@ class TestPolicies:
             partner.open(shared).close()
         assert used(pool, 0)
 
-    def test_on_the_way_and_opened_twice(self, pool: sa.MemoryPool, buffer: ipc.LeasedBuffer, partner: Partner) -> None:
+    def test_on_the_way_and_opened_twice(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
         """Against the rule; it must not keep the memory for ever."""
         shared = ipc.share(buffer, hold=True)
         first, second = partner.open(shared), partner.open(shared)

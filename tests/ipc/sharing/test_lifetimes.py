@@ -78,7 +78,7 @@ class TestImporterIsGone:
         buffer.free()
         assert used(pool, 0)
 
-    def test_a_free_that_waits(self, pool: sa.MemoryPool, buffer: ipc.LeasedBuffer, another: Another) -> None:
+    def test_a_free_that_waits(self, pool: sa.MemoryPool, buffer: sa.Buffer, another: Another) -> None:
         one = another()
         one.give(buffer)
         one.begin(_die_in, 0.1)
@@ -250,7 +250,7 @@ class TestExporterIsGone:
         """Handles outlive their process: what came before it died opens after. Nothing hangs."""
         data, fds = owner.shared("buffer")
         owner.kill()
-        with ipc.open(data, fds, stream=stream) as opened:
+        with ipc.open(data, fds, stream=stream, kind=ipc.ImportedBuffer) as opened:
             assert shows(opened, 5)
             assert eventually(lambda: not opened.owner_alive)
 
@@ -258,7 +258,7 @@ class TestExporterIsGone:
         owner.run(hold)
         data, fds = owner.shared("buffer")
         owner.kill()
-        with ipc.open(data, fds, stream=stream) as opened:
+        with ipc.open(data, fds, stream=stream, kind=ipc.ImportedBuffer) as opened:
             assert executed(stream)
             assert opened.lost
 

@@ -188,7 +188,7 @@ class TestLifetime:
         here, there = context.Pipe()
         queue = context.SimpleQueue()
         queue.put(("it", buffer))
-        with pytest.raises(sa.StillImported):
+        with pytest.raises(sa.StillImportedError):
             buffer.free(still_imported="raise")
         buffer.free()
         run(_answer_each, there, queue, 1)

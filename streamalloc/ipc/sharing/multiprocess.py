@@ -1,0 +1,139 @@
+"""Memory, pools and events through :mod:`multiprocessing`: queues, pipes, and arguments of processes.
+
+These carry bytes and no file descriptors, so that a thread of the exporter hands the handles out. What is on its way is
+held. A hold ends when the other process has opened the descriptor, or
+
+* for an argument of a ``Process``: when that has ended;
+* in a queue or a one-way pipe: when no process has its reading end any more, so that nobody can take it out;
+* in a two-way pipe: when the other end is closed, as long as this process has not closed its own.
+
+Where a process dies just between taking something out of a queue and opening it, the hold ends with the queue.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import select
+import stat
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from streamalloc.core.buffer import Buffer
+from streamalloc.core.door import Door, door_behind
+from streamalloc.core.fd import Fd
+from streamalloc.core.memory import BufferView
+from streamalloc.core.stream import Event
+from streamalloc.driver import default as default_driver
+from streamalloc.ipc.sharing.exports import exports_of, share
+from streamalloc.ipc.sharing.imports import Imported
+from streamalloc.ipc.sharing.imports import open as open_shared
+from streamalloc.ipc.transport import handle_server
+from streamalloc.pool import MemoryPool
+from streamalloc.vmm import GrowableBuffer, Mapping, PhysicalMemory, RangeView, StripedBuffer
+from streamalloc.vmm.internal import spec_of
+
+__all__ = ["KINDS", "reduce", "serve"]
+
+KINDS = (MemoryPool, Buffer, BufferView, PhysicalMemory, Mapping, RangeView, GrowableBuffer, StripedBuffer, Event)
+"""What goes through :mod:`multiprocessing`, by just these classes. Other pickles of a driver resource mean nothing."""
+
+
+def serve(door: Door) -> None:
+    """Hand out this process's handles from now on; descriptors made later say where."""
+    exports = exports_of(door)
+    with _serving:
+        if exports.endpoint == bytes(16):
+            exports.endpoint = handle_server.serve(exports.handles.get)
+
+
+_serving = threading.Lock()
+
+
+def reduce(thing: Any) -> tuple[Callable[[bytes], Imported], tuple[bytes]]:
+    """How something is pickled for another process."""
+    serve(spec_of(thing).door if isinstance(thing, PhysicalMemory) else door_behind(thing))
+    shared = share(thing, hold=True)
+    data = shared.to_bytes()
+    shared.hand_over(_carrier())
+    return _rebuild, (data,)
+
+
+def _rebuild(data: bytes) -> Imported:
+    return open_shared(data, driver=default_driver())
+
+
+for _kind in KINDS:
+    ForkingPickler.register(_kind, reduce)
+
+
+# -- what carries it -----------------------------------------------------------------------------------------
+
+
+def _carrier() -> Callable[[], bool]:
+    """What tells when nobody can get any more what is pickled now."""
+    child = get_spawning_popen()
+    if child is not None:
+        return functools.partial(_has_ended, weakref.ref(child))
+    connection = _written_to()
+    if connection is None:
+        return bool
+    number = connection.fileno()
+    if stat.S_ISFIFO(os.fstat(number).st_mode):
+        # This keeps no end of the pipe open: whoever reads it still sees its end.
+        pipe = Fd(os.open(f"/proc/self/fd/{number}", os.O_PATH | os.O_CLOEXEC))
+        return functools.partial(_has_no_readers, pipe)
+    return functools.partial(_is_cut_off, weakref.ref(connection))
+
+
+def _written_to() -> Connection | None:
+    """The connection that multiprocessing writes the pickle to; a reducer is told nothing of it."""
+    frame = sys._getframe(1)
+    dumps = ForkingPickler.dumps.__func__.__code__  # type: ignore[attr-defined]
+    while frame.f_back is not None:
+        caller = frame.f_back
+        if frame.f_code is dumps:
+            # A connection's send, a simple queue's put, or the thread that feeds a queue.
+            for value in list(caller.f_locals.values()):
+                for found in (value, getattr(value, "_writer", None), getattr(value, "__self__", None)):
+                    if isinstance(found, Connection):
+                        return found
+        frame = caller
+    return None
+
+
+def _has_ended(reference: weakref.ref[Any]) -> bool:
+    child = reference()
+    if child is None or child.returncode is not None:
+        return True
+    sentinel = getattr(child, "sentinel", None)  # there once it was started
+    return sentinel is not None and bool(wait([sentinel], 0))
+
+
+def _has_no_readers(pipe: Fd) -> bool:
+    try:
+        end = Fd(os.open(f"/proc/self/fd/{pipe.fileno()}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    except OSError as error:
+        return error.errno == errno.ENXIO
+    with end:
+        return _polled(end.fileno(), select.POLLERR)
+
+
+def _is_cut_off(reference: weakref.ref[Connection]) -> bool:
+    connection = reference()
+    if connection is None or connection.closed:
+        return False
+    return _polled(connection.fileno(), select.POLLHUP)
+
+
+def _polled(number: int, event: int) -> bool:
+    poll = select.poll()
+    poll.register(number, 0)
+    return any(found & event for _, found in poll.poll(0))
