@@ -15,6 +15,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
+from streamalloc.core.later import later_of
 from streamalloc.testing import Gate
 from tests.ipc.support import (
     POSIX,
@@ -256,6 +257,11 @@ def _in_a_cycle(there: There, name: str) -> None:
     holder = Holder()
     holder.it, holder.me = there.kept[name], holder  # type: ignore[attr-defined]
     there.kept[name] = holder
+
+
+def _has_let_go(there: There) -> bool:
+    """Whether what was dropped is closed, which a thread does."""
+    return not len(later_of(there.stream._door))
 
 
 def _close_stream(there: There, name: str) -> None:
@@ -521,6 +527,7 @@ class TestWorkOfImporters:
         partner.run(hold)
         partner.run(_copy_of, "it", "copy", "stream")
         opened.drop()
+        assert eventually(lambda: partner.run(_has_let_go))
         buffer.free()
         with pool.allocate(SIZE, stream) as other:
             other.fill(9)
