@@ -32,6 +32,7 @@ __all__ = [
     "Rights",
     "accessing",
     "check_mappable",
+    "check_not_tile_pool",
     "covering",
     "door_of_range",
     "import_memory",
@@ -39,6 +40,7 @@ __all__ = [
     "own_range",
     "rights_of",
     "spec_of",
+    "state_of",
     "wait",
 ]
 
@@ -103,6 +105,23 @@ def spec_of(memory: PhysicalMemory) -> MemorySpec:
 def is_imported(memory: GenericAllocation) -> bool:
     """Whether another process has made it."""
     return memory._state.imported
+
+
+def state_of(memory: GenericAllocation) -> AllocationState:
+    """What is known of its driver handle.
+
+    Raises
+    ------
+    ClosedError
+        It was closed.
+    """
+    memory._checked_raw()
+    return memory._state
+
+
+def check_not_tile_pool(memory: PhysicalMemory) -> None:
+    """Raise where memory only backs sparse arrays."""
+    memory._check_mappable()
 
 
 def import_memory(door: Door, handle: Fd | int | bytes, nbytes: int) -> PhysicalMemory:

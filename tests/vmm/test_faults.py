@@ -6,6 +6,7 @@ once. After that either the step is taken again, or all is dropped; in the end n
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Collection
 from typing import Any
@@ -636,6 +637,30 @@ def sweep(machine: Any, kind: type[Case], count: int, result: str, again: bool, 
             case.end()
         del case
         assert_nothing_left(account, failed)
+
+
+@pytest.mark.simulated_only("calls that fail are the same on any driver")
+@pytest.mark.parametrize("kind", CASES)
+def test_a_call_fails_and_one_of_the_next(machine: Any, kind: type[Case]) -> None:
+    """Whatever fails while a failure is dealt with: nothing is lost, or given back twice."""
+    for number in calls_of(machine, kind, 1):
+        for later in (1, 2, 4):
+            account = Account(machine, number)
+            account.driver = sd.faulty(account.driver, number + later, result="CUDA_ERROR_UNKNOWN")
+            case: Any = kind(account, 1)
+            with contextlib.suppress(sa.CudaError):
+                case.step()
+            for failed in (*account.driver._wrapped.failed, *account.driver.failed):
+                if failed == "cuCtxPopCurrent":
+                    machine.cuCtxPopCurrent()  # the context is still there
+            account.driver._target = account.driver._wrapped._target = 1 << 40
+            owner = getattr(case, "buffer", getattr(case, "range", None))
+            if owner is not None and not owner.closed:
+                mappings = owner.mappings
+                assert {mapping.address: mapping.nbytes for mapping in mappings} == account.mapped
+                del mappings
+            del case, owner
+            assert_nothing_left(account)
 
 
 class TestTwoFaults:

@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 from streamalloc.core.buffer import Buffer, GraphBuffer
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
+from streamalloc.core.errors import size_text
 from streamalloc.core.memory import BufferView, Memory
 from streamalloc.core.properties import MemHandleType, MemLocation, MemLocationType, checked_size
+from streamalloc.driver.internal import cuda
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm import AddressRange, PhysicalMemory, RangeView
-from streamalloc.vmm.internal import AllocationState
+from streamalloc.vmm.internal import AllocationState, check_not_tile_pool, covering, state_of
 
 __all__ = ["Member", "check_member", "member_of"]
 
@@ -48,7 +50,7 @@ class Member(NamedTuple):
             return name, (*where, self.address, self.nbytes, 0)
         assert isinstance(self.kept, PhysicalMemory)
         name = "cuMulticastBindMem_v2" if versioned else "cuMulticastBindMem"
-        return name, (*where, self.kept._checked_raw(), self.offset, self.nbytes, 0)
+        return name, (*where, cuda.CUmemGenericAllocationHandle(self.kept.handle), self.offset, self.nbytes, 0)
 
 
 def member_of(memory: object, memory_offset: int, nbytes: int | None, door: Door) -> Member:
@@ -57,7 +59,7 @@ def member_of(memory: object, memory_offset: int, nbytes: int | None, door: Door
     Raises
     ------
     TypeError, ValueError
-        It is nothing that can be bound, of another driver, in several pieces, or has no such part.
+        It is nothing that can be bound, of another driver, in several chunks, or has no such part.
     """
     if not isinstance(memory, (PhysicalMemory, Memory)):
         raise TypeError(
@@ -68,11 +70,10 @@ def member_of(memory: object, memory_offset: int, nbytes: int | None, door: Door
     start = checked_size("memory_offset", memory_offset)
     size = max(memory.nbytes - start, 0) if nbytes is None else checked_size("nbytes", nbytes)
     if start + size > memory.nbytes:
-        raise ValueError(f"memory_offset={memory_offset}, nbytes={size}: the memory has {memory.nbytes} bytes")
+        raise ValueError(f"memory_offset={memory_offset}, nbytes={size}: the memory has {size_text(memory.nbytes)}")
     if not size:
-        raise ValueError(f"nbytes=0: there is nothing to bind from {start} on in the {memory.nbytes} bytes of memory")
+        raise ValueError(f"nbytes=0: there is nothing to bind from {start} on in {size_text(memory.nbytes)} of memory")
     if isinstance(memory, PhysicalMemory):
-        memory._checked_raw()
         return _of_handle(memory, memory, start, size, None, door)
     base: Memory = memory
     while isinstance(base, BufferView):
@@ -91,22 +92,22 @@ def member_of(memory: object, memory_offset: int, nbytes: int | None, door: Door
 
 def _of_handle(given: object, memory: PhysicalMemory, start: int, size: int, address: int | None, door: Door) -> Member:
     types = memory.properties.requested_handle_types
-    return Member(given, memory, start, size, address, memory.location, types, memory._state, door)
+    return Member(given, memory, start, size, address, memory.location, types, state_of(memory), door)
 
 
 def _of_range(given: Memory, range: AddressRange, address: int, size: int, door: Door) -> Member:
-    """MappingEntry memory: what is kept is the physical memory, as addresses may be given back while it is bound."""
+    """Mapped memory: what is kept is the physical memory, as addresses may be given back while it is bound."""
     start = address - range.address
-    pieces = list(range._covering(start, start + size))
-    if len(pieces) > 1:
+    chunks = covering(range, start, start + size)
+    if len(chunks) > 1:
         raise ValueError(
-            f"memory={given!r} lies in {len(pieces)} pieces of physical memory, and the driver binds one at a time: "
+            f"memory={given!r} lies in {len(chunks)} chunks of physical memory, and the driver binds one at a time: "
             "bind each of its mappings"
         )
-    memory = pieces[0].memory
+    memory = chunks[0].memory
     if not isinstance(memory, PhysicalMemory):
         raise ValueError(f"memory={given!r} is a multicast object itself: bind memory of a device")
-    return _of_handle(given, memory, start - pieces[0].offset, size, address, door)
+    return _of_handle(given, memory, start - chunks[0].offset, size, address, door)
 
 
 def _pool_handle_types(base: Memory) -> MemHandleType | None:
@@ -122,9 +123,9 @@ def check_member(member: Member, granularity: int, device: Device | None, *, sha
         # What is bound by its address may begin anywhere in its own memory.
         if value is not None and value % granularity and not (name == "memory_offset" and member.address is not None):
             shown = f"{value:#x}" if name == "address" else value
-            raise ValueError(f"{name}={shown}: allowed are multiples of the granularity, {granularity} bytes")
+            raise ValueError(f"{name}={shown}: allowed are multiples of the granularity, {size_text(granularity)}")
     if isinstance(member.kept, PhysicalMemory):
-        member.kept._check_mappable()
+        check_not_tile_pool(member.kept)
     if shareable and member.handle_types == MemHandleType.NONE:
         raise ValueError(
             f"memory={given!r} cannot be shared, and only memory that can is bound to a multicast object that can: "

@@ -1,0 +1,115 @@
+"""What is dropped goes at a point of work, once the work that may use it is done; buffers that are remapped."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
+from streamalloc.testing import Gate
+from streamalloc.vmm.internal import RemappableBuffer
+from tests.support import Account, read
+from tests.vmm.support import PAGE, READWRITE
+
+
+class TestQueuedWork:
+    def test_is_not_waited_for_and_keeps_the_memory(self, machine: Any) -> None:
+        account = Account(machine)
+        device = account.device
+        stream = device.create_stream()
+        buffer: Any = vmm.GrowableBuffer(device, 4 * PAGE, 2 * PAGE, chunk=PAGE)
+        with Gate(device) as gate:
+            gate.hold(stream)
+            buffer.fill(5, stream)
+            del buffer
+            gc.collect()
+            assert "cuCtxSynchronize" not in account.calls()
+            for _ in range(3):
+                vmm.PhysicalMemory(PAGE, device).close()
+                assert len(account.mapped) == 2
+            gate.open()
+        device.synchronize()
+        assert account.mapped == {} and "address range" not in account.left
+        stream.close()
+
+    @pytest.mark.simulated_only("memory of a known size")
+    def test_that_is_done_lets_memory_that_has_run_out_be_made(self) -> None:
+        """What was dropped is given back before anybody is told that there is none."""
+        driver = sd.simulated(memory=64 << 20)
+        device = sa.Device(0, driver=driver)
+        size = device.memory_info().free // 2 // PAGE * PAGE + PAGE
+        for _ in range(3):
+            buffer = vmm.GrowableBuffer(device, size, size)
+            buffer.fill(1)
+            device.default_stream.synchronize()
+            del buffer
+        with pytest.raises(sa.OutOfMemoryError):
+            kept = [vmm.GrowableBuffer(device, size, size) for _ in range(2)]
+            del kept
+
+
+class TestDrawing:
+    @pytest.mark.parametrize("width", [1, 7, 16, 64])
+    def test_shows_every_mapping(self, device: sa.Device, width: int) -> None:
+        """However small a part of the range it is."""
+        with vmm.GrowableBuffer(device, 8 << 30, 32 << 20) as buffer:
+            assert "0" in buffer.range.draw(width) and "0" in repr(buffer)
+        with vmm.AddressRange(4096 * PAGE, driver=device.driver) as range, vmm.PhysicalMemory(PAGE, device) as memory:
+            for place in (0, 1000, 4095):
+                range.map(memory, place * PAGE)
+            drawn = range.draw(width)
+            assert drawn[0] == drawn[-1] == drawn[1000 * width // 4096] == "0"
+            assert drawn.count("0") == min(3, width)
+
+
+class TestRemapping:
+    """All of it, or the buffer stays as it was."""
+
+    @staticmethod
+    def make(device: sa.Device) -> Any:
+        return lambda _: vmm.PhysicalMemory(PAGE, device)
+
+    def test_maps_what_is_new_and_unmaps_what_is_gone(self, machine: Any) -> None:
+        account = Account(machine)
+        device = account.device
+        buffer = RemappableBuffer(device, 8 * PAGE, {device.location: READWRITE}, None, 0)
+        for names in ("ab", "abc", "a", "axyz", "", "q"):
+            staying = [mapping.memory for mapping in buffer.mappings]
+            buffer.set_chunks(names, self.make(device), len(names) * PAGE)
+            assert buffer.nbytes == buffer.mapped_bytes == len(names) * PAGE == len(account.mapped) * PAGE
+            if names and staying and names[0] == "a":
+                assert buffer.mappings[0].memory is staying[0]
+            buffer.fill(7)
+        buffer.close()
+        assert account.left == {}
+
+    @pytest.mark.simulated_only("calls that fail are the same on any driver")
+    def test_every_call_fails_in_turn(self, machine: Any) -> None:
+        for number in range(1, 80):
+            account = Account(machine)
+            device = account.device
+            buffer = RemappableBuffer(device, 8 * PAGE, {device.location: READWRITE}, None, 0)
+            buffer.set_chunks("abc", self.make(device), 3 * PAGE)
+            buffer.fill(7)
+            device.synchronize()
+            account.driver._target = len(account.driver.seen) + number
+            try:
+                buffer.set_chunks("axyz", self.make(device), 4 * PAGE)
+            except sa.CudaError:
+                assert buffer.nbytes == 3 * PAGE == buffer.mapped_bytes and len(account.mapped) == 3
+                assert (read(buffer) == 7).all()
+                buffer.set_chunks("axyz", self.make(device), 4 * PAGE)
+            done = not account.driver.failed
+            account.driver._target = 1 << 40
+            if account.driver.failed == ["cuCtxPopCurrent"]:
+                machine.cuCtxPopCurrent()
+            assert len(account.mapped) == 4 and buffer.nbytes == 4 * PAGE
+            buffer.close()
+            assert account.left == {}
+            if done:
+                return
+        raise AssertionError("no end")
