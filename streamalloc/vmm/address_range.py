@@ -664,6 +664,12 @@ class Mapping(RangeView):
             self.range._check_own()
             self._unmap(after)
 
+    def _close_with_range(self, after: After) -> None:
+        """The end of a mapping that has a range of its own."""
+        if not self.range.closed:
+            self._unmap(after)
+            self.range._free()
+
     def _unmap(self, after: After) -> None:
         if self._mapped.live:
             wait(after, self._door, accessing((self._mapped.rights,)))

@@ -6,17 +6,17 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
+from streamalloc.core.device import Device
 from streamalloc.core.door import Door, PerDriver
 from streamalloc.core.errors import (
     CudaError,
     DeviceLostError,
     InvalidContextError,
     InvalidValueError,
-    NotReadyError,
     undo_all,
 )
 from streamalloc.core.later import Deferred, Later, later_of, work
-from streamalloc.driver.internal import cuda
+from streamalloc.core.stream import Event, context_event
 from streamalloc.vmm.access import Rights
 from streamalloc.vmm.release_order import Kind, Node, ReleaseOrder
 from streamalloc.vmm.waiting import accessing
@@ -210,47 +210,21 @@ class MappedBytes(Node):
 class QueuedWork(Node):
     """The work that devices had when something was dropped that it may use: nothing is unmapped under it."""
 
-    __slots__ = ("_devices", "_door", "_events")
+    __slots__ = ("_devices", "_events")
 
     def __init__(self, door: Door, devices: Iterable[int]) -> None:
         super().__init__(Kind.QUEUED_WORK)
-        self._door = door
-        self._devices = sorted(devices)
-        self._events: list[_RecordedEvent] | None = None
+        self._devices = [Device(ordinal, driver=door.driver) for ordinal in sorted(devices)]
+        self._events: list[Event] | None = None
 
     def release(self) -> None:
         """Look whether it is done. Events mark it at the first attempt."""
         try:
             if self._events is None:
-                self._events = [_RecordedEvent(self._door, ordinal) for ordinal in self._devices]
-            for event in self._events:
-                event.query()
-        except NotReadyError:
-            return
+                self._events = [context_event(device) for device in self._devices]
+            self.gone = all(event.query() for event in self._events)
         except (DeviceLostError, InvalidContextError):
-            pass  # no work is left
-        self._events = None
-        self.gone = True
-
-
-class _RecordedEvent:
-    """An event after all work of a device (``cuCtxRecordEvent``)."""
-
-    __slots__ = ("_door", "_raw")
-
-    def __init__(self, door: Door, ordinal: int) -> None:
-        self._door = door
-        self._raw: Any = None
-        with door.current(ordinal):
-            door.create(self, "_raw", "cuEventCreate", int(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING))
-            door.call("cuCtxRecordEvent", door.context(ordinal), self._raw)
-
-    def query(self) -> None:
-        self._door.call("cuEventQuery", self._raw)
-
-    def __del__(self) -> None:
-        if self._raw is not None and self._door.usable:
-            self._door.driver.cuEventDestroy(self._raw)
+            self.gone = True  # no work is left
 
 
 class Allocations:
@@ -339,6 +313,12 @@ class _Dropped(Deferred):
             return self._allocations.order.attempt(self._node)
         finally:
             self._allocations.order.pass_on(self._allocations.drop)
+
+    def forget(self) -> None:
+        """The context is lost, or the driver has ended, and nothing is left to give back."""
+        self._node.gone = True
+        self._allocations.order.cut(self._node)
+        self._allocations.order.pass_on(self._allocations.drop)
 
 
 allocations_of: PerDriver[Allocations] = PerDriver(Allocations)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from streamalloc.core.door import Door
+from streamalloc.core.errors import undoing
 from streamalloc.core.fd import Fd
 from streamalloc.vmm.access import Access, Rights, rights_of
 from streamalloc.vmm.address_range import GRANULARITY, AddressRange, MappingEntry
@@ -27,7 +28,6 @@ __all__ = [
     "MappingEntry",
     "MemorySpec",
     "Node",
-    "OwnedRange",
     "RemappableBuffer",
     "Rights",
     "accessing",
@@ -37,7 +37,7 @@ __all__ = [
     "door_of_range",
     "import_memory",
     "is_imported",
-    "own_range",
+    "map_alone",
     "rights_of",
     "spec_of",
     "state_of",
@@ -54,24 +54,12 @@ class MappedChunk(NamedTuple):
     """Physical memory or a multicast object. It can be exported also where the user has closed it."""
 
 
-class OwnedRange(NamedTuple):
-    """A range that belongs to something else, which alone maps and unmaps."""
-
-    range: AddressRange
-
-    def map(self, memory: GenericAllocation, offset: int, rights: Rights) -> MappingEntry:
-        """Map memory and give access to it: both, or neither."""
-        return self.range._map(memory, offset, rights)
-
-    def free(self) -> None:
-        """Give the addresses back."""
-        self.range._free()
-
-
-def own_range(range: AddressRange) -> OwnedRange:
-    """Take a range over: users must not map or unmap in it any more."""
+def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tuple[AddressRange, MappingEntry]:
+    """Map memory at addresses of its own, in which users map and unmap nothing."""
+    range = AddressRange(-(-memory.nbytes // GRANULARITY) * GRANULARITY, alignment=alignment, driver=memory.driver)
     range._owned = True
-    return OwnedRange(range)
+    with undoing(range._free):
+        return range, range._map(memory, 0, rights)
 
 
 def covering(range: AddressRange, start: int, stop: int) -> list[MappedChunk]:

@@ -23,7 +23,6 @@ from streamalloc.core.errors import (
     NotSupportedError,
     refused,
     size_text,
-    undoing,
 )
 from streamalloc.core.fd import Fd
 from streamalloc.core.memory import Memory
@@ -32,7 +31,7 @@ from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, M
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
 from streamalloc.multicast.objects.bindable import Member, check_member, member_of
-from streamalloc.vmm import AddressRange, Mapping, PhysicalMemory
+from streamalloc.vmm import Mapping, PhysicalMemory
 from streamalloc.vmm.internal import (
     GRANULARITY,
     Access,
@@ -43,7 +42,7 @@ from streamalloc.vmm.internal import (
     Kind,
     Node,
     Rights,
-    own_range,
+    map_alone,
     rights_of,
     wait,
 )
@@ -499,11 +498,7 @@ class MulticastObject(GenericAllocation):
         self._check_mappable()
         rights = rights_of(access, self._door)
         self._check_access(rights)
-        size = -(-self.nbytes // GRANULARITY) * GRANULARITY
-        addresses = AddressRange(size, alignment=max(self._step, GRANULARITY), driver=self.driver)
-        owned = own_range(addresses)
-        with undoing(owned.free):
-            return MulticastView(addresses, owned.map(self, 0, rights))
+        return MulticastView(*map_alone(self, max(self._step, GRANULARITY), rights))
 
     def close(self, after: After = None) -> None:
         """Unbind what is bound by this object (``cuMulticastUnbind``) and release it (``cuMemRelease``); idempotent.
@@ -733,9 +728,7 @@ class MulticastView(Mapping):
 
     def close(self, after: After = None) -> None:
         """Unmap it and give the addresses back, once ``after`` has passed, see :class:`AddressRange`; idempotent."""
-        if not self.range.closed:
-            self._unmap(after)
-            own_range(self.range).free()
+        self._close_with_range(after)
 
 
 _POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
