@@ -109,7 +109,7 @@ class AllocationHandle(Node):
         try:
             self.allocations.door.give_back(self, "cuMemRelease")
         finally:
-            self.gone = self._raw is None
+            self.gone: bool = self._raw is None
 
     def forget(self) -> None:
         """What is known of the handle, where nobody else holds it or has it mapped."""
@@ -156,7 +156,7 @@ class Reservation(Node):
         try:
             self.allocations.door.give_back(self, "cuMemAddressFree", self.nbytes)
         finally:
-            self.gone = self._raw is None
+            self.gone: bool = self._raw is None
 
 
 class MappedBytes(Node):

@@ -132,7 +132,7 @@ class BoundBytes(Node):
                 raise
             self._raw = None  # it never was bound: that was interrupted
         finally:
-            self.gone = self._raw is None
+            self.gone: bool = self._raw is None
 
     def was_refused(self) -> None:
         """The driver has not bound it."""
