@@ -105,11 +105,11 @@ class SlotWords:
     __slots__ = ("announced", "generation", "lost", "ready", "ready_address")
 
     def __init__(self, block: ControlBlock, slot: int) -> None:
-        self.generation = _word(block.address("generation", slot))
-        self.announced = _word(block.address("announced", slot))
-        self.ready = _word(block.address("ready", slot))
-        self.lost = _word(block.address("lost", slot))
-        self.ready_address = cuda.CUdeviceptr(block.address("ready", slot))
+        self.generation: ctypes.c_uint32 = _word(block.address("generation", slot))
+        self.announced: ctypes.c_uint32 = _word(block.address("announced", slot))
+        self.ready: ctypes.c_uint32 = _word(block.address("ready", slot))
+        self.lost: ctypes.c_uint32 = _word(block.address("lost", slot))
+        self.ready_address: Any = cuda.CUdeviceptr(block.address("ready", slot))
 
     def was_lost(self, wanted: int) -> bool:
         """Whether the exporter died before ``ready`` had come to a value that it has now."""
@@ -122,10 +122,10 @@ class ImporterWords:
     __slots__ = ("closed", "closed_address", "closing", "opened")
 
     def __init__(self, block: ControlBlock, slot: int, importer: int) -> None:
-        self.opened = _word(block.address("opened", slot, importer))
-        self.closing = _word(block.address("closing", slot, importer))
-        self.closed = _word(block.address("closed", slot, importer))
-        self.closed_address = cuda.CUdeviceptr(block.address("closed", slot, importer))
+        self.opened: ctypes.c_uint32 = _word(block.address("opened", slot, importer))
+        self.closing: ctypes.c_uint32 = _word(block.address("closing", slot, importer))
+        self.closed: ctypes.c_uint32 = _word(block.address("closed", slot, importer))
+        self.closed_address: Any = cuda.CUdeviceptr(block.address("closed", slot, importer))
 
 
 class Mark:
@@ -202,7 +202,7 @@ class ControlBlock:
     closed: Words
 
     def __init__(self, door: Door, fd: Fd) -> None:
-        self.door = door
+        self.door: Door = door
         self.fd = fd
         self.importer = -1
         self._watched: set[int] = set()

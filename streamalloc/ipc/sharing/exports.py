@@ -31,7 +31,7 @@ from streamalloc.ipc.sharing.descriptor import (
     with_hold,
 )
 from streamalloc.ipc.sharing.imports import ImportedBuffer, ImportedPool, ImportedRange
-from streamalloc.ipc.sharing.lease import Hold, Lease, leases_of
+from streamalloc.ipc.sharing.lease import Hold, Lease, Leases, leases_of
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.pointers import MemoryKind, PointerAttributes, pointer_attributes
 from streamalloc.vmm import AddressRange, GrowableBuffer, Mapping, PhysicalMemory, RangeView, VirtualBuffer
@@ -136,9 +136,11 @@ class _Route:
     __slots__ = ("_heads", "_marks", "device", "fd", "origin", "pool")
 
     def __init__(self, pool: MemoryPool, device: bytes) -> None:
-        self.pool = weakref.ref(pool)
+        self.pool: weakref.ref[MemoryPool] = weakref.ref(pool)
+        self.fd: Fd
+        self.origin: bytes
         self.origin, self.fd = _export_pool(pool)
-        self.device = device
+        self.device: bytes = device
         self._heads: dict[tuple[bytes, bytes], tuple[bytes, dict[bytes, Fd]]] = {}
         """The beginning of the descriptor and the handles, by control block and endpoint."""
         self._marks: dict[bytes, Mark] = {}
@@ -177,11 +179,11 @@ class Exports:
 
     def __init__(self, door: Door) -> None:
         self.door = door
-        self.leases = leases_of(door)
-        self.endpoint = bytes(16)
+        self.leases: Leases = leases_of(door)
+        self.endpoint: bytes = bytes(16)
         """Where other processes may ask for handles; zeros until a handle server runs."""
         self.handles: weakref.WeakValueDictionary[bytes, Fd] = weakref.WeakValueDictionary()
-        self.version = int(door.call("cuDriverGetVersion"))
+        self.version: int = int(door.call("cuDriverGetVersion"))
         self._export_pointer: Any = door.driver.cuMemPoolExportPointer
         self._routes: dict[int, _Route] = {}
         """By the pool object's ``id``."""

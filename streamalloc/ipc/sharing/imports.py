@@ -207,7 +207,7 @@ class Importer:
 
     def __init__(self, door: Door) -> None:
         self.door = door
-        self.lock = threading.RLock()
+        self.lock: contextlib.AbstractContextManager[bool] = threading.RLock()
         """Held where imports are counted. Nothing is called then that can wait for a stream or another process."""
         self.blocks: dict[bytes, ControlBlock] = {}
         self.pools: dict[bytes, _PoolHandle] = {}
@@ -218,7 +218,7 @@ class Importer:
         """How allocations are opened whose descriptors begin so, once one of them was."""
         self.import_pointer: Any = door.driver.cuMemPoolImportPointer
         self._attribute: Any = door.driver.cuPointerGetAttribute
-        self.version = int(door.call("cuDriverGetVersion"))
+        self.version: int = int(door.call("cuDriverGetVersion"))
         self._devices: dict[bytes, Device] = {}
         self._dropped: SimpleQueue[bool] = SimpleQueue()
         """The only kind of queue that a finaliser may put into."""
@@ -377,18 +377,18 @@ class _Import:
     __slots__ = ("_raw", "address", "count", "key", "lessor", "number", "passed", "way", "words")
 
     def __init__(self, way: _PoolWay | _LegacyWay, described: Descriptor) -> None:
-        self.way = way
-        self.key = described.payload
+        self.way: _PoolWay | _LegacyWay = way
+        self.key: bytes = described.payload
         """The driver's export data, for which it always gives the same address."""
         self.lessor: Lessor | None = None
         self.words: ImporterWords | None = None
         """Ours in the control block that keeps account of the lease; None where there is none."""
-        self.number = 0
+        self.number: int = 0
         """What the word that counts openings is with this one."""
         self._raw: Any = None
         """The driver's ``CUdeviceptr`` until it was told to let go."""
-        self.address = 0
-        self.count = 0
+        self.address: int = 0
+        self.count: int = 0
         self.passed: tuple[Event, ...] = ()
         """The ends of the work of objects that were closed before the last one."""
         block = way.block
@@ -550,12 +550,12 @@ class _PoolWay:
     def __init__(
         self, importer: Importer, described: Descriptor, device: Device, block: ControlBlock | None, pool: _PoolHandle
     ):
-        self.importer = importer
-        self.described = described
+        self.importer: Importer = importer
+        self.described: Descriptor = described
         """Any of their descriptors."""
-        self.device = device
-        self.block = block
-        self.pool = pool
+        self.device: Device = device
+        self.block: ControlBlock | None = block
+        self.pool: _PoolHandle = pool
         # One struct for all: they are opened one at a time.
         self._data = OpaqueStruct("CUmemPoolPtrExportData")
 
@@ -582,9 +582,9 @@ class _LegacyWay:
     pool = None
 
     def __init__(self, importer: Importer, device: Device, block: ControlBlock | None) -> None:
-        self.importer = importer
-        self.device = device
-        self.block = block
+        self.importer: Importer = importer
+        self.device: Device = device
+        self.block: ControlBlock | None = block
 
     def acquire(self, held: _Import, data: bytes) -> None:
         """Open a block (``cuIpcOpenMemHandle``)."""

@@ -19,7 +19,7 @@ from streamalloc.core.errors import CudaError, StillImportedError
 from streamalloc.core.fd import Fd
 from streamalloc.core.later import Deferred, later_of, work
 from streamalloc.core.stream import Stream, direct_handle, ordered_after, raw_handle, refuse_capture
-from streamalloc.ipc.sharing.control_block import SLOTS, ControlBlock, Mark, fence, next_word, reached
+from streamalloc.ipc.sharing.control_block import SLOTS, ControlBlock, Mark, SlotWords, fence, next_word, reached
 
 __all__ = ["Hold", "Lease", "Leases", "hung_up", "leases_of"]
 
@@ -85,11 +85,11 @@ class Lease(SharedState):
         self._held = False
         """Whether the slot is ours."""
         self._leases = leases
-        self.block = block
-        self.slot = slot
-        self.words = block.slot_words(slot)
-        self.generation = self.words.generation.value
-        self.payload = b""
+        self.block: ControlBlock = block
+        self.slot: int = slot
+        self.words: SlotWords = block.slot_words(slot)
+        self.generation: int = self.words.generation.value
+        self.payload: bytes = b""
         """The driver's export data, once asked for."""
         self.route: object = None
         """What has to stay known to importers while there are descriptors of the lease."""
