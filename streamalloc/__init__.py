@@ -8,8 +8,8 @@ and :mod:`streamalloc.driver` for the choice of a real or a simulated driver.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import streamalloc.core.ownership
 from streamalloc import driver
-from streamalloc.core import ownership
 from streamalloc.core.buffer import Buffer, GraphBuffer
 from streamalloc.core.device import Device, MemoryInfo
 from streamalloc.core.errors import (
@@ -128,13 +128,12 @@ __all__ = [
 
 
 def _reduce_for_processes(thing: object) -> tuple[Any, ...] | None:
-    from streamalloc.ipc.sharing.multiprocess import KINDS, reduce
-
-    return reduce(thing) if type(thing) in KINDS else None
+    pickling = importlib.import_module("streamalloc.ipc.sharing.multiprocess")
+    return pickling.reduce(thing) if type(thing) in pickling.KINDS else None
 
 
 # Importing ipc registers the classes; this is for programs that put a buffer into a queue without it.
-ownership.reduce_for_processes = _reduce_for_processes
+streamalloc.core.ownership.reduce_for_processes = _reduce_for_processes
 
 # Imported when first used: whoever only allocates does not wait for them.
 _PACKAGES = ("ipc", "multicast", "vmm")
