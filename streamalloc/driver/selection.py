@@ -35,6 +35,9 @@ def simulated(
 ) -> Driver:
     """A simulated machine: the driver's functions over ordinary memory, on any Linux machine.
 
+    An array that views host memory of a pool and outlives it reads bytes of 0xDB once the pool has given the memory up,
+    and writes to nothing; on hardware the process may end there.
+
     Parameters
     ----------
     devices

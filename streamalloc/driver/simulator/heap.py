@@ -19,13 +19,20 @@ class Space:
     """A line of addresses, the memory under it, and the bank that memory is taken from."""
 
     def __init__(
-        self, name: str, bank: Bank, arenas: AddressMap[Reservation], chunk: int, limit: int = 1 << 47
+        self,
+        name: str,
+        bank: Bank,
+        arenas: AddressMap[Reservation],
+        chunk: int,
+        limit: int = 1 << 47,
+        on_host: bool = False,
     ) -> None:
         # room for what the bank has, and for holes; at most ``limit``
         capacity = min(round_up(bank.total + bank.total // 4 + chunk, chunk), limit)
         self.line: Line = Line(capacity, chunk)
         self.bank = bank
         self._name = name
+        self._on_host = on_host
         self._arenas = arenas
         self._arena: Arena | None = None
 
@@ -42,7 +49,7 @@ class Space:
 
     def _open(self) -> Arena:
         if self._arena is None:
-            self._arena = Arena(self._name, self.line.capacity, self.line.chunk)
+            self._arena = Arena(self._name, self.line.capacity, self.line.chunk, self._on_host)
             self._arenas.add(self._arena.reservation)
         return self._arena
 

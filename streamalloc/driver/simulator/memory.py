@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
 import mmap
 import os
 from bisect import bisect_left, bisect_right, insort
+from collections import deque
 from typing import Generic, Protocol, TypeVar
 
 _PROT_NONE = 0
@@ -203,9 +205,17 @@ class Reservation:
         _mmap(start, size, _PROT_NONE, flags)
         self.mapped.remove(start, start + size)
 
-    def close(self) -> None:
+    def close(self, readable: int = 0) -> None:
+        """Give up the addresses; the first ``readable`` bytes for reading what is not there any more."""
         if self._raw_size:
-            _libc.munmap(self._raw, self._raw_size)
+            end = self.base + readable
+            _unmap(self._raw, self.base - self._raw if readable else self._raw_size)
+            if readable:
+                _unmap(end, self._raw + self._raw_size - end)
+                _keep_readable(self.base, end)
+                _kept.append((self.base, readable))
+                while sum(size for _, size in _kept) > _FREED_KEPT or len(_kept) > _FREED_RANGES:
+                    _unmap(*_kept.popleft())
             self._raw_size = 0
 
 
@@ -235,10 +245,42 @@ class AddressRange(Reservation):
         return got
 
 
-class Arena:
-    """A reservation with its own physical memory, the same offset in both."""
+FREED = 0xDB
+"""What bytes of freed host memory read as, for arrays that still look there. What is written to them is lost."""
+_FREED_BYTES = 32 << 20
+_FREED_KEPT = 64 << 30
+_FREED_RANGES = 256
+"""How many bytes of addresses, and ranges, are kept that way once a pool is gone: the latest."""
 
-    def __init__(self, name: str, size: int, alignment: int) -> None:
+
+@functools.cache
+def _freed_file() -> Physical:
+    file = Physical("freed", _FREED_BYTES)
+    os.write(file.fd, bytes((FREED,)) * _FREED_BYTES)
+    return file
+
+
+def _keep_readable(start: int, end: int) -> None:
+    """Have addresses without memory read as :data:`FREED` instead of ending the process."""
+    while start < end:
+        size = min(end - start, _FREED_BYTES)
+        _mmap(start, size, _PROT_READ_WRITE, _MAP_FIXED | _MAP_PRIVATE | _MAP_NORESERVE, _freed_file().fd)
+        start += size
+
+
+_kept: deque[tuple[int, int]] = deque()
+
+
+class Arena:
+    """A reservation with its own physical memory, the same offset in both.
+
+    ``on_host``: arrays of the host may look at it, also when it is freed. See :data:`FREED`.
+    """
+
+    def __init__(self, name: str, size: int, alignment: int, on_host: bool = False) -> None:
+        self._on_host = on_host
+        self._used = 0
+        """All that was ever backed is below."""
         self.reservation: Reservation = Reservation(size, alignment)
         try:
             self.physical: Physical = Physical(name, size)
@@ -249,13 +291,16 @@ class Arena:
 
     def back(self, offset: int, size: int) -> None:
         self.reservation.map(self.base + offset, size, self.physical, offset)
+        self._used = max(self._used, offset + size)
 
     def release(self, offset: int, size: int) -> None:
         self.reservation.unmap(self.base + offset, size)
+        if self._on_host:
+            _keep_readable(self.base + offset, self.base + offset + size)
         self.physical.discard(offset, size)
 
     def close(self) -> None:
-        self.reservation.close()
+        self.reservation.close(self._used if self._on_host else 0)
         self.physical.close()
 
 

@@ -83,7 +83,7 @@ class Pool:
         self._outstanding = 0
         bank = machine.host_bank if device is None else machine.devices[device].bank
         self.label: Label = machine.sharing.label("pool", place)
-        self.space: Space = Space(str(self.label), bank, machine.arenas, CHUNK)
+        self.space: Space = Space(str(self.label), bank, machine.arenas, CHUNK, on_host=device is None)
         self.line: Line = self.space.line
 
     @property

@@ -1,26 +1,50 @@
-"""Multicast objects, and what kernels do with them."""
+"""Multicast objects, and the way in for what stands for kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
 from ..errors import Fault, NotModelled, Result, check
-from ..machine import Context
+from ..machine import Context, Machine
 from ..multicast import Backing, MulticastObject
+from ..timeline import Operation
 from ..virtual import GRANULARITY, READ, READ_WRITE, Memory, device_place
 from .base import modelled
-from .copies import CopyCalls, CopyFrom
-from .multimem import LoadReduce, Reduce, check_supported
+from .copies import CopyCalls
 
 _POSIX_FD, _FABRIC = 1, 8  # CUmemAllocationHandleType
 _RECOMMENDED = 1  # CUmulticastGranularity_flags
 
 
+class Launch:
+    """What a stand-in for a kernel is made with."""
+
+    def __init__(self, machine: Machine, context: Context, check_fill: Callable[[int, int, Context], None]) -> None:
+        self.machine = machine
+        self.context = context
+        self._check_fill = check_fill
+
+    def check_multicast(self, address: int, size: int, *, writes: bool) -> None:
+        """That work here may go to a range of a multicast object."""
+        found, needed = self.machine.multicast.mapping_at(address), READ_WRITE if writes else READ
+        if found is None or address + size > found[0].end:
+            raise ValueError(f"{address:#x} and the {size} bytes from there on are no mapping of a multicast object")
+        if found[0].right(device_place(self.context.device.ordinal)) & needed != needed:
+            raise Fault(Result.CUDA_ERROR_ILLEGAL_ADDRESS)
+        self.machine.multicast.check_bound(address, size)
+
+    def check_target(self, address: int, size: int) -> None:
+        """That work here may write to a range."""
+        if self.machine.arenas.find(address) is not None:
+            self._check_fill(address, size, self.context)
+
+
 class MulticastCalls(CopyCalls):
-    """cuMulticast*, and stand-ins for the multimem instructions."""
+    """cuMulticast*."""
 
     # -- objects and teams -----------------------------------------------------------------------------------
 
@@ -153,40 +177,10 @@ class MulticastCalls(CopyCalls):
         check(device in found.team.devices, Result.CUDA_ERROR_INVALID_DEVICE)
         found.unbind(device, offset, number)
 
-    # -- what kernels do -------------------------------------------------------------------------------------
-
     @modelled(0)
-    def multimem_st(self, hStream: Any, address: int, data: bytes) -> None:
-        """What threads of a kernel do with ``multimem.st``: store some bytes in every replica."""
+    def multimem_launch(self, hStream: Any, stand_in: Callable[[Launch], Operation]) -> None:
+        """No function of the driver: put what stands for a kernel into a stream (:mod:`streamalloc.testing`)."""
+        if self._machine.captures:
+            raise NotModelled("kernels during a stream capture")
         stream = self._stream(hStream)
-        self._check_multimem(stream.context, address, len(data), READ_WRITE)
-        stream.submit(CopyFrom(self._machine, stream.context, address, data))
-
-    @modelled(0)
-    def multimem_red(self, hStream: Any, address: int, data: bytes, dtype: str, op: str) -> None:
-        """The same with ``multimem.red``: apply an operation to every replica, each by itself."""
-        check_supported(dtype, op, address, len(data))
-        stream = self._stream(hStream)
-        self._check_multimem(stream.context, address, len(data), READ_WRITE)
-        stream.submit(Reduce(self._machine, stream.context, address, data, dtype, op))
-
-    @modelled(0)
-    def multimem_ld_reduce(self, hStream: Any, target: int, address: int, size: int, dtype: str, op: str) -> None:
-        """The same with ``multimem.ld_reduce``: store what all replicas are together at ``target``."""
-        check_supported(dtype, op, address, size)
-        stream = self._stream(hStream)
-        self._check_multimem(stream.context, address, size, READ)
-        if self._machine.arenas.find(target) is not None:
-            self._check_fill(target, size, stream.context)
-        stream.submit(LoadReduce(self._machine, stream.context, target, address, size, dtype, op))
-
-    def _check_multimem(self, context: Context, address: int, size: int, needed: int) -> None:
-        machine = self._machine
-        if machine.captures:
-            raise NotModelled("multimem instructions during a stream capture")
-        found = machine.multicast.mapping_at(address)
-        if found is None or address + size > found[0].end:
-            raise ValueError(f"{address:#x} and the {size} bytes from there on are no mapping of a multicast object")
-        if found[0].right(device_place(context.device.ordinal)) & needed != needed:
-            raise Fault(Result.CUDA_ERROR_ILLEGAL_ADDRESS)
-        machine.multicast.check_bound(address, size)
+        stream.submit(stand_in(Launch(self._machine, stream.context, self._check_fill)))

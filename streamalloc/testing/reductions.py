@@ -1,19 +1,20 @@
-"""What the multimem instructions of PTX do: reductions over the replicas of multicast memory, and of each of them."""
+"""What the multimem instructions of PTX do: stores to the replicas of multicast memory, and reductions over them.
+
+Each of the three functions makes the operation that :mod:`.multimem` puts into a stream of the simulated driver.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..multicast import Piece
-from .copies import PIECE, Move
+from streamalloc.driver.simulator import STEP_BYTES, CopyFrom, Launch, Move, Piece
 
-if TYPE_CHECKING:
-    from ..machine import Context, Machine
+__all__ = ["load_reduce", "reduce", "store"]
 
 _Values = npt.NDArray[Any]
 
@@ -25,26 +26,22 @@ _OPERATIONS: dict[str, Callable[..., _Values]] = {
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
 }
-_OF_INTEGERS = frozenset(_OPERATIONS)
-# The PTX manual's table; numpy has no bfloat16. Signed 64-bit integers are added as unsigned ones.
-SUPPORTED: dict[str, frozenset[str]] = {
-    **dict.fromkeys(("uint32", "int32", "uint64", "int64"), _OF_INTEGERS),
-    "float16": frozenset(("add", "min", "max")),
-    "float32": frozenset(("add",)),
-    "float64": frozenset(("add",)),
-}
-"""By type, as numpy calls it: the operations that there is an instruction for."""
 
 
-def check_supported(dtype: str, op: str, address: int, size: int) -> None:
-    """Raise ValueError unless hardware has such an instruction, for values in a place like this."""
-    if dtype not in SUPPORTED:
-        raise ValueError(f"dtype={dtype!r}: multimem instructions are for {', '.join(SUPPORTED)}")
-    if op not in SUPPORTED[dtype]:
-        raise ValueError(f"op={op!r}: for {dtype} there are {', '.join(sorted(SUPPORTED[dtype]))}")
-    itemsize = np.dtype(dtype).itemsize
-    if address % itemsize or size % itemsize:
-        raise ValueError(f"{size} bytes at {address:#x}: address and size must be multiples of {itemsize}, for {dtype}")
+def store(launch: Launch, address: int, data: bytes) -> Move:
+    launch.check_multicast(address, len(data), writes=True)
+    return CopyFrom(launch.machine, launch.context, address, data)
+
+
+def reduce(launch: Launch, address: int, data: bytes, dtype: str, op: str) -> Move:
+    launch.check_multicast(address, len(data), writes=True)
+    return Reduce(launch, address, data, dtype, op)
+
+
+def load_reduce(launch: Launch, target: int, address: int, size: int, dtype: str, op: str) -> Move:
+    launch.check_multicast(address, size, writes=False)
+    launch.check_target(target, size)
+    return LoadReduce(launch, target, address, size, dtype, op)
 
 
 def _at(address: int, size: int, dtype: str) -> _Values:
@@ -59,14 +56,14 @@ def _combine(op: str, left: _Values, right: _Values) -> _Values:
 class Reduce(Move):
     """``multimem.red``. Atomic towards others of its kind on the same object, also of other processes."""
 
-    def __init__(self, machine: Machine, context: Context, target: int, data: bytes, dtype: str, op: str) -> None:
-        super().__init__(machine, context, target, len(data))
+    def __init__(self, launch: Launch, target: int, data: bytes, dtype: str, op: str) -> None:
+        super().__init__(launch.machine, launch.context, target, len(data))
         self._data = data
         self._dtype = dtype
         self._op = op
 
     def step(self) -> bool:
-        found = self._machine.multicast.mapping_at(self._target)
+        found = self.machine.multicast.mapping_at(self.target)
         if found is None:
             self.fail()
             return True
@@ -84,24 +81,22 @@ class LoadReduce(Move):
     particular order. Sums of float16 are rounded once, as with the qualifier ``.acc::f32``.
     """
 
-    def __init__(
-        self, machine: Machine, context: Context, target: int, source: int, size: int, dtype: str, op: str
-    ) -> None:
-        super().__init__(machine, context, target, size)
+    def __init__(self, launch: Launch, target: int, source: int, size: int, dtype: str, op: str) -> None:
+        super().__init__(launch.machine, launch.context, target, size)
         self._from = source
         self._dtype = dtype
         self._op = op
         self._values = np.empty(0, dtype)
 
     def step(self) -> bool:
-        machine = self._machine
-        size = min(PIECE, self._size - self._done)
-        found = machine.multicast.mapping_at(self._from + self._done)
+        machine = self.machine
+        size = min(STEP_BYTES, self.size - self.done)
+        found = machine.multicast.mapping_at(self._from + self.done)
         if found is None:
             self.fail()
             return True
         with found[1].team.locked():
-            replicas = machine.multicast.replicas(self._from + self._done, size)
+            replicas = machine.multicast.replicas(self._from + self.done, size)
             if replicas is None:
                 self.fail()
                 return True
@@ -121,4 +116,4 @@ class LoadReduce(Move):
         return result.astype(self._dtype)
 
     def put(self, address: int, offset: int, size: int) -> None:
-        ctypes.memmove(address, self._values.ctypes.data + offset - self._done, size)
+        ctypes.memmove(address, self._values.ctypes.data + offset - self.done, size)

@@ -1,83 +1,29 @@
-"""Tools for tests and demonstrations of stream-ordered code: a gate for either driver, and what stands for kernels on
-the simulated one.
-"""
+"""Stand-ins for the multimem instructions of PTX, on the simulated driver, which runs no kernels."""
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.device import Device
-from streamalloc.core.errors import ClosedError, undoing
-from streamalloc.core.ownership import Closes
-from streamalloc.core.stream import Stream, StreamLike, as_stream
-from streamalloc.driver.internal import cuda
+from streamalloc.core.stream import Stream, stream_call
 
-__all__ = ["Gate", "multimem_ld_reduce", "multimem_red", "multimem_st"]
+__all__ = ["SUPPORTED", "multimem_ld_reduce", "multimem_red", "multimem_st"]
 
 Values: TypeAlias = npt.NDArray[Any]
 AddressLike: TypeAlias = Any
 """A device address, or an object that has one as ``address``."""
 
-_SIZE = 64
-
-
-class Gate(Closes):
-    """Holds streams until the host opens it, so that "this work is still pending" is certain rather than likely.
-
-    A held stream waits for a word of pinned host memory (``cuStreamWaitValue32``); no other stream is touched, and
-    the device is not kept busy. A gate can hold again after it was opened. Leaving its ``with`` block opens it,
-    synchronises the device, and frees the word.
-
-    Parameters
-    ----------
-    device
-        The device whose streams it holds.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self._door = device._door
-        self.device = device
-        self._word: int | None = None
-        with undoing(self._free), device.current():
-            self._word = int(self._door.call("cuMemHostAlloc", _SIZE, 0))
-        self._value = ctypes.c_uint32.from_address(self._word)
-        self._value.value = 0
-        self._holds = 0
-
-    def hold(self, stream: StreamLike) -> None:
-        """Make later work of ``stream`` wait until the gate is opened."""
-        if self._word is None:
-            raise ClosedError("the gate was closed")
-        held = as_stream(stream, self._door)
-        self._holds += 1
-        at_least: Any = cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-        held._call("cuStreamWaitValue32", self._word, self._holds, int(at_least))
-
-    def open(self) -> None:
-        """Let every held stream go on. Returns at once; the streams notice on their own."""
-        if self._word is not None:
-            self._value.value = self._holds
-
-    def close(self) -> None:
-        """Open the gate, wait for the device, and free the word. Idempotent."""
-        if self._word is None:
-            return
-        self.open()
-        self.device.synchronize()
-        self._free()
-
-    def _free(self) -> None:
-        word, self._word = self._word, None
-        if word is not None:
-            with self.device.current():
-                self._door.call("cuMemFreeHost", word)
-
-
-# -- what kernels do with multicast memory, on the simulated driver ------------------------------------------
+_OF_INTEGERS = frozenset(("add", "min", "max", "and", "or", "xor"))
+# The PTX manual's table; numpy has no bfloat16. Signed 64-bit integers are added as unsigned ones.
+SUPPORTED: dict[str, frozenset[str]] = {
+    **dict.fromkeys(("uint32", "int32", "uint64", "int64"), _OF_INTEGERS),
+    "float16": frozenset(("add", "min", "max")),
+    "float32": frozenset(("add",)),
+    "float64": frozenset(("add",)),
+}
+"""By type, as numpy calls it: the operations that there is an instruction for."""
 
 
 def multimem_st(stream: Stream, address: AddressLike, values: Values) -> None:
@@ -106,7 +52,7 @@ def multimem_st(stream: Stream, address: AddressLike, values: Values) -> None:
         The device has no access there.
     """
     array, at = _operand(values, address)
-    _run(stream, "multimem_st", at, array.tobytes())
+    _run(stream, "store", at, array.tobytes())
 
 
 def multimem_red(stream: Stream, address: AddressLike, values: Values, op: str = "add") -> None:
@@ -128,7 +74,9 @@ def multimem_red(stream: Stream, address: AddressLike, values: Values, op: str =
         There is no such instruction.
     """
     array, at = _operand(values, address)
-    _run(stream, "multimem_red", at, array.tobytes(), array.dtype.name, op)
+    data, dtype = array.tobytes(), array.dtype.name
+    _check_supported(dtype, op)
+    _run(stream, "reduce", at, data, dtype, op)
 
 
 def multimem_ld_reduce(
@@ -147,13 +95,27 @@ def multimem_ld_reduce(
     """
     kind = np.dtype(dtype)
     at = _aligned(address, kind)
-    _run(stream, "multimem_ld_reduce", _address(into), at, count * kind.itemsize, kind.name, op)
+    target, size = _address(into), count * kind.itemsize
+    _check_supported(kind.name, op)
+    _run(stream, "load_reduce", target, at, size, kind.name, op)
 
 
 def _run(stream: Stream, instruction: str, *args: Any) -> None:
-    if not hasattr(stream._door.driver, instruction):
+    if not hasattr(stream.device.driver, "multimem_launch"):
         raise NotImplementedError("only on the simulated driver; on hardware, write a kernel with this instruction")
-    stream._call(instruction, *args)
+    # Imported on first use: it needs the simulator.
+    from streamalloc.testing import reductions
+
+    make = getattr(reductions, instruction)
+    stream_call(stream, "multimem_launch", lambda launch: make(launch, *args))
+
+
+def _check_supported(dtype: str, op: str) -> None:
+    """Raise ValueError unless hardware has such an instruction."""
+    if dtype not in SUPPORTED:
+        raise ValueError(f"dtype={dtype!r}: multimem instructions are for {', '.join(SUPPORTED)}")
+    if op not in SUPPORTED[dtype]:
+        raise ValueError(f"op={op!r}: for {dtype} there are {', '.join(sorted(SUPPORTED[dtype]))}")
 
 
 def _operand(values: Values, address: AddressLike) -> tuple[Values, int]:
