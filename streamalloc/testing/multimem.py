@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,7 +17,15 @@ Values: TypeAlias = npt.NDArray[Any]
 AddressLike: TypeAlias = Any
 """A device address, or an object that has one as ``address``."""
 
-_OF_INTEGERS = frozenset(("add", "min", "max", "and", "or", "xor"))
+_OPERATIONS: dict[str, Callable[..., Values]] = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+_OF_INTEGERS = frozenset(_OPERATIONS)
 # The PTX manual's table; numpy has no bfloat16. Signed 64-bit integers are added as unsigned ones.
 SUPPORTED: dict[str, frozenset[str]] = {
     **dict.fromkeys(("uint32", "int32", "uint64", "int64"), _OF_INTEGERS),
@@ -52,7 +62,12 @@ def multimem_st(stream: Stream, address: AddressLike, values: Values) -> None:
         The device has no access there.
     """
     array, at = _operand(values, address)
-    _run(stream, "store", at, array.tobytes())
+    data = array.tobytes()
+
+    def store(where: int, offset: int, size: int) -> None:
+        ctypes.memmove(where, data[offset : offset + size], size)
+
+    _launch(stream, lambda launch: launch.update(at, len(data), store))
 
 
 def multimem_red(stream: Stream, address: AddressLike, values: Values, op: str = "add") -> None:
@@ -76,7 +91,13 @@ def multimem_red(stream: Stream, address: AddressLike, values: Values, op: str =
     array, at = _operand(values, address)
     data, dtype = array.tobytes(), array.dtype.name
     _check_supported(dtype, op)
-    _run(stream, "reduce", at, data, dtype, op)
+
+    def reduce(where: int, offset: int, size: int) -> None:
+        replica = np.frombuffer(memoryview((ctypes.c_ubyte * size).from_address(where)), array.dtype)
+        given = np.frombuffer(data, array.dtype, size // array.itemsize, offset)
+        replica[:] = _combine(op, replica, given)
+
+    _launch(stream, lambda launch: launch.update(at, len(data), reduce))
 
 
 def multimem_ld_reduce(
@@ -84,7 +105,8 @@ def multimem_ld_reduce(
 ) -> None:
     """Store at ``into`` what the replicas of multicast memory are together, as with ``multimem.ld_reduce``.
 
-    Sums of float16 are rounded once (``.acc::f32``). Otherwise as :func:`multimem_red`.
+    Sums of float16 are rounded once (``.acc::f32``). The replicas are taken in the order in which their devices were
+    added; hardware has no particular order. Otherwise as :func:`multimem_red`.
 
     Parameters
     ----------
@@ -97,17 +119,26 @@ def multimem_ld_reduce(
     at = _aligned(address, kind)
     target, size = _address(into), count * kind.itemsize
     _check_supported(kind.name, op)
-    _run(stream, "load_reduce", target, at, size, kind.name, op)
+
+    def combine(replicas: list[bytes]) -> bytes:
+        first, *others = [np.frombuffer(one, kind) for one in replicas]
+        result = first.astype(np.float32) if kind == np.float16 else first
+        for one in others:
+            result = _combine(op, result, one.astype(result.dtype))
+        return result.astype(kind).tobytes()
+
+    _launch(stream, lambda launch: launch.gather(target, at, size, combine))
 
 
-def _run(stream: Stream, instruction: str, *args: Any) -> None:
+def _launch(stream: Stream, kernel: Callable[[Any], None]) -> None:
     if not hasattr(stream.device.driver, "multimem_launch"):
         raise NotImplementedError("only on the simulated driver; on hardware, write a kernel with this instruction")
-    # Imported on first use: it needs the simulator.
-    from streamalloc.testing import reductions
+    stream_call(stream, "multimem_launch", kernel)
 
-    make = getattr(reductions, instruction)
-    stream_call(stream, "multimem_launch", lambda launch: make(launch, *args))
+
+def _combine(op: str, left: Values, right: Values) -> Values:
+    with np.errstate(all="ignore"):
+        return np.asarray(_OPERATIONS[op](left, right))
 
 
 def _check_supported(dtype: str, op: str) -> None:

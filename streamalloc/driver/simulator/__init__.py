@@ -12,11 +12,8 @@ A comment that says ``observed on H200`` names the test of ``tests/facts`` that 
 
 from __future__ import annotations
 
-from .calls.copies import STEP_BYTES, CopyFrom, Move
-from .calls.multicast import Launch
 from .driver import SimulatedDriver
 from .errors import DeadlockError
-from .multicast import Piece
 from .profiles import MachineSpec
 
-__all__ = ["STEP_BYTES", "CopyFrom", "DeadlockError", "Launch", "MachineSpec", "Move", "Piece", "SimulatedDriver"]
+__all__ = ["DeadlockError", "MachineSpec", "SimulatedDriver"]

@@ -28,7 +28,7 @@ from ..machine import Allocation, Context
 from ..timeline import Stream
 from ..virtual import READ, READ_WRITE, Memory
 from .base import modelled
-from .copies import STEP_BYTES, CopyCalls
+from .copies import PIECE, CopyCalls
 
 _LAYERED, _GATHER, _SPARSE = 0x01, 0x08, 0x40  # CUDA_ARRAY3D_*
 # Surface, cube map, depth texture, deferred mapping (observed on H200: test_sparse_arrays).
@@ -302,7 +302,7 @@ class ArrayCalls(CopyCalls):
             address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
             linear = replace(linear, address=address, keep=data)
         machine, context = self._machine, stream.context
-        stream.submit(TileCopy(machine, context, array, box, linear, into, STEP_BYTES))
+        stream.submit(TileCopy(machine, context, array, box, linear, into, PIECE))
         if (end is None and not into) or (waits and (end is None or end.on_host)):
             self._finish(stream)
 

@@ -18,7 +18,7 @@ from ..timeline import Operation, Stream
 from ..virtual import HOST, READ, READ_WRITE, device_place, least_right
 from .base import Calls, modelled
 
-STEP_BYTES = 4 << 20
+PIECE = 4 << 20
 """How much is moved in one go, a millisecond or so: other streams and threads get turns in between."""
 
 
@@ -29,43 +29,43 @@ class Move(Operation):
     """Writes bytes piece by piece; memory that is gone by then breaks the context instead of the process."""
 
     def __init__(self, machine: Machine, context: Context, target: int, size: int, source: int | None = None) -> None:
-        self.machine = machine
-        self.context = context
-        self.target = target
-        self.size = size
-        self.done = 0
+        self._machine = machine
+        self._context = context
+        self._target = target
+        self._size = size
+        self._done = 0
         # ordinary host memory is nobody's business here
         self._into_simulated = machine.arenas.find(target) is not None
         self._simulated_source = source if source is not None and machine.arenas.find(source) is not None else None
-        self.heavy: bool = size > STEP_BYTES
+        self.heavy: bool = size > PIECE
 
     def step(self) -> bool:
-        size = min(STEP_BYTES, self.size - self.done)
+        size = min(PIECE, self._size - self._done)
         targets = self._targets(size)
         source = self._simulated_source
-        if targets and (source is None or self.machine.is_backed(source + self.done, size)):
+        if targets and (source is None or self._machine.is_backed(source + self._done, size)):
             for address, at, length in targets:
-                self.put(address, self.done + at, length)
-            self.done += size
+                self.put(address, self._done + at, length)
+            self._done += size
         else:
             self.fail()
-        return self.done >= self.size
+        return self._done >= self._size
 
     def fail(self) -> None:
-        self.context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
-        self.done = self.size
+        self._context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
+        self._done = self._size
 
     def _targets(self, size: int) -> list[Piece] | None:
         """Where the next bytes go: to one address, or to that of each replica of multicast memory."""
-        target = self.target + self.done
-        if not self._into_simulated or self.machine.is_backed(target, size):
+        target = self._target + self._done
+        if not self._into_simulated or self._machine.is_backed(target, size):
             return [Piece(target, 0, size)]
-        return self.machine.multicast.targets(target, size)
+        return self._machine.multicast.targets(target, size)
 
     def touches(self, start: int, end: int) -> bool:
         """Whether it has a byte of a range of simulated addresses to read or write."""
-        ends = (self.target if self._into_simulated else None, self._simulated_source)
-        return any(one is not None and one < end and start < one + self.size for one in ends)
+        ends = (self._target if self._into_simulated else None, self._simulated_source)
+        return any(one is not None and one < end and start < one + self._size for one in ends)
 
     def put(self, address: int, offset: int, size: int) -> None:
         """Write the bytes from ``offset`` on to an address."""
@@ -288,7 +288,7 @@ class CopyCalls(Calls):
 
     def _quiet(self, stream: Stream, size: int) -> bool:
         """Whether a small operation submitted now runs before the call returns."""
-        return not stream.catch_up() and stream.idle and size <= STEP_BYTES and not self._machine.timeline.seeded
+        return not stream.catch_up() and stream.idle and size <= PIECE and not self._machine.timeline.seeded
 
     def _finish(self, stream: Stream) -> None:
         """Wait for what was submitted; unlike a synchronising call this tells pools nothing (observed on

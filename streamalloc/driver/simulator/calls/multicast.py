@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -10,37 +11,101 @@ from streamalloc.driver.bindings import cuda
 from .. import arguments
 from ..errors import Fault, NotModelled, Result, check
 from ..machine import Context, Machine
-from ..multicast import Backing, MulticastObject
-from ..timeline import Operation
+from ..multicast import Backing, MulticastObject, Piece
+from ..timeline import Stream
 from ..virtual import GRANULARITY, READ, READ_WRITE, Memory, device_place
 from .base import modelled
-from .copies import CopyCalls
+from .copies import PIECE, CopyCalls, Move
 
 _POSIX_FD, _FABRIC = 1, 8  # CUmemAllocationHandleType
+Apply = Callable[[int, int, int], None]
+Combine = Callable[[list[bytes]], bytes]
 _RECOMMENDED = 1  # CUmulticastGranularity_flags
 
 
+class Update(Move):
+    """Does something to each replica of a range. Atomic towards others of its kind, also of other processes."""
+
+    def __init__(self, machine: Machine, context: Context, target: int, size: int, apply: Apply) -> None:
+        super().__init__(machine, context, target, size)
+        self._apply = apply
+
+    def put(self, address: int, offset: int, size: int) -> None:
+        self._apply(address, offset, size)
+
+    def step(self) -> bool:
+        found = self._machine.multicast.mapping_at(self._target)
+        if found is None:
+            self.fail()
+            return True
+        with found[1].team.locked():
+            return super().step()
+
+
+class Gather(Move):
+    """Stores what a function makes of the replicas of a range, in the order in which their devices were added."""
+
+    def __init__(
+        self, machine: Machine, context: Context, target: int, source: int, size: int, combine: Combine
+    ) -> None:
+        super().__init__(machine, context, target, size)
+        self._replicated = source
+        self._combine = combine
+        self._values = b""
+
+    def step(self) -> bool:
+        multicast, source = self._machine.multicast, self._replicated + self._done
+        size = min(PIECE, self._size - self._done)
+        found = multicast.mapping_at(source)
+        if found is None:
+            self.fail()
+            return True
+        with found[1].team.locked():
+            replicas = multicast.replicas(source, size)
+            if replicas is None:
+                self.fail()
+                return True
+            self._values = self._combine([_read(pieces, size) for pieces in replicas.values()])
+        return super().step()
+
+    def put(self, address: int, offset: int, size: int) -> None:
+        ctypes.memmove(address, self._values, size)
+
+
+def _read(pieces: list[Piece], size: int) -> bytes:
+    values = bytearray(size)
+    for address, at, length in pieces:
+        values[at : at + length] = ctypes.string_at(address, length)
+    return bytes(values)
+
+
 class Launch:
-    """What a stand-in for a kernel is made with."""
+    """What stands for a kernel works with this: in the stream of the call that has it, on multicast memory."""
 
-    def __init__(self, machine: Machine, context: Context, check_fill: Callable[[int, int, Context], None]) -> None:
-        self.machine = machine
-        self.context = context
-        self._check_fill = check_fill
+    def __init__(self, calls: MulticastCalls, stream: Stream) -> None:
+        self._calls = calls
+        self._machine = calls._machine
+        self._stream = stream
 
-    def check_multicast(self, address: int, size: int, *, writes: bool) -> None:
-        """That work here may go to a range of a multicast object."""
-        found, needed = self.machine.multicast.mapping_at(address), READ_WRITE if writes else READ
+    def update(self, address: int, size: int, apply: Apply) -> None:
+        """Call ``apply(where, offset, size)`` for the bytes of each replica of a range, some at a time."""
+        self._check(address, size, READ_WRITE)
+        self._stream.submit(Update(self._machine, self._stream.context, address, size, apply))
+
+    def gather(self, target: int, address: int, size: int, combine: Combine) -> None:
+        """Store at ``target`` what ``combine`` makes of the bytes of all replicas of a range, some at a time."""
+        self._check(address, size, READ)
+        if self._machine.arenas.find(target) is not None:
+            self._calls._check_fill(target, size, self._stream.context)
+        self._stream.submit(Gather(self._machine, self._stream.context, target, address, size, combine))
+
+    def _check(self, address: int, size: int, needed: int) -> None:
+        found = self._machine.multicast.mapping_at(address)
         if found is None or address + size > found[0].end:
             raise ValueError(f"{address:#x} and the {size} bytes from there on are no mapping of a multicast object")
-        if found[0].right(device_place(self.context.device.ordinal)) & needed != needed:
+        if found[0].right(device_place(self._stream.context.device.ordinal)) & needed != needed:
             raise Fault(Result.CUDA_ERROR_ILLEGAL_ADDRESS)
-        self.machine.multicast.check_bound(address, size)
-
-    def check_target(self, address: int, size: int) -> None:
-        """That work here may write to a range."""
-        if self.machine.arenas.find(address) is not None:
-            self._check_fill(address, size, self.context)
+        self._machine.multicast.check_bound(address, size)
 
 
 class MulticastCalls(CopyCalls):
@@ -178,9 +243,8 @@ class MulticastCalls(CopyCalls):
         found.unbind(device, offset, number)
 
     @modelled(0)
-    def multimem_launch(self, hStream: Any, stand_in: Callable[[Launch], Operation]) -> None:
+    def multimem_launch(self, hStream: Any, kernel: Callable[[Launch], None]) -> None:
         """No function of the driver: put what stands for a kernel into a stream (:mod:`streamalloc.testing`)."""
         if self._machine.captures:
             raise NotModelled("kernels during a stream capture")
-        stream = self._stream(hStream)
-        stream.submit(stand_in(Launch(self._machine, stream.context, self._check_fill)))
+        kernel(Launch(self, self._stream(hStream)))
