@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import struct
 import time
 from types import TracebackType
@@ -12,8 +11,7 @@ from typing_extensions import Self
 
 from streamalloc.core.door import Door, refuse_after_fork
 from streamalloc.core.errors import ClosedError, undoing
-from streamalloc.core.ownership import Closes
-from streamalloc.core.stream import Stream, StreamLike, as_stream
+from streamalloc.core.stream import Stream, StreamLike, as_stream, ordered_after
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.ipc.ring.protocol import (
@@ -30,7 +28,9 @@ from streamalloc.ipc.ring.protocol import (
     NUMBER,
     PACKET,
     VERSION,
-    Part,
+    RingEnd,
+    RingEnding,
+    SlotMemory,
 )
 from streamalloc.ipc.sharing.control_block import SLOTS, ControlBlock
 from streamalloc.ipc.sharing.imports import ImportedBuffer, Importer, importer_of
@@ -46,14 +46,14 @@ _LIVENESS_SECONDS = 0.25
 _unpacked = PACKET.unpack
 
 
-class RingItem(Part):
+class RingItem(SlotMemory):
     """An item that a consumer has taken, made by :meth:`RingConsumer.next`.
 
     Its stream waits for the contents by itself. Leaving its ``with`` block releases the slot in stream order. The
     object is used again for later items in the same slot.
     """
 
-    __slots__ = ("_board", "_number", "_place", "_ready", "_words")
+    __slots__ = ("_board", "_number", "_place", "_ready", "_value", "_words")
 
     def __init__(
         self, memory: ImportedBuffer, stream: Stream, index: int, offset: int, board: ControlBlock, number: int
@@ -65,6 +65,7 @@ class RingItem(Part):
         self._words = board.slot_words(number)
         self._ready = 0
         self._value = self._place.closing.value
+        """What its words are when it was opened and closed."""
 
     @property
     def nbytes(self) -> int:
@@ -87,20 +88,9 @@ class RingItem(Part):
         value = self._value
         ordered = self._stream if stream is None else as_stream(stream, self._stream._door)
         self._board.tell(ordered, place.closed, place.closed_address, value)
-        self._held = False
         # From here on the producer's host has the slot, and its stream waits for ours.
+        self._held = False
         place.closing.value = value
-
-    def _take(self, ready: int, value: int, nbytes: int) -> None:
-        words = self._words
-        if (words.ready.value - ready) & MASK >= HALF:
-            self._board.expect(self._number, ready)
-            self._board.wait(self._stream, words.ready_address, ready)
-        self._place.opened.value = value
-        self._value = value
-        self._ready = ready
-        self._used = nbytes
-        self._held = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -108,7 +98,7 @@ class RingItem(Part):
         self.release()
 
 
-class RingConsumer(Closes):
+class RingConsumer(RingEnd):
     """The end of a ring that takes items; made by :meth:`Ring.consumer`. One thread at a time takes them.
 
     As an iterator it gives items until the producer closes the ring. Each is released when the next one is asked for.
@@ -116,27 +106,8 @@ class RingConsumer(Closes):
     Closing it releases what it holds. What it has not taken goes to other consumers.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_again",
-        "_channel",
-        "_closed",
-        "_current",
-        "_door",
-        "_ended",
-        "_items",
-        "_memory",
-        "_receive",
-        "slot_bytes",
-        "slots",
-        "taken",
-        "timeout",
-    )
+    __slots__ = ("_again", "_channel", "_current", "_items", "_memory", "_receive", "taken", "timeout")
 
-    slot_bytes: int
-    """The most bytes of an item."""
-    slots: int
-    """How many slots there are."""
     timeout: float | None
     """Seconds that :meth:`next` waits unless it is told; None for ever."""
     taken: int
@@ -145,17 +116,15 @@ class RingConsumer(Closes):
     def __init__(
         self, channel: Channel, stream: StreamLike | None, timeout: float | None, driver: Driver | None
     ) -> None:
-        self._closed = True
         if not isinstance(channel, Channel):
             raise TypeError(f"channel must be a Channel, not {type(channel).__name__} ({channel!r})")
         if driver is None:
             driver = stream._door.driver if isinstance(stream, Stream) else default_driver()
-        self._door = Door.of(driver)
+        super().__init__(Door.of(driver))
         self._channel = channel
         self._receive: Any = channel.receive
-        self._ended = False
         self._again: bytes | None = None
-        """A packet whose item could not be taken yet, as a driver call failed."""
+        """The last packet, until its item is taken."""
         self._current: tuple[RingItem, int] | None = None
         self.timeout = timeout
         self.taken = 0
@@ -168,10 +137,10 @@ class RingConsumer(Closes):
                 boards = _attached(importer_of(self._door), told.names, message)
                 self._prepare(memory, told, boards)
                 channel.send(_answer(boards), timeout=None if end is None else left(end))
+                self._open(_ConsumerEnding(channel, memory, self._items))
         except BaseException:
             channel.close()
             raise
-        self._closed = False
         self._door.shut_with_me(self)
 
     def _shut_after_fork(self) -> None:
@@ -193,11 +162,6 @@ class RingConsumer(Closes):
     def stream(self) -> Stream:
         """The stream that waits for the contents, and after whose work slots are free again."""
         return self._memory.stream
-
-    @property
-    def closed(self) -> bool:
-        """Whether it was closed."""
-        return self._closed
 
     @property
     def held(self) -> int:
@@ -231,28 +195,41 @@ class RingConsumer(Closes):
         CaptureError
             The stream is being captured. The item stays the next one.
         """
-        data = self._again
-        if data is None:
-            data = self._next_packet(self.timeout if timeout is None else timeout)
-        try:
-            kind, index, ready, value, nbytes = _unpacked(data)
-            item: RingItem = self._items[index]
-        except (struct.error, IndexError):
-            self._refuse(data)
-        if kind != ITEM or nbytes > self.slot_bytes or item._held:
-            self._refuse(data)
-        try:
-            item._take(ready, value, nbytes)
-        except BaseException:
-            self._again = data
-            raise
-        self._again = None
-        self.taken += 1
-        return item
+        while True:
+            data = self._again
+            if data is None:
+                data = self._next_packet(self.timeout if timeout is None else timeout)
+                self._again = data
+            try:
+                kind, index, ready, value, nbytes = _unpacked(data)
+                item: RingItem = self._items[index]
+            except (struct.error, IndexError):
+                self._refuse(data)
+            if kind != ITEM or nbytes > self.slot_bytes:
+                self._refuse(data)
+            if value == item._value:
+                # It was sent twice.
+                self._again = None
+                continue
+            if item._held:
+                self._refuse(data)
+            words = item._words
+            if (words.ready.value - ready) & MASK >= HALF:
+                item._board.expect(item._number, ready)
+                item._board.wait(item._stream, words.ready_address, ready)
+            if self._closed:
+                self._say_closed()
+            # Nothing is called from here on: the item is taken and the caller has it, or neither.
+            item._place.opened.value = value
+            item._value = value
+            item._ready = ready
+            item._used = nbytes
+            item._held = True
+            self._again = None
+            self.taken += 1
+            return item
 
     def _next_packet(self, wait: float | None) -> bytes:
-        if self._ended:
-            self._say_ended()
         try:
             data: bytes = self._receive(
                 timeout=_LIVENESS_SECONDS if wait is None else min(wait, _LIVENESS_SECONDS)
@@ -285,14 +262,11 @@ class RingConsumer(Closes):
     def _refuse(self, data: bytes) -> NoReturn:
         """What to do with a packet that is no item."""
         if data == END:
-            self._ended = True
-            self._say_ended()
+            self._say_closed()
+            raise EOFError("the producer has closed the ring")
+        self._again = None
         self._channel.close()
         raise ProtocolError(f"{data[:64]!r} is no item of this ring; the connection is closed")
-
-    def _say_ended(self) -> NoReturn:
-        self._say_closed()
-        raise EOFError("the producer has closed the ring")
 
     def _say_closed(self) -> None:
         if self._closed:
@@ -315,47 +289,42 @@ class RingConsumer(Closes):
         self._current = (item, item._value)
         return item
 
-    def close(self) -> None:
-        """Release what is held, in stream order, and let go of the memory. Idempotent."""
-        self._door.check_process()
-        self._closed = True
-        self._again = self._current = None
-        with contextlib.ExitStack() as ending:
-            # All of it is done, whatever fails; the last is done first.
-            ending.callback(self._channel.close)
-            ending.callback(self._channel.shutdown)
-            if self._memory.closed:
-                return
-            stream = _usable(self.stream)
-            ending.callback(self._memory.close, stream)
-            for item in self._items:
-                ending.callback(self._let_go, item, stream)
+    def _state(self) -> str:
+        return f"{self.taken} items taken"
+
+
+class _ConsumerEnding(RingEnding):
+    """The end of a consumer: the producer hears of it, what is held is released, and the memory let go of."""
+
+    __slots__ = ("_busy", "_channel", "_items", "_memory")
+
+    def __init__(self, channel: Channel, memory: ImportedBuffer, items: list[RingItem]) -> None:
+        self._channel = channel
+        self._memory = memory
+        self._items = items
+        self._busy = False
+
+    def attempt(self) -> bool:
+        if self._busy:
+            return False
+        self._busy = True
+        try:
+            self._channel.shutdown()
+            self._channel.close()
+            if not self._memory.closed:
+                with ordered_after(self._memory.stream) as stream:
+                    for item in self._items:
+                        self._let_go(item, stream)
+                    self._memory.close(stream)
+            return True
+        finally:
+            self._busy = False
 
     def _let_go(self, item: RingItem, stream: Stream) -> None:
         item.release(stream)
         if (item._place.closed.value - item._value) & MASK >= HALF:
             # It was released on another stream; the memory is closed after that one's work too.
             item._board.wait(stream, item._place.closed_address, item._value)
-
-    def __del__(self) -> None:
-        if not getattr(self, "_closed", True) and self._door.usable:
-            self.close()
-
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{self.taken} items taken"
-        return f"<RingConsumer of {self.slots} slots of {self.slot_bytes} bytes, {state}>"
-
-
-def _usable(stream: Stream) -> Stream:
-    """The stream, or one that comes after the work of a stream that was closed."""
-    if not stream.closed:
-        return stream
-    substitute = stream.device.default_stream
-    if stream._last is None:
-        stream.device.synchronize()
-    else:
-        substitute.wait(stream._last)
-    return substitute
 
 
 # -- how it begins -------------------------------------------------------------------------------------------

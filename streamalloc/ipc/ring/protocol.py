@@ -1,4 +1,4 @@
-"""What both ends of a ring have in common: packets, words in shared memory, and slots.
+"""What both ends of a ring have in common: packets, words in shared memory, slots, and how they end.
 
 Nothing is exported, imported or sent back for a hand-off: words of the producer's :class:`ControlBlock` are written
 and waited for, by the streams and by the hosts. For each slot ``k`` and consumer ``i`` they are
@@ -10,7 +10,11 @@ and waited for, by the streams and by the hosts. For each slot ``k`` and consume
 * ``closing[k, i]``, set by the consumer's host when it has queued that: the producer's host may reuse the slot.
 
 A slot whose number a consumer has not written into ``opened`` was not touched by it, so that when the consumer has
-gone another one can have it.
+gone another one can have it. A packet may come twice where a signal handler has raised while it was sent: the number
+tells.
+
+A signal handler may raise after any call, but not between two lines that call nothing, and neither do threads take
+turns there. Lines that move a slot from one state to another call nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +23,11 @@ import struct
 
 from typing_extensions import Self
 
-from streamalloc.core.errors import ClosedError
+from streamalloc.core.door import Door
+from streamalloc.core.errors import ClosedError, size_text
+from streamalloc.core.later import Deferred, later_of
 from streamalloc.core.memory import Memory
+from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemLocation
 from streamalloc.core.stream import Stream
 
@@ -39,7 +46,9 @@ __all__ = [
     "NUMBER",
     "PACKET",
     "VERSION",
-    "Part",
+    "RingEnd",
+    "RingEnding",
+    "SlotMemory",
 ]
 
 MOST_SLOTS = 256
@@ -67,10 +76,10 @@ MAGIC = b"SAring"
 VERSION = 1
 
 
-class Part(Memory):
-    """A slot as one end sees it: a part of the shared memory, usable while it is held."""
+class SlotMemory(Memory):
+    """A slot as one end sees it, usable while it is held."""
 
-    __slots__ = ("__weakref__", "_base", "_held", "_index", "_memory", "_stream", "_used", "_value")
+    __slots__ = ("__weakref__", "_base", "_held", "_index", "_memory", "_stream", "_used")
 
     def __init__(self, memory: Memory, stream: Stream, index: int, offset: int) -> None:
         self._memory = memory
@@ -79,8 +88,6 @@ class Part(Memory):
         self._base = memory.address + offset
         self._held = False
         self._used = 0
-        self._value = 0
-        """What the consumer's words are when it has opened and closed the slot."""
 
     @property
     def index(self) -> int:
@@ -134,3 +141,73 @@ class Part(Memory):
     def __repr__(self) -> str:
         state = f"{self.nbytes} bytes at {self._base:#x}" if self._held else "handed on"
         return f"<{type(self).__name__} {self._index}: {state}>"
+
+
+class RingEnding(Deferred):
+    """What is left to do when an end was closed, or dropped."""
+
+    __slots__ = ("closed",)
+
+    closed: bool
+    """Whether it was closed."""
+
+
+class RingEnd(Closes):
+    """What both ends have in common: a size, and an end that may come later."""
+
+    __slots__ = ("__weakref__", "_closed", "_door", "_ending", "slot_bytes", "slots")
+
+    slot_bytes: int
+    """The most bytes of an item."""
+    slots: int
+    """How many slots there are."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._closed = True
+        self._ending: RingEnding | None = None
+
+    def _open(self, ending: RingEnding) -> None:
+        self._ending = ending
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
+
+    def _check_open(self) -> None:
+        self._door.check_process()
+        if self._closed:
+            raise ClosedError("this end of the ring was closed")
+
+    def close(self) -> None:
+        """Close this end, after what its stream has queued; idempotent. The host does not wait.
+
+        Raises
+        ------
+        CudaError
+            The driver refused a call. What is left to do is done later.
+        """
+        self._door.check_process()
+        self._closed = True
+        ending = self._ending
+        if ending is not None:
+            ending.closed = True
+            later_of(self._door).end(ending)
+            self._ending = None
+
+    def __del__(self) -> None:
+        ending = getattr(self, "_ending", None)
+        if ending is not None and self._door.usable:
+            ending.closed = True
+            later_of(self._door).hand_in(ending)
+
+    def _state(self) -> str:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        if getattr(self, "slots", None) is None:
+            return f"<{type(self).__name__} that could not be made>"
+        size = size_text(self.slot_bytes)
+        return f"<{type(self).__name__} of {self.slots} slots of {size}, {'closed' if self._closed else self._state()}>"

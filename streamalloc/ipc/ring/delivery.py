@@ -1,0 +1,393 @@
+"""What a producer does with filled slots: which consumer has which, and what comes back when one goes."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import threading
+from collections import deque
+from collections.abc import Iterable
+from types import TracebackType
+from typing import NoReturn
+
+from streamalloc.core.buffer import Buffer
+from streamalloc.core.door import Door
+from streamalloc.core.errors import ClosedError, CudaError
+from streamalloc.core.properties import checked_size
+from streamalloc.core.stream import Stream
+from streamalloc.ipc.ring.protocol import END, HALF, ITEM, MASK, PACKET, RingEnding, SlotMemory
+from streamalloc.ipc.sharing.control_block import ControlBlock, ImporterWords
+from streamalloc.ipc.sharing.lease import Lease, leases_of
+from streamalloc.ipc.transport.channel import Channel, PeerGoneError
+
+__all__ = ["ConsumerLink", "Deliveries", "RingSlot", "Slot"]
+
+# More than a packet needs whatever happens, as there is room for it.
+_SEND_SECONDS = 10.0
+
+_packed = PACKET.pack
+
+
+class Slot:
+    """One of the slots of a producer, as it is used again and again."""
+
+    __slots__ = ("block", "index", "number", "place", "ready", "used", "value", "words")
+
+    def __init__(self, index: int, lease: Lease) -> None:
+        self.index = index
+        self.block = lease.block
+        self.number = lease.slot
+        self.words = lease.words
+        self.ready = lease.words.announced.value
+        """The value of its ready word when the contents are there."""
+        self.used = 0
+        self.place: ImporterWords | None = None
+        """The words of the consumer that has it, or had it last; None where there is nobody to wait for."""
+        self.value = 0
+        """What these are when the consumer has opened and closed it."""
+
+
+class RingSlot(SlotMemory):
+    """A slot that the producer fills, made by :meth:`RingProducer.next`.
+
+    Leaving its ``with`` block hands it to a consumer, in stream order; where that fails, or the block did, it is given
+    back unsent, and so it is when it is dropped.
+    """
+
+    __slots__ = ("_deliveries", "_size", "_slot")
+
+    def __init__(self, deliveries: Deliveries, slot: Slot) -> None:
+        super().__init__(deliveries.buffer, deliveries.stream, slot.index, slot.index * deliveries.stride)
+        self._deliveries = deliveries
+        self._slot = slot
+        self._size = self._used = deliveries.slot_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """The most bytes of an item."""
+        return self._size
+
+    @property
+    def nbytes_used(self) -> int:
+        """How many bytes, from the beginning on, the consumer gets; all unless it is set.
+
+        Raises
+        ------
+        TypeError, ValueError
+            It is no integer, or more than the slot has.
+        """
+        return self._used
+
+    @nbytes_used.setter
+    def nbytes_used(self, value: int) -> None:
+        if checked_size("nbytes_used", value) > self._size:
+            raise ValueError(f"nbytes_used={value}: the slots of this ring have {self._size} bytes")
+        self._used = value
+
+    def _check_usable(self) -> None:
+        if not self._held or self._deliveries.closed:
+            raise ClosedError(f"slot {self._index} of the ring was handed on, or the ring was closed")
+
+    def hand_off(self) -> None:
+        """Hand the slot to a consumer, after the stream's work so far (``cuStreamWriteValue32``).
+
+        Raises
+        ------
+        PeerGoneError
+            No consumer is left; the slot can be handed off when one was added, or given back.
+        ClosedError
+            It was handed on already, or the ring was closed.
+        CaptureError
+            The stream is being captured.
+        """
+        self._check_usable()
+        self._deliveries.hand_off(self)
+
+    def give_back(self) -> None:
+        """Give the slot back unsent; without effect if it was handed off."""
+        if self._held:
+            self._held = False
+            self._deliveries.free.appendleft(self._slot)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and self._held:
+                self._deliveries.hand_off(self)
+        finally:
+            self.give_back()
+
+    def __del__(self) -> None:
+        if getattr(self, "_held", False):
+            self._deliveries.free.appendleft(self._slot)
+
+
+class ConsumerLink:
+    """A consumer as the producer sees it."""
+
+    __slots__ = ("blocks", "channel", "in_flight", "places", "turn", "unsure")
+
+    def __init__(self, channel: Channel, blocks: list[tuple[ControlBlock, int]], places: list[ImporterWords]) -> None:
+        self.channel = channel
+        self.blocks = blocks
+        """The control blocks of the slots, and which importer it is there."""
+        self.places = places
+        """Its words, by slot."""
+        self.in_flight: dict[Slot, None] = {}
+        """The slots that it has, in the order in which it was given them."""
+        self.turn = 0
+        """Which item it was given last."""
+        self.unsure = b""
+        """The last packet, where it is not known whether it was sent."""
+
+    def make_sure(self) -> None:
+        """Send the last packet where it may not have gone out yet: the consumer knows it if it comes twice."""
+        if self.unsure:
+            self.channel.send(self.unsure, timeout=_SEND_SECONDS)
+            self.unsure = b""
+
+    def close(self) -> None:
+        # A forked child may have a copy of the connection.
+        self.channel.shutdown()
+        self.channel.close()
+
+
+def _load(consumer: ConsumerLink) -> tuple[int, int]:
+    return len(consumer.in_flight), consumer.turn
+
+
+def _gone(consumers: Iterable[ConsumerLink]) -> list[ConsumerLink]:
+    """Those that have closed their ends, or died."""
+    poll = select.poll()
+    found: dict[int, ConsumerLink] = {}
+    gone = []
+    for consumer in consumers:
+        if consumer.channel.closed or not all(block.importer_alive(importer) for block, importer in consumer.blocks):
+            gone.append(consumer)
+        else:
+            fd = consumer.channel.fileno()
+            found[fd] = consumer
+            poll.register(fd, 0)
+    return gone + [found[fd] for fd, _ in poll.poll(0)]
+
+
+class Deliveries(RingEnding):
+    """The slots of a producer and its consumers; and its end, once they have let go of all of them.
+
+    Each slot is in one place: in :attr:`free`, with the user (:class:`RingSlot`), ``in_flight`` to a consumer, or in
+    :attr:`unsent`. What changes that calls nothing in between.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_told",
+        "buffer",
+        "consumers",
+        "door",
+        "free",
+        "handed_off",
+        "leases",
+        "leaving",
+        "lock",
+        "redelivered",
+        "slot_bytes",
+        "slots",
+        "stream",
+        "stride",
+        "unsent",
+    )
+
+    def __init__(self, door: Door, buffer: Buffer, stream: Stream, slot_bytes: int, stride: int) -> None:
+        self.closed = False
+        self.slot_bytes = slot_bytes
+        self.stride = stride
+        """From one slot to the next, in bytes."""
+        self.door = door
+        self.buffer = buffer
+        self.stream = stream
+        self.leases: list[Lease] = []
+        self.lock = threading.Lock()
+        self.slots: list[Slot] = []
+        self.free: deque[Slot] = deque()
+        self.unsent: dict[Slot, None] = {}
+        """Filled slots that a consumer has not opened before it went."""
+        self.consumers: dict[ConsumerLink, None] = {}
+        self.leaving: dict[ConsumerLink, None] = {}
+        """Consumers that get nothing more, but have slots that their streams may use still."""
+        self.handed_off = 0
+        self.redelivered = 0
+        self._told = False
+        """Whether the consumers were told the end."""
+
+    # -- with the lock held ----------------------------------------------------------------------------------
+
+    def ready_slot(self) -> Slot | None:
+        """The next free slot, which the stream may fill; None where there is none. It stays free."""
+        if not self.free and not self.settle():
+            return None
+        if self.closed or not self.consumers:
+            self.refuse()
+        slot = self.free[0]
+        place = slot.place
+        if place is not None and (place.closed.value - slot.value) & MASK >= HALF:
+            slot.block.wait(self.stream, place.closed_address, slot.value)
+        return slot
+
+    def settle(self) -> bool:
+        """Take back what consumers have released; whether there is a free slot."""
+        for consumer in (*self.consumers, *self.leaving):
+            with contextlib.suppress(OSError, ClosedError):
+                consumer.make_sure()
+            for slot in tuple(consumer.in_flight):
+                if slot.place.closing.value == slot.value:  # type: ignore[union-attr]
+                    self.free += (slot,)
+                    del consumer.in_flight[slot]
+        for consumer in tuple(self.leaving):
+            if not consumer.in_flight:
+                del self.leaving[consumer]
+                consumer.channel.close()
+        return bool(self.free)
+
+    def drop_gone(self) -> None:
+        """Give up consumers that have gone; others get what these have not opened."""
+        for consumer in _gone(self.consumers):
+            self._drop(consumer)
+        self._take_unopened(self.leaving)
+        self.deliver_unsent()
+
+    def _drop(self, consumer: ConsumerLink) -> None:
+        if consumer in self.consumers:
+            self.leaving[consumer] = None
+            del self.consumers[consumer]
+        consumer.close()
+        self._take_unopened([consumer])
+
+    def _take_unopened(self, consumers: Iterable[ConsumerLink]) -> None:
+        """Take away what consumers have not opened that have gone and never will.
+
+        The words of what they have opened are set when they let go of it, or by those who watch over them when they
+        die.
+        """
+        self.settle()
+        for consumer in _gone(consumers):
+            for slot in tuple(consumer.in_flight):
+                if slot.place.opened.value != slot.value:  # type: ignore[union-attr]
+                    # Nobody uses it, so that nobody is to be waited for.
+                    slot.place = None
+                    self.unsent[slot] = None
+                    del consumer.in_flight[slot]
+
+    def deliver_unsent(self) -> None:
+        """Give the consumers what others have not opened."""
+        while self.unsent and self.consumers:
+            slot = next(iter(self.unsent))
+            self._deliver(slot)
+            self.handed_off -= 1
+            self.redelivered += 1
+
+    def _deliver(self, slot: Slot, holder: RingSlot | None = None) -> None:
+        """Send a filled slot, unsent or with ``holder``, to the consumer that has the fewest."""
+        while True:
+            consumer = self._chosen()
+            place = consumer.places[slot.index]
+            value = (place.closing.value + 1) & MASK
+            packet = _packed(ITEM, slot.index, slot.ready, value, slot.used)
+            # The consumer has it from here on, unless it is known that it has not opened it and never will.
+            consumer.unsure = packet
+            consumer.in_flight[slot] = None
+            slot.place = place
+            slot.value = value
+            if holder is None:
+                del self.unsent[slot]
+            else:
+                holder._held = False
+            self.handed_off = consumer.turn = self.handed_off + 1
+            try:
+                consumer.make_sure()
+                return
+            except (ConnectionError, ClosedError):
+                consumer.unsure = b""
+                self._drop(consumer)
+                if slot not in self.unsent:
+                    return
+                self.handed_off -= 1
+                if holder is not None:
+                    holder._held = True
+                    del self.unsent[slot]
+
+    def _chosen(self) -> ConsumerLink:
+        while self.consumers:
+            if len(self.consumers) > 1:
+                self.settle()
+            consumer = min(self.consumers, key=_load)
+            try:
+                consumer.make_sure()
+                return consumer
+            except (ConnectionError, ClosedError):
+                self._drop(consumer)
+        self.refuse()
+
+    def refuse(self) -> NoReturn:
+        """Say why nothing can be handed off."""
+        self.door.check_process()
+        if self.closed:
+            raise ClosedError("the ring was closed")
+        raise PeerGoneError("the ring has no consumer: none was added, or all have gone; it goes on when one is added")
+
+    # -- without it ------------------------------------------------------------------------------------------
+
+    def hand_off(self, holder: RingSlot) -> None:
+        """Hand a slot that was filled to a consumer."""
+        with self.lock:
+            holder._check_usable()
+            if not self.consumers:
+                self.refuse()
+            if self.unsent:
+                self.deliver_unsent()
+            slot = holder._slot
+            words, before = slot.words, slot.ready
+            # A value is said once, also where a signal handler raises.
+            slot.ready = words.announced.value = ready = (before + 1) & MASK
+            slot.used = holder._used
+            try:
+                slot.block.tell(self.stream, words.ready, words.ready_address, ready)
+            except (CudaError, ClosedError):
+                slot.ready = words.announced.value = before
+                raise
+            self._deliver(slot, holder)
+
+    def attempt(self) -> bool:
+        """Tell the consumers the end, free the memory, and give back the words once no consumer uses any."""
+        with self.lock:
+            if not self._told:
+                self._tell_end()
+        self.buffer.close()
+        with self.lock:
+            self._take_unopened(self.leaving)
+            self.settle()
+            if self.leaving:
+                return False
+        while self.leases:
+            lease = self.leases[-1]
+            del self.leases[-1]
+            leases_of(self.door).give(lease)
+        return True
+
+    def _tell_end(self) -> None:
+        with contextlib.suppress(OSError):
+            self.drop_gone()
+        for consumer in tuple(self.consumers):
+            with contextlib.suppress(OSError, ClosedError):
+                consumer.make_sure()
+                consumer.channel.send(END, timeout=_SEND_SECONDS)
+            self.leaving[consumer] = None
+            del self.consumers[consumer]
+        self.unsent.clear()
+        self.free.clear()
+        self._told = True
+
+    def _shut_after_fork(self) -> None:
+        # The consumers are the parent's, and a thread of it may have held the lock.
+        self.lock = threading.Lock()
+        self.consumers, self.leaving = {}, {}

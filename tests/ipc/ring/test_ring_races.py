@@ -1,0 +1,292 @@
+"""Rings under threads, signals, the collector and kills: no slot is lost, and no item comes twice."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import streamalloc as sa
+from streamalloc import ipc
+from streamalloc.core.later import later_of
+from streamalloc.ipc import Ring, RingConsumer, RingProducer
+from streamalloc.testing import Gate
+from tests.ipc.support import Interrupted, interrupts, shared_pool
+from tests.processes import SECONDS, Partner, There, eventually
+from tests.support import executed
+
+SIZE = 512
+SLOTS = 4
+
+
+@pytest.fixture
+def pool(device: sa.Device) -> Iterator[sa.MemoryPool]:
+    with shared_pool(device) as pool:
+        yield pool
+
+
+@pytest.fixture
+def stream(device: sa.Device) -> Iterator[sa.Stream]:
+    with device.create_stream() as stream:
+        yield stream
+
+
+@pytest.fixture
+def ring(pool: sa.MemoryPool, stream: sa.Stream) -> Iterator[RingProducer]:
+    with Ring.producer(pool, SIZE, SLOTS, stream=stream) as ring:
+        yield ring
+
+
+def join(partner: Partner, ring: RingProducer, name: str = "ring") -> None:
+    mine, theirs = ipc.Channel.pair()
+    with theirs:
+        partner.begin(_join, name, fds=[theirs])  # type: ignore[list-item]
+    ring.add(mine, SECONDS)
+    partner.result()
+
+
+def left_for_later(stream: sa.Stream) -> int:
+    """How much is left for later, after another look."""
+    stream.synchronize()
+    return len(later_of(stream._door))
+
+
+def _join(there: There, name: str) -> None:
+    channel = ipc.Channel.from_fd(there.came[0])
+    stream = there.keep(name + " stream", there.device.create_stream())
+    there.keep(name, Ring.consumer(channel, stream=stream, timeout=SECONDS))
+
+
+def _sizes(there: There, name: str = "ring") -> list[int]:
+    """Take everything; the sizes."""
+    sizes = []
+    for item in there.kept[name]:
+        sizes.append(item.nbytes)
+    there.kept.pop(name).close()
+    return sizes
+
+
+def _sizes_interrupted(there: There) -> tuple[list[int], int]:
+    """The same while a signal handler raises; how often it did."""
+    ring: RingConsumer = there.kept.pop("ring")
+    sizes: list[int] = []
+    count = 0
+    over = False
+    with interrupts():
+        while not over:
+            item = None
+            try:
+                while not over:
+                    item = ring.next()
+                    sizes.append(item.nbytes)
+                    item.release()
+            except EOFError:
+                over = True
+            except Interrupted:
+                count += 1
+                # It was taken, and perhaps not noted.
+                if item is not None and sizes[-1:] != [item._used]:
+                    sizes.append(item._used)
+                while item is not None and item._held:
+                    try:
+                        item.release()
+                    except Interrupted:
+                        count += 1
+    ring.close()
+    return sizes, count
+
+
+class TestInterrupts:
+    def test_of_the_producer(self, ring: RingProducer, partner: Partner) -> None:
+        """Each item that was handed off arrives once; one that was interrupted does so once or never."""
+        join(partner, ring)
+        partner.begin(_sizes)
+        sent: list[int] = []
+        number = interrupted = 0
+        end = time.monotonic() + 0.7
+        with interrupts():
+            while time.monotonic() < end:
+                try:
+                    while time.monotonic() < end:
+                        number += 1
+                        ring.put(bytes(1 + number % SIZE), SECONDS)
+                        sent.append(1 + number % SIZE)
+                except Interrupted:
+                    interrupted += 1
+        assert eventually(lambda: ring.statistics().in_flight == 0)
+        assert ring.statistics().free == SLOTS and interrupted
+        handed_off = ring.statistics().handed_off
+        ring.close()
+        got = partner.result()
+        assert len(got) == handed_off >= len(sent)
+        # In order, with others in between that were interrupted.
+        rest = iter(got)
+        assert all(size in rest for size in sent)
+
+    def test_of_a_consumer(self, ring: RingProducer, partner: Partner) -> None:
+        join(partner, ring)
+        partner.begin(_sizes_interrupted)
+        sent = [1 + number % SIZE for number in range(400)]
+        for size in sent:
+            ring.put(bytes(size), SECONDS)
+        assert eventually(lambda: ring.statistics().in_flight == 0)
+        assert ring.statistics().free == SLOTS
+        ring.close()
+        got, interrupted = partner.result()
+        assert got == sent and interrupted
+
+    def test_of_closing(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
+        """What was interrupted goes on at the next point of work, or when it is called again."""
+        for _ in range(8):
+            ring = Ring.producer(pool, SIZE, SLOTS, stream=stream)
+            join(partner, ring)
+            for _ in range(SLOTS):
+                ring.put(b"x")
+            partner.begin(_sizes)
+            with interrupts(0.0002):
+                while not ring.closed:
+                    with contextlib.suppress(Interrupted):
+                        ring.close()
+            ring.close()
+            assert partner.result() == [1] * SLOTS
+            del ring
+            assert eventually(lambda: not left_for_later(stream))
+            assert pool.statistics().used == 0
+
+
+class TestThreads:
+    def test_producers_and_a_close(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
+        """Several threads fill one ring, with collections all the time, until another one closes it."""
+        ring = Ring.producer(pool, SIZE, SLOTS, stream=stream)
+        join(partner, ring)
+        partner.begin(_sizes)
+        counts = [0] * 4
+        interval, threshold = sys.getswitchinterval(), gc.get_threshold()
+
+        def fill(place: int) -> None:
+            try:
+                while True:
+                    ring.put(bytes(1 + place), SECONDS)
+                    counts[place] += 1
+            except sa.ClosedError:
+                pass
+
+        threads = [threading.Thread(target=fill, args=(place,)) for place in range(4)]
+        sys.setswitchinterval(1e-5)
+        gc.set_threshold(5)
+        try:
+            for thread in threads:
+                thread.start()
+            time.sleep(0.5)
+            assert min(counts) > 0
+            ring.close()
+            for thread in threads:
+                thread.join(SECONDS)
+        finally:
+            sys.setswitchinterval(interval)
+            gc.set_threshold(*threshold)
+        got = partner.result()
+        for place, count in enumerate(counts):
+            assert got.count(1 + place) == count
+        assert eventually(lambda: not left_for_later(stream) and pool.statistics().used == 0)
+
+    def test_a_consumer_that_is_closed_meanwhile(self, ring: RingProducer, partner: Partner) -> None:
+        """All slots come back, whichever step its other thread is at."""
+        for _ in range(10):
+            join(partner, ring)
+            partner.begin(_close_meanwhile)
+            with pytest.raises(ipc.PeerGoneError):
+                while True:
+                    ring.put(b"x", SECONDS)
+            partner.result()
+            # What it has not opened waits for another consumer; all else has come back.
+            assert eventually(lambda: ring.statistics().in_flight == len(ring._deliveries.unsent))
+        waiting = ring.statistics().in_flight
+        join(partner, ring)
+        partner.begin(_sizes)
+        assert eventually(lambda: ring.statistics().free == SLOTS)
+        ring.close()
+        assert partner.result() == [1] * waiting
+
+    def test_closing_waits_for_no_stream(
+        self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, gate: Gate
+    ) -> None:
+        ring = Ring.producer(pool, SIZE, SLOTS, stream=stream)
+        join(partner, ring)
+        ring.put(b"x")
+        gate.hold(stream)
+        ring.put(b"y")
+        began = time.monotonic()
+        ring.close()
+        assert time.monotonic() - began < 1
+        gate.open()
+        assert partner.run(_sizes) == [1, 1]
+        assert eventually(lambda: not left_for_later(stream) and pool.statistics().used == 0)
+
+
+def _close_meanwhile(there: There) -> None:
+    ring: RingConsumer = there.kept.pop("ring")
+    timer = threading.Timer(0.01, ring.close)
+    timer.start()
+    try:
+        while True:
+            ring.next().release()
+    except (sa.ClosedError, ipc.PeerGoneError, OSError):
+        pass
+    timer.join()
+    there.device.synchronize()
+
+
+class TestTheProducerDies:
+    @pytest.mark.parametrize("count", [1, 2])
+    @pytest.mark.parametrize("how", ["close", "drop"])
+    def test_after_a_consumer_has_closed(
+        self, another: Callable[[], Partner], device: sa.Device, stream: sa.Stream, count: int, how: str
+    ) -> None:
+        """What the consumers' streams wait for is released, whichever of them closed before."""
+        dies = another()
+        streams = [stream, device.create_stream()][:count]
+        rings = []
+        dies.run(_make_ring)
+        for one in streams:
+            mine, theirs = ipc.Channel.pair()
+            with theirs:
+                dies.begin(_add, fds=[theirs])  # type: ignore[list-item]
+            rings.append(Ring.consumer(mine, stream=one, timeout=SECONDS))
+            dies.result()
+        dies.run(_hand_off_unfilled, count)
+        items = [ring.next() for ring in rings]
+        if how == "close":
+            rings[0].close()
+        else:
+            del items[0]
+            del rings[0]
+            gc.collect()
+            later_of(device._door).work()
+        dies.kill()
+        assert all(executed(one) for one in streams)
+        assert all(item.lost for item in items)
+        for ring in rings:
+            ring.close()
+
+
+def _make_ring(there: There) -> None:
+    pool = there.keep("pool", shared_pool(there.device))
+    there.keep("stream", there.device.create_stream())
+    there.keep("ring", Ring.producer(pool, SIZE, SLOTS, stream=there.kept["stream"]))
+
+
+def _add(there: There) -> None:
+    there.kept["ring"].add(ipc.Channel.from_fd(there.came[0]), SECONDS)
+
+
+def _hand_off_unfilled(there: There, count: int) -> None:
+    """The contents never come."""
+    there.keep("gate", Gate(there.device)).hold(there.kept["stream"])
+    for _ in range(count):
+        there.kept["ring"].put(b"x")
