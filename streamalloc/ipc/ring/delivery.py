@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import select
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from streamalloc.core.buffer import Buffer
 from streamalloc.core.door import Door
@@ -20,7 +21,7 @@ from streamalloc.ipc.sharing.control_block import ControlBlock, ImporterWords
 from streamalloc.ipc.sharing.lease import Lease, leases_of
 from streamalloc.ipc.transport.channel import Channel, PeerGoneError
 
-__all__ = ["ConsumerLink", "Deliveries", "RingSlot", "Slot"]
+__all__ = ["ConsumerLink", "Deliveries", "RingSlot", "Slot", "SlotHolder"]
 
 # More than a packet needs whatever happens, as there is room for it.
 _SEND_SECONDS = 10.0
@@ -31,7 +32,7 @@ _packed = PACKET.pack
 class Slot:
     """One of the slots of a producer, as it is used again and again."""
 
-    __slots__ = ("block", "index", "number", "place", "ready", "used", "value", "words")
+    __slots__ = ("block", "holder", "index", "number", "place", "ready", "used", "value", "words")
 
     def __init__(self, index: int, lease: Lease) -> None:
         self.index = index
@@ -41,10 +42,23 @@ class Slot:
         self.ready = lease.words.announced.value
         """The value of its ready word when the contents are there."""
         self.used = 0
+        self.holder: SlotHolder | None = None
+        """Who fills it."""
         self.place: ImporterWords | None = None
         """The words of the consumer that has it, or had it last; None where there is nobody to wait for."""
         self.value = 0
         """What these are when the consumer has opened and closed it."""
+
+
+class SlotHolder(weakref.ref["RingSlot"]):
+    """Refers to the object by which a user fills a slot.
+
+    Its callback is a function of C: where a user drops the object, no Python code runs that a signal handler could end.
+    """
+
+    __slots__ = ("slot",)
+
+    slot: Slot
 
 
 class RingSlot(SlotMemory):
@@ -107,6 +121,7 @@ class RingSlot(SlotMemory):
         """Give the slot back unsent; without effect if it was handed off."""
         if self._held:
             self._held = False
+            self._slot.holder = None
             self._deliveries.free.appendleft(self._slot)
 
     def __exit__(
@@ -117,10 +132,6 @@ class RingSlot(SlotMemory):
                 self._deliveries.hand_off(self)
         finally:
             self.give_back()
-
-    def __del__(self) -> None:
-        if getattr(self, "_held", False):
-            self._deliveries.free.appendleft(self._slot)
 
 
 class ConsumerLink:
@@ -185,6 +196,7 @@ class Deliveries(RingEnding):
         "buffer",
         "consumers",
         "door",
+        "dropped",
         "free",
         "handed_off",
         "leases",
@@ -210,6 +222,8 @@ class Deliveries(RingEnding):
         self.lock = threading.Lock()
         self.slots: list[Slot] = []
         self.free: deque[Slot] = deque()
+        self.dropped: deque[Any] = deque()
+        """What referred to objects of users that were dropped, see :class:`SlotHolder`."""
         self.unsent: dict[Slot, None] = {}
         """Filled slots that a consumer has not opened before it went."""
         self.consumers: dict[ConsumerLink, None] = {}
@@ -235,7 +249,13 @@ class Deliveries(RingEnding):
         return slot
 
     def settle(self) -> bool:
-        """Take back what consumers have released; whether there is a free slot."""
+        """Take back what consumers have released, and users have dropped; whether there is a free slot."""
+        while self.dropped:
+            holder = self.dropped[0]
+            if holder.slot.holder is holder:
+                self.free += (holder.slot,)
+                holder.slot.holder = None
+            del self.dropped[0]
         for consumer in (*self.consumers, *self.leaving):
             with contextlib.suppress(OSError, ClosedError):
                 consumer.make_sure()
@@ -302,6 +322,7 @@ class Deliveries(RingEnding):
                 del self.unsent[slot]
             else:
                 holder._held = False
+                lent, slot.holder = slot.holder, None
             self.handed_off = consumer.turn = self.handed_off + 1
             try:
                 consumer.make_sure()
@@ -314,6 +335,7 @@ class Deliveries(RingEnding):
                 self.handed_off -= 1
                 if holder is not None:
                     holder._held = True
+                    slot.holder = lent
                     del self.unsent[slot]
 
     def _chosen(self) -> ConsumerLink:

@@ -10,7 +10,7 @@ from streamalloc.core.fd import Fd
 from streamalloc.core.memory import CopySide, Memory, copy_bytes
 from streamalloc.core.properties import MemLocationType, checked_size
 from streamalloc.core.stream import Stream, StreamLike, as_stream, refuse_capture
-from streamalloc.ipc.ring.delivery import ConsumerLink, Deliveries, RingSlot, Slot
+from streamalloc.ipc.ring.delivery import ConsumerLink, Deliveries, RingSlot, Slot, SlotHolder
 from streamalloc.ipc.ring.protocol import (
     ALIGNMENT,
     ANSWER,
@@ -187,11 +187,14 @@ class RingProducer(RingEnd):
                 self._wait_for_slot(timeout)
                 continue
             given = RingSlot(deliveries, slot)
+            holder = SlotHolder(given, deliveries.dropped.append)
+            holder.slot = slot
             # Nothing is called from here on: the caller has the slot, or it is free. Another thread may have been
             # faster.
             free = deliveries.free
             if free and free[0] is slot and not self._closed:
                 del free[0]
+                slot.holder = holder
                 given._held = True
                 return given
 

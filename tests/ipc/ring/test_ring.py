@@ -716,12 +716,19 @@ class TestKilledConsumer:
             send(ring, SIZE, SIZE)
             dies.run(_take)
         threading.Timer(0.05, os.kill, (dies.pid, 9)).start()
+        slots = []
         with pytest.raises(ipc.PeerGoneError):
             while True:
-                ring.next()
-        for slot in ring._deliveries.slots:
+                slots.append(ring.next())
+        for slot in slots:
             slot.give_back()
         self.check_goes_on(ring, partner, 4, 0)
+
+    def test_a_slot_that_is_dropped_is_free_again(self, ring: RingProducer, partner: Partner) -> None:
+        join(partner, ring)
+        for _ in range(10):
+            ring.next(0)
+        assert ring.statistics().free == 4
 
     def test_others_go_on(self, ring: RingProducer, dies: Partner, partner: Partner) -> None:
         join(dies, ring)

@@ -74,31 +74,25 @@ def _sizes(there: There, name: str = "ring") -> list[int]:
 def _sizes_interrupted(there: There) -> tuple[list[int], int]:
     """The same while a signal handler raises; how often it did."""
     ring: RingConsumer = there.kept.pop("ring")
-    sizes: list[int] = []
+    sizes: dict[int, int] = {}
     count = 0
     over = False
-    with interrupts():
-        while not over:
-            item = None
+    item = None
+    while not over:
+        with interrupts(0.005):
             try:
-                while not over:
+                while True:
+                    if item is not None:
+                        item.release()
                     item = ring.next()
-                    sizes.append(item.nbytes)
-                    item.release()
+                    # No call in between.
+                    sizes[ring.taken] = item._used
             except EOFError:
                 over = True
             except Interrupted:
                 count += 1
-                # It was taken, and perhaps not noted.
-                if item is not None and sizes[-1:] != [item._used]:
-                    sizes.append(item._used)
-                while item is not None and item._held:
-                    try:
-                        item.release()
-                    except Interrupted:
-                        count += 1
     ring.close()
-    return sizes, count
+    return [sizes[number] for number in sorted(sizes)], count
 
 
 class TestInterrupts:
