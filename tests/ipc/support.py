@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import random
 import signal
 import time
+import types
 import warnings
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,26 +38,33 @@ class Interrupted(Exception):
     """Out of a signal handler."""
 
 
-@contextlib.contextmanager
-def interrupts(longest: float = 0.001) -> Iterator[None]:
-    """Signals after random times, whose handler raises in the main thread: :class:`Interrupted`."""
-    over = False
+class interrupts:
+    """A block in which signals arrive after random times, whose handler raises :class:`Interrupted`, to its end."""
 
-    def handler(*_: object) -> None:
-        if not over:
-            signal.setitimer(signal.ITIMER_REAL, random.uniform(longest / 20, longest))
+    def __init__(self, longest: float = 0.001) -> None:
+        self._longest = longest
+        self._over = False
+
+    def __enter__(self) -> None:
+        self._before = signal.signal(signal.SIGALRM, self._handle)
+        signal.setitimer(signal.ITIMER_REAL, self._longest)
+
+    def _handle(self, _: int, frame: types.FrameType | None) -> None:
+        if self._over:
+            return
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(self._longest / 20, self._longest))
+        # Not where the block begins and ends.
+        if frame is not None and frame.f_code not in _AROUND:
             raise Interrupted
 
-    before = signal.signal(signal.SIGALRM, handler)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, longest)
-        yield
-    except Interrupted:
-        pass
-    finally:
-        over = True
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        self._over = True
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, self._before)
+        return kind is Interrupted
+
+
+_AROUND = (interrupts.__enter__.__code__, interrupts.__exit__.__code__)
 
 
 class State(NamedTuple):
