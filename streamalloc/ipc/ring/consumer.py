@@ -53,16 +53,16 @@ class RingItem(SlotMemory):
     object is used again for later items in the same slot.
     """
 
-    __slots__ = ("_board", "_number", "_place", "_ready", "_value", "_words")
+    __slots__ = ("_block", "_number", "_place", "_ready", "_value", "_words")
 
     def __init__(
-        self, memory: ImportedBuffer, stream: Stream, index: int, offset: int, board: ControlBlock, number: int
+        self, memory: ImportedBuffer, stream: Stream, index: int, offset: int, block: ControlBlock, number: int
     ) -> None:
         super().__init__(memory, stream, index, offset)
-        self._board = board
+        self._block = block
         self._number = number
-        self._place = board.importer_words(number, board.importer)
-        self._words = board.slot_words(number)
+        self._place = block.importer_words(number, block.importer)
+        self._words = block.slot_words(number)
         self._ready = 0
         self._value = self._place.closing.value
         """What its words are when it was opened and closed."""
@@ -87,7 +87,7 @@ class RingItem(SlotMemory):
         place = self._place
         value = self._value
         ordered = self._stream if stream is None else as_stream(stream, self._stream._door)
-        self._board.tell(ordered, place.closed, place.closed_address, value)
+        self._block.tell(ordered, place.closed, place.closed_address, value)
         # From here on the producer's host has the slot, and its stream waits for ours.
         self._held = False
         place.closing.value = value
@@ -134,10 +134,10 @@ class RingConsumer(RingEnd):
             told = _introduction(message)
             memory = open_shared(told.descriptor, message.handles[len(told.names) :], stream=stream, driver=driver)
             with undoing(memory.close):
-                boards = _attached(importer_of(self._door), told.names, message)
-                self._prepare(memory, told, boards)
-                channel.send(_answer(boards), timeout=None if end is None else left(end))
-                self._open(_ConsumerEnding(channel, memory, self._items))
+                blocks = _attached(importer_of(self._door), told.names, message)
+                self._prepare(memory, told, blocks)
+                channel.send(_answer(blocks), timeout=None if end is None else left(end))
+                self._open(_ConsumerEnding(channel, self._memory, self._items))
         except BaseException:
             channel.close()
             raise
@@ -147,14 +147,14 @@ class RingConsumer(RingEnd):
         # The packets are the parent's.
         self._receive = refuse_after_fork
 
-    def _prepare(self, memory: Any, told: _Introduction, boards: list[ControlBlock]) -> None:
+    def _prepare(self, memory: Any, told: _Introduction, blocks: list[ControlBlock]) -> None:
         if not isinstance(memory, ImportedBuffer) or memory.nbytes < told.stride * len(told.numbers):
             raise ProtocolError("the memory that came is no buffer, or too small for the ring's slots")
         self.slots = len(told.numbers)
         self.slot_bytes = told.slot_bytes
         self._memory = memory
         self._items: list[RingItem] = [
-            RingItem(memory, memory.stream, index, index * told.stride, boards[place], number)
+            RingItem(memory, memory.stream, index, index * told.stride, blocks[place], number)
             for index, (place, number) in enumerate(told.numbers)
         ]
 
@@ -215,8 +215,8 @@ class RingConsumer(RingEnd):
                 self._refuse(data)
             words = item._words
             if (words.ready.value - ready) & MASK >= HALF:
-                item._board.expect(item._number, ready)
-                item._board.wait(item._stream, words.ready_address, ready)
+                item._block.expect(item._number, ready)
+                item._block.wait(item._stream, words.ready_address, ready)
             if self._closed:
                 self._say_closed()
             # Nothing is called from here on: the item is taken and the caller has it, or neither.
@@ -246,7 +246,7 @@ class RingConsumer(RingEnd):
     def _next_packet_later(self, end: float | None, wait: float | None) -> bytes:
         """Go on waiting, and look from time to time whether the producer lives."""
         while True:
-            alive = self._items[0]._board.exporter_alive()
+            alive = self._items[0]._block.exporter_alive()
             try:
                 data: bytes = self._receive(timeout=min(left(end), _LIVENESS_SECONDS) if alive else 0).data
                 return data
@@ -324,7 +324,7 @@ class _ConsumerEnding(RingEnding):
         item.release(stream)
         if (item._place.closed.value - item._value) & MASK >= HALF:
             # It was released on another stream; the memory is closed after that one's work too.
-            item._board.wait(stream, item._place.closed_address, item._value)
+            item._block.wait(stream, item._place.closed_address, item._value)
 
 
 # -- how it begins -------------------------------------------------------------------------------------------
@@ -334,9 +334,9 @@ class _Introduction(NamedTuple):
     """What a producer says first."""
 
     names: list[bytes]
-    """Of the boards."""
+    """Of the control blocks."""
     numbers: list[tuple[int, int]]
-    """Which board each slot is on, and its number there."""
+    """Which control block each slot is in, and its number there."""
     slot_bytes: int
     stride: int
     descriptor: bytes
@@ -345,26 +345,26 @@ class _Introduction(NamedTuple):
 def _introduction(message: Message) -> _Introduction:
     data = message.data
     try:
-        magic, version, boards, slots, slot_bytes, stride = HELLO.unpack_from(data)
+        magic, version, blocks, slots, slot_bytes, stride = HELLO.unpack_from(data)
     except struct.error:
         magic = b""
     if magic != MAGIC:
         raise ProtocolError("this is not what a ring's producer says first")
     if version != VERSION:
         raise ProtocolError(f"a ring of version {version}: this library knows version {VERSION}")
-    names_end = HELLO.size + boards * NAME.size
+    names_end = HELLO.size + blocks * NAME.size
     numbers_end = names_end + slots * NUMBER.size
-    if not 1 <= boards <= slots <= MOST_SLOTS or numbers_end > len(data) or len(message.handles) < boards:
+    if not 1 <= blocks <= slots <= MOST_SLOTS or numbers_end > len(data) or len(message.handles) < blocks:
         raise ProtocolError("what the ring's producer says does not fit together")
     names = [name for (name,) in NAME.iter_unpack(data[HELLO.size : names_end])]
-    numbers = [(board, number) for board, number in NUMBER.iter_unpack(data[names_end:numbers_end])]
-    if any(board >= boards or number >= SLOTS for board, number in numbers) or not 1 <= slot_bytes <= stride:
-        raise ProtocolError("a slot of the ring is on no board, or has no size")
+    numbers = [(block, number) for block, number in NUMBER.iter_unpack(data[names_end:numbers_end])]
+    if any(block >= blocks or number >= SLOTS for block, number in numbers) or not 1 <= slot_bytes <= stride:
+        raise ProtocolError("a slot of the ring is in no control block, or has no size")
     return _Introduction(names, numbers, slot_bytes, stride, data[numbers_end:])
 
 
 def _attached(importer: Importer, names: list[bytes], message: Message) -> list[ControlBlock]:
-    """The boards of the slots; that of the buffer is there already."""
+    """The control blocks of the slots; that of the buffer is there already."""
     blocks = []
     for name, fd in zip(names, message.handles, strict=False):
         block = importer.control_block(name, lambda _, fd=fd: fd)  # type: ignore[misc]
@@ -375,6 +375,6 @@ def _attached(importer: Importer, names: list[bytes], message: Message) -> list[
     return blocks
 
 
-def _answer(boards: list[ControlBlock]) -> bytes:
-    importers = b"".join(IMPORTER.pack(board.importer) for board in boards)
-    return ANSWER.pack(MAGIC, VERSION, len(boards)) + importers
+def _answer(blocks: list[ControlBlock]) -> bytes:
+    importers = b"".join(IMPORTER.pack(block.importer) for block in blocks)
+    return ANSWER.pack(MAGIC, VERSION, len(blocks)) + importers

@@ -18,7 +18,7 @@ from streamalloc.core.properties import checked_size
 from streamalloc.core.stream import Stream
 from streamalloc.ipc.ring.protocol import END, HALF, ITEM, MASK, PACKET, RingEnding, SlotMemory
 from streamalloc.ipc.sharing.control_block import ControlBlock, ImporterWords
-from streamalloc.ipc.sharing.lease import Lease, leases_of
+from streamalloc.ipc.sharing.lease import Lease
 from streamalloc.ipc.transport.channel import Channel, PeerGoneError
 
 __all__ = ["ConsumerLink", "Deliveries", "RingSlot", "Slot", "SlotHolder"]
@@ -390,10 +390,8 @@ class Deliveries(RingEnding):
             self.settle()
             if self.leaving:
                 return False
-        while self.leases:
-            lease = self.leases[-1]
-            del self.leases[-1]
-            leases_of(self.door).give(lease)
+        for lease in self.leases:
+            lease.give_back()
         return True
 
     def _tell_end(self) -> None:

@@ -130,31 +130,31 @@ class RingProducer(RingEnd):
             channel.close()
             raise
 
-    def _boards(self) -> list[ControlBlock]:
+    def _blocks(self) -> list[ControlBlock]:
         return list({id(lease.block): lease.block for lease in self._deliveries.leases}.values())
 
     def _introduction(self, shared: Shared) -> tuple[bytes, tuple[Fd, ...]]:
-        """What a consumer is told first, and the handles that go along: those of the boards, then the buffer's."""
-        boards = self._boards()
-        places = {id(board): place for place, board in enumerate(boards)}
-        head = HELLO.pack(MAGIC, VERSION, len(boards), self.slots, self.slot_bytes, self._stride)
-        names = b"".join(NAME.pack(board.id) for board in boards)
+        """What a consumer is told first, and the handles that go along: those of the control blocks, then the buffer's."""
+        blocks = self._blocks()
+        places = {id(block): place for place, block in enumerate(blocks)}
+        head = HELLO.pack(MAGIC, VERSION, len(blocks), self.slots, self.slot_bytes, self._stride)
+        names = b"".join(NAME.pack(block.id) for block in blocks)
         numbers = b"".join(NUMBER.pack(places[id(lease.block)], lease.slot) for lease in self._deliveries.leases)
-        return head + names + numbers + bytes(shared), (*(board.fd for board in boards), *shared.fds)
+        return head + names + numbers + bytes(shared), (*(block.fd for block in blocks), *shared.fds)
 
     def _admitted(self, channel: Channel, answer: Message) -> ConsumerLink:
-        boards = self._boards()
+        blocks = self._blocks()
         head, rest = answer.data[: ANSWER.size], answer.data[ANSWER.size :]
-        if head != ANSWER.pack(MAGIC, VERSION, len(boards)) or len(rest) != len(boards) * IMPORTER.size:
+        if head != ANSWER.pack(MAGIC, VERSION, len(blocks)) or len(rest) != len(blocks) * IMPORTER.size:
             raise ProtocolError("this is not what a ring's consumer answers")
         importers = [importer for (importer,) in IMPORTER.iter_unpack(rest)]
-        for board, importer in zip(boards, importers, strict=True):
-            if importer >= IMPORTERS or not board.importer_alive(importer):
+        for block, importer in zip(blocks, importers, strict=True):
+            if importer >= IMPORTERS or not block.importer_alive(importer):
                 raise ProtocolError(f"a ring's consumer says that it is importer {importer}, which is nobody")
-            board.watch_importer(importer)
-        on = {id(board): importer for board, importer in zip(boards, importers, strict=True)}
+            block.watch_importer(importer)
+        on = {id(block): importer for block, importer in zip(blocks, importers, strict=True)}
         places = [slot.block.importer_words(slot.number, on[id(slot.block)]) for slot in self._deliveries.slots]
-        return ConsumerLink(channel, list(zip(boards, importers, strict=True)), places)
+        return ConsumerLink(channel, list(zip(blocks, importers, strict=True)), places)
 
     # -- slots -----------------------------------------------------------------------------------------------
 

@@ -65,12 +65,12 @@ ITEM = 1
 END = PACKET.pack(2, 0, 0, 0, 0)
 
 HELLO = struct.Struct("<6sHIIQQ")
-"""What the producer says first: magic, version, boards, slots, bytes of a slot, and from one to the next. The boards'
-names follow, then board and number there of each slot, then the descriptor of the buffer."""
+"""What the producer says first: magic, version, blocks, slots, bytes of a slot, and from one to the next. The blocks'
+names follow, then block and number there of each slot, then the descriptor of the buffer."""
 NAME = struct.Struct("<16s")
 NUMBER = struct.Struct("<HH")
 ANSWER = struct.Struct("<6sHI")
-"""What the consumer answers: magic, version, boards; then which importer it is on each."""
+"""What the consumer answers: magic, version, blocks; then which importer it is on each."""
 IMPORTER = struct.Struct("<I")
 MAGIC = b"SAring"
 VERSION = 1
