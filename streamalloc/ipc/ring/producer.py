@@ -134,7 +134,7 @@ class RingProducer(RingEnd):
         return list({id(lease.block): lease.block for lease in self._deliveries.leases}.values())
 
     def _introduction(self, shared: Shared) -> tuple[bytes, tuple[Fd, ...]]:
-        """What a consumer is told first, and the handles that go along: those of the control blocks, then the buffer's."""
+        """What a consumer is told first, and the handles for it: those of the control blocks, then the buffer's."""
         blocks = self._blocks()
         places = {id(block): place for place, block in enumerate(blocks)}
         head = HELLO.pack(MAGIC, VERSION, len(blocks), self.slots, self.slot_bytes, self._stride)
