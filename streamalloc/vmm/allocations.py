@@ -222,7 +222,7 @@ class QueuedWork(Node):
         try:
             if self._events is None:
                 self._events = [context_event(device) for device in self._devices]
-            self.gone = all(event.query() for event in self._events)
+            self.gone: bool = all(event.query() for event in self._events)
         except (DeviceLostError, InvalidContextError):
             self.gone = True  # no work is left
 

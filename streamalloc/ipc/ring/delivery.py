@@ -17,7 +17,7 @@ from streamalloc.core.errors import ClosedError, CudaError
 from streamalloc.core.properties import checked_size
 from streamalloc.core.stream import Stream
 from streamalloc.ipc.ring.protocol import END, HALF, ITEM, MASK, PACKET, RingEnding, SlotMemory
-from streamalloc.ipc.sharing.control_block import ControlBlock, ImporterWords
+from streamalloc.ipc.sharing.control_block import ControlBlock, ImporterWords, SlotWords
 from streamalloc.ipc.sharing.lease import Lease
 from streamalloc.ipc.transport.channel import Channel, PeerGoneError
 
@@ -35,18 +35,18 @@ class Slot:
     __slots__ = ("block", "holder", "index", "number", "place", "ready", "used", "value", "words")
 
     def __init__(self, index: int, lease: Lease) -> None:
-        self.index = index
-        self.block = lease.block
-        self.number = lease.slot
-        self.words = lease.words
-        self.ready = lease.words.announced.value
+        self.index: int = index
+        self.block: ControlBlock = lease.block
+        self.number: int = lease.slot
+        self.words: SlotWords = lease.words
+        self.ready: int = lease.words.announced.value
         """The value of its ready word when the contents are there."""
-        self.used = 0
+        self.used: int = 0
         self.holder: SlotHolder | None = None
         """Who fills it."""
         self.place: ImporterWords | None = None
         """The words of the consumer that has it, or had it last; None where there is nobody to wait for."""
-        self.value = 0
+        self.value: int = 0
         """What these are when the consumer has opened and closed it."""
 
 
@@ -140,16 +140,16 @@ class ConsumerLink:
     __slots__ = ("blocks", "channel", "in_flight", "places", "turn", "unsure")
 
     def __init__(self, channel: Channel, blocks: list[tuple[ControlBlock, int]], places: list[ImporterWords]) -> None:
-        self.channel = channel
-        self.blocks = blocks
+        self.channel: Channel = channel
+        self.blocks: list[tuple[ControlBlock, int]] = blocks
         """The control blocks of the slots, and which importer it is there."""
-        self.places = places
+        self.places: list[ImporterWords] = places
         """Its words, by slot."""
         self.in_flight: dict[Slot, None] = {}
         """The slots that it has, in the order in which it was given them."""
-        self.turn = 0
+        self.turn: int = 0
         """Which item it was given last."""
-        self.unsure = b""
+        self.unsure: bytes = b""
         """The last packet, where it is not known whether it was sent."""
 
     def make_sure(self) -> None:
@@ -212,14 +212,14 @@ class Deliveries(RingEnding):
 
     def __init__(self, door: Door, buffer: Buffer, stream: Stream, slot_bytes: int, stride: int) -> None:
         self.closed = False
-        self.slot_bytes = slot_bytes
-        self.stride = stride
+        self.slot_bytes: int = slot_bytes
+        self.stride: int = stride
         """From one slot to the next, in bytes."""
-        self.door = door
-        self.buffer = buffer
-        self.stream = stream
+        self.door: Door = door
+        self.buffer: Buffer = buffer
+        self.stream: Stream = stream
         self.leases: list[Lease] = []
-        self.lock = threading.Lock()
+        self.lock: contextlib.AbstractContextManager[bool] = threading.Lock()
         self.slots: list[Slot] = []
         self.free: deque[Slot] = deque()
         self.dropped: deque[Any] = deque()
@@ -229,8 +229,8 @@ class Deliveries(RingEnding):
         self.consumers: dict[ConsumerLink, None] = {}
         self.leaving: dict[ConsumerLink, None] = {}
         """Consumers that get nothing more, but have slots that their streams may use still."""
-        self.handed_off = 0
-        self.redelivered = 0
+        self.handed_off: int = 0
+        self.redelivered: int = 0
         self._told = False
         """Whether the consumers were told the end."""
 
