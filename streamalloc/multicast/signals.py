@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.stream import Event, Stream
+from streamalloc.core.stream import Event, Stream, refuse_capture, stream_call
 from streamalloc.driver.internal import cuda
 from streamalloc.multicast.setup.agreement import CHANNELS, Layout
 
@@ -45,7 +45,7 @@ class Signals:
         checked_channel(channel)
         count = (self._rounds[channel] + 1) % _WRAP
         for rank, stream in streams.items():
-            stream._refuse_capture("cuStreamWaitValue32", _CAPTURED)
+            refuse_capture(stream, "cuStreamWaitValue32", _CAPTURED)
             self._in_order(stream, _BARRIER, rank, -1, channel)
         # All words are written before any is waited for: one stream may stand for several ranks.
         for rank, stream in streams.items():
@@ -62,7 +62,7 @@ class Signals:
         """Raise ``rank``'s word in ``peer``'s memory."""
         self._check_peer(rank, peer)
         checked_channel(channel)
-        stream._refuse_capture("cuStreamWriteValue32", _CAPTURED)
+        refuse_capture(stream, "cuStreamWriteValue32", _CAPTURED)
         count = (self._sent[rank, peer, channel] + 1) % _WRAP
         self._in_order(stream, _SIGNAL, rank, peer, channel)
         self._write(stream, peer, _SIGNAL, channel, rank, count)
@@ -73,7 +73,7 @@ class Signals:
         """Wait for ``peer``'s next word in ``rank``'s memory."""
         self._check_peer(rank, peer)
         checked_channel(channel)
-        stream._refuse_capture("cuStreamWaitValue32", _CAPTURED)
+        refuse_capture(stream, "cuStreamWaitValue32", _CAPTURED)
         count = (self._awaited[rank, peer, channel] + 1) % _WRAP
         self._wait(stream, rank, _SIGNAL, channel, peer, count)
         self._awaited[rank, peer, channel] = count
@@ -119,11 +119,11 @@ class Signals:
 
     def _write(self, stream: Stream, owner: int, kind: int, channel: int, sender: int, count: int) -> None:
         address = self._address(owner) + self._layout.word(kind, channel, sender, self._size)
-        stream._call("cuStreamWriteValue32", address, count, 0)
+        stream_call(stream, "cuStreamWriteValue32", address, count, 0)
 
     def _wait(self, stream: Stream, owner: int, kind: int, channel: int, sender: int, count: int) -> None:
         address = self._address(owner) + self._layout.word(kind, channel, sender, self._size)
-        stream._call("cuStreamWaitValue32", address, count, _AT_LEAST)
+        stream_call(stream, "cuStreamWaitValue32", address, count, _AT_LEAST)
 
 
 _CAPTURED = "the words count up at each call, and a graph would write and wait for the same ones at each launch"

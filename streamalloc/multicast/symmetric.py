@@ -16,6 +16,7 @@ import numpy.typing as npt
 from typing_extensions import Self
 
 from streamalloc.core.device import Device
+from streamalloc.core.door import door_behind
 from streamalloc.core.errors import ClosedError, CudaError, attach
 from streamalloc.core.later import Deferred, later_of
 from streamalloc.core.memory import BufferView
@@ -190,7 +191,7 @@ class SymmetricMemory(Closes):
                 given = dict.fromkeys(self._team.here, device)
             plan, chosen = agree(self._team, asked, given, driver, end)
             self._layout = plan.layout
-            resources = RankResources(chosen[self._team.here[0]]._door, chosen, self._team.size)
+            resources = RankResources(door_behind(chosen[self._team.here[0]]), chosen, self._team.size)
             self._resources = resources
             bases = self._bases = set_up(self._team, resources, plan, end)
             self._signals = Signals(plan.layout, self._team.size, lambda rank: bases[rank])

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from typing_extensions import Self
 
-from streamalloc.core.door import Door, refuse_after_fork
+from streamalloc.core.door import Door, door_behind, refuse_after_fork
 from streamalloc.core.errors import ClosedError, undoing
 from streamalloc.core.stream import Stream, StreamLike, as_stream, ordered_after
 from streamalloc.driver import Driver
@@ -86,7 +86,7 @@ class RingItem(SlotMemory):
             return
         place = self._place
         value = self._value
-        ordered = self._stream if stream is None else as_stream(stream, self._stream._door)
+        ordered = self._stream if stream is None else as_stream(stream, door_behind(self._stream))
         self._block.tell(ordered, place.closed, place.closed_address, value)
         # From here on the producer's host has the slot, and its stream waits for ours.
         self._held = False
@@ -119,7 +119,7 @@ class RingConsumer(RingEnd):
         if not isinstance(channel, Channel):
             raise TypeError(f"channel must be a Channel, not {type(channel).__name__} ({channel!r})")
         if driver is None:
-            driver = stream._door.driver if isinstance(stream, Stream) else default_driver()
+            driver = door_behind(stream).driver if isinstance(stream, Stream) else default_driver()
         super().__init__(Door.of(driver))
         self._channel = channel
         self._receive: Any = channel.receive

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, NamedTuple
 
+from streamalloc.core.door import door_behind
 from streamalloc.core.errors import undoing
 from streamalloc.core.fd import Fd
 from streamalloc.core.memory import CopySide, Memory, copy_bytes
@@ -73,7 +74,7 @@ class RingProducer(RingEnd):
             raise ValueError("slot_bytes=0: a slot has one byte at least")
         if not 1 <= checked_size("slots", slots) <= MOST_SLOTS:
             raise ValueError(f"slots={slots}: a ring has 1 to {MOST_SLOTS} slots")
-        super().__init__(pool._door)
+        super().__init__(door_behind(pool))
         self.slot_bytes = slot_bytes
         self.slots = slots
         self._stride = stride = -(-slot_bytes // ALIGNMENT) * ALIGNMENT

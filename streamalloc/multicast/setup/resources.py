@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from streamalloc.core.device import Device
-from streamalloc.core.door import Door
+from streamalloc.core.door import Door, door_behind
 from streamalloc.core.errors import CaptureError, CudaError, attach
 from streamalloc.core.fd import Fd
 from streamalloc.core.later import Deferred
@@ -206,7 +206,7 @@ def _power_of_two_in(number: int) -> int:
 def finish(devices: Iterable[Device], end: float | None, lost: list[CudaError]) -> None:
     """Block until devices have done all their work; see :func:`in_time`."""
     for device in devices:
-        in_time(device, functools.partial(device._door.call, "cuCtxSynchronize"), end, lost)
+        in_time(device, functools.partial(door_behind(device).call, "cuCtxSynchronize"), end, lost)
 
 
 def in_time(device: Device, do: Callable[[], object], end: float | None, lost: list[CudaError]) -> None:

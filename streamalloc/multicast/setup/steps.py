@@ -10,7 +10,7 @@ import numpy as np
 
 from streamalloc.core.arguments import door_of
 from streamalloc.core.device import Device
-from streamalloc.core.door import Door
+from streamalloc.core.door import Door, door_behind
 from streamalloc.core.errors import (
     CaptureError,
     InvalidContextError,
@@ -63,7 +63,7 @@ def checked_team(communicator: Any, device: Device | None, devices: Sequence[Dev
     for one in devices:
         if not isinstance(one, Device):
             raise TypeError(f"devices must be Devices, not {type(one).__name__} ({one!r})")
-        if one._door is not devices[0]._door:
+        if door_behind(one) is not door_behind(devices[0]):
             raise ValueError(f"devices: {one!r} belongs to another driver than {devices[0]!r}")
     if not devices:
         raise ValueError("devices: there must be one or more")
@@ -130,7 +130,7 @@ def _device_for(device: object, driver: Driver | None) -> Device:
 
 def _profile(team: Team, asked: Asked, device: Device) -> RankProfile:
     alone = team.communicator is None
-    check_now(device._door)
+    check_now(door_behind(device))
     supported = bool(_attribute(device, "MULTICAST_SUPPORTED"))
     posix = bool(_attribute(device, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"))
     fabric = bool(_attribute(device, "HANDLE_TYPE_FABRIC_SUPPORTED"))
@@ -155,7 +155,7 @@ def _profile(team: Team, asked: Asked, device: Device) -> RankProfile:
         handle_type=int(asked.handle_type or 0),
         host="" if team.communicator is None else team.communicator.host,
         device=f"{device.uuid} ({device.name})",
-        driver_version=int(device._door.call("cuDriverGetVersion")),
+        driver_version=int(door_behind(device).call("cuDriverGetVersion")),
         granularity=granularity,
         posix=posix,
         fabric=fabric,
