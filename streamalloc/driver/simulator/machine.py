@@ -413,7 +413,7 @@ class Machine:
             return self.current().legacy
         if handle == PER_THREAD_STREAM:
             return self.current().per_thread
-        raise Fault(Result.CUDA_ERROR_INVALID_CONTEXT)  # observed on H200 for a destroyed stream
+        raise Fault(Result.CUDA_ERROR_INVALID_CONTEXT)  # seen once on H200; a destroyed handle can end a process
 
     def synchronize(self, clock: Clock, finished: Any) -> None:
         """Wait until ``finished()``; then the host knows ``clock``, and pools give up what they may."""
@@ -485,7 +485,7 @@ class Machine:
 
     def make_room(self, bank: Bank, needed: int, asking: Pool | None = None) -> None:
         """Take from other pools what they hold in reserve, until ``needed`` bytes are free (observed on
-        H200).
+        H200: test_pressure).
         """
         for pool in self.pools.values():
             if bank.free >= needed:

@@ -3,8 +3,8 @@
 A process that shares events keeps them on a *board*, an anonymous file; processes that open such an event map its
 board. Each recording of an event, by whichever process, takes the event's next number when the call is made, and marks
 that number as done when it happens in its stream. Waiting is waiting for one number, so recording the event again does
-not move a wait that was made before. A number that its process did not live to mark is never done (observed on H200:
-whoever waits for a process that was killed waits for ever).
+not move a wait that was made before. A number that its process did not live to mark is never done (observed on H200,
+test_sharing: whoever waits for a process that was killed waits for ever).
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ class ImportedPool:
     """Another process's pool. Its allocations lie in the same order as there, at addresses of this process."""
 
     managed = False
-    handle_types = NO_HANDLE  # what is imported cannot be exported again (observed on H200)
+    handle_types = NO_HANDLE  # what is imported cannot be exported again (observed on H200: test_sharing)
 
     def __init__(self, machine: Machine, handle: int, label: Label, fd: int) -> None:
         self._machine = machine
@@ -214,7 +214,7 @@ class ImportedPool:
         return device == self.device or self.access.get(device, 0) == READ_WRITE
 
     def import_pointer(self, offset: int, size: int) -> int:
-        """Always the same address for the same memory, however often; one free ends the import (observed on H200)."""
+        """Always the same address for the same memory, however often; one free ends the import (H200: test_sharing)."""
         machine, address = self._machine, self._address(offset, size)
         there = machine.allocations.overlapping(address, address + size)
         if not there:
@@ -310,7 +310,7 @@ class Sharing:
         if label.place.id >= len(self._machine.devices):
             if kind == "pool":
                 raise NotModelled("importing a pool of a device that this process does not have")
-            # so it is where CUDA_VISIBLE_DEVICES hides the device (observed on H200)
+            # so it is where CUDA_VISIBLE_DEVICES hides the device (seen on H200; no test can hide one)
             return label._replace(place=Place(_DEVICE, _INVALID_DEVICE))
         return label
 
@@ -335,7 +335,7 @@ class Sharing:
     # -- pools -----------------------------------------------------------------------------------------------
 
     def import_pool(self, fd: int) -> ImportedPool:
-        """The same pool every time (observed on H200)."""
+        """The same pool every time (observed on H200: test_sharing)."""
         label = self.recognise(fd, "pool")
         serial = int(label.serial, 16)
         pool = next((pool for pool in self.pools.values() if pool.serial == serial), None)
@@ -368,7 +368,7 @@ class Sharing:
         assert allocation.device is not None
         physical, offset = self._machine.devices[allocation.device].heap.locate(allocation.base)
         physical.seal()
-        physical.kept = True  # importers go on reading what the owner frees (observed on H200)
+        physical.kept = True  # importers go on reading what the owner frees (observed on H200: test_sharing)
         if allocation.id not in self._handed_out:
             mark(physical.fd, allocation.id, alive=True)
             self._handed_out[allocation.id] = physical.fd
@@ -384,7 +384,7 @@ class Sharing:
     def open_memory(self, data: bytes, context: Context) -> int:
         """Open memory of another process, and count how often. The block around it is mapped with it.
 
-        What is open, or in a block that is, can be opened also after its owner has freed it (observed on H200).
+        What is open, or in a block that is, can be opened also after its owner has freed it (H200: test_sharing).
         """
         words = unpack_memory(data)
         check(words is not None)

@@ -161,7 +161,7 @@ class Mapping:
     def right_of_host(self) -> int:
         """What asking about HOST answers: the right of device 0 or of the host, whichever was set last.
 
-        Observed on H200, also for device memory, which the host can never use.
+        Observed on H200 (test_host_mappings), also for device memory, which the host can never use.
         """
         if any(place.type == _DEVICE and place.id for place in self.rights):
             raise NotModelled("cuMemGetAccess for HOST where a device other than 0 has access")

@@ -190,7 +190,7 @@ class PoolCalls(Calls):
         self._set_current(self._device_place(dev), PINNED, pool)
 
     def _device_place(self, dev: Any) -> Place:
-        """Here an unknown device is an invalid value (observed on H200)."""
+        """Here an unknown device is an invalid value (observed on H200: test_contexts)."""
         ordinal = arguments.device(dev)
         check(0 <= ordinal < len(self._machine.devices))
         return Place(_DEVICE, ordinal)

@@ -243,7 +243,8 @@ class StreamCalls(Calls):
     def _event(self, event: Any) -> Event:
         found: Event | None = self._machine.events.get(arguments.event(event))
         if found is None:
-            raise Fault(Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)  # observed on H200 for a destroyed event
+            # Seen once on H200, where a destroyed handle can also end the process.
+            raise Fault(Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
         return found
 
     @modelled(1)
