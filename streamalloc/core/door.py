@@ -57,8 +57,6 @@ class Door:
         "captures",
         "driver",
         "forked",
-        "importer",
-        "leases",
         "postponed",
         "retired",
     )
@@ -76,15 +74,9 @@ class Door:
     retired: list[_Ends]
     """Closed pools that the driver must not destroy yet, and frees that wait for other processes."""
 
-    leases: Any
-    """What this process shares with others, kept by :mod:`streamalloc.ipc`; None where nothing is."""
-    importer: Any
-    """What this process has opened of others, kept by :mod:`streamalloc.ipc`; None where nothing is."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
-        self.leases = None
-        self.importer = None
         self.captures = 0
         self.retired = []
         self.forked = False

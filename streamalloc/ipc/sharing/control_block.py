@@ -177,6 +177,7 @@ class ControlBlock:
         "_marks",
         "_own",
         "_query",
+        "_raw",
         "_slots",
         "_values",
         "_wait",
@@ -218,6 +219,8 @@ class ControlBlock:
             setattr(self, name, words.reshape(SLOTS, IMPORTERS))
         # Locks belong to the open file, and a descriptor that was received is the sender's open file.
         self._own = Fd(os.open(f"/proc/self/fd/{fd.fileno()}", os.O_RDWR | os.O_CLOEXEC))
+        self._raw: int | None = None
+        """The address until the driver was told to let go of it."""
         self._address = 0
         self._slots: dict[int, SlotWords] = {}
         self._importers: dict[tuple[int, int], ImporterWords] = {}
@@ -227,11 +230,11 @@ class ControlBlock:
         self._wait: Any = door.driver.cuStreamWaitValue32
         with undoing(self._own.close), Device(0, driver=door.driver).current():
             # Before the call, as an interrupt may come after it.
-            self._address = base
+            self._raw = self._address = base
             try:
                 door.call("cuMemHostRegister", base, _BYTES, _REGISTER_PORTABLE_AND_MAPPED)
             except CudaError:
-                self._address = 0
+                self._raw = None
                 raise
         door.shut_with_me(self)
 
@@ -241,17 +244,18 @@ class ControlBlock:
             self._unregister()
 
     def _unregister(self) -> None:
-        address = self._address
-        self._address = 0
         self._own.close()
-        if address:
+        if self._raw is not None:
             with Device(0, driver=self.door.driver).current():
-                self.door.call("cuMemHostUnregister", address)
+                self.door.give_back(self, "cuMemHostUnregister")
 
     def __del__(self) -> None:
         # As when the driver is dropped: whoever lets go of a block by itself has closed it.
-        if getattr(self, "_address", 0) and self.door.usable:
-            self.close()
+        while getattr(self, "_raw", None) is not None and self.door.usable:
+            # The pages go with this object, and the driver must not keep them: an interrupt does not change that.
+            with contextlib.suppress(BaseException):
+                self.close()
+                break
 
     @classmethod
     def create(cls, door: Door) -> ControlBlock:
@@ -467,8 +471,8 @@ class ControlBlock:
             watch = threading.Thread(
                 target=_wait_for_the_death, args=(weakref.ref(self), file, byte), name="streamalloc lease", daemon=True
             )
-            with undoing(file.close):
-                watch.start()
+            # The file is the thread's: an interrupt may come when that runs already.
+            watch.start()
 
     def _died(self, byte: int) -> None:
         self._watched.discard(byte)

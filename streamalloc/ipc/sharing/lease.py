@@ -316,5 +316,5 @@ class _DeferredFree(Deferred):
 
     def __del__(self) -> None:
         # An interrupt came before it was handed in.
-        if self._raw is not None and self._door.usable:
+        if getattr(self, "_raw", None) is not None and self._door.usable:
             later_of(self._door).hand_in(self)

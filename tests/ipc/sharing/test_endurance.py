@@ -1,0 +1,266 @@
+"""Threads, the collector, signals and kills, all at once; and what a long life leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import ipc
+from streamalloc.core.later import later_of, work
+from streamalloc.ipc.sharing.imports import importer_of
+from tests.ipc.support import SECONDS, Partner, There, eventually, hold, make_buffer, make_pool
+from tests.support import MiB, executed
+
+SIZE = 4096
+
+
+@pytest.fixture
+def collecting() -> Iterator[None]:
+    """The collector runs all the time, and threads change places."""
+    before, interval = gc.get_threshold(), sys.getswitchinterval()
+    gc.freeze()
+    gc.set_threshold(20)
+    sys.setswitchinterval(1e-5)
+    yield
+    gc.set_threshold(*before)
+    sys.setswitchinterval(interval)
+    gc.unfreeze()
+
+
+def at_once(count: int, run: Callable[[int], None]) -> list[BaseException]:
+    """What threads have raised; fails where one hangs."""
+    errors: list[BaseException] = []
+
+    def guarded(number: int) -> None:
+        try:
+            run(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(number,), daemon=True) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert not any(thread.is_alive() for thread in threads)
+    return errors
+
+
+def _keep_open(there: There, data: bytes) -> int:
+    """Open it, and look at what was opened some time ago, which must not have changed."""
+    held: list[Any] = there.kept.setdefault("held", [])
+    opened = there.open(data)
+    held.append((opened, _read(opened)))
+    if len(held) < 8:
+        return 0
+    old, stamp = held.pop(0)
+    changed = int(_read(old) != stamp)
+    old.close() if len(stamp) % 2 else None  # else it is dropped
+    return changed
+
+
+def _read(memory: sa.Memory) -> bytes:
+    target = np.empty(memory.nbytes, np.uint8)
+    memory.copy_to(target)
+    memory.stream.synchronize()
+    return bytes(target)
+
+
+def _forget(there: There) -> None:
+    there.kept.pop("held", None)
+
+
+class TestThreadsAndTheCollector:
+    @pytest.mark.usefixtures("collecting")
+    def test_twelve_that_share_and_drop(self, pool: sa.MemoryPool, device: sa.Device) -> None:
+        """Shared buffers in garbage cycles: their finalisers run anywhere, also where locks are held."""
+
+        def run(number: int) -> None:
+            with device.create_stream() as stream:
+                for turn in range(150):
+                    buffer = pool.allocate(SIZE, stream)
+                    shared = ipc.share(buffer, hold=turn % 3 == 0)
+                    cycle: list[Any] = [buffer, shared]
+                    cycle.append(cycle)
+                    del buffer, shared, cycle
+                    if turn % 5 == number % 5:
+                        stream.synchronize()
+
+        assert at_once(12, run) == []
+        gc.collect()
+        assert eventually(lambda: pool.statistics().used == 0)
+        assert not len(later_of(device._door))
+
+    def test_nothing_is_freed_while_it_is_open(
+        self, pool: sa.MemoryPool, device: sa.Device, partner: Partner, collecting: None
+    ) -> None:
+        """Frees that wait are worked on by several threads, each is made once, and none too early."""
+        talking = threading.Lock()
+        changed: list[int] = []
+
+        def run(number: int) -> None:
+            with device.create_stream() as stream:
+                for turn in range(40):
+                    buffer = pool.allocate(SIZE + turn, stream)
+                    buffer.copy_from(np.full(SIZE + turn, 1 + (number * 40 + turn) % 250, np.uint8))
+                    shared = ipc.share(buffer)
+                    with talking:
+                        changed.append(partner.run(_keep_open, bytes(shared), fds=shared.fds))
+                    if turn % 2:
+                        buffer.free()
+                    else:
+                        cycle: list[Any] = [buffer]
+                        cycle.append(cycle)
+                        del cycle
+                    del buffer
+                    stream.synchronize()
+
+        # The handles once, as the partner keeps them.
+        with pool.allocate(SIZE, device.default_stream) as first:
+            partner.give(first).close()
+        assert at_once(4, run) == []
+        assert len(changed) == 160 and not any(changed)
+        partner.run(_forget)
+        gc.collect()
+        assert eventually(lambda: pool.statistics().used == 0)
+
+
+class TestALongLife:
+    def test_pools_that_their_owner_closes(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
+        """An importer keeps what is open, and little else."""
+        importer = importer_of(stream._door)
+        most = 0
+        for turn in range(30):
+            partner.run(make_pool)
+            partner.run(make_buffer, "buffer", 1, SIZE)
+            data, fds = partner.shared("buffer")
+            with ipc.open(data, fds, stream=stream):
+                pass
+            stream.synchronize()
+            partner.run(_close_pool)
+            if turn > 5:
+                most = max(most, len(importer.pools), len(importer.ways))
+        assert most <= 4
+        work(stream._door)
+        assert eventually(lambda: work(stream._door) >= 0 and not len(later_of(stream._door)))
+
+    def test_exporters_that_die(self, stream: sa.Stream, another: Callable[[], Partner]) -> None:
+        importer = importer_of(stream._door)
+        before = len(importer.blocks)
+        for _ in range(4):
+            owner = another()
+            owner.run(make_pool)
+            owner.run(make_buffer, "buffer", 1, SIZE)
+            opened = ipc.open(*owner.shared("buffer"), stream=stream)
+            owner.kill()
+            opened.close()
+            stream.synchronize()
+        assert len(importer.blocks) <= before + 1 and len(importer.pools) <= before + 1
+
+    def test_opening_waits_for_no_stream(
+        self, device: sa.Device, stream: sa.Stream, another: Callable[[], Partner]
+    ) -> None:
+        """A stream waits for one exporter, another has died: memory of a third is opened all the same."""
+        dead, late, third = another(), another(), another()
+        for owner in (dead, late, third):
+            owner.run(make_pool)
+            owner.run(make_buffer, "buffer", 1, SIZE)
+        ipc.open(*dead.shared("buffer"), stream=stream).close()
+        stream.synchronize()
+        with device.create_stream() as waiting:
+            late.run(hold)
+            late.run(_fill)
+            opened = ipc.open(*late.shared("buffer"), stream=waiting)
+            assert not waiting.query()
+            dead.kill()
+            data, fds = third.shared("buffer")
+            start = time.monotonic()
+            assert at_once(1, lambda _: ipc.open(data, fds, stream=stream, driver=device.driver).close()) == []
+            assert time.monotonic() - start < SECONDS / 2 and not waiting.query()
+            late.kill()
+            assert executed(waiting)
+            opened.close()
+
+
+def _close_pool(there: There) -> None:
+    there.kept.pop("buffer").close()
+    there.stream.synchronize()
+    there.kept.pop("pool").close()
+    there.stream.synchronize()
+
+
+def _fill(there: There) -> None:
+    there.kept["buffer"].fill(9)
+
+
+class _Interrupted(Exception):
+    """Out of a signal handler."""
+
+
+class TestInterrupts:
+    """An exception out of a signal handler, between any two calls."""
+
+    @pytest.mark.simulated_only("several drivers in one process, which stand for several processes")
+    def test_of_all_that_is_shared_and_opened(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # The queue reports what a handler raises while it works on an item, which comes back to it.
+        monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+        mine, theirs = sd.simulated(), sd.simulated()
+        device, there = sa.Device(0, driver=mine), sa.Device(0, driver=theirs)
+        stream, other = device.create_stream(), there.create_stream()
+        pool = sa.MemoryPool(device, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR)
+        hits, armed = 0, False
+
+        def handler(*_: object) -> None:
+            nonlocal armed
+            if armed:
+                armed = False
+                raise _Interrupted
+
+        before = signal.signal(signal.SIGALRM, handler)
+        end = time.monotonic() + 4
+        while time.monotonic() < end:
+            # A channel of its own for each turn: handles travel once, and an interrupted one drops them.
+            ours, ends = ipc.Channel.pair()
+            try:
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0001, 0.0015))
+                armed = True
+                buffer = pool.allocate(SIZE, stream)
+                ipc.send(ours, buffer, hold=True, timeout=1)
+                opened = ipc.receive(ends, stream=other, timeout=1, driver=theirs)
+                buffer.free()
+                opened.close()
+                armed = False
+            except _Interrupted:
+                hits += 1
+            finally:
+                armed = False
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            buffer = opened = None  # type: ignore[assignment]
+            ours.close()
+            ends.close()
+        signal.signal(signal.SIGALRM, before)
+        assert hits
+        gc.collect()
+        for one in (stream, other, stream):
+            one.synchronize()
+            work(one._door)
+        assert eventually(lambda: pool.statistics().used <= 4 * SIZE)
+        # All of it works still.
+        ours, ends = ipc.Channel.pair()
+        with pool.allocate(MiB, stream) as last:
+            last.fill(5)
+            ipc.send(ours, last, hold=True)
+            with ipc.receive(ends, stream=other, timeout=SECONDS, driver=theirs) as opened:
+                assert _read(opened) == b"\5" * MiB
+        assert executed(stream) and executed(other)

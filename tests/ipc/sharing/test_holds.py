@@ -1,0 +1,303 @@
+"""Holds: what is on its way keeps the memory, and ends with whatever carries it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+from streamalloc import ipc
+from tests.ipc.support import SECONDS, Partner, eventually
+from tests.support import MiB
+
+SIZE = MiB
+Pair = tuple[ipc.Channel, ipc.Channel]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    ours, theirs = ipc.Channel.pair()
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def freed(pool: sa.MemoryPool, nbytes: int = 0) -> bool:
+    """Whether the pool comes to have so much in use."""
+    return eventually(lambda: pool.statistics().used == nbytes)
+
+
+def sent(pool: sa.MemoryPool, stream: sa.Stream, channel: ipc.Channel, count: int = 1) -> None:
+    """Buffers on their way, which are freed here already."""
+    for _ in range(count):
+        with pool.allocate(SIZE, stream) as buffer:
+            ipc.send(channel, buffer, hold=True)
+    assert pool.statistics().used == count * SIZE
+
+
+class TestMessages:
+    def test_the_receiver_closes_before_it_receives(self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair) -> None:
+        sent(pool, stream, pair[0], 3)
+        pair[1].close()
+        assert freed(pool)
+
+    def test_both_ends_are_closed(self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair) -> None:
+        sent(pool, stream, pair[0])
+        pair[0].close()
+        assert pool.statistics().used == SIZE
+        pair[1].close()
+        assert freed(pool)
+
+    def test_the_receiver_drops_the_message(self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair) -> None:
+        sent(pool, stream, pair[0], 2)
+        message = pair[1].receive(timeout=SECONDS)
+        assert pool.statistics().used == 2 * SIZE
+        del message
+        assert freed(pool, SIZE)
+
+    def test_the_receiver_refuses_it(self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair) -> None:
+        sent(pool, stream, pair[0], 2)
+        message = pair[1].receive(timeout=SECONDS)
+        with pytest.raises(ValueError):
+            ipc.open(message.data[:-1], message.handles, stream=stream)
+        assert freed(pool, SIZE)
+        with pytest.raises(TypeError, match="ImportedBuffer"):
+            ipc.receive(pair[1], kind=ipc.ImportedPool, stream=stream, timeout=SECONDS)
+        assert freed(pool)
+
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+    def test_the_receiver_dies(
+        self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair, number: signal.Signals
+    ) -> None:
+        code = "import time; time.sleep(60)"
+        other = subprocess.Popen([sys.executable, "-c", code], pass_fds=[pair[1].fileno()])
+        pair[1].close()
+        sent(pool, stream, pair[0], 3)
+        pair[0].close()
+        assert pool.statistics().used == 3 * SIZE
+        other.send_signal(number)
+        other.wait()
+        assert freed(pool)
+
+    def test_it_cannot_be_sent(self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair) -> None:
+        full = 0
+        with contextlib.suppress(TimeoutError):
+            while full < 100_000:
+                pair[0].send(b"x", timeout=0)
+                full += 1
+        assert 0 < full < 100_000
+        with pool.allocate(SIZE, stream) as buffer, pytest.raises(TimeoutError):
+            ipc.send(pair[0], buffer, hold=True, timeout=0)
+        assert freed(pool)
+        pair[1].close()
+        with pool.allocate(SIZE, stream) as buffer, pytest.raises(ipc.PeerGoneError):
+            ipc.send(pair[0], buffer, hold=True)
+        assert freed(pool)
+
+    def test_it_arrives(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
+        """The importer's lease is there before the hold ends."""
+        with pool.allocate(SIZE, stream) as buffer:
+            opened = partner.open(ipc.share(buffer, hold=True))
+        assert pool.statistics().used == SIZE
+        opened.close()
+        assert freed(pool)
+
+    def test_one_thing_on_two_ways(self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair) -> None:
+        with pool.allocate(SIZE, stream) as buffer, ipc.Channel.pair()[0] as nowhere:
+            shared = ipc.share(buffer, hold=True)
+            with pytest.raises(ipc.PeerGoneError):
+                ipc.send(nowhere, shared)
+            held = [shared.held]
+            ipc.send(pair[0], shared)
+            assert [*held, shared.held] == [True, False]
+        assert pool.statistics().used == SIZE
+        pair[1].close()
+        assert freed(pool)
+
+    def test_no_descriptor_is_left(self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair) -> None:
+        sent(pool, stream, pair[0])
+        before = len(os.listdir("/proc/self/fd"))
+        sent_now = 20
+        for _ in range(sent_now):
+            with pool.allocate(512, stream) as buffer:
+                ipc.send(pair[0], buffer, hold=True)
+        for _ in range(1 + sent_now):
+            pair[1].receive(timeout=SECONDS)
+        assert freed(pool)
+        assert len(os.listdir("/proc/self/fd")) < before
+
+
+class TestShared:
+    @pytest.mark.parametrize("how", ["cancel", "drop", "cycle"])
+    def test_is_not_sent(self, pool: sa.MemoryPool, stream: sa.Stream, how: str) -> None:
+        with pool.allocate(SIZE, stream) as buffer:
+            shared = ipc.share(buffer, hold=True)
+            data = bytes(shared)
+        assert pool.statistics().used == SIZE and ", held" in repr(shared)
+        if how == "cancel":
+            shared.cancel()
+            shared.cancel()
+            assert ", held" not in repr(shared) and bytes(shared) != data
+        elif how == "cycle":
+            cycle: list[Any] = [shared]
+            cycle.append(cycle)
+            del shared, cycle
+            gc.collect()
+        else:
+            del shared
+        assert freed(pool)
+
+    def test_others_of_the_same_memory_go_on(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
+        with pool.allocate(SIZE, stream) as buffer:
+            first, second = (ipc.share(buffer, hold=True) for _ in range(2))
+        first.cancel()
+        assert pool.statistics().used == SIZE
+        opened = partner.open(second)
+        second.cancel()
+        assert pool.statistics().used == SIZE
+        opened.close()
+        assert freed(pool)
+
+    def test_is_no_message_of_a_channel(self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair) -> None:
+        with pool.allocate(SIZE, stream) as buffer:
+            for thing in (buffer, ipc.share(buffer), pool):
+                with pytest.raises(TypeError, match=r"ipc\.send"):
+                    pair[0].send(thing)  # type: ignore[arg-type]
+
+
+def _wait_for_a_signal(*_: Any) -> None:
+    signal.pause()
+
+
+class TestProcesses:
+    """Through multiprocessing, which carries bytes only."""
+
+    @pytest.mark.parametrize("kind", ["Queue", "SimpleQueue", "Pipe"])
+    def test_nobody_takes_it(self, pool: sa.MemoryPool, stream: sa.Stream, kind: str) -> None:
+        """It stays as long as somebody could: until the carrier is closed, or collected."""
+        context = multiprocessing.get_context("spawn")
+        if kind == "Pipe":
+            reading, writing = context.Pipe(duplex=False)
+            put = writing.send
+        else:
+            queue: Any = getattr(context, kind)()
+            reading, put = queue._reader, queue.put
+        for _ in range(3):
+            put(pool.allocate(SIZE, stream))
+        assert freed(pool, 3 * SIZE) and reading.poll(SECONDS)
+        gc.collect()
+        stream.synchronize()
+        assert pool.statistics().used == 3 * SIZE
+        if kind == "Pipe":
+            reading.close()
+        else:
+            if kind == "Queue":
+                queue.close()
+                queue.join_thread()
+            del queue
+        del reading, put
+        gc.collect()
+        assert freed(pool)
+
+    @pytest.mark.parametrize("method", ["spawn", "forkserver"])
+    def test_workers_are_killed(self, pool: sa.MemoryPool, stream: sa.Stream, method: str) -> None:
+        """With items that they have not taken. Another worker with a queue of its own lives on."""
+        context: Any = multiprocessing.get_context(method)
+        queue, other = context.SimpleQueue(), context.SimpleQueue()
+        workers = [context.Process(target=_wait_for_a_signal, args=(one,), daemon=True) for one in (queue, other)]
+        for worker in workers:
+            worker.start()
+        for _ in range(10):
+            queue.put(pool.allocate(SIZE, stream))
+        other.put(pool.allocate(SIZE, stream))
+        workers[0].kill()
+        workers[0].join()
+        assert pool.statistics().used == 11 * SIZE  # a worker in its place could take them
+        queue.close()
+        assert freed(pool, SIZE)
+        other.close()
+        assert pool.statistics().used == SIZE
+        workers[1].kill()
+        workers[1].join()
+        assert freed(pool)
+
+    def test_the_process_is_killed_before_it_takes_its_arguments(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        context = multiprocessing.get_context("spawn")
+        with pool.allocate(SIZE, stream) as buffer:
+            process = context.Process(target=_wait_for_a_signal, args=(buffer,))
+            process.start()
+        process.kill()
+        process.join()
+        assert freed(pool)
+
+    def test_the_process_cannot_be_started(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        context = multiprocessing.get_context("spawn")
+        with (
+            pool.allocate(SIZE, stream) as buffer,
+            pytest.raises((AttributeError, TypeError, ValueError), match="pickle"),
+        ):
+            context.Process(target=_wait_for_a_signal, args=(buffer, lambda: 0)).start()
+        gc.collect()
+        assert freed(pool)
+
+    def test_a_two_way_pipe_is_cut_off(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        with pool.allocate(SIZE, stream) as buffer:
+            ours.send(buffer)
+        assert pool.statistics().used == SIZE
+        theirs.close()
+        assert freed(pool)
+        ours.close()
+
+    def test_readers_see_the_end_of_a_pipe(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        """A hold keeps no end open."""
+        reading, writing = multiprocessing.Pipe(duplex=False)
+        with pool.allocate(SIZE, stream) as buffer:
+            writing.send(buffer)
+        writing.close()
+        reading.recv_bytes()
+        with pytest.raises(EOFError):
+            reading.recv_bytes()
+        reading.close()
+        assert freed(pool)
+
+    def test_with_nothing_but_the_package(self) -> None:
+        """Importing streamalloc is enough; and a plain pickle stays refused."""
+        code = (
+            "import sys, streamalloc as sa, multiprocessing, pickle, copy\n"
+            "assert 'streamalloc.ipc' not in sys.modules\n"
+            "stream = sa.Device(0).create_stream()\n"
+            "pool = sa.MemoryPool(sa.Device(0), handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR)\n"
+            "buffer = pool.allocate(4096, stream)\n"
+            "for refused in (pickle.dumps, copy.copy, copy.deepcopy):\n"
+            "    try: refused(buffer)\n"
+            "    except TypeError as error: assert 'cannot be copied or pickled' in str(error)\n"
+            "    else: raise AssertionError(refused)\n"
+            "queue = multiprocessing.get_context('spawn').SimpleQueue()\n"
+            "queue.put({'it': [buffer]})\n"
+            "assert len(queue._reader.recv_bytes()) > 200\n"
+            "try: queue.put(stream)\n"
+            "except TypeError as error: assert 'cannot be copied or pickled' in str(error)\n"
+            "else: raise AssertionError\n"
+        )
+        environment = {**os.environ, "STREAMALLOC_DRIVER": "simulated"}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+
+    def test_pickled_by_hand(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        """Nobody knows where the bytes go: they are held."""
+        with pool.allocate(SIZE, stream) as buffer:
+            assert len(ForkingPickler.dumps(buffer)) > 200
+        assert pool.statistics().used == SIZE
