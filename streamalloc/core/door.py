@@ -12,6 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from itertools import starmap
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
@@ -140,19 +141,20 @@ class Door:
     ) -> None:
         """Call driver function ``name``, which makes something, and keep that in ``owner.attribute`` at once.
 
-        A signal handler that raises in between can lose it only where no code of ours runs: after the driver has
-        answered and before the next bytecode. Errors as for :meth:`call`; the attribute is set only on success.
+        A signal handler that raises does not lose it. Errors as for :meth:`call`; the attribute is set only on success.
         """
         function = self._function(name)
+        answers: list[Any] = []
         try:
-            answer = function(*args)
-            # No call comes before the next line's: it is where Python would look for signals.
-            if not answer[0]:
-                setattr(owner, attribute, answer[1])
-                return
+            # Called from C, which puts the answer into the list before Python looks for signals again.
+            answers.extend(starmap(function, (args,)))
         except RuntimeError as error:
             self._raise_too_old(name, error)
-        raise error_from(answer[0], name, hint if isinstance(hint, str) else hint())
+        finally:
+            if answers and not answers[0][0]:
+                setattr(owner, attribute, answers[0][1])
+        if answers[0][0]:
+            raise error_from(answers[0][0], name, hint if isinstance(hint, str) else hint())
 
     def give_back(self, owner: OwnsHandle, name: str, *args: Any, hint: str = "") -> None:
         """Call driver function ``name``, which ends the handle in ``owner._raw``, and forget that; once.
@@ -163,11 +165,16 @@ class Door:
         raw = owner._raw
         if raw is None:
             return
+        answers: list[Any] = []
+        calls = starmap(function, ((raw, *args),))
         owner._raw = None
-        answer = function(raw, *args)
-        if answer[0]:
-            owner._raw = raw
-            raise error_from(answer[0], name, hint)
+        try:
+            answers.extend(calls)
+        finally:
+            if answers and answers[0][0]:
+                owner._raw = raw
+        if answers[0][0]:
+            raise error_from(answers[0][0], name, hint)
 
     def _function(self, name: str) -> Any:
         if self.forked:
