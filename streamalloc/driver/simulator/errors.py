@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from streamalloc.driver.bindings import cuda
 
 Result: Any = cuda.CUresult
+T = TypeVar("T")
 
 
 class Fault(Exception):
@@ -32,3 +33,10 @@ def check(condition: object, code: Any = Result.CUDA_ERROR_INVALID_VALUE) -> Non
     """Fail with ``code`` unless ``condition`` holds."""
     if not condition:
         raise Fault(code)
+
+
+def need(value: T | None, code: Any = Result.CUDA_ERROR_INVALID_VALUE) -> T:
+    """The value; fails with ``code`` where it is None."""
+    if value is None:
+        raise Fault(code)
+    return value

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from .allocations import GraphAllocation
 from .errors import Fault, Result, check
 from .graph_memory import GraphMemory
 from .machine import Event, Machine
@@ -75,8 +76,7 @@ class GraphExec:
         for node in self.graph.unfreed():
             assert node.pool is not None and node.pool.device is not None
             memory = self.graph.memories[node.pool.device]
-            allocation = machine.remember(node.address, node.size, "graph", node.pool.device, stream.context)
-            allocation.graph = memory
+            machine.remember(GraphAllocation(node.address, node.size, node.pool.device, stream.context, memory))
             memory.live.add(node.address)
 
     def _begin(self, stream: Stream) -> None:

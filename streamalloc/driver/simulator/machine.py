@@ -10,25 +10,27 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import turns
+from .allocations import Allocation, DeviceMemory, HostMemory, OpenedMemory
 from .arrays import Array, MipmappedArray, forget_arrays
-from .blocks import Block
-from .errors import Fault, Result, check
+from .constants import LEGACY_STREAM, PER_THREAD_STREAM, PINNED, Location
+from .errors import Fault, Result, check, need
 from .heap import Heap
 from .memory import AddressMap, Bank, Reservation
 from .multicast import Multicast
-from .pool import PINNED, Place, Pool
+from .pool import Place, Pool
 from .profiles import MachineSpec, Profile
 from .shared_events import SharedEvent
-from .sharing import ImportedPool, Sharing
+from .sharing import Sharing
 from .timeline import Clock, Operation, Stream, Timeline, merge
-from .virtual import Mapping, VirtualMemory
+from .virtual import VirtualMemory
 
-LEGACY_STREAM = 1
-PER_THREAD_STREAM = 2
-_DEVICE, _HOST, _HOST_NUMA = 1, 2, 3  # CUmemLocationType, the same in every version of the bindings
+if TYPE_CHECKING:
+    from .graphs import Graph, GraphExec, Node
+
+A = TypeVar("A", bound=Allocation)
 
 _handles = itertools.count(0x5EED_0000_1000, 0x40)  # of all machines: a handle of one is never valid in another
 
@@ -154,9 +156,9 @@ class Context:
         for event in [e for e in self.machine.events.values() if e.context is self]:
             del self.machine.events[event.handle]
         for allocation in list(self.machine.allocations.at.values()):
-            if allocation.context is self and allocation.kind in ("device", "pinned", "registered"):
+            if allocation.context is self and isinstance(allocation, (DeviceMemory, HostMemory)):
                 self.machine.discard(allocation)
-            elif allocation.context is self and allocation.kind == "ipc":
+            elif allocation.context is self and isinstance(allocation, OpenedMemory):
                 self.machine.sharing.forget_memory(allocation)
         forget_arrays(self.machine, self)
         if self._marks is not None:
@@ -245,34 +247,6 @@ class Event:
         self.nodes = []
 
 
-@dataclass(eq=False)
-class Allocation:
-    """A live range of memory. ``kind``: device, pinned, registered, pool, graph, mapped or ipc (another process's
-    plain memory).
-    """
-
-    base: int
-    size: int
-    kind: str
-    device: int | None
-    context: Context | None
-    id: int
-    pool: Pool | ImportedPool | None = None
-    block: Block | None = None
-    flags: int = 0
-    graph: Any = None
-    mapping: Mapping | None = None
-
-    @property
-    def on_host(self) -> bool:
-        return self.device is None
-
-    @property
-    def known(self) -> bool:
-        """Whether the driver takes the address for its own; host pool memory if a device has access."""
-        return self.pool is None or self.pool.device is not None or self.pool.granted
-
-
 class Machine:
     """Everything a simulated driver knows. One lock guards all of it."""
 
@@ -293,9 +267,9 @@ class Machine:
         self.streams: dict[int, Stream] = {}
         self.events: dict[int, Event] = {}
         self.pools: dict[int, Pool] = {}
-        self.graphs: dict[int, Any] = {}
-        self.graph_execs: dict[int, Any] = {}
-        self.graph_nodes: dict[int, Any] = {}
+        self.graphs: dict[int, Graph] = {}
+        self.graph_execs: dict[int, GraphExec] = {}
+        self.graph_nodes: dict[int, Node] = {}
         self.graph_memories: set[Any] = set()
         self.arrays: dict[int, Array] = {}
         self.mipmapped_arrays: dict[int, MipmappedArray] = {}
@@ -325,7 +299,9 @@ class Machine:
             attributes["HANDLE_TYPE_FABRIC_SUPPORTED"] = int(self.fabric)
         attributes["PCI_DEVICE_ID"] += ordinal
         digest = hashlib.sha256(f"{self.identity}/{ordinal}".encode()).digest()[:16]
-        heap = Heap(str(self.sharing.own_label("heap", Place(_DEVICE, ordinal))), bank, self.arenas, self.make_room)
+        heap = Heap(
+            str(self.sharing.own_label("heap", Place(Location.DEVICE, ordinal))), bank, self.arenas, self.make_room
+        )
         return Device(ordinal, bank, digest, attributes, heap)
 
     def new_handle(self) -> int:
@@ -391,9 +367,7 @@ class Machine:
 
     def current(self) -> Context:
         """The calling thread's context; fails where there is none or it is broken."""
-        context = self.current_or_none()
-        if context is None:
-            raise Fault(Result.CUDA_ERROR_INVALID_CONTEXT)
+        context = need(self.current_or_none(), Result.CUDA_ERROR_INVALID_CONTEXT)
         if not context.alive:
             raise Fault(Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
         if context.error is not None:
@@ -442,18 +416,9 @@ class Machine:
 
     # -- memory ----------------------------------------------------------------------------------------------
 
-    def remember(
-        self,
-        base: int,
-        size: int,
-        kind: str,
-        device: int | None,
-        context: Context | None,
-        pool: Pool | ImportedPool | None = None,
-        block: Block | None = None,
-        flags: int = 0,
-    ) -> Allocation:
-        allocation = Allocation(base, size, kind, device, context, next(self._allocation_ids), pool, block, flags)
+    def remember(self, allocation: A) -> A:
+        """Let an allocation be found by its addresses."""
+        allocation.id = next(self._allocation_ids)
         self.allocations.add(allocation)
         return allocation
 
@@ -464,7 +429,7 @@ class Machine:
 
     def unallocate(self, allocation: Allocation) -> None:
         """Give back the memory of a plain or pinned allocation that is no longer known."""
-        if allocation.block is not None and allocation.pool is None:
+        if isinstance(allocation, (DeviceMemory, HostMemory)) and allocation.block is not None:
             heap = self.host_heap if allocation.device is None else self.devices[allocation.device].heap
             heap.free(allocation.base, allocation.block)
             self.sharing.withdraw(allocation)
@@ -503,20 +468,19 @@ class Machine:
         max_size: int = 0,
         implicit: bool = False,
     ) -> Pool:
-        device = place.id if place.type == _DEVICE else None
+        device = place.id if place.type == Location.DEVICE else None
         pool = Pool(self, next(_handles), place, device, allocation_type, handle_types, max_size, implicit)
         self.pools[pool.handle] = pool
         return pool
 
     def pool(self, handle: int) -> Pool:
-        found = self.pools.get(handle)
-        check(found is not None and not found.destroyed)
-        assert found is not None
+        found = need(self.pools.get(handle))
+        check(not found.destroyed)
         return found
 
     def pool_key(self, place: Place, allocation_type: int) -> tuple[int, int, int]:
         """Places that share their default and current pool have the same key."""
-        return (place.type, 0 if place.type not in (_DEVICE, _HOST_NUMA) else place.id, allocation_type)
+        return (place.type, 0 if place.type not in (Location.DEVICE, Location.HOST_NUMA) else place.id, allocation_type)
 
     def default_pool(self, place: Place, allocation_type: int = PINNED) -> Pool:
         key = self.pool_key(place, allocation_type)

@@ -14,7 +14,8 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from .errors import DeadlockError, Fault, NotModelled, Result, check
+from .constants import Location
+from .errors import DeadlockError, Fault, NotModelled, Result, check, need
 from .memory import AddressRange, Physical, Window
 from .pool import Place, Pool
 from .sharing import Label, reach
@@ -22,11 +23,11 @@ from .team import FORMED, NO_SLOT, WAITING, Binding, Team
 from .virtual import GRANULARITY, Mappable, Mapping, Memory, Properties
 
 if TYPE_CHECKING:
-    from .machine import Allocation, Machine
+    from .allocations import Allocation
+    from .machine import Machine
 
-_DEVICE = 1  # CUmemLocationType
 _NOWHERE = Place(0, 0)
-_OF_A_TEAM = Place(_DEVICE, -1)
+_OF_A_TEAM = Place(Location.DEVICE, -1)
 """Where a multicast object is: on devices, but on none alone."""
 
 
@@ -125,9 +126,7 @@ class MulticastObject(Mappable):
         """What was bound at an offset. A size that is not that of the binding is undefined, says the documentation; the
         kernel module does not look at it.
         """
-        there = next((one for one in self.team.bindings() if (one.device, one.offset) == (device, offset)), None)
-        check(there is not None)
-        assert there is not None
+        there = need(next((one for one in self.team.bindings() if (one.device, one.offset) == (device, offset)), None))
         if there.size != size:
             raise NotModelled("cuMulticastUnbind of another size than was bound")
         if there.number not in self._bound:
@@ -278,9 +277,7 @@ class Multicast:
 
     def locate(self, address: int, size: int) -> Backing:
         """Memory at an address: of one mapping, or of one allocation of a pool."""
-        allocation = self._machine.allocations.find(address)
-        check(allocation is not None)
-        assert allocation is not None
+        allocation = need(self._machine.allocations.find(address))
         mapping, pool = allocation.mapping, allocation.pool
         if mapping is not None:
             memory = mapping.memory

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from .allocator import ALIGNMENT, CHUNK
 from .blocks import Block, round_up
+from .constants import PINNED, READ_WRITE
 from .errors import Fault, Result
 from .heap import Space
 from .memory import Physical
@@ -232,7 +233,3 @@ class Pool:
         memory.
         """
         return READ_WRITE in self.access.values()
-
-
-PINNED = 1
-READ_WRITE = 3

@@ -20,24 +20,25 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from .allocations import OpenedMemory, PoolMemory
 from .allocator import CHUNK
 from .blocks import Block, State
-from .errors import Fault, NotModelled, Result, check
+from .constants import READ_WRITE, Handle, Location
+from .errors import Fault, NotModelled, Result, check, need
 from .heap import BLOCK
 from .locks import is_locked, lock
 from .memory import Physical, Reservation
-from .pool import READ_WRITE, Place, Pool
+from .pool import Place, Pool
 from .shared_events import BOARD_BYTES, Board, SharedEvent
 from .timeline import Operation, Stream
 
 if TYPE_CHECKING:
-    from .machine import Allocation, Context, Event, Machine
+    from .allocations import Allocation
+    from .machine import Context, Event, Machine
 
-NO_HANDLE, POSIX_FD, WIN32, WIN32_KMT, FABRIC = 0, 1, 2, 4, 8  # CUmemAllocationHandleType
 HANDLE_BYTES = 64
 """Of a pointer's export data, of the handles for events and plain memory, and of a fabric handle."""
 
-_DEVICE = 1  # CUmemLocationType
 _VIEW = 16 << 30
 """How many bytes of another process's pool get addresses at first."""
 _INVALID_DEVICE = -2  # CU_DEVICE_INVALID
@@ -171,7 +172,7 @@ class ImportedPool:
     """Another process's pool. Its allocations lie in the same order as there, at addresses of this process."""
 
     managed = False
-    handle_types = NO_HANDLE  # what is imported cannot be exported again (observed on H200: test_sharing)
+    handle_types = Handle.NONE  # what is imported cannot be exported again (observed on H200: test_sharing)
 
     def __init__(self, machine: Machine, handle: int, label: Label, fd: int) -> None:
         self._machine = machine
@@ -220,7 +221,7 @@ class ImportedPool:
         if not there:
             self.imports += 1
             block = Block(offset, size, State.USED)
-            machine.remember(address, size, "pool", self.device, None, self, block)
+            machine.remember(PoolMemory(address, size, self.device, None, self, block))
         elif (there[0].base, there[0].size) != (address, size):
             raise NotModelled("importing memory while something is imported that was freed by its owner before")
         return address
@@ -254,7 +255,7 @@ class OpenedBlock:
 
 
 @dataclass(eq=False)
-class OpenedMemory:
+class Opening:
     """An allocation of another process. ``times`` it was opened, and not closed."""
 
     allocation: Allocation
@@ -275,7 +276,7 @@ class Sharing:
         self.pools: dict[int, ImportedPool] = {}  # by handle
         self._handed_out: dict[int, int] = {}  # descriptors of plain memory with handles, by the allocations' numbers
         self._blocks: dict[tuple[int, ...], OpenedBlock] = {}  # by process and descriptor, owner, offset
-        self._opened: dict[tuple[int, ...], OpenedMemory] = {}  # by what the handle says
+        self._opened: dict[tuple[int, ...], Opening] = {}  # by what the handle says
         self._own_boards: list[Board] = []
         self._boards: weakref.WeakValueDictionary[tuple[int, ...], Board] = weakref.WeakValueDictionary()
 
@@ -305,13 +306,13 @@ class Sharing:
                 raise NotModelled("importing a multicast object as a pool")
             return label
         check(label.kind == kind, Result.CUDA_ERROR_NOT_SUPPORTED)
-        if label.place.type != _DEVICE:
+        if label.place.type != Location.DEVICE:
             raise NotModelled(f"importing a {kind} of host memory" if kind == "pool" else "importing host memory")
         if label.place.id >= len(self._machine.devices):
             if kind == "pool":
                 raise NotModelled("importing a pool of a device that this process does not have")
             # so it is where CUDA_VISIBLE_DEVICES hides the device (seen on H200; no test can hide one)
-            return label._replace(place=Place(_DEVICE, _INVALID_DEVICE))
+            return label._replace(place=Place(Location.DEVICE, _INVALID_DEVICE))
         return label
 
     # -- fabric handles --------------------------------------------------------------------------------------
@@ -322,9 +323,7 @@ class Sharing:
 
     def open_fabric(self, kind: str, data: bytes) -> int:
         """A descriptor for what another process of this machine, or this one, has exported."""
-        words = unpack(f"fabric {kind}", data, 3)
-        check(words is not None)
-        assert words is not None
+        words = need(unpack(f"fabric {kind}", data, 3))
         kinds = ("memory", "multicast") if kind == "memory" else (kind,)
         fd = reach(words[0], words[1], lambda label: label.kind in kinds and label.machine == self._identity)
         if fd is None:
@@ -356,9 +355,8 @@ class Sharing:
         return pack("pointer", os.getpid(), 1, int(pool.label.serial, 16), offset, size)
 
     def import_pointer(self, pool: ImportedPool, data: bytes) -> int:
-        words = unpack("pointer", data, 5)
-        check(words is not None and words[2] == pool.serial)
-        assert words is not None
+        words = need(unpack("pointer", data, 5))
+        check(words[2] == pool.serial)
         return pool.import_pointer(words[3], words[4])
 
     # -- plain memory ----------------------------------------------------------------------------------------
@@ -386,9 +384,7 @@ class Sharing:
 
         What is open, or in a block that is, can be opened also after its owner has freed it (H200: test_sharing).
         """
-        words = unpack_memory(data)
-        check(words is not None)
-        assert words is not None
+        words = need(unpack_memory(data))
         where, size, offset, owner, number = words
         check(not self._is_own(where >> 32, owner), Result.CUDA_ERROR_INVALID_CONTEXT)
         found = self._opened.get(words)
@@ -410,8 +406,8 @@ class Sharing:
         if address + size > block.reservation.end or self._machine.allocations.overlapping(address, address + size):
             raise NotModelled("opening memory while something is open that was freed by its owner before")
         block.allocations += 1
-        allocation = self._machine.remember(address, size, "ipc", context.device.ordinal, context)
-        self._opened[words] = OpenedMemory(allocation, block)
+        allocation = self._machine.remember(OpenedMemory(address, size, context.device.ordinal, context))
+        self._opened[words] = Opening(allocation, block)
         return address
 
     def _reach_heap(self, process: int, fd: int, owner: int) -> int:
@@ -442,13 +438,10 @@ class Sharing:
         self._machine.arenas.remove(block.reservation)
         block.reservation.close()
 
-    def opened_at(self, address: int) -> OpenedMemory:
-        found = next((one for one in self._opened.values() if one.allocation.base == address), None)
-        check(found is not None)
-        assert found is not None
-        return found
+    def opened_at(self, address: int) -> Opening:
+        return need(next((one for one in self._opened.values() if one.allocation.base == address), None))
 
-    def close_memory(self, opened: OpenedMemory) -> None:
+    def close_memory(self, opened: Opening) -> None:
         opened.times -= 1
         if not opened.times:
             self.forget_memory(opened.allocation)
@@ -482,16 +475,12 @@ class Sharing:
         return shared
 
     def open_event(self, data: bytes) -> SharedEvent:
-        words = unpack("event", data, 4)
-        check(words is not None, Result.CUDA_ERROR_MAP_FAILED)
-        assert words is not None
+        words = need(unpack("event", data, 4), Result.CUDA_ERROR_MAP_FAILED)
         process, fd, index, owner = words
         check(not self._is_own(process, owner), Result.CUDA_ERROR_INVALID_CONTEXT)
         board = self._boards.get((process, fd, owner))
         if board is None:
-            own = self._reach(process, fd, owner, "events")
-            check(own is not None, Result.CUDA_ERROR_MAP_FAILED)
-            assert own is not None
+            own = need(self._reach(process, fd, owner, "events"), Result.CUDA_ERROR_MAP_FAILED)
             with operating_system():
                 board = self._boards[process, fd, owner] = Board(own)
         return SharedEvent(board, index)

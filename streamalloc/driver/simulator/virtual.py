@@ -12,7 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .errors import Fault, NotModelled, Result, check
+from .allocations import MappedMemory
+from .constants import NO_ACCESS, Location
+from .errors import Fault, NotModelled, Result, check, need
 from .memory import AddressMap, AddressRange, Bank, Physical, Window
 from .pool import Place
 
@@ -22,10 +24,8 @@ if TYPE_CHECKING:
 GRANULARITY = 2 << 20
 """Of physical memory, reservations and mappings of any kind (observed on H200: test_physical_memory)."""
 
-_DEVICE, _HOST, _HOST_NUMA = 1, 2, 3  # CUmemLocationType
-NO_ACCESS, READ, READ_WRITE = 0, 1, 3  # CUmemAccess_flags
 
-HOST = Place(_HOST, 0)
+HOST = Place(Location.HOST, 0)
 """Whose rights the host's are: those of HOST and of HOST_NUMA 0 are one (observed on H200: test_host_mappings)."""
 
 _LARGEST_ADDRESS = 1 << 47
@@ -33,7 +33,7 @@ _LARGEST_ALIGNMENT = 1 << 46  # from here on OUT_OF_MEMORY (observed on H200: te
 
 
 def device_place(ordinal: int) -> Place:
-    return Place(_DEVICE, ordinal)
+    return Place(Location.DEVICE, ordinal)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Properties:
     @property
     def device(self) -> int | None:
         """Whose memory it is; None for the host's."""
-        return self.place.id if self.place.type == _DEVICE else None
+        return self.place.id if self.place.type == Location.DEVICE else None
 
 
 class Mappable:
@@ -163,7 +163,7 @@ class Mapping:
 
         Observed on H200 (test_host_mappings), also for device memory, which the host can never use.
         """
-        if any(place.type == _DEVICE and place.id for place in self.rights):
+        if any(place.type == Location.DEVICE and place.id for place in self.rights):
             raise NotModelled("cuMemGetAccess for HOST where a device other than 0 has access")
         return next(reversed(self.rights.values()), NO_ACCESS)
 
@@ -229,9 +229,7 @@ class VirtualMemory:
         return found
 
     def release(self, handle: int) -> None:
-        found = self._named.get(handle)
-        check(found is not None)
-        assert found is not None
+        found = need(self._named.get(handle))
         if found.handles == 1 and isinstance(found, Memory) and found.tiles:
             raise NotModelled("releasing memory that tiles of an array are mapped to, or will be: unmap them before")
         found.handles -= 1
@@ -265,9 +263,8 @@ class VirtualMemory:
         return found.base
 
     def free(self, base: int, size: int) -> None:
-        found = self._ranges.get(base)
-        check(found is not None and found.size == size)
-        assert found is not None
+        found = need(self._ranges.get(base))
+        check(found.size == size)
         check(not self.mappings.overlapping(base, base + size))
         del self._ranges[base]
         self._machine.arenas.remove(found)
@@ -315,7 +312,7 @@ class VirtualMemory:
         memory.mappings += 1
         mapping = Mapping(address, size, memory)
         self.mappings.add(mapping)
-        self._machine.remember(address, size, "mapped", memory.properties.device, None).mapping = mapping
+        self._machine.remember(MappedMemory(address, size, memory.properties.device, None, mapping))
 
     def unmap(self, address: int, size: int) -> None:
         """Whole mappings and the holes between them. Work that is running ends first; work that is still queued then
@@ -337,10 +334,7 @@ class VirtualMemory:
             mapping.memory.leave()
 
     def mapping_at(self, address: int) -> Mapping:
-        found = self.mappings.find(address)
-        check(found is not None)
-        assert found is not None
-        return found
+        return need(self.mappings.find(address))
 
     def span(self, address: int, size: int) -> list[Mapping]:
         """The mappings under a range, which has no hole; it may begin and end inside one."""

@@ -9,6 +9,7 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
+from ..allocations import Allocation
 from ..arrays import (
     TAIL,
     TILE_SIZE,
@@ -23,10 +24,11 @@ from ..arrays import (
     TileCopy,
     destroy_mipmapped,
 )
+from ..constants import READ, READ_WRITE
 from ..errors import NotModelled, check
-from ..machine import Allocation, Context
+from ..machine import Context
 from ..timeline import Stream
-from ..virtual import READ, READ_WRITE, Memory
+from ..virtual import Memory
 from .base import modelled
 from .copies import PIECE, CopyCalls
 

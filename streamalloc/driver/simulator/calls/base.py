@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import arguments, turns
-from ..errors import Fault, Result, check
+from ..errors import Fault, Result, check, need
 from ..machine import Context, Device, Machine
 from ..timeline import Operation, Stream
 
@@ -71,10 +71,7 @@ class Calls:
         return self._machine.devices[ordinal]
 
     def _context(self, ctx: Any) -> Context:
-        context = self._machine.contexts.get(arguments.context(ctx))
-        if context is None:
-            raise Fault(Result.CUDA_ERROR_INVALID_CONTEXT)
-        return context
+        return need(self._machine.contexts.get(arguments.context(ctx)), Result.CUDA_ERROR_INVALID_CONTEXT)
 
     def _alive(self, ctx: Any) -> Context:
         context = self._context(ctx)

@@ -7,7 +7,7 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
-from ..errors import Fault, NotModelled, Result, check
+from ..errors import Fault, NotModelled, Result, check, need
 from ..graph_memory import trim
 from ..graphs import AUTO_FREE_ON_LAUNCH, RELAXED, Capture, Graph, GraphExec, Node, destroy_graph
 from ..machine import Device
@@ -101,16 +101,10 @@ class CaptureCalls(Calls):
     # -- looking at graphs -----------------------------------------------------------------------------------
 
     def _graph(self, graph: Any) -> Graph:
-        found: Graph | None = self._machine.graphs.get(arguments.graph(graph))
-        if found is None:
-            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
-        return found
+        return need(self._machine.graphs.get(arguments.graph(graph)), Result.CUDA_ERROR_INVALID_VALUE)
 
     def _node(self, node: Any) -> Node:
-        found: Node | None = self._machine.graph_nodes.get(arguments.graph_node(node))
-        if found is None:
-            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
-        return found
+        return need(self._machine.graph_nodes.get(arguments.graph_node(node)), Result.CUDA_ERROR_INVALID_VALUE)
 
     @modelled(2)
     def cuGraphGetNodes(self, hGraph: Any, numNodes: Any = 0) -> tuple[list[Any], int]:
@@ -197,10 +191,7 @@ class CaptureCalls(Calls):
         return cuda.CUgraphExec(instance.handle)
 
     def _graph_exec(self, graph_exec: Any) -> GraphExec:
-        found: GraphExec | None = self._machine.graph_execs.get(arguments.graph_exec(graph_exec))
-        if found is None:
-            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
-        return found
+        return need(self._machine.graph_execs.get(arguments.graph_exec(graph_exec)), Result.CUDA_ERROR_INVALID_VALUE)
 
     @modelled(0)
     def cuGraphLaunch(self, hGraphExec: Any, hStream: Any) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
-from ..errors import Fault, NotModelled, Result, check
-from ..machine import Context, Event
+from ..errors import Fault, NotModelled, Result, check, need
+from ..machine import Context
 from .base import Calls, modelled
 
 # cuCtxCreate(flags, dev) became cuCtxCreate(params, flags, dev) in the bindings for CUDA 13.
@@ -181,9 +181,7 @@ class ContextCalls(Calls):
     @modelled(0)
     def cuCtxRecordEvent(self, hCtx: Any, hEvent: Any) -> None:
         context = self._given_or_current(hCtx)
-        event: Event | None = self._machine.events.get(arguments.event(hEvent))
-        if event is None:
-            raise Fault(Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
+        event = need(self._machine.events.get(arguments.event(hEvent)), Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
         check(event.context is context, Result.CUDA_ERROR_INVALID_HANDLE)
         self._no_stream_captures(context)
         # Synchronising with it shows no frees (observed on H200: test_reuse), so the record knows of no other stream.

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import arguments
-from ..errors import Fault, NotModelled, Result, check
-from ..machine import Allocation, Context, Machine
+from ..allocations import Allocation, HostMemory
+from ..constants import READ, READ_WRITE
+from ..errors import Fault, NotModelled, Result, check, need
+from ..machine import Context, Machine
 from ..multicast import Piece
 from ..timeline import Operation, Stream
-from ..virtual import HOST, READ, READ_WRITE, device_place, least_right
+from ..virtual import HOST, device_place, least_right
 from .base import Calls, modelled
 
 PIECE = 4 << 20
@@ -23,6 +25,9 @@ PIECE = 4 << 20
 
 
 _READING = "reading a multicast object with a copy: hardware defines it for multimem.ld_reduce alone"
+
+
+_device, _host = arguments.device_pointer, arguments.host_pointer
 
 
 class Move(Operation):
@@ -156,9 +161,8 @@ class CopyCalls(Calls):
         self._submit(stream, Fill(self._machine, stream.context, address, pattern, count), "MEMSET")
 
     def _check_fill(self, address: int, size: int, context: Context) -> None:
-        allocation = self._machine.allocations.find(address)
-        check(allocation is not None and allocation.known)
-        assert allocation is not None
+        allocation = need(self._machine.allocations.find(address))
+        check(allocation.known)
         if allocation.mapping is not None:
             mappings = self._machine.virtual.span(address, size)
             check(least_right(mappings, device_place(context.device.ordinal)) == READ_WRITE)
@@ -171,59 +175,41 @@ class CopyCalls(Calls):
 
     @modelled(0)
     def cuMemcpy(self, dst: Any, src: Any, ByteCount: Any) -> None:
-        self._copy(arguments.device_pointer(dst), arguments.device_pointer(src), ByteCount)
+        self._copy(_device(dst), _device(src), ByteCount)
 
     @modelled(0)
     def cuMemcpyAsync(self, dst: Any, src: Any, ByteCount: Any, hStream: Any) -> None:
-        self._copy(arguments.device_pointer(dst), arguments.device_pointer(src), ByteCount, hStream)
+        self._copy(_device(dst), _device(src), ByteCount, hStream)
 
     @modelled(0)
     def cuMemcpyHtoD(self, dstDevice: Any, srcHost: Any, ByteCount: Any) -> None:
-        self._copy(arguments.device_pointer(dstDevice), arguments.host_pointer(srcHost), ByteCount, device="dst")
+        self._copy(_device(dstDevice), _host(srcHost), ByteCount, device="dst")
 
     @modelled(0)
     def cuMemcpyHtoDAsync(self, dstDevice: Any, srcHost: Any, ByteCount: Any, hStream: Any) -> None:
-        self._copy(
-            arguments.device_pointer(dstDevice),
-            arguments.host_pointer(srcHost),
-            ByteCount,
-            hStream,
-            device="dst",
-        )
+        self._copy(_device(dstDevice), _host(srcHost), ByteCount, hStream, device="dst")
 
     @modelled(0)
     def cuMemcpyDtoH(self, dstHost: Any, srcDevice: Any, ByteCount: Any) -> None:
-        self._copy(arguments.host_pointer(dstHost), arguments.device_pointer(srcDevice), ByteCount, device="src")
+        self._copy(_host(dstHost), _device(srcDevice), ByteCount, device="src")
 
     @modelled(0)
     def cuMemcpyDtoHAsync(self, dstHost: Any, srcDevice: Any, ByteCount: Any, hStream: Any) -> None:
-        self._copy(
-            arguments.host_pointer(dstHost),
-            arguments.device_pointer(srcDevice),
-            ByteCount,
-            hStream,
-            device="src",
-        )
+        self._copy(_host(dstHost), _device(srcDevice), ByteCount, hStream, device="src")
 
     @modelled(0)
     def cuMemcpyDtoD(self, dstDevice: Any, srcDevice: Any, ByteCount: Any) -> None:
-        self._copy(arguments.device_pointer(dstDevice), arguments.device_pointer(srcDevice), ByteCount, device="both")
+        self._copy(_device(dstDevice), _device(srcDevice), ByteCount, device="both")
 
     @modelled(0)
     def cuMemcpyDtoDAsync(self, dstDevice: Any, srcDevice: Any, ByteCount: Any, hStream: Any) -> None:
-        self._copy(
-            arguments.device_pointer(dstDevice),
-            arguments.device_pointer(srcDevice),
-            ByteCount,
-            hStream,
-            "both",
-        )
+        self._copy(_device(dstDevice), _device(srcDevice), ByteCount, hStream, "both")
 
     @modelled(0)
     def cuMemcpyPeer(self, dstDevice: Any, dstContext: Any, srcDevice: Any, srcContext: Any, ByteCount: Any) -> None:
         self._copy(
-            arguments.device_pointer(dstDevice),
-            arguments.device_pointer(srcDevice),
+            _device(dstDevice),
+            _device(srcDevice),
             ByteCount,
             device="both",
             contexts=(self._alive(dstContext), self._alive(srcContext)),
@@ -234,8 +220,8 @@ class CopyCalls(Calls):
         self, dstDevice: Any, dstContext: Any, srcDevice: Any, srcContext: Any, ByteCount: Any, hStream: Any
     ) -> None:
         self._copy(
-            arguments.device_pointer(dstDevice),
-            arguments.device_pointer(srcDevice),
+            _device(dstDevice),
+            _device(srcDevice),
             ByteCount,
             hStream,
             "both",
@@ -338,7 +324,7 @@ class CopyCalls(Calls):
         # the host copies between its own memory, also where no device has access
         check(all(mapping.memory.properties.device is None for mapping in mappings))
         by_host = least_right(mappings, HOST) & needed == needed
-        if not by_host or not (other is None or other.kind in ("pinned", "registered")):
+        if not by_host or not (other is None or isinstance(other, HostMemory)):
             raise NotModelled("a copy of mapped host memory that neither the device nor the host may make alone")
 
     def _check_team(self, address: int, size: int) -> None:

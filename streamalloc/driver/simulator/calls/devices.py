@@ -8,7 +8,7 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
-from ..errors import Fault, Result, check
+from ..errors import Fault, Result, check, need
 from .base import Calls, modelled
 
 _ATTRIBUTE_PREFIX = "CU_DEVICE_ATTRIBUTE_"
@@ -129,10 +129,7 @@ class DeviceCalls(Calls):
     def cuDeviceGetAttribute(self, attrib: Any, dev: Any) -> int:
         device = self._device(dev)
         number = int(attrib.value) if hasattr(attrib, "value") else arguments.signed_int(attrib)
-        value = device.attributes.get(_DEVICE_ATTRIBUTES.get(number, ""))
-        if value is None:
-            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
-        return value
+        return need(device.attributes.get(_DEVICE_ATTRIBUTES.get(number, "")), Result.CUDA_ERROR_INVALID_VALUE)
 
     @modelled(1)
     def cuDeviceGetPCIBusId(self, length: Any, dev: Any) -> bytes:
@@ -169,7 +166,6 @@ class DeviceCalls(Calls):
     def cuDeviceGetP2PAttribute(self, attrib: Any, srcDevice: Any, dstDevice: Any) -> int:
         number = arguments.member("attrib", attrib, cuda.CUdevice_P2PAttribute)
         check(self._device(srcDevice) is not self._device(dstDevice), Result.CUDA_ERROR_INVALID_DEVICE)
-        value = self._machine.profile.peer_attributes.get(_PEER_ATTRIBUTES.get(number, ""))
-        if value is None:
-            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
-        return value
+        return need(
+            self._machine.profile.peer_attributes.get(_PEER_ATTRIBUTES.get(number, "")), Result.CUDA_ERROR_INVALID_VALUE
+        )

@@ -9,15 +9,15 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
+from ..constants import READ, READ_WRITE, Handle
 from ..errors import Fault, NotModelled, Result, check
 from ..machine import Context, Machine
 from ..multicast import Backing, MulticastObject, Piece
 from ..timeline import Stream
-from ..virtual import GRANULARITY, READ, READ_WRITE, Memory, device_place
+from ..virtual import GRANULARITY, Memory, device_place
 from .base import modelled
 from .copies import PIECE, CopyCalls, Move
 
-_POSIX_FD, _FABRIC = 1, 8  # CUmemAllocationHandleType
 Apply = Callable[[int, int, int], None]
 Combine = Callable[[list[bytes]], bytes]
 _RECOMMENDED = 1  # CUmulticastGranularity_flags
@@ -128,7 +128,7 @@ class MulticastCalls(CopyCalls):
         check(props is not None)
         devices, size, handle_types = self._multicast_properties(props)
         check(size and size % GRANULARITY == 0)
-        if handle_types & _FABRIC:
+        if handle_types & Handle.FABRIC:
             # without an IMEX channel as for memory, where this was observed; the documentation lists the code here too
             check(self._machine.fabric is not None, Result.CUDA_ERROR_NOT_PERMITTED)
             if not self._machine.fabric:
@@ -138,7 +138,7 @@ class MulticastCalls(CopyCalls):
     def _multicast_properties(self, props: Any) -> tuple[int, int, int]:
         """How many devices, bytes, and handle types."""
         devices, handle_types = int(props.numDevices), int(props.handleTypes)
-        check(devices and not int(props.flags) and handle_types & ~(_POSIX_FD | _FABRIC) == 0)
+        check(devices and not int(props.flags) and handle_types & ~(Handle.POSIX_FD | Handle.FABRIC) == 0)
         able = sum(device.attributes["MULTICAST_SUPPORTED"] for device in self._machine.devices)
         check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
         if devices == 1:

@@ -8,8 +8,8 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
-from ..errors import Fault, NotModelled, Result, check
-from ..machine import Allocation
+from ..allocations import Allocation, DeviceMemory, GraphAllocation, HostMemory, PoolMemory
+from ..errors import NotModelled, Result, check, need
 from .base import Calls, modelled
 from .virtual import MAPPED_ATTRIBUTES, mapped_attribute
 
@@ -43,11 +43,9 @@ class PlainMemoryCalls(Calls):
         self._unsafe_during_capture()
         check(size)
         device = context.device
-        got = device.heap.allocate(size)
-        if got is None:
-            raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
+        got = need(device.heap.allocate(size), Result.CUDA_ERROR_OUT_OF_MEMORY)
         address, block = got
-        machine.remember(address, size, "device", device.ordinal, context, block=block)
+        machine.remember(DeviceMemory(address, size, device.ordinal, context, block))
         return address
 
     @modelled(0)
@@ -58,15 +56,14 @@ class PlainMemoryCalls(Calls):
         self._unsafe_during_capture()
         if not address:
             return
-        allocation = self._machine.allocations.at.get(address)
-        check(allocation is not None and allocation.kind in ("device", "pool", "graph"))
-        assert allocation is not None
-        if allocation.pool is not None and allocation.block is not None:
+        allocation = need(self._machine.allocations.at.get(address))
+        check(isinstance(allocation, (DeviceMemory, PoolMemory, GraphAllocation)))
+        if isinstance(allocation, PoolMemory):
             self._machine.allocations.remove(allocation)
             allocation.pool.give_back_now(allocation.block)
-        elif allocation.graph is not None:
+        elif isinstance(allocation, GraphAllocation):
             self._machine.allocations.remove(allocation)
-            allocation.graph.freed(address)  # at once, as with pool memory
+            allocation.memory.freed(address)  # at once, as with pool memory
         else:
             self._machine.drain(allocation.device)
             check(self._machine.allocations.at.get(address) is allocation)
@@ -93,11 +90,9 @@ class PlainMemoryCalls(Calls):
         check(flags & ~_HOST_ALLOC_FLAGS == 0)
         if not size:
             return 0
-        got = self._machine.host_heap.allocate(size)
-        if got is None:
-            raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
+        got = need(self._machine.host_heap.allocate(size), Result.CUDA_ERROR_OUT_OF_MEMORY)
         address, block = got
-        self._machine.remember(address, size, "pinned", None, context, block=block, flags=flags | _DEVICE_MAPPED)
+        self._machine.remember(HostMemory(address, size, None, context, block, flags | _DEVICE_MAPPED))
         return address
 
     @modelled(0)
@@ -106,7 +101,7 @@ class PlainMemoryCalls(Calls):
         self._machine.current()
         self._unsafe_during_capture()
         if address:
-            self._drop_host(address, "pinned", Result.CUDA_ERROR_INVALID_VALUE)
+            self._drop_host(address, False, Result.CUDA_ERROR_INVALID_VALUE)
 
     @modelled(0)
     def cuMemHostRegister(self, p: Any, bytesize: Any, Flags: Any) -> None:
@@ -119,18 +114,17 @@ class PlainMemoryCalls(Calls):
             raise NotModelled(f"cuMemHostRegister with flags {flags:#x}")
         for end in (address, address + size - 1):
             check(self._machine.allocations.find(end) is None, Result.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED)
-        self._machine.remember(address, size, "registered", None, context, flags=flags | _DEVICE_MAPPED)
+        self._machine.remember(HostMemory(address, size, None, context, None, flags | _DEVICE_MAPPED))
 
     @modelled(0)
     def cuMemHostUnregister(self, p: Any) -> None:
         address = arguments.host_pointer(p)
         self._machine.current()
-        self._drop_host(address, "registered", Result.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED)
+        self._drop_host(address, True, Result.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED)
 
-    def _drop_host(self, address: int, kind: str, otherwise: Any) -> None:
-        allocation = self._machine.allocations.at.get(address)
-        check(allocation is not None and allocation.kind == kind, otherwise)
-        assert allocation is not None
+    def _drop_host(self, address: int, registered: bool, otherwise: Any) -> None:
+        allocation = need(self._machine.allocations.at.get(address), otherwise)
+        check(isinstance(allocation, HostMemory) and (allocation.block is None) == registered, otherwise)
         self._machine.drain()
         check(self._machine.allocations.at.get(address) is allocation, otherwise)
         self._machine.discard(allocation)
@@ -147,19 +141,16 @@ class PlainMemoryCalls(Calls):
     def cuMemHostGetFlags(self, p: Any) -> int:
         return self._host(arguments.host_pointer(p)).flags
 
-    def _host(self, address: int) -> Allocation:
+    def _host(self, address: int) -> HostMemory:
         allocation = self._machine.allocations.find(address)
-        check(allocation is not None and allocation.kind in ("pinned", "registered"))
-        assert allocation is not None
-        return allocation
+        return need(allocation if isinstance(allocation, HostMemory) else None)
 
     # -- asking about an address -----------------------------------------------------------------------------
 
     @modelled(2)
     def cuMemGetAddressRange(self, dptr: Any) -> tuple[Any, int]:
-        allocation = self._machine.allocations.find(arguments.device_pointer(dptr))
-        check(allocation is not None and allocation.known, Result.CUDA_ERROR_NOT_FOUND)
-        assert allocation is not None
+        allocation = need(self._machine.allocations.find(arguments.device_pointer(dptr)), Result.CUDA_ERROR_NOT_FOUND)
+        check(allocation.known, Result.CUDA_ERROR_NOT_FOUND)
         mapping = allocation.mapping
         if mapping is not None and mapping.is_multicast:
             raise NotModelled("cuMemGetAddressRange of a multicast object")
@@ -223,7 +214,7 @@ _MEMORY_TYPE_HOST, _MEMORY_TYPE_DEVICE = 1, 2
 
 
 def _in_pool(allocation: Allocation) -> bool:
-    return allocation.kind in ("pool", "graph")
+    return isinstance(allocation, (PoolMemory, GraphAllocation))
 
 
 def _in_host_pool(allocation: Allocation) -> bool:
@@ -239,12 +230,12 @@ _POINTER_ATTRIBUTES: dict[str, Callable[[Allocation, int], Any]] = {
     "BUFFER_ID": lambda a, at: a.id,
     "IS_MANAGED": lambda a, at: False,
     "DEVICE_ORDINAL": lambda a, at: _ordinal(a),
-    "IS_LEGACY_CUDA_IPC_CAPABLE": lambda a, at: a.kind == "device",
+    "IS_LEGACY_CUDA_IPC_CAPABLE": lambda a, at: isinstance(a, DeviceMemory),
     "RANGE_START_ADDR": lambda a, at: cuda.CUdeviceptr(a.base if a.known else 0),
     "RANGE_SIZE": lambda a, at: a.size,
     "MAPPED": lambda a, at: True,
     "ALLOWED_HANDLE_TYPES": lambda a, at: 0 if a.pool is None else a.pool.handle_types,
-    "IS_GPU_DIRECT_RDMA_CAPABLE": lambda a, at: int(a.kind == "device"),
+    "IS_GPU_DIRECT_RDMA_CAPABLE": lambda a, at: int(isinstance(a, DeviceMemory)),
     "ACCESS_FLAGS": lambda a, at: 3,  # read and write
     "MEMPOOL_HANDLE": lambda a, at: cuda.CUmemoryPool(0 if a.pool is None else a.pool.handle),
 }

@@ -8,15 +8,14 @@ from typing import Any
 from streamalloc.driver.bindings import cuda, read_handle_types
 
 from .. import arguments
+from ..allocations import DeviceMemory, GraphAllocation, PoolMemory
+from ..constants import MANAGED, NO_ACCESS, PINNED, READ, READ_WRITE, Handle, Location
 from ..errors import Fault, NotModelled, Result, check
-from ..pool import PINNED, READ_WRITE, Place, Pool
-from ..sharing import FABRIC, POSIX_FD, ImportedPool
+from ..pool import Place, Pool
+from ..sharing import ImportedPool
 from ..timeline import Call, Stream
 from .base import Calls, modelled
 
-_NONE, _DEVICE, _HOST, _HOST_NUMA, _HOST_NUMA_CURRENT = range(5)  # CUmemLocationType
-_MANAGED = 2  # CUmemAllocationType
-_PROT_NONE, _PROT_READ = 0, 1
 _USAGE_FLAGS = 0xFFFF
 _LARGEST_MAX_SIZE = 1 << 47
 
@@ -51,23 +50,23 @@ class PoolCalls(Calls):
         place = _place(props.location)
         kind, handle_types = int(props.allocType), read_handle_types(props)
         max_size, usage = int(props.maxSize), int(props.usage)
-        if kind == _MANAGED:
-            check(self._is_place(place) or place.type == _NONE)
+        if kind == MANAGED:
+            check(self._is_place(place) or place.type == Location.NONE)
             check(not handle_types and not max_size and not usage)
         else:
             check(kind == PINNED and self._is_place(place))
-            check(handle_types & ~(POSIX_FD | FABRIC) == 0)
-            check(not (place.type == _HOST and handle_types))
+            check(handle_types & ~(Handle.POSIX_FD | Handle.FABRIC) == 0)
+            check(not (place.type == Location.HOST and handle_types))
             check(usage & ~_USAGE_FLAGS == 0)
             check(max_size <= _LARGEST_MAX_SIZE, Result.CUDA_ERROR_OUT_OF_MEMORY)
         return cuda.CUmemoryPool(self._machine.new_pool(place, kind, handle_types, max_size).handle)
 
     def _is_place(self, place: Place) -> bool:
-        if place.type == _DEVICE:
+        if place.type == Location.DEVICE:
             return 0 <= place.id < len(self._machine.devices)
-        if place.type == _HOST_NUMA:
+        if place.type == Location.HOST_NUMA:
             return 0 <= place.id < self._machine.profile.numa_nodes
-        return place.type == _HOST
+        return place.type == Location.HOST
 
     @modelled(0)
     def cuMemPoolDestroy(self, pool: Any) -> None:
@@ -148,16 +147,16 @@ class PoolCalls(Calls):
         for place, flags in wanted:
             self._check_access(found, place, flags)
         for place, flags in wanted:
-            if place.type == _DEVICE and place.id != found.device:
+            if place.type == Location.DEVICE and place.id != found.device:
                 found.access[place.id] = flags
 
     def _check_access(self, pool: Pool | ImportedPool, place: Place, flags: int) -> None:
-        if place.type == _DEVICE:
+        if place.type == Location.DEVICE:
             check(0 <= place.id < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
-            check(not (place.id == pool.device and flags == _PROT_NONE), Result.CUDA_ERROR_INVALID_DEVICE)
-            check(flags != _PROT_READ, Result.CUDA_ERROR_NOT_SUPPORTED)
+            check(not (place.id == pool.device and flags == NO_ACCESS), Result.CUDA_ERROR_INVALID_DEVICE)
+            check(flags != READ, Result.CUDA_ERROR_NOT_SUPPORTED)
         else:
-            check(place.type in (_HOST, _HOST_NUMA))
+            check(place.type in (Location.HOST, Location.HOST_NUMA))
             # the host's own access is fixed: all of a host pool, nothing of a device pool
             check(pool.device is None and flags == READ_WRITE, Result.CUDA_ERROR_NOT_SUPPORTED)
 
@@ -167,19 +166,19 @@ class PoolCalls(Calls):
         pool = self._pool_or_import(memPool)
         check(where is not None)
         place = _place(where)
-        check(place.type in (_DEVICE, _HOST, _HOST_NUMA))
-        if place.type == _DEVICE:
+        check(place.type in (Location.DEVICE, Location.HOST, Location.HOST_NUMA))
+        if place.type == Location.DEVICE:
             check(0 <= place.id < len(self._machine.devices))
             allowed = not pool.managed and pool.accessible(place.id)
         else:
             allowed = not pool.managed and pool.device is None
-        return cuda.CUmemAccess_flags(READ_WRITE if allowed else _PROT_NONE)
+        return cuda.CUmemAccess_flags(READ_WRITE if allowed else NO_ACCESS)
 
     # -- default and current pools ---------------------------------------------------------------------------
 
     @modelled(1)
     def cuDeviceGetDefaultMemPool(self, dev: Any) -> Any:
-        return cuda.CUmemoryPool(self._machine.default_pool(Place(_DEVICE, self._device(dev).ordinal)).handle)
+        return cuda.CUmemoryPool(self._machine.default_pool(Place(Location.DEVICE, self._device(dev).ordinal)).handle)
 
     @modelled(1)
     def cuDeviceGetMemPool(self, dev: Any) -> Any:
@@ -193,7 +192,7 @@ class PoolCalls(Calls):
         """Here an unknown device is an invalid value (observed on H200: test_contexts)."""
         ordinal = arguments.device(dev)
         check(0 <= ordinal < len(self._machine.devices))
-        return Place(_DEVICE, ordinal)
+        return Place(Location.DEVICE, ordinal)
 
     @modelled(1)
     def cuMemGetDefaultMemPool(self, location: Any, typename: Any) -> Any:
@@ -215,9 +214,9 @@ class PoolCalls(Calls):
         kind = arguments.member("typename", typename, cuda.CUmemAllocationType)
         check(where is not None)
         place = _place(where)
-        check(place.type != _HOST_NUMA_CURRENT, Result.CUDA_ERROR_NOT_SUPPORTED)
-        check(kind in (PINNED, _MANAGED))
-        check(self._is_place(place) or (place.type == _NONE and kind == _MANAGED))
+        check(place.type != Location.HOST_NUMA_CURRENT, Result.CUDA_ERROR_NOT_SUPPORTED)
+        check(kind in (PINNED, MANAGED))
+        check(self._is_place(place) or (place.type == Location.NONE and kind == MANAGED))
         return place, kind
 
     def _set_current(self, place: Place, kind: int, pool: Any) -> None:
@@ -233,7 +232,7 @@ class PoolCalls(Calls):
     def cuMemAllocAsync(self, bytesize: Any, hStream: Any) -> Any:
         size = arguments.size_t(bytesize)
         stream = self._stream(hStream)
-        pool = self._machine.current_pool(Place(_DEVICE, stream.context.device.ordinal))
+        pool = self._machine.current_pool(Place(Location.DEVICE, stream.context.device.ordinal))
         return cuda.CUdeviceptr(self._allocate_ordered(size, pool, stream))
 
     @modelled(1)
@@ -254,7 +253,7 @@ class PoolCalls(Calls):
         if pool.managed:
             raise NotModelled("allocating from a managed pool")
         address, block = pool.take(size, stream)
-        machine.remember(address, size, "pool", pool.device, stream.context, pool, block)
+        machine.remember(PoolMemory(address, size, pool.device, stream.context, pool, block))
         return address
 
     def _allocate_in_graph(self, size: int, pool: Pool, stream: Stream) -> int:
@@ -278,14 +277,12 @@ class PoolCalls(Calls):
             return
         self._unsafe_during_capture()
         allocation = machine.allocations.at.get(address)
-        if allocation is None or allocation.kind not in ("pool", "device", "graph"):
+        if not isinstance(allocation, (PoolMemory, DeviceMemory, GraphAllocation)):
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
-        if allocation.pool is not None and allocation.block is not None:
-            machine.allocations.remove(allocation)
+        machine.allocations.remove(allocation)
+        if isinstance(allocation, PoolMemory):
             allocation.pool.give_back(allocation.block, allocation.size, stream)
-        elif allocation.graph is not None:
-            machine.allocations.remove(allocation)
-            allocation.graph.freed(address, stream)
+        elif isinstance(allocation, GraphAllocation):
+            allocation.memory.freed(address, stream)
         else:
-            machine.allocations.remove(allocation)
             stream.submit(Call(lambda: machine.unallocate(allocation)))

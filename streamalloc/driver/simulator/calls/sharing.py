@@ -9,27 +9,19 @@ from typing import Any, TypeVar
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
+from ..allocations import DeviceMemory, PoolMemory
+from ..constants import EventFlag, Handle
 from ..errors import Fault, NotModelled, Result, check
 from ..machine import Event
 from ..memory import Physical
 from ..multicast import MulticastObject
 from ..pool import Pool
-from ..sharing import (
-    FABRIC,
-    HANDLE_BYTES,
-    NO_HANDLE,
-    POSIX_FD,
-    WIN32,
-    WIN32_KMT,
-    ImportedPool,
-    operating_system,
-)
+from ..sharing import HANDLE_BYTES, ImportedPool, operating_system
 from ..virtual import Memory, Properties, device_place
 from .base import Calls, modelled
 
-_HANDLE_TYPES = (NO_HANDLE, POSIX_FD, WIN32, WIN32_KMT, FABRIC)
+_HANDLE_TYPES = (Handle.NONE, Handle.POSIX_FD, Handle.WIN32, Handle.WIN32_KMT, Handle.FABRIC)
 _LAZY_ENABLE_PEER_ACCESS = 1  # CUipcMem_flags, the only one
-_DISABLE_TIMING, _INTERPROCESS = 2, 4  # CUevent_flags
 _FIRST_ADDRESS = 1 << 16
 """Where addresses of a process begin; below are descriptors, taken for addresses."""
 
@@ -82,11 +74,11 @@ class SharingCalls(Calls):
         found = self._machine.pool(arguments.pool(pool))
         self._not_during_capture()
         check(kind & found.handle_types and not flag)
-        if kind == FABRIC:
+        if kind == Handle.FABRIC:
             self._need_channel()
         with operating_system():
             physical = found.export()
-            if kind != POSIX_FD:
+            if kind != Handle.POSIX_FD:
                 return self._fabric_handle("pool", physical)
             fd = os.dup(physical.fd)
             os.set_inheritable(fd, True)  # observed on H200 (test_sharing)
@@ -98,7 +90,7 @@ class SharingCalls(Calls):
         flag = arguments.unsigned_long_long(flags)
         self._not_during_capture()
         check(not flag)
-        if kind not in (POSIX_FD, FABRIC):
+        if kind not in (Handle.POSIX_FD, Handle.FABRIC):
             raise NotModelled(f"cuMemPoolImportFromShareableHandle of {handleType.name}")
         return cuda.CUmemoryPool(self._import("pool", kind, given).handle)
 
@@ -113,21 +105,21 @@ class SharingCalls(Calls):
         assert isinstance(memory, Memory)
         if memory.properties.device is None:
             raise NotModelled("exporting host memory")
-        if kind == FABRIC:
+        if kind == Handle.FABRIC:
             self._need_channel()
         with operating_system():
-            if kind == POSIX_FD:
+            if kind == Handle.POSIX_FD:
                 return memory.physical.lend()
             memory.physical.lent = True
             return self._fabric_handle("memory", memory.physical)
 
     def _export_multicast(self, found: MulticastObject, kind: int) -> Any:
-        if kind == FABRIC:
+        if kind == Handle.FABRIC:
             self._need_channel()
         if found.imported:
             raise NotModelled("exporting a multicast object that was imported")
         with operating_system():
-            if kind == POSIX_FD:
+            if kind == Handle.POSIX_FD:
                 return found.team.export()
             found.team.has_fabric_handle = True
             return self._fabric_handle("memory", found.team.physical)
@@ -136,9 +128,9 @@ class SharingCalls(Calls):
     def cuMemImportFromShareableHandle(self, osHandle: Any, shHandleType: Any) -> Any:
         kind, given = _handle_type("shHandleType", shHandleType), arguments.host_pointer(osHandle)
         self._not_during_capture()
-        check(kind != NO_HANDLE)
-        check(kind != WIN32, Result.CUDA_ERROR_NOT_SUPPORTED)
-        if kind == WIN32_KMT:
+        check(kind != Handle.NONE)
+        check(kind != Handle.WIN32, Result.CUDA_ERROR_NOT_SUPPORTED)
+        if kind == Handle.WIN32_KMT:
             raise NotModelled(f"cuMemImportFromShareableHandle of {shHandleType.name}")
         return cuda.CUmemGenericAllocationHandle(self._import("memory", kind, given).handle)
 
@@ -150,7 +142,7 @@ class SharingCalls(Calls):
         """What a descriptor, or the fabric handle at an address, stands for; the descriptor stays the caller's."""
         sharing = self._machine.sharing
         take = sharing.import_pool if kind == "pool" else self._import_memory
-        if handle_type == POSIX_FD:
+        if handle_type == Handle.POSIX_FD:
             return take(given)
         self._need_channel()
         if given < _FIRST_ADDRESS:
@@ -177,15 +169,14 @@ class SharingCalls(Calls):
     def cuMemPoolExportPointer(self, ptr: Any) -> Any:
         allocation = self._machine.allocations.at.get(arguments.device_pointer(ptr))
         self._not_during_capture()
-        check(allocation is not None)
-        assert allocation is not None
-        pool, block = allocation.pool, allocation.block
-        check(pool is not None and pool.handle_types and block is not None)
-        assert isinstance(pool, Pool) and block is not None
-        if pool.destroyed or not (pool.handle_types & POSIX_FD or self._machine.fabric):
+        if not isinstance(allocation, PoolMemory) or not isinstance(allocation.pool, Pool):
+            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
+        pool = allocation.pool
+        check(pool.handle_types)
+        if pool.destroyed or not (pool.handle_types & Handle.POSIX_FD or self._machine.fabric):
             raise NotModelled("cuMemPoolExportPointer of a pool that can no longer, or not here, be exported itself")
         check(pool.space.physical.kept)  # the pool itself has to be exported first (observed on H200: test_sharing)
-        data = self._machine.sharing.export_pointer(pool, block.start, allocation.size)
+        data = self._machine.sharing.export_pointer(pool, allocation.block.start, allocation.size)
         return _with_bytes(cuda.CUmemPoolPtrExportData(), data)
 
     @modelled(1)
@@ -207,8 +198,8 @@ class SharingCalls(Calls):
         allocation = self._machine.allocations.find(arguments.device_pointer(dptr))
         self._machine.current()
         self._not_during_capture()
-        check(allocation is not None and allocation.kind == "device")
-        assert allocation is not None
+        if not isinstance(allocation, DeviceMemory):
+            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
         return _with_bytes(cuda.CUipcMemHandle(), self._machine.sharing.memory_handle(allocation))
 
     @modelled(1)
@@ -238,7 +229,7 @@ class SharingCalls(Calls):
         self._not_during_capture()
         if found is None:
             raise Fault(Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)  # as every call with a destroyed event
-        check(found.flags & _INTERPROCESS and not found.opened, Result.CUDA_ERROR_INVALID_HANDLE)
+        check(found.flags & EventFlag.INTERPROCESS and not found.opened, Result.CUDA_ERROR_INVALID_HANDLE)
         return _with_bytes(cuda.CUipcEventHandle(), self._machine.sharing.event_handle(found))
 
     @modelled(1)
@@ -248,6 +239,8 @@ class SharingCalls(Calls):
         context = machine.current()
         self._not_during_capture()
         shared = machine.sharing.open_event(data)
-        event = Event(machine.new_handle(), context, _DISABLE_TIMING | _INTERPROCESS, shared=shared, opened=True)
+        event = Event(
+            machine.new_handle(), context, EventFlag.DISABLE_TIMING | EventFlag.INTERPROCESS, shared=shared, opened=True
+        )
         machine.events[event.handle] = event
         return cuda.CUevent(event.handle)

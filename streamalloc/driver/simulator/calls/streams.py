@@ -9,18 +9,17 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
-from ..errors import Fault, NotModelled, Result, check
-from ..machine import LEGACY_STREAM, PER_THREAD_STREAM, Event, Stamp
-from ..pool import READ_WRITE
+from ..constants import LEGACY_STREAM, PER_THREAD_STREAM, READ_WRITE, EventFlag
+from ..errors import Fault, NotModelled, Result, check, need
+from ..machine import Event, Stamp
 from ..timeline import Call, HostFunction, Operation, Stream, Until, merge
 from ..virtual import device_place
 from .base import Calls, modelled
 
 _NON_BLOCKING = 1
 
-_DISABLE_TIMING, _INTERPROCESS = 2, 4
 # An interprocess event must not keep time (observed on H200: test_events).
-_EVENT_FLAGS = {f for f in range(8) if not f & _INTERPROCESS or f & _DISABLE_TIMING}
+_EVENT_FLAGS = {f for f in range(8) if not f & EventFlag.INTERPROCESS or f & EventFlag.DISABLE_TIMING}
 
 # How a word is compared with the value that is waited for, by flag.
 _GEQ, _EQ, _AND, _NOR = range(4)
@@ -241,11 +240,8 @@ class StreamCalls(Calls):
     # -- events ----------------------------------------------------------------------------------------------
 
     def _event(self, event: Any) -> Event:
-        found: Event | None = self._machine.events.get(arguments.event(event))
-        if found is None:
-            # Seen once on H200, where a destroyed handle can also end the process.
-            raise Fault(Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
-        return found
+        # Seen once on H200, where a destroyed handle can also end the process.
+        return need(self._machine.events.get(arguments.event(event)), Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
 
     @modelled(1)
     def cuEventCreate(self, Flags: Any) -> Any:
@@ -325,7 +321,7 @@ class StreamCalls(Calls):
         events = (self._event(hStart), self._event(hEnd))
         for event in events:
             check(
-                event.record is not None and not event.flags & _DISABLE_TIMING,
+                event.record is not None and not event.flags & EventFlag.DISABLE_TIMING,
                 Result.CUDA_ERROR_INVALID_HANDLE,
             )
         for event in events:

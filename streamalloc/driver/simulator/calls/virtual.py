@@ -12,16 +12,15 @@ from streamalloc.driver.bindings import cuda, handle_types_member, read_handle_t
 
 from .. import arguments
 from ..arrays import TileCopy
-from ..errors import Fault, NotModelled, Result, check
+from ..constants import PINNED, Handle, Location
+from ..errors import Fault, NotModelled, Result, check, need
 from ..machine import Machine
 from ..multicast import MulticastObject
-from ..pool import PINNED, Place
+from ..pool import Place
 from ..virtual import GRANULARITY, HOST, Mapping, Memory, Properties, device_place
 from .base import Calls, modelled
 from .copies import Move
 
-_DEVICE, _HOST, _HOST_NUMA = 1, 2, 3  # CUmemLocationType
-_POSIX_FD, _FABRIC = 1, 8  # CUmemAllocationHandleType
 _TILE_POOL = 1  # CUmemAllocationProp.allocFlags.usage
 _PAGE = 4096
 _PCIE_MAPPING = 1  # CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE
@@ -49,28 +48,28 @@ class VirtualMemoryCalls(Calls):
         place, kind, handle_types = _place(props.location), int(props.type), read_handle_types(props)
         flags = props.allocFlags
         compression, rdma, usage = int(flags.compressionType), int(flags.gpuDirectRDMACapable), int(flags.usage)
-        check(kind == PINNED and handle_types & ~(_POSIX_FD | _FABRIC) == 0)
+        check(kind == PINNED and handle_types & ~(Handle.POSIX_FD | Handle.FABRIC) == 0)
         wanted = place.type
-        if wanted == _DEVICE:
+        if wanted == Location.DEVICE:
             check(0 <= place.id < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
             check(compression <= 1)
-        elif wanted == _HOST_NUMA:
+        elif wanted == Location.HOST_NUMA:
             check(0 <= place.id < self._machine.profile.numa_nodes and not compression and not rdma)
         else:
-            check(wanted == _HOST and not compression and not rdma and not handle_types)
-            place = Place(_HOST_NUMA, 0)
+            check(wanted == Location.HOST and not compression and not rdma and not handle_types)
+            place = Place(Location.HOST_NUMA, 0)
         tile_pool = bool(usage & _TILE_POOL)
         check(not (tile_pool and (compression or handle_types)))
-        if tile_pool and (rdma or wanted == _HOST_NUMA):
+        if tile_pool and (rdma or wanted == Location.HOST_NUMA):
             raise NotModelled("cuMemCreate of memory for tiles that is RDMA-capable or of a HOST_NUMA")
-        if handle_types & _FABRIC:
+        if handle_types & Handle.FABRIC:
             self._check_fabric(place)
         return Properties(place, handle_types, 0 if rdma else compression, rdma, tile_pool)
 
     def _check_fabric(self, place: Place) -> None:
         """By default a machine is like the one that was observed: the devices can, but there is no IMEX channel."""
         check(self._machine.fabric is not None, Result.CUDA_ERROR_NOT_PERMITTED)
-        if not self._machine.fabric or place.type != _DEVICE:
+        if not self._machine.fabric or place.type != Location.DEVICE:
             raise NotModelled("cuMemCreate of memory with fabric handles where these are not supported")
 
     @modelled(0)
@@ -170,7 +169,9 @@ class VirtualMemoryCalls(Calls):
         for mapping in mappings:
             if isinstance(mapping.memory, MulticastObject):
                 team = mapping.memory.team.devices
-                outside = any(flags and place.type == _DEVICE and place.id not in team for place, flags in wanted)
+                outside = any(
+                    flags and place.type == Location.DEVICE and place.id not in team for place, flags in wanted
+                )
                 check(not outside, Result.CUDA_ERROR_ILLEGAL_STATE)
 
     def _is_in_use(self, start: int, end: int) -> bool:
@@ -178,14 +179,14 @@ class VirtualMemoryCalls(Calls):
         return any(isinstance(one, (Move, TileCopy)) and one.touches(start, end) for queue in queues for one in queue)
 
     def _wanted(self, place: Place, flags: int, on_device: bool) -> tuple[Place, int]:
-        if place.type == _DEVICE:
+        if place.type == Location.DEVICE:
             check(0 <= place.id < len(self._machine.devices))
             return device_place(place.id), flags
-        check(place.type in (_HOST, _HOST_NUMA))
+        check(place.type in (Location.HOST, Location.HOST_NUMA))
         # the host never gets at device memory
         check(not (on_device and flags), Result.CUDA_ERROR_NOT_SUPPORTED)
         # a memory node that is not there is no mistake (observed on H200: test_host_mappings)
-        return (place if place.type == _HOST_NUMA and place.id else HOST), flags
+        return (place if place.type == Location.HOST_NUMA and place.id else HOST), flags
 
     @modelled(1)
     def cuMemGetAccess(self, location: Any, ptr: Any) -> int:
@@ -193,16 +194,16 @@ class VirtualMemoryCalls(Calls):
         address = arguments.device_pointer(ptr)
         check(where is not None)
         place = _place(where)
-        if place.type == _DEVICE:
+        if place.type == Location.DEVICE:
             check(0 <= place.id < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
         else:
-            check(place.type in (_HOST, _HOST_NUMA), Result.CUDA_ERROR_INVALID_DEVICE)
+            check(place.type in (Location.HOST, Location.HOST_NUMA), Result.CUDA_ERROR_INVALID_DEVICE)
         mapping = self._machine.virtual.mapping_at(address)
-        if place.type == _HOST:
+        if place.type == Location.HOST:
             return mapping.right_of_host()
-        if place.type == _HOST_NUMA and place.id:
+        if place.type == Location.HOST_NUMA and place.id:
             raise NotModelled(f"cuMemGetAccess for HOST_NUMA {place.id}")
-        return mapping.right(device_place(place.id) if place.type == _DEVICE else HOST)
+        return mapping.right(device_place(place.id) if place.type == Location.DEVICE else HOST)
 
     # -- handles of address ranges ---------------------------------------------------------------------------
 
@@ -217,9 +218,7 @@ class VirtualMemoryCalls(Calls):
         if self._machine.current_or_none() is None:
             raise NotModelled("cuMemGetHandleForAddressRange without a current context")
         check(length and address % _PAGE == 0 and length % _PAGE == 0)
-        allocation = self._machine.allocations.find(address)
-        check(allocation is not None)
-        assert allocation is not None
+        allocation = need(self._machine.allocations.find(address))
         if allocation.mapping is not None and allocation.mapping.is_multicast:
             raise NotModelled("cuMemGetHandleForAddressRange of a multicast object")
         if allocation.mapping is not None:

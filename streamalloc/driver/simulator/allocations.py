@@ -1,0 +1,79 @@
+"""Live ranges of memory: one small class for each kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .blocks import Block
+    from .graph_memory import GraphMemory
+    from .machine import Context
+    from .pool import Pool
+    from .sharing import ImportedPool
+    from .virtual import Mapping
+
+
+@dataclass(eq=False)
+class Allocation:
+    """A live range of memory. ``device`` is None where it is the host's."""
+
+    base: int
+    size: int
+    device: int | None
+    context: Context | None
+    id: int = field(init=False, default=0)
+    """Set by :meth:`.Machine.remember`; never given to another one."""
+    pool: Pool | ImportedPool | None = field(init=False, default=None)
+    mapping: Mapping | None = field(init=False, default=None)
+
+    @property
+    def on_host(self) -> bool:
+        return self.device is None
+
+    @property
+    def known(self) -> bool:
+        """Whether the driver takes the address for its own; host pool memory if a device has access."""
+        return self.pool is None or self.pool.device is not None or self.pool.granted
+
+
+@dataclass(eq=False)
+class DeviceMemory(Allocation):
+    """Of cuMemAlloc."""
+
+    block: Block
+
+
+@dataclass(eq=False)
+class HostMemory(Allocation):
+    """Pinned host memory; ``block`` is None where it was registered and is the user's."""
+
+    block: Block | None
+    flags: int
+
+
+@dataclass(eq=False)
+class PoolMemory(Allocation):
+    """Of a pool, or imported from another process's."""
+
+    pool: Pool | ImportedPool = field()
+    block: Block
+
+
+@dataclass(eq=False)
+class GraphAllocation(Allocation):
+    """What outlives the launch of a graph that allocated it."""
+
+    memory: GraphMemory
+
+
+@dataclass(eq=False)
+class MappedMemory(Allocation):
+    """Of cuMemMap."""
+
+    mapping: Mapping = field()
+
+
+@dataclass(eq=False)
+class OpenedMemory(Allocation):
+    """Another process's plain memory."""
