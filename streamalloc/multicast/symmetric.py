@@ -17,7 +17,7 @@ from typing_extensions import Self
 
 from streamalloc.core.device import Device
 from streamalloc.core.door import door_behind
-from streamalloc.core.errors import ClosedError, CudaError, attach
+from streamalloc.core.errors import ClosedError, CudaError, attach, size_text
 from streamalloc.core.later import Deferred, later_of
 from streamalloc.core.memory import BufferView
 from streamalloc.core.ownership import Closes
@@ -83,7 +83,7 @@ class SymmetricBuffer(BufferView):
 
     def __repr__(self) -> str:
         where = "closed" if self._keeper.closed else f"at {self.address:#x}"
-        return f"<SymmetricBuffer of {self.nbytes} bytes {where}, of {self._keeper!r}>"
+        return f"<SymmetricBuffer of {size_text(self.nbytes)} {where}, of {self._keeper!r}>"
 
 
 class SymmetricMemory(Closes):
@@ -559,7 +559,7 @@ class SymmetricMemory(Closes):
             return f"<{type(self).__name__} that could not be made>"
         who = f"rank {self.rank} of {self.size}" if self._communicator is not None else f"{self.size} devices"
         state = ", closed" if self.closed else ", with multicast" if self.multicast else ""
-        return f"<{type(self).__name__} of {self.nbytes} bytes for each rank, {who}{state}>"
+        return f"<{type(self).__name__} of {size_text(self.nbytes)} for each rank, {who}{state}>"
 
 
 # -- undoing -------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from streamalloc.core.buffer import Buffer
 from streamalloc.core.door import Door
-from streamalloc.core.errors import ClosedError, CudaError
+from streamalloc.core.errors import ClosedError, CudaError, size_text
 from streamalloc.core.properties import checked_size
 from streamalloc.core.stream import Stream
 from streamalloc.ipc.ring.protocol import END, HALF, ITEM, MASK, PACKET, RingEnding, SlotMemory
@@ -95,7 +95,7 @@ class RingSlot(SlotMemory):
     @nbytes_used.setter
     def nbytes_used(self, value: int) -> None:
         if checked_size("nbytes_used", value) > self._size:
-            raise ValueError(f"nbytes_used={value}: the slots of this ring have {self._size} bytes")
+            raise ValueError(f"nbytes_used={value}: the slots of this ring have {size_text(self._size)}")
         self._used = value
 
     def _check_usable(self) -> None:

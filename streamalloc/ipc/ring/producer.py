@@ -6,7 +6,7 @@ import time
 from typing import Any, NamedTuple
 
 from streamalloc.core.door import door_behind
-from streamalloc.core.errors import undoing
+from streamalloc.core.errors import size_text, undoing
 from streamalloc.core.fd import Fd
 from streamalloc.core.memory import CopySide, Memory, copy_bytes
 from streamalloc.core.properties import MemLocationType, checked_size
@@ -216,7 +216,9 @@ class RingProducer(RingEnd):
         """
         source = CopySide.readable(data, self._door)
         if source.nbytes > self.slot_bytes:
-            raise ValueError(f"data has {source.nbytes} bytes, and the slots of this ring {self.slot_bytes}")
+            raise ValueError(
+                f"data has {size_text(source.nbytes)}, and the slots of this ring {size_text(self.slot_bytes)}"
+            )
         with self.next(timeout) as slot:
             slot._used = source.nbytes
             copy_bytes(CopySide(slot._base, source.nbytes, self._ordinal, slot), source, self.stream)

@@ -139,7 +139,7 @@ class SlotMemory(Memory):
         return self
 
     def __repr__(self) -> str:
-        state = f"{self.nbytes} bytes at {self._base:#x}" if self._held else "handed on"
+        state = f"{size_text(self.nbytes)} at {self._base:#x}" if self._held else "handed on"
         return f"<{type(self).__name__} {self._index}: {state}>"
 
 
