@@ -81,7 +81,7 @@ class TestInOneProcess:
         assert memory.handle_type is sa.MemHandleType.NONE
         assert memory.physical_bytes == 4 * MiB
         assert not memory.multicast and memory.multicast_buffer is None and memory.multicast_address is None
-        assert repr(memory) == f"<SymmetricMemory of {NBYTES} bytes for each rank, 2 devices>"
+        assert repr(memory) == f"<SymmetricMemory of {NBYTES:,} bytes for each rank, 2 devices>"
         for rank, buffer in enumerate(memory.buffers):
             assert buffer.nbytes == NBYTES and buffer.owner is memory
             assert buffer.location == devices[rank].location and buffer.stream.device == devices[rank]

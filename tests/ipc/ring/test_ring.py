@@ -1208,7 +1208,7 @@ class TestArguments:
             with pytest.raises(TypeError):
                 slot.nbytes_used = 1.5  # type: ignore[assignment]
             slot.nbytes_used = 0
-        with pytest.raises(ValueError, match=f"{SIZE + 1} bytes"):
+        with pytest.raises(ValueError, match=f"{SIZE + 1:,} bytes"):
             ring.put(bytes(SIZE + 1))
         with pytest.raises(TypeError):
             ring.put(5)
