@@ -318,10 +318,10 @@ def share(
 
     Physical memory and what it is mapped in can be shared by fabric handles, too, and then with processes of other
     machines in the same IMEX domain. Such handles are bytes in the descriptor, so no file descriptor has to travel, and
-    nothing keeps the memory before it was opened: it must not be closed until then. The board, by which importers'
-    streams wait for the contents, is of this machine. Elsewhere, and where neither the board's descriptor comes along
-    nor this process can be asked for it (:func:`streamalloc.ipc.send` and :mod:`multiprocessing` see to that), nothing
-    waits: synchronise ``stream`` before the descriptor leaves.
+    nothing keeps the memory before it was opened: it must not be closed until then. The control block, by which
+    importers' streams wait for the contents, is of this machine. Elsewhere, and where neither its file descriptor comes
+    along nor this process can be asked for it (:func:`streamalloc.ipc.send` and :mod:`multiprocessing` see to that),
+    nothing waits: synchronise ``stream`` before the descriptor leaves.
 
     Parameters
     ----------
@@ -333,8 +333,10 @@ def share(
         Share memory of ``cuMemAlloc`` although the importer can then read all of its 2 MiB blocks, in which there may
         be other allocations.
     hold
-        Count this descriptor as on its way: until it was opened, the allocation is not freed. For descriptors that are
-        certain to arrive once.
+        Keep the allocation from being freed while this descriptor is on its way. The result holds it, until the
+        descriptor was opened, :meth:`Shared.cancel` is called, or the result is dropped. :func:`streamalloc.ipc.send`
+        hands the hold over to the message, which ends it when it is opened, refused or dropped, or when nobody can
+        receive it any more. It makes no difference for what has no lease.
     handle_type
         Of physical memory, and what it is mapped in: ``POSIX_FILE_DESCRIPTOR`` or ``FABRIC``. Default: file descriptors
         where the memory was made with them, else fabric handles. Pools are shared by file descriptors only.

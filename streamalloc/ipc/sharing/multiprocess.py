@@ -7,7 +7,8 @@ held. A hold ends when the other process has opened the descriptor, or
 * in a queue or a one-way pipe: when no process has its reading end any more, so that nobody can take it out;
 * in a two-way pipe: when the other end is closed, as long as this process has not closed its own.
 
-Where a process dies just between taking something out of a queue and opening it, the hold ends with the queue.
+Where a process dies just between taking something out of a queue and opening it, the hold ends with the queue. Where
+it was pickled by hand (``ForkingPickler.dumps``), nobody knows what carries it: the hold ends when it was opened.
 """
 
 from __future__ import annotations

@@ -387,10 +387,12 @@ def _refuses_all(descriptor: Descriptor, fds: tuple[ipc.Fd, ...], stream: sa.Str
             kept += [fd for fd in given if not fd.closed]
     # A pool and a board that are what they should be may be kept for what is opened next.
     assert wrong == [] and len(kept) <= 2
+    stream.synchronize()  # ends what was left for later
     before = state()
     for fields in changes(descriptor).values():
         changed = descriptor._replace(**fields)
         assert _problem(changed, again(fds), stream) == _problem(changed, (), stream) == ""
+    stream.synchronize()
     assert _same(before)
 
 

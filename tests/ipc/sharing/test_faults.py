@@ -30,8 +30,10 @@ RELEASES = {
     "cuStreamDestroy": ("stream", "CUstream"),
     "cuEventDestroy": ("event", "CUevent"),
     "cuMemHostUnregister": ("registered host memory", ""),
+    "cuMemRelease": ("", ""),
 }
-"""Calls whose failure a finaliser has nobody to tell of; what they leave, and the class of its handles."""
+"""Calls whose failure nobody is told of, as they are made again later or by a finaliser; what they leave, and the class
+of its handles."""
 
 
 def sweep(
