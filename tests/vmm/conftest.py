@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from tests.support import end_what_was_dropped
 from tests.vmm.support import HOST, PAGE
+
+
+@pytest.fixture(autouse=True)
+def nothing_later() -> Iterator[None]:
+    """What a test has dropped goes with it: addresses are those of the whole process, whatever driver has them."""
+    end_what_was_dropped()
+    yield
+    end_what_was_dropped()
 
 
 @pytest.fixture(scope="session", autouse=True)
