@@ -1,6 +1,6 @@
 """Address ranges and what is mapped in them (``cuMemAddressReserve``, ``cuMemMap``, ``cuMemSetAccess``).
 
-The range is the owner: it alone unmaps and frees. A :class:`Mapping` names one piece of it and keeps it alive, so that
+The range is the owner: it alone unmaps and frees. A :class:`Mapping` names one part of it and keeps it alive, so that
 no order of dropping things frees addresses that are mapped, or memory that is used.
 """
 
@@ -487,7 +487,7 @@ class AddressRange(Closes):
 
 
 class RangeView(Memory):
-    """Bytes of an address range that are mapped, in one piece of physical memory or in several side by side.
+    """Bytes of an address range that are mapped, in one chunk of physical memory or in several side by side.
 
     It is valid while they are mapped. Operations that name no stream go to the default stream of the device whose
     memory comes first.

@@ -119,7 +119,7 @@ class VirtualBuffer(Memory, Closes):
 
     @property
     def mappings(self) -> tuple[Mapping, ...]:
-        """The pieces that it is made of, in the order of addresses; the buffer unmaps them."""
+        """The chunks that it is made of, in the order of addresses; the buffer unmaps them."""
         return self.range.mappings
 
     @property

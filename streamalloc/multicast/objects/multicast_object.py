@@ -1,6 +1,6 @@
 """Multicast objects: addresses behind which each device of a team has memory of its own (driver API section 6.16).
 
-The object is the owner: it alone unbinds. A :class:`Binding` names one piece that is bound. Whatever is dropped, and in
+The object is the owner: it alone unbinds. A :class:`Binding` names one part that is bound. Whatever is dropped, and in
 which order, the driver sees one order: unbind, unmap and release the object, release the memory that was bound, free
 the addresses.
 """
@@ -421,7 +421,7 @@ class MulticastObject(GenericAllocation):
         Parameters
         ----------
         memory
-            :class:`PhysicalMemory`, or memory that has an address: what is mapped by hand, in one piece, or a buffer of
+            :class:`PhysicalMemory`, or memory that has an address: what is mapped by hand, in one chunk, or a buffer of
             a pool.
         offset
             Where in the object, in bytes.
@@ -437,7 +437,7 @@ class MulticastObject(GenericAllocation):
             Not all devices were added: the driver would block.
         TypeError, ValueError
             An offset, a size or the address is not aligned or outside; the memory is of another driver, in several
-            pieces, of a device outside the team, or not shareable while the object is; something is bound there.
+            chunks, of a device outside the team, or not shareable while the object is; something is bound there.
         ClosedError
             The object or the memory was closed.
         OutOfMemoryError
