@@ -21,7 +21,7 @@ from streamalloc.core.later import Deferred, later_of, work
 from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes, Unique
 from streamalloc.core.properties import MemLocation, checked_size
-from streamalloc.core.stream import Stream, StreamLike, as_stream, ordered_after
+from streamalloc.core.stream import Stream, StreamLike, as_stream, direct_handle, ordered_after
 from streamalloc.driver import ForkedProcessError
 from streamalloc.driver.internal import cuda
 
@@ -34,6 +34,7 @@ __all__ = [
     "Allocator",
     "Buffer",
     "GraphBuffer",
+    "PlainBuffer",
     "SharedState",
     "StillImported",
     "freed_by",
@@ -54,8 +55,6 @@ _DEFER: StillImported = "defer"
 _FOREIGN_IN_CAPTURE = (
     "the stream is being captured, where only memory that the capture allocated can be freed; free it on another stream"
 )
-
-_new = object.__new__
 
 
 class SharedState(abc.ABC):
@@ -126,7 +125,7 @@ class Allocator(Unique):
         if not direct:
             return self._allocate_slowly(nbytes, stream)
         # The buffer is there before its memory, so that nothing can come between and lose it.
-        buffer = _new(Buffer)
+        buffer: Buffer = PlainBuffer()
         buffer._nbytes = nbytes
         buffer._stream = stream  # type: ignore[assignment]
         buffer._allocator = self
@@ -144,11 +143,11 @@ class Allocator(Unique):
         self._check_open()
         ordered = as_stream(stream, self._door)
         if ordered._captured():
-            graph_buffer = _new(GraphBuffer)
+            graph_buffer = GraphBuffer.__new__(GraphBuffer)
             graph_buffer._capture = ordered._capture
             buffer: Buffer = graph_buffer
         else:
-            buffer = _new(Buffer)
+            buffer = PlainBuffer()
         buffer._nbytes = checked_size("nbytes", nbytes)
         buffer._stream = ordered
         buffer._allocator = self
@@ -227,8 +226,9 @@ class Buffer(Memory, Closes):
     _allocator: Allocator
     _nbytes: int
     _ptr: Any
-    """The driver's ``CUdeviceptr``; None once the memory was freed or left to be freed later."""
-    _shared: SharedState | None
+    """The driver's ``CUdeviceptr``; None where a plain free will not do: the memory was freed, or shared."""
+    _shared: tuple[SharedState, Any] | None
+    """Of memory that was shared what frees it, and its ``CUdeviceptr``."""
     _stream: Stream
 
     def __init__(self, *_: object, **__: object) -> None:
@@ -272,12 +272,11 @@ class Buffer(Memory, Closes):
     @property
     def freed(self) -> bool:
         """Whether the memory was freed."""
-        return self._ptr is None
+        return self._ptr is None and self._shared is None
 
     def free(
         self,
         stream: StreamLike | None = None,
-        *,
         still_imported: StillImported = _DEFER,
         timeout: float | None = None,
     ) -> None:
@@ -305,45 +304,39 @@ class Buffer(Memory, Closes):
             Another process has it open, with ``"raise"`` at once, with ``"wait"`` after ``timeout``. The buffer lives.
         """
         ptr = self._ptr
-        if stream is None:
-            stream = self._stream
-        if (
-            ptr is None
-            or self._shared is not None
-            or type(stream) is not Stream
-            or stream._direct is not self._allocator._door
-            or still_imported is not _DEFER
-        ):
+        handle = self._stream._handle if stream is None else direct_handle(stream, self._allocator._door)
+        if ptr is None or handle is None or still_imported is not _DEFER:
             return self._free_slowly(stream, still_imported, timeout)
         # From here to the driver nothing is called that a signal handler could interrupt: the memory is freed once.
         self._ptr = None
         try:
-            result = self._allocator._free(ptr, stream._handle)[0]
+            result = self._allocator._free(ptr, handle)[0]
         except ForkedProcessError:
             self._ptr = ptr
             raise
         if result:
             self._ptr = ptr
-            raise self._refused(result, stream)
+            raise self._refused(result, self._ordered_on(stream))
 
     def close(self) -> None:
         """Free the memory on its own stream if that was not done; idempotent. Leaving a ``with`` block does it."""
-        if self._ptr is not None:
+        if not self.freed:
             with ordered_after(self._stream) as ordered:
                 self.free(ordered)
 
-    def _free_slowly(self, stream: StreamLike, still_imported: StillImported, timeout: float | None) -> None:
+    def _free_slowly(self, stream: StreamLike | None, still_imported: StillImported, timeout: float | None) -> None:
         if still_imported not in _POLICIES:
             raise ValueError(f"still_imported={still_imported!r}: allowed are {', '.join(map(repr, _POLICIES))}")
-        if self._ptr is None:
+        if self.freed:
             raise ClosedError(f"this buffer of {size_text(self._nbytes)} was freed already")
         self._allocator._door.check_process()
-        ordered = as_stream(stream, self._allocator._door)
+        ordered = self._ordered_on(stream)
         raw = ordered._checked_raw()
         if ordered._capture is not None and not self._belongs_to(ordered._capture):
             raise refused(CaptureError, "cuMemFreeAsync", _FOREIGN_IN_CAPTURE)
-        if self._shared is not None:
-            self._shared.free(self, ordered, still_imported, timeout)
+        state = shared_state(self)
+        if state is not None:
+            state.free(self, ordered, still_imported, timeout)
             return
         with ordered._context():
             ptr = self._ptr
@@ -364,7 +357,10 @@ class Buffer(Memory, Closes):
     def _live(self) -> Any:
         ptr = self._ptr
         if ptr is None:
-            raise ClosedError(f"this buffer of {size_text(self._nbytes)} was freed")
+            shared = self._shared
+            if shared is None:
+                raise ClosedError(f"this buffer of {size_text(self._nbytes)} was freed")
+            ptr = shared[1]
         return ptr
 
     def _check_usable(self) -> None:
@@ -376,15 +372,17 @@ class Buffer(Memory, Closes):
 
     def __del__(self) -> None:
         try:
-            ptr, shared, door = self._ptr, self._shared, self._allocator._door
+            if self._ptr is None and self._shared is None:
+                return
         except AttributeError:  # the call that was to allocate it raised
             return
-        if ptr is None or not door.usable:
+        door = self._allocator._door
+        if not door.usable:
             return
-        if shared is not None:
-            shared.drop(self)
+        if self._shared is not None:
+            self._shared[0].drop(self)
             return
-        stream = self._stream
+        ptr, stream = self._ptr, self._stream
         if stream._direct is door:
             # In the relaxed mode it breaks no capture of other code that may be under way on this thread.
             with door.relaxed():
@@ -394,11 +392,21 @@ class Buffer(Memory, Closes):
         later_of(door).hand_in(_FreeDropped(door, ptr, stream))
 
     def __repr__(self) -> str:
-        ptr = getattr(self, "_ptr", None)
-        if not hasattr(self, "_allocator"):
+        if not hasattr(self, "_ptr"):
             return f"<{type(self).__name__} that could not be made>"
-        where = "freed" if ptr is None else f"at {int(ptr):#x}"
+        where = "freed" if self.freed else f"at {int(self._live()):#x}"
         return f"<{type(self).__name__} of {self._nbytes} bytes {where}, {self.location}>"
+
+
+class PlainBuffer(Buffer):
+    """What :meth:`Allocator.allocate` makes: a :class:`Buffer` whose making runs no Python function."""
+
+    __slots__ = ()
+
+    __init__ = object.__init__
+
+
+PlainBuffer.__name__ = PlainBuffer.__qualname__ = "Buffer"
 
 
 class GraphBuffer(Buffer):
@@ -420,7 +428,6 @@ class GraphBuffer(Buffer):
     def free(
         self,
         stream: StreamLike | None = None,
-        *,
         still_imported: StillImported = _DEFER,
         timeout: float | None = None,
     ) -> None:
@@ -483,24 +490,31 @@ def pool_of(buffer: Buffer) -> object:
 
 def shared_state(buffer: Buffer) -> SharedState | None:
     """What frees the buffer instead of a plain free; None where it was not shared."""
-    return buffer._shared
+    return None if buffer._shared is None else buffer._shared[0]
 
 
 def set_shared(buffer: Buffer, state: SharedState | None) -> None:
-    """Have ``state`` free the buffer from now on."""
-    buffer._shared = state
+    """Have ``state`` free the buffer from now on; None for a plain free."""
+    ptr = buffer._live()
+    # No call from here on that a signal handler could interrupt.
+    if state is None:
+        buffer._ptr = ptr
+        buffer._shared = None
+    else:
+        buffer._shared = (state, ptr)
+        buffer._ptr = None
 
 
 def take_pointer(buffer: Buffer) -> Any:
-    """Take the memory over: the buffer counts as freed. The driver's ``CUdeviceptr``, or None where it was freed."""
-    ptr = buffer._ptr
-    buffer._ptr = None
-    return ptr
+    """Take the memory of a shared buffer over, which counts as freed: its ``CUdeviceptr``; None where it was freed."""
+    shared = buffer._shared
+    buffer._shared = None
+    return None if shared is None else shared[1]
 
 
-def give_pointer(buffer: Buffer, ptr: Any) -> None:
+def give_pointer(buffer: Buffer, state: SharedState, ptr: Any) -> None:
     """Undo :func:`take_pointer`."""
-    buffer._ptr = ptr
+    buffer._shared = (state, ptr)
 
 
 def freed_by(buffer: Buffer) -> Callable[[Any, Any], tuple[Any]]:

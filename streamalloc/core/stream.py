@@ -88,11 +88,6 @@ _LEGACY = 1
 _PER_THREAD = 2
 _DEFAULT_HANDLES = (0, _LEGACY, _PER_THREAD)
 
-# Stands where a handle would, for streams that need more than the hot path does. The bindings refuse it with a
-# TypeError, so that a hot path which meets it falls through to the slow one; None would mean the legacy default
-# stream to them.
-_NOT_DIRECT = "not a handle"
-
 
 class Stream(Closes):
     """A stream of one device.
@@ -134,7 +129,7 @@ class Stream(Closes):
         self._sees_all = False
         self._last: Event | None = None
         # What fast paths use: the handle where it can go straight to the driver, and the door to compare with theirs.
-        self._handle: Any = _NOT_DIRECT
+        self._handle: Any = None
         self._direct: Door | None = None
         self._raw = raw
 
@@ -169,7 +164,7 @@ class Stream(Closes):
             self._direct = self._door
 
     def _forbid_direct(self) -> None:
-        self._handle = _NOT_DIRECT
+        self._handle = None
         self._direct = None
 
     @property
@@ -594,12 +589,12 @@ def as_stream(stream: StreamLike, door: Door) -> Stream:
 # -- what the areas need of streams --------------------------------------------------------------------------
 
 
-def direct_handle(stream: Stream, door: Door) -> Any | None:
+def direct_handle(stream: StreamLike, door: Door) -> Any | None:
     """The driver's ``CUstream`` where calls may go straight to the driver of ``door``; None where they may not.
 
     They may on an open stream of our own that is neither captured nor a default stream.
     """
-    return stream._handle if stream._direct is door else None
+    return stream._handle if type(stream) is Stream and stream._direct is door else None
 
 
 def raw_handle(stream: Stream) -> Any:

@@ -27,7 +27,7 @@ from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from streamalloc.core.buffer import Buffer
+from streamalloc.core.buffer import PlainBuffer
 from streamalloc.core.door import Door, door_behind
 from streamalloc.core.fd import Fd
 from streamalloc.core.memory import BufferView
@@ -43,7 +43,9 @@ from streamalloc.vmm.internal import spec_of
 
 __all__ = ["KINDS", "reduce", "serve"]
 
-KINDS = (MemoryPool, Buffer, BufferView, PhysicalMemory, Mapping, RangeView, GrowableBuffer, StripedBuffer, Event)
+KINDS = (
+    MemoryPool, PlainBuffer, BufferView, PhysicalMemory, Mapping, RangeView, GrowableBuffer, StripedBuffer, Event
+)  # fmt: skip
 """What goes through :mod:`multiprocessing`, by just these classes. Other pickles of a driver resource mean nothing."""
 
 

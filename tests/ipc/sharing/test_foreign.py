@@ -252,7 +252,7 @@ class TestPoolMemory:
             assert (read(buffer[512:1536]) == pattern(1024, 9)).all()
             assert (read(buffer[:512]) == pattern(MiB, 1)[:512]).all()
             opened.close()
-            assert type(buffer) is sa.Buffer  # no lease: its library frees it without asking
+            assert isinstance(buffer, sa.Buffer)  # no lease: its library frees it without asking
 
     def test_of_a_pool_that_is_current(
         self, pool: sa.MemoryPool, stream: sa.Stream, raw: Any, partner: Partner

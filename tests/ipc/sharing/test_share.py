@@ -791,7 +791,7 @@ class TestRefused:
             for thing in (pool, buffer, buffer[:3]):
                 with pytest.raises(ValueError, match=r"make it with handle_types=.*POSIX_FILE_DESCRIPTOR"):
                     ipc.share(thing)
-            assert type(buffer) is sa.Buffer
+            assert isinstance(buffer, sa.Buffer)
 
     def test_default_pool(self, device: sa.Device, stream: sa.Stream) -> None:
         with pytest.raises(ValueError, match="POSIX_FILE_DESCRIPTOR"):
