@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import textwrap
 import threading
 import time
@@ -130,3 +132,78 @@ def test_calls_of_what_was_forgotten_with_its_machine() -> None:
     rig.raw._machine.close()
     answers = (rig.raw.cuMemRelease(1), rig.raw.cuMemGetInfo(), rig.raw.cuMemFree(1))
     assert {answer[0].name for answer in answers} == {"CUDA_ERROR_DEINITIALIZED"}
+
+
+ENDS = """
+import atexit, gc, random, sys, threading, time
+import streamalloc as sa
+from streamalloc import ipc, vmm
+from streamalloc.testing import Gate
+
+dice = random.Random(int(sys.argv[1]))
+device = sa.Device(0, driver=sa.driver.simulated(seed=dice.choice([None, 7])))
+stream, other = device.create_stream(), device.create_stream()
+pool = sa.MemoryPool(device, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR)
+evicted = vmm.GrowableBuffer(device, 64 << 20, 4 << 20, stream=other)
+evicted.evict()
+kept = [evicted]
+gate = Gate(device)
+gate.hold(stream)
+if dice.random() < 0.5:
+    gate.hold(other)
+
+def in_calls():
+    own = device.create_stream()
+    while True:
+        pool.allocate(4096, own).free()
+
+def finished():
+    own = device.create_stream()
+    kept.extend([own, pool.allocate(4096, own)])
+
+def cycle():
+    garbage = [pool.allocate(4096, stream), device.create_stream(), stream.record()]
+    garbage.append(garbage)
+
+def shared():
+    buffer = pool.allocate(4096, stream)
+    kept.append(ipc.share(buffer))
+    buffer.free(still_imported="defer")
+
+def closed_pool():
+    with sa.MemoryPool(device) as brief:
+        kept.append(brief.allocate(10, stream))
+
+def daemon(work):
+    threading.Thread(target=work, daemon=True).start()
+
+steps = [
+    lambda: daemon(in_calls),
+    lambda: daemon(stream.synchronize),
+    lambda: threading.Thread(target=finished).start(),
+    lambda: kept.append(pool.allocate(1 << 20, stream)),
+    lambda: pool.allocate(1 << 20, stream).free(),
+    lambda: kept.append(vmm.GrowableBuffer(device, 64 << 20, 2 << 20, stream=other)),
+    lambda: atexit.register(lambda: (pool.allocate(64, other), gc.collect())),
+    cycle, shared, closed_pool,
+]
+for step in dice.choices(steps, k=8):
+    step()
+end = dice.randrange(4)
+if end == 0:
+    del kept, pool, gate, evicted
+elif end == 1:
+    sys.exit(0)
+elif end == 2:
+    gc.set_threshold(1)
+"""
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_interpreter_ends_whatever_is_held(seed: int) -> None:
+    """Closed gates, evicted memory, deferred frees, daemon threads in the middle of calls."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, str(seed)], capture_output=True, text=True, timeout=25, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Fatal" not in done.stderr
