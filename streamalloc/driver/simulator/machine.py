@@ -124,8 +124,9 @@ class Context:
             # Destroying a stream that has nothing left to do shows its frees, as synchronising would (test_reuse).
             self.machine.synchronize({stream.id: stream.seq}, lambda: True)
         self.machine.timeline.retire(stream)
-        awaited = self.machine.awaited_streams()
-        self.retired = {number: seq for number, seq in self.retired.items() if number in awaited}
+        if len(self.retired) > len(self.machine.timeline.streams) + 8:
+            awaited = self.machine.awaited_streams()
+            self.retired = {number: seq for number, seq in self.retired.items() if number in awaited}
 
     def all_streams(self) -> list[Stream]:
         own = [stream for stream in (self._legacy, self._marks) if stream is not None]

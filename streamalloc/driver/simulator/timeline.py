@@ -188,6 +188,7 @@ class Timeline:
         self.host: Clock = {}
         self.on_close: Callable[[], None] | None = None
         self.closed: bool = False
+        self._gone: list[int] = []
         self.caller: turns.Caller = turns.Caller()
         """Whose call is carried out."""
         self._asleep: list[_thread.LockType] = []
@@ -230,8 +231,12 @@ class Timeline:
     def _forget(self, stream: Stream) -> None:
         """All it had to do is done: no clock needs to say so (:meth:`executed`)."""
         self.streams.pop(stream.id, None)
-        for clock in (self.host, *(other.clock for other in self.streams.values())):
-            clock.pop(stream.id, None)
+        self._gone.append(stream.id)
+        if len(self._gone) > len(self.streams) + 8:  # now and then: it takes as long as there are streams
+            for clock in (self.host, *(other.clock for other in self.streams.values())):
+                for number in clock.keys() & set(self._gone):
+                    del clock[number]
+            self._gone.clear()
 
     # -- progress --------------------------------------------------------------------------------------------
 
