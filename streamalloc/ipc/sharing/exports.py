@@ -80,7 +80,7 @@ class Shared:
         """The slot of the announcement or the allocation; an announcement's is given back with this object."""
         self.handles = handles
         if lease is not None and hold is not None:
-            lease.hold(hold)
+            lease.hold(hold, kept=False)
 
     @property
     def descriptor(self) -> Descriptor:
@@ -113,13 +113,10 @@ class Shared:
     def hand_over(self, lost: Callable[[], bool]) -> None:
         """Leave the hold to what carries the descriptor; ``lost`` tells when that can bring it to nobody any more."""
         hold = self._hold
-        if hold is not None:
+        if hold is not None and self._lease is not None:
             hold.carry(lost)
+            self._lease.hold(hold)
             self._hold = None
-
-    def __del__(self) -> None:
-        if hasattr(self, "_hold"):
-            self.cancel()
 
     def __repr__(self) -> str:
         described = self.descriptor

@@ -9,6 +9,7 @@ from __future__ import annotations
 import select
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +35,7 @@ class Hold:
     can bring it to nobody any more. :meth:`end` is for finalisers, too.
     """
 
-    __slots__ = ("_lost", "_mark", "_over")
+    __slots__ = ("__weakref__", "_lost", "_mark", "_over")
 
     def __init__(self, lost: Callable[[], bool] | None = None) -> None:
         self._lost = lost
@@ -95,7 +96,7 @@ class Lease(SharedState):
         """What has to stay known to importers while there are descriptors of the lease."""
         self._announcer: Stream | None = None
         self._lock = threading.RLock()
-        self._holds: list[Hold] = []
+        self._holds: list[Callable[[], Hold | None]] = []
 
     # -- descriptors -----------------------------------------------------------------------------------------
 
@@ -122,15 +123,15 @@ class Lease(SharedState):
                 raise
             return value
 
-    def hold(self, hold: Hold) -> None:
-        """Count a descriptor that is on its way."""
+    def hold(self, hold: Hold, *, kept: bool = True) -> None:
+        """Count a descriptor that is on its way; unless ``kept``, until somebody else has dropped the hold."""
         with self._lock:
-            self._holds.append(hold)
+            self._holds.append((lambda: hold) if kept else weakref.ref(hold))
 
     def _on_its_way(self) -> bool:
         """Whether a descriptor that is held has not arrived."""
         if self._holds:
-            self._holds = [hold for hold in self._holds if not hold.over()]
+            self._holds = [find for find in self._holds if (hold := find()) is not None and not hold.over()]
         return bool(self._holds)
 
     def revoke(self) -> None:
@@ -213,7 +214,13 @@ class Lease(SharedState):
 
     def drop(self, buffer: Buffer) -> None:
         """Leave the memory of a dropped buffer to be freed."""
-        self._leave(buffer, buffer.stream)
+        try:
+            self._leave(buffer, buffer.stream)
+        except BaseException:
+            # An interrupt; nobody else knows of the memory.
+            if not buffer.freed:
+                self._leave(buffer, buffer.stream)
+            raise
 
     def _leave(self, buffer: Buffer, stream: Stream) -> None:
         free = _DeferredFree(self, stream)
