@@ -38,13 +38,6 @@ class OwnsHandle(Protocol):
     _raw: Any
 
 
-class _Ends(Protocol):
-    @property
-    def handle(self) -> int: ...
-
-    def ended(self) -> bool: ...
-
-
 class Door:
     """A driver as the facade uses it; one for each driver object (:meth:`of`)."""
 
@@ -54,35 +47,18 @@ class Door:
         "_hot",
         "_lock",
         "_state",
-        "allocators",
-        "captures",
         "driver",
         "forked",
-        "postponed",
-        "retired",
     )
 
     driver: Driver
     """The driver itself, for code that binds its functions."""
     forked: bool
     """True in a forked child: no call goes through any more."""
-    allocators: weakref.WeakValueDictionary[Any, Any]
-    """The pool objects of this driver that are alive: pools by driver handle, and the current pools of devices."""
-    postponed: list[Callable[[], None]]
-    """Undos that a finaliser could not make because a stream was being captured; made when a capture ends."""
-    captures: int
-    """How many captures of ours are under way; asking about a pool would break them."""
-    retired: list[_Ends]
-    """Closed pools that the driver must not destroy yet, and frees that wait for other processes."""
-
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
-        self.captures = 0
-        self.retired = []
         self.forked = False
-        self.allocators = weakref.WeakValueDictionary()
-        self.postponed = []
         self._contexts: dict[int, Any] = {}
         self._state: dict[object, Any] = {}
         self._hot: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -213,37 +189,6 @@ class Door:
     def current(self, ordinal: int) -> _Current:
         """A ``with`` block in which a device's primary context is this thread's current one."""
         return _Current(self, self.context(ordinal))
-
-    def outside_captures(self, undo: Callable[[], None]) -> None:
-        """Make a finaliser's undo now, or when the capture that is under way ends: a capture must not see it."""
-        if self.captures:
-            self.postponed.append(undo)
-        else:
-            undo()
-
-    def free_postponed(self) -> None:
-        """Make the frees that a capture held up."""
-        pending, self.postponed = self.postponed, []
-        for free in pending:
-            free()
-
-    def retire(self, pool: _Ends) -> None:
-        """Keep a closed pool until :meth:`reap` finds that it has ended."""
-        self.retired.append(pool)
-        _unfinished.add(self)
-
-    def is_retired(self, raw: Any) -> bool:
-        """Whether a driver handle is that of a closed pool that has not ended yet."""
-        return any(pool.handle == int(raw) for pool in self.retired)
-
-    def reap(self) -> None:
-        """Look at retired pools again; called where the host has synchronised and where pools are made and closed."""
-        if not self.retired or self.captures:
-            return
-        waiting, self.retired = self.retired, []
-        self.retired += [pool for pool in waiting if not pool.ended()]
-        if not self.retired:
-            _unfinished.discard(self)
 
     @property
     def ordinals(self) -> list[int]:
@@ -379,8 +324,6 @@ _FORKED = (
 _doors: weakref.WeakValueDictionary[int, Door] = weakref.WeakValueDictionary()
 # The real driver is a module, there for as long as the process; its door remembers that in a forked child.
 _kept: list[Door] = []
-# Doors with retired pools outlive the last object that came through them.
-_unfinished: set[Door] = set()
 _doors_lock = threading.RLock()
 
 

@@ -172,7 +172,6 @@ def capturing(stream: Stream, mode: CaptureMode) -> Iterator[Graph]:
     capture = Capture(stream)
     later = later_of(door)
     later.paused += 1
-    door.captures += 1
     try:
         with stream._context():
             door.call(
@@ -184,8 +183,6 @@ def capturing(stream: Stream, mode: CaptureMode) -> Iterator[Graph]:
         _end(capture)
     finally:
         later.paused -= 1
-        door.captures -= 1
-        door.free_postponed()
         work(door)
 
 

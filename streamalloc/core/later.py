@@ -21,8 +21,6 @@ import abc
 import contextlib
 import sys
 import threading
-import traceback as traceback_module
-import types
 from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -175,7 +173,7 @@ class Later:
                 pass  # tried again the next time
             except Exception:
                 # A fault of ours, and not one of the caller's: it must not come out of a call of theirs.
-                _report(self._working.get(me))
+                sys.excepthook(*sys.exc_info())
             finally:
                 # No call from here on: see the module's description.
                 if me in self._working:
@@ -201,17 +199,6 @@ class Later:
     def _reset_after_fork(self) -> None:
         # Another thread of the parent may have held it. Nothing is worked on in a child.
         self._lock = threading.Lock()
-
-
-def _report(item: Deferred | None) -> None:
-    kind, value, traceback = sys.exc_info()
-    found = types.SimpleNamespace(
-        exc_type=kind, exc_value=value, exc_traceback=traceback, err_msg="Could not end", object=item
-    )
-    if sys.unraisablehook is sys.__unraisablehook__:
-        traceback_module.print_exc()  # that one takes no arguments of ours
-    else:
-        sys.unraisablehook(found)
 
 
 # Queues with items in them.
@@ -243,6 +230,4 @@ class HandleEnd(Deferred):
 
 def work(door: Door) -> int:
     """One of the points of work: try to end what waits; how many items have ended."""
-    before = len(door.retired)
-    door.reap()
-    return before - len(door.retired) + later_of(door).work()
+    return later_of(door).work()

@@ -280,7 +280,7 @@ def test_what_is_gone_has_ended() -> None:
 
 def test_a_fault_of_ours_comes_out_of_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[object] = []
-    monkeypatch.setattr("sys.unraisablehook", told.append)
+    monkeypatch.setattr("sys.excepthook", lambda *what: told.append(what))
     later, ended = Later(), list[Item]()
 
     def fail(_: Item) -> bool:

@@ -17,7 +17,9 @@ from streamalloc.core.errors import (
     InvalidValueError,
     NotPermittedError,
     NotSupportedError,
+    refused,
 )
+from streamalloc.core.later import later_of
 from streamalloc.core.properties import MemHandleType, checked_size
 from streamalloc.driver import Driver
 from streamalloc.ipc import DriverVersionWarning
@@ -253,10 +255,9 @@ def _clear(resources: RankResources, layout: Layout, rank: int) -> None:
 def check_now(door: Door) -> None:
     """Raise where devices cannot be synchronised, or the process is a fork of the one whose communicator it is."""
     door.check_process()
-    if door.captures:
-        raise CaptureError(
-            "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
-            900,
+    if later_of(door).paused:
+        raise refused(
+            CaptureError,
             "cuCtxSynchronize",
             "a stream is being captured: end the capture before symmetric memory is made or closed",
         )
