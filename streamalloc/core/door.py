@@ -87,7 +87,7 @@ class Door:
     @property
     def usable(self) -> bool:
         """Whether a finaliser may call the driver: not in a forked child, not while the interpreter shuts down."""
-        return not self.forked and not sys.is_finalizing()
+        return not self.forked and not _exiting()
 
     def call(self, name: str, *args: Any, hint: str | Callable[[], str] = "") -> Any:
         """Call driver function ``name`` and return what follows its ``CUresult`` (None, a value, or a tuple).
@@ -316,6 +316,8 @@ class _Relaxed:
         self._door.call("cuThreadExchangeStreamCaptureMode", self._mode)
 
 
+# Kept here: when the last finalisers run, the names of other modules may be gone.
+_exiting = sys.is_finalizing
 _FORKED = (
     "this object belongs to the process that was forked; CUDA cannot be used in a forked child: "
     "start it with multiprocessing's 'spawn' or 'forkserver' method"

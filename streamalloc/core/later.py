@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -134,7 +133,8 @@ class Later:
     def work(self) -> int:
         """Try to end each item, until none can be ended; how many have ended.
 
-        Whatever an item raises, the others get their turn. Nothing is done while a capture is under way, and where
+        Where the driver refuses an item, the others get their turn. Anything else that comes out of one, such as what a
+        signal handler raises, goes on to the caller, and the item stays. Nothing is done while a capture is under way, and where
         this thread is at work already.
         """
         me = threading.get_ident()
@@ -170,10 +170,7 @@ class Later:
                     del self._working[me]
                     ended += 1
             except CudaError:
-                pass  # tried again the next time
-            except Exception:
-                # A fault of ours, and not one of the caller's: it must not come out of a call of theirs.
-                sys.excepthook(*sys.exc_info())
+                pass  # Tried again the next time: the caller of this has nothing to do with it.
             finally:
                 # No call from here on: see the module's description.
                 if me in self._working:
