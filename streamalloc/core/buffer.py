@@ -37,8 +37,6 @@ __all__ = [
     "PlainBuffer",
     "SharedState",
     "StillImported",
-    "freed_by",
-    "give_pointer",
     "pool_of",
     "read_or_none",
     "set_shared",
@@ -510,17 +508,6 @@ def take_pointer(buffer: Buffer) -> Any:
     shared = buffer._shared
     buffer._shared = None
     return None if shared is None else shared[1]
-
-
-def give_pointer(buffer: Buffer, state: SharedState, ptr: Any) -> None:
-    """Undo :func:`take_pointer`."""
-    buffer._shared = (state, ptr)
-
-
-def freed_by(buffer: Buffer) -> Callable[[Any, Any], tuple[Any]]:
-    """The driver function that frees the buffer's memory: ``cuMemFreeAsync``, or what refuses in a forked child."""
-    function: Callable[[Any, Any], tuple[Any]] = buffer._allocator._free
-    return function
 
 
 # -- running out of memory -----------------------------------------------------------------------------------

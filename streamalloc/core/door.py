@@ -236,16 +236,6 @@ class PerDriver(Generic[T]):
             return made
         return found
 
-    def peek(self, door: Door) -> T | None:
-        """The object of a driver if there is one yet."""
-        found: T | None = door._state.get(self)
-        return found
-
-
-class _HasDoor(Protocol):
-    @property
-    def _door(self) -> Door: ...
-
 
 def door_behind(thing: _HasDoor) -> Door:
     """The door of an object of ours: a device, a stream, an event, memory, a pool."""

@@ -133,9 +133,9 @@ class Later:
     def work(self) -> int:
         """Try to end each item, until none can be ended; how many have ended.
 
-        Where the driver refuses an item, the others get their turn. Anything else that comes out of one, such as what a
-        signal handler raises, goes on to the caller, and the item stays. Nothing is done while a capture is under way, and where
-        this thread is at work already.
+        Where the driver refuses an item, the others get their turn. Anything else that comes out of one, such as what
+        a signal handler raises, goes on to the caller, and the item stays. Nothing is done while a capture is under
+        way, and where this thread is at work already.
         """
         me = threading.get_ident()
         if not (self._handed_in or self._waiting) or self.paused or me in self._working:
@@ -192,10 +192,6 @@ class Later:
                 del self._waiting[item]
                 return True
             return False
-
-    def _reset_after_fork(self) -> None:
-        # Another thread of the parent may have held it. Nothing is worked on in a child.
-        self._lock = threading.Lock()
 
 
 # Queues with items in them.
