@@ -237,6 +237,11 @@ class PerDriver(Generic[T]):
         return found
 
 
+class _HasDoor(Protocol):
+    @property
+    def _door(self) -> Door: ...
+
+
 def door_behind(thing: _HasDoor) -> Door:
     """The door of an object of ours: a device, a stream, an event, memory, a pool."""
     return thing._door
