@@ -158,7 +158,7 @@ class Mark:
         return self._index >= 0 and self._word.value != self._value
 
     def __del__(self) -> None:
-        if self._index >= 0:
+        if getattr(self, "_index", -1) >= 0:
             with contextlib.suppress(AttributeError):  # an interrupt came before it was set
                 self._word.value = 0
             self._free.append(self._index)

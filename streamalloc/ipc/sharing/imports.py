@@ -906,6 +906,8 @@ class ImportedBuffer(Memory, Closes):
             held.way.importer.drop(_DroppedImport(held, self._stream))
 
     def __repr__(self) -> str:
+        if not hasattr(self, "_held"):
+            return f"<{type(self).__name__} that could not be opened>"
         where = "closed" if self._held is None else f"at {self.address:#x}, {self.location}"
         return f"<{type(self).__name__} of {self._nbytes} bytes {where}>"
 

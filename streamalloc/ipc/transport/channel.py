@@ -708,6 +708,8 @@ class Listener(Closes):
             self.close()
 
     def __repr__(self) -> str:
+        if not hasattr(self, "address"):
+            return "<Listener that could not be made>"
         return f"<Listener at {self.address}{' (closed)' if self.closed else ''}>"
 
 

@@ -1,0 +1,99 @@
+"""Objects whose making failed: their finalisers say nothing, and their ``repr`` works."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+
+FOLDER = sa.__path__
+
+
+def _classes() -> list[Any]:
+    found: dict[str, Any] = {}
+    for info in pkgutil.walk_packages(FOLDER, "streamalloc."):
+        if info.name.endswith("__main__") or ".simulator" in info.name or ".cli" in info.name:
+            continue
+        for name, value in vars(importlib.import_module(info.name)).items():
+            # A class without a module of its own is an alias; what is abstract is never made.
+            if inspect.isclass(value) and value.__module__ == info.name and not inspect.isabstract(value):
+                found[f"{info.name}.{name}"] = value
+    return [value for _, value in sorted(found.items())]
+
+
+OWNERS = [kind for kind in _classes() if hasattr(kind, "__del__")]
+
+
+def _name(kind: Any) -> str:
+    return str(kind.__qualname__)
+
+
+@pytest.fixture
+def unraisable(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What finalisers have raised."""
+    told: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", lambda what: told.append(what.exc_value))
+    return told
+
+
+def test_there_are_owners() -> None:
+    assert {"MemoryPool", "Buffer", "Stream", "Event", "Graph", "AddressRange", "PhysicalMemory"} <= set(
+        map(_name, OWNERS)
+    )
+
+
+@pytest.mark.parametrize("kind", OWNERS, ids=_name)
+def test_dropped_before_it_was_made(kind: Any, unraisable: list[Any]) -> None:
+    half = kind.__new__(kind)
+    del half
+    assert unraisable == []
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OWNERS if kind.__repr__ is not object.__repr__], ids=_name)
+def test_shown_before_it_was_made(kind: Any) -> None:
+    assert kind.__name__ in repr(kind.__new__(kind)) or "could not be made" in repr(kind.__new__(kind))
+
+
+# Without types: a type checker would refuse what is tried here.
+ANY: Any = sa
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda device: ANY.MemoryPool(device, max_sise=1),
+        lambda device: ANY.MemoryPool(device, release_threshold=-1),
+        lambda device: ANY.MemoryPool("device"),
+        lambda device: ANY.Buffer(),
+        lambda device: ANY.GraphBuffer(),
+        lambda device: device.create_stream(blocked=True),
+        lambda device: device.create_stream(priority="high"),
+        lambda device: device.create_event(timings=True),
+        lambda device: device.create_event(timing=True, interprocess=True),
+        lambda device: ANY.vmm.PhysicalMemory(1 << 21, device, compress=True),
+        lambda device: ANY.vmm.PhysicalMemory(-1, device),
+        lambda device: ANY.vmm.AddressRange(1 << 21, adress=1),
+        lambda device: ANY.vmm.AddressRange(3),
+        lambda device: ANY.vmm.GrowableBuffer(device, 1 << 21, capcity=1),
+        lambda device: ANY.vmm.GrowableBuffer(device, 1 << 21, 1 << 22),
+        lambda device: ANY.vmm.SparseArray(device),
+        lambda device: ANY.vmm.TilePool(device, sise=1),
+        lambda device: ANY.ipc.Ring(),
+        lambda device: ANY.ipc.Ring.producer(None, 1, 1, stream=None),
+        lambda device: ANY.ipc.Ring.consumer(None),
+        lambda device: ANY.ipc.Channel(),
+        lambda device: ANY.ipc.Fd("3"),
+        lambda device: ANY.multicast.MulticastObject(1, device, num=2),
+        lambda device: ANY.multicast.MulticastObject(-1, 2),
+        lambda device: ANY.multicast.SymmetricMemory(1 << 20),
+    ],
+)
+def test_a_constructor_that_fails(device: sa.Device, unraisable: list[Any], make: Any) -> None:
+    with pytest.raises((TypeError, ValueError, sa.NotSupportedError)):
+        make(device)
+    assert unraisable == []
