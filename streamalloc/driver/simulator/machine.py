@@ -77,7 +77,7 @@ class Context:
         if self._legacy is None:
             self._legacy = self._new_stream(LEGACY_STREAM, True, 0)
             self._legacy.legacy = None
-            self._legacy.peers = []
+            self._legacy.peers = {}
         return self._legacy
 
     @property
@@ -106,7 +106,7 @@ class Context:
         if blocking and handle != LEGACY_STREAM:
             stream.legacy = self.legacy
             assert stream.legacy.peers is not None
-            stream.legacy.peers.append(stream)
+            stream.legacy.peers[stream] = None
         return self.machine.timeline.adopt(stream)
 
     def destroy_stream(self, stream: Stream) -> None:
@@ -115,11 +115,11 @@ class Context:
         self.retired[stream.id] = stream.seq
         merge(self.retired, stream.clock)
         if stream.legacy is not None and stream.legacy.peers is not None:
-            stream.legacy.catch_up()
+            stream.legacy.learn(stream)
             if stream.queue:
                 # the legacy stream still comes after what is queued here
                 stream.legacy.submit(Operation(), ((stream, stream.seq),))
-            stream.legacy.peers.remove(stream)
+            del stream.legacy.peers[stream]
         if not stream.queue:
             # Destroying a stream that has nothing left to do shows its frees, as synchronising would (test_reuse).
             self.machine.synchronize({stream.id: stream.seq}, lambda: True)
@@ -256,7 +256,6 @@ class Machine:
         self.profile: Profile = spec.profile
         self.identity: str = spec.identity
         self.fabric: bool | None = spec.fabric
-        self.lock: Any = turns.LOCK
         self.timeline: Timeline = Timeline(spec.seed)
         self.timeline.on_close = self._release
         self.ready: bool = False
@@ -398,7 +397,7 @@ class Machine:
         merge(host, clock)
         for pool in list(self.pools.values()):
             pool.settle(host)
-        for gone in clock.keys() - self.timeline.streams.keys():
+        for gone in [number for number in clock if number not in self.timeline.streams]:
             host.pop(gone, None)
 
     def awaited_streams(self) -> set[int]:

@@ -121,7 +121,7 @@ class Stream:
         self.blocking = blocking
         self.priority = priority
         self.legacy: Stream | None = None  # the legacy stream that a blocking one takes turns with
-        self.peers: list[Stream] | None = None  # of a legacy stream: the blocking streams of its context
+        self.peers: dict[Stream, None] | None = None  # of a legacy stream: the blocking streams of its context
         self.queue: deque[Operation] = deque()
         self.seq: int = 0
         self.done: int = 0
@@ -155,14 +155,17 @@ class Stream:
         else:
             return ()
         pending = []
-        clock = self.clock
         for other in others:
-            if clock.get(other.id, 0) < other.seq:
-                merge(clock, other.clock)
-                clock[other.id] = other.seq
+            self.learn(other)
             if other.done < other.seq:
                 pending.append((other, other.seq))
         return tuple(pending)
+
+    def learn(self, other: Stream) -> None:
+        """Know all that ``other`` knows, and what is in it."""
+        if self.clock.get(other.id, 0) < other.seq:
+            merge(self.clock, other.clock)
+            self.clock[other.id] = other.seq
 
     def submit(self, operation: Operation, after: tuple[tuple[Stream, int], ...] = ()) -> int:
         """Put an operation at the end of the stream, after ``after`` too; it may run before this returns."""
@@ -188,7 +191,7 @@ class Timeline:
         self.host: Clock = {}
         self.on_close: Callable[[], None] | None = None
         self.closed: bool = False
-        self._gone: list[int] = []
+        self._gone: set[int] = set()
         self.caller: turns.Caller = turns.Caller()
         """Whose call is carried out."""
         self._asleep: list[_thread.LockType] = []
@@ -231,10 +234,10 @@ class Timeline:
     def _forget(self, stream: Stream) -> None:
         """All it had to do is done: no clock needs to say so (:meth:`executed`)."""
         self.streams.pop(stream.id, None)
-        self._gone.append(stream.id)
+        self._gone.add(stream.id)
         if len(self._gone) > len(self.streams) + 8:  # now and then: it takes as long as there are streams
             for clock in (self.host, *(other.clock for other in self.streams.values())):
-                for number in clock.keys() & set(self._gone):
+                for number in [number for number in clock if number in self._gone]:
                     del clock[number]
             self._gone.clear()
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["LOCK", "Abandoned", "Caller", "enter", "helper", "leave", "run", "sleep"]
+__all__ = ["Abandoned", "Caller", "enter", "helper", "is_mine", "leave", "run", "sleep"]
 
 _NEVER = object()
 
@@ -36,45 +36,56 @@ def _each_time(function: Callable[[], Any]) -> Iterator[Any]:
     return iter(function, _NEVER)
 
 
-LOCK: Any = threading.RLock()
+_lock = threading.Lock()
 """Held by the thread whose turn it is. One for all machines, as only a whole process can have collections or not."""
 
+_owner = 0  # the thread that has the lock
 _depth = 0
 _was_on = False
-_acquire = _each_time(LOCK.acquire)
+_acquire = _each_time(_lock.acquire)
 _is_enabled, _enable, _disable = _each_time(gc.isenabled), _each_time(gc.enable), _each_time(gc.disable)
 
 
 def enter() -> None:
     """Wait for this thread's turn. In the middle of one, it goes on."""
-    global _depth
-    for _ in _acquire:
-        break
-    if not _depth:
+    global _depth, _owner
+    thread = threading.get_ident()
+    if _owner != thread:
+        for _ in _acquire:
+            break
+        _owner = thread
         _keep_collections_out()
     _depth += 1
 
 
 def leave() -> None:
     """The end of what :func:`enter` began."""
-    global _depth
+    global _depth, _owner
     _depth -= 1
     if not _depth:
         _let_collections_in()
-    LOCK.release()
+        _owner = 0
+        _lock.release()
+
+
+def is_mine(ident: Callable[[], int] = threading.get_ident) -> bool:
+    """Whether it is the calling thread's turn."""
+    return _owner == ident()
 
 
 def sleep(until: _thread.LockType, seconds: float) -> None:
     """Let others have their turn until somebody releases the lock ``until``, or the time is over."""
-    global _depth
-    depth, _depth = _depth, 0
+    global _depth, _owner
+    thread, depth = _owner, _depth
     _let_collections_in()
-    held = LOCK._release_save()
+    _owner = _depth = 0
+    _lock.release()
     try:
         until.acquire(True, seconds)
     finally:
-        for _ in _each_time(functools.partial(LOCK._acquire_restore, held)):
+        for _ in _acquire:
             break
+        _owner = thread
         _keep_collections_out()
         _depth = depth
 
@@ -96,12 +107,12 @@ def _let_collections_in(callbacks: list[Any] = gc.callbacks) -> None:
             break
 
 
-def _skip(phase: str, _info: object, owned: Callable[[], bool] = LOCK._is_owned) -> None:
+def _skip(phase: str, _info: object, mine: Callable[[], bool] = is_mine) -> None:
     """A collection in the wrong place: it finds nothing, as all objects are put out of its reach meanwhile.
 
     It is there only while somebody has the lock: what a signal handler raises in the main thread would be lost here.
     """
-    if owned():
+    if mine():
         (gc.freeze if phase == "start" else gc.unfreeze)()
 
 
@@ -194,7 +205,7 @@ def run(work: Callable[[], Any]) -> Any:
 
     Handlers of signals that came meanwhile run when the caller has what this returns.
     """
-    if LOCK._is_owned():
+    if is_mine():
         return work()
     for one in _all:
         if one.free:
@@ -227,13 +238,14 @@ def run(work: Callable[[], Any]) -> Any:
 
 
 def _after_fork() -> None:
-    global _depth
-    LOCK._at_fork_reinit()
+    global _acquire, _depth, _lock, _owner
+    _lock = threading.Lock()  # another thread may have had the old one
+    _acquire = _each_time(_lock.acquire)
     _helpers.clear()
     _all.clear()
     if _depth:
         _let_collections_in()
-    _depth = 0
+    _owner = _depth = 0
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -13,6 +13,7 @@ import warnings
 
 import pytest
 
+from streamalloc.driver.simulator import turns
 from tests.driver.simulator.support import KEEP, new_rig
 from tests.facts.support import MiB
 from tests.facts.support import value as ok
@@ -70,9 +71,10 @@ def test_a_child_of_fork_cannot_use_an_initialised_driver() -> None:
     held, let_go = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with d._machine.lock:
-            held.set()
-            let_go.wait(10)
+        turns.enter()
+        held.set()
+        let_go.wait(10)
+        turns.leave()
 
     thread = threading.Thread(target=hold)
     thread.start()

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from streamalloc.driver.simulator import turns
 from streamalloc.driver.simulator.timeline import Operation, Timeline, merge
 from tests.driver.simulator.support import KEEP, new_rig
 from tests.facts.support import BLOCKING, MiB
@@ -235,11 +236,12 @@ def test_chance_shows_a_missing_dependency() -> None:
 
 def test_nothing_runs_in_the_callers_thread_under_chance() -> None:
     rig = new_rig(seed=1)
-    with rig.raw._machine.lock:
-        stream = rig.stream()
-        memory = ok(rig.raw.cuMemAlloc(64))
-        ok(rig.raw.cuMemsetD8Async(memory, 1, 64, stream))
-        assert rig.query(stream) == "NOT_READY"
+    turns.enter()
+    stream = rig.stream()
+    memory = ok(rig.raw.cuMemAlloc(64))
+    ok(rig.raw.cuMemsetD8Async(memory, 1, 64, stream))
+    assert rig.query(stream) == "NOT_READY"
+    turns.leave()
     ok(rig.raw.cuStreamSynchronize(stream))
     assert rig.query(stream) == "SUCCESS"
 
@@ -331,3 +333,19 @@ def test_nothing_is_kept_of_streams_that_are_gone(flags: int, busy: bool) -> Non
     for _ in range(200):
         round_trip()
     assert kept() <= before + 60
+
+
+@pytest.mark.parametrize("flags", [0, 1], ids=["blocking", "non-blocking"])
+def test_a_stream_costs_the_same_however_many_there_are(flags: int) -> None:
+    """To destroy one does not look at all others."""
+    d = new_rig().raw
+
+    def seconds(count: int) -> float:
+        streams = [ok(d.cuStreamCreate(flags)) for _ in range(count)]
+        start = time.perf_counter()
+        for stream in streams:
+            ok(d.cuStreamDestroy(stream))
+        return time.perf_counter() - start
+
+    few = min(seconds(500) for _ in range(3))
+    assert seconds(8000) < 16 * 4 * few

@@ -74,7 +74,7 @@ def starts() -> Iterator[list[bool]]:
 
     def note(phase: str, _info: object) -> None:
         if phase == "start":
-            seen.append(turns.LOCK._is_owned())
+            seen.append(turns.is_mine())
 
     gc.callbacks.append(note)
     yield seen
@@ -137,7 +137,7 @@ def test_collections_that_others_force(starts: list[bool]) -> None:
             self.stream = ok(d.cuStreamCreate(1))
 
         def __del__(self) -> None:
-            inside.append(turns.LOCK._is_owned())
+            inside.append(turns.is_mine())
             finalised.append(d.cuStreamDestroy(self.stream)[0])
 
     def work(number: int) -> None:

@@ -11,55 +11,14 @@ from .. import arguments
 from ..errors import Fault, Result, check, need
 from .base import Calls, modelled
 
-_ATTRIBUTE_PREFIX = "CU_DEVICE_ATTRIBUTE_"
-_PEER_PREFIX = "CU_DEVICE_P2P_ATTRIBUTE_"
 
-# What cuGetErrorString says where it is not the name in lower case.
-_ERROR_STRINGS = {
-    "CUDA_SUCCESS": "no error",
-    "CUDA_ERROR_INVALID_VALUE": "invalid argument",
-    "CUDA_ERROR_NOT_INITIALIZED": "initialization error",
-    "CUDA_ERROR_DEINITIALIZED": "driver shutting down",
-    "CUDA_ERROR_NO_DEVICE": "no CUDA-capable device is detected",
-    "CUDA_ERROR_INVALID_DEVICE": "invalid device ordinal",
-    "CUDA_ERROR_INVALID_CONTEXT": "invalid device context",
-    "CUDA_ERROR_INVALID_HANDLE": "invalid resource handle",
-    "CUDA_ERROR_ILLEGAL_STATE": "the operation cannot be performed in the present state",
-    "CUDA_ERROR_NOT_FOUND": "named symbol not found",
-    "CUDA_ERROR_NOT_READY": "device not ready",
-    "CUDA_ERROR_ILLEGAL_ADDRESS": "an illegal memory access was encountered",
-    "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": "peer access is not supported between these two devices",
-    "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED": "peer access is already enabled",
-    "CUDA_ERROR_PEER_ACCESS_NOT_ENABLED": "peer access has not been enabled",
-    "CUDA_ERROR_CONTEXT_IS_DESTROYED": "context is destroyed",
-    "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED": "the memory range is already mapped, in part or as a whole",
-    "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED": "pointer does not correspond to a registered memory region",
-    "CUDA_ERROR_NOT_PERMITTED": "operation not permitted",
-    "CUDA_ERROR_NOT_SUPPORTED": "operation not supported",
-    "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": "operation not permitted when stream is capturing",
-    "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED": "operation failed due to a previous error during capture",
-    "CUDA_ERROR_STREAM_CAPTURE_MERGE": "operation would result in a merge of separate capture sequences",
-    "CUDA_ERROR_STREAM_CAPTURE_UNMATCHED": "capture was not ended in the same stream as it began",
-    "CUDA_ERROR_STREAM_CAPTURE_UNJOINED": "capturing stream has unjoined work",
-    "CUDA_ERROR_STREAM_CAPTURE_ISOLATION": "dependency created on uncaptured work in another stream",
-    "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT": "the legacy stream would depend on a capturing blocking stream",
-    "CUDA_ERROR_CAPTURED_EVENT": "operation not permitted on an event last recorded in a capturing stream",
-    "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD": "a thread-local capture cannot be ended by another thread",
-    "CUDA_ERROR_UNKNOWN": "unknown error",
-}
+def _names(enum: Any, prefix: str) -> dict[int, str]:
+    """Names by the driver's numbers: some have two names in the bindings."""
+    return {int(value): name.removeprefix(prefix) for name, value in enum.__members__.items()}
 
 
-def _short(name: str, prefix: str) -> str:
-    return name[len(prefix) :]
-
-
-# The driver's numbers are the key: some have two names in the bindings.
-_DEVICE_ATTRIBUTES = {
-    int(value): _short(name, _ATTRIBUTE_PREFIX) for name, value in cuda.CUdevice_attribute.__members__.items()
-}
-_PEER_ATTRIBUTES = {
-    int(value): _short(name, _PEER_PREFIX) for name, value in cuda.CUdevice_P2PAttribute.__members__.items()
-}
+_DEVICE_ATTRIBUTES = _names(cuda.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_")
+_PEER_ATTRIBUTES = _names(cuda.CUdevice_P2PAttribute, "CU_DEVICE_P2P_ATTRIBUTE_")
 
 
 class DeviceCalls(Calls):
@@ -81,7 +40,8 @@ class DeviceCalls(Calls):
     @modelled(1, before_init=True)
     def cuGetErrorString(self, error: Any) -> bytes:
         name = str(self._error(error).name)
-        return _ERROR_STRINGS.get(name, name.removeprefix("CUDA_ERROR_").replace("_", " ").lower()).encode()
+        plain = name.removeprefix("CUDA_ERROR_").replace("_", " ").lower()
+        return self._machine.profile.error_strings.get(name, plain).encode()
 
     @staticmethod
     def _error(error: Any) -> Any:
