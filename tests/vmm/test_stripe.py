@@ -82,7 +82,7 @@ class TestOneDevice:
     def test_no_memory(self, machine: Any) -> None:
         account = Account(machine)
         with pytest.raises(sa.OutOfMemoryError, match="physical memory is exhausted"):
-            vmm.stripe(1 << 45, [account.device])
+            vmm.stripe(1 << 46, [account.device])
         assert account.left == {}
 
     def test_refuses_copies(self, device: sa.Device) -> None:

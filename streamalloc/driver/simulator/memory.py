@@ -213,9 +213,14 @@ class Reservation:
             if readable:
                 _unmap(end, self._raw + self._raw_size - end)
                 _keep_readable(self.base, end)
-                _kept.append((self.base, readable))
-                while sum(size for _, size in _kept) > _FREED_KEPT or len(_kept) > _FREED_RANGES:
-                    _unmap(*_kept.popleft())
+                _kept.append((self.base, readable, self._raw_size))
+                while len(_kept) > 1 and (
+                    len(_kept) > _FREED_RANGES
+                    or sum(kept for _, kept, _ in _kept) > _FREED_KEPT
+                    or sum(reserved for _, _, reserved in _kept) > _FREED_RESERVED
+                ):
+                    start, size, _ = _kept.popleft()
+                    _unmap(start, size)
             self._raw_size = 0
 
 
@@ -250,7 +255,9 @@ FREED = 0xDB
 _FREED_BYTES = 32 << 20
 _FREED_KEPT = 64 << 30
 _FREED_RANGES = 256
-"""How many bytes of addresses, and ranges, are kept that way once a pool is gone: the latest."""
+_FREED_RESERVED = 8 << 40
+"""How many bytes of addresses, ranges, and bytes that these had reserved, are kept that way once a pool is gone: the
+latest. Where the beginning of a range is kept, no other range of its size can be reserved in its place."""
 
 
 @functools.cache
@@ -268,7 +275,8 @@ def _keep_readable(start: int, end: int) -> None:
         start += size
 
 
-_kept: deque[tuple[int, int]] = deque()
+_kept: deque[tuple[int, int, int]] = deque()
+"""Where each begins, its size, and how much was reserved there."""
 
 
 class Arena:

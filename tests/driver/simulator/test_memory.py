@@ -11,7 +11,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc.driver import simulated
-from streamalloc.driver.simulator.memory import FREED, AddressMap, Arena, Intervals
+from streamalloc.driver.simulator.memory import FREED, AddressMap, AddressRange, Arena, Intervals
 from tests.driver.simulator.support import KEEP, new_rig
 from tests.facts.support import MiB
 from tests.facts.support import value as ok
@@ -137,6 +137,15 @@ def test_devices_of_one_name_have_the_same_uuids() -> None:
     assert uuids() == uuids()
     assert uuids(name="a") == uuids(name="a", memory=MiB)
     assert len({*uuids(name="a"), *uuids(name="b"), *uuids()}) == 6
+
+
+def test_host_memory_that_is_gone_leaves_room_for_large_ranges() -> None:
+    """Its beginning stays readable, and so breaks up the addresses of the process: that is kept of the latest only."""
+    for _ in range(100):
+        arena = Arena("host", 1 << 40, 2 << 20, on_host=True)
+        arena.back(0, 2 << 20)
+        arena.close()
+    AddressRange(64 << 40, 2 << 20).close()
 
 
 @pytest.mark.parametrize("destroyed", [False, True])
