@@ -12,7 +12,7 @@ from streamalloc.driver import default as default_driver
 if TYPE_CHECKING:
     from streamalloc.driver import Driver
 
-__all__ = ["FABRIC_NEEDS", "check_location", "door_of", "location_of"]
+__all__ = ["FABRIC_NEEDS", "check_device", "check_location", "door_of", "location_of"]
 
 FABRIC_NEEDS = "fabric handles need a device that offers them and an IMEX channel: see `python -m streamalloc info`"
 
@@ -32,6 +32,14 @@ def door_of(where: object, driver: Driver | None) -> Door:
     if driver is not None and driver is not where.driver:
         raise ValueError(f"driver={driver!r}: {where!r} belongs to another driver")
     return where._door
+
+
+def check_device(name: str, device: object, door: Door | None = None) -> None:
+    """Raise where it is no device, or none of the driver behind ``door``; ``name`` is the argument's, for errors."""
+    if not isinstance(device, Device):
+        raise TypeError(f"{name} must be a Device, not {type(device).__name__} ({device!r})")
+    if door is not None and device._door is not door:
+        raise ValueError(f"{name}={device!r} belongs to another driver")
 
 
 def check_location(door: Door, location: MemLocation) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from streamalloc.core.arguments import check_device
 from streamalloc.core.device import Device
 from streamalloc.core.errors import (
     ClosedError,
@@ -26,7 +27,7 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import checked_size
-from streamalloc.core.stream import Event, Stream, StreamLike, as_stream
+from streamalloc.core.stream import Event, Stream, StreamLike, as_stream, raw_handle, refuse_capture
 from streamalloc.driver.internal import cuda
 from streamalloc.vmm.allocations import Allocations, allocations_of
 from streamalloc.vmm.physical_memory import PhysicalMemory
@@ -37,6 +38,7 @@ __all__ = ["MipTail", "SparseArray", "TilePool"]
 _LAYERED, _SPARSE = 0x01, 0x40
 _SINGLE_TAIL = 1
 _TILE = 1 << 16
+_TAIL = -1
 _FORMATS = {
     "u1": "UNSIGNED_INT8",
     "u2": "UNSIGNED_INT16",
@@ -92,8 +94,7 @@ class TilePool(Closes):
     """How many tiles of 64 KiB it has."""
 
     def __init__(self, device: Device, nbytes: int, *, round_up: bool = False) -> None:
-        if not isinstance(device, Device):
-            raise TypeError(f"device must be a Device, not {type(device).__name__} ({device!r})")
+        check_device("device", device)
         self.device = device
         self.memory = PhysicalMemory(nbytes, device, tile_pool=True, round_up=round_up)
         # Driver 580 crashes where the memory is released while an operation with it is queued.
@@ -123,13 +124,10 @@ class TilePool(Closes):
             return
         if len(self._free) < self.tiles:
             raise ValueError(f"{self.tiles - len(self._free)} of {self.tiles} tiles of this pool are mapped in arrays")
-        self._wait()
-        self.memory.close()
-        self._free = deque(_FreeTile(tile, None, None) for tile, _, _ in self._free)
-
-    def _wait(self) -> None:
-        for event in {event for _, _, event in self._free if event is not None}:
+        for event in {free.event for free in self._free if free.event is not None}:
             event.synchronize()
+        self.memory.close()
+        self._free = deque(_FreeTile(free.tile, None, None) for free in self._free)
 
     def _take(self, count: int, stream: Stream) -> list[_FreeTile]:
         """Tiles that ``stream`` may use, those that have been free for longest first."""
@@ -153,9 +151,6 @@ class TilePool(Closes):
         """Undo :meth:`_take`."""
         self._free.extendleft(reversed(taken))
 
-    def _return(self, tiles: Sequence[int], stream: Stream | None, event: Event | None) -> None:
-        self._free += [_FreeTile(tile, stream, event) for tile in tiles]
-
     def __repr__(self) -> str:
         if not hasattr(self, "_free"):
             return f"<{type(self).__name__} that could not be made>"
@@ -173,7 +168,7 @@ class _FreeTile(NamedTuple):
 class _Array(Node):
     """What has to be undone of an array: by itself, or before memory of a pool is released that it has tiles of."""
 
-    __slots__ = ("_raw", "device", "last", "map", "mipmapped", "tails")
+    __slots__ = ("_raw", "device", "last", "map", "mipmapped")
 
     def __init__(self, device: Device, mipmapped: bool) -> None:
         super().__init__(Kind.OBJECT)
@@ -181,7 +176,6 @@ class _Array(Node):
         self.mipmapped = mipmapped
         self._raw: Any = None
         self.map: dict[_Tile, tuple[TilePool, int]] = {}
-        self.tails: dict[int, tuple[TilePool, list[int]]] = {}
         self.last: dict[int, Event] = {}
         """The end of what was queued, by the handle of the stream."""
 
@@ -201,8 +195,7 @@ class _Array(Node):
 
     def done(self, pool: TilePool) -> None:
         """Some tiles of a pool were given back."""
-        users = [*self.map.values(), *self.tails.values()]
-        if all(user is not pool for user, _ in users):
+        if all(user is not pool for user, _ in self.map.values()):
             self.allocations.order.unrelate(self, pool.memory._handle)
 
     def give_up(self) -> None:
@@ -222,14 +215,13 @@ class _Array(Node):
                 self.gone = True
                 while self.map:
                     pool, slot = self.map.popitem()[1]
-                    pool._return((slot,), None, None)
-                while self.tails:
-                    pool, slots = self.tails.popitem()[1]
-                    pool._return(slots, None, None)
+                    pool._free.append(_FreeTile(slot, None, None))
                 self.last.clear()
 
 
 class _Tile(NamedTuple):
+    """A tile of a level, or 64 KiB of a layer's mip tail: those have level ``_TAIL`` and are counted by ``x``."""
+
     level: int
     layer: int
     z: int
@@ -308,8 +300,7 @@ class SparseArray(Closes):
         layered: bool = False,
         levels: int = 0,
     ) -> None:
-        if not isinstance(device, Device):
-            raise TypeError(f"device must be a Device, not {type(device).__name__} ({device!r})")
+        check_device("device", device)
         self.device = device
         self.shape = tuple(checked_size("shape", extent) for extent in shape)
         self.dtype = np.dtype(dtype)
@@ -409,7 +400,7 @@ class SparseArray(Closes):
     @property
     def mapped_bytes(self) -> int:
         """How much memory of tile pools the array uses, in bytes."""
-        return _TILE * (len(self._array.map) + sum(len(tiles) for _, tiles in self._array.tails.values()))
+        return _TILE * len(self._array.map)
 
     def map(self, pool: TilePool, region: Region = None, *, level: int = 0, layer: int = 0, stream: StreamLike) -> None:
         """Give a region memory, in stream order (``cuMemMapArrayAsync``); its contents are undefined until written.
@@ -434,74 +425,60 @@ class SparseArray(Closes):
         CaptureError
             The stream is being captured.
         """
-        ordered = self._ordered(stream)
-        self._check_pool(pool)
-        tiles = list(self._tiles(region, level, layer))
-        double = next((tile for tile in tiles if tile in self._array.map), None)
-        if double is not None:
-            raise ValueError(
-                f"region={region!r}: the tile at {double[-len(self.tile) :]} of level {level} is mapped already"
-            )
-        taken = pool._take(len(tiles), ordered)
-        slots = [free.tile for free in taken]
-        self._array.use(pool)
-        try:
-            self._submit(
-                ordered,
-                [self._tile_info(tile, pool, slot) for tile, slot in zip(tiles, slots, strict=True)],
-            )
-        except BaseException:
-            pool._put_back(taken)
-            self._array.done(pool)
-            raise
-        self._array.map.update({tile: (pool, slot) for tile, slot in zip(tiles, slots, strict=True)})
-        self._note(ordered)
+        self._map(self._tiles(region, level, layer), pool, stream)
 
     def unmap(self, region: Region = None, *, level: int = 0, layer: int = 0, stream: StreamLike) -> None:
         """Take the memory of a region away, in stream order, and give its tiles back to their pools.
 
         Tiles that have none are left alone. Parameters and errors as for :meth:`map`.
         """
-        ordered = self._ordered(stream)
-        tiles = [tile for tile in self._tiles(region, level, layer) if tile in self._array.map]
-        self._submit(ordered, [self._tile_info(tile, None, 0) for tile in tiles])
-        event = self._note(ordered)
-        for tile in tiles:
-            pool, slot = self._array.map.pop(tile)
-            pool._return((slot,), ordered, event)
-            self._array.done(pool)
+        self._unmap(self._tiles(region, level, layer), stream)
 
     def map_tail(self, pool: TilePool, *, layer: int = 0, stream: StreamLike) -> None:
         """Give the mip tail of a layer memory, in stream order; parameters and errors as for :meth:`map`."""
+        self._map(self._tail_tiles(layer), pool, stream)
+
+    def unmap_tail(self, *, layer: int = 0, stream: StreamLike) -> None:
+        """Take the memory of a layer's mip tail away, in stream order."""
+        self._unmap(self._tail_tiles(layer), stream)
+
+    def _map(self, tiles: Iterator[_Tile], pool: TilePool, stream: StreamLike) -> None:
         ordered = self._ordered(stream)
-        self._check_pool(pool)
-        tail, layer = self._tail_of(layer)
-        if layer in self._array.tails:
-            raise ValueError(f"layer={layer}: its mip tail is mapped already")
-        taken = pool._take(-(-tail.nbytes // _TILE), ordered)
-        slots = [free.tile for free in taken]
-        infos = [self._tail_info(layer, place * _TILE, pool, slot) for place, slot in enumerate(slots)]
+        if not isinstance(pool, TilePool):
+            raise TypeError(f"pool must be a TilePool, not {type(pool).__name__} ({pool!r})")
+        if pool.device != self.device:
+            raise ValueError(f"{pool!r} is not of {self.device!r}")
+        wanted = list(tiles)
+        for tile in wanted:
+            if tile in self._array.map:
+                place = f"the tile at {tile[-len(self.tile) :]} of level {tile.level}"
+                raise ValueError(f"{'the mip tail' if tile.level == _TAIL else place} is mapped already")
+        taken = pool._take(len(wanted), ordered)
+        given = {tile: (pool, free.tile) for tile, free in zip(wanted, taken, strict=True)}
         self._array.use(pool)
         try:
-            self._submit(ordered, infos)
+            self._submit(ordered, [self._info(tile, pool, slot) for tile, (_, slot) in given.items()])
         except BaseException:
             pool._put_back(taken)
             self._array.done(pool)
             raise
-        self._array.tails[layer] = (pool, slots)
+        self._array.map.update(given)
         self._note(ordered)
 
-    def unmap_tail(self, *, layer: int = 0, stream: StreamLike) -> None:
-        """Take the memory of a layer's mip tail away, in stream order."""
+    def _unmap(self, tiles: Iterator[_Tile], stream: StreamLike) -> None:
         ordered = self._ordered(stream)
-        _, layer = self._tail_of(layer)
-        if layer not in self._array.tails:
+        mapped = [tile for tile in tiles if tile in self._array.map]
+        if not mapped:
             return
-        pool, slots = self._array.tails[layer]
-        self._submit(ordered, [self._tail_info(layer, place * _TILE, None, 0) for place in range(len(slots))])
-        del self._array.tails[layer]
-        pool._return(slots, ordered, self._note(ordered))
-        self._array.done(pool)
+        self._submit(ordered, [self._info(tile, None, 0) for tile in mapped])
+        event = self._note(ordered)
+        pools = set()
+        for tile in mapped:
+            pool, slot = self._array.map.pop(tile)
+            pool._free.append(_FreeTile(slot, ordered, event))
+            pools.add(pool)
+        for pool in pools:
+            self._array.done(pool)
 
     def copy_from(
         self,
@@ -543,7 +520,8 @@ class SparseArray(Closes):
 
     # -- the driver's structs --------------------------------------------------------------------------------
 
-    def _info(self, pool: TilePool | None, slot: int) -> Any:
+    def _info(self, tile: _Tile, pool: TilePool | None, slot: int) -> Any:
+        """What maps a tile to a pool's memory; None unmaps it."""
         info = cuda.CUarrayMapInfo()
         if self.levels:
             info.resourceType = cuda.CUresourcetype.CU_RESOURCE_TYPE_MIPMAPPED_ARRAY
@@ -551,20 +529,20 @@ class SparseArray(Closes):
         else:
             info.resourceType = cuda.CUresourcetype.CU_RESOURCE_TYPE_ARRAY
             info.resource.array = self._array.raw
-        operations = cuda.CUmemOperationType
         info.memHandleType = cuda.CUmemHandleType.CU_MEM_HANDLE_TYPE_GENERIC
-        if pool is None:
-            info.memOperationType = operations.CU_MEM_OPERATION_TYPE_UNMAP
-        else:
-            info.memOperationType = operations.CU_MEM_OPERATION_TYPE_MAP
+        info.memOperationType = cuda.CUmemOperationType.CU_MEM_OPERATION_TYPE_UNMAP
+        if pool is not None:
+            info.memOperationType = cuda.CUmemOperationType.CU_MEM_OPERATION_TYPE_MAP
             info.memHandle.memHandle = pool.memory._checked_raw()
             info.offset = slot * _TILE
         info.deviceBitMask = 1 << self.device.ordinal
-        return info
-
-    def _tile_info(self, tile: _Tile, pool: TilePool | None, slot: int) -> Any:
-        info = self._info(pool, slot)
-        info.subresourceType = cuda.CUarraySparseSubresourceType.CU_ARRAY_SPARSE_SUBRESOURCE_TYPE_SPARSE_LEVEL
+        kinds = cuda.CUarraySparseSubresourceType
+        if tile.level == _TAIL:
+            info.subresourceType = kinds.CU_ARRAY_SPARSE_SUBRESOURCE_TYPE_MIPTAIL
+            tail = info.subresource.miptail
+            tail.layer, tail.offset, tail.size = tile.layer, tile.x * _TILE, _TILE
+            return info
+        info.subresourceType = kinds.CU_ARRAY_SPARSE_SUBRESOURCE_TYPE_SPARSE_LEVEL
         part = info.subresource.sparseLevel
         shape, steps = self.level_shape(tile.level), self.tile
         starts = [place * step for place, step in zip(tile[-len(steps) :], steps, strict=True)]
@@ -576,18 +554,9 @@ class SparseArray(Closes):
         part.offsetZ, part.extentDepth = (starts[0], extents[0]) if len(steps) == 3 else (0, 1)
         return info
 
-    def _tail_info(self, layer: int, offset: int, pool: TilePool | None, slot: int) -> Any:
-        info = self._info(pool, slot)
-        info.subresourceType = cuda.CUarraySparseSubresourceType.CU_ARRAY_SPARSE_SUBRESOURCE_TYPE_MIPTAIL
-        info.subresource.miptail.layer = layer
-        info.subresource.miptail.offset = offset
-        info.subresource.miptail.size = _TILE
-        return info
-
     def _submit(self, stream: Stream, infos: list[Any]) -> None:
-        if infos:
-            with self.device.current():
-                self.device._door.call("cuMemMapArrayAsync", infos, len(infos), stream._checked_raw())
+        with self.device.current():
+            self.device._door.call("cuMemMapArrayAsync", infos, len(infos), raw_handle(stream))
 
     def _note(self, stream: Stream) -> Event | None:
         """Remember how far a stream has to go before the array can be destroyed, or what it unmapped be used again."""
@@ -613,27 +582,26 @@ class SparseArray(Closes):
                 f"the host array must be contiguous, of shape {wanted} and {self.dtype}; "
                 f"it has shape {host.shape} and {host.dtype}"
             )
-        size = self.element_bytes
+        door, width = self.device._door, extents[-1] * self.element_bytes
+        z = layer if self.layered else starts[0] if len(starts) == 3 else 0
+        ours, theirs = ("dst", "src") if to_array else ("src", "dst")
         copy = cuda.CUDA_MEMCPY3D()
-        kinds = cuda.CUmemorytype
+        copy.WidthInBytes, copy.Height, copy.Depth = width, extents[-2], extents[0] if len(extents) == 3 else 1
         with self.device.current():
-            raw = (
-                self.device._door.call("cuMipmappedArrayGetLevel", self._array.raw, level)
-                if self.levels
-                else self._array.raw
-            )
-            z = layer if self.layered else starts[0] if len(starts) == 3 else 0
-            if to_array:
-                copy.srcMemoryType, copy.dstMemoryType = kinds.CU_MEMORYTYPE_HOST, kinds.CU_MEMORYTYPE_ARRAY
-                copy.srcHost, copy.srcPitch, copy.srcHeight = host.ctypes.data, extents[-1] * size, extents[-2]
-                copy.dstArray, copy.dstXInBytes, copy.dstY, copy.dstZ = raw, starts[-1] * size, starts[-2], z
-            else:
-                copy.srcMemoryType, copy.dstMemoryType = kinds.CU_MEMORYTYPE_ARRAY, kinds.CU_MEMORYTYPE_HOST
-                copy.dstHost, copy.dstPitch, copy.dstHeight = host.ctypes.data, extents[-1] * size, extents[-2]
-                copy.srcArray, copy.srcXInBytes, copy.srcY, copy.srcZ = raw, starts[-1] * size, starts[-2], z
-            copy.WidthInBytes, copy.Height = extents[-1] * size, extents[-2]
-            copy.Depth = extents[0] if len(extents) == 3 else 1
-            self.device._door.call("cuMemcpy3DAsync", copy, ordered._checked_raw())
+            raw = door.call("cuMipmappedArrayGetLevel", self._array.raw, level) if self.levels else self._array.raw
+            for name, value in (
+                (f"{theirs}MemoryType", cuda.CUmemorytype.CU_MEMORYTYPE_HOST),
+                (f"{theirs}Host", host.ctypes.data),
+                (f"{theirs}Pitch", width),
+                (f"{theirs}Height", extents[-2]),
+                (f"{ours}MemoryType", cuda.CUmemorytype.CU_MEMORYTYPE_ARRAY),
+                (f"{ours}Array", raw),
+                (f"{ours}XInBytes", starts[-1] * self.element_bytes),
+                (f"{ours}Y", starts[-2]),
+                (f"{ours}Z", z),
+            ):
+                setattr(copy, name, value)
+            door.call("cuMemcpy3DAsync", copy, raw_handle(ordered))
 
     # -- checks ----------------------------------------------------------------------------------------------
 
@@ -672,28 +640,24 @@ class SparseArray(Closes):
         for place in itertools.product(*ranges):
             yield _Tile(level, layer, *(0,) * (3 - len(place)), *place)
 
-    def _tail_of(self, layer: int) -> tuple[MipTail, int]:
+    def _tail_tiles(self, layer: int) -> Iterator[_Tile]:
+        self._checked_raw()
         self._check_layer(layer)
         if self.mip_tail is None:
             raise ValueError(f"{self!r} has no mip tail: map() maps all of it")
-        return self.mip_tail, 0 if self.mip_tail.single else layer
+        for place in range(-(-self.mip_tail.nbytes // _TILE)):
+            yield _Tile(_TAIL, 0 if self.mip_tail.single else layer, 0, 0, place)
 
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.layers:
             raise ValueError(f"layer={layer}: the array has {self.layers}")
-
-    def _check_pool(self, pool: TilePool) -> None:
-        if not isinstance(pool, TilePool):
-            raise TypeError(f"pool must be a TilePool, not {type(pool).__name__} ({pool!r})")
-        if pool.device != self.device:
-            raise ValueError(f"{pool!r} is not of {self.device!r}")
 
     def _ordered(self, stream: StreamLike) -> Stream:
         self._checked_raw()
         ordered = as_stream(stream, self.device._door)
         if ordered.device != self.device:
             raise ValueError(f"{ordered!r} is not of {self.device!r}, whose array this is")
-        ordered._refuse_capture("cuMemMapArrayAsync", "tiles cannot be mapped, and arrays not be copied, in a capture")
+        refuse_capture(ordered, "cuMemMapArrayAsync", "tiles cannot be mapped, and arrays not be copied, in a capture")
         return ordered
 
     def _checked_raw(self) -> Any:
