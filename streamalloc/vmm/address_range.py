@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from types import TracebackType
+from typing import NamedTuple
 
 from typing_extensions import Self
 
@@ -16,14 +17,7 @@ from streamalloc.core.arguments import door_of, location_of
 from streamalloc.core.capabilities import address_space_limit
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
-from streamalloc.core.errors import (
-    AddressSpaceError,
-    ClosedError,
-    CudaError,
-    OutOfMemoryError,
-    attach,
-    size_text,
-)
+from streamalloc.core.errors import AddressSpaceError, ClosedError, CudaError, OutOfMemoryError, attach, size_text
 from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType, checked_size
@@ -41,14 +35,11 @@ __all__ = ["AddressRange", "Mapping", "MappingEntry", "RangeView"]
 GRANULARITY = 2 << 20
 
 
-class MappingEntry:
+class MappingEntry(NamedTuple):
     """One mapping as its range keeps it: the memory, and what there is to undo."""
 
-    __slots__ = ("memory", "node")
-
-    def __init__(self, memory: GenericAllocation, node: MappedBytes) -> None:
-        self.memory: GenericAllocation = memory
-        self.node: MappedBytes = node
+    memory: GenericAllocation
+    node: MappedBytes
 
     @property
     def live(self) -> bool:
@@ -139,7 +130,7 @@ class AddressRange(Closes):
         ClosedError
             The range was closed.
         """
-        address = self._reservation.address if self._reservation is not None else None
+        address = self._reservation.raw if self._reservation is not None else None
         if address is None:
             raise ClosedError(f"this address range of {size_text(self.nbytes)} was closed")
         return int(address)
@@ -147,7 +138,7 @@ class AddressRange(Closes):
     @property
     def closed(self) -> bool:
         """Whether the addresses were given back."""
-        return self._reservation is None or self._reservation.address is None
+        return self._reservation is None or self._reservation.raw is None
 
     @property
     def honoured(self) -> bool | None:
@@ -476,7 +467,7 @@ class AddressRange(Closes):
 
     def __del__(self) -> None:
         reservation = getattr(self, "_reservation", None)
-        if reservation is not None and reservation.address is not None and self._door.usable:
+        if reservation is not None and reservation.raw is not None and self._door.usable:
             reservation.allocations.drop(reservation)
 
     def __repr__(self) -> str:

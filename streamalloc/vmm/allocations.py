@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door, PerDriver
-from streamalloc.core.errors import (
-    CudaError,
-    DeviceLostError,
-    InvalidContextError,
-    InvalidValueError,
-    undo_all,
-)
+from streamalloc.core.errors import CudaError, DeviceLostError, InvalidContextError, InvalidValueError, undo_all
 from streamalloc.core.later import Deferred, Later, later_of, work
 from streamalloc.core.stream import Event, context_event
 from streamalloc.vmm.access import Rights
@@ -28,6 +22,7 @@ __all__ = [
     "AllocationHandle",
     "AllocationState",
     "Allocations",
+    "HandleNode",
     "MappedBytes",
     "QueuedWork",
     "Reservation",
@@ -55,26 +50,40 @@ class AllocationState:
         """Those of the multicast objects that it is bound to, or was when they were dropped."""
 
 
-class AllocationHandle(Node):
-    """A generic allocation handle that one object holds: ``cuMemRelease``."""
+class HandleNode(Node):
+    """A node with a handle or an address of the driver, which one call gives back."""
 
-    __slots__ = ("_raw", "allocations", "state", "users")
-
-    _raw: Any
+    __slots__ = ("_raw", "allocations")
 
     def __init__(self, allocations: Allocations, kind: Kind) -> None:
         super().__init__(kind)
         self.allocations: Allocations = allocations
-        self._raw = None
+        self._raw: Any = None
+
+    @property
+    def raw(self) -> Any:
+        """What the driver gave; None before it is made and after it was given back."""
+        return self._raw
+
+    def give_back(self, call: str, *args: Any) -> None:
+        """Make the driver call that gives it back, once."""
+        try:
+            self.allocations.door.give_back(self, call, *args)
+        finally:
+            self.gone: bool = self._raw is None
+
+
+class AllocationHandle(HandleNode):
+    """A generic allocation handle that one object holds: ``cuMemRelease``."""
+
+    __slots__ = ("state", "users")
+
+    def __init__(self, allocations: Allocations, kind: Kind) -> None:
+        super().__init__(allocations, kind)
         self.users: tuple[int, ...] = ()
         """Devices whose work may use it without a mapping."""
         self.state: AllocationState = AllocationState()
         self.state.handles[self] = None
-
-    @property
-    def raw(self) -> Any:
-        """The driver's handle; None before it is made and after it was released."""
-        return self._raw
 
     def known(self) -> None:
         """The driver has given the handle: what is known of it holds for this object, too."""
@@ -106,10 +115,7 @@ class AllocationHandle(Node):
 
     def release(self) -> None:
         """``cuMemRelease``."""
-        try:
-            self.allocations.door.give_back(self, "cuMemRelease")
-        finally:
-            self.gone: bool = self._raw is None
+        self.give_back("cuMemRelease")
 
     def forget(self) -> None:
         """What is known of the handle, where nobody else holds it or has it mapped."""
@@ -117,27 +123,18 @@ class AllocationHandle(Node):
         self.allocations.forget(self.state)
 
 
-class Reservation(Node):
-    """A reserved range of addresses: ``cuMemAddressFree``."""
+class Reservation(HandleNode):
+    """A reserved range of addresses: ``cuMemAddressFree``. :attr:`raw` is where it begins."""
 
-    __slots__ = ("_raw", "allocations", "nbytes", "stale")
+    __slots__ = ("nbytes", "stale")
 
-    _raw: int | None
-    """Where it begins; None before it is reserved and after it was freed."""
     stale: bool
     """Whether something was unmapped that the owner has in its table still."""
 
     def __init__(self, door: Door, nbytes: int) -> None:
-        super().__init__(Kind.RESERVATION)
-        self.allocations: Allocations = allocations_of(door)
+        super().__init__(allocations_of(door), Kind.RESERVATION)
         self.nbytes: int = nbytes
-        self._raw = None
         self.stale = False
-
-    @property
-    def address(self) -> int | None:
-        """Where it begins; None once it was freed."""
-        return self._raw
 
     def give_up(self) -> None:
         """Unmap what is mapped, once the work that may use it is done."""
@@ -153,10 +150,7 @@ class Reservation(Node):
 
     def release(self) -> None:
         """``cuMemAddressFree``."""
-        try:
-            self.allocations.door.give_back(self, "cuMemAddressFree", self.nbytes)
-        finally:
-            self.gone: bool = self._raw is None
+        self.give_back("cuMemAddressFree", self.nbytes)
 
 
 class MappedBytes(Node):
@@ -192,7 +186,7 @@ class MappedBytes(Node):
         reservation = self.reservation
         # Where nothing is mapped an earlier attempt was interrupted.
         with contextlib.suppress(InvalidValueError):
-            reservation.allocations.door.call("cuMemUnmap", int(reservation.address or 0) + self.offset, self.nbytes)
+            reservation.allocations.door.call("cuMemUnmap", int(reservation.raw) + self.offset, self.nbytes)
         self.unmapped()
 
     def unmapped(self) -> None:

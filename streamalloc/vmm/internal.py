@@ -9,12 +9,12 @@ from streamalloc.core.errors import undoing
 from streamalloc.core.fd import Fd
 from streamalloc.vmm.access import Access, Rights, rights_of
 from streamalloc.vmm.address_range import GRANULARITY, AddressRange, MappingEntry
-from streamalloc.vmm.allocations import AllocationHandle, AllocationState
+from streamalloc.vmm.allocations import AllocationHandle, AllocationState, HandleNode
 from streamalloc.vmm.generic_handle import GenericAllocation
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
 from streamalloc.vmm.release_order import Kind, Node
 from streamalloc.vmm.remappable import RemappableBuffer
-from streamalloc.vmm.waiting import After, accessing, wait
+from streamalloc.vmm.waiting import After, wait
 
 __all__ = [
     "GRANULARITY",
@@ -23,14 +23,13 @@ __all__ = [
     "AllocationHandle",
     "AllocationState",
     "GenericAllocation",
+    "HandleNode",
     "Kind",
     "MappedChunk",
-    "MappingEntry",
     "MemorySpec",
     "Node",
     "RemappableBuffer",
     "Rights",
-    "accessing",
     "check_mappable",
     "check_not_tile_pool",
     "covering",

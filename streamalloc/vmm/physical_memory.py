@@ -235,10 +235,7 @@ class PhysicalMemory(GenericAllocation):
 
     @staticmethod
     def granularity(
-        where: Device | MemLocation | MemAllocationProp,
-        *,
-        recommended: bool = False,
-        driver: Driver | None = None,
+        where: Device | MemLocation | MemAllocationProp, *, recommended: bool = False, driver: Driver | None = None
     ) -> int:
         """What sizes and addresses of such memory must be a multiple of, in bytes (``cuMemGetAllocationGranularity``).
 

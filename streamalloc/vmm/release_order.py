@@ -10,7 +10,6 @@ bound to it, free the addresses.
 
 from __future__ import annotations
 
-import abc
 import enum
 import threading
 from collections.abc import Callable
@@ -38,7 +37,7 @@ class Kind(enum.IntEnum):
     """A range of addresses."""
 
 
-class Node(abc.ABC):
+class Node:
     """One thing that the driver has to get back. It refers to no object of a user."""
 
     __slots__ = ("_busy", "_first", "_then", "given_up", "gone", "kind")
@@ -60,14 +59,14 @@ class Node(abc.ABC):
         """Its owner was dropped. May be called again."""
         self.given_up = True
 
-    @abc.abstractmethod
     def release(self) -> None:
         """Give it back, and set :attr:`gone`; or leave that alone, where it has to be tried again.
 
-        It must not wait. After the end nothing is done.
+        It must not wait. After the end nothing is done. By default there is nothing to give back.
         """
+        self.gone = True
 
-    def forget(self) -> None:  # noqa: B027
+    def forget(self) -> None:
         """Take it out of what is known of it, once it has gone. May be called again."""
 
 

@@ -29,9 +29,9 @@ from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import checked_size
 from streamalloc.core.stream import Event, Stream, StreamLike, as_stream, raw_handle, refuse_capture
 from streamalloc.driver.internal import cuda
-from streamalloc.vmm.allocations import Allocations, allocations_of
+from streamalloc.vmm.allocations import HandleNode, allocations_of
 from streamalloc.vmm.physical_memory import PhysicalMemory
-from streamalloc.vmm.release_order import Kind, Node
+from streamalloc.vmm.release_order import Kind
 
 __all__ = ["MipTail", "SparseArray", "TilePool"]
 
@@ -165,29 +165,18 @@ class _FreeTile(NamedTuple):
     event: Event | None
 
 
-class _Array(Node):
+class _Array(HandleNode):
     """What has to be undone of an array: by itself, or before memory of a pool is released that it has tiles of."""
 
-    __slots__ = ("_raw", "device", "last", "map", "mipmapped")
+    __slots__ = ("device", "last", "map", "mipmapped")
 
     def __init__(self, device: Device, mipmapped: bool) -> None:
-        super().__init__(Kind.OBJECT)
+        super().__init__(allocations_of(device._door), Kind.OBJECT)
         self.device = device
         self.mipmapped = mipmapped
-        self._raw: Any = None
         self.map: dict[_Tile, tuple[TilePool, int]] = {}
         self.last: dict[int, Event] = {}
         """The end of what was queued, by the handle of the stream."""
-
-    @property
-    def raw(self) -> Any:
-        """The driver's handle; None before it is made and after it was destroyed."""
-        return self._raw
-
-    @property
-    def allocations(self) -> Allocations:
-        """Where it has its place in the order."""
-        return allocations_of(self.device._door)
 
     def use(self, pool: TilePool) -> None:
         """It has tiles of a pool, or is about to."""
@@ -208,11 +197,9 @@ class _Array(Node):
         """Destroy the array, and give its tiles back; what was queued is done."""
         try:
             with self.device.current():
-                name = "cuMipmappedArrayDestroy" if self.mipmapped else "cuArrayDestroy"
-                self.device._door.give_back(self, name)
+                self.give_back("cuMipmappedArrayDestroy" if self.mipmapped else "cuArrayDestroy")
         finally:
-            if self._raw is None:
-                self.gone = True
+            if self.gone:
                 while self.map:
                     pool, slot = self.map.popitem()[1]
                     pool._free.append(_FreeTile(slot, None, None))
@@ -481,13 +468,7 @@ class SparseArray(Closes):
             self._array.done(pool)
 
     def copy_from(
-        self,
-        source: npt.NDArray[Any],
-        stream: StreamLike,
-        *,
-        region: Region = None,
-        level: int = 0,
-        layer: int = 0,
+        self, source: npt.NDArray[Any], stream: StreamLike, *, region: Region = None, level: int = 0, layer: int = 0
     ) -> None:
         """Copy from a contiguous host array into a region, in stream order (``cuMemcpy3DAsync``).
 
@@ -497,13 +478,7 @@ class SparseArray(Closes):
         self._copy(np.asarray(source), stream, region, level, layer, to_array=True)
 
     def copy_to(
-        self,
-        target: npt.NDArray[Any],
-        stream: StreamLike,
-        *,
-        region: Region = None,
-        level: int = 0,
-        layer: int = 0,
+        self, target: npt.NDArray[Any], stream: StreamLike, *, region: Region = None, level: int = 0, layer: int = 0
     ) -> None:
         """Copy a region into a contiguous host array, in stream order; see :meth:`copy_from`."""
         if not isinstance(target, np.ndarray) or not target.flags.writeable:

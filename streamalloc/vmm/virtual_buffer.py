@@ -62,17 +62,7 @@ class VirtualBuffer(Memory, Closes):
     release is released later. Not to be used from several threads at once.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_device",
-        "_evicted",
-        "_mapped",
-        "_nbytes",
-        "_rights",
-        "_stream",
-        "_structs",
-        "range",
-    )
+    __slots__ = ("__weakref__", "_device", "_evicted", "_mapped", "_nbytes", "_rights", "_stream", "_structs", "range")
 
     range: AddressRange
     """The addresses, which are the buffer's until it is closed."""

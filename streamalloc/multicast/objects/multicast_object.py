@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from typing_extensions import Self
 
@@ -39,6 +39,7 @@ from streamalloc.vmm.internal import (
     AllocationHandle,
     AllocationState,
     GenericAllocation,
+    HandleNode,
     Kind,
     Node,
     Rights,
@@ -66,25 +67,18 @@ class _Kept(Node):
         self.given_up = True
         _bound_memory[self] = memory
 
-    def release(self) -> None:
-        self.gone = True
-
     def forget(self) -> None:
         """Let go of the memory."""
         _bound_memory.pop(self, None)
 
 
-class BoundBytes(Node):
-    """A binding, without the memory: ``cuMulticastUnbind``."""
+class BoundBytes(HandleNode):
+    """A binding, without the memory: ``cuMulticastUnbind``. :attr:`raw` is the object's handle while it is bound."""
 
-    __slots__ = ("_raw", "device", "kept", "nbytes", "object", "offset", "state", "sure")
-
-    _raw: Any
-    """The object's handle; None once it was unbound."""
+    __slots__ = ("device", "kept", "nbytes", "object", "offset", "state", "sure")
 
     def __init__(self, object: AllocationHandle, member: Member, device: int, offset: int) -> None:
-        super().__init__(Kind.BINDING)
-        self._raw = None
+        super().__init__(object.allocations, Kind.BINDING)
         self.sure: bool = False
         """Whether the driver has bound it: not yet, or that was interrupted."""
         self.object: AllocationHandle = object
@@ -96,7 +90,7 @@ class BoundBytes(Node):
 
     def link(self, team: Node) -> None:
         """Put the object's mappings and handle, and the memory, behind it, and the memory behind the object."""
-        order = self.object.allocations.order
+        order = self.allocations.order
         self._raw = self.object.raw
         for node in (*order.before(self.object, Kind.OBJECT_MAPPING), self.object, self.kept):
             order.relate(self, node)
@@ -113,7 +107,7 @@ class BoundBytes(Node):
 
     def part(self, team: Node) -> None:
         """The user has unbound it: the memory has nothing to do with the object any more, but by other bindings."""
-        state, order = self.state, self.object.allocations.order
+        state, order = self.state, self.allocations.order
         order.unrelate(self.object, self.kept)
         if state is not None and all(other.object is not self.object for other in _bindings_of(state)):
             state.teams.pop(team, None)
@@ -124,19 +118,17 @@ class BoundBytes(Node):
 
     def release(self) -> None:
         """``cuMulticastUnbind``."""
-        door = self.object.allocations.door
         try:
-            door.give_back(self, "cuMulticastUnbind", self.device, self.offset, self.nbytes)
+            self.give_back("cuMulticastUnbind", self.device, self.offset, self.nbytes)
         except InvalidValueError:
             if self.sure:
                 raise
-            self._raw = None  # it never was bound: that was interrupted
-        finally:
-            self.gone: bool = self._raw is None
+            self.was_refused()
 
     def was_refused(self) -> None:
-        """The driver has not bound it."""
+        """The driver has not bound it: it refused, or was not reached because of an interrupt."""
         self._raw = None
+        self.gone = True
 
     def forget(self) -> None:
         """The memory has one binding less."""
@@ -148,14 +140,11 @@ def _bindings_of(state: AllocationState) -> list[Any]:
     return list(state.bindings)
 
 
-class BindingEntry:
+class BindingEntry(NamedTuple):
     """One binding as its object keeps it: the memory, and what there is to undo."""
 
-    __slots__ = ("member", "node")
-
-    def __init__(self, member: Member, node: BoundBytes) -> None:
-        self.member: Member = member
-        self.node: BoundBytes = node
+    member: Member
+    node: BoundBytes
 
     @property
     def live(self) -> bool:
@@ -164,19 +153,6 @@ class BindingEntry:
     @property
     def stop(self) -> int:
         return self.node.offset + self.node.nbytes
-
-
-class _Team(Node):
-    """An object and all memory bound to it; nothing to give back."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__(Kind.TEAM)
-        self.given_up = True
-
-    def release(self) -> None:
-        self.gone = True
 
 
 class MulticastObject(GenericAllocation):
@@ -238,7 +214,7 @@ class MulticastObject(GenericAllocation):
     _devices: list[Device]
     _prop: MulticastObjectProp
     _step: int
-    _team: _Team
+    _team: Node
 
     def __init__(
         self,
@@ -271,7 +247,8 @@ class MulticastObject(GenericAllocation):
         self._devices = []
         self._prop = prop
         self._step = step
-        self._team = _Team()
+        self._team = Node(Kind.TEAM)
+        self._team.given_up = True
         self._prepare(door, prop.size, Kind.OBJECT)
         self._handle.allocations.order.relate(self._handle, self._team)
         self._state.teams[self._team] = None
