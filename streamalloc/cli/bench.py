@@ -434,13 +434,7 @@ def show_imports(terminal: Terminal, result: dict[str, Any]) -> None:
     figure = judged(terminal, f"{result['ratio']:.2f}", result["ratio"] <= result["target_ratio"])
     terminal.table(
         [
-            (
-                f"import {result['base']}",
-                f"{result['base_ms']:.0f}",
-                f"{result['base_fastest_ms']:.0f}",
-                "",
-                "",
-            ),
+            (f"import {result['base']}", f"{result['base_ms']:.0f}", f"{result['base_fastest_ms']:.0f}", "", ""),
             (
                 "import streamalloc",
                 f"{result['streamalloc_ms']:.0f}",

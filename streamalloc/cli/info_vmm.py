@@ -42,12 +42,7 @@ def try_virtual_memory(device: sa.Device) -> list[Trial]:
     return [
         _memory(device, "device memory", _asking(location), _made),
         _memory(device, "compressible", _asking(location, compression_type=1), _compressible),
-        _memory(
-            device,
-            "GPUDirect RDMA",
-            _asking(location, gpu_direct_rdma_capable=True),
-            _for_rdma,
-        ),
+        _memory(device, "GPUDirect RDMA", _asking(location, gpu_direct_rdma_capable=True), _for_rdma),
         _memory(device, "host memory", _asking(sa.MemLocation.host()), _node),
         _memory(device, f"host NUMA node {node}", _asking(sa.MemLocation.host_numa(node)), _node),
         _dma_buf(device),
@@ -60,10 +55,7 @@ def _asking(location: sa.MemLocation, **flags: Any) -> sa.MemAllocationProp:
 
 
 def _memory(
-    device: sa.Device,
-    what: str,
-    prop: sa.MemAllocationProp,
-    verify: Callable[[vmm.PhysicalMemory], tuple[bool, str]],
+    device: sa.Device, what: str, prop: sa.MemAllocationProp, verify: Callable[[vmm.PhysicalMemory], tuple[bool, str]]
 ) -> Trial:
     granularity = recommended = None
     try:

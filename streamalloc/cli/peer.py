@@ -15,15 +15,32 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.core.ownership import Closes
 from streamalloc.driver import Driver
 
-__all__ = ["Action", "Here", "Peer", "PeerError", "environment", "main", "start"]
+__all__ = ["POSIX", "Action", "Here", "Peer", "PeerError", "can_share_pools", "environment", "main", "read", "start"]
+
+POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 
 # Ample for a new process that makes a context on a GPU, while other processes do the same.
 _SECONDS = 60.0
+
+
+def can_share_pools(device: sa.Device) -> bool:
+    """Whether the pools of a device can be shared with another process of the machine."""
+    return POSIX in (device.supports.pool_handle_types or sa.MemHandleType.NONE)
+
+
+def read(memory: Any, stream: sa.Stream) -> np.ndarray[Any, Any]:
+    """The bytes of some memory, once the stream has done all that it was given."""
+    host = np.full(memory.nbytes, 0xEE, np.uint8)
+    memory.copy_to(host, stream)
+    stream.synchronize()
+    return host
 
 
 class PeerError(RuntimeError):

@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import streamalloc as sa
 from streamalloc.cli.choice import host_pool_location
-from streamalloc.cli.peer import Peer
-from streamalloc.cli.terminal import Terminal, mib
+from streamalloc.cli.peer import Peer, PeerError
+from streamalloc.cli.terminal import Terminal
+from streamalloc.core.errors import size_text
 from streamalloc.core.ownership import Closes
 
-__all__ = [
-    "KEEP_ALL",
-    "Claim",
-    "MiB",
-    "Skipped",
-    "Tour",
-    "at_least",
-    "equal",
-    "every_byte",
-    "need_gates",
-    "need_host_pool",
-    "need_peer",
-    "raised",
-]
+__all__ = ["KEEP_ALL", "Claim", "MiB", "Parts", "Skipped", "Tour", "at_least", "equal", "every_byte", "raised"]
 
 MiB = 1 << 20
 KEEP_ALL = 2**64 - 1
@@ -43,6 +31,8 @@ class Claim:
     expected: str
     found: str
     holds: bool
+    words: str = ""
+    """What the driver or the library said, which the step shows below its own line."""
 
 
 def equal(what: str, found: Any, expected: Any, show: Callable[[Any], str] = str) -> Claim:
@@ -52,7 +42,7 @@ def equal(what: str, found: Any, expected: Any, show: Callable[[Any], str] = str
 
 def at_least(what: str, found: int, least: int) -> Claim:
     """A number of bytes is not less than another."""
-    return Claim(what, f"at least {mib(least)}", mib(found), found >= least)
+    return Claim(what, f"at least {size_text(least)}", size_text(found), found >= least)
 
 
 def every_byte(what: str, found: np.ndarray[Any, Any], expected: int) -> Claim:
@@ -62,17 +52,36 @@ def every_byte(what: str, found: np.ndarray[Any, Any], expected: int) -> Claim:
     return Claim(what, f"{found.size:,} bytes {expected:#04x}", shown, wrong == 0)
 
 
-def raised(what: str, kind: type[Exception], call: Callable[[], object]) -> tuple[Claim, str]:
-    """A call raises an error of this kind; the claim, and the error's text."""
+def raised(what: str, kind: type[Exception], call: Callable[[], object]) -> Claim:
+    """A call raises an error of this kind, here or in the other process."""
     try:
         call()
+    except PeerError as error:
+        return Claim(what, kind.__name__, error.kind, error.kind == kind.__name__, str(error))
     except kind as error:
-        return Claim(what, kind.__name__, type(error).__name__, True), str(error)
-    return Claim(what, kind.__name__, "no error", False), ""
+        return Claim(what, kind.__name__, type(error).__name__, True, str(error))
+    return Claim(what, kind.__name__, "no error", False)
 
 
 class Skipped(Exception):
     """A part of the tour cannot be shown here; the message says why."""
+
+
+class Part(NamedTuple):
+    """A part of the tour."""
+
+    title: str
+    about: str
+    show: Callable[[Tour, sa.Stream], None]
+    """Shows it, on a stream of its own."""
+
+
+class Parts(list[Part]):
+    """Parts of the tour, in their order."""
+
+    def part(self, title: str, about: str) -> Callable[[Callable[[Tour, sa.Stream], None]], None]:
+        """Makes the function below it the next part."""
+        return lambda show: self.append(Part(title, about, show))
 
 
 class Tour(Closes):
@@ -96,17 +105,18 @@ class Tour(Closes):
         """Let go of what lives until the end of the tour."""
         self.resources.close()
 
-    def step(self, text: str, *claims: Claim, figures: sa.PoolStatistics | str = "") -> None:
+    def step(self, text: str, *claims: Claim, figures: str = "") -> None:
         """One thing that was done, with what is claimed of it; prints each claim that does not hold."""
         wrong = [claim for claim in claims if not claim.holds]
         self.checks += len(claims)
         self.failed += len(wrong)
         mark = self.terminal.bad("FAILED") if wrong else self.terminal.good("ok")
-        if isinstance(figures, sa.PoolStatistics):
-            figures = f"reserved {mib(figures.reserved):>7}, used {mib(figures.used):>7}"
         self.terminal.beside(f"  {mark}  {text}", figures, at=6 + self._FIGURES_AT)
         for claim in wrong:
             self.terminal.line(f"          {claim.what}: expected {claim.expected}, found {claim.found}")
+        for claim in claims:
+            if claim.words:
+                self.terminal.paragraph(claim.words, indent=8)
 
     def pool_step(
         self, text: str, pool: sa.MemoryPool, *claims: Claim, used: int, reserved: int | None = None
@@ -115,20 +125,26 @@ class Tour(Closes):
         found = pool.statistics()
         holds = at_least("reserved", found.reserved, used)
         if reserved is not None:
-            holds = equal("reserved", found.reserved, reserved, mib)
-        self.step(text, *claims, equal("used", found.used, used, mib), holds, figures=found)
+            holds = equal("reserved", found.reserved, reserved, size_text)
+        figures = f"reserved {size_text(found.reserved):>7}, used {size_text(found.used):>7}"
+        self.step(text, *claims, equal("used", found.used, used, size_text), holds, figures=figures)
         return found
 
-    def quote(self, text: str) -> None:
-        """The driver's or the library's own words."""
-        self.terminal.paragraph(text, indent=8)
+    @contextlib.contextmanager
+    def pool(
+        self, stream: sa.Stream, where: sa.Device | sa.MemLocation | None = None, **options: Any
+    ) -> Iterator[sa.MemoryPool]:
+        """A pool for a block, at whose end the stream is waited for: nothing is still to be freed on it."""
+        with sa.MemoryPool(where or self.device, **options) as pool:
+            yield pool
+            stream.synchronize()
 
-    def run(self, title: str, about: str, part: Callable[[Tour], None]) -> None:
+    def run(self, part: Part) -> None:
         """Show a part. An error in it counts as a failed check, and the tour goes on with the next part."""
-        self.terminal.heading(title)
-        self.terminal.paragraph(about)
+        self.terminal.heading(part.title)
+        self.terminal.paragraph(part.about)
         try:
-            part(self)
+            part.show(self, self.device.create_stream())
         except Skipped as reason:
             self.skipped += 1
             self.terminal.line(f"  {self.terminal.odd('skipped')}  {reason}")
@@ -137,36 +153,36 @@ class Tour(Closes):
         except Exception as error:
             self.checks += 1
             self.failed += 1
-            self.terminal.line(
-                f"  {self.terminal.bad('FAILED')}  expected no error, found {type(error).__name__}: {error}"
-            )
-            for line in traceback.format_exception(error):
-                for text in line.rstrip().splitlines():
-                    self.terminal.line(f"          {self.terminal.dim(text)}")
+            mark = self.terminal.bad("FAILED")
+            self.terminal.line(f"  {mark}  expected no error, found {type(error).__name__}: {error}")
+            for line in "".join(traceback.format_exception(error)).splitlines():
+                self.terminal.line(f"          {self.terminal.dim(line)}")
 
+    def need_gates(self) -> None:
+        """Skip a part that holds streams where the device cannot wait for memory values."""
+        if not self.device.supports.stream_memory_operations:
+            raise Skipped("this device's streams cannot wait for memory values, so pending work cannot be made certain")
 
-def need_gates(device: sa.Device) -> None:
-    """Skip a part that holds streams where the device cannot wait for memory values."""
-    if not device.supports.stream_memory_operations:
-        raise Skipped("this device's streams cannot wait for memory values, so pending work cannot be made certain")
+    def need_virtual_memory(self) -> None:
+        """Skip a part that maps memory where that cannot be done."""
+        if not self.device.supports.virtual_memory_management:
+            raise Skipped("this device's memory cannot be mapped by hand")
 
+    def need_peer(self) -> sa.Device:
+        """Another device of the machine that can reach the memory of the tour's. Without one the part is skipped."""
+        devices = sa.Device.all()
+        if len(devices) < 2:
+            raise Skipped("this machine has one GPU")
+        peer = next((other for other in devices[1:] if other.can_access(self.device)), None)
+        if peer is None:
+            raise Skipped("no other GPU of this machine can reach the memory of GPU 0")
+        return peer
 
-def need_peer(tour: Tour) -> sa.Device:
-    """Another device of the machine that can reach the memory of the tour's device. Without one the part is skipped."""
-    devices = sa.Device.all()
-    if len(devices) < 2:
-        raise Skipped("this machine has one GPU")
-    peer = next((other for other in devices[1:] if other.can_access(tour.device)), None)
-    if peer is None:
-        raise Skipped("no other GPU of this machine can reach the memory of GPU 0")
-    return peer
-
-
-def need_host_pool(tour: Tour) -> sa.MemLocation:
-    """Where a pool in host memory can be. Without such a place the part is skipped."""
-    location = host_pool_location(tour.device)
-    if location is not None:
-        return location
-    if tour.device.supports.host_numa_memory_pools is None:
-        raise Skipped("these bindings or this driver do not know pools in host memory")
-    raise Skipped("the device does not support pools in host memory")
+    def need_host_pool(self) -> sa.MemLocation:
+        """Where a pool in host memory can be. Without such a place the part is skipped."""
+        location = host_pool_location(self.device)
+        if location is not None:
+            return location
+        if self.device.supports.host_numa_memory_pools is None:
+            raise Skipped("these bindings or this driver do not know pools in host memory")
+        raise Skipped("the device does not support pools in host memory")

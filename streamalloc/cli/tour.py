@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,50 +13,39 @@ import numpy as np
 import streamalloc as sa
 from streamalloc.cli import tour_ipc, tour_multicast, tour_vmm
 from streamalloc.cli.choice import Chosen, plural
-from streamalloc.cli.steps import (
-    KEEP_ALL,
-    Claim,
-    MiB,
-    Tour,
-    at_least,
-    equal,
-    every_byte,
-    need_gates,
-    need_host_pool,
-    need_peer,
-    raised,
-)
-from streamalloc.cli.terminal import Terminal, mib
+from streamalloc.cli.peer import read
+from streamalloc.cli.steps import KEEP_ALL, Claim, MiB, Parts, Tour, at_least, equal, every_byte, raised
+from streamalloc.cli.terminal import Terminal
+from streamalloc.core.errors import size_text
 from streamalloc.driver import DriverMisuseError, checked, use
 from streamalloc.testing import Gate
 
-__all__ = ["PARTS", "add_arguments", "run"]
+__all__ = ["OF_POOLS", "PARTS", "add_arguments", "run"]
+
+OF_POOLS = Parts()
 
 
-def allocate_use_free(tour: Tour) -> None:
-    stream = tour.device.create_stream()
-    with sa.MemoryPool(tour.device) as pool:
+@OF_POOLS.part(
+    "Allocate, use, free", "Reserved is what the pool holds of the device's memory; used is what it has handed out."
+)
+def allocate_use_free(tour: Tour, stream: sa.Stream) -> None:
+    with tour.pool(stream) as pool:
         buffer = pool.allocate(16 * MiB, stream)
         tour.pool_step("allocated 16 MiB on a stream, without waiting", pool, used=16 * MiB)
         buffer.fill(0x5A)
-        host = np.zeros(16 * MiB, np.uint8)
-        buffer.copy_to(host)
-        stream.synchronize()
-        tour.step("filled it and copied it to a numpy array", every_byte("the array", host, 0x5A))
+        tour.step("filled it and copied it to a numpy array", every_byte("the array", read(buffer, stream), 0x5A))
         buffer.free()
         tour.pool_step("freed it in stream order", pool, used=0)
-        claim, words = raised("a fill of freed memory", sa.ClosedError, lambda: buffer.fill(0))
-        tour.step("using it now is an error before the driver is reached", claim)
-        tour.quote(words)
-        stream.synchronize()
+        refused = raised("a fill of freed memory", sa.ClosedError, lambda: buffer.fill(0))
+        tour.step("using it now is an error before the driver is reached", refused)
 
 
-def two_streams(tour: Tour) -> None:
-    need_gates(tour.device)
-    producer, consumer = tour.device.create_stream(), tour.device.create_stream()
-    with sa.MemoryPool(tour.device) as pool, Gate(tour.device) as gate:
+@OF_POOLS.part("Two streams and an event", "Work on one stream, use on another; the host waits for neither.")
+def two_streams(tour: Tour, producer: sa.Stream) -> None:
+    tour.need_gates()
+    consumer = tour.device.create_stream()
+    with tour.pool(consumer) as pool, Gate(tour.device) as gate, pool.allocate(8 * MiB, consumer) as result:
         made = pool.allocate(8 * MiB, producer)
-        result = pool.allocate(8 * MiB, consumer)
         gate.hold(producer)
         made.fill(0xC3)
         done = producer.record()
@@ -71,93 +59,61 @@ def two_streams(tour: Tour) -> None:
         )
         tour.pool_step("freed the source in order after the copy", pool, used=8 * MiB)
         gate.open()
-        consumer.synchronize()
-        host = np.zeros(8 * MiB, np.uint8)
-        result.copy_to(host)
-        consumer.synchronize()
-        tour.step(
-            "gate opened: the copy came after the fill",
-            equal("the event is complete", done.query(), True),
-            every_byte("the copy", host, 0xC3),
-        )
-        result.free()
+        copy = every_byte("the copy", read(result, consumer), 0xC3)
+        tour.step("gate opened: the copy came after the fill", equal("the event is complete", done.query(), True), copy)
 
 
-def reuse(tour: Tour) -> None:
-    need_gates(tour.device)
-    size = 20 * MiB
-    first, second = tour.device.create_stream(), tour.device.create_stream()
+@OF_POOLS.part(
+    "Reuse of freed memory",
+    "20 MiB are freed on a stream that a gate holds, so that the free is certainly still pending.",
+)
+def reuse(tour: Tour, first: sa.Stream) -> None:
+    tour.need_gates()
+    second = tour.device.create_stream()
 
-    @contextlib.contextmanager
-    def freed_behind_a_gate() -> Iterator[tuple[sa.MemoryPool, Gate, int, int]]:
-        """20 MiB freed on the first stream, where a gate holds the free: their address, and what the pool reserves."""
-        with sa.MemoryPool(tour.device, release_threshold=KEEP_ALL) as pool, Gate(tour.device) as gate:
-            buffer = pool.allocate(size, first)
+    def open_and_wait(gate: Gate) -> None:
+        gate.open()
+        first.synchronize()
+
+    ways: tuple[tuple[str, sa.Stream, Callable[[Gate], object], bool, bool], ...] = (
+        ("allocated on the same stream: the same memory again", first, lambda gate: None, True, False),
+        ("on another stream: new memory, the pool grows", second, lambda gate: None, False, True),
+        (
+            "on another that waits for an event after the free: the same",
+            second,
+            lambda gate: second.wait(first.record()),
+            True,
+            False,
+        ),
+        ("on another, after gate and synchronisation: the same", second, open_and_wait, True, True),
+    )
+    for text, stream, prepare, same, done in ways:
+        with tour.pool(second, release_threshold=KEEP_ALL) as pool, Gate(tour.device) as gate:
+            buffer = pool.allocate(20 * MiB, first)
             address = buffer.address
             gate.hold(first)
             buffer.free()
-            yield pool, gate, address, pool.statistics().reserved
-
-    with freed_behind_a_gate() as (pool, gate, address, before):
-        again = pool.allocate(size, first)
-        tour.pool_step(
-            "allocated on the same stream: the same memory again",
-            pool,
-            equal("address", again.address, address, hex),
-            used=size,
-            reserved=before,
-        )
-        again.free()
-
-    with freed_behind_a_gate() as (pool, gate, address, before):
-        other = pool.allocate(size, second)
-        tour.pool_step(
-            "on another stream: new memory, the pool grows",
-            pool,
-            equal("it is the memory that is being freed", other.address == address, False),
-            equal("the pool has grown", pool.statistics().reserved > before, True),
-            used=size,
-        )
-        other.free()
-
-    with freed_behind_a_gate() as (pool, gate, address, before):
-        second.wait(first.record())
-        other = pool.allocate(size, second)
-        tour.pool_step(
-            "on another that waits for an event after the free: the same",
-            pool,
-            equal("address", other.address, address, hex),
-            equal("the stream is done", second.query(), False),
-            used=size,
-            reserved=before,
-        )
-        gate.open()
-        other.free()
-        second.synchronize()
-
-    with freed_behind_a_gate() as (pool, gate, address, before):
-        gate.open()
-        first.synchronize()
-        other = pool.allocate(size, second)
-        tour.pool_step(
-            "on another, after gate and synchronisation: the same",
-            pool,
-            equal("address", other.address, address, hex),
-            used=size,
-            reserved=before,
-        )
-        other.free()
-        second.synchronize()
+            before = pool.statistics().reserved
+            prepare(gate)
+            with pool.allocate(20 * MiB, stream) as again:
+                tour.pool_step(
+                    text,
+                    pool,
+                    equal("it is the memory that was freed", again.address == address, same),
+                    equal("the stream is done", stream.query(), done),
+                    equal("the pool has grown", pool.statistics().reserved > before, not same),
+                    used=20 * MiB,
+                )
 
 
-def threshold_and_trim(tour: Tour) -> None:
-    stream = tour.device.create_stream()
+@OF_POOLS.part(
+    "Release threshold and trim", "What a pool keeps when the host synchronises, and how to get it back by hand."
+)
+def threshold_and_trim(tour: Tour, stream: sa.Stream) -> None:
     size = 128 * MiB
-    with sa.MemoryPool(tour.device) as pool:
-        tour.step(
-            "a new pool keeps nothing: its release threshold is 0",
-            equal("threshold", pool.attributes.release_threshold, 0),
-        )
+    with tour.pool(stream) as pool:
+        threshold = equal("threshold", pool.attributes.release_threshold, 0)
+        tour.step("a new pool keeps nothing: its release threshold is 0", threshold)
         pool.allocate(size, stream).free()
         held = pool.statistics().reserved
         tour.pool_step(
@@ -179,9 +135,9 @@ def threshold_and_trim(tour: Tour) -> None:
             given_back = pool.trim(keep)
             after = pool.statistics().reserved
             tour.pool_step(
-                f"trim({f'keep={mib(keep)}' if keep else ''}) says that {mib(given_back)} came back",
+                f"trim({f'keep={size_text(keep)}' if keep else ''}) says that {size_text(given_back)} came back",
                 pool,
-                equal("given back", given_back, before - after, mib),
+                equal("given back", given_back, before - after, size_text),
                 equal("something was given back", given_back > 0, True),
                 at_least("reserved after it", after, keep),
                 used=0,
@@ -189,86 +145,69 @@ def threshold_and_trim(tour: Tour) -> None:
             )
 
 
-def statistics(tour: Tour) -> None:
-    stream = tour.device.create_stream()
-    with sa.MemoryPool(tour.device) as pool:
-        large, small = pool.allocate(48 * MiB, stream), pool.allocate(8 * MiB, stream)
+@OF_POOLS.part("Statistics and peaks", "What a pool holds now, and the most that it ever held.")
+def statistics(tour: Tour, stream: sa.Stream) -> None:
+    def peaks(text: str, found: sa.PoolStatistics, used: int, reserved: Claim) -> None:
+        figures = f"at most  {size_text(found.reserved_high):>7}, used {size_text(found.used_high):>7}"
+        tour.step(text, equal("most used", found.used_high, used, size_text), reserved, figures=figures)
+
+    with tour.pool(stream) as pool, pool.allocate(48 * MiB, stream) as large, pool.allocate(8 * MiB, stream):
         large.free()
         stream.synchronize()
-        found = pool.statistics()
-        tour.pool_step("allocated 48 and 8 MiB, freed the 48", pool, used=8 * MiB)
-        tour.step(
-            "the peaks remember what was there at most",
-            equal("most used", found.used_high, 56 * MiB, mib),
-            at_least("most reserved", found.reserved_high, 56 * MiB),
-            figures=f"at most  {mib(found.reserved_high):>7}, used {mib(found.used_high):>7}",
-        )
+        found = tour.pool_step("allocated 48 and 8 MiB, freed the 48", pool, used=8 * MiB)
+        most = at_least("most reserved", found.reserved_high, 56 * MiB)
+        peaks("the peaks remember what was there at most", found, 56 * MiB, most)
         pool.reset_peaks()
         found = pool.statistics()
-        tour.step(
-            "reset_peaks() sets them to what is there now",
-            equal("most used", found.used_high, 8 * MiB, mib),
-            equal("most reserved", found.reserved_high, found.reserved, mib),
-            figures=f"at most  {mib(found.reserved_high):>7}, used {mib(found.used_high):>7}",
-        )
-        small.free()
-        stream.synchronize()
+        most = equal("most reserved", found.reserved_high, found.reserved, size_text)
+        peaks("reset_peaks() sets them to what is there now", found, 8 * MiB, most)
 
 
-def current_pool(tour: Tour) -> None:
-    stream = tour.device.create_stream()
+@OF_POOLS.part("The current pool", "The pool of allocations that name none.")
+def current_pool(tour: Tour, stream: sa.Stream) -> None:
     before = sa.MemoryPool.current(tour.device)
-    with sa.MemoryPool(tour.device) as pool:
-        with pool.make_current():
-            buffer = sa.allocate(MiB, stream)
-            tour.pool_step(
-                "inside `with pool.make_current():` allocate() takes from it",
-                pool,
-                equal("owner", buffer.owner is pool, True),
-                used=MiB,
-            )
-            buffer.free()
-        now = sa.MemoryPool.current(tour.device)
-        tour.step("after it, the pool that was current before is again", equal("pool", now.handle, before.handle, hex))
-        stream.synchronize()
+    with tour.pool(stream) as pool:
+        with pool.make_current(), sa.allocate(MiB, stream) as buffer:
+            owner = equal("owner", buffer.owner is pool, True)
+            tour.pool_step("inside `with pool.make_current():` allocate() takes from it", pool, owner, used=MiB)
+        again = equal("pool", sa.MemoryPool.current(tour.device).handle, before.handle, hex)
+        tour.step("after it, the pool that was current before is again", again)
 
 
-def two_gpus(tour: Tour) -> None:
-    peer = need_peer(tour)
-    here, there = tour.device.create_stream(), peer.create_stream()
-    with sa.MemoryPool(tour.device) as pool:
-        buffer = pool.allocate(4 * MiB, here)
+@OF_POOLS.part("Two GPUs", "A pool's memory used by another GPU than the one that it is on.")
+def two_gpus(tour: Tour, here: sa.Stream) -> None:
+    peer = tour.need_peer()
+    there = peer.create_stream()
+
+    def access(expected: sa.MemAccess) -> Claim:
+        return equal("access", pool.access(peer), expected)
+
+    with tour.pool(here) as pool, pool.allocate(4 * MiB, here) as buffer:
         here.synchronize()
-        claim, words = raised("a fill by the other GPU", sa.InvalidValueError, lambda: buffer.fill(1, there))
-        tour.step(
-            f"GPU {peer.ordinal} may not use a pool of GPU 0 at first",
-            equal("access", pool.access(peer), sa.MemAccess.NONE),
-            claim,
-        )
-        tour.quote(words)
+        refused = raised("a fill by the other GPU", sa.InvalidValueError, lambda: buffer.fill(1, there))
+        tour.step(f"GPU {peer.ordinal} may not use a pool of GPU 0 at first", access(sa.MemAccess.NONE), refused)
         pool.set_access(peer, sa.MemAccess.READWRITE)
         buffer.fill(0x77, there)
         here.wait(there)
-        host = np.zeros(4 * MiB, np.uint8)
-        buffer.copy_to(host)
-        here.synchronize()
         tour.step(
             f"granted: GPU {peer.ordinal} fills memory that GPU 0 allocated before",
-            equal("access", pool.access(peer), sa.MemAccess.READWRITE),
-            every_byte("read back on GPU 0", host, 0x77),
+            access(sa.MemAccess.READWRITE),
+            every_byte("read back on GPU 0", read(buffer, here), 0x77),
         )
         pool.set_access(peer, sa.MemAccess.NONE)
-        tour.step("and taken back", equal("access", pool.access(peer), sa.MemAccess.NONE))
-        buffer.free()
-        here.synchronize()
+        tour.step("and taken back", access(sa.MemAccess.NONE))
 
 
-def host_pool(tour: Tour) -> None:
-    location = need_host_pool(tour)
-    stream = tour.device.create_stream()
-    with sa.MemoryPool(location) as pool, sa.MemoryPool(tour.device) as device_pool:
+@OF_POOLS.part("Host memory and numpy", "A pool of memory that the CPU and the GPU both use in place.")
+def host_pool(tour: Tour, stream: sa.Stream) -> None:
+    location = tour.need_host_pool()
+    with (
+        tour.pool(stream, location) as pool,
+        tour.pool(stream) as device_pool,
+        pool.allocate(4 * MiB, stream) as buffer,
+        device_pool.allocate(4 * MiB, stream) as on_device,
+    ):
         pool.set_access(tour.device, sa.MemAccess.READWRITE)
-        buffer = pool.allocate(4 * MiB, stream)
         stream.synchronize()
         numbers = buffer.as_array(np.float32)
         tour.pool_step(
@@ -277,93 +216,67 @@ def host_pool(tour: Tour) -> None:
             equal("the array's address", numbers.ctypes.data, buffer.address, hex),
             used=4 * MiB,
         )
-        numbers[:] = np.arange(numbers.size, dtype=np.float32)
-        on_device = device_pool.allocate(4 * MiB, stream)
+        written = np.arange(numbers.size, dtype=np.float32)
+        numbers[:] = written
         on_device.copy_from(buffer)
         buffer.fill(0)
         stream.synchronize()
-        tour.step(
-            "copied to the GPU; then the GPU cleared it, and the array shows that",
-            equal("numbers that are not 0", int(np.count_nonzero(numbers)), 0),
-        )
+        cleared = equal("numbers that are not 0", int(np.count_nonzero(numbers)), 0)
+        tour.step("copied to the GPU; then the GPU cleared it, and the array shows that", cleared)
         on_device.copy_to(buffer)
         stream.synchronize()
-        tour.step(
-            "copied back: the array holds what numpy wrote",
-            equal("the numbers are back", bool((numbers == np.arange(numbers.size, dtype=np.float32)).all()), True),
-        )
+        there = equal("the numbers are back", bool((numbers == written).all()), True)
+        tour.step("copied back: the array holds what numpy wrote", there)
         del numbers
-        buffer.free()
-        on_device.free()
-        stream.synchronize()
 
 
-def capture(tour: Tour) -> None:
-    stream = tour.device.create_stream()
+@OF_POOLS.part("Stream capture", "Allocations in a captured stream belong to the graph.")
+def capture(tour: Tour, stream: sa.Stream) -> None:
     memory = tour.device.graph_memory
     memory.trim()
-    with sa.MemoryPool(tour.device) as pool:
-        result = pool.allocate(4 * MiB, stream)
+
+    def step(text: str, *claims: Claim, held: int) -> None:
+        """A step that ends with so much memory of graphs."""
+        found = memory.reserved
+        figures = f"held for graphs {size_text(found)}"
+        tour.step(text, *claims, equal("memory held for graphs", found, held, size_text), figures=figures)
+
+    with tour.pool(stream) as pool, pool.allocate(4 * MiB, stream) as result:
         result.fill(0)
         stream.synchronize()
         with stream.capture() as graph:
             scratch = sa.allocate(4 * MiB, stream)
             scratch.fill(0x2A)
             result.copy_from(scratch)
-            claim, words = raised("the free", sa.CaptureError, lambda: result.free(stream))
+            refused = raised("the free", sa.CaptureError, lambda: result.free(stream))
             scratch.free()
-        nodes = ["MEM_ALLOC", "MEMSET", "MEMCPY", "MEM_FREE"]
         tour.step(
             "allocation, fill, copy and free become nodes of a graph",
-            equal("nodes", sorted(graph.nodes), sorted(nodes), ", ".join),
+            equal("nodes", sorted(graph.nodes), ["MEMCPY", "MEMSET", "MEM_ALLOC", "MEM_FREE"], ", ".join),
             figures=", ".join(graph.nodes),
         )
-        tour.step("memory from outside cannot be freed in it; the capture goes on", claim)
-        tour.quote(words)
-
-        host = np.full(4 * MiB, 0xFF, np.uint8)
-        result.copy_to(host)
-        stream.synchronize()
-        tour.step("nothing has run yet", every_byte("the result", host, 0), equal("graph memory", memory.reserved, 0))
+        tour.step("memory from outside cannot be freed in it; the capture goes on", refused)
+        step("nothing has run yet", every_byte("the result", read(result, stream), 0), held=0)
 
         graph.launch(stream)
-        stream.synchronize()
-        result.copy_to(host)
-        stream.synchronize()
-        held = memory.statistics()
-        tour.step(
-            "launched: the graph filled its own memory and copied from it",
-            every_byte("the result", host, 0x2A),
-            at_least("memory held for graphs", held.reserved, 4 * MiB),
-            figures=f"held for graphs {mib(held.reserved)}",
-        )
+        filled = every_byte("the result", read(result, stream), 0x2A)
+        held = memory.reserved
+        enough = at_least("memory held for graphs", held, 4 * MiB)
+        step("launched: the graph filled its own memory and copied from it", filled, enough, held=held)
         result.fill(0)
         graph.launch(stream)
-        result.copy_to(host)
-        stream.synchronize()
-        tour.step(
-            "launched again: it uses the same memory",
-            every_byte("the result", host, 0x2A),
-            equal("memory held for graphs", memory.reserved, held.reserved, mib),
-            figures=f"held for graphs {mib(memory.reserved)}",
-        )
+        filled = every_byte("the result", read(result, stream), 0x2A)
+        step("launched again: it uses the same memory", filled, held=held)
         graph.close()
         given_back = memory.trim()
-        tour.step(
-            f"graph_memory.trim() says that {mib(given_back)} came back",
-            equal("given back", given_back, held.reserved, mib),
-            equal("memory held for graphs", memory.reserved, 0, mib),
-            figures=f"held for graphs {mib(memory.reserved)}",
-        )
-        result.free()
-        stream.synchronize()
+        all_of_it = equal("given back", given_back, held, size_text)
+        step(f"graph_memory.trim() says that {size_text(given_back)} came back", all_of_it, held=0)
 
 
-def out_of_memory(tour: Tour) -> None:
-    stream = tour.device.create_stream()
+@OF_POOLS.part("Out of memory", "What the error says.")
+def out_of_memory(tour: Tour, stream: sa.Stream) -> None:
     limit, requested = 64 * MiB, 128 * MiB
-    with sa.MemoryPool(tour.device, max_size=limit) as pool:
-        held = pool.allocate(16 * MiB, stream)
+    with tour.pool(stream, max_size=limit) as pool, pool.allocate(16 * MiB, stream):
         tour.pool_step("a pool of at most 64 MiB, of which 16 are taken", pool, used=16 * MiB)
         try:
             pool.allocate(requested, stream).free()
@@ -375,20 +288,16 @@ def out_of_memory(tour: Tour) -> None:
                 equal("used", error.used, 16 * MiB),
                 equal("a MemoryError too", isinstance(error, MemoryError), True),
             )
-            tour.quote(str(error))
+            tour.terminal.paragraph(str(error), indent=8)
         else:
             tour.step("asking for 128 MiB", Claim("the allocation", "OutOfMemoryError", "no error", False))
-        small = pool.allocate(8 * MiB, stream)
-        tour.pool_step("the pool goes on working: 8 MiB more", pool, used=24 * MiB)
-        small.free()
-        held.free()
-        stream.synchronize()
+        with pool.allocate(8 * MiB, stream):
+            tour.pool_step("the pool goes on working: 8 MiB more", pool, used=24 * MiB)
 
 
-def addresses(tour: Tour) -> None:
-    stream = tour.device.create_stream()
-    with sa.MemoryPool(tour.device) as pool:
-        buffer = pool.allocate(3 * MiB, stream)
+@OF_POOLS.part("Pointer attributes", "What the driver knows about any address.")
+def addresses(tour: Tour, stream: sa.Stream) -> None:
+    with tour.pool(stream) as pool, pool.allocate(3 * MiB, stream) as buffer:
         stream.synchronize()
         known = sa.pointer_attributes(buffer.address + 1000)
         tour.step(
@@ -396,49 +305,16 @@ def addresses(tour: Tour) -> None:
             equal("kind", known.kind, sa.MemoryKind.DEVICE),
             equal("device", known.device, tour.device),
             equal("start of the allocation", known.base, buffer.address, hex),
-            equal("size of the allocation", known.nbytes, 3 * MiB, mib),
+            equal("size of the allocation", known.nbytes, 3 * MiB, str),
             equal("its pool", known.pool is pool, True),
-            figures=f"{known.kind.value} memory, {mib(known.nbytes)} from {known.base:#x}",
+            figures=f"{known.kind.value} memory, {size_text(known.nbytes or 0)} from {known.base:#x}",
         )
         array = np.zeros(64, np.uint8)
-        unknown = sa.pointer_attributes(array.ctypes.data)
-        tour.step(
-            "of an ordinary numpy array",
-            equal("kind", unknown.kind, sa.MemoryKind.UNKNOWN),
-            figures="unknown to the driver",
-        )
-        buffer.free()
-        stream.synchronize()
+        unknown = equal("kind", sa.pointer_attributes(array.ctypes.data).kind, sa.MemoryKind.UNKNOWN)
+        tour.step("of an ordinary numpy array", unknown, figures="unknown to the driver")
 
 
-PARTS: tuple[tuple[str, str, Callable[[Tour], None]], ...] = (
-    (
-        "Allocate, use, free",
-        "Reserved is what the pool holds of the device's memory; used is what it has handed out.",
-        allocate_use_free,
-    ),
-    ("Two streams and an event", "Work on one stream, use on another; the host waits for neither.", two_streams),
-    (
-        "Reuse of freed memory",
-        "20 MiB are freed on a stream that a gate holds, so that the free is certainly still pending.",
-        reuse,
-    ),
-    (
-        "Release threshold and trim",
-        "What a pool keeps when the host synchronises, and how to get it back by hand.",
-        threshold_and_trim,
-    ),
-    ("Statistics and peaks", "What a pool holds now, and the most that it ever held.", statistics),
-    ("The current pool", "The pool of allocations that name none.", current_pool),
-    ("Two GPUs", "A pool's memory used by another GPU than the one that it is on.", two_gpus),
-    ("Host memory and numpy", "A pool of memory that the CPU and the GPU both use in place.", host_pool),
-    ("Stream capture", "Allocations in a captured stream belong to the graph.", capture),
-    ("Out of memory", "What the error says.", out_of_memory),
-    ("Pointer attributes", "What the driver knows about any address.", addresses),
-    *tour_vmm.PARTS,
-    *tour_ipc.PARTS,
-    *tour_multicast.PARTS,
-)
+PARTS = [*OF_POOLS, *tour_vmm.PARTS, *tour_ipc.PARTS, *tour_multicast.PARTS]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -456,8 +332,8 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     with use(accounts), warnings.catch_warnings():
         warnings.simplefilter("error", sa.PendingFreesWarning)
         with Tour(terminal) as tour:
-            for title, about, part in PARTS:
-                tour.run(title, about, part)
+            for one in PARTS:
+                tour.run(one)
         terminal.heading("At the end")
         _nothing_left(tour, accounts)
     terminal.line()
@@ -469,15 +345,15 @@ def _nothing_left(tour: Tour, accounts: Any) -> None:
     # Objects of a part that failed may be in reference cycles with its error.
     gc.collect()
     sa.Device(0, driver=accounts).synchronize()  # what was dropped is given back now
+    left = "nothing"
     try:
         accounts.assert_nothing_left()
     except DriverMisuseError as error:
-        tour.step("all that was made is released", Claim("left behind", "nothing", str(error), False))
-    else:
-        tour.step(
-            "all pools, allocations, memory, address ranges, arrays, streams, events and graphs are released",
-            equal("left behind", 0, 0),
-        )
+        left = str(error)
+    tour.step(
+        "all pools, allocations, memory, address ranges, arrays, streams, events and graphs are released",
+        equal("left behind", left, "nothing"),
+    )
 
 
 def _verdict(tour: Tour) -> str:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 import streamalloc as sa
 from streamalloc import ipc, vmm
-from streamalloc.cli.peer import Action, Here, Peer, PeerError
-from streamalloc.cli.steps import KEEP_ALL, Claim, MiB, Skipped, Tour, equal, every_byte, need_gates, raised
-from streamalloc.cli.terminal import mib
+from streamalloc.cli.peer import POSIX, Action, Here, Peer, can_share_pools, read
+from streamalloc.cli.steps import KEEP_ALL, Claim, MiB, Parts, Skipped, Tour, equal, every_byte, raised
+from streamalloc.core.errors import size_text
 from streamalloc.testing import Gate
 
 __all__ = ["ACTIONS", "PARTS"]
 
-POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
+PARTS = Parts()
 
 
 # --- the other process ----------------------------------------------------------------------------------------------
@@ -34,11 +33,7 @@ def _open_bytes(here: Here, name: str, text: str) -> int:
 
 def _others(here: Here, name: str, value: int) -> int:
     """How many bytes of something are not ``value``."""
-    memory = here.opened[name]
-    host = np.empty(memory.nbytes, np.uint8)
-    memory.copy_to(host, here.stream)
-    here.stream.synchronize()
-    return int(np.count_nonzero(host != value))
+    return int(np.count_nonzero(read(here.opened[name], here.stream) != value))
 
 
 def _fill(here: Here, name: str, start: int, stop: int, value: int) -> None:
@@ -61,9 +56,7 @@ def _consume(here: Here) -> list[int]:
     numbers = []
     with ipc.Ring.consumer(ipc.Channel.from_fd(here.handles[0]), stream=here.stream, timeout=20) as ring:
         for item in ring:
-            host = np.empty(item.nbytes, np.uint8)
-            item.copy_to(host, here.stream)
-            here.stream.synchronize()
+            host = read(item, here.stream)
             numbers.append(int(host[0]) if (host == host[0]).all() else -1)
     return numbers
 
@@ -84,32 +77,29 @@ ACTIONS: dict[str, Action] = {
 
 def _peer(tour: Tour) -> Peer:
     """The other process, which the parts share. Where memory cannot be shared the part is skipped."""
-    need_gates(tour.device)
-    if POSIX not in (tour.device.supports.pool_handle_types or sa.MemHandleType.NONE):
+    tour.need_gates()
+    if not can_share_pools(tour.device):
         raise Skipped("this device's pools cannot be shared with other processes")
     if tour.partner is None:
         tour.partner = tour.resources.enter_context(Peer(tour.device.driver, __name__))
     return tour.partner
 
 
-def _pool(tour: Tour) -> sa.MemoryPool:
-    return sa.MemoryPool(tour.device, handle_types=POSIX, release_threshold=KEEP_ALL)
+def _holds(peer: Peer, name: str, value: int) -> Claim:
+    """Something that the other process has opened has this value throughout there."""
+    return equal("other bytes that it finds", peer.ask("others", name, value), 0)
 
 
-def _refused(what: str, kind: str, call: Callable[[], object]) -> tuple[Claim, str]:
-    """The other process refuses something with this error; the claim, and the error's text."""
-    try:
-        call()
-    except PeerError as error:
-        return equal(what, error.kind, kind), str(error)
-    return Claim(what, kind, "no error", False), ""
+_SHARED: dict[str, Any] = {"handle_types": POSIX, "release_threshold": KEEP_ALL}
 
 
-def two_processes(tour: Tour) -> None:
+@PARTS.part(
+    "One buffer in two processes",
+    "A second Python process opens memory of this one, reads and writes it, and gives it back.",
+)
+def two_processes(tour: Tour, stream: sa.Stream) -> None:
     peer = _peer(tour)
-    stream = tour.device.create_stream()
-    host = np.zeros(8 * MiB, np.uint8)
-    with _pool(tour) as pool, Gate(tour.device) as gate:
+    with tour.pool(stream, **_SHARED) as pool, Gate(tour.device) as gate:
         buffer = pool.allocate(8 * MiB, stream)
         gate.hold(stream)
         buffer.fill(0x11)
@@ -117,19 +107,15 @@ def two_processes(tour: Tour) -> None:
         tour.step(
             "another process opens 8 MiB, while a gate holds what fills them",
             equal("it has", kind, ipc.ImportedBuffer.__name__),
-            equal("size", nbytes, buffer.nbytes, mib),
+            equal("size", nbytes, buffer.nbytes, size_text),
             equal("its stream has done its work", peer.ask("done"), False),
             figures=f"process {peer.pid}",
         )
         gate.open()
-        tour.step(
-            "gate opened: its stream goes on by itself, and it reads what was filled here",
-            equal("other bytes that it finds", peer.ask("others", "first", 0x11), 0),
-        )
+        filled = _holds(peer, "first", 0x11)
+        tour.step("gate opened: its stream goes on by itself, and it reads what was filled here", filled)
         peer.ask("fill", "first", 2 * MiB, 6 * MiB, 0x22)
-        buffer.copy_to(host)
-        stream.synchronize()
-        quarters = host.reshape(4, -1)
+        quarters = read(buffer, stream).reshape(4, -1)
         tour.step(
             "it fills the middle, and this process sees that",
             every_byte("the ends", quarters[[0, 3]], 0x11),
@@ -137,11 +123,11 @@ def two_processes(tour: Tour) -> None:
         )
         second = pool.allocate(4 * MiB, stream)
         second.fill(0x33)
-        shared = ipc.share(second)
+        shared = bytes(ipc.share(second))
         tour.step(
-            f"more memory of this pool takes {len(bytes(shared))} bytes to share, and no descriptor along",
-            equal("size", peer.ask("open bytes", "second", bytes(shared).hex()), second.nbytes, mib),
-            equal("other bytes that it finds", peer.ask("others", "second", 0x33), 0),
+            f"more memory of this pool takes {len(shared)} bytes to share, and no descriptor along",
+            equal("size", peer.ask("open bytes", "second", shared.hex()), second.nbytes, size_text),
+            _holds(peer, "second", 0x33),
         )
         for name, memory in (("first", buffer), ("second", second)):
             peer.ask("close", name)
@@ -150,81 +136,64 @@ def two_processes(tour: Tour) -> None:
         tour.pool_step("both closed there and freed here", pool, used=0)
 
 
-def lease(tour: Tour) -> None:
+@PARTS.part(
+    "The lease", "The driver would reuse memory that its owner freed, whoever still reads it. Here the free waits."
+)
+def lease(tour: Tour, stream: sa.Stream) -> None:
     peer = _peer(tour)
-    stream = tour.device.create_stream()
-    with _pool(tour) as pool:
+    with tour.pool(stream, **_SHARED) as pool:
         buffer = pool.allocate(8 * MiB, stream)
         buffer.fill(0x44)
         peer.give("open", buffer, "leased")
-        assert isinstance(buffer, sa.Buffer)
-        claim, words = raised("the free", sa.StillImportedError, lambda: buffer.free(still_imported="raise"))
-        tour.pool_step("a free that must not wait is refused", pool, claim, used=8 * MiB)
-        tour.quote(words)
+        refused = raised("the free", sa.StillImportedError, lambda: buffer.free(still_imported="raise"))
+        tour.pool_step("a free that must not wait is refused", pool, refused, used=8 * MiB)
         buffer.free()
-        other = pool.allocate(8 * MiB, stream)
-        other.fill(0x55)
-        stream.synchronize()
-        tour.pool_step(
-            "freed here, and new memory written: the other one is not touched",
-            pool,
-            equal("other bytes that it finds", peer.ask("others", "leased", 0x44), 0),
-            used=16 * MiB,
-        )
-        peer.ask("close", "leased")
-        tour.pool_step("closed there: now its memory is free", pool, used=8 * MiB)
-        other.free()
-        stream.synchronize()
+        with pool.allocate(8 * MiB, stream) as other:
+            other.fill(0x55)
+            stream.synchronize()
+            untouched = "freed here, and new memory written: the other one is not touched"
+            tour.pool_step(untouched, pool, _holds(peer, "leased", 0x44), used=16 * MiB)
+            peer.ask("close", "leased")
+            tour.pool_step("closed there: now its memory is free", pool, used=8 * MiB)
 
 
-def stale(tour: Tour) -> None:
+@PARTS.part("What is refused", "Descriptors that are stale or damaged, and memory that cannot be shared.")
+def stale(tour: Tour, stream: sa.Stream) -> None:
     peer = _peer(tour)
-    stream = tour.device.create_stream()
-    with _pool(tour) as pool:
+
+    def refused(name: str, data: bytearray, kind: type[Exception]) -> Claim:
+        return raised("opening it", kind, lambda: peer.ask("open bytes", name, data.hex()))
+
+    with tour.pool(stream, **_SHARED) as pool, pool.allocate(MiB, stream) as kept:
         buffer = pool.allocate(MiB, stream)
-        kept = pool.allocate(MiB, stream)
         peer.give("open", kept, "kept")  # so that the other process has the pool
-        data = bytes(ipc.share(buffer))
+        data = bytearray(bytes(ipc.share(buffer)))
         buffer.free()
-        again = pool.allocate(MiB, stream)
-        claim, words = _refused(
-            "opening it", sa.StaleDescriptorError.__name__, lambda: peer.ask("open bytes", "stale", data.hex())
-        )
-        tour.step("memory that was freed cannot be opened, whoever has it now", claim)
-        tour.quote(words)
-        damaged = bytearray(data)
-        damaged[-20] ^= 1
-        claim, words = _refused(
-            "opening it", ValueError.__name__, lambda: peer.ask("open bytes", "damaged", damaged.hex())
-        )
+        with pool.allocate(MiB, stream):
+            claim = refused("stale", data, sa.StaleDescriptorError)
+            tour.step("memory that was freed cannot be opened, whoever has it now", claim)
+        data[-20] ^= 1
+        claim = refused("damaged", data, ValueError)
         tour.step("nor can anything with a descriptor that was damaged on its way", claim)
-        tour.quote(words)
-        private = sa.MemoryPool(tour.device)
-        own = private.allocate(MiB, stream)
-        claim, words = raised("sharing it", ValueError, lambda: ipc.share(own))
-        tour.step("memory that was not made for sharing is refused before a byte is sent", claim)
-        tour.quote(words)
+        with tour.pool(stream) as private, private.allocate(MiB, stream) as own:
+            claim = raised("sharing it", ValueError, lambda: ipc.share(own))
+            tour.step("memory that was not made for sharing is refused before a byte is sent", claim)
         peer.ask("close", "kept")
-        for memory in (own, again, kept):
-            memory.free()
-        stream.synchronize()
-        private.close()
 
 
-def growing(tour: Tour) -> None:
+@PARTS.part("A growing buffer in two processes", "Only what is new has to be sent and mapped.")
+def growing(tour: Tour, stream: sa.Stream) -> None:
     peer = _peer(tour)
-    if not tour.device.supports.virtual_memory_management:
-        raise Skipped("this device's memory cannot be mapped by hand")
-    stream = tour.device.create_stream()
+    tour.need_virtual_memory()
     chunk = 4 * MiB
     with vmm.GrowableBuffer(tour.device, 8 * chunk, chunk, handle_types=POSIX, stream=stream) as buffer:
         buffer.fill(0x61)
         kind, nbytes, address = peer.give("open", buffer, "growing")
         tour.step(
-            f"{mib(chunk)} of a buffer that can grow to {mib(buffer.capacity)}",
+            f"{size_text(chunk)} of a buffer that can grow to {size_text(buffer.capacity)}",
             equal("it has", kind, ipc.ImportedRange.__name__),
-            equal("size", nbytes, chunk, mib),
-            equal("other bytes that it finds", peer.ask("others", "growing", 0x61), 0),
+            equal("size", nbytes, chunk, size_text),
+            _holds(peer, "growing", 0x61),
         )
         buffer.grow(chunk)
         buffer.fill(0x62)
@@ -232,17 +201,17 @@ def growing(tour: Tour) -> None:
         tour.step(
             "grown here and shared again: there too it grows in place",
             equal("address", later, address, hex),
-            equal("size", nbytes, 2 * chunk, mib),
-            equal("other bytes that it finds", peer.ask("others", "growing", 0x62), 0),
+            equal("size", nbytes, 2 * chunk, size_text),
+            _holds(peer, "growing", 0x62),
         )
         peer.ask("close", "growing")
 
 
-def ring(tour: Tour) -> None:
+@PARTS.part("A ring", "A stream of data, through slots that are shared once.")
+def ring(tour: Tour, stream: sa.Stream) -> None:
     peer = _peer(tour)
-    stream = tour.device.create_stream()
     slots, items = 4, 20
-    with _pool(tour) as pool:
+    with tour.pool(stream, **_SHARED) as pool:
         ours, theirs = ipc.Channel.pair()
         with ipc.Ring.producer(pool, MiB, slots, stream=stream) as producer:
             with theirs:
@@ -253,29 +222,11 @@ def ring(tour: Tour) -> None:
                 with producer.next(timeout=20) as slot:
                     slot.nbytes_used = MiB >> number % 3
                     slot.fill(number)
-            found = producer.statistics()
             tour.step(
                 f"{items} items handed on through {slots} slots",
-                equal("handed off", found.handed_off, items),
-                equal("memory that was used", used, slots * MiB, mib),
+                equal("handed off", producer.statistics().handed_off, items),
+                equal("memory that was used", used, slots * MiB, size_text),
             )
         tour.step("the other process got all of them, in order", equal("items", peer.result(), list(range(items))))
         stream.synchronize()
         tour.pool_step("closed on both sides", pool, used=0)
-
-
-PARTS: tuple[tuple[str, str, Callable[[Tour], None]], ...] = (
-    (
-        "One buffer in two processes",
-        "A second Python process opens memory of this one, reads and writes it, and gives it back.",
-        two_processes,
-    ),
-    (
-        "The lease",
-        "The driver would reuse memory that its owner freed, whoever still reads it. Here the free waits.",
-        lease,
-    ),
-    ("What is refused", "Descriptors that are stale or damaged, and memory that cannot be shared.", stale),
-    ("A growing buffer in two processes", "Only what is new has to be sent and mapped.", growing),
-    ("A ring", "A stream of data, through slots that are shared once.", ring),
-)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
@@ -13,13 +13,16 @@ import numpy as np
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.choice import plural
-from streamalloc.cli.steps import Skipped, Tour, equal, every_byte, need_gates, raised
-from streamalloc.cli.terminal import mib
+from streamalloc.cli.peer import read
+from streamalloc.cli.steps import Parts, Skipped, Tour, equal, every_byte, raised
+from streamalloc.core.errors import size_text
 from streamalloc.driver import checked, simulated, traced
 from streamalloc.multicast import MulticastObject, SymmetricMemory
 from streamalloc.testing import multimem_ld_reduce
 
 __all__ = ["PARTS"]
+
+PARTS = Parts()
 
 # What goes wrong with a multicast object on real hardware can disturb whoever else uses the same switches.
 _ASKED_FOR = "STREAMALLOC_TEST_MULTICAST"
@@ -43,8 +46,7 @@ def _may_make_objects(driver: Any) -> bool:
 def _on_several(tour: Tour, show: Callable[[Tour, Any], None]) -> None:
     """Show something with the driver of the tour's machine; where that is simulated and has one device, of another."""
     driver: Any = tour.device.driver
-    if not tour.device.supports.virtual_memory_management:
-        raise Skipped("this device's memory cannot be mapped by hand")
+    tour.need_virtual_memory()
     if sa.Device.count(driver) > 1 or not _is_simulated(driver):
         show(tour, driver)
         return
@@ -91,7 +93,12 @@ def _counted(words: list[str]) -> str:
     return ", ".join(word if count == 1 else f"{count} x {word}" for word, count in runs)
 
 
-def multicast(tour: Tour) -> None:
+@PARTS.part(
+    "Multicast",
+    "One address for memory on several GPUs: what is stored there reaches all of them, through the switches "
+    "between them.",
+)
+def multicast(tour: Tour, _: sa.Stream) -> None:
     _on_several(tour, _multicast)
 
 
@@ -106,29 +113,24 @@ def _multicast(tour: Tour, driver: Any) -> None:
         streams = [resources.enter_context(device.create_stream()) for device in devices]
         memories = [resources.enter_context(vmm.PhysicalMemory(size, device)) for device in devices]
 
-        def replicas() -> Iterator[np.ndarray[Any, Any]]:
-            """The memory of each device, read by its own address."""
-            for replica, stream in zip(own, streams, strict=True):
+        def replicas() -> list[tuple[str, np.ndarray[Any, Any]]]:
+            """Each device's name and both halves of its memory, read by its own address."""
+            for stream in streams[1:]:
                 stream.wait(streams[0])
-                host = np.empty(size, np.uint8)
-                replica.copy_to(host, stream)
-                stream.synchronize()
-                yield host
+            halves = [read(replica, stream).reshape(2, -1) for replica, stream in zip(own, streams, strict=True)]
+            return list(zip(names, halves, strict=True))
 
         with MulticastObject(size, count, driver=calls) as team:
             for device in devices[:-1]:
                 team.add_device(device)
-            claim, words = raised("binding", sa.IncompleteTeamError, lambda: team.bind(memories[0]))
             tour.step(
                 f"a team of {plural(count, 'GPU')}, of which one is still missing: binding too early is refused",
-                claim,
+                raised("binding", sa.IncompleteTeamError, lambda: team.bind(memories[0])),
                 equal("bound", len(team.bindings), 0),
             )
-            tour.quote(words)
             team.add_device(devices[-1])
-            claim, words = raised("adding it", ValueError, lambda: team.add_device(devices[0]))
-            tour.step("all added, and none twice", claim, equal("the team is complete", team.complete, True))
-            tour.quote(words)
+            refused = raised("adding it", ValueError, lambda: team.add_device(devices[0]))
+            tour.step("all added, and none twice", refused, equal("the team is complete", team.complete, True))
 
             for memory in memories:
                 team.bind(memory)
@@ -138,55 +140,50 @@ def _multicast(tour: Tour, driver: Any) -> None:
             tour.step(
                 "memory of each GPU bound, and the object mapped",
                 equal("bound for", [binding.device for binding in team.bindings], devices),
-                equal("size", view.nbytes, size, mib),
-                figures=f"{count} x {mib(size)} at {view.address:#x}",
+                equal("size", view.nbytes, size, size_text),
+                figures=f"{count} x {size_text(size)} at {view.address:#x}",
             )
 
             view.fill(0x2D, streams[0])
             tour.step(
                 f"one fill of it by {names[0]}: the memory of every GPU has it",
-                *(every_byte(f"on {name}", host, 0x2D) for name, host in zip(names, replicas(), strict=True)),
+                *(every_byte(f"on {name}", halves, 0x2D) for name, halves in replicas()),
             )
             own[1][: size // 2].fill(0x3E, streams[0])
             view[size // 2 :].fill(0x4F, streams[0])
-            halves = [host.reshape(2, -1) for host in replicas()]
+            found = replicas()
             tour.step(
                 "each GPU's memory has an address of its own too: written there, only that one changes",
-                *(
-                    every_byte(f"first half on {name}", host[0], 0x3E if name == names[1] else 0x2D)
-                    for name, host in zip(names, halves, strict=True)
-                ),
-                *(
-                    every_byte(f"second half on {name}", host[1], 0x4F)
-                    for name, host in zip(names, halves, strict=True)
-                ),
+                *(every_byte(f"first half on {at}", half, 0x3E if at == names[1] else 0x2D) for at, (half, _) in found),
+                *(every_byte(f"second half on {at}", half, 0x4F) for at, (_, half) in found),
             )
             host = np.empty(size, np.uint8)
-            claim, words = raised("the copy", ValueError, lambda: view.copy_to(host, streams[0]))
-            tour.step("the common address is for writing: what an ordinary read would give is not defined", claim)
-            tour.quote(words)
+            refused = raised("the copy", ValueError, lambda: view.copy_to(host, streams[0]))
+            tour.step("the common address is for writing: what an ordinary read would give is not defined", refused)
 
             for mapping in own:
                 mapping.close()
             before = len(calls.calls)
             for memory in memories:
                 memory.close()
-            tour.step(
-                "memory that is closed now is not released, for it is bound",
-                equal("released", _ended(calls.calls[before:]), []),
-            )
-        found = _ended(calls.calls[before:])
+            released = equal("released", _ended(calls.calls[before:]), [])
+            tour.step("memory that is closed now is not released, for it is bound", released)
+        ended = _ended(calls.calls[before:])
         view.close()
         tour.step(
             "left the `with` block: unbound first, the memory released last",
-            equal("order", found[: count + 2], [*["unbind"] * count, "unmap", "release"], _counted),
-            equal("released", found.count("release"), 1 + count),
-            figures=_counted(found),
+            equal("order", ended[: count + 2], [*["unbind"] * count, "unmap", "release"], _counted),
+            equal("released", ended.count("release"), 1 + count),
+            figures=_counted(ended),
         )
 
 
-def symmetric(tour: Tour) -> None:
-    need_gates(tour.device)
+@PARTS.part(
+    "Symmetric memory",
+    "As much memory on every GPU, and all of it within reach of each, set up in one call: on all or on none.",
+)
+def symmetric(tour: Tour, _: sa.Stream) -> None:
+    tour.need_gates()
     _on_several(tour, _symmetric)
 
 
@@ -198,15 +195,12 @@ def _symmetric(tour: Tour, driver: Any) -> None:
         may = _may_make_objects(driver)
         with SymmetricMemory.local(count * part, devices, multicast="auto" if may else False) as memory:
             view = memory.multicast_buffer
+            expected = may and all(device.supports.multicast for device in devices)
             tour.step(
-                f"{mib(count * part)} on each of {plural(count, 'GPU')}, every one mapped for all",
+                f"{size_text(count * part)} on each of {plural(count, 'GPU')}, every one mapped for all",
                 equal("ranks", memory.size, count),
                 equal("different addresses", len(set(memory.addresses.tolist())), count),
-                equal(
-                    "there is a multicast view",
-                    view is not None,
-                    may and all(device.supports.multicast for device in devices),
-                ),
+                equal("there is a multicast view", view is not None, expected),
                 figures="no multicast view" if view is None else f"multicast view at {view.address:#x}",
             )
 
@@ -215,12 +209,8 @@ def _symmetric(tour: Tour, driver: Any) -> None:
                 for target in targets:
                     target[rank * part : (rank + 1) * part].fill(rank + 1, stream)
             memory.barrier(*streams)
-            gathered = np.zeros((count, count, part), np.uint8)
-            for host, buffer, stream in zip(gathered, memory.buffers, streams, strict=True):
-                buffer.copy_to(host, stream)
-            for stream in streams:
-                stream.synchronize()
-            parts = np.arange(1, count + 1, dtype=np.uint8)[:, np.newaxis]
+            gathered = np.array([read(buffer, stream) for buffer, stream in zip(memory.buffers, streams, strict=True)])
+            parts = np.repeat(np.arange(1, count + 1, dtype=np.uint8), part)
             tour.step(
                 "each stores its part on all, then a barrier: all have all parts",
                 equal("bytes that differ", int(np.count_nonzero(gathered != parts)), 0),
@@ -239,9 +229,8 @@ def _symmetric(tour: Tour, driver: Any) -> None:
                 equal("the stream is done before it", waiting, False),
                 equal("the stream is done after it", streams[1].query(), True),
             )
-        claim, words = raised("using it", sa.ClosedError, lambda: memory.buffers)
-        tour.step("closed: all is given back", claim)
-        tour.quote(words)
+        refused = raised("using it", sa.ClosedError, lambda: memory.buffers)
+        tour.step("closed: all is given back", refused)
 
 
 def _all_reduce(tour: Tour, memory: SymmetricMemory, streams: list[sa.Stream]) -> None:
@@ -250,30 +239,13 @@ def _all_reduce(tour: Tour, memory: SymmetricMemory, streams: list[sa.Stream]) -
         buffer[: row.nbytes].copy_from(row, stream)
     memory.barrier(*streams)
     for buffer, stream in zip(memory.buffers, streams, strict=True):
-        multimem_ld_reduce(
-            stream, buffer[values[0].nbytes :], memory.multicast_address or 0, values.shape[1], np.float32
-        )
-    sums = np.empty_like(values)
-    for row, buffer, stream in zip(sums, memory.buffers, streams, strict=True):
-        buffer[row.nbytes : 2 * row.nbytes].copy_to(row, stream)
-        stream.synchronize()
+        address = memory.multicast_address or 0
+        multimem_ld_reduce(stream, buffer[values[0].nbytes :], address, values.shape[1], np.float32)
+    of_row = slice(values[0].nbytes, 2 * values[0].nbytes)
+    found = [read(buffer[of_row], stream) for buffer, stream in zip(memory.buffers, streams, strict=True)]
+    sums = np.array(found).view(np.float32)
     tour.step(
         "the sum over all, as a kernel's multimem.ld_reduce gives it",
         equal("sums that differ from numpy's", int(np.count_nonzero(sums != values.sum(axis=0))), 0),
         figures="simulated: no kernel runs",
     )
-
-
-PARTS: tuple[tuple[str, str, Callable[[Tour], None]], ...] = (
-    (
-        "Multicast",
-        "One address for memory on several GPUs: what is stored there reaches all of them, through the switches "
-        "between them.",
-        multicast,
-    ),
-    (
-        "Symmetric memory",
-        "As much memory on every GPU, and all of it within reach of each, set up in one call: on all or on none.",
-        symmetric,
-    ),
-)

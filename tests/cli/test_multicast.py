@@ -28,8 +28,8 @@ def show(capsys: pytest.CaptureFixture[str]) -> Show:
 
     def show(driver: Any) -> tuple[Tour, str]:
         with sd.use(driver), Tour(Terminal()) as tour:
-            for title, about, part in tour_multicast.PARTS:
-                tour.run(title, about, part)
+            for part in tour_multicast.PARTS:
+                tour.run(part)
         return tour, capsys.readouterr().out
 
     return show
