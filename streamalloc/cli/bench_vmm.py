@@ -12,8 +12,26 @@ from typing import Any
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.choice import host_pool_location
-from streamalloc.cli.measuring import KEEP_ALL, Bench, Call, in_turns, judged, ratio, spread, step_times, value_of
-from streamalloc.cli.terminal import Terminal, mib
+from streamalloc.cli.measuring import (
+    KEEP_ALL,
+    SPREAD,
+    TO_RAW,
+    Bench,
+    Call,
+    Column,
+    Section,
+    Unavailable,
+    begun,
+    in_turns,
+    judged,
+    ratio,
+    show_table,
+    spread,
+    step_times,
+    value_of,
+)
+from streamalloc.cli.terminal import Terminal
+from streamalloc.core.errors import size_text
 
 __all__ = ["SECTIONS"]
 
@@ -26,11 +44,6 @@ DEVICE_STEP = 1 << 30
 DEVICE_RESERVE = 4 << 30
 # Enough to find the speed of copies.
 PINNED = 2 << 30
-
-Way = Callable[[Bench, int, int], list[float]]
-"""Grows by a number of steps of so many bytes; answers the microseconds of each."""
-
-NO_MAPPING = {"unavailable": "this device's memory cannot be mapped by hand"}
 
 
 # --- growth ---------------------------------------------------------------------------------------------------------
@@ -90,15 +103,9 @@ def copied_growth(bench: Bench, count: int, nbytes: int) -> list[float]:
         nonlocal held, size
         larger = value_of(driver.cuMemAlloc(size + nbytes))
         if held is not None:
-            (error,) = driver.cuMemcpyAsync(larger, held, size, stream)
-            if error:
-                raise RuntimeError(error)
-            (error,) = driver.cuStreamSynchronize(stream)
-            if error:
-                raise RuntimeError(error)
-            (error,) = driver.cuMemFree(held)
-            if error:
-                raise RuntimeError(error)
+            value_of(driver.cuMemcpyAsync(larger, held, size, stream))
+            value_of(driver.cuStreamSynchronize(stream))
+            value_of(driver.cuMemFree(held))
         held, size = larger, size + nbytes
 
     try:
@@ -108,63 +115,52 @@ def copied_growth(bench: Bench, count: int, nbytes: int) -> list[float]:
             driver.cuMemFree(held)
 
 
-def _grown(bench: Bench, ways: Sequence[Way], count: int, nbytes: int, rounds: int) -> list[list[list[float]]]:
-    """Microseconds of each step, by way and round."""
-    return in_turns([functools.partial(way, bench, count, nbytes) for way in ways], rounds)
+_WAYS: dict[str, Callable[[Bench, int, int], list[float]]] = {
+    "raw calls, results checked": raw_growth,
+    "streamalloc grow": our_growth,
+    "cuMemAlloc, copy and cuMemFree": copied_growth,
+}
+
+
+def _grown(
+    bench: Bench, names: Sequence[str], count: int, nbytes: int, rounds: int
+) -> tuple[list[dict[str, Any]], list[list[float]]]:
+    """A row for each way to grow by so many steps of so many bytes; and the microseconds of all steps, by round."""
+    found = in_turns([functools.partial(_WAYS[name], bench, count, nbytes) for name in names], rounds)
+    totals = [[sum(steps) for steps in runs] for runs in found]
+    rows: list[dict[str, Any]] = [
+        {
+            "name": name,
+            **spread(total),
+            "first_us": statistics.median(steps[0] for steps in runs),
+            "step_us": statistics.median(statistics.median(steps) for steps in runs),
+            "last_us": statistics.median(steps[-1] for steps in runs),
+            "ratio_to_raw": ratio(total, totals[0]),
+        }
+        for name, runs, total in zip(names, found, totals, strict=True)
+    ]
+    if not bench.chosen.is_simulated:
+        rows[1]["target_ratio"] = 1.1
+    return rows, totals
 
 
 def measure_growth(bench: Bench) -> dict[str, Any]:
     """Growing a buffer in steps: raw calls, the library, and copying into larger memory."""
-    if not bench.device.supports.virtual_memory_management:
-        return NO_MAPPING
-    simulated = bench.chosen.is_simulated
-    nbytes = STEP_SIMULATED if simulated else STEP
-    ways: tuple[Way, ...] = (raw_growth, our_growth, copied_growth)
-    raw, ours, copied = (
-        [sum(steps) for steps in runs] for runs in _grown(bench, ways, STEPS, nbytes, bench.effort.growths)
-    )
-    rows: list[dict[str, Any]] = [
-        {"name": name, **spread(times), "ratio_to_raw": ratio(times, raw)}
-        for name, times in (
-            ("raw calls, results checked", raw),
-            ("streamalloc grow", ours),
-            ("cuMemAlloc, copy and cuMemFree", copied),
-        )
-    ]
-    result: dict[str, Any] = {
-        "steps": STEPS,
-        "step_bytes": nbytes,
-        "rows": rows,
-        "times_faster_than_copying": ratio(copied, ours),
-    }
-    if not simulated:
-        rows[1]["target_ratio"] = 1.1
-        result["target_times_faster"] = 10
-    return result
+    bench.need_virtual_memory()
+    nbytes = STEP_SIMULATED if bench.chosen.is_simulated else STEP
+    rows, (_, ours, copied) = _grown(bench, list(_WAYS), STEPS, nbytes, bench.effort.growths)
+    target = {} if bench.chosen.is_simulated else {"target_times_faster": 10}
+    faster = ratio(copied, ours)
+    return {"steps": STEPS, "step_bytes": nbytes, "rows": rows, "times_faster_than_copying": faster, **target}
 
 
 def measure_whole_device(bench: Bench) -> dict[str, Any]:
     """Growing a buffer to nearly all memory that is free; whether its size so far makes a step slower."""
-    if not bench.device.supports.virtual_memory_management:
-        return NO_MAPPING
+    bench.need_virtual_memory()
     count = (bench.device.memory_info().free - DEVICE_RESERVE) // DEVICE_STEP
     if count < 2:
-        return {"unavailable": f"less than {mib(DEVICE_RESERVE + 2 * DEVICE_STEP)} of the device's memory are free"}
-    found = _grown(bench, (raw_growth, our_growth), count, DEVICE_STEP, bench.effort.whole_devices)
-    raw = [sum(steps) for steps in found[0]]
-    rows: list[dict[str, Any]] = [
-        {
-            "name": name,
-            **spread([sum(steps) for steps in runs]),
-            "first_us": statistics.median(steps[0] for steps in runs),
-            "step_us": statistics.median(statistics.median(steps) for steps in runs),
-            "last_us": statistics.median(steps[-1] for steps in runs),
-            "ratio_to_raw": ratio([sum(steps) for steps in runs], raw),
-        }
-        for name, runs in zip(("raw calls, results checked", "streamalloc grow"), found, strict=True)
-    ]
-    if not bench.chosen.is_simulated:
-        rows[1]["target_ratio"] = 1.1
+        raise Unavailable(f"less than {size_text(DEVICE_RESERVE + 2 * DEVICE_STEP)} of the device's memory are free")
+    rows, _ = _grown(bench, list(_WAYS)[:2], count, DEVICE_STEP, bench.effort.whole_devices)
     return {"steps": count, "step_bytes": DEVICE_STEP, "rows": rows}
 
 
@@ -173,11 +169,10 @@ def measure_whole_device(bench: Bench) -> dict[str, Any]:
 
 def measure_eviction(bench: Bench) -> dict[str, Any]:
     """Evicting and restoring a buffer, beside copies between the device and pinned memory in the same rounds."""
-    if not bench.device.supports.virtual_memory_management:
-        return NO_MAPPING
+    bench.need_virtual_memory()
     location = host_pool_location(bench.device)
     if location is None:
-        return {"unavailable": "there are no pools in host memory here"}
+        raise Unavailable("there are no pools in host memory here")
     nbytes = _fitting(bench)
     pinned_bytes = min(nbytes, PINNED)
     driver, stream = bench.driver, bench.stream
@@ -192,29 +187,36 @@ def measure_eviction(bench: Bench) -> dict[str, Any]:
             host, on_device = driver.CUdeviceptr(int(pinned)), driver.CUdeviceptr(buffer.address)
 
             def copy(target: Any, source: Any) -> None:
-                (error,) = driver.cuMemcpyAsync(target, source, pinned_bytes, bench.raw_stream)
-                if error:
-                    raise RuntimeError(error)
+                value_of(driver.cuMemcpyAsync(target, source, pinned_bytes, bench.raw_stream))
                 stream.synchronize()
 
             def restore() -> None:
                 buffer.restore()
                 stream.synchronize()
 
-            seconds = _rounds(
-                (
-                    lambda: copy(host, on_device),
-                    lambda: copy(on_device, host),
-                    lambda: buffer.evict(pool),
-                    restore,
-                    buffer.evict,
-                    restore,
-                ),
-                bench.effort.evictions,
+            ways: tuple[tuple[str, Call, int], ...] = (
+                ("copy from device to pinned memory", lambda: copy(host, on_device), pinned_bytes),
+                ("copy from pinned memory to device", lambda: copy(on_device, host), pinned_bytes),
+                ("evict, copy in a warm host pool", lambda: buffer.evict(pool), nbytes),
+                ("restore from it", restore, nbytes),
+                ("evict, bytes given up", buffer.evict, 0),
+                ("restore without them", restore, 0),
             )
+            seconds = _rounds([call for _, call, _ in ways], bench.effort.evictions)
     finally:
         driver.cuMemFreeHost(pinned)
-    return {"bytes": nbytes, "pinned_bytes": pinned_bytes, "rows": _eviction_rows(bench, seconds, nbytes, pinned_bytes)}
+    rows: list[dict[str, Any]] = []
+    rates: list[list[float]] = []
+    for (name, _, moved), values in zip(ways, seconds, strict=True):
+        rows.append({"name": name, "ms": statistics.median(values) * 1e3})
+        if moved:
+            rates.append([moved / one / 1e9 for one in values])
+            rows[-1]["gb_per_s"] = statistics.median(rates[-1])
+    for at in (2, 3):
+        rows[at]["ratio_to_pinned"] = ratio(rates[at], rates[at - 2])
+        if not bench.chosen.is_simulated:
+            rows[at]["target_ratio"] = 0.8
+    return {"bytes": nbytes, "pinned_bytes": pinned_bytes, "rows": rows}
 
 
 def _rounds(calls: Sequence[Call], rounds: int) -> list[list[float]]:
@@ -229,33 +231,6 @@ def _rounds(calls: Sequence[Call], rounds: int) -> list[list[float]]:
             call()
             times[at].append(time.perf_counter() - start)
     return [values[1:] for values in times]
-
-
-def _eviction_rows(
-    bench: Bench, seconds: Sequence[Sequence[float]], nbytes: int, pinned_bytes: int
-) -> list[dict[str, Any]]:
-    rates = [[pinned_bytes / one / 1e9 for one in values] for values in seconds[:2]]
-    rates += [[nbytes / one / 1e9 for one in values] for values in seconds[2:4]]
-    rows: list[dict[str, Any]] = []
-    for at, name in enumerate(
-        (
-            "copy from device to pinned memory",
-            "copy from pinned memory to device",
-            "evict, copy in a warm host pool",
-            "restore from it",
-            "evict, bytes given up",
-            "restore without them",
-        )
-    ):
-        row: dict[str, Any] = {"name": name, "ms": statistics.median(seconds[at]) * 1e3}
-        if at < len(rates):
-            row["gb_per_s"] = statistics.median(rates[at])
-        if at in (2, 3):
-            row["ratio_to_pinned"] = ratio(rates[at], rates[at - 2])
-            if not bench.chosen.is_simulated:
-                row["target_ratio"] = 0.8
-        rows.append(row)
-    return rows
 
 
 def _fitting(bench: Bench) -> int:
@@ -281,40 +256,12 @@ def _free_host_memory() -> int:
 # --- how it is shown ------------------------------------------------------------------------------------------------
 
 
-def _ratio_and_target(terminal: Terminal, row: dict[str, Any]) -> tuple[str, str]:
-    shown = f"{row['ratio_to_raw']:.2f}"
-    if "target_ratio" not in row:
-        return shown, ""
-    target = row["target_ratio"]
-    return judged(terminal, shown, row["ratio_to_raw"] <= target), f"<= {target:g} x raw"
-
-
-def _missing(terminal: Terminal, result: dict[str, Any]) -> bool:
-    if "unavailable" in result:
-        terminal.paragraph(f"not measured: {result['unavailable']}")
-    return "unavailable" in result
-
-
 def show_growth(terminal: Terminal, result: dict[str, Any]) -> None:
     """Growth in steps."""
-    of = f" by {result['steps']} x {mib(result['step_bytes'])}" if "steps" in result else ""
-    terminal.heading(f"Grow a buffer{of}")
-    if _missing(terminal, result):
+    if not begun(terminal, "Grow a buffer{}", " by {steps} x {step_bytes}", result):
         return
-    terminal.table(
-        (
-            (
-                row["name"],
-                f"{row['median_us']:,.0f}",
-                f"{row['p10_us']:,.0f}",
-                f"{row['p90_us']:,.0f}",
-                *_ratio_and_target(terminal, row),
-            )
-            for row in result["rows"]
-        ),
-        header=("microseconds", "median", "p10", "p90", "/ raw", "target"),
-        align="lrrrrl",
-    )
+    figures = [column._replace(shown=",.0f") for column in SPREAD]
+    show_table(terminal, "microseconds", result["rows"], *figures, TO_RAW)
     times = result["times_faster_than_copying"]
     shown, target = f"{times:.1f}", ""
     if "target_times_faster" in result:
@@ -325,53 +272,30 @@ def show_growth(terminal: Terminal, result: dict[str, Any]) -> None:
 
 def show_whole_device(terminal: Terminal, result: dict[str, Any]) -> None:
     """Growth to the whole device."""
-    of = f", {result['steps']} x {mib(result['step_bytes'])}" if "steps" in result else ""
-    terminal.heading(f"Grow a buffer to nearly all free memory of the device{of}")
-    if _missing(terminal, result):
-        return
-    terminal.table(
-        (
-            (
-                row["name"],
-                f"{row['median_us']:,.0f}",
-                f"{row['first_us']:,.1f}",
-                f"{row['step_us']:,.1f}",
-                f"{row['last_us']:,.1f}",
-                *_ratio_and_target(terminal, row),
-            )
-            for row in result["rows"]
-        ),
-        header=("microseconds", "in all", "first step", "median step", "last step", "/ raw", "target"),
-        align="lrrrrrl",
-    )
+    title = "Grow a buffer to nearly all free memory of the device{}"
+    if begun(terminal, title, ", {steps} x {step_bytes}", result):
+        show_table(
+            terminal,
+            "microseconds",
+            result["rows"],
+            Column("in all", "median_us", ",.0f"),
+            Column("first step", "first_us", ",.1f"),
+            Column("median step", "step_us", ",.1f"),
+            Column("last step", "last_us", ",.1f"),
+            TO_RAW,
+        )
 
 
 def show_eviction(terminal: Terminal, result: dict[str, Any]) -> None:
     """Evict and restore."""
-    of = f" {mib(result['bytes'])}" if "bytes" in result else ""
-    terminal.heading(f"Evict and restore{of}")
-    if _missing(terminal, result):
-        return
-    terminal.table(
-        (_shown_eviction(terminal, row) for row in result["rows"]),
-        header=("", "ms", "GB/s", "/ pinned", "target"),
-        align="lrrrl",
-    )
+    if begun(terminal, "Evict and restore{}", " {bytes}", result):
+        to_pinned = Column("/ pinned", "ratio_to_pinned", target="target_ratio", as_target=">= {:g} x pinned")
+        figures = (Column("ms", "ms"), Column("GB/s", "gb_per_s", ",.1f"))
+        show_table(terminal, "", result["rows"], *figures, to_pinned)
 
 
-def _shown_eviction(terminal: Terminal, row: dict[str, Any]) -> tuple[str, ...]:
-    rate = f"{row['gb_per_s']:.1f}" if "gb_per_s" in row else ""
-    times, target = "", ""
-    if "ratio_to_pinned" in row:
-        times = f"{row['ratio_to_pinned']:.2f}"
-        if "target_ratio" in row:
-            times = judged(terminal, times, row["ratio_to_pinned"] >= row["target_ratio"])
-            target = f">= {row['target_ratio']:g} x pinned"
-    return (row["name"], f"{row['ms']:,.2f}", rate, times, target)
-
-
-SECTIONS: tuple[tuple[str, Callable[[Bench], Any], Callable[[Terminal, Any], None]], ...] = (
-    ("growth", measure_growth, show_growth),
-    ("growth_to_the_whole_device", measure_whole_device, show_whole_device),
-    ("eviction", measure_eviction, show_eviction),
+SECTIONS = (
+    Section("growth", measure_growth, show_growth),
+    Section("growth_to_the_whole_device", measure_whole_device, show_whole_device),
+    Section("eviction", measure_eviction, show_eviction),
 )

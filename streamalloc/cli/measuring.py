@@ -4,36 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import itertools
 import statistics
 import time
 import timeit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 
 import streamalloc as sa
 from streamalloc.cli.choice import Chosen
 from streamalloc.cli.terminal import Terminal
+from streamalloc.core.errors import size_text
 
 __all__ = [
-    "FULL",
-    "KEEP_ALL",
-    "QUICK",
-    "SIZE",
-    "Bench",
-    "Call",
-    "Effort",
-    "in_turns",
-    "interleaved",
-    "judged",
-    "of_another_library",
-    "ratio",
-    "spread",
-    "step_times",
-    "value_of",
+    *("FULL", "KEEP_ALL", "QUICK", "SIZE", "SPREAD", "TO_RAW", "Bench", "Call", "Column", "Effort", "Section"),
+    *("Unavailable", "begun", "cuda_core", "in_turns", "interleaved", "judged", "prepared", "ratio", "rotated"),
+    *("show_table", "spread", "step_times", "value_of"),
 ]
 
 SIZE = 4096
@@ -82,28 +72,26 @@ QUICK = Effort(
 )
 
 
+class Unavailable(Exception):
+    """A section cannot be measured here; the message says why."""
+
+
 def value_of(answer: Any) -> Any:
-    """The value of a raw call that answered one."""
-    error, value = answer
+    """The value of a raw call that succeeded; None where it has none."""
+    error, *values = answer
     if error:
         raise RuntimeError(error)
-    return value
+    return values[0] if values else None
 
 
-@contextlib.contextmanager
-def of_another_library(name: str, other: bool, missing: dict[str, str]) -> Iterator[None]:
-    """A block that prepares a row, of another library or of this one.
-
-    Another library may be absent, or may not fit this driver. The reason goes to ``missing``, and nothing is raised.
-    """
-    try:
-        yield
-    except ImportError:
-        return
-    except Exception as error:
-        if not other:
-            raise
-        missing[name] = f"{type(error).__name__}: {error}"
+def cuda_core() -> tuple[Any, Any, Any]:
+    """cuda.core, its device and a stream of it."""
+    core = importlib.import_module("cuda.core")
+    if not hasattr(core, "DeviceMemoryResource"):  # older versions have it elsewhere
+        core = importlib.import_module("cuda.core.experimental")
+    device = core.Device(0)
+    device.set_current()
+    return core, device, device.create_stream()
 
 
 class Bench:
@@ -113,8 +101,8 @@ class Bench:
         self.chosen = chosen
         self.effort = effort
         self.resources = resources
-        self.kept: list[object] = []
-        """What has to live as long as the benchmark, such as arrays of which a row has only the address."""
+        self.array: np.ndarray[Any, Any] = np.empty(SIZE, np.uint8)
+        """Ordinary memory of the host, for rows that copy to it."""
         # Any: the rows also use the bindings' classes, which every driver passes on.
         self.driver: Any = cast(Any, chosen.driver)
         self.device: sa.Device = sa.Device(0)
@@ -131,9 +119,56 @@ class Bench:
         pool = self.resources.enter_context(sa.MemoryPool(self.device, release_threshold=KEEP_ALL))
         return pool, self.driver.CUmemoryPool(pool.handle)
 
+    def need_virtual_memory(self) -> None:
+        """End a section that maps memory where that cannot be done."""
+        if not self.device.supports.virtual_memory_management:
+            raise Unavailable("this device's memory cannot be mapped by hand")
+
     def buffer(self) -> sa.Buffer:
         """4 KiB that stay for as long as the benchmark runs."""
         return self.resources.enter_context(self.pool.allocate(SIZE, self.stream))
+
+
+class Way(Protocol):
+    """Something to measure, as :func:`prepared` has to know it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def other(self) -> bool:
+        """Another library: it needs a GPU, and to be installed."""
+
+
+W = TypeVar("W", bound=Way)
+
+
+def prepared(
+    bench: Bench, ways: Sequence[W], setup: Callable[[W], T]
+) -> tuple[list[tuple[W, T]], list[dict[str, Any]]]:
+    """The ways that can be measured with what was set up for each, and rows that say why others cannot.
+
+    Another library that is absent is left out without a word. One that does not fit this driver has a row.
+    """
+    ready: list[tuple[W, T]] = []
+    missing: list[dict[str, Any]] = []
+    for way in ways:
+        if way.other and bench.chosen.is_simulated:
+            continue
+        try:
+            ready.append((way, setup(way)))
+        except Exception as error:
+            if not way.other:
+                raise
+            if not isinstance(error, ImportError):
+                missing.append({"name": way.name, "unavailable": f"{type(error).__name__}: {error}"})
+    return ready, missing
+
+
+def rotated(items: Sequence[T], rounds: int) -> Iterator[T]:
+    """All items in each round. Each begins with another one, so that none always follows the same."""
+    for number in range(rounds):
+        first = number % len(items)
+        yield from (*items[first:], *items[:first])
 
 
 def interleaved(bench: Bench, calls: Sequence[Call], most: int) -> list[list[float]]:
@@ -145,12 +180,9 @@ def interleaved(bench: Bench, calls: Sequence[Call], most: int) -> list[list[flo
     once = max(timer.timeit(20) / 20 for timer in timers)
     number = max(1, min(most, int(bench.effort.block / once)))
     times: list[list[float]] = [[] for _ in timers]
-    for number_of_round in range(bench.effort.rounds):
-        # Each round begins with another row, so that none always follows the same one.
-        for step in range(len(timers)):
-            at = (number_of_round + step) % len(timers)
-            bench.device.synchronize()
-            times[at].append(timers[at].timeit(number) / number * 1e6)
+    for at in rotated(range(len(timers)), bench.effort.rounds):
+        bench.device.synchronize()
+        times[at].append(timers[at].timeit(number) / number * 1e6)
     bench.device.synchronize()
     return times
 
@@ -201,3 +233,70 @@ def step_times(step: Call, count: int) -> list[float]:
 def judged(terminal: Terminal, figure: str, met: bool) -> str:
     """A figure, coloured by whether it meets its target."""
     return terminal.good(figure) if met else terminal.odd(figure)
+
+
+# --- how it is shown ------------------------------------------------------------------------------------------------
+
+
+class Section(NamedTuple):
+    """A part of the benchmark."""
+
+    key: str
+    """Its name in the report."""
+    measure: Callable[[Bench], Any]
+    show: Callable[[Terminal, Any], None]
+
+
+class Column(NamedTuple):
+    """A column of figures."""
+
+    head: str
+    key: str
+    shown: str = ",.2f"
+    """A figure's format."""
+    target: str = ""
+    """The key of the target, in rows that have one."""
+    as_target: str = "<= {:g}"
+    """How the target is shown: with ``<=`` or ``>=`` first."""
+
+
+SPREAD = (Column("median", "median_us"), Column("p10", "p10_us"), Column("p90", "p90_us"))
+TO_RAW = Column("/ raw", "ratio_to_raw", target="target_ratio", as_target="<= {:g} x raw")
+
+
+def begun(terminal: Terminal, title: str, of: str, result: Mapping[str, Any]) -> bool:
+    """The heading of a section, with ``of`` what was measured; whether it was, and if not, why."""
+    available = "unavailable" not in result
+    known = {key: size_text(value) if key.endswith("bytes") else value for key, value in result.items()}
+    terminal.heading(title.format(of.format_map(known) if available else ""))
+    if not available:
+        terminal.paragraph(f"not measured: {result['unavailable']}")
+    return available
+
+
+def show_table(
+    terminal: Terminal, head: str, rows: Sequence[Mapping[str, Any]], *columns: Column, names: int = 0
+) -> None:
+    """Rows with a name and figures, and below them why others have no figures; ``names`` is the names' least width."""
+    targets = any(column.target for column in columns)
+    shown = []
+    for row in rows:
+        if "unavailable" in row:
+            continue
+        cells, target = [row["name"].ljust(names)], ""
+        for column in columns:
+            figure = format(row[column.key], column.shown) if column.key in row else ""
+            if column.target in row:
+                figure = judged(terminal, figure, _meets(row[column.key], row[column.target], column.as_target))
+                target = column.as_target.format(row[column.target])
+            cells.append(figure)
+        shown.append([*cells, target] if targets else cells)
+    header = [head, *(column.head for column in columns), *(["target"] if targets else [])]
+    terminal.table(shown, header=header, align="l" + "r" * len(columns))
+    for row in rows:
+        if "unavailable" in row:
+            terminal.paragraph(f"{row['name']}: not measured ({row['unavailable']})")
+
+
+def _meets(value: float, target: float, as_target: str) -> bool:
+    return value <= target if as_target.startswith("<=") else value >= target

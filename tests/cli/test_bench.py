@@ -30,7 +30,7 @@ SHORT = measuring.Effort(
 ALL_SECTIONS = bench.SECTIONS
 ALL_ROWS = bench.ROWS
 # Other libraries change the default pool, and the environment.
-OWN_ROWS = tuple(row for row in ALL_ROWS if not row.peer)
+OWN_ROWS = tuple(row for row in ALL_ROWS if not row.other)
 OWN_WAYS = tuple(way for way in bench_ipc.WAYS if not way.other)
 
 
@@ -66,7 +66,7 @@ def test_tables_and_json(whole: Measured) -> None:
     assert code == 0
     assert report["quick"] is True
 
-    own = [row for row in bench.ROWS if not row.peer]
+    own = [row for row in bench.ROWS if not row.other]
     measured = {(row["group"], row["name"]): row for row in report["rows"]}
     for row in own:
         found = measured[row.group.title, row.name]
@@ -81,7 +81,7 @@ def test_tables_and_json(whole: Measured) -> None:
     assert [one["live"] for one in report["live_buffers"]] == [10, 100]
     assert report["live_buffers"][0]["added_ratio"] == 1
     assert 0 < report["host_memory"]["bytes"] < 1000
-    assert report["import_time"]["ratio"] > 0
+    assert report["import_time"]["rows"][1]["ratio"] > 0
 
     for key in ("growth", "growth_to_the_whole_device"):
         rows = report[key]["rows"]
@@ -189,9 +189,9 @@ def test_library_that_is_absent_or_fails(machine: Any, monkeypatch: pytest.Monke
         raise RuntimeError("built for another version")
 
     rows = (
-        *(row for row in bench.ROWS if not row.peer and row.group is bench.PAIR),
-        bench.Row(bench.PAIR, "absent", absent, peer=True),
-        bench.Row(bench.PAIR, "failing", failing, peer=True),
+        *(row for row in bench.ROWS if not row.other and row.group is bench.PAIR),
+        bench.Row(bench.PAIR, "absent", absent, other=True),
+        bench.Row(bench.PAIR, "failing", failing, other=True),
     )
     monkeypatch.setattr(bench, "ROWS", rows)
     monkeypatch.setattr(bench, "GROUPS", (bench.PAIR,))
@@ -207,7 +207,7 @@ def test_other_libraries_are_not_measured_without_a_gpu(
     machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "ROWS", ALL_ROWS)
-    monkeypatch.setattr(bench, "SECTIONS", tuple(one for one in ALL_SECTIONS if one[0] == "rows"))
+    monkeypatch.setattr(bench, "SECTIONS", tuple(one for one in ALL_SECTIONS if one.key == "rows"))
     text = run("bench", "--quick")[1]
     assert text.splitlines()[0].startswith("running on the simulated driver")
-    assert not [row.name for row in ALL_ROWS if row.peer and row.name in text]
+    assert not [row.name for row in ALL_ROWS if row.other and row.name in text]
