@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from multiprocessing.reduction import DupFd, ForkingPickler
 from secrets import token_hex
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from typing_extensions import Buffer as BytesLike
 
@@ -94,21 +94,14 @@ _PACKET_BYTES = _HEADER_BYTES + PACKET_DATA
 _RIGHTS_BYTES = socket.CMSG_SPACE(PACKET_HANDLES * array.array("i").itemsize)
 # Plain numbers: operators of enum members cost more than the rest of a call.
 _DAMAGED = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
-_TIMEVAL = struct.Struct("@ll")
 
-# The kernel itself waits for a message this long, so that one that comes soon takes one call. Who waits longer does so
-# in poll(), which keeps any deadline, also when signals arrive meanwhile. (Python begins the kernel's wait anew after
-# each signal, so those that come more often than this prolong it.)
-_SOON = 0.005
-_SOON_TIMEVAL = _TIMEVAL.pack(0, int(_SOON * 1e6))
-# Before that, a receiver looks for a message without sleeping, for about as long as it takes to fall asleep and to be
-# woken up: what comes at once then comes in a third of the time. Not where both ends share one processor.
+# A receiver looks for a message without sleeping for about as long as it takes to fall asleep and to be woken up: what
+# comes at once then comes in a third of the time. Not where both ends share one processor.
 _SPIN_NANOSECONDS = 50_000 if len(os.sched_getaffinity(0)) > 1 else 0
-_SEND = int(socket.MSG_NOSIGNAL)
-_SEND_NOW = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+# No call waits in the kernel, where Python would begin anew after each signal: poll() keeps any deadline.
+_SEND = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 # Arguments of recvmsg(), as map() takes them.
-_RECEIVE = (_PACKET_BYTES,), (_RIGHTS_BYTES,), (int(socket.MSG_CMSG_CLOEXEC),)
-_RECEIVE_NOW = (_PACKET_BYTES,), (_RIGHTS_BYTES,), (int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT),)
+_RECEIVE = (_PACKET_BYTES,), (_RIGHTS_BYTES,), (int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT),)
 
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ECONNREFUSED)
 _FULL = (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS)
@@ -116,6 +109,7 @@ _FULL = (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS)
 _clock = time.perf_counter_ns
 _pack = _HEADER.pack
 _unpack = _HEADER.unpack_from
+_Rights: TypeAlias = tuple[int, int, "array.array[int]"]
 _make = tuple.__new__  # what Message() comes down to, at a third of its cost
 
 
@@ -149,7 +143,36 @@ class _Socket(socket.socket):
         return cls(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-class Channel(Closes):
+class _HasSocket(Closes):
+    """What owns a socket."""
+
+    __slots__ = ("__weakref__", "_socket")
+
+    _socket: _Socket
+
+    def fileno(self) -> int:
+        """The socket's descriptor, which stays ours; readable when something has come.
+
+        Raises
+        ------
+        ClosedError
+            This end is closed.
+        """
+        number = self._socket.fileno()
+        if number < 0:
+            raise self._was_closed()
+        return number
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed here."""
+        return self._socket.fileno() < 0
+
+    def _was_closed(self) -> ClosedError:
+        return ClosedError(f"this {type(self).__name__.lower()} was closed")
+
+
+class Channel(_HasSocket):
     """One end of a private connection; made by :meth:`pair`, :meth:`connect`, :meth:`Listener.accept`, :meth:`from_fd`.
 
     One thread may send while another receives; two that send, or two that receive, need a lock of their own. Closing
@@ -166,19 +189,10 @@ class Channel(Closes):
         Seconds for calls that are given no timeout of their own; None, the default: no limit.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_carried",
-        "_inbox",
-        "_partial",
-        "_peer",
-        "_ready",
-        "_receive",
-        "_send",
-        "_send_with",
-        "_socket",
-        "timeout",
-    )
+    __slots__ = ("_carried", "_inbox", "_partial", "_ready", "_receive", "_send", "_send_with", "peer", "timeout")
+
+    peer: Peer
+    """Who made the other end."""
 
     def __init__(self, connection: _Socket, peer: Peer) -> None:
         self.timeout: float | None = None
@@ -188,7 +202,7 @@ class Channel(Closes):
         """Packets that the kernel has handed over: what recvmsg() gives, or what :meth:`_handles` makes of that."""
         self._partial: _Partial | None = None
         self._socket = connection
-        self._peer = peer
+        self.peer = peer
         # Bound once: a hand-off is one of the first two calls, and looking them up each time costs as much as a tenth.
         self._send = connection.send
         self._receive = connection.recvmsg
@@ -197,8 +211,6 @@ class Channel(Closes):
         poll.register(connection, select.POLLIN)
         self._ready = poll.poll
         connection.settimeout(None)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SOON_TIMEVAL)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SOON_TIMEVAL)
 
     # -- making one ------------------------------------------------------------------------------------------
 
@@ -338,24 +350,21 @@ class Channel(Closes):
         size = len(data)
         count = len(handles)
         wait = self.timeout if timeout is None else timeout
-        if size > PACKET_DATA or count > PACKET_HANDLES:
-            self._send_parts(data, handles, wait)
-            return
-        if wait is None or wait >= _SOON:
-            flags = _SEND
-        elif wait >= 0:
-            flags = _SEND_NOW
-        else:
+        if wait is not None and not wait >= 0:
             refuse(wait)
+        if size > PACKET_DATA or count > PACKET_HANDLES:
+            end = end_of(wait)
+            for packet, some in _parts(data, handles):
+                self._send_packet(packet, some, end, wait)
+            return
         packet = _pack(_MAGIC, _VERSION, count, size) + data
+        if count:
+            self._send_packet(packet, handles, end_of(wait), wait)
+            return
         try:
-            if count:
-                self._send_with((packet,), _rights(handles), flags)
-            else:
-                self._send(packet, flags)
+            self._send(packet, _SEND)
         except OSError as error:
-            # The kernel has waited for the first part of the time.
-            self._send_later(error, packet, handles, end_of(wait if flags == _SEND_NOW else _rest(wait)), wait)
+            self._send_later(error, packet, (), end_of(wait), wait)
 
     def receive(self, *, timeout: float | None = None) -> Message:
         """Receive one message.
@@ -377,23 +386,14 @@ class Channel(Closes):
             This end is closed.
         """
         wait = self.timeout if timeout is None else timeout
-        if wait is None or wait >= _SOON:
-            how = _RECEIVE
-        elif wait >= 0:
-            how = _RECEIVE_NOW
-        else:
+        if wait is not None and not wait >= 0:
             refuse(wait)
         inbox = self._inbox
         if not inbox:
-            if how is _RECEIVE and not self._ready(0):
-                end = _clock() + _SPIN_NANOSECONDS
-                while not self._ready(0) and _clock() < end:
-                    pass
             try:
-                inbox.extend(map(self._receive, *how))
+                inbox.extend(map(self._receive, *_RECEIVE))
             except OSError as error:
-                # The kernel has waited for the first part of the time.
-                self._receive_later(error, end_of(wait if how is _RECEIVE_NOW else _rest(wait)), wait)
+                self._receive_later(error, end_of(wait), wait)
         packet, extra, flags, _ = inbox[0]
         size = len(packet) - _HEADER_BYTES
         if (
@@ -408,27 +408,22 @@ class Channel(Closes):
             return message
         return self._unpacked(wait)
 
-    def _send_parts(self, data: bytes, handles: Sequence[Fd | int], wait: float | None) -> None:
-        """Send a message that is too large for one packet."""
-        if len(data) > MAX_DATA or len(handles) > MAX_HANDLES:
-            raise ValueError(
-                f"a message of {len(data)} bytes and {len(handles)} descriptors: at most {MAX_DATA} and {MAX_HANDLES} "
-                "fit in one"
-            )
-        end = end_of(wait)
-        for packet, some in _parts(data, handles):
-            try:
-                self._send_with((packet,), _rights(some) if some else (), _SEND_NOW)
-            except OSError as error:
-                self._send_later(error, packet, some, end, wait)
+    def _send_packet(
+        self, packet: bytes, handles: Sequence[Fd | int], end: float | None, wait: float | None
+    ) -> None:
+        rights = _rights(handles)
+        try:
+            self._send_with((packet,), rights, _SEND)
+        except OSError as error:
+            self._send_later(error, packet, rights, end, wait)
 
     def _send_later(
-        self, error: OSError, packet: bytes, handles: Sequence[Fd | int], end: float | None, wait: float | None
+        self, error: OSError, packet: bytes, rights: Sequence[_Rights], end: float | None, wait: float | None
     ) -> None:
         """Go on after a send that failed: wait for room, as far as that is what it needs."""
         while True:
             if self.closed:
-                raise ClosedError("this channel was closed") from None
+                raise self._was_closed() from None
             if error.errno in _GONE:
                 raise PeerGoneError(f"{self._who} has ended or closed its end: nothing can be sent") from None
             if error.errno not in _FULL:
@@ -436,38 +431,37 @@ class Channel(Closes):
             if left(end) == 0:
                 raise TimeoutError(f"{self._who} made no room for a message within {wait:g} s") from None
             if error.errno == errno.EAGAIN:
-                self._poll(select.POLLOUT, end)
+                _polled(self, select.POLLOUT, milliseconds(end))
             else:
                 # Memory, or this user's limit of descriptors on their way: nothing tells when there is some again.
                 time.sleep(min(0.001, left(end)))
             try:
-                self._send_with((packet,), _rights(handles) if handles else (), _SEND_NOW)
+                self._send_with((packet,), rights, _SEND)
                 return
             except OSError as again:
                 error = again
 
     def _receive_later(self, error: OSError, end: float | None, wait: float | None) -> None:
         """Go on after a receive that failed: wait for a packet, as far as that is what it needs."""
+        spun = _clock() + _SPIN_NANOSECONDS
         while True:
             if self.closed:
-                raise ClosedError("this channel was closed") from None
+                raise self._was_closed() from None
             # A reset, said once, means that the peer went with messages unread: its own are still to be had.
             if error.errno == errno.EAGAIN:
                 if left(end) == 0:
                     raise TimeoutError(f"no message from {self._who} within {wait:g} s") from None
-                self._poll(select.POLLIN, end)
+                while not self._ready(0):
+                    if _clock() >= spun:
+                        self._ready(milliseconds(end))
+                        break
             elif error.errno != errno.ECONNRESET:
                 raise error
             try:
-                self._inbox.extend(map(self._receive, *_RECEIVE_NOW))
+                self._inbox.extend(map(self._receive, *_RECEIVE))
                 return
             except OSError as again:
                 error = again
-
-    def _poll(self, what: int, end: float | None) -> None:
-        waiting = select.poll()
-        waiting.register(self.fileno(), what)
-        waiting.poll(milliseconds(end))
 
     def _unpacked(self, wait: float | None) -> Message:
         """The message in the next packets, once all about them was checked."""
@@ -475,7 +469,7 @@ class Channel(Closes):
         while True:
             if not self._inbox:
                 try:
-                    self._inbox.extend(map(self._receive, *_RECEIVE_NOW))
+                    self._inbox.extend(map(self._receive, *_RECEIVE))
                 except OSError as error:
                     self._receive_later(error, end, wait)
             message = self._next_part()
@@ -487,7 +481,7 @@ class Channel(Closes):
         inbox = self._inbox
         handles = self._handles()
         packet, _, flags, _ = inbox[0]
-        if not packet and not handles and self._hung_up():
+        if not packet and not handles and _polled(self, select.POLLRDHUP, 0):
             self._drop_partial()
             raise PeerGoneError(f"{self._who} has ended or closed its end")
         wrong = _what_is_wrong(packet, len(handles), flags)
@@ -536,41 +530,13 @@ class Channel(Closes):
                 handle.close()
             self._partial = None
 
-    def _hung_up(self) -> bool:
-        waiting = select.poll()
-        waiting.register(self.fileno(), select.POLLRDHUP)
-        return bool(waiting.poll(0))
-
     # -- the connection --------------------------------------------------------------------------------------
 
     @property
-    def peer(self) -> Peer:
-        """Who made the other end."""
-        return self._peer
-
-    @property
     def _who(self) -> str:
-        if self._peer.pid == os.getpid():
+        if self.peer.pid == os.getpid():
             return "the other end of this process's channel"
-        return f"process {self._peer.pid or 'of another container'}"
-
-    def fileno(self) -> int:
-        """The socket's descriptor, which stays ours; readable when there is a message.
-
-        Raises
-        ------
-        ClosedError
-            This end is closed.
-        """
-        number = self._socket.fileno()
-        if number < 0:
-            raise ClosedError("this channel was closed")
-        return number
-
-    @property
-    def closed(self) -> bool:
-        """Whether this end was closed here."""
-        return self._socket.fileno() < 0
+        return f"process {self.peer.pid or 'of another container'}"
 
     def shutdown(self) -> None:
         """End the connection for everybody who holds either end; calls that wait raise :class:`PeerGoneError`."""
@@ -593,7 +559,7 @@ class Channel(Closes):
         return f"<Channel closed ({self._who})>" if self.closed else f"<Channel to {self._who}>"
 
 
-class Listener(Closes):
+class Listener(_HasSocket):
     """A place to which other processes of this user connect; made by :meth:`Channel.listen`.
 
     Attributes
@@ -602,7 +568,7 @@ class Listener(Closes):
         What :meth:`Channel.connect` takes: a path, or an abstract name with ``@`` first.
     """
 
-    __slots__ = ("__weakref__", "_file", "_process", "_socket", "address")
+    __slots__ = ("_file", "_process", "address")
 
     address: str
 
@@ -656,37 +622,17 @@ class Listener(Closes):
                 break
             except OSError as error:
                 if self.closed:
-                    raise ClosedError("this listener was closed") from None
+                    raise self._was_closed() from None
                 if error.errno not in (errno.EAGAIN, errno.ECONNABORTED):
                     raise
             if left(end) == 0:
                 raise TimeoutError(f"nobody connected to {self.address} within {timeout:g} s")
-            waiting = select.poll()
-            waiting.register(self.fileno(), select.POLLIN)
-            waiting.poll(milliseconds(end))
+            _polled(self, select.POLLIN, milliseconds(end))
         try:
             return Channel(connection, admitted(connection))
         except BaseException:
             connection.close()
             raise
-
-    def fileno(self) -> int:
-        """The socket's descriptor, which stays ours; readable when somebody wants to connect.
-
-        Raises
-        ------
-        ClosedError
-            The listener was closed.
-        """
-        number = self._socket.fileno()
-        if number < 0:
-            raise ClosedError("this listener was closed")
-        return number
-
-    @property
-    def closed(self) -> bool:
-        """Whether the listener was closed."""
-        return self._socket.fileno() < 0
 
     def close(self) -> None:
         """Listen no more, and remove the path if there is one; idempotent. Channels that were accepted stay open."""
@@ -716,7 +662,16 @@ class Listener(Closes):
 # -- packets -------------------------------------------------------------------------------------------------
 
 
-def _rights(handles: Sequence[Fd | int]) -> list[tuple[int, int, array.array[int]]]:
+def _polled(end: Channel | Listener, what: int, milliseconds: int) -> bool:
+    """Wait for something of a socket; whether it has come."""
+    poll = select.poll()
+    poll.register(end.fileno(), what)
+    return bool(poll.poll(milliseconds))
+
+
+def _rights(handles: Sequence[Fd | int]) -> list[_Rights]:
+    if not handles:
+        return []
     numbers = [handle.fileno() if isinstance(handle, Fd) else _descriptor(handle) for handle in handles]
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))]
 
@@ -739,13 +694,13 @@ def _descriptor(number: object) -> int:
     return number
 
 
-def _rest(wait: float | None) -> float | None:
-    """What is left of a time to wait after the kernel's part of it."""
-    return None if wait is None else wait - _SOON
-
-
 def _parts(data: bytes, handles: Sequence[Fd | int]) -> Iterator[tuple[bytes, Sequence[Fd | int]]]:
     """The packets of a message that is too large for one, and the descriptors that go with each."""
+    if len(data) > MAX_DATA or len(handles) > MAX_HANDLES:
+        raise ValueError(
+            f"a message of {len(data)} bytes and {len(handles)} descriptors: at most {MAX_DATA} and {MAX_HANDLES} "
+            "fit in one"
+        )
     name = os.urandom(8)
     count = max(-(-len(data) // _PART_DATA), -(-len(handles) // PACKET_HANDLES))
     for number in range(count):
