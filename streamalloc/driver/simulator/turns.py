@@ -153,6 +153,7 @@ class Helper:
 
     def __init__(self) -> None:
         self.free: bool = True
+        """Set by the main thread alone, which may make other calls, out of signal handlers, until it has the answer."""
         self.work: Any = None
         self.answer: Any = None
         self.error: Any = None
@@ -171,12 +172,11 @@ class Helper:
         _helpers[threading.get_ident()] = self
         while True:
             self._begun()
-            self.free, self.abandoned, self.blocked = False, False, None
+            self.abandoned, self.blocked = False, None
             try:
                 self.answer = self.work()
             except BaseException as error:
                 self.error = error
-            self.free = True
             if self.blocked is not None:
                 self.blocked.release()
             self._ended()
@@ -216,6 +216,7 @@ def run(work: Callable[[], Any]) -> Any:
         except RuntimeError:  # no new threads while the interpreter exits
             return work()
         _all.append(one)
+    one.free = False
     one.work = work
     for _ in one.go:
         break
@@ -232,6 +233,7 @@ def run(work: Callable[[], Any]) -> Any:
             break
     # References are dropped by this thread: not by the helper, which must not run what finalisers do.
     answer, failed, one.answer, one.error, one.work = one.answer, one.error, None, None, None
+    one.free = True
     if error is not None or failed is not None:
         raise error or failed
     return answer

@@ -246,6 +246,21 @@ def test_a_handler_that_makes_calls(alarm: Alarm) -> None:
     assert not [one for one in d._machine.allocations.at if one != ctypes.addressof(word)]
 
 
+def test_a_handler_that_makes_calls_while_a_wait_ends(alarm: Alarm) -> None:
+    """The helper that has waited is not given the handler's call before the wait's answer was taken."""
+    device = sa.Device(0, driver=sd.simulated())
+    with device.create_stream() as stream, device.create_stream() as other:
+        signal.signal(signal.SIGALRM, lambda *_: other.query())
+        signal.setitimer(signal.ITIMER_REAL, 2e-4, 2e-4)
+        end = time.monotonic() + 1
+        try:
+            while time.monotonic() < end:
+                stream.launch_host_func(lambda: time.sleep(3e-4))
+                stream.synchronize()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
 def test_the_calling_thread_s_context_and_capture_mode() -> None:
     """A helper makes the main thread's calls in its name."""
     rig = new_rig(devices=2)
