@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import struct
-import time
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from typing_extensions import Self
 
@@ -15,28 +14,22 @@ from streamalloc.core.stream import Stream, StreamLike, as_stream, ordered_after
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.ipc.ring.protocol import (
-    ANSWER,
     END,
     HALF,
-    HELLO,
-    IMPORTER,
     ITEM,
-    MAGIC,
     MASK,
-    MOST_SLOTS,
-    NAME,
-    NUMBER,
     PACKET,
-    VERSION,
+    Introduction,
     RingEnd,
     RingEnding,
     SlotMemory,
-)
-from streamalloc.ipc.sharing.control_block import SLOTS, ControlBlock
+    answer,
+)  # fmt: skip
+from streamalloc.ipc.sharing.control_block import ControlBlock
 from streamalloc.ipc.sharing.imports import ImportedBuffer, Importer, importer_of
 from streamalloc.ipc.sharing.imports import open as open_shared
 from streamalloc.ipc.transport.channel import Channel, Message, PeerGoneError, ProtocolError
-from streamalloc.ipc.transport.deadlines import end_of, left
+from streamalloc.ipc.transport.deadlines import end_of, left, now
 
 __all__ = ["RingConsumer", "RingItem"]
 
@@ -58,7 +51,7 @@ class RingItem(SlotMemory):
     def __init__(
         self, memory: ImportedBuffer, stream: Stream, index: int, offset: int, block: ControlBlock, number: int
     ) -> None:
-        super().__init__(memory, stream, index, offset)
+        super().__init__(memory, stream, index, offset, 0)
         self._block = block
         self._number = number
         self._place = block.importer_words(number, block.importer)
@@ -66,11 +59,6 @@ class RingItem(SlotMemory):
         self._ready = 0
         self._value = self._place.closing.value
         """What its words are when it was opened and closed."""
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes the producer has used."""
-        return self._used
 
     @property
     def lost(self) -> bool:
@@ -131,12 +119,12 @@ class RingConsumer(RingEnd):
         end = end_of(timeout)
         try:
             message = channel.receive(timeout=timeout)
-            told = _introduction(message)
+            told = Introduction.of(message)
             memory = open_shared(told.descriptor, message.handles[len(told.names) :], stream=stream, driver=driver)
             with undoing(memory.close):
                 blocks = _attached(importer_of(self._door), told.names, message)
                 self._prepare(memory, told, blocks)
-                channel.send(_answer(blocks), timeout=None if end is None else left(end))
+                channel.send(answer([block.importer for block in blocks]), timeout=None if end is None else left(end))
                 self._open(_ConsumerEnding(channel, self._memory, self._items))
         except BaseException:
             channel.close()
@@ -147,7 +135,7 @@ class RingConsumer(RingEnd):
         # The packets are the parent's.
         self._receive = refuse_after_fork
 
-    def _prepare(self, memory: Any, told: _Introduction, blocks: list[ControlBlock]) -> None:
+    def _prepare(self, memory: Any, told: Introduction, blocks: list[ControlBlock]) -> None:
         if not isinstance(memory, ImportedBuffer) or memory.nbytes < told.stride * len(told.numbers):
             raise ProtocolError("the memory that came is no buffer, or too small for the ring's slots")
         self.slots = len(told.numbers)
@@ -223,41 +211,33 @@ class RingConsumer(RingEnd):
             item._place.opened.value = value
             item._value = value
             item._ready = ready
-            item._used = nbytes
+            item._nbytes = nbytes
             item._held = True
             self._again = None
             self.taken += 1
             return item
 
     def _next_packet(self, wait: float | None) -> bytes:
-        try:
-            data: bytes = self._receive(
-                timeout=_LIVENESS_SECONDS if wait is None else min(wait, _LIVENESS_SECONDS)
-            ).data
-            return data
-        except TimeoutError:
-            if wait is not None and wait <= _LIVENESS_SECONDS:
-                raise
-        except (ClosedError, PeerGoneError):
-            self._say_closed()
-            raise
-        return self._next_packet_later(None if wait is None else time.monotonic() + wait - _LIVENESS_SECONDS, wait)
-
-    def _next_packet_later(self, end: float | None, wait: float | None) -> bytes:
-        """Go on waiting, and look from time to time whether the producer lives."""
+        """The next packet. Who waits for it looks from time to time whether the producer lives."""
+        seconds = _LIVENESS_SECONDS if wait is None or wait > _LIVENESS_SECONDS else wait
+        alive = True
+        end: float | None = None
         while True:
-            alive = self._items[0]._block.exporter_alive()
             try:
-                data: bytes = self._receive(timeout=min(left(end), _LIVENESS_SECONDS) if alive else 0).data
+                data: bytes = self._receive(timeout=seconds).data
                 return data
             except TimeoutError:
                 if not alive:
                     raise PeerGoneError("the producer of the ring has died") from None
-                if left(end) == 0:
-                    raise TimeoutError(f"no item of the ring came within {wait:g} s") from None
+                if wait is not None:
+                    end = now() + wait - seconds if end is None else end
+                    if left(end) == 0:
+                        raise TimeoutError(f"no item of the ring came within {wait:g} s") from None
             except (ClosedError, PeerGoneError):
                 self._say_closed()
                 raise
+            alive = self._items[0]._block.exporter_alive()
+            seconds = min(left(end), _LIVENESS_SECONDS) if alive else 0
 
     def _refuse(self, data: bytes) -> NoReturn:
         """What to do with a packet that is no item."""
@@ -327,42 +307,6 @@ class _ConsumerEnding(RingEnding):
             item._block.wait(stream, item._place.closed_address, item._value)
 
 
-# -- how it begins -------------------------------------------------------------------------------------------
-
-
-class _Introduction(NamedTuple):
-    """What a producer says first."""
-
-    names: list[bytes]
-    """Of the control blocks."""
-    numbers: list[tuple[int, int]]
-    """Which control block each slot is in, and its number there."""
-    slot_bytes: int
-    stride: int
-    descriptor: bytes
-
-
-def _introduction(message: Message) -> _Introduction:
-    data = message.data
-    try:
-        magic, version, blocks, slots, slot_bytes, stride = HELLO.unpack_from(data)
-    except struct.error:
-        magic = b""
-    if magic != MAGIC:
-        raise ProtocolError("this is not what a ring's producer says first")
-    if version != VERSION:
-        raise ProtocolError(f"a ring of version {version}: this library knows version {VERSION}")
-    names_end = HELLO.size + blocks * NAME.size
-    numbers_end = names_end + slots * NUMBER.size
-    if not 1 <= blocks <= slots <= MOST_SLOTS or numbers_end > len(data) or len(message.handles) < blocks:
-        raise ProtocolError("what the ring's producer says does not fit together")
-    names = [name for (name,) in NAME.iter_unpack(data[HELLO.size : names_end])]
-    numbers = [(block, number) for block, number in NUMBER.iter_unpack(data[names_end:numbers_end])]
-    if any(block >= blocks or number >= SLOTS for block, number in numbers) or not 1 <= slot_bytes <= stride:
-        raise ProtocolError("a slot of the ring is in no control block, or has no size")
-    return _Introduction(names, numbers, slot_bytes, stride, data[numbers_end:])
-
-
 def _attached(importer: Importer, names: list[bytes], message: Message) -> list[ControlBlock]:
     """The control blocks of the slots; that of the buffer is there already."""
     blocks = []
@@ -373,8 +317,3 @@ def _attached(importer: Importer, names: list[bytes], message: Message) -> list[
             fd.close()
         blocks.append(block)
     return blocks
-
-
-def _answer(blocks: list[ControlBlock]) -> bytes:
-    importers = b"".join(IMPORTER.pack(block.importer) for block in blocks)
-    return ANSWER.pack(MAGIC, VERSION, len(blocks)) + importers

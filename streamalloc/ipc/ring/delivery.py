@@ -68,18 +68,14 @@ class RingSlot(SlotMemory):
     back unsent, and so it is when it is dropped.
     """
 
-    __slots__ = ("_deliveries", "_size", "_slot")
+    __slots__ = ("_deliveries", "_slot", "_used")
 
     def __init__(self, deliveries: Deliveries, slot: Slot) -> None:
-        super().__init__(deliveries.buffer, deliveries.stream, slot.index, slot.index * deliveries.stride)
+        offset = slot.index * deliveries.stride
+        super().__init__(deliveries.buffer, deliveries.stream, slot.index, offset, deliveries.slot_bytes)
         self._deliveries = deliveries
         self._slot = slot
-        self._size = self._used = deliveries.slot_bytes
-
-    @property
-    def nbytes(self) -> int:
-        """The most bytes of an item."""
-        return self._size
+        self._used = deliveries.slot_bytes
 
     @property
     def nbytes_used(self) -> int:
@@ -94,13 +90,13 @@ class RingSlot(SlotMemory):
 
     @nbytes_used.setter
     def nbytes_used(self, value: int) -> None:
-        if checked_size("nbytes_used", value) > self._size:
-            raise ValueError(f"nbytes_used={value}: the slots of this ring have {size_text(self._size)}")
+        if checked_size("nbytes_used", value) > self._nbytes:
+            raise ValueError(f"nbytes_used={value}: the slots of this ring have {size_text(self._nbytes)}")
         self._used = value
 
     def _check_usable(self) -> None:
         if not self._held or self._deliveries.closed:
-            raise ClosedError(f"slot {self._index} of the ring was handed on, or the ring was closed")
+            raise ClosedError(f"slot {self.index} of the ring was handed on, or the ring was closed")
 
     def hand_off(self) -> None:
         """Hand the slot to a consumer, after the stream's work so far (``cuStreamWriteValue32``).
@@ -139,9 +135,9 @@ class ConsumerLink:
 
     __slots__ = ("blocks", "channel", "in_flight", "places", "turn", "unsure")
 
-    def __init__(self, channel: Channel, blocks: list[tuple[ControlBlock, int]], places: list[ImporterWords]) -> None:
+    def __init__(self, channel: Channel, blocks: dict[ControlBlock, int], places: list[ImporterWords]) -> None:
         self.channel: Channel = channel
-        self.blocks: list[tuple[ControlBlock, int]] = blocks
+        self.blocks: dict[ControlBlock, int] = blocks
         """The control blocks of the slots, and which importer it is there."""
         self.places: list[ImporterWords] = places
         """Its words, by slot."""
@@ -174,7 +170,9 @@ def _gone(consumers: Iterable[ConsumerLink]) -> list[ConsumerLink]:
     found: dict[int, ConsumerLink] = {}
     gone = []
     for consumer in consumers:
-        if consumer.channel.closed or not all(block.importer_alive(importer) for block, importer in consumer.blocks):
+        if consumer.channel.closed or not all(
+            block.importer_alive(importer) for block, importer in consumer.blocks.items()
+        ):
             gone.append(consumer)
         else:
             fd = consumer.channel.fileno()
@@ -189,26 +187,6 @@ class Deliveries(RingEnding):
     Each slot is in one place: in :attr:`free`, with the user (:class:`RingSlot`), ``in_flight`` to a consumer, or in
     :attr:`unsent`. What changes that calls nothing in between.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_told",
-        "buffer",
-        "consumers",
-        "door",
-        "dropped",
-        "free",
-        "handed_off",
-        "leases",
-        "leaving",
-        "lock",
-        "redelivered",
-        "slot_bytes",
-        "slots",
-        "stream",
-        "stride",
-        "unsent",
-    )
 
     def __init__(self, door: Door, buffer: Buffer, stream: Stream, slot_bytes: int, stride: int) -> None:
         self.closed = False

@@ -12,19 +12,8 @@ from streamalloc.core.memory import CopySide, Memory, copy_bytes
 from streamalloc.core.properties import MemLocationType, checked_size
 from streamalloc.core.stream import Stream, StreamLike, as_stream, refuse_capture
 from streamalloc.ipc.ring.delivery import ConsumerLink, Deliveries, RingSlot, Slot, SlotHolder
-from streamalloc.ipc.ring.protocol import (
-    ALIGNMENT,
-    ANSWER,
-    HELLO,
-    IMPORTER,
-    MAGIC,
-    MOST_SLOTS,
-    NAME,
-    NUMBER,
-    VERSION,
-    RingEnd,
-)
-from streamalloc.ipc.sharing.control_block import IMPORTERS, ControlBlock
+from streamalloc.ipc.ring.protocol import MOST_SLOTS, Introduction, RingEnd, importers_in
+from streamalloc.ipc.sharing.control_block import IMPORTERS
 from streamalloc.ipc.sharing.exports import Shared, share
 from streamalloc.ipc.sharing.lease import leases_of
 from streamalloc.ipc.transport.channel import Channel, Message, ProtocolError
@@ -33,6 +22,7 @@ from streamalloc.pool import MemoryPool
 
 __all__ = ["RingProducer", "RingSlot", "RingStatistics"]
 
+_ALIGNMENT = 512
 # Waiting for a slot: how long to spin, the longest sleep after that, and how often to look whether consumers live.
 _SPIN_SECONDS = 50e-6
 _LONGEST_PAUSE = 1e-3
@@ -62,7 +52,7 @@ class RingProducer(RingEnd):
     first.
     """
 
-    __slots__ = ("_buffer", "_deliveries", "_handles", "_hello", "_ordinal", "_stride", "stream")
+    __slots__ = ("_blocks", "_deliveries", "_handles", "_hello", "_ordinal", "stream")
 
     stream: Stream
     """The stream that fills the slots."""
@@ -77,7 +67,7 @@ class RingProducer(RingEnd):
         super().__init__(door_behind(pool))
         self.slot_bytes = slot_bytes
         self.slots = slots
-        self._stride = stride = -(-slot_bytes // ALIGNMENT) * ALIGNMENT
+        stride = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
         self.stream = as_stream(stream, self._door)
         refuse_capture(self.stream, "cuMemAllocFromPoolAsync", "a ring is not made in a capture")
         self._ordinal = pool.location.id if pool.location.type is MemLocationType.DEVICE else None
@@ -89,6 +79,7 @@ class RingProducer(RingEnd):
             while len(state.leases) < slots:
                 state.leases.append(leases_of(self._door).take())
             state.slots += [Slot(index, lease) for index, lease in enumerate(state.leases)]
+            self._blocks = list(dict.fromkeys(lease.block for lease in state.leases))
             self._hello, self._handles = self._introduction(shared)
             state.free.extend(state.slots)
             self._open(state)
@@ -131,31 +122,23 @@ class RingProducer(RingEnd):
             channel.close()
             raise
 
-    def _blocks(self) -> list[ControlBlock]:
-        return list({id(lease.block): lease.block for lease in self._deliveries.leases}.values())
-
     def _introduction(self, shared: Shared) -> tuple[bytes, tuple[Fd, ...]]:
         """What a consumer is told first, and the handles for it: those of the control blocks, then the buffer's."""
-        blocks = self._blocks()
-        places = {id(block): place for place, block in enumerate(blocks)}
-        head = HELLO.pack(MAGIC, VERSION, len(blocks), self.slots, self.slot_bytes, self._stride)
-        names = b"".join(NAME.pack(block.id) for block in blocks)
-        numbers = b"".join(NUMBER.pack(places[id(lease.block)], lease.slot) for lease in self._deliveries.leases)
-        return head + names + numbers + bytes(shared), (*(block.fd for block in blocks), *shared.fds)
+        numbers = [(self._blocks.index(lease.block), lease.slot) for lease in self._deliveries.leases]
+        names = [block.id for block in self._blocks]
+        said = Introduction(names, numbers, self.slot_bytes, self._deliveries.stride, bytes(shared))
+        return said.to_bytes(), (*(block.fd for block in self._blocks), *shared.fds)
 
     def _admitted(self, channel: Channel, answer: Message) -> ConsumerLink:
-        blocks = self._blocks()
-        head, rest = answer.data[: ANSWER.size], answer.data[ANSWER.size :]
-        if head != ANSWER.pack(MAGIC, VERSION, len(blocks)) or len(rest) != len(blocks) * IMPORTER.size:
-            raise ProtocolError("this is not what a ring's consumer answers")
-        importers = [importer for (importer,) in IMPORTER.iter_unpack(rest)]
-        for block, importer in zip(blocks, importers, strict=True):
+        blocks = dict(zip(self._blocks, importers_in(answer.data, len(self._blocks)), strict=True))
+        for block, importer in blocks.items():
             if importer >= IMPORTERS or not block.importer_alive(importer):
                 raise ProtocolError(f"a ring's consumer says that it is importer {importer}, which is nobody")
             block.watch_importer(importer)
-        on = {id(block): importer for block, importer in zip(blocks, importers, strict=True)}
-        places = [slot.block.importer_words(slot.number, on[id(slot.block)]) for slot in self._deliveries.slots]
-        return ConsumerLink(channel, list(zip(blocks, importers, strict=True)), places)
+        slots = self._deliveries.slots
+        return ConsumerLink(
+            channel, blocks, [slot.block.importer_words(slot.number, blocks[slot.block]) for slot in slots]
+        )
 
     # -- slots -----------------------------------------------------------------------------------------------
 

@@ -19,42 +19,30 @@ turns there. Lines that move a slot from one state to another call nothing.
 
 from __future__ import annotations
 
+import itertools
 import struct
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from typing_extensions import Self
 
 from streamalloc.core.door import Door
 from streamalloc.core.errors import ClosedError, size_text
 from streamalloc.core.later import Deferred, later_of
-from streamalloc.core.memory import Memory
+from streamalloc.core.memory import BufferView, Memory
 from streamalloc.core.ownership import Closes
-from streamalloc.core.properties import MemLocation
 from streamalloc.core.stream import Stream
+from streamalloc.ipc.sharing.control_block import SLOTS
+from streamalloc.ipc.transport.channel import Message, ProtocolError
 
 __all__ = [
-    "ALIGNMENT",
-    "ANSWER",
-    "END",
-    "HALF",
-    "HELLO",
-    "IMPORTER",
-    "ITEM",
-    "MAGIC",
-    "MASK",
-    "MOST_SLOTS",
-    "NAME",
-    "NUMBER",
-    "PACKET",
-    "VERSION",
-    "RingEnd",
-    "RingEnding",
-    "SlotMemory",
-]
+    "ANSWER", "END", "HALF", "HELLO", "ITEM", "MAGIC", "MASK", "MOST_SLOTS", "PACKET", "VERSION",
+    "Introduction", "RingEnd", "RingEnding", "SlotMemory", "answer", "importers_in",
+]  # fmt: skip
 
 MOST_SLOTS = 256
 """What is in flight to one consumer has to fit the buffer of its socket, so that a hand-off never blocks: with Linux's
 default that is 278 packets."""
-ALIGNMENT = 512
 MASK = (1 << 32) - 1
 HALF = 1 << 31
 """A word ``w`` that counts up is behind a number ``n`` where ``(w - n) & MASK >= HALF``."""
@@ -67,32 +55,82 @@ END = PACKET.pack(2, 0, 0, 0, 0)
 HELLO = struct.Struct("<6sHIIQQ")
 """What the producer says first: magic, version, blocks, slots, bytes of a slot, and from one to the next. The blocks'
 names follow, then block and number there of each slot, then the descriptor of the buffer."""
-NAME = struct.Struct("<16s")
-NUMBER = struct.Struct("<HH")
+_NAME = struct.Struct("<16s")
+_NUMBER = struct.Struct("<HH")
 ANSWER = struct.Struct("<6sHI")
 """What the consumer answers: magic, version, blocks; then which importer it is on each."""
-IMPORTER = struct.Struct("<I")
+_IMPORTER = struct.Struct("<I")
 MAGIC = b"SAring"
 VERSION = 1
 
 
-class SlotMemory(Memory):
+class Introduction(NamedTuple):
+    """What a producer says first."""
+
+    names: list[bytes]
+    """Of the control blocks."""
+    numbers: list[tuple[int, int]]
+    """Which control block each slot is in, and its number there."""
+    slot_bytes: int
+    stride: int
+    """From one slot to the next, in bytes."""
+    descriptor: bytes
+
+    def to_bytes(self) -> bytes:
+        """For consumers."""
+        head = HELLO.pack(MAGIC, VERSION, len(self.names), len(self.numbers), self.slot_bytes, self.stride)
+        return head + b"".join([*self.names, *itertools.starmap(_NUMBER.pack, self.numbers), self.descriptor])
+
+    @classmethod
+    def of(cls, message: Message) -> Introduction:
+        """What came; ``ProtocolError`` where that is something else."""
+        data = message.data
+        try:
+            magic, version, blocks, slots, slot_bytes, stride = HELLO.unpack_from(data)
+        except struct.error:
+            magic = b""
+        if magic != MAGIC:
+            raise ProtocolError("this is not what a ring's producer says first")
+        if version != VERSION:
+            raise ProtocolError(f"a ring of version {version}: this library knows version {VERSION}")
+        names_end = HELLO.size + blocks * _NAME.size
+        numbers_end = names_end + slots * _NUMBER.size
+        if not 1 <= blocks <= slots <= MOST_SLOTS or numbers_end > len(data) or len(message.handles) < blocks:
+            raise ProtocolError("what the ring's producer says does not fit together")
+        names = [name for (name,) in _NAME.iter_unpack(data[HELLO.size : names_end])]
+        numbers = [(block, number) for block, number in _NUMBER.iter_unpack(data[names_end:numbers_end])]
+        if any(block >= blocks or number >= SLOTS for block, number in numbers) or not 1 <= slot_bytes <= stride:
+            raise ProtocolError("a slot of the ring is in no control block, or has no size")
+        return cls(names, numbers, slot_bytes, stride, data[numbers_end:])
+
+
+def answer(importers: Sequence[int]) -> bytes:
+    """What a consumer answers that is these importers on the control blocks."""
+    return ANSWER.pack(MAGIC, VERSION, len(importers)) + b"".join(map(_IMPORTER.pack, importers))
+
+
+def importers_in(data: bytes, count: int) -> list[int]:
+    """The importers in such an answer; ``ProtocolError`` where there are not so many, or it is something else."""
+    head, rest = data[: ANSWER.size], data[ANSWER.size :]
+    if head != ANSWER.pack(MAGIC, VERSION, count) or len(rest) != count * _IMPORTER.size:
+        raise ProtocolError("this is not what a ring's consumer answers")
+    return [importer for (importer,) in _IMPORTER.iter_unpack(rest)]
+
+
+class SlotMemory(BufferView):
     """A slot as one end sees it, usable while it is held."""
 
-    __slots__ = ("__weakref__", "_base", "_held", "_index", "_memory", "_stream", "_used")
+    __slots__ = ("_base", "_held", "_stream", "index")
 
-    def __init__(self, memory: Memory, stream: Stream, index: int, offset: int) -> None:
-        self._memory = memory
+    index: int
+    """Which slot of the ring it is."""
+
+    def __init__(self, memory: Memory, stream: Stream, index: int, offset: int, nbytes: int) -> None:
+        super().__init__(memory, offset, nbytes)
         self._stream = stream
-        self._index = index
+        self.index = index
         self._base = memory.address + offset
         self._held = False
-        self._used = 0
-
-    @property
-    def index(self) -> int:
-        """Which slot of the ring it is."""
-        return self._index
 
     @property
     def address(self) -> int:
@@ -106,41 +144,16 @@ class SlotMemory(Memory):
         self._check_usable()
         return self._base
 
-    @property
-    def stream(self) -> Stream:
-        """The ring's stream in this process."""
-        return self._stream
-
-    @property
-    def location(self) -> MemLocation:
-        """Where the memory is."""
-        return self._memory.location
-
-    @property
-    def host_accessible(self) -> bool:
-        """Whether the CPU may use the memory at the same address."""
-        return self._memory.host_accessible
-
-    @property
-    def owner(self) -> object:
-        """The shared memory that the slots are parts of."""
-        return self._memory
-
-    @property
-    def device_accessible(self) -> bool:
-        """Whether the stream's device may use the memory."""
-        return self._memory.device_accessible
-
     def _check_usable(self) -> None:
         if not self._held:
-            raise ClosedError(f"slot {self._index} of the ring was handed on, or the ring was closed")
+            raise ClosedError(f"slot {self.index} of the ring was handed on, or the ring was closed")
 
     def __enter__(self) -> Self:
         return self
 
     def __repr__(self) -> str:
         state = f"{size_text(self.nbytes)} at {self._base:#x}" if self._held else "handed on"
-        return f"<{type(self).__name__} {self._index}: {state}>"
+        return f"<{type(self).__name__} {self.index}: {state}>"
 
 
 class RingEnding(Deferred):

@@ -408,9 +408,7 @@ class Channel(_HasSocket):
             return message
         return self._unpacked(wait)
 
-    def _send_packet(
-        self, packet: bytes, handles: Sequence[Fd | int], end: float | None, wait: float | None
-    ) -> None:
+    def _send_packet(self, packet: bytes, handles: Sequence[Fd | int], end: float | None, wait: float | None) -> None:
         rights = _rights(handles)
         try:
             self._send_with((packet,), rights, _SEND)

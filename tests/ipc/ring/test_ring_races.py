@@ -86,7 +86,7 @@ def _sizes_interrupted(there: There) -> tuple[list[int], int]:
                         item.release()
                     item = ring.next()
                     # No call in between.
-                    sizes[ring.taken] = item._used
+                    sizes[ring.taken] = item._nbytes
             except EOFError:
                 over = True
             except Interrupted:
