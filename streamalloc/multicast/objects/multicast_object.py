@@ -608,9 +608,13 @@ class MulticastObject(GenericAllocation):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.end()
+
+    def end(self, after: After = None) -> None:
+        """As :meth:`close`, but unmap what maps it, too."""
         if not self.closed:
             self._handle.allocations.work()
-            self._end(None)
+            self._end(after)
 
     def __repr__(self) -> str:
         if not hasattr(self, "_handle"):

@@ -5,24 +5,22 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door, door_behind
-from streamalloc.core.errors import CaptureError, CudaError, attach
+from streamalloc.core.errors import CaptureError, CudaError, undo_all
 from streamalloc.core.fd import Fd
 from streamalloc.core.later import Deferred
 from streamalloc.core.properties import MemHandleType
 from streamalloc.ipc.internal import left
-from streamalloc.multicast.objects.multicast_object import Binding, MulticastObject
+from streamalloc.multicast.objects.multicast_object import MulticastObject
 from streamalloc.vmm import AddressRange, Mapping, PhysicalMemory
 from streamalloc.vmm.internal import import_memory
 
 __all__ = ["RankResources", "finish", "in_time"]
 
 Handle: TypeAlias = Fd | bytes
-
-_UNICAST, _VIEW = 0, 1
 
 
 class RankResources(Deferred):
@@ -31,49 +29,22 @@ class RankResources(Deferred):
     ``devices`` are those of this process's ranks, by rank: they get access to everything.
     """
 
-    __slots__ = (
-        "bindings",
-        "devices",
-        "door",
-        "handles",
-        "kind",
-        "memories",
-        "objects",
-        "physical_bytes",
-        "ranges",
-        "replicas",
-        "size",
-        "views",
-    )
-
     def __init__(self, door: Door, devices: dict[int, Device], size: int) -> None:
         self.door: Door = door
         self.devices: dict[int, Device] = devices
         self.size: int = size
         self.kind: MemHandleType = MemHandleType.NONE
         self.physical_bytes: int = 0
-        self.handles: dict[int, Fd] = {}
+        self.handles: list[Fd] = []
         """Descriptors that are open here until everything is imported."""
-        self.bindings: dict[int, Binding] = {}
-        """By rank, as the next two."""
-        self.replicas: dict[int, Mapping] = {}
         self.memories: dict[int, PhysicalMemory] = {}
-        self.objects: dict[int, MulticastObject] = {}
-        """The multicast object, if there is one."""
-        self.views: dict[int, Mapping] = {}
-        """What maps it."""
-        self.ranges: dict[int, AddressRange] = {}
+        """By rank, as what maps it."""
+        self.replicas: dict[int, Mapping] = {}
+        self.multicast: MulticastObject | None = None
+        """The multicast object, if there is one, and what maps it."""
+        self.view: Mapping | None = None
+        self.ranges: list[AddressRange] = []
         """The memories of all ranks side by side, and the multicast object."""
-
-    @property
-    def multicast(self) -> MulticastObject | None:
-        """The multicast object; None where there is none."""
-        return self.objects.get(_VIEW)
-
-    @property
-    def view(self) -> Mapping | None:
-        """The mapping of the multicast object; None where there is none."""
-        return self.views.get(_VIEW)
 
     # -- the steps, each for one rank of this process --------------------------------------------------------
 
@@ -82,24 +53,23 @@ class RankResources(Deferred):
         device = self.devices[rank]
         self.memories[rank] = PhysicalMemory(self.physical_bytes, device, handle_types=self.kind)
         if multicast and rank == 0:
-            self.objects[_VIEW] = MulticastObject(
+            self.multicast = MulticastObject(
                 self.physical_bytes, self.size, handle_types=self.kind, driver=device.driver
             )
 
     def export(self, rank: int) -> list[Handle]:
         """Handles for the other processes: of the rank's memory, and of the multicast object if it has made that."""
         exported: list[Handle] = []
-        for thing in (self.memories[rank], *self.objects.values()):
-            handle = thing.export(self.kind)
-            self.keep(handle)
-            exported.append(handle)
+        for thing in (self.memories[rank], self.multicast):
+            if thing is not None:
+                handle = thing.export(self.kind)
+                self.keep(handle)
+                exported.append(handle)
         return exported
 
     def keep(self, *handles: Handle) -> None:
         """Keep descriptors until everything is imported."""
-        for handle in handles:
-            if isinstance(handle, Fd):
-                self.handles[len(self.handles)] = handle
+        self.handles += [handle for handle in handles if isinstance(handle, Fd)]
 
     def import_handles(self, rank: int, given: Sequence[Sequence[Handle]], multicast: bool) -> None:
         """Import what the other ranks gave, and close the descriptors."""
@@ -108,43 +78,42 @@ class RankResources(Deferred):
             if len(handles) != expected:
                 raise ValueError(f"rank {other} gave {len(handles)} handles instead of {expected}")
         if multicast and rank != 0:
-            self.objects[_VIEW] = MulticastObject.from_handle(
+            self.multicast = MulticastObject.from_handle(
                 given[0][1], self.physical_bytes, self.size, handle_types=self.kind, driver=self.door.driver
             )
         for other, handles in enumerate(given):
             if other != rank:
                 self.memories[other] = import_memory(self.door, handles[0], self.physical_bytes)
         # Who has imported what they stand for needs them no more.
-        _close_all(self.handles)
+        self._close_handles()
 
     def add(self, rank: int) -> None:
         """Add the rank's device to the team of the multicast object."""
-        self.objects[_VIEW].add_device(self.devices[rank])
+        self._object.add_device(self.devices[rank])
 
     def bind(self, rank: int) -> None:
         """Bind the rank's memory. The driver would block here while a device is missing in the team."""
-        self.objects[_VIEW].team_complete()
-        self.bindings[rank] = self.objects[_VIEW].bind(self.memories[rank], device=self.devices[rank])
+        self._object.team_complete()
+        self._object.bind(self.memories[rank], device=self.devices[rank])
 
     def reserve(self) -> None:
         """Reserve the addresses."""
-        driver = self.door.driver
-        self.ranges[_UNICAST] = AddressRange(self.size * self.physical_bytes, driver=driver)
-        if self.objects:
-            self.ranges[_VIEW] = AddressRange(
-                self.physical_bytes, alignment=_power_of_two_in(self.physical_bytes), driver=driver
-            )
+        nbytes, driver = self.physical_bytes, self.door.driver
+        self.ranges.append(AddressRange(self.size * nbytes, driver=driver))
+        if self.multicast is not None:
+            # The largest power of two in its size is all that a multicast object asks of its address.
+            self.ranges.append(AddressRange(nbytes, alignment=nbytes & -nbytes, driver=driver))
 
     def map(self) -> None:
         """Map the memories, and the multicast object."""
         for rank in range(self.size):
-            self.replicas[rank] = self.ranges[_UNICAST].map(self.memories[rank], rank * self.physical_bytes)
-        if self.objects:
-            self.views[_VIEW] = self.ranges[_VIEW].map(self.objects[_VIEW])
+            self.replicas[rank] = self.ranges[0].map(self.memories[rank], rank * self.physical_bytes)
+        if self.multicast is not None:
+            self.view = self.ranges[1].map(self.multicast)
 
     def access(self) -> None:
         """Give the devices of this process access to all of it."""
-        for range in self.ranges.values():
+        for range in self.ranges:
             range.set_access(self.devices.values())
 
     # -- the end ---------------------------------------------------------------------------------------------
@@ -152,7 +121,7 @@ class RankResources(Deferred):
     @property
     def made(self) -> bool:
         """Whether there is anything to give back."""
-        return bool(self.handles or self.bindings or self.objects or self.memories or self.ranges)
+        return bool(self.handles or self.multicast or self.memories or self.ranges)
 
     def attempt(self) -> bool:
         """Give everything back, in the order that the driver asks for. No work may be under way that uses any of it.
@@ -164,43 +133,29 @@ class RankResources(Deferred):
         CudaError
             The first call that failed, with the others attached.
         """
-        _close_all(self.handles)
-        _close_all(self.bindings)
-        self._unmap(_VIEW, self.views)
-        _close_all(self.objects)
-        self._unmap(_UNICAST, self.replicas)
-        _close_all(self.memories)
-        _close_all(self.ranges)
+        self._close_handles()
+        if self.multicast is not None:
+            # The work of all devices was waited for.
+            self.multicast.end(after=())
+        for range in self.ranges:
+            range.unmap(after=())
+        undo_all(memory.close for memory in self.memories.values())
+        undo_all(range.close for range in self.ranges)
+        self.multicast = self.view = None
+        self.replicas.clear()
+        self.memories.clear()
+        self.ranges.clear()
         return True
 
-    def _unmap(self, which: int, mappings: dict[int, Mapping]) -> None:
-        if which in self.ranges:
-            self.ranges[which].unmap(after=())
-        mappings.clear()
+    @property
+    def _object(self) -> MulticastObject:
+        assert self.multicast is not None
+        return self.multicast
 
-
-def _close_all(held: dict[int, Any]) -> None:
-    """Close everything in ``held``, and keep there what fails."""
-    errors: list[Exception] = []
-    for key, one in tuple(held.items()):
-        try:
-            if isinstance(one, (Binding, MulticastObject)):
-                # The work of all devices was waited for.
-                one.close(after=())
-            else:
-                one.close()
-            del held[key]
-        except Exception as error:
-            errors.append(error)
-    for later in errors[1:]:
-        attach(errors[0], later)
-    if errors:
-        raise errors[0]
-
-
-def _power_of_two_in(number: int) -> int:
-    """The largest power of two that divides a number: all that a multicast object's size asks of its address."""
-    return number & -number
+    def _close_handles(self) -> None:
+        while self.handles:
+            self.handles[-1].close()
+            del self.handles[-1]
 
 
 def finish(devices: Iterable[Device], end: float | None, lost: list[CudaError]) -> None:
