@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -28,13 +28,13 @@ _AT_LEAST = int(cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
 class Signals:
     """What the ranks of one process have counted so far."""
 
-    __slots__ = ("_address", "_awaited", "_latest", "_layout", "_rounds", "_sent", "_size")
+    __slots__ = ("_awaited", "_bases", "_latest", "_rounds", "_sent", "_size", "layout")
 
-    def __init__(self, layout: Layout, size: int, address: Callable[[int], int]) -> None:
-        self._layout = layout
-        self._size = size
-        self._address = address
-        """Where a rank's memory begins here."""
+    def __init__(self, layout: Layout, bases: Sequence[int]) -> None:
+        self.layout: Layout = layout
+        self._size = len(bases)
+        self._bases = bases
+        """Where each rank's memory begins here."""
         self._rounds: defaultdict[int, int] = defaultdict(int)
         self._sent: defaultdict[tuple[int, int, int], int] = defaultdict(int)
         self._awaited: defaultdict[tuple[int, int, int], int] = defaultdict(int)
@@ -60,9 +60,7 @@ class Signals:
 
     def put(self, rank: int, peer: int, stream: Stream, channel: int) -> None:
         """Raise ``rank``'s word in ``peer``'s memory."""
-        self._check_peer(rank, peer)
-        checked_channel(channel)
-        refuse_capture(stream, "cuStreamWriteValue32", _CAPTURED)
+        self._check(rank, peer, stream, channel, "cuStreamWriteValue32")
         count = (self._sent[rank, peer, channel] + 1) % _WRAP
         self._in_order(stream, _SIGNAL, rank, peer, channel)
         self._write(stream, peer, _SIGNAL, channel, rank, count)
@@ -71,9 +69,7 @@ class Signals:
 
     def wait(self, rank: int, peer: int, stream: Stream, channel: int) -> None:
         """Wait for ``peer``'s next word in ``rank``'s memory."""
-        self._check_peer(rank, peer)
-        checked_channel(channel)
-        refuse_capture(stream, "cuStreamWaitValue32", _CAPTURED)
+        self._check(rank, peer, stream, channel, "cuStreamWaitValue32")
         count = (self._awaited[rank, peer, channel] + 1) % _WRAP
         self._wait(stream, rank, _SIGNAL, channel, peer, count)
         self._awaited[rank, peer, channel] = count
@@ -101,10 +97,12 @@ class Signals:
     def _others(self, rank: int) -> list[int]:
         return [other for other in range(self._size) if other != rank]
 
-    def _check_peer(self, rank: int, peer: int) -> None:
+    def _check(self, rank: int, peer: int, stream: Stream, channel: int, call: str) -> None:
         number = operator.index(peer)
         if not 0 <= number < self._size or number == rank:
             raise ValueError(f"peer={peer}: allowed are the other ranks of 0 to {self._size - 1}, and this is {rank}")
+        checked_channel(channel)
+        refuse_capture(stream, call, _CAPTURED)
 
     def _in_order(self, stream: Stream, kind: int, rank: int, peer: int, channel: int) -> None:
         """Let the stream wait for the one that counted here before it: a word must not count down."""
@@ -118,12 +116,13 @@ class Signals:
         self._latest[kind, rank, peer, channel] = stream, stream.record(again)
 
     def _write(self, stream: Stream, owner: int, kind: int, channel: int, sender: int, count: int) -> None:
-        address = self._address(owner) + self._layout.word(kind, channel, sender, self._size)
-        stream_call(stream, "cuStreamWriteValue32", address, count, 0)
+        stream_call(stream, "cuStreamWriteValue32", self._word(owner, kind, channel, sender), count, 0)
 
     def _wait(self, stream: Stream, owner: int, kind: int, channel: int, sender: int, count: int) -> None:
-        address = self._address(owner) + self._layout.word(kind, channel, sender, self._size)
-        stream_call(stream, "cuStreamWaitValue32", address, count, _AT_LEAST)
+        stream_call(stream, "cuStreamWaitValue32", self._word(owner, kind, channel, sender), count, _AT_LEAST)
+
+    def _word(self, owner: int, kind: int, channel: int, sender: int) -> int:
+        return self._bases[owner] + self.layout.word(kind, channel, sender, self._size)
 
 
 _CAPTURED = "the words count up at each call, and a graph would write and wait for the same ones at each launch"

@@ -26,7 +26,6 @@ from streamalloc.core.stream import Stream, StreamLike, as_stream
 from streamalloc.driver import Driver
 from streamalloc.ipc import Communicator, CommunicatorLike, as_communicator
 from streamalloc.ipc.internal import end_of, left
-from streamalloc.multicast.setup.agreement import Layout
 from streamalloc.multicast.setup.participants import SymmetricMemoryError, Team
 from streamalloc.multicast.setup.resources import RankResources, finish, in_time
 from streamalloc.multicast.setup.steps import Asked, agree, check_now, checked_team, end_or_none, set_up
@@ -144,7 +143,6 @@ class SymmetricMemory(Closes):
     __slots__ = (
         "__weakref__",
         "_bases",
-        "_communicator",
         "_finalizer",
         "_layout",
         "_leaving",
@@ -171,15 +169,9 @@ class SymmetricMemory(Closes):
         timeout: float | None = 60.0,
         driver: Driver | None = None,
     ) -> None:
-        if devices is None:
-            group = as_communicator(communicator)
-            self._owned = group is not communicator
-            self._team = Team(group)
-        else:
-            group = None
-            self._owned = False
-            self._team = Team(None, checked_team(communicator, device, devices, handle_type))
-        self._communicator: Communicator | None = group
+        group = None if devices is not None else as_communicator(communicator)
+        self._owned = group is not communicator
+        self._team = Team(group, checked_team(communicator, device, devices, handle_type) if devices is not None else 1)
         self._leaving = False
         self.timeout = timeout
         resources: RankResources | None = None
@@ -194,8 +186,8 @@ class SymmetricMemory(Closes):
             resources = RankResources(door_behind(chosen[self._team.here[0]]), chosen, self._team.size)
             self._resources = resources
             bases = self._bases = set_up(self._team, resources, plan, end)
-            self._signals = Signals(plan.layout, self._team.size, lambda rank: bases[rank])
-            self._finalizer = weakref.finalize(self, _drop, resources, self._signals, plan.layout, repr(self))
+            self._signals = Signals(plan.layout, bases)
+            self._finalizer = weakref.finalize(self, _drop, _Dropped(resources, self._signals), repr(self))
             # The operating system takes everything at the end of a process.
             self._finalizer.atexit = False
         except BaseException as first:
@@ -270,7 +262,7 @@ class SymmetricMemory(Closes):
     @property
     def communicator(self) -> Communicator | None:
         """The group of its ranks; None where one process has all."""
-        return self._communicator
+        return self._team.communicator
 
     @property
     def handle_type(self) -> MemHandleType:
@@ -520,8 +512,7 @@ class SymmetricMemory(Closes):
         check_now(self._resources.door)
         lost: list[CudaError] = []
         end = end_of(timeout)
-        _let_go_on(self._resources, self._signals, self._layout, end, lost)
-        finish(self._resources.devices.values(), end, lost)
+        _let_go_on(self._resources, self._signals, end, lost)
         self._release()
         if lost:
             raise lost[0]
@@ -532,8 +523,8 @@ class SymmetricMemory(Closes):
         self._finalizer.detach()
 
     def _leave_group(self) -> None:
-        if self._owned and self._communicator is not None and not self._team.lost:
-            self._communicator.close()
+        if self._owned and self.communicator is not None and not self._team.lost:
+            self.communicator.close()
 
     def _check_open(self) -> None:
         if self.closed:
@@ -557,7 +548,7 @@ class SymmetricMemory(Closes):
     def __repr__(self) -> str:
         if not hasattr(self, "_resources"):
             return f"<{type(self).__name__} that could not be made>"
-        who = f"rank {self.rank} of {self.size}" if self._communicator is not None else f"{self.size} devices"
+        who = f"rank {self.rank} of {self.size}" if self.communicator is not None else f"{self.size} devices"
         state = ", closed" if self.closed else ", with multicast" if self.multicast else ""
         return f"<{type(self).__name__} of {size_text(self.nbytes)} for each rank, {who}{state}>"
 
@@ -565,56 +556,53 @@ class SymmetricMemory(Closes):
 # -- undoing -------------------------------------------------------------------------------------------------
 
 
-def _let_go_on(
-    resources: RankResources, signals: Signals, layout: Layout, end: float | None, lost: list[CudaError]
-) -> None:
-    """Write what streams may wait for, so that none waits for a rank that never answers."""
-    if not signals.used or not resources.replicas:
-        return
+def _let_go_on(resources: RankResources, signals: Signals, end: float | None, lost: list[CudaError]) -> None:
+    """Wait for the devices; before, write what streams wait for, so that none waits for a rank that never answers."""
 
     def write(rank: int, device: Device) -> None:
         words = signals.awaited(rank)
+        at = signals.layout.words
         # Not the default stream, which waits for the others.
         with resources.door.relaxed(), device.create_stream() as stream:
-            resources.replicas[rank][layout.words : layout.words + words.nbytes].copy_from(words, stream)
+            resources.replicas[rank][at : at + words.nbytes].copy_from(words, stream)
             stream.synchronize()
 
-    for rank, device in resources.devices.items():
-        in_time(device, functools.partial(write, rank, device), end, lost)
+    if signals.used and resources.replicas:
+        for rank, device in resources.devices.items():
+            in_time(device, functools.partial(write, rank, device), end, lost)
+    finish(resources.devices.values(), end, lost)
 
 
 class _Dropped(Deferred):
     """Symmetric memory that was dropped: given back once its devices have done their work. No other rank is told."""
 
-    __slots__ = ("_layout", "_resources", "_signals", "_waiter", "_work_done")
+    __slots__ = ("_signals", "_waiter", "_work_done", "resources")
 
-    def __init__(self, resources: RankResources, signals: Signals, layout: Layout) -> None:
-        self._resources = resources
+    def __init__(self, resources: RankResources, signals: Signals) -> None:
+        self.resources: RankResources = resources
         self._signals = signals
-        self._layout = layout
         self._waiter: threading.Thread | None = None
         self._work_done = False
 
     def attempt(self) -> bool:
         """Give it back if that can be done now; the devices are waited for on another thread."""
         if self._work_done:
-            return self._resources.attempt()
+            return self.resources.attempt()
         if self._waiter is None or not self._waiter.is_alive():
             self._waiter = threading.Thread(target=self._wait, name="streamalloc waits for devices", daemon=True)
             self._waiter.start()
         return False
 
     def _wait(self) -> None:
-        resources = self._resources
         # Where that fails, as in a capture of other code, it is tried again.
-        with contextlib.suppress(Exception), resources.door.relaxed():
-            _let_go_on(resources, self._signals, self._layout, None, [])
-            finish(resources.devices.values(), None, [])
+        with contextlib.suppress(Exception), self.resources.door.relaxed():
+            _let_go_on(self.resources, self._signals, None, [])
             self._work_done = True
 
 
-def _drop(resources: RankResources, signals: Signals, layout: Layout, what: str) -> None:
+def _drop(dropped: _Dropped, what: str) -> None:
     """Hand in what was dropped, for a finaliser."""
-    if resources.made and resources.door.usable:
-        later_of(resources.door).hand_in(_Dropped(resources, signals, layout))
+    door = dropped.resources.door
+    if dropped.resources.made and door.usable:
+        later_of(door).hand_in(dropped)
         warnings.warn(f"{what} was dropped without close()", ResourceWarning, stacklevel=2)
