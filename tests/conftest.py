@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.core.capabilities import imex_channels
 from streamalloc.driver.bindings import BINDINGS_VERSION
+from streamalloc.testing import settle
 from tests.fixtures import *  # noqa: F403
 from tests.support import makes_no_multicast_object
 
@@ -119,6 +121,9 @@ def machine(request: pytest.FixtureRequest, on_cuda: bool, primary_contexts: Non
     if on_cuda:
         # What a test dropped must not be freed in the middle of the next one, which may be measuring.
         gc.collect()
+        for ordinal in range(sa.Device.count(driver)):
+            sa.Device(ordinal, driver=driver).synchronize()
+        settle()
 
 
 @pytest.fixture

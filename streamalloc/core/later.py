@@ -33,7 +33,7 @@ from streamalloc.core.errors import (
     NotInitializedError,
 )
 
-__all__ = ["POINTS", "Deferred", "HandleEnd", "Later", "later_of", "work"]
+__all__ = ["POINTS", "Deferred", "HandleEnd", "Later", "later_of", "queues", "work"]
 
 POINTS = (
     "the host has synchronised with a stream, an event or a device",
@@ -219,6 +219,11 @@ class HandleEnd(Deferred):
     def attempt(self) -> bool:
         self._door.give_back(self, self._call)
         return True
+
+
+def queues() -> tuple[Later, ...]:
+    """The queues of all drivers that have items left."""
+    return tuple(_unfinished)
 
 
 def work(door: Door) -> int:

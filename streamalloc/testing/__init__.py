@@ -1,10 +1,13 @@
-"""Tools for tests and demonstrations of stream-ordered code: a gate for either driver, and stand-ins for the multimem
-instructions of kernels on the simulated one.
+"""Tools for tests and demonstrations of stream-ordered code.
+
+A gate that holds streams and :func:`settle` work on either driver, the stand-ins for the multimem instructions of
+kernels on the simulated one.
 """
 
 from __future__ import annotations
 
 from streamalloc.testing.gate import Gate
 from streamalloc.testing.multimem import multimem_ld_reduce, multimem_red, multimem_st
+from streamalloc.testing.settling import settle
 
-__all__ = ["Gate", "multimem_ld_reduce", "multimem_red", "multimem_st"]
+__all__ = ["Gate", "multimem_ld_reduce", "multimem_red", "multimem_st", "settle"]
