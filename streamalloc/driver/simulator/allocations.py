@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .blocks import Block
-    from .graph_memory import GraphMemory
-    from .machine import Context
-    from .pool import Pool
-    from .sharing import ImportedPool
-    from .virtual import Mapping
+from .blocks import Block
+from .contexts import Context
+from .graph_memory import GraphMemory
+from .imported_pool import ImportedPool
+from .memory import AddressMap
+from .physical import Mapping
+from .pool import Pool
 
 
 @dataclass(eq=False)
@@ -23,7 +23,7 @@ class Allocation:
     device: int | None
     context: Context | None
     id: int = field(init=False, default=0)
-    """Set by :meth:`.Machine.remember`; never given to another one."""
+    """Never given to another one."""
     pool: Pool | ImportedPool | None = field(init=False, default=None)
     mapping: Mapping | None = field(init=False, default=None)
 
@@ -77,3 +77,18 @@ class MappedMemory(Allocation):
 @dataclass(eq=False)
 class OpenedMemory(Allocation):
     """Another process's plain memory."""
+
+
+class Allocations(AddressMap[Allocation]):
+    """The allocations of a machine by their addresses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers = itertools.count(1)
+
+    def add(self, extent: Allocation) -> None:
+        extent.id = next(self._numbers)
+        super().add(extent)
+
+    def is_live(self, allocation: Allocation) -> bool:
+        return self.at.get(allocation.base) is allocation

@@ -20,9 +20,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 
 from .blocks import ADDRESS_MASK, READY, SEVERAL, Block, Found, Gap, Kind, State, rank, round_up, runs
-
-ALIGNMENT = 512
-CHUNK = 32 << 20
+from .constants import CHUNK
 
 Reach = Callable[[int], int]
 """Given a stream: the highest sequence number of its frees whose memory the asking stream may have now."""

@@ -9,19 +9,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from .constants import STEP, TILE_SIZE, new_handle
+from .contexts import Context
 from .errors import NotModelled, Result
+from .physical import Memory
+from .supply import Supply
 from .timeline import Operation
-from .virtual import Memory
-
-if TYPE_CHECKING:
-    from .machine import Context, Machine
-
-TILE_SIZE = 64 << 10
 
 # Elements of a tile in each dimension, by the bytes of an element (observed on H200: test_sparse_arrays).
 _TILES_2D = {1: (256, 256, 1), 2: (256, 128, 1), 4: (128, 128, 1), 8: (128, 64, 1), 16: (64, 64, 1)}
@@ -123,33 +120,46 @@ class Storage:
 class Array:
     """A handle of an array, or of one level of a mipmapped one."""
 
-    handle: int
     storage: Storage
     level: int = 0
     mipmap: MipmappedArray | None = None
+    handle: int = field(default_factory=new_handle)
 
 
 @dataclass(eq=False)
 class MipmappedArray:
-    handle: int
     storage: Storage
     levels: dict[int, Array] = field(default_factory=dict)
+    handle: int = field(default_factory=new_handle)
 
 
-def forget_arrays(machine: Machine, context: Context) -> None:
-    """The arrays of a context end with it."""
-    for mipmap in [one for one in machine.mipmapped_arrays.values() if one.storage.context is context]:
-        destroy_mipmapped(machine, mipmap)
-    for array in [one for one in machine.arrays.values() if one.storage.context is context]:
-        del machine.arrays[array.handle]
-        array.storage.clear()
+@dataclass(eq=False)
+class Arrays:
+    """The arrays of a machine by their handles."""
 
+    arrays: dict[int, Array] = field(default_factory=dict)
+    mipmapped: dict[int, MipmappedArray] = field(default_factory=dict)
 
-def destroy_mipmapped(machine: Machine, mipmap: MipmappedArray) -> None:
-    del machine.mipmapped_arrays[mipmap.handle]
-    for level in mipmap.levels.values():
-        del machine.arrays[level.handle]
-    mipmap.storage.clear()
+    def destroy(self, array: Array) -> None:
+        """Of a level of a mipmapped array only the handle goes."""
+        del self.arrays[array.handle]
+        if array.mipmap is not None:
+            del array.mipmap.levels[array.level]
+        else:
+            array.storage.clear()
+
+    def destroy_mipmapped(self, mipmap: MipmappedArray) -> None:
+        del self.mipmapped[mipmap.handle]
+        for level in mipmap.levels.values():
+            del self.arrays[level.handle]
+        mipmap.storage.clear()
+
+    def forget(self, context: Context) -> None:
+        """The arrays of a context end with it."""
+        for mipmap in [one for one in self.mipmapped.values() if one.storage.context is context]:
+            self.destroy_mipmapped(mipmap)
+        for array in [one for one in self.arrays.values() if one.storage.context is context]:
+            self.destroy(array)
 
 
 class Remap(Operation):
@@ -196,27 +206,27 @@ class Linear:
 
 
 class TileCopy(Operation):
-    """Moves a box between an array and ordinary memory, some slices at a time: about ``piece`` bytes, or all."""
+    """Moves a box between an array and ordinary memory, some slices at a time."""
 
     def __init__(
-        self, machine: Machine, context: Context, array: Array, box: Box, linear: Linear, into: bool, piece: int
+        self, supply: Supply, context: Context, array: Array, box: Box, linear: Linear, into: bool
     ) -> None:
-        self._machine = machine
+        self._supply = supply
         self._context = context
         self._array = array
         self._box = box
         self._linear = linear
         self._into = into
         self._done = 0
-        self._slices = max(piece // (box.width * box.height), 1)
-        self._simulated = machine.arenas.find(linear.address) is not None
-        self.heavy: bool = box.width * box.height * box.depth > piece
+        self._slices = max(STEP // (box.width * box.height), 1)
+        self._simulated = supply.arenas.find(linear.address) is not None
+        self.heavy: bool = box.width * box.height * box.depth > STEP
         array.storage.queued += 1
 
     def step(self) -> bool:
         linear, box = self._linear, self._box
         stop = min(self._done + self._slices, box.depth)
-        if self._simulated and not self._machine.is_backed(linear.address, linear.span(box)):
+        if self._simulated and not self._supply.is_backed(linear.address, linear.span(box)):
             self._context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
             stop = self._done = box.depth
         for z in range(self._done, stop):

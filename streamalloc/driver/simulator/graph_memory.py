@@ -8,14 +8,15 @@ Slabs stay until cuDeviceGraphMemTrim, whatever becomes of the graphs.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .allocator import ALIGNMENT, CHUNK
 from .blocks import round_up
+from .constants import ALIGNMENT, CHUNK
 from .errors import Result, check
-from .machine import Device, Machine
-from .memory import Physical, Reservation
+from .memory import Bank, Physical, Reservation
+from .supply import Supply
 from .timeline import Clock, Operation, Stream
 
 
@@ -37,46 +38,75 @@ class Uses:
         return all(clock.get(stream.id, 0) >= seq for stream, seq in self.unfinished())
 
 
-class Slab:
-    """Physical memory under graphs of one device; the device counts all of it as used (H200: test_graph_memory)."""
+@dataclass(eq=False)
+class DeviceGraphMemory:
+    """What a device has for graphs, and the most there was; all of it counts as used (H200: test_graph_memory)."""
 
-    def __init__(self, machine: Machine, device: Device, owner: GraphMemory | None) -> None:
-        self._machine = machine
-        self._device = device
+    supply: Supply
+    bank: Bank
+    size: int = 0
+    used_high: int = 0
+    reserved_high: int = 0
+    slabs: list[Slab] = field(default_factory=list)
+    memories: set[GraphMemory] = field(default_factory=set)
+
+    def resize(self, change: int) -> None:
+        self.bank.used += change
+        self.size += change
+        self.used_high = max(self.used_high, self.size)
+        self.reserved_high = max(self.reserved_high, self.size)
+
+    def collect(self) -> None:
+        """Give back the addresses of graphs that ended while a launch was still queued."""
+        for memory in list(self.memories):
+            memory.close_unless_needed()
+
+    def trim(self) -> None:
+        """Give back the slabs that nothing needs any more."""
+        for slab in [slab for slab in self.slabs if slab.idle]:
+            for memory in self.memories:
+                memory.lose(slab)
+            slab.close()
+        self.collect()
+
+    def close(self) -> None:
+        for memory in list(self.memories):
+            memory.close()
+        for slab in list(self.slabs):
+            slab.close()
+
+
+class Slab:
+    """Physical memory under graphs of one device."""
+
+    def __init__(self, shared: DeviceGraphMemory, owner: GraphMemory | None) -> None:
+        self._shared = shared
         self.owner = owner
         """The one graph that may use it, because allocations outlive its launches."""
         self.size: int = 0
         self.uses: Uses = Uses()
-        self.physical: Physical = Physical("graph", round_up(device.bank.total, CHUNK))
-        device.slabs.append(self)
+        self.physical: Physical = Physical("graph", round_up(shared.bank.total, CHUNK))
+        shared.slabs.append(self)
 
     def grow(self, size: int) -> None:
         """Have at least ``size`` bytes."""
         missing = size - self.size
         if missing <= 0:
             return
-        bank = self._device.bank
+        bank = self._shared.bank
         if missing > bank.free:
-            self._machine.make_room(bank, missing)
+            self._shared.supply.make_room(bank, missing)
         check(missing <= bank.free, Result.CUDA_ERROR_OUT_OF_MEMORY)
-        self._resize(size)
-
-    def _resize(self, size: int) -> None:
-        change, self.size = size - self.size, size
-        device = self._device
-        device.bank.used += change
-        device.graph_used += change
-        device.graph_reserved += change
-        device.graph_used_high = max(device.graph_used_high, device.graph_used)
-        device.graph_reserved_high = max(device.graph_reserved_high, device.graph_reserved)
+        self._shared.resize(missing)
+        self.size = size
 
     @property
     def idle(self) -> bool:
         return not self.uses.unfinished() and not (self.owner is not None and self.owner.live)
 
     def close(self) -> None:
-        self._resize(0)
-        self._device.slabs.remove(self)
+        self._shared.resize(-self.size)
+        self._shared.slabs.remove(self)
         self.physical.close()
 
 
@@ -91,13 +121,11 @@ class Hole(NamedTuple):
 class GraphMemory:
     """The addresses of one graph's allocations on one device, and the slab that its latest launch has there."""
 
-    def __init__(self, machine: Machine, device: Device) -> None:
-        collect(machine)
-        self._machine = machine
-        self._device = device
-        capacity = round_up(device.bank.total, CHUNK)
-        self._reservation = Reservation(capacity, CHUNK)
-        machine.arenas.add(self._reservation)
+    def __init__(self, shared: DeviceGraphMemory) -> None:
+        shared.collect()
+        self._shared = shared
+        self._reservation = Reservation(round_up(shared.bank.total, CHUNK), CHUNK)
+        shared.supply.arenas.add(self._reservation)
         self._size = 0
         self._holes: list[Hole] = []
         self._slab: Slab | None = None
@@ -105,7 +133,7 @@ class GraphMemory:
         self.uses: Uses = Uses()
         self.live: set[int] = set()
         self.owners: int = 1
-        machine.graph_memories.add(self)
+        shared.memories.add(self)
 
     # -- addresses -------------------------------------------------------------------------------------------
 
@@ -125,7 +153,7 @@ class GraphMemory:
             if hole.size > rounded:
                 self._holes.append(Hole(hole.size - rounded, hole.address + rounded, hole.freed_by))
             return hole.address
-        check(self._size + size <= self._device.bank.total, Result.CUDA_ERROR_OUT_OF_MEMORY)
+        check(self._size + size <= self._shared.bank.total, Result.CUDA_ERROR_OUT_OF_MEMORY)
         address = self._reservation.base + self._size
         self._size += rounded
         return address
@@ -139,10 +167,10 @@ class GraphMemory:
     def prepare(self, clock: Clock, outlives: bool) -> Slab:
         """The slab for a launch that is ordered after ``clock``. ``outlives``: it leaves allocations behind."""
         owner = self if outlives else None
-        usable = [slab for slab in self._device.slabs if slab.owner is owner and slab.uses.over_for(clock)]
+        usable = [slab for slab in self._shared.slabs if slab.owner is owner and slab.uses.over_for(clock)]
         slab = self._slab if self._slab in usable else max(usable, key=lambda one: one.size, default=None)
         if slab is None:
-            slab = Slab(self._machine, self._device, owner)
+            slab = Slab(self._shared, owner)
         slab.grow(round_up(self._size, CHUNK))
         self._slab = slab
         return slab
@@ -187,25 +215,9 @@ class GraphMemory:
 
     def close(self) -> None:
         """Give back the addresses; the slab is there for other graphs now."""
-        self._machine.graph_memories.discard(self)
-        self._machine.arenas.remove(self._reservation)
+        self._shared.memories.discard(self)
+        self._shared.supply.arenas.remove(self._reservation)
         self._reservation.close()
-        for slab in self._device.slabs:
+        for slab in self._shared.slabs:
             if slab.owner is self:
                 slab.owner = None
-
-
-def collect(machine: Machine) -> None:
-    """Give back the addresses of graphs that ended while a launch was still queued."""
-    for memory in list(machine.graph_memories):
-        memory.close_unless_needed()
-
-
-def trim(machine: Machine, slabs: Iterable[Slab]) -> None:
-    """Give back the slabs that nothing needs any more."""
-    for slab in list(slabs):
-        if slab.idle:
-            for memory in machine.graph_memories:
-                memory.lose(slab)
-            slab.close()
-    collect(machine)

@@ -6,10 +6,12 @@ import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from .allocations import GraphAllocation
+from .allocations import Allocations, GraphAllocation
+from .constants import new_handle
+from .contexts import Device
 from .errors import Fault, Result, check
+from .events import Event
 from .graph_memory import GraphMemory
-from .machine import Event, Machine
 from .pool import Pool
 from .timeline import Call, Clock, Operation, Stream, merge
 from .turns import Caller
@@ -22,7 +24,6 @@ AUTO_FREE_ON_LAUNCH = 1
 class Node:
     """One node. ``operation`` is what a launch does; allocations and frees have an address instead."""
 
-    handle: int
     kind: str
     graph: Graph
     after: list[Node]
@@ -32,13 +33,14 @@ class Node:
     pool: Pool | None = None
     freed: bool = False
     """Of an allocation: another node frees it."""
+    handle: int = field(default_factory=new_handle)
 
 
 @dataclass(eq=False)
 class Graph:
     """A graph, in the order its nodes were captured."""
 
-    handle: int
+    handle: int = field(default_factory=new_handle)
     nodes: list[Node] = field(default_factory=list)
     memories: dict[int, GraphMemory] = field(default_factory=dict)  # by device
     instances: int = 0
@@ -52,21 +54,21 @@ class Graph:
 class GraphExec:
     """An instantiated graph."""
 
-    handle: int
     graph: Graph
     flags: int
+    handle: int = field(default_factory=new_handle)
     last: tuple[Stream, int] | None = None  # the end of the latest launch
 
     def upload(self, stream: Stream) -> None:
         self._begin(stream)
 
-    def launch(self, machine: Machine, stream: Stream) -> None:
+    def launch(self, allocations: Allocations, stream: Stream) -> None:
         """Submit all nodes, one after the other: a stricter order than the graph asks for."""
         memories = self.graph.memories.values()
         live = [(memory, address) for memory in memories for address in memory.live]
         check(not live or self.flags & AUTO_FREE_ON_LAUNCH)
         for memory, address in live:
-            machine.allocations.remove(machine.allocations.at[address])
+            allocations.remove(allocations.at[address])
             memory.freed(address)
         self._begin(stream)
         for node in self.graph.nodes:
@@ -76,7 +78,7 @@ class GraphExec:
         for node in self.graph.unfreed():
             assert node.pool is not None and node.pool.device is not None
             memory = self.graph.memories[node.pool.device]
-            machine.remember(GraphAllocation(node.address, node.size, node.pool.device, stream.context, memory))
+            allocations.add(GraphAllocation(node.address, node.size, node.pool.device, stream.context, memory))
             memory.live.add(node.address)
 
     def _begin(self, stream: Stream) -> None:
@@ -110,18 +112,19 @@ class GraphExec:
 class Capture:
     """A capture in progress: which streams take part, and behind which nodes each of them is."""
 
-    def __init__(self, machine: Machine, graph: Graph, origin: Stream, mode: int, number: int) -> None:
-        self.machine = machine
-        self.graph = graph
+    def __init__(self, graphs: Graphs, origin: Stream, mode: int) -> None:
+        self.graph: Graph = graphs.create()
         self.origin = origin
         self.mode = mode
-        self.id = number
+        graphs.capture_count += 1
+        self.id: int = graphs.capture_count
         self.valid: bool = True
-        self._caller = machine.timeline.caller
+        self._graphs = graphs
+        self._caller = origin.timeline.caller
         self._frontier: dict[Stream, list[Node]] = {origin: []}
         self._open: dict[int, Node] = {}  # allocations that are not freed, by address
         origin.capture = self
-        machine.captures.append(self)
+        graphs.captures.append(self)
 
     def forbids(self, caller: Caller) -> bool:
         """Whether a thread, in the capture mode it is in, may make no unsafe call because of this capture."""
@@ -141,9 +144,9 @@ class Capture:
     # -- nodes -----------------------------------------------------------------------------------------------
 
     def add(self, kind: str, operation: Operation | None, stream: Stream) -> Node:
-        node = Node(self.machine.new_handle(), kind, self.graph, self._frontier[stream], operation)
+        node = Node(kind, self.graph, self._frontier[stream], operation)
         self.graph.nodes.append(node)
-        self.machine.graph_nodes[node.handle] = node
+        self._graphs.nodes[node.handle] = node
         self._frontier[stream] = [node]
         return node
 
@@ -151,7 +154,7 @@ class Capture:
         assert pool.device is not None
         memory = self.graph.memories.get(pool.device)
         if memory is None:
-            memory = self.graph.memories[pool.device] = GraphMemory(self.machine, self.machine.devices[pool.device])
+            memory = self.graph.memories[pool.device] = GraphMemory(self._graphs.devices[pool.device].graphs)
         earlier = _ancestors(self._frontier[stream]) if memory.has_holes else ()
         address = memory.place(size, earlier)
         node = self.add("MEM_ALLOC", None, stream)
@@ -177,7 +180,7 @@ class Capture:
 
     def join(self, stream: Stream, event: Event) -> None:
         """``stream`` waits for an event that was recorded in this capture: it takes part from now on."""
-        check(self in self.machine.captures, Result.CUDA_ERROR_CAPTURED_EVENT)
+        check(self in self._graphs.captures, Result.CUDA_ERROR_CAPTURED_EVENT)
         check(self.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
         if stream.capture is not None and stream.capture is not self:
             stream.capture.invalidate()
@@ -202,7 +205,7 @@ class Capture:
     def end(self) -> Graph:
         """The graph; fails where the capture was spoilt or left work behind in another stream."""
         if self.mode != RELAXED:
-            check(self._caller is self.machine.timeline.caller, Result.CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD)
+            check(self._caller is self.origin.timeline.caller, Result.CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD)
         joined = _ancestors(self._frontier[self.origin])
         unjoined = any(node not in joined for nodes in self._frontier.values() for node in nodes)
         self._finish()
@@ -216,12 +219,12 @@ class Capture:
         return self.graph
 
     def _finish(self) -> None:
-        self.machine.captures.remove(self)
+        self._graphs.captures.remove(self)
         for stream in self._frontier:
             stream.capture = None
 
     def discard(self) -> None:
-        destroy_graph(self.machine, self.graph)
+        self._graphs.destroy(self.graph)
 
 
 def _ancestors(nodes: Iterable[Node]) -> set[Node]:
@@ -235,10 +238,26 @@ def _ancestors(nodes: Iterable[Node]) -> set[Node]:
     return found
 
 
-def destroy_graph(machine: Machine, graph: Graph) -> None:
-    """Forget a graph; what was instantiated from it stays."""
-    machine.graphs.pop(graph.handle, None)
-    for node in graph.nodes:
-        machine.graph_nodes.pop(node.handle, None)
-    for memory in graph.memories.values():
-        memory.disown()
+@dataclass(eq=False)
+class Graphs:
+    """The graphs of a machine, and what is being captured."""
+
+    devices: list[Device]
+    graphs: dict[int, Graph] = field(default_factory=dict)
+    executables: dict[int, GraphExec] = field(default_factory=dict)
+    nodes: dict[int, Node] = field(default_factory=dict)
+    captures: list[Capture] = field(default_factory=list)
+    capture_count: int = 0
+
+    def create(self) -> Graph:
+        graph = Graph()
+        self.graphs[graph.handle] = graph
+        return graph
+
+    def destroy(self, graph: Graph) -> None:
+        """Forget a graph; what was instantiated from it stays."""
+        self.graphs.pop(graph.handle, None)
+        for node in graph.nodes:
+            self.nodes.pop(node.handle, None)
+        for memory in graph.memories.values():
+            memory.disown()

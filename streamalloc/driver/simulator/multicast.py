@@ -12,21 +12,20 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from .constants import Location
+from .allocations import Allocation, Allocations
+from .constants import GRANULARITY, NOWHERE, Location, Place
 from .errors import DeadlockError, Fault, NotModelled, Result, check, need
+from .files import Label, Names, reach
 from .memory import AddressRange, Physical, Window
-from .pool import Place, Pool
-from .sharing import Label, reach
+from .physical import Mappable, Mapping, Memory, Properties
+from .pool import Pool
 from .team import FORMED, NO_SLOT, WAITING, Binding, Team
-from .virtual import GRANULARITY, Mappable, Mapping, Memory, Properties
+from .timeline import Timeline
+from .virtual import VirtualMemory
 
-if TYPE_CHECKING:
-    from .allocations import Allocation
-    from .machine import Machine
-
-_NOWHERE = Place(0, 0)
 _OF_A_TEAM = Place(Location.DEVICE, -1)
 """Where a multicast object is: on devices, but on none alone."""
 
@@ -63,11 +62,11 @@ class MulticastObject(Mappable):
     mapped; a handle of another process, or from another import, goes on.
     """
 
-    def __init__(self, machine: Machine, team: Team, imported: bool) -> None:
-        super().__init__(machine.new_handle(), team.size, Properties(_OF_A_TEAM, team.handle_types))
+    def __init__(self, owner: Multicast, team: Team, imported: bool) -> None:
+        super().__init__(team.size, Properties(_OF_A_TEAM, team.handle_types))
         self.team = team
         self.imported = imported
-        self._machine = machine
+        self._owner = owner
         self._bound: dict[int, Backing] = {}  # by this holder, by the bindings' numbers
         self._windows: dict[int, Window] = {}  # to what anybody has bound
 
@@ -80,7 +79,7 @@ class MulticastObject(Mappable):
 
     def leave(self) -> None:
         if not self.handles and not self.mappings:
-            self._machine.multicast.objects.discard(self)
+            self._owner.objects.discard(self)
             self.close()
 
     def close(self) -> None:
@@ -168,7 +167,7 @@ class MulticastObject(Mappable):
         window = self._windows.get(binding.number)
         backing = self._bound.get(binding.number)
         allocation = None if backing is None else backing.allocation
-        if allocation is not None and self._machine.allocations.at.get(allocation.base) is not allocation:
+        if allocation is not None and not self._owner.allocations.is_live(allocation):
             return None  # a pool may give the bytes to others by now
         if window is None:
             if backing is not None:
@@ -192,22 +191,25 @@ def _window_elsewhere(binding: Binding) -> Window | None:
         physical.close()
 
 
+@dataclass(eq=False)
 class Multicast:
     """The multicast objects of a machine."""
 
-    def __init__(self, machine: Machine, slots: int, patience: float) -> None:
-        self._machine = machine
-        self._slots = slots
-        self._patience = patience
-        self.objects: set[MulticastObject] = set()
+    names: Names
+    allocations: Allocations
+    timeline: Timeline
+    virtual: VirtualMemory
+    slots: int
+    patience: float
+    objects: set[MulticastObject] = field(default_factory=set)
 
     @property
     def has_slot(self) -> bool:
         """Whether the switch has room for another team. Only what this machine object has a handle of is counted."""
-        return len({one.serial for one in self.objects if one.team.state == FORMED}) < self._slots
+        return len({one.serial for one in self.objects if one.team.state == FORMED}) < self.slots
 
     def create(self, devices: int, size: int, handle_types: int) -> MulticastObject:
-        label = self._machine.sharing.label("multicast", _NOWHERE)
+        label = self.names.new("multicast", NOWHERE)
         return self._adopt(Team.create(str(label), devices, size, handle_types), imported=False)
 
     def open(self, fd: int) -> MulticastObject:
@@ -215,13 +217,13 @@ class Multicast:
         return self._adopt(Team.open(fd), imported=True)
 
     def _adopt(self, team: Team, imported: bool) -> MulticastObject:
-        made = MulticastObject(self._machine, team, imported)
+        made = MulticastObject(self, team, imported)
         self.objects.add(made)
-        self._machine.virtual.name(made)
+        self.virtual.name(made)
         return made
 
     def object(self, handle: int) -> MulticastObject:
-        found = self._machine.virtual.named(handle)
+        found = self.virtual.named(handle)
         if not isinstance(found, MulticastObject):
             raise NotModelled("a handle of physical memory where a multicast object is expected")
         return found
@@ -237,8 +239,8 @@ class Multicast:
             check(wanted.team.state != NO_SLOT, Result.CUDA_ERROR_OUT_OF_MEMORY)
 
     def _wait(self, team: Team, call: str) -> None:
-        timeline = self._machine.timeline
-        end = time.monotonic() + self._patience
+        timeline = self.timeline
+        end = time.monotonic() + self.patience
 
         def over() -> bool:
             return team.state != WAITING or not self._may_come(team) or time.monotonic() > end
@@ -251,7 +253,7 @@ class Multicast:
         added = team.devices
         names = f"{len(added)} of {team.device_count} devices were added ({', '.join(map(str, added)) or 'none'})"
         if self._may_come(team):
-            why = f"nobody has added the others within {self._patience:g} s"
+            why = f"nobody has added the others within {self.patience:g} s"
         else:
             why = "nobody else is there to add the others"
         raise DeadlockError(f"{call} blocks until all devices of the team were added: {names}, and {why}")
@@ -260,7 +262,7 @@ class Multicast:
         """Whether another process, or another thread of this one, may still add devices."""
         if team.is_elsewhere or team.has_fabric_handle:
             return True
-        here = self._machine.timeline.caller.ident
+        here = self.timeline.caller.ident
         return any(one.ident != here and not one.name.startswith("streamalloc ") for one in threading.enumerate())
 
     @contextlib.contextmanager
@@ -277,13 +279,13 @@ class Multicast:
 
     def locate(self, address: int, size: int) -> Backing:
         """Memory at an address: of one mapping, or of one allocation of a pool."""
-        allocation = need(self._machine.allocations.find(address))
+        allocation = need(self.allocations.find(address))
         mapping, pool = allocation.mapping, allocation.pool
         if mapping is not None:
             memory = mapping.memory
             if not isinstance(memory, Memory):
                 raise NotModelled("binding a multicast object to another")
-            if len(self._machine.virtual.span(address, size)) > 1:
+            if len(self.virtual.span(address, size)) > 1:
                 raise NotModelled("cuMulticastBindAddr of more than one mapping")
             return Backing(memory.physical, memory.offset + address - mapping.base, memory)
         check(address + size <= allocation.base + allocation.size)
@@ -296,7 +298,7 @@ class Multicast:
     # -- work on mapped objects ------------------------------------------------------------------------------
 
     def mapping_at(self, address: int) -> tuple[Mapping, MulticastObject] | None:
-        mapping = self._machine.virtual.mappings.find(address)
+        mapping = self.virtual.mappings.find(address)
         if mapping is None or not isinstance(mapping.memory, MulticastObject):
             return None
         return mapping, mapping.memory
@@ -318,7 +320,7 @@ class Multicast:
         end = address + size
         at = address
         while at < end:
-            mapping = self._machine.virtual.mappings.find(at)
+            mapping = self.virtual.mappings.find(at)
             if mapping is None:
                 return None
             stop = min(end, mapping.end)

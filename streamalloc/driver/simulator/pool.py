@@ -6,21 +6,17 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import Any
 
-from .allocator import ALIGNMENT, CHUNK
+from .allocator import Line
 from .blocks import Block, round_up
-from .constants import PINNED, READ_WRITE
-from .errors import Fault, Result
-from .heap import Space
+from .constants import ALIGNMENT, CHUNK, PINNED, READ_WRITE, Location, Place, new_handle
+from .errors import Fault, Result, check, need
+from .files import Label, Names
 from .memory import Physical
-from .timeline import Operation, Stream, merge
-
-if TYPE_CHECKING:
-    from .allocator import Line
-    from .machine import Machine
-    from .sharing import Label
+from .supply import Space, Supply
+from .timeline import Operation, Stream, Timeline, merge
 
 
 @dataclass
@@ -30,14 +26,6 @@ class Policies:
     follow_events: int = 1
     opportunistic: int = 1
     internal_dependencies: int = 1
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a pool's memory lives: a location type of the driver (as an int) and its id."""
-
-    type: int
-    id: int
 
 
 class Freed(Operation):
@@ -51,41 +39,36 @@ class Freed(Operation):
         return True
 
 
+@dataclass(eq=False)
 class Pool:
     """One memory pool. ``device`` is None where the memory is the host's."""
 
-    def __init__(
-        self,
-        machine: Machine,
-        handle: int,
-        place: Place,
-        device: int | None,
-        allocation_type: int,
-        handle_types: int = 0,
-        max_size: int = 0,
-        implicit: bool = False,
-    ) -> None:
-        self.machine = machine
-        self.handle = handle
-        self.place = place
-        self.device = device
-        self.allocation_type = allocation_type
-        self.handle_types = handle_types
-        self.max_size: int = round_up(max_size, CHUNK)
-        self.implicit = implicit
-        self.managed: bool = allocation_type != PINNED
-        self.policies: Policies = Policies()
-        self.threshold = 0
-        self.used: int = 0
-        self.used_high: int = 0
-        self.reserved_high: int = 0
-        self.access: dict[int, int] = {}
-        self.destroyed: bool = False
-        self._outstanding = 0
-        bank = machine.host_bank if device is None else machine.devices[device].bank
-        self.label: Label = machine.sharing.label("pool", place)
-        self.space: Space = Space(str(self.label), bank, machine.arenas, CHUNK, on_host=device is None)
+    owner: Pools
+    place: Place
+    allocation_type: int = PINNED
+    handle_types: int = 0
+    max_size: int = 0
+    implicit: bool = False
+    threshold: int = 0
+    used: int = 0
+    used_high: int = 0
+    reserved_high: int = 0
+    destroyed: bool = False
+    policies: Policies = field(default_factory=Policies)
+    access: dict[int, int] = field(default_factory=dict)
+    handle: int = field(default_factory=new_handle)
+    _outstanding: int = 0
+
+    def __post_init__(self) -> None:
+        self.max_size = round_up(self.max_size, CHUNK)
+        self.device: int | None = self.place.device
+        self.managed: bool = self.allocation_type != PINNED
+        supply = self._supply = self.owner.supply
+        self._timeline = self.owner.timeline
+        self.label: Label = self.owner.names.new("pool", self.place)
+        self.space: Space = Space(str(self.label), supply, supply.bank(self.device))
         self.line: Line = self.space.line
+        supply.pools[self.handle] = self.space
 
     @property
     def reserved(self) -> int:
@@ -133,7 +116,7 @@ class Pool:
 
     def _reach(self, stream: Stream) -> Callable[[int], int]:
         clock = stream.clock if self.policies.follow_events else {}
-        timeline = self.machine.timeline
+        timeline = self._timeline
         if not self.policies.opportunistic:
             return lambda other: max(clock.get(other, 0), timeline.outlived(other))
         return lambda other: max(clock.get(other, 0), timeline.executed(other))
@@ -149,7 +132,7 @@ class Pool:
         needed = sum(length for _, length in ranges)
         bank = self.space.bank
         if needed > bank.free:
-            self.machine.make_room(bank, needed, self)
+            self._supply.make_room(bank, needed, self.space)
             if self.device is None and needed > bank.free:
                 return
         room = bank.free
@@ -169,7 +152,7 @@ class Pool:
         self.reserved_high = max(self.reserved_high, self.reserved)
 
     def _wait_for(self, waits: dict[int, int], stream: Stream) -> None:
-        live = self.machine.timeline.streams
+        live = self._timeline.streams
         after = tuple((live[other], seq) for other, seq in waits.items() if other in live)
         merge(stream.clock, waits)
         if after:
@@ -193,7 +176,7 @@ class Pool:
 
     def trim(self, keep: int) -> None:
         """Release what the host knows to be free, but keep at least ``keep`` bytes."""
-        self.space.release(lambda reserved: reserved - CHUNK >= keep)
+        self.space.trim(keep)
 
     def destroy(self) -> None:
         self.destroyed = True
@@ -206,9 +189,12 @@ class Pool:
             self._dispose()
 
     def _dispose(self) -> None:
-        if not self._outstanding:
-            self.machine.pools.pop(self.handle, None)
-            self.space.close()
+        if not self._outstanding and self.owner.pools.pop(self.handle, None) is not None:
+            self.close()
+
+    def close(self) -> None:
+        self._supply.pools.pop(self.handle, None)
+        self.space.close()
 
     # -- sharing ---------------------------------------------------------------------------------------------
 
@@ -233,3 +219,54 @@ class Pool:
         memory.
         """
         return READ_WRITE in self.access.values()
+
+
+@dataclass(eq=False)
+class Pools:
+    """The pools of a machine."""
+
+    names: Names
+    supply: Supply
+    timeline: Timeline
+    pools: dict[int, Pool] = field(default_factory=dict)
+    current: dict[tuple[int, int, int], Pool] = field(default_factory=dict)
+    _defaults: dict[tuple[int, int, int], Pool] = field(default_factory=dict)
+
+    def create(self, *description: Any, **more: Any) -> Pool:
+        """A pool by the place and the properties that :class:`Pool` lists."""
+        pool = Pool(self, *description, **more)
+        self.pools[pool.handle] = pool
+        return pool
+
+    def get(self, handle: int) -> Pool:
+        found = need(self.pools.get(handle))
+        check(not found.destroyed)
+        return found
+
+    def key(self, place: Place, allocation_type: int) -> tuple[int, int, int]:
+        """Places that share their default and current pool have the same key."""
+        return (place.type, 0 if place.type not in (Location.DEVICE, Location.HOST_NUMA) else place.id, allocation_type)
+
+    def default(self, place: Place, allocation_type: int = PINNED) -> Pool:
+        key = self.key(place, allocation_type)
+        pool = self._defaults.get(key)
+        if pool is None:
+            pool = self._defaults[key] = self.create(Place(*key[:2]), allocation_type, implicit=True)
+        return pool
+
+    def current_or_default(self, place: Place, allocation_type: int = PINNED) -> Pool:
+        pool = self.current.get(self.key(place, allocation_type))
+        return self.default(place, allocation_type) if pool is None else pool
+
+    def settle(self, clock: dict[int, int]) -> None:
+        """The host now knows that all in ``clock`` happened."""
+        for pool in list(self.pools.values()):
+            pool.settle(clock)
+
+    def pending_streams(self) -> set[int]:
+        """The streams with frees that the host has not seen."""
+        return {number for pool in self.pools.values() for number in pool.line.pending_streams()}
+
+    def close(self) -> None:
+        for pool in self.pools.values():
+            pool.close()

@@ -8,194 +8,45 @@ from __future__ import annotations
 
 import errno
 import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from .allocations import MappedMemory
-from .constants import NO_ACCESS, Location
+from .allocations import Allocations, MappedMemory
+from .constants import GRANULARITY
 from .errors import Fault, NotModelled, Result, check, need
-from .memory import AddressMap, AddressRange, Bank, Physical, Window
-from .pool import Place
-
-if TYPE_CHECKING:
-    from .machine import Machine
-
-GRANULARITY = 2 << 20
-"""Of physical memory, reservations and mappings of any kind (observed on H200: test_physical_memory)."""
-
-
-HOST = Place(Location.HOST, 0)
-"""Whose rights the host's are: those of HOST and of HOST_NUMA 0 are one (observed on H200: test_host_mappings)."""
+from .files import Names
+from .memory import AddressMap, AddressRange, Bank, Physical
+from .physical import Mappable, Mapping, Memory, Properties
+from .supply import Supply
+from .timeline import Timeline
 
 _LARGEST_ADDRESS = 1 << 47
 _LARGEST_ALIGNMENT = 1 << 46  # from here on OUT_OF_MEMORY (observed on H200: test_address_ranges)
 
 
-def device_place(ordinal: int) -> Place:
-    return Place(Location.DEVICE, ordinal)
-
-
-@dataclass(frozen=True)
-class Properties:
-    """What memory was made with, as it reads back."""
-
-    place: Place
-    handle_types: int = 0
-    compression: int = 0
-    rdma: int = 0
-    tile_pool: bool = False
-    """Memory for the tiles of sparse arrays; this does not read back (observed on H200: test_sparse_arrays)."""
-
-    @property
-    def device(self) -> int | None:
-        """Whose memory it is; None for the host's."""
-        return self.place.id if self.place.type == Location.DEVICE else None
-
-
-class Mappable:
-    """What a CUmemGenericAllocationHandle names, and how many hold on to it: handles given out, and mappings."""
-
-    def __init__(self, handle: int, size: int, properties: Properties) -> None:
-        self.handle = handle
-        self.size = size
-        self.properties = properties
-        self.handles = 1
-        self.mappings = 0
-
-    def check_part(self, offset: int, size: int) -> None:
-        """Fail unless this part can be mapped."""
-        raise NotImplementedError
-
-    def map_at(self, found: AddressRange, start: int, size: int, offset: int) -> None:
-        """Put the bytes from ``offset`` on at an address."""
-        raise NotImplementedError
-
-    def leave(self) -> None:
-        """Give it up if nobody refers to it any more."""
-        raise NotImplementedError
-
-
-class Memory(Mappable):
-    """Physical memory, as one handle names it: ``size`` bytes of a file, from ``offset`` on.
-
-    It is there until its handle was released as often as it was given out, and nothing is mapped or bound to a
-    multicast object. ``bank`` gets its bytes back then: None where they were never taken, because another process has.
-    """
-
-    def __init__(
-        self,
-        handle: int,
-        physical: Physical,
-        offset: int,
-        size: int,
-        properties: Properties,
-        bank: Bank | None,
-    ) -> None:
-        super().__init__(handle, size, properties)
-        self.physical = physical
-        self.offset = offset
-        self.bank = bank
-        self.bindings = 0
-        """To multicast objects."""
-        self.tiles = 0
-        """Tiles of arrays that have their memory here, or will once queued work is done."""
-        self._window: Window | None = None
-
-    def window(self) -> Window:
-        """All of it, for work that does not go by addresses."""
-        if self._window is None:
-            self._window = Window(self.physical, self.offset, self.size)
-        return self._window
-
-    def close_window(self) -> None:
-        if self._window is not None:
-            self._window.close()
-            self._window = None
-
-    def check_part(self, offset: int, size: int) -> None:
-        check(size == self.size and not offset, Result.CUDA_ERROR_NOT_SUPPORTED)
-
-    def map_at(self, found: AddressRange, start: int, size: int, offset: int) -> None:
-        found.map(start, size, self.physical, self.offset + offset)
-
-    def leave(self) -> None:
-        if self.handles or self.mappings or self.bindings:
-            return
-        self.close_window()
-        if self.bank is None:
-            self.physical.close()
-        elif self.properties.handle_types:
-            self.bank.give_up(self.physical)
-        else:
-            self.bank.used -= self.size
-            self.physical.discard(self.offset, self.size)
-
-
 @dataclass(eq=False)
-class Mapping:
-    """Memory at an address, and who may use it there."""
-
-    base: int
-    size: int
-    memory: Mappable
-    rights: dict[Place, int] = field(default_factory=dict)
-    """By device, and of the host; in the order in which they were set, without those that were taken away."""
-
-    @property
-    def end(self) -> int:
-        return self.base + self.size
-
-    @property
-    def is_multicast(self) -> bool:
-        return not isinstance(self.memory, Memory)
-
-    def right(self, place: Place) -> int:
-        return self.rights.get(place, NO_ACCESS)
-
-    def grant(self, place: Place, flags: int) -> None:
-        self.rights.pop(place, None)
-        if flags:
-            self.rights[place] = flags
-
-    def right_of_host(self) -> int:
-        """What asking about HOST answers: the right of device 0 or of the host, whichever was set last.
-
-        Observed on H200 (test_host_mappings), also for device memory, which the host can never use.
-        """
-        if any(place.type == Location.DEVICE and place.id for place in self.rights):
-            raise NotModelled("cuMemGetAccess for HOST where a device other than 0 has access")
-        return next(reversed(self.rights.values()), NO_ACCESS)
-
-
-def least_right(mappings: Iterable[Mapping], place: Place) -> int:
-    """What a place may do with all of these."""
-    return min(mapping.right(place) for mapping in mappings)
-
-
 class VirtualMemory:
     """The physical memory, address ranges and mappings of a machine."""
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self._named: dict[int, Mappable] = {}
-        self._ranges: dict[int, AddressRange] = {}
-        self._shared: Physical | None = None
-        self.mappings: AddressMap[Mapping] = AddressMap()
+    names: Names
+    supply: Supply
+    allocations: Allocations
+    timeline: Timeline
+    mappings: AddressMap[Mapping] = field(default_factory=AddressMap)
+    _named: dict[int, Mappable] = field(default_factory=dict)
+    _ranges: dict[int, AddressRange] = field(default_factory=dict)
+    _shared: Physical | None = None
 
     # -- physical memory -------------------------------------------------------------------------------------
 
     def create(self, size: int, properties: Properties) -> Memory:
-        machine = self._machine
-        device = properties.device
-        bank = machine.host_bank if device is None else machine.devices[device].bank
+        bank = self.supply.bank(properties.device)
         if size > bank.free:
-            machine.make_room(bank, size)
+            self.supply.make_room(bank, size)
             if size <= bank.free:
                 raise NotModelled("cuMemCreate of memory that pools hold in reserve")
             raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
         if properties.handle_types:
-            physical, offset = Physical(str(machine.sharing.label("memory", properties.place)), size), 0
+            physical, offset = Physical(str(self.names.new("memory", properties.place)), size), 0
         else:
             if self._shared is None:
                 self._shared = Physical("memory", 0)
@@ -205,7 +56,7 @@ class VirtualMemory:
 
     def adopt(self, physical: Physical, offset: int, size: int, properties: Properties, bank: Bank | None) -> Memory:
         """Give memory a handle."""
-        memory = Memory(self._machine.new_handle(), physical, offset, size, properties, bank)
+        memory = Memory(physical, offset, size, properties, bank)
         self.name(memory)
         return memory
 
@@ -259,7 +110,7 @@ class VirtualMemory:
                 raise
             raise Fault(no_room) from error
         self._ranges[found.base] = found
-        self._machine.arenas.add(found)
+        self.supply.arenas.add(found)
         return found.base
 
     def free(self, base: int, size: int) -> None:
@@ -267,11 +118,11 @@ class VirtualMemory:
         check(found.size == size)
         check(not self.mappings.overlapping(base, base + size))
         del self._ranges[base]
-        self._machine.arenas.remove(found)
+        self.supply.arenas.remove(found)
         found.close()
 
     def range_of(self, address: int) -> AddressRange | None:
-        found = self._machine.arenas.find(address)
+        found = self.supply.arenas.find(address)
         return found if isinstance(found, AddressRange) else None
 
     def _pieces(self, start: int, end: int) -> list[tuple[AddressRange, int, int]]:
@@ -312,7 +163,7 @@ class VirtualMemory:
         memory.mappings += 1
         mapping = Mapping(address, size, memory)
         self.mappings.add(mapping)
-        self._machine.remember(MappedMemory(address, size, memory.properties.device, None, mapping))
+        self.allocations.add(MappedMemory(address, size, memory.properties.device, None, mapping))
 
     def unmap(self, address: int, size: int) -> None:
         """Whole mappings and the holes between them. Work that is running ends first; work that is still queued then
@@ -320,7 +171,7 @@ class VirtualMemory:
         """
         end = address + size
         check(size and address % GRANULARITY == 0 and size % GRANULARITY == 0)
-        self._machine.timeline.run_down()  # first of all: other threads may map and unmap meanwhile
+        self.timeline.run_down()  # first of all: other threads may map and unmap meanwhile
         pieces = self._pieces(address, end)
         check(pieces and pieces[-1][2] == end)
         mappings = self.mappings.overlapping(address, end)
@@ -329,7 +180,7 @@ class VirtualMemory:
             for found, start, stop in self._pieces(mapping.base, mapping.end):
                 found.unmap(start, stop - start)
             self.mappings.remove(mapping)
-            self._machine.allocations.remove(self._machine.allocations.at[mapping.base])
+            self.allocations.remove(self.allocations.at[mapping.base])
             mapping.memory.mappings -= 1
             mapping.memory.leave()
 
@@ -361,7 +212,7 @@ class VirtualMemory:
         if self._shared is not None:
             self._shared.close()
         for found in self._ranges.values():
-            self._machine.arenas.remove(found)
+            self.supply.arenas.remove(found)
             found.close()
         self._ranges.clear()
         self._named.clear()

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from streamalloc.driver.simulator.allocator import CHUNK, Line
+from streamalloc.driver.simulator.allocator import Line
 from streamalloc.driver.simulator.blocks import Block, Gap, State, rank
+from streamalloc.driver.simulator.constants import CHUNK
 from tests.support import MiB
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")

@@ -177,7 +177,7 @@ class TestLaunches:
         assert graph.right
         ok(d.cuDeviceGraphMemTrim(0))
         assert reserved(rig) == 0
-        assert not machine.graph_memories
+        assert not machine.devices[0].graphs.memories
 
     def test_after_a_trim(self) -> None:
         rig = new_rig()
@@ -208,7 +208,7 @@ def test_many_graphs_that_come_and_go_use_no_addresses_up() -> None:
         graph.launch(stream)
         ok(d.cuGraphExecDestroy(graph.executable))
         ok(d.cuGraphDestroy(graph.graph))
-    assert len(d._machine.graph_memories) <= 1
+    assert len(d._machine.devices[0].graphs.memories) <= 1
     assert reserved(rig) == 1
 
 

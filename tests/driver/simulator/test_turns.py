@@ -201,7 +201,7 @@ def test_an_exception_of_a_handler_comes_after_the_call(alarm: Alarm) -> None:
     assert alarm.came > 20
     assert rig.reserved(pool) == 0
     machine = d._machine
-    found = machine.pool(int(pool))
+    found = machine.pools.get(int(pool))
     assert found.used == 0
     blocks = list(found.line.blocks())
     assert sum(block.size for block in blocks) == found.line.capacity

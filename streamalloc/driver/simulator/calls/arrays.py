@@ -12,7 +12,6 @@ from .. import arguments
 from ..allocations import Allocation
 from ..arrays import (
     TAIL,
-    TILE_SIZE,
     Array,
     Box,
     Layout,
@@ -22,15 +21,14 @@ from ..arrays import (
     Storage,
     Tile,
     TileCopy,
-    destroy_mipmapped,
 )
-from ..constants import READ, READ_WRITE
+from ..constants import READ, READ_WRITE, TILE_SIZE
+from ..contexts import Context
 from ..errors import NotModelled, check
-from ..machine import Context
+from ..physical import Memory
 from ..timeline import Stream
-from ..virtual import Memory
 from .base import modelled
-from .copies import PIECE, CopyCalls
+from .copies import CopyCalls
 
 _LAYERED, _GATHER, _SPARSE = 0x01, 0x08, 0x40  # CUDA_ARRAY3D_*
 # Surface, cube map, depth texture, deferred mapping (observed on H200: test_sparse_arrays).
@@ -59,8 +57,8 @@ class ArrayCalls(CopyCalls):
     def cuArray3DCreate(self, pAllocateArray: Any) -> Any:
         descriptor = arguments.struct("pAllocateArray", pAllocateArray, cuda.CUDA_ARRAY3D_DESCRIPTOR)
         storage = Storage(self._array_context(), self._layout(descriptor))
-        array = Array(self._machine.new_handle(), storage)
-        self._machine.arrays[array.handle] = array
+        array = Array(storage)
+        self._machine.arrays.arrays[array.handle] = array
         return cuda.CUarray(array.handle)
 
     @modelled(1)
@@ -71,8 +69,8 @@ class ArrayCalls(CopyCalls):
         if layout.solid or not 0 < levels <= max(layout.extent).bit_length():
             raise NotModelled("mipmapped arrays of three dimensions, without levels, or with more than there can be")
         storage = Storage(self._array_context(), replace(layout, levels=levels, mipmapped=True))
-        mipmap = MipmappedArray(self._machine.new_handle(), storage)
-        self._machine.mipmapped_arrays[mipmap.handle] = mipmap
+        mipmap = MipmappedArray(storage)
+        self._machine.arrays.mipmapped[mipmap.handle] = mipmap
         return cuda.CUmipmappedArray(mipmap.handle)
 
     def _array_context(self) -> Context:
@@ -105,13 +103,13 @@ class ArrayCalls(CopyCalls):
 
     def _array(self, array: Any) -> Array:
         handle = arguments.array(array)
-        found = self._machine.arrays.get(handle)
+        found = self._machine.arrays.arrays.get(handle)
         if found is None:
             raise NotModelled("using an array that does not exist")
         return found
 
     def _mipmapped_array(self, mipmap: Any) -> MipmappedArray:
-        found = self._machine.mipmapped_arrays.get(arguments.mipmapped_array(mipmap))
+        found = self._machine.arrays.mipmapped.get(arguments.mipmapped_array(mipmap))
         if found is None:
             raise NotModelled("using a mipmapped array that does not exist")
         return found
@@ -119,18 +117,15 @@ class ArrayCalls(CopyCalls):
     @modelled(0)
     def cuArrayDestroy(self, hArray: Any) -> None:
         array = self._array(hArray)
-        if array.mipmap is not None:  # only the handle goes
-            del array.mipmap.levels[array.level]
-        else:
+        if array.mipmap is None:
             self._check_unused(array.storage)
-            array.storage.clear()
-        del self._machine.arrays[array.handle]
+        self._machine.arrays.destroy(array)
 
     @modelled(0)
     def cuMipmappedArrayDestroy(self, hMipmappedArray: Any) -> None:
         mipmap = self._mipmapped_array(hMipmappedArray)
         self._check_unused(mipmap.storage)
-        destroy_mipmapped(self._machine, mipmap)
+        self._machine.arrays.destroy_mipmapped(mipmap)
 
     def _check_unused(self, storage: Storage) -> None:
         if storage.queued:
@@ -142,8 +137,8 @@ class ArrayCalls(CopyCalls):
         check(number < mipmap.storage.layout.levels)
         array = mipmap.levels.get(number)
         if array is None:
-            array = mipmap.levels[number] = Array(self._machine.new_handle(), mipmap.storage, number, mipmap)
-            self._machine.arrays[array.handle] = array
+            array = mipmap.levels[number] = Array(mipmap.storage, number, mipmap)
+            self._machine.arrays.arrays[array.handle] = array
         return cuda.CUarray(array.handle)
 
     # -- what they are like ----------------------------------------------------------------------------------
@@ -205,7 +200,7 @@ class ArrayCalls(CopyCalls):
         wanted = arguments.structs("mapInfoList", mapInfoList, cuda.CUarrayMapInfo, number)
         stream = self._stream(hStream)
         check(number)
-        if self._machine.captures and self._captured(stream):
+        if self._machine.graphs.captures and self._captured(stream):
             raise NotModelled("cuMemMapArrayAsync during stream capture")
         stream.submit(Remap([change for info in wanted for change in self._changes(info, stream)]))
 
@@ -285,7 +280,7 @@ class ArrayCalls(CopyCalls):
         check(copy is not None)
         waits = hStream is None
         stream = self._stream(hStream)
-        if self._machine.captures and self._captured(stream):
+        if self._machine.graphs.captures and self._captured(stream):
             raise NotModelled("cuMemcpy3DAsync during stream capture")
         kinds = (arguments.field(copy, "srcMemoryType"), arguments.field(copy, "dstMemoryType"))
         if kinds.count(_IN_ARRAY) != 1 or not set(kinds) <= {_HOST, _DEVICE, _IN_ARRAY}:
@@ -303,8 +298,7 @@ class ArrayCalls(CopyCalls):
             data = ctypes.string_at(linear.address, linear.span(box))
             address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
             linear = replace(linear, address=address, keep=data)
-        machine, context = self._machine, stream.context
-        stream.submit(TileCopy(machine, context, array, box, linear, into, PIECE))
+        stream.submit(TileCopy(self._machine.supply, stream.context, array, box, linear, into))
         if (end is None and not into) or (waits and (end is None or end.on_host)):
             self._finish(stream)
 

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import arguments, turns
+from ..contexts import Context, Device
 from ..errors import Fault, Result, check, need
-from ..machine import Context, Device, Machine
+from ..machine import Machine
 from ..timeline import Operation, Stream
 
 Method = Callable[..., Any]
@@ -83,7 +84,7 @@ class Calls:
 
     def _submit(self, stream: Stream, operation: Operation, kind: str) -> None:
         """Put work into a stream, or into the graph that is being captured from it."""
-        if self._machine.captures and self._captured(stream):
+        if self._machine.graphs.captures and self._captured(stream):
             stream.capture.add(kind, operation, stream)
         else:
             stream.submit(operation)
@@ -105,9 +106,9 @@ class Calls:
     def _unsafe_during_capture(self) -> None:
         """A call that may not be made while a capture runs that forbids it; it spoils that capture."""
         machine = self._machine
-        if not machine.captures:
+        if not machine.graphs.captures:
             return
-        forbidding = [capture for capture in machine.captures if capture.forbids(machine.timeline.caller)]
+        forbidding = [capture for capture in machine.graphs.captures if capture.forbids(machine.timeline.caller)]
         if forbidding:
             for capture in forbidding:
                 capture.invalidate()

@@ -8,9 +8,8 @@ from streamalloc.driver.bindings import cuda
 
 from .. import arguments
 from ..errors import Fault, NotModelled, Result, check, need
-from ..graph_memory import trim
-from ..graphs import AUTO_FREE_ON_LAUNCH, RELAXED, Capture, Graph, GraphExec, Node, destroy_graph
-from ..machine import Device
+from ..graph_memory import DeviceGraphMemory
+from ..graphs import AUTO_FREE_ON_LAUNCH, RELAXED, Capture, Graph, GraphExec, Node
 from ..timeline import Stream
 from .base import Calls, modelled
 
@@ -20,8 +19,8 @@ _INACTIVE = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 _INVALIDATED = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_INVALIDATED
 _NODE_TYPE = "CU_GRAPH_NODE_TYPE_"
 
-# CUgraphMem_attribute, in the order of the enum, as fields of a device.
-_MEMORY_ATTRIBUTES = ("graph_used", "graph_used_high", "graph_reserved", "graph_reserved_high")
+# CUgraphMem_attribute, in the order of the enum, as fields of what a device has for graphs.
+_MEMORY_ATTRIBUTES = ("size", "used_high", "size", "reserved_high")
 
 
 def _nodes(nodes: list[Node]) -> list[Any]:
@@ -44,11 +43,7 @@ class CaptureCalls(Calls):
         check(0 <= number <= RELAXED)
         check(stream.peers is None, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         check(stream.capture is None, Result.CUDA_ERROR_ILLEGAL_STATE)
-        machine = self._machine
-        graph = Graph(machine.new_handle())
-        machine.graphs[graph.handle] = graph
-        machine.capture_count += 1
-        Capture(machine, graph, stream, number, machine.capture_count)
+        Capture(self._machine.graphs, stream, number)
 
     @modelled(1)
     def cuStreamEndCapture(self, hStream: Any) -> Any:
@@ -101,10 +96,10 @@ class CaptureCalls(Calls):
     # -- looking at graphs -----------------------------------------------------------------------------------
 
     def _graph(self, graph: Any) -> Graph:
-        return need(self._machine.graphs.get(arguments.graph(graph)), Result.CUDA_ERROR_INVALID_VALUE)
+        return need(self._machine.graphs.graphs.get(arguments.graph(graph)))
 
     def _node(self, node: Any) -> Node:
-        return need(self._machine.graph_nodes.get(arguments.graph_node(node)), Result.CUDA_ERROR_INVALID_VALUE)
+        return need(self._machine.graphs.nodes.get(arguments.graph_node(node)))
 
     @modelled(2)
     def cuGraphGetNodes(self, hGraph: Any, numNodes: Any = 0) -> tuple[list[Any], int]:
@@ -161,7 +156,7 @@ class CaptureCalls(Calls):
 
     @modelled(0)
     def cuGraphDestroy(self, hGraph: Any) -> None:
-        destroy_graph(self._machine, self._graph(hGraph))
+        self._machine.graphs.destroy(self._graph(hGraph))
 
     # -- running them ----------------------------------------------------------------------------------------
 
@@ -183,27 +178,27 @@ class CaptureCalls(Calls):
         # a graph with memory nodes has one instance at a time (observed on H200: test_graph_memory)
         check(not graph.memories or not graph.instances, Result.CUDA_ERROR_NOT_SUPPORTED)
         machine = self._machine
-        instance = GraphExec(machine.new_handle(), graph, flags)
-        machine.graph_execs[instance.handle] = instance
+        instance = GraphExec(graph, flags)
+        machine.graphs.executables[instance.handle] = instance
         graph.instances += 1
         for memory in graph.memories.values():
             memory.owners += 1
         return cuda.CUgraphExec(instance.handle)
 
     def _graph_exec(self, graph_exec: Any) -> GraphExec:
-        return need(self._machine.graph_execs.get(arguments.graph_exec(graph_exec)), Result.CUDA_ERROR_INVALID_VALUE)
+        return need(self._machine.graphs.executables.get(arguments.graph_exec(graph_exec)))
 
     @modelled(0)
     def cuGraphLaunch(self, hGraphExec: Any, hStream: Any) -> None:
         instance, stream = self._graph_exec(hGraphExec), self._stream(hStream)
-        if self._machine.captures and self._captured(stream):
+        if self._machine.graphs.captures and self._captured(stream):
             raise NotModelled("cuGraphLaunch during stream capture")
-        instance.launch(self._machine, stream)
+        instance.launch(self._machine.allocations, stream)
 
     @modelled(0)
     def cuGraphUpload(self, hGraphExec: Any, hStream: Any) -> None:
         instance, stream = self._graph_exec(hGraphExec), self._stream(hStream)
-        if self._machine.captures and self._captured(stream):
+        if self._machine.graphs.captures and self._captured(stream):
             raise NotModelled("cuGraphUpload during stream capture")
         instance.upload(stream)
 
@@ -214,7 +209,7 @@ class CaptureCalls(Calls):
     @modelled(0)
     def cuGraphExecDestroy(self, hGraphExec: Any) -> None:
         instance = self._graph_exec(hGraphExec)
-        del self._machine.graph_execs[instance.handle]
+        del self._machine.graphs.executables[instance.handle]
         instance.graph.instances -= 1
         for memory in instance.graph.memories.values():
             memory.disown()
@@ -224,20 +219,19 @@ class CaptureCalls(Calls):
     @modelled(1)
     def cuDeviceGetGraphMemAttribute(self, device: Any, attr: Any) -> Any:
         number = arguments.member("attr", attr, cuda.CUgraphMem_attribute)
-        return cuda.cuuint64_t(getattr(self._graph_device(device), _MEMORY_ATTRIBUTES[number]))
+        return cuda.cuuint64_t(getattr(self._graph_memory(device), _MEMORY_ATTRIBUTES[number]))
 
     @modelled(0)
     def cuDeviceSetGraphMemAttribute(self, device: Any, attr: Any, value: Any) -> None:
         number = arguments.member("attr", attr, cuda.CUgraphMem_attribute)
         value.getPtr()  # the bindings want an object of their own here, and raise AttributeError for others
-        found = self._graph_device(device)
-        name = _MEMORY_ATTRIBUTES[number]
-        check(name.endswith("_high") and int(value) == 0)
-        setattr(found, name, getattr(found, name.removesuffix("_high")))
+        found, name = self._graph_memory(device), _MEMORY_ATTRIBUTES[number]
+        check(name != "size" and int(value) == 0)
+        setattr(found, name, found.size)
 
     @modelled(0)
     def cuDeviceGraphMemTrim(self, device: Any) -> None:
-        trim(self._machine, self._graph_device(device).slabs)
+        self._graph_memory(device).trim()
 
-    def _graph_device(self, device: Any) -> Device:
-        return self._device(device)
+    def _graph_memory(self, device: Any) -> DeviceGraphMemory:
+        return self._device(device).graphs

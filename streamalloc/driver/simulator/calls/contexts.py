@@ -7,8 +7,8 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
-from ..errors import Fault, NotModelled, Result, check, need
-from ..machine import Context
+from ..contexts import Context
+from ..errors import NotModelled, Result, check, need
 from .base import Calls, modelled
 
 # cuCtxCreate(flags, dev) became cuCtxCreate(params, flags, dev) in the bindings for CUDA 13.
@@ -69,8 +69,7 @@ class ContextCalls(Calls):
     def _create_context(self, ctxCreateParams: Any, flags: Any, dev: Any) -> Any:
         if ctxCreateParams is not None:
             raise NotModelled("cuCtxCreate with parameters")
-        context = Context(self._machine, self._device(dev), primary=False, flags=self._context_flags(flags))
-        self._machine.contexts[context.handle] = context
+        context = self._machine.create_context(self._device(dev), flags=self._context_flags(flags))
         self._machine.timeline.caller.contexts.append(context)
         return cuda.CUcontext(context.handle)
 
@@ -94,7 +93,7 @@ class ContextCalls(Calls):
     def _end_context(self, context: Context) -> None:
         streams = context.all_streams()
         self._machine.timeline.wait(lambda: all(stream.done >= stream.seq for stream in streams))
-        context.close()
+        self._machine.close_context(context)
 
     # -- the calling thread's context ------------------------------------------------------------------------
 
@@ -149,8 +148,7 @@ class ContextCalls(Calls):
         for number, seq in gone:
             if context.retired.get(number) == seq:
                 del context.retired[number]
-        if context.error is not None:
-            raise Fault(context.error)
+        context.check()
 
     @staticmethod
     def _no_stream_captures(context: Context) -> None:

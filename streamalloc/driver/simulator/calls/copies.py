@@ -12,17 +12,14 @@ from typing import Any
 
 from .. import arguments
 from ..allocations import Allocation, HostMemory
-from ..constants import READ, READ_WRITE
-from ..errors import Fault, NotModelled, Result, check, need
-from ..machine import Context, Machine
+from ..constants import HOST, READ, READ_WRITE, STEP, device_place
+from ..contexts import Context
+from ..errors import NotModelled, Result, check, need
+from ..machine import Machine
 from ..multicast import Piece
+from ..physical import least_right
 from ..timeline import Operation, Stream
-from ..virtual import HOST, device_place, least_right
 from .base import Calls, modelled
-
-PIECE = 4 << 20
-"""How much is moved in one go, a millisecond or so: other streams and threads get turns in between."""
-
 
 _READING = "reading a multicast object with a copy: hardware defines it for multimem.ld_reduce alone"
 
@@ -40,15 +37,16 @@ class Move(Operation):
         self._size = size
         self._done = 0
         # ordinary host memory is nobody's business here
-        self._into_simulated = machine.arenas.find(target) is not None
-        self._simulated_source = source if source is not None and machine.arenas.find(source) is not None else None
-        self.heavy: bool = size > PIECE
+        self._into_simulated = machine.supply.arenas.find(target) is not None
+        simulated = source is not None and machine.supply.arenas.find(source) is not None
+        self._simulated_source = source if simulated else None
+        self.heavy: bool = size > STEP
 
     def step(self) -> bool:
-        size = min(PIECE, self._size - self._done)
+        size = min(STEP, self._size - self._done)
         targets = self._targets(size)
         source = self._simulated_source
-        if targets and (source is None or self._machine.is_backed(source + self._done, size)):
+        if targets and (source is None or self._machine.supply.is_backed(source + self._done, size)):
             for address, at, length in targets:
                 self.put(address, self._done + at, length)
             self._done += size
@@ -63,7 +61,7 @@ class Move(Operation):
     def _targets(self, size: int) -> list[Piece] | None:
         """Where the next bytes go: to one address, or to that of each replica of multicast memory."""
         target = self._target + self._done
-        if not self._into_simulated or self._machine.is_backed(target, size):
+        if not self._into_simulated or self._machine.supply.is_backed(target, size):
             return [Piece(target, 0, size)]
         return self._machine.multicast.targets(target, size)
 
@@ -152,7 +150,7 @@ class CopyCalls(Calls):
         pattern = _VALUES[width](value).to_bytes(width, "little")
         count = arguments.size_t(N)
         stream = self._stream(hStream)
-        captured = bool(self._machine.captures) and self._captured(stream)
+        captured = bool(self._machine.graphs.captures) and self._captured(stream)
         if not count and not captured:
             return
         if not captured:  # a graph is not checked while it is captured (observed on H200: test_capture)
@@ -247,7 +245,7 @@ class CopyCalls(Calls):
         size = arguments.size_t(count)
         waits = hStream is None
         stream = self._stream(hStream)
-        captured = bool(machine.captures) and self._captured(stream)
+        captured = bool(machine.graphs.captures) and self._captured(stream)
         if captured:
             if machine.multicast.mapping_at(source) is not None:
                 raise NotModelled(_READING)
@@ -274,7 +272,7 @@ class CopyCalls(Calls):
 
     def _quiet(self, stream: Stream, size: int) -> bool:
         """Whether a small operation submitted now runs before the call returns."""
-        return not stream.catch_up() and stream.idle and size <= PIECE and not self._machine.timeline.seeded
+        return not stream.catch_up() and stream.idle and size <= STEP and not self._machine.timeline.seeded
 
     def _finish(self, stream: Stream) -> None:
         """Wait for what was submitted; unlike a synchronising call this tells pools nothing (observed on
@@ -283,8 +281,7 @@ class CopyCalls(Calls):
         seq = stream.seq
         if stream.done < seq:
             self._machine.timeline.wait(lambda: stream.done >= seq)
-        if stream.context.error is not None:
-            raise Fault(stream.context.error)
+        stream.context.check()
 
     def _copy_end(
         self, address: int, size: int, must_be_device: bool, no_host_pool: bool, context: Context
@@ -295,7 +292,7 @@ class CopyCalls(Calls):
         if allocation is None:
             if address and not must_be_device and machine.virtual.range_of(address) is not None:
                 raise NotModelled("a copy of reserved addresses that nothing is mapped to: the real driver crashes")
-            check(address and not must_be_device and machine.arenas.find(address) is None)
+            check(address and not must_be_device and machine.supply.arenas.find(address) is None)
             return None
         if not allocation.known:
             # host pool memory that no device has access to is like any other host memory

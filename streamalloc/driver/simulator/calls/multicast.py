@@ -9,14 +9,15 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
-from ..constants import READ, READ_WRITE, Handle
+from ..constants import GRANULARITY, READ, READ_WRITE, STEP, Handle, device_place
+from ..contexts import Context
 from ..errors import Fault, NotModelled, Result, check
-from ..machine import Context, Machine
+from ..machine import Machine
 from ..multicast import Backing, MulticastObject, Piece
+from ..physical import Memory
 from ..timeline import Stream
-from ..virtual import GRANULARITY, Memory, device_place
 from .base import modelled
-from .copies import PIECE, CopyCalls, Move
+from .copies import CopyCalls, Move
 
 Apply = Callable[[int, int, int], None]
 Combine = Callable[[list[bytes]], bytes]
@@ -55,7 +56,7 @@ class Gather(Move):
 
     def step(self) -> bool:
         multicast, source = self._machine.multicast, self._replicated + self._done
-        size = min(PIECE, self._size - self._done)
+        size = min(STEP, self._size - self._done)
         found = multicast.mapping_at(source)
         if found is None:
             self.fail()
@@ -95,7 +96,7 @@ class Launch:
     def gather(self, target: int, address: int, size: int, combine: Combine) -> None:
         """Store at ``target`` what ``combine`` makes of the bytes of all replicas of a range, some at a time."""
         self._check(address, size, READ)
-        if self._machine.arenas.find(target) is not None:
+        if self._machine.supply.arenas.find(target) is not None:
             self._calls._check_fill(target, size, self._stream.context)
         self._stream.submit(Gather(self._machine, self._stream.context, target, address, size, combine))
 
@@ -245,6 +246,6 @@ class MulticastCalls(CopyCalls):
     @modelled(0)
     def multimem_launch(self, hStream: Any, kernel: Callable[[Launch], None]) -> None:
         """No function of the driver: put what stands for a kernel into a stream (:mod:`streamalloc.testing`)."""
-        if self._machine.captures:
+        if self._machine.graphs.captures:
             raise NotModelled("kernels during a stream capture")
         kernel(Launch(self, self._stream(hStream)))

@@ -45,7 +45,7 @@ class PlainMemoryCalls(Calls):
         device = context.device
         got = need(device.heap.allocate(size), Result.CUDA_ERROR_OUT_OF_MEMORY)
         address, block = got
-        machine.remember(DeviceMemory(address, size, device.ordinal, context, block))
+        machine.allocations.add(DeviceMemory(address, size, device.ordinal, context, block))
         return address
 
     @modelled(0)
@@ -92,7 +92,7 @@ class PlainMemoryCalls(Calls):
             return 0
         got = need(self._machine.host_heap.allocate(size), Result.CUDA_ERROR_OUT_OF_MEMORY)
         address, block = got
-        self._machine.remember(HostMemory(address, size, None, context, block, flags | _DEVICE_MAPPED))
+        self._machine.allocations.add(HostMemory(address, size, None, context, block, flags | _DEVICE_MAPPED))
         return address
 
     @modelled(0)
@@ -114,7 +114,7 @@ class PlainMemoryCalls(Calls):
             raise NotModelled(f"cuMemHostRegister with flags {flags:#x}")
         for end in (address, address + size - 1):
             check(self._machine.allocations.find(end) is None, Result.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED)
-        self._machine.remember(HostMemory(address, size, None, context, None, flags | _DEVICE_MAPPED))
+        self._machine.allocations.add(HostMemory(address, size, None, context, None, flags | _DEVICE_MAPPED))
 
     @modelled(0)
     def cuMemHostUnregister(self, p: Any) -> None:

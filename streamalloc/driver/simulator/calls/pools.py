@@ -9,10 +9,10 @@ from streamalloc.driver.bindings import cuda, read_handle_types
 
 from .. import arguments
 from ..allocations import DeviceMemory, GraphAllocation, PoolMemory
-from ..constants import MANAGED, NO_ACCESS, PINNED, READ, READ_WRITE, Handle, Location
+from ..constants import MANAGED, NO_ACCESS, PINNED, READ, READ_WRITE, Handle, Location, Place
 from ..errors import Fault, NotModelled, Result, check
-from ..pool import Place, Pool
-from ..sharing import ImportedPool
+from ..imported_pool import ImportedPool
+from ..pool import Pool
 from ..timeline import Call, Stream
 from .base import Calls, modelled
 
@@ -59,7 +59,7 @@ class PoolCalls(Calls):
             check(not (place.type == Location.HOST and handle_types))
             check(usage & ~_USAGE_FLAGS == 0)
             check(max_size <= _LARGEST_MAX_SIZE, Result.CUDA_ERROR_OUT_OF_MEMORY)
-        return cuda.CUmemoryPool(self._machine.new_pool(place, kind, handle_types, max_size).handle)
+        return cuda.CUmemoryPool(self._machine.pools.create(place, kind, handle_types, max_size).handle)
 
     def _is_place(self, place: Place) -> bool:
         if place.type == Location.DEVICE:
@@ -77,17 +77,17 @@ class PoolCalls(Calls):
         found = self._pool(pool)
         self._unsafe_during_capture()
         check(not found.implicit)
-        current = self._machine.current_pools
+        current = self._machine.pools.current
         for key in [key for key, value in current.items() if value is found]:
             del current[key]
         found.destroy()
 
     def _pool(self, pool: Any) -> Pool:
-        return self._machine.pool(arguments.pool(pool))
+        return self._machine.pools.get(arguments.pool(pool))
 
     def _pool_or_import(self, pool: Any) -> Pool | ImportedPool:
         handle = arguments.pool(pool)
-        return self._machine.sharing.pools.get(handle) or self._machine.pool(handle)
+        return self._machine.sharing.pools.get(handle) or self._machine.pools.get(handle)
 
     # -- attributes ------------------------------------------------------------------------------------------
 
@@ -178,11 +178,11 @@ class PoolCalls(Calls):
 
     @modelled(1)
     def cuDeviceGetDefaultMemPool(self, dev: Any) -> Any:
-        return cuda.CUmemoryPool(self._machine.default_pool(Place(Location.DEVICE, self._device(dev).ordinal)).handle)
+        return cuda.CUmemoryPool(self._machine.pools.default(Place(Location.DEVICE, self._device(dev).ordinal)).handle)
 
     @modelled(1)
     def cuDeviceGetMemPool(self, dev: Any) -> Any:
-        return cuda.CUmemoryPool(self._machine.current_pool(self._device_place(dev)).handle)
+        return cuda.CUmemoryPool(self._machine.pools.current_or_default(self._device_place(dev)).handle)
 
     @modelled(0)
     def cuDeviceSetMemPool(self, dev: Any, pool: Any) -> None:
@@ -197,12 +197,12 @@ class PoolCalls(Calls):
     @modelled(1)
     def cuMemGetDefaultMemPool(self, location: Any, typename: Any) -> Any:
         place, kind = self._location(location, typename)
-        return cuda.CUmemoryPool(self._machine.default_pool(place, kind).handle)
+        return cuda.CUmemoryPool(self._machine.pools.default(place, kind).handle)
 
     @modelled(1)
     def cuMemGetMemPool(self, location: Any, typename: Any) -> Any:
         place, kind = self._location(location, typename)
-        return cuda.CUmemoryPool(self._machine.current_pool(place, kind).handle)
+        return cuda.CUmemoryPool(self._machine.pools.current_or_default(place, kind).handle)
 
     @modelled(0)
     def cuMemSetMemPool(self, location: Any, typename: Any, pool: Any) -> None:
@@ -222,9 +222,9 @@ class PoolCalls(Calls):
     def _set_current(self, place: Place, kind: int, pool: Any) -> None:
         machine = self._machine
         found = self._pool(pool)
-        key = machine.pool_key(place, kind)
-        check(machine.pool_key(found.place, found.allocation_type) == key)
-        machine.current_pools[key] = found
+        key = machine.pools.key(place, kind)
+        check(machine.pools.key(found.place, found.allocation_type) == key)
+        machine.pools.current[key] = found
 
     # -- allocation ------------------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class PoolCalls(Calls):
     def cuMemAllocAsync(self, bytesize: Any, hStream: Any) -> Any:
         size = arguments.size_t(bytesize)
         stream = self._stream(hStream)
-        pool = self._machine.current_pool(Place(Location.DEVICE, stream.context.device.ordinal))
+        pool = self._machine.pools.current_or_default(Place(Location.DEVICE, stream.context.device.ordinal))
         return cuda.CUdeviceptr(self._allocate_ordered(size, pool, stream))
 
     @modelled(1)
@@ -240,11 +240,11 @@ class PoolCalls(Calls):
         size = arguments.size_t(bytesize)
         handle = arguments.pool(pool)
         stream = self._stream(hStream)
-        return cuda.CUdeviceptr(self._allocate_ordered(size, self._machine.pool(handle), stream))
+        return cuda.CUdeviceptr(self._allocate_ordered(size, self._machine.pools.get(handle), stream))
 
     def _allocate_ordered(self, size: int, pool: Pool, stream: Stream) -> int:
         machine = self._machine
-        if machine.captures:
+        if machine.graphs.captures:
             if self._captured(stream):
                 return self._allocate_in_graph(size, pool, stream)
             self._unsafe_during_capture()
@@ -253,7 +253,7 @@ class PoolCalls(Calls):
         if pool.managed:
             raise NotModelled("allocating from a managed pool")
         address, block = pool.take(size, stream)
-        machine.remember(PoolMemory(address, size, pool.device, stream.context, pool, block))
+        machine.allocations.add(PoolMemory(address, size, pool.device, stream.context, pool, block))
         return address
 
     def _allocate_in_graph(self, size: int, pool: Pool, stream: Stream) -> int:
@@ -269,7 +269,7 @@ class PoolCalls(Calls):
         address = arguments.device_pointer(dptr)
         stream = self._stream(hStream)
         machine = self._machine
-        if machine.captures and self._captured(stream):
+        if machine.graphs.captures and self._captured(stream):
             if address:
                 stream.capture.free(address, stream)
             return

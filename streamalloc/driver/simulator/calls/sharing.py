@@ -10,14 +10,15 @@ from streamalloc.driver.bindings import cuda
 
 from .. import arguments
 from ..allocations import DeviceMemory, PoolMemory
-from ..constants import EventFlag, Handle
+from ..constants import HANDLE_BYTES, EventFlag, Handle, device_place
 from ..errors import Fault, NotModelled, Result, check
-from ..machine import Event
+from ..events import Event
+from ..files import operating_system
+from ..imported_pool import ImportedPool
 from ..memory import Physical
 from ..multicast import MulticastObject
+from ..physical import Memory, Properties
 from ..pool import Pool
-from ..sharing import HANDLE_BYTES, ImportedPool, operating_system
-from ..virtual import Memory, Properties, device_place
 from .base import Calls, modelled
 
 _HANDLE_TYPES = (Handle.NONE, Handle.POSIX_FD, Handle.WIN32, Handle.WIN32_KMT, Handle.FABRIC)
@@ -59,7 +60,7 @@ class SharingCalls(Calls):
     """cuMemPool*Shareable*, cuMemPool*Pointer, cuMem*Shareable*, cuIpc*."""
 
     def _not_during_capture(self) -> None:
-        if self._machine.captures:
+        if self._machine.graphs.captures:
             raise NotModelled("sharing with other processes during a stream capture")
 
     def _need_channel(self) -> None:
@@ -71,7 +72,7 @@ class SharingCalls(Calls):
     @modelled(1)
     def cuMemPoolExportToShareableHandle(self, pool: Any, handleType: Any, flags: Any) -> Any:
         kind, flag = _handle_type("handleType", handleType), arguments.unsigned_long_long(flags)
-        found = self._machine.pool(arguments.pool(pool))
+        found = self._machine.pools.get(arguments.pool(pool))
         self._not_during_capture()
         check(kind & found.handle_types and not flag)
         if kind == Handle.FABRIC:
@@ -187,7 +188,7 @@ class SharingCalls(Calls):
         check(data is not None)
         found = self._machine.sharing.pools.get(handle)
         if found is None:
-            self._machine.pool(handle)
+            self._machine.pools.get(handle)
             raise NotModelled("importing a pointer into a pool that was not imported")
         return cuda.CUdeviceptr(self._machine.sharing.import_pointer(found, _bytes_of(data)))
 
@@ -239,8 +240,6 @@ class SharingCalls(Calls):
         context = machine.current()
         self._not_during_capture()
         shared = machine.sharing.open_event(data)
-        event = Event(
-            machine.new_handle(), context, EventFlag.DISABLE_TIMING | EventFlag.INTERPROCESS, shared=shared, opened=True
-        )
+        event = Event(context, EventFlag.DISABLE_TIMING | EventFlag.INTERPROCESS, shared=shared, opened=True)
         machine.events[event.handle] = event
         return cuda.CUevent(event.handle)

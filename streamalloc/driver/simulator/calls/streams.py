@@ -9,11 +9,10 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
-from ..constants import LEGACY_STREAM, PER_THREAD_STREAM, READ_WRITE, EventFlag
+from ..constants import LEGACY_STREAM, PER_THREAD_STREAM, READ_WRITE, EventFlag, device_place
 from ..errors import Fault, NotModelled, Result, check, need
-from ..machine import Event, Stamp
+from ..events import Event, Stamp
 from ..timeline import Call, HostFunction, Operation, Stream, Until, merge
-from ..virtual import device_place
 from .base import Calls, modelled
 
 _NON_BLOCKING = 1
@@ -69,7 +68,7 @@ class StreamCalls(Calls):
         if stream.capture is not None:
             stream.capture.invalidate()
             stream.capture.leave(stream)
-        stream.context.destroy_stream(stream)
+        self._machine.destroy_stream(stream)
 
     @modelled(0)
     def cuStreamQuery(self, hStream: Any) -> None:
@@ -80,7 +79,7 @@ class StreamCalls(Calls):
             if not self._machine.timeline.seeded:
                 self._machine.timeline.pump()
             check(stream.idle, Result.CUDA_ERROR_NOT_READY)
-        self._intact(stream)
+        stream.context.check()
 
     @modelled(0)
     def cuStreamSynchronize(self, hStream: Any) -> None:
@@ -90,12 +89,7 @@ class StreamCalls(Calls):
         clock = stream.now()
         goals = [(stream, stream.seq)] + [(peer, peer.seq) for peer in stream.peers or ()]
         self._machine.synchronize(clock, lambda: all(s.done >= seq for s, seq in goals))
-        self._intact(stream)
-
-    @staticmethod
-    def _intact(stream: Stream) -> None:
-        if stream.context.error is not None:
-            raise Fault(stream.context.error)
+        stream.context.check()
 
     @staticmethod
     def _not_capturing(stream: Stream) -> None:
@@ -179,7 +173,7 @@ class StreamCalls(Calls):
         machine, context, word = self._machine, target.context, _WORDS[bits]
 
         def arrived() -> bool:
-            if not machine.is_mapped(address, bits // 8):
+            if not machine.supply.is_mapped(address, bits // 8):
                 context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
                 return True
             return compare(word.from_address(address).value, value)
@@ -202,7 +196,7 @@ class StreamCalls(Calls):
         machine, context, word = self._machine, target.context, _WORDS[bits]
 
         def write() -> None:
-            if machine.is_mapped(address, bits // 8):
+            if machine.supply.is_mapped(address, bits // 8):
                 word.from_address(address).value = value
                 machine.timeline.announce()
             else:
@@ -248,7 +242,7 @@ class StreamCalls(Calls):
         flags = arguments.unsigned_int(Flags)
         context = self._machine.current()
         check(flags in _EVENT_FLAGS)
-        event = Event(self._machine.new_handle(), context, flags)
+        event = Event(context, flags)
         self._machine.events[event.handle] = event
         return cuda.CUevent(event.handle)
 
@@ -271,7 +265,7 @@ class StreamCalls(Calls):
     def _record_event(self, hEvent: Any, hStream: Any) -> None:
         event, stream = self._event(hEvent), self._stream(hStream)
         check(stream.context is event.context, Result.CUDA_ERROR_INVALID_HANDLE)
-        if self._machine.captures and self._captured(stream):
+        if self._machine.graphs.captures and self._captured(stream):
             if event.shared is not None:
                 raise NotModelled("recording an event of several processes during a stream capture")
             stream.capture.record(event, stream)
@@ -300,7 +294,7 @@ class StreamCalls(Calls):
         record = event.record
         if record is not None:
             self._machine.synchronize(record.clock, lambda: record.complete)
-            self._intact(record.stream)
+            record.stream.context.check()
 
     @staticmethod
     def _not_captured(event: Event) -> None:

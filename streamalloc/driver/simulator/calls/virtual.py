@@ -12,12 +12,11 @@ from streamalloc.driver.bindings import cuda, handle_types_member, read_handle_t
 
 from .. import arguments
 from ..arrays import TileCopy
-from ..constants import PINNED, Handle, Location
+from ..constants import GRANULARITY, HOST, PINNED, Handle, Location, Place, device_place
 from ..errors import Fault, NotModelled, Result, check, need
 from ..machine import Machine
 from ..multicast import MulticastObject
-from ..pool import Place
-from ..virtual import GRANULARITY, HOST, Mapping, Memory, Properties, device_place
+from ..physical import Mapping, Memory, Properties
 from .base import Calls, modelled
 from .copies import Move
 

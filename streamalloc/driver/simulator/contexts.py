@@ -1,0 +1,134 @@
+"""Devices and contexts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .constants import LEGACY_STREAM, PER_THREAD_STREAM, new_handle
+from .errors import Fault
+from .graph_memory import DeviceGraphMemory
+from .heap import Heap
+from .memory import Bank
+from .timeline import Clock, Operation, Stream, Timeline, merge
+
+
+@dataclass(eq=False)
+class Device:
+    """One simulated device."""
+
+    ordinal: int
+    bank: Bank
+    uuid: bytes
+    attributes: dict[str, int]
+    heap: Heap
+    graphs: DeviceGraphMemory
+    primary: Context = field(init=False)
+
+
+class Context:
+    """A context; ``alive`` comes and goes for a primary one."""
+
+    def __init__(
+        self, device: Device, timeline: Timeline, by_handle: dict[int, Stream], number: int, primary: bool, flags: int
+    ) -> None:
+        self.device = device
+        self.primary = primary
+        self.flags = flags
+        self.id: int = number
+        self.handle: int = new_handle()
+        self.alive: bool = not primary
+        self.retained = 0
+        self.error: Any = None  # the code every later call fails with
+        self.peers: set[int] = set()
+        self.streams: dict[int, Stream] = {}  # by handle
+        self.retired: Clock = {}  # what destroyed streams did
+        self._timeline = timeline
+        self._by_handle = by_handle  # the streams of all contexts
+        self._legacy: Stream | None = None
+        self._per_thread: dict[int, Stream] = {}
+        self._marks: Stream | None = None
+
+    def check(self) -> None:
+        """Fail where work has broken the context."""
+        if self.error is not None:
+            raise Fault(self.error)
+
+    @property
+    def legacy(self) -> Stream:
+        if self._legacy is None:
+            self._legacy = self._new_stream(LEGACY_STREAM, True, 0)
+            self._legacy.legacy = None
+            self._legacy.peers = {}
+        return self._legacy
+
+    @property
+    def per_thread(self) -> Stream:
+        ident = self._timeline.caller.ident
+        stream = self._per_thread.get(ident)
+        if stream is None:
+            stream = self._per_thread[ident] = self._new_stream(PER_THREAD_STREAM, True, 0)
+        return stream
+
+    @property
+    def marks(self) -> Stream:
+        """Nobody's stream, where events of the whole context happen: no work ever waits behind them."""
+        if self._marks is None:
+            self._marks = self._timeline.adopt(Stream(self._timeline, 0, self, False, 0))
+        return self._marks
+
+    def create_stream(self, blocking: bool, priority: int) -> Stream:
+        stream = self._new_stream(new_handle(), blocking, priority)
+        self.streams[stream.handle] = stream
+        self._by_handle[stream.handle] = stream
+        return stream
+
+    def _new_stream(self, handle: int, blocking: bool, priority: int) -> Stream:
+        stream = Stream(self._timeline, handle, self, blocking, priority)
+        if blocking and handle != LEGACY_STREAM:
+            stream.legacy = self.legacy
+            assert stream.legacy.peers is not None
+            stream.legacy.peers[stream] = None
+        return self._timeline.adopt(stream)
+
+    def forget(self, stream: Stream) -> None:
+        """The stream is destroyed. What it has queued still happens; the handle is gone."""
+        del self.streams[stream.handle], self._by_handle[stream.handle]
+        self.retired[stream.id] = stream.seq
+        merge(self.retired, stream.clock)
+        if stream.legacy is not None and stream.legacy.peers is not None:
+            stream.legacy.learn(stream)
+            if stream.queue:
+                # the legacy stream still comes after what is queued here
+                stream.legacy.submit(Operation(), ((stream, stream.seq),))
+            del stream.legacy.peers[stream]
+
+    def all_streams(self) -> list[Stream]:
+        own = [stream for stream in (self._legacy, self._marks) if stream is not None]
+        return [*own, *self._per_thread.values(), *self.streams.values()]
+
+    def clock(self) -> Clock:
+        """All that was ever submitted here."""
+        clock = dict(self.retired)
+        for stream in self.all_streams():
+            merge(clock, stream.clock)
+            clock[stream.id] = stream.seq
+        return clock
+
+    def unfinished(self) -> tuple[tuple[Stream, int], ...]:
+        """The streams that have something left to do, destroyed ones included, and the last of it."""
+        live = self._timeline.streams
+        gone = [(live[number], seq) for number, seq in self.retired.items() if number in live]
+        streams = [(stream, stream.seq) for stream in self.all_streams()]
+        return tuple((stream, seq) for stream, seq in (*gone, *streams) if stream.done < seq)
+
+    def end(self) -> None:
+        """The context is destroyed. Its own streams were destroyed before."""
+        self.alive = False
+        self.error = None
+        self.peers.clear()
+        if self._marks is not None:
+            self._timeline.retire(self._marks)
+        self._legacy = self._marks = None
+        self._per_thread.clear()
+

@@ -1,0 +1,116 @@
+"""Anonymous files that processes share: what their names say, and how one process gets at another's."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from .constants import NOWHERE, Place
+from .errors import Fault, Result
+
+_NAME = re.compile(r"/memfd:streamalloc:(\w+):([0-9a-f]{16}):([0-9a-f]{16}):(\d+)\.(\d+) \(deleted\)")
+
+
+class Label(NamedTuple):
+    """What a file's name says: ``kind`` is pool, memory, multicast, heap or events."""
+
+    kind: str
+    machine: str
+    """The same for all processes that simulate the same machine."""
+    serial: str
+    """Tells apart what this machine's processes share."""
+    place: Place
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.machine}:{self.serial}:{self.place.type}.{self.place.id}"
+
+    @classmethod
+    def of(cls, path: str) -> Label | None:
+        """What the file behind a link under /proc is; None where it is none of these."""
+        try:
+            found = _NAME.fullmatch(os.readlink(path))
+        except OSError:
+            return None
+        if found is None:
+            return None
+        kind, machine, serial, place, number = found.groups()
+        return cls(kind, machine, serial, Place(int(place), int(number)))
+
+
+def recognise(fd: int) -> Label | None:
+    """What a descriptor is; None unless it is of a file that can be mapped without surprises."""
+    label = Label.of(f"/proc/self/fd/{fd}")
+    if label is None:
+        return None
+    try:
+        writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    except OSError:
+        return None
+    return label if writable and sealed else None
+
+
+def has_ended(process: int) -> bool:
+    """Whether a process is gone, reaped or not."""
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            state = file.read().rpartition(b") ")[2][:1]
+    except OSError:
+        return True
+    return state in b"ZX"
+
+
+def reach(process: int, fd: int, fits: Callable[[Label], bool]) -> int | None:
+    """A descriptor of our own for another process's, or None where that is gone or something else by now."""
+    path = f"/proc/{process}/fd/{fd}"
+    label = Label.of(path)
+    if label is None or not fits(label):
+        return None
+    try:
+        own = os.open(path, os.O_RDWR)
+    except OSError:
+        return None
+    label = recognise(own)
+    if label is None or not fits(label):
+        os.close(own)
+        return None
+    return own
+
+
+@contextlib.contextmanager
+def operating_system() -> Iterator[None]:
+    """A block in which the system may run out of something, descriptors for one."""
+    try:
+        yield
+    except OSError as error:
+        raise Fault(Result.CUDA_ERROR_OPERATING_SYSTEM) from error
+
+
+class Names:
+    """Gives a machine's files their names."""
+
+    def __init__(self, identity: str) -> None:
+        self.machine: str = hashlib.sha256(identity.encode()).hexdigest()[:16]
+        self.owner: int = int.from_bytes(os.urandom(8), "little")
+        """Whose handles are our own."""
+
+    def new(self, kind: str, place: Place) -> Label:
+        """Of a new file that may be shared."""
+        return Label(kind, self.machine, os.urandom(8).hex(), place)
+
+    def own(self, kind: str, place: Place = NOWHERE) -> Label:
+        """Of a file that is found by process and descriptor: with plain memory, or with events."""
+        return Label(kind, self.machine, f"{self.owner:016x}", place)
+
+    def is_own(self, process: int, owner: int) -> bool:
+        return owner == self.owner and process == os.getpid()
+
+    def reach(self, process: int, fd: int, owner: int, kind: str) -> int | None:
+        """A descriptor of our own for such a file of another process of this machine, or None where it is gone."""
+        expected = (kind, self.machine, f"{owner:016x}")
+        return reach(process, fd, lambda label: label[:3] == expected)

@@ -1,0 +1,141 @@
+"""Physical memory, and what of it is mapped where with which rights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from .constants import NO_ACCESS, Location, Place, new_handle
+from .errors import NotModelled, Result, check
+from .memory import AddressRange, Bank, Physical, Window
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What memory was made with, as it reads back."""
+
+    place: Place
+    handle_types: int = 0
+    compression: int = 0
+    rdma: int = 0
+    tile_pool: bool = False
+    """Memory for the tiles of sparse arrays; this does not read back (observed on H200: test_sparse_arrays)."""
+
+    @property
+    def device(self) -> int | None:
+        """Whose memory it is; None for the host's."""
+        return self.place.device
+
+
+class Mappable:
+    """What a CUmemGenericAllocationHandle names, and how many hold on to it: handles given out, and mappings."""
+
+    def __init__(self, size: int, properties: Properties) -> None:
+        self.handle: int = new_handle()
+        self.size = size
+        self.properties = properties
+        self.handles = 1
+        self.mappings = 0
+
+    def check_part(self, offset: int, size: int) -> None:
+        """Fail unless this part can be mapped."""
+        raise NotImplementedError
+
+    def map_at(self, found: AddressRange, start: int, size: int, offset: int) -> None:
+        """Put the bytes from ``offset`` on at an address."""
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """Give it up if nobody refers to it any more."""
+        raise NotImplementedError
+
+
+class Memory(Mappable):
+    """Physical memory, as one handle names it: ``size`` bytes of a file, from ``offset`` on.
+
+    It is there until its handle was released as often as it was given out, and nothing is mapped or bound to a
+    multicast object. ``bank`` gets its bytes back then: None where they were never taken, because another process has.
+    """
+
+    def __init__(
+        self, physical: Physical, offset: int, size: int, properties: Properties, bank: Bank | None
+    ) -> None:
+        super().__init__(size, properties)
+        self.physical = physical
+        self.offset = offset
+        self.bank = bank
+        self.bindings = 0
+        """To multicast objects."""
+        self.tiles = 0
+        """Tiles of arrays that have their memory here, or will once queued work is done."""
+        self._window: Window | None = None
+
+    def window(self) -> Window:
+        """All of it, for work that does not go by addresses."""
+        if self._window is None:
+            self._window = Window(self.physical, self.offset, self.size)
+        return self._window
+
+    def close_window(self) -> None:
+        if self._window is not None:
+            self._window.close()
+            self._window = None
+
+    def check_part(self, offset: int, size: int) -> None:
+        check(size == self.size and not offset, Result.CUDA_ERROR_NOT_SUPPORTED)
+
+    def map_at(self, found: AddressRange, start: int, size: int, offset: int) -> None:
+        found.map(start, size, self.physical, self.offset + offset)
+
+    def leave(self) -> None:
+        if self.handles or self.mappings or self.bindings:
+            return
+        self.close_window()
+        if self.bank is None:
+            self.physical.close()
+        elif self.properties.handle_types:
+            self.bank.give_up(self.physical)
+        else:
+            self.bank.used -= self.size
+            self.physical.discard(self.offset, self.size)
+
+
+@dataclass(eq=False)
+class Mapping:
+    """Memory at an address, and who may use it there."""
+
+    base: int
+    size: int
+    memory: Mappable
+    rights: dict[Place, int] = field(default_factory=dict)
+    """By device, and of the host; in the order in which they were set, without those that were taken away."""
+
+    @property
+    def end(self) -> int:
+        return self.base + self.size
+
+    @property
+    def is_multicast(self) -> bool:
+        return not isinstance(self.memory, Memory)
+
+    def right(self, place: Place) -> int:
+        return self.rights.get(place, NO_ACCESS)
+
+    def grant(self, place: Place, flags: int) -> None:
+        self.rights.pop(place, None)
+        if flags:
+            self.rights[place] = flags
+
+    def right_of_host(self) -> int:
+        """What asking about HOST answers: the right of device 0 or of the host, whichever was set last.
+
+        Observed on H200 (test_host_mappings), also for device memory, which the host can never use.
+        """
+        if any(place.type == Location.DEVICE and place.id for place in self.rights):
+            raise NotModelled("cuMemGetAccess for HOST where a device other than 0 has access")
+        return next(reversed(self.rights.values()), NO_ACCESS)
+
+
+def least_right(mappings: Iterable[Mapping], place: Place) -> int:
+    """What a place may do with all of these."""
+    return min(mapping.right(place) for mapping in mappings)
