@@ -16,7 +16,7 @@ from itertools import starmap
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
-from streamalloc.core.errors import CudaError, attach, error_from, unsupported
+from streamalloc.core.errors import LOST, CudaError, attach, error_from, unsupported
 from streamalloc.driver import ForkedProcessError
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda, version_that_added
 
@@ -135,7 +135,8 @@ class Door:
     def give_back(self, owner: OwnsHandle, name: str, *args: Any, hint: str = "") -> None:
         """Call driver function ``name``, which ends the handle in ``owner._raw``, and forget that; once.
 
-        Nothing that a signal handler could interrupt lies between the two. Where the driver refuses, the handle stays.
+        Nothing that a signal handler could interrupt lies between the two. Where the driver refuses, the handle stays,
+        unless its context is lost.
         """
         function = self._function(name)
         raw = owner._raw
@@ -150,7 +151,10 @@ class Door:
             if answers and answers[0][0]:
                 owner._raw = raw
         if answers[0][0]:
-            raise error_from(answers[0][0], name, hint)
+            error = error_from(answers[0][0], name, hint)
+            if isinstance(error, LOST):
+                owner._raw = None
+            raise error
 
     def _function(self, name: str) -> Any:
         if self.forked:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 __all__ = [
+    "LOST",
     "AddressSpaceError",
     "CaptureError",
     "ClosedError",
@@ -222,6 +223,10 @@ class StaleDescriptorError(ValueError):
 class PendingFreesWarning(RuntimeWarning):
     """A trim gave back less than it could have: frees were still pending, as no synchronisation had observed them."""
 
+
+LOST = (DeviceLostError, InvalidContextError, NotInitializedError)
+"""The errors after which nothing is left to give back. The call that answers one may have given back what it was to, and
+the driver crashes where a handle is given back twice."""
 
 # The kind of each answer; what is not named here is a plain CudaError.
 _KINDS: dict[str, type[CudaError]] = {

@@ -25,15 +25,9 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from streamalloc.core.door import Door, PerDriver
-from streamalloc.core.errors import (
-    CudaError,
-    DeviceLostError,
-    InvalidContextError,
-    InvalidHandleError,
-    NotInitializedError,
-)
+from streamalloc.core.errors import LOST, CudaError, InvalidHandleError, error_from
 
-__all__ = ["POINTS", "Deferred", "HandleEnd", "Later", "later_of", "queues", "work"]
+__all__ = ["POINTS", "Deferred", "HandleEnd", "Later", "later_of", "queues", "refused_to_end", "work"]
 
 POINTS = (
     "the host has synchronised with a stream, an event or a device",
@@ -55,13 +49,8 @@ class Deferred(abc.ABC):
     __slots__ = ("_round",)
 
     _round: int
-    gone: ClassVar[tuple[type[CudaError], ...]] = (
-        DeviceLostError,
-        InvalidContextError,
-        InvalidHandleError,
-        NotInitializedError,
-    )
-    """The errors after which nothing is left to give back. Where a later attempt raises one, the item has ended."""
+    gone: ClassVar[tuple[type[CudaError], ...]] = (*LOST, InvalidHandleError)
+    """The errors by which a later attempt tells that nothing is left to give back: the item has ended then."""
 
     @abc.abstractmethod
     def attempt(self) -> bool:
@@ -219,6 +208,12 @@ class HandleEnd(Deferred):
     def attempt(self) -> bool:
         self._door.give_back(self, self._call)
         return True
+
+
+def refused_to_end(door: Door, call: str, raw: Any, result: Any) -> None:
+    """Hand in a handle whose end the driver has refused with ``result``, unless it is lost."""
+    if not isinstance(error_from(result, call), LOST):
+        later_of(door).hand_in(HandleEnd(door, call, raw))
 
 
 def queues() -> tuple[Later, ...]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Union, cast
 
 from streamalloc.core.door import Door
 from streamalloc.core.errors import CaptureError, ClosedError, NotReadyError, error_from, refused
-from streamalloc.core.later import HandleEnd, later_of, work
+from streamalloc.core.later import refused_to_end, work
 from streamalloc.core.ownership import Closes
 from streamalloc.driver.internal import cuda
 
@@ -356,7 +356,7 @@ class Stream(Closes):
         self._closed = True
         result = destroy(self._raw)[0]
         if result:
-            later_of(self._door).hand_in(HandleEnd(self._door, "cuStreamDestroy", self._raw))
+            refused_to_end(self._door, "cuStreamDestroy", self._raw, result)
             raise error_from(result, "cuStreamDestroy")
 
     def __cuda_stream__(self) -> tuple[int, int]:
@@ -372,8 +372,9 @@ class Stream(Closes):
             # Buffers of the same garbage cycle may come after their stream.
             self._closed = True
             self._forbid_direct()
-            if self._door.driver.cuStreamDestroy(raw)[0]:
-                later_of(self._door).hand_in(HandleEnd(self._door, "cuStreamDestroy", raw))
+            result = self._door.driver.cuStreamDestroy(raw)[0]
+            if result:
+                refused_to_end(self._door, "cuStreamDestroy", raw, result)
 
     def __repr__(self) -> str:
         if getattr(self, "_raw", None) is None:
@@ -496,8 +497,9 @@ class Event(Closes):
             return
         # What else is in the same garbage cycle may still look at it.
         self._raw = None
-        if self._door.driver.cuEventDestroy(raw)[0]:
-            later_of(self._door).hand_in(HandleEnd(self._door, "cuEventDestroy", raw))
+        result = self._door.driver.cuEventDestroy(raw)[0]
+        if result:
+            refused_to_end(self._door, "cuEventDestroy", raw, result)
 
     def __repr__(self) -> str:
         raw = getattr(self, "_raw", None)
