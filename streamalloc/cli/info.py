@@ -4,41 +4,44 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
+import os
 import platform
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import streamalloc as sa
-from streamalloc.cli.choice import Chosen, cuda_version
-from streamalloc.cli.info_ipc import Sharing, imex_report, show_imex, show_sharing, try_sharing
-from streamalloc.cli.info_multicast import multicast_report, query_multicast, show_multicast
-from streamalloc.cli.info_vmm import show_virtual_memory, try_virtual_memory
-from streamalloc.cli.terminal import Terminal, mib
-from streamalloc.core.capabilities import address_space_limit, missing_for
+from streamalloc.cli.choice import Chosen, cuda_version, plural
+from streamalloc.cli.terminal import Terminal
+from streamalloc.cli.trials import query_multicast, try_sharing, try_virtual_memory
+from streamalloc.core.capabilities import address_space_limit, imex_channels, missing_for
+from streamalloc.core.errors import size_text
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import BINDINGS_VERSION
 from streamalloc.pool.attributes import ATTRIBUTES
 
-__all__ = ["add_arguments", "add_json_argument", "run", "write_json"]
+__all__ = ["add_arguments", "add_json_argument", "run", "versions", "write_json"]
 
 _ULIMIT = (
     "ulimit -v limits this process to {limit} of address space. The stream-ordered allocator reserves much more than "
     "it uses, and NVIDIA does not support such a limit: allocations can fail while there is memory. "
     "Lift it with `ulimit -v unlimited`."
 )
+_ANSWERS = {True: "yes", False: "no", None: "unknown"}
+_SHARED = {
+    "NONE": "within this process",
+    "POSIX_FILE_DESCRIPTOR": "by file descriptors, on this machine",
+    "FABRIC": "by fabric handles, also between machines",
+}
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
     """``--json [FILE]``, the same for every command that has it."""
-    parser.add_argument(
-        "--json", metavar="FILE", nargs="?", const="-", help="write JSON to FILE, or to the output instead of the table"
-    )
+    about = "write JSON to FILE, or to the output instead of the table"
+    parser.add_argument("--json", metavar="FILE", nargs="?", const="-", help=about)
 
 
 def write_json(report: dict[str, Any], path: str, terminal: Terminal) -> None:
@@ -57,30 +60,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """Print the report as tables, as JSON, or both."""
-    # Once for both, as it takes another process.
-    sharing = functools.cache(lambda: try_sharing(sa.Device(0)))
+    found = report(chosen)
     if options.json != "-":
-        _print(chosen, terminal, sharing)
+        _Tables(terminal, found).show(chosen)
     if options.json is not None:
-        write_json(report(chosen, sharing), options.json, terminal)
+        write_json(found, options.json, terminal)
     return 0
 
 
-def report(chosen: Chosen, sharing: Callable[[], list[Sharing]]) -> dict[str, Any]:
+def report(chosen: Chosen) -> dict[str, Any]:
     """All that the command says, as plain data."""
-    driver = chosen.driver
-    devices = sa.Device.all(driver)
+    devices = sa.Device.all(chosen.driver)
     return {
         "headline": chosen.headline,
         "simulated": chosen.is_simulated,
         "driver_not_found": chosen.not_found or None,
         "versions": versions(chosen),
         "devices": [_device_report(device) for device in devices],
-        "peer_access": peer_access(devices),
-        "sharing": [trial._asdict() for trial in sharing()],
-        "imex_channels": imex_report(),
-        "multicast": multicast_report(query_multicast(devices)),
-        "unreadable_pool_attributes": unreadable_attributes(driver),
+        # For each device, which devices' memory it can reach.
+        "peer_access": [[device.can_access(other) for other in devices] for device in devices],
+        "sharing": try_sharing(devices[0]),
+        "imex_channels": [{"path": path, "permitted": os.access(path, os.R_OK | os.W_OK)} for path in imex_channels()],
+        "multicast": query_multicast(devices),
+        "unreadable_pool_attributes": unreadable_attributes(chosen.driver),
         "address_space_limit": address_space_limit(),
     }
 
@@ -108,7 +110,7 @@ def _device_report(device: sa.Device) -> dict[str, Any]:
         "total_memory": device.total_memory,
         "supports": {item.name: _plain(getattr(supports, item.name)) for item in dataclasses.fields(supports)},
         "missing": missing_for(supports),
-        "virtual_memory": [trial._asdict() for trial in try_virtual_memory(device)],
+        "virtual_memory": try_virtual_memory(device),
     }
 
 
@@ -117,11 +119,6 @@ def _plain(value: object) -> object:
     if isinstance(value, sa.MemHandleType):
         return [member.name for member in sa.MemHandleType if member and member in value]
     return value
-
-
-def peer_access(devices: list[sa.Device]) -> list[list[bool]]:
-    """For each device, which devices' memory it can reach."""
-    return [[device.can_access(other) for other in devices] for device in devices]
 
 
 def unreadable_attributes(driver: Driver) -> dict[str, str]:
@@ -137,44 +134,146 @@ def unreadable_attributes(driver: Driver) -> dict[str, str]:
     return found
 
 
-def _print(chosen: Chosen, terminal: Terminal, sharing: Callable[[], list[Sharing]]) -> None:
-    terminal.line(terminal.bold(chosen.headline))
-    if chosen.not_found:
-        terminal.line()
-        terminal.paragraph(chosen.not_found)
+class _Tables:
+    """The report, as it is read in a terminal."""
 
-    terminal.heading("Versions")
-    found = versions(chosen)
-    kind = "simulated" if chosen.is_simulated else "NVIDIA"
-    terminal.table(
-        [
-            ("streamalloc", f"{found['streamalloc']}"),
-            ("Python", f"{found['python']} ({sys.executable})"),
-            ("numpy", f"{found['numpy']}"),
-            ("cuda-bindings", f"{found['cuda_bindings']}"),
-            ("driver", f"{kind}, {chosen.version}"),
+    def __init__(self, terminal: Terminal, found: dict[str, Any]) -> None:
+        self.terminal = terminal
+        self.found = found
+
+    def show(self, chosen: Chosen) -> None:
+        """All of it."""
+        terminal, found = self.terminal, self.found
+        terminal.line(terminal.bold(found["headline"]))
+        if found["driver_not_found"]:
+            terminal.line()
+            terminal.paragraph(found["driver_not_found"])
+
+        terminal.heading("Versions")
+        version = found["versions"]
+        terminal.table(
+            [
+                ("streamalloc", version["streamalloc"]),
+                ("Python", f"{version['python']} ({sys.executable})"),
+                ("numpy", version["numpy"]),
+                ("cuda-bindings", version["cuda_bindings"]),
+                ("driver", f"{'simulated' if found['simulated'] else 'NVIDIA'}, {chosen.version}"),
+            ]
+        )
+        for device in found["devices"]:
+            self._device(device, sa.Device(device["ordinal"], driver=chosen.driver).supports)
+        if len(found["devices"]) > 1:
+            self._peers(found["peer_access"])
+
+        terminal.heading("Sharing between processes")
+        rows = ((one["what"], one["how"], self._found(one)) for one in found["sharing"])
+        terminal.table(rows, header=("", "by", "tried, on device 0"))
+        self._imex(found["imex_channels"])
+        self._multicast(found["multicast"])
+
+        terminal.heading("Pool attributes that cannot be read here")
+        for reason, names in _by_reason(found["unreadable_pool_attributes"]).items():
+            terminal.paragraph(", ".join(names))
+            terminal.paragraph(reason, indent=4)
+
+        limit = found["address_space_limit"]
+        if limit is not None:
+            terminal.line()
+            terminal.paragraph(_ULIMIT.format(limit=size_text(limit)), indent=9, first=terminal.odd("Warning: "))
+
+    def _found(self, trial: dict[str, Any]) -> str:
+        found: str = trial["found"]
+        return found if trial.get("works") else self.terminal.odd(found)
+
+    def _answer(self, answer: str) -> str:
+        colours = {"yes": self.terminal.good, "no": self.terminal.dim, "unknown": self.terminal.odd}
+        return colours.get(answer, str)(answer)
+
+    def _device(self, device: dict[str, Any], supports: sa.Capabilities) -> None:
+        terminal = self.terminal
+        terminal.heading(f"Device {device['ordinal']}: {device['name']}")
+        terminal.table(
+            [
+                ("memory", f"{device['total_memory'] / (1 << 30):,.1f} GiB"),
+                ("compute capability", ".".join(map(str, device["compute_capability"]))),
+                ("UUID", device["uuid"]),
+                ("PCI bus", device["pci_bus_id"]),
+            ]
+        )
+        terminal.line()
+        rows = []
+        for name, answer, about in supports.rows():
+            # Several handle types take a line each: one long answer would push the last column out of a terminal.
+            first, *others = answer.split(" | ")
+            rows.append((name, self._answer(first), about))
+            rows += [("", other, "") for other in others]
+        terminal.table(rows)
+        trials = device["virtual_memory"]
+        if trials:
+            terminal.line()
+            self._granularities(
+                ("virtual memory", "granularity", "recommended", "one granule, tried"),
+                [(one["what"], one["granularity"], one["recommended"], self._found(one)) for one in trials],
+            )
+        if device["missing"]:
+            terminal.line()
+            terminal.line("  " + terminal.bold("What is missing"))
+            for line in device["missing"]:
+                terminal.paragraph(line, indent=4, first="  - ")
+
+    def _granularities(self, header: tuple[str, ...], rows: list[tuple[str, int | None, int | None, str]]) -> None:
+        shown = (
+            (what, *("" if size is None else size_text(size) for size in sizes), found) for what, *sizes, found in rows
+        )
+        self.terminal.table(shown, header=header, align="lrrl")
+
+    def _peers(self, peer_access: list[list[bool]]) -> None:
+        self.terminal.heading("Peer access")
+        self.terminal.paragraph("Whether the device of the row can reach the memory of the device of the column.")
+        rows = [
+            [f"device {here}", *("own" if here == there else _ANSWERS[can] for there, can in enumerate(row))]
+            for here, row in enumerate(peer_access)
         ]
-    )
+        self.terminal.table(rows, header=["", *map(str, range(len(rows)))], align="l" + "r" * len(rows))
 
-    devices = sa.Device.all(chosen.driver)
-    for device in devices:
-        _print_device(device, terminal)
-    if len(devices) > 1:
-        _print_peers(devices, terminal)
+    def _imex(self, channels: list[dict[str, Any]]) -> None:
+        """The channels, and what to ask the administrator for where fabric handles need one."""
+        terminal = self.terminal
+        terminal.heading("IMEX channels")
+        terminal.table(
+            (one["path"], terminal.good("may be opened") if one["permitted"] else terminal.odd("may not be opened"))
+            for one in channels
+        )
+        if not channels:
+            terminal.paragraph("none: /dev/nvidia-caps-imex-channels is absent or empty")
+        for line in self.found["devices"][0]["missing"]:
+            if line.startswith("fabric handles"):
+                terminal.paragraph(line)
 
-    show_sharing(sharing(), terminal)
-    show_imex(terminal, devices[0].supports)
-    show_multicast(query_multicast(devices), terminal)
-
-    terminal.heading("Pool attributes that cannot be read here")
-    for reason, names in _by_reason(unreadable_attributes(chosen.driver)).items():
-        terminal.paragraph(", ".join(names))
-        terminal.paragraph(reason, indent=4)
-
-    limit = address_space_limit()
-    if limit is not None:
-        terminal.line()
-        terminal.paragraph(_ULIMIT.format(limit=mib(limit)), indent=9, first=terminal.odd("Warning: "))
+    def _multicast(self, found: dict[str, Any]) -> None:
+        terminal, count = self.terminal, found["largest_team"]
+        terminal.heading("Multicast")
+        terminal.table(
+            (f"device {one['ordinal']}", self._answer(_ANSWERS[one["supported"]]), "supports multicast objects")
+            for one in found["devices"]
+        )
+        if count:
+            terminal.line()
+            self._granularities(
+                (f"shared, {plural(count, 'device')}", "granularity", "recommended", ""),
+                [
+                    (_SHARED[one["handle_type"]], one["minimum"], one["recommended"], self._found(one))
+                    for one in found["granularity"]
+                ],
+            )
+            terminal.line()
+            terminal.paragraph(
+                f"A team has up to {count} devices in this process, and those that other processes add; with fabric "
+                "handles (see IMEX channels) also processes on other machines. For how many objects the switches have "
+                "room the driver does not tell, and nothing was made here to find out."
+            )
+        for line in found["needs"]:
+            terminal.paragraph(line)
 
 
 def _by_reason(unreadable: dict[str, str]) -> dict[str, list[str]]:
@@ -184,49 +283,3 @@ def _by_reason(unreadable: dict[str, str]) -> dict[str, list[str]]:
         # Some reasons end with the driver's name of the attribute, which its own name tells as well.
         reasons.setdefault(reason.removesuffix(f": {ATTRIBUTES[name].driver_name}"), []).append(name)
     return reasons or {"": ["none"]}
-
-
-def _print_device(device: sa.Device, terminal: Terminal) -> None:
-    terminal.heading(f"Device {device.ordinal}: {device.name}")
-    terminal.table(
-        [
-            ("memory", f"{device.total_memory / (1 << 30):,.1f} GiB"),
-            ("compute capability", ".".join(map(str, device.compute_capability))),
-            ("UUID", str(device.uuid)),
-            ("PCI bus", device.pci_bus_id),
-        ]
-    )
-    terminal.line()
-    supports = device.supports
-    colours = {"yes": terminal.good, "no": terminal.dim, "unknown": terminal.odd}
-    rows = []
-    for name, answer, about in supports.rows():
-        # Several handle types take a line each: one long answer would push the last column out of a terminal.
-        first, *others = answer.split(" | ")
-        rows.append((name, colours.get(first, str)(first), about))
-        rows += [("", other, "") for other in others]
-    terminal.table(rows)
-    trials = try_virtual_memory(device)
-    if trials:
-        terminal.line()
-        show_virtual_memory(trials, terminal)
-    missing = missing_for(supports)
-    if missing:
-        terminal.line()
-        terminal.line("  " + terminal.bold("What is missing"))
-        for line in missing:
-            terminal.paragraph(line, indent=4, first="  - ")
-
-
-def _print_peers(devices: list[sa.Device], terminal: Terminal) -> None:
-    terminal.heading("Peer access")
-    terminal.paragraph("Whether the device of the row can reach the memory of the device of the column.")
-    answers = [
-        ["own" if here == there else "yes" if can else "no" for there, can in enumerate(row)]
-        for here, row in enumerate(peer_access(devices))
-    ]
-    terminal.table(
-        ([f"device {ordinal}", *row] for ordinal, row in enumerate(answers)),
-        header=["", *(str(device.ordinal) for device in devices)],
-        align="l" + "r" * len(devices),
-    )

@@ -12,7 +12,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from streamalloc.cli import info, info_ipc
+from streamalloc.cli import info
 from streamalloc.driver.bindings import BINDINGS_VERSION
 from streamalloc.pool.attributes import ATTRIBUTES
 from tests.cli.conftest import Altered, Run, without
@@ -71,12 +71,12 @@ def test_limit_of_the_address_space(machine: Any, run: Run, monkeypatch: pytest.
     monkeypatch.setattr(info, "address_space_limit", lambda: None)
     assert "ulimit" not in run("info")[1]
     monkeypatch.setattr(info, "address_space_limit", lambda: 4096 << 20)
-    assert "Warning: ulimit -v limits this process to 4,096 MiB" in run("info")[1]
+    assert "Warning: ulimit -v limits this process to 4 GiB" in run("info")[1]
 
 
 def test_imex_channels(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     channel = "/dev/nvidia-caps-imex-channels/channel7"
-    monkeypatch.setattr(info_ipc, "imex_channels", lambda: [channel])
+    monkeypatch.setattr(info, "imex_channels", lambda: [channel])
     assert f"  {channel}  may not be opened\n" in run("info")[1]
     assert json.loads(run("info", "--json")[1])["imex_channels"] == [{"path": channel, "permitted": False}]
 
@@ -86,7 +86,7 @@ def test_imex_channel_that_this_user_may_open(
 ) -> None:
     channel = tmp_path / "channel0"
     channel.touch()
-    monkeypatch.setattr(info_ipc, "imex_channels", lambda: [str(channel)])
+    monkeypatch.setattr(info, "imex_channels", lambda: [str(channel)])
     assert f"  {channel}  may be opened\n" in run("info")[1]
 
 
