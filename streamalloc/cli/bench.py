@@ -20,14 +20,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import streamalloc as sa
-from streamalloc.cli import bench_ipc, bench_vmm, measuring
+from streamalloc.cli import bench_ipc, bench_vmm, figures, measuring
 from streamalloc.cli.choice import Chosen
+from streamalloc.cli.figures import SPREAD, TO_RAW, Column, Section, show_table
 from streamalloc.cli.info import add_json_argument, versions, write_json
-from streamalloc.cli.measuring import FULL, QUICK, SIZE, SPREAD, TO_RAW, Bench, Call, Column, Section, show_table
+from streamalloc.cli.measuring import SIZE, Bench, Call, Effort
 from streamalloc.cli.peer import environment
 from streamalloc.cli.terminal import Terminal
 
 __all__ = ["ROWS", "add_arguments", "run"]
+
+FULL = Effort(
+    rounds=25,
+    block=0.01,
+    live=(10, 1_000, 100_000, 1_000_000),
+    host_buffers=10_000,
+    imports=15,
+    growths=24,
+    whole_devices=6,
+    evictions=9,
+    evicted=8 << 30,
+)
+QUICK = Effort(rounds=11, block=0.002, live=(10, 1_000, 100_000), host_buffers=1_000, imports=3)
 
 # The smallest step between two allocations of a pool: the cheapest way to have many.
 LIVE_SIZE = 512
@@ -68,7 +82,7 @@ def our_pair(pool: sa.MemoryPool, stream: sa.Stream) -> Call:
 
 
 def cuda_core_pair(bench: Bench, *, on_stream: bool) -> Call:
-    core, device, stream = measuring.cuda_core()
+    core, device, stream = bench_ipc.cuda_core()
     resource = core.DeviceMemoryResource(device)
     if on_stream:
         return lambda: resource.allocate(SIZE, stream=stream).close(stream)
@@ -185,8 +199,8 @@ def _measure_group(bench: Bench, group: Group) -> Iterator[dict[str, Any]]:
         target = "target_us" if bench.chosen.is_simulated else "target_ratio"
         yield {
             "name": row.name,
-            **measuring.spread(values),
-            "ratio_to_raw": measuring.ratio(values, times[0]),
+            **figures.spread(values),
+            "ratio_to_raw": figures.ratio(values, times[0]),
             **({} if at_most is None else {target: at_most}),
         }
     yield from missing
@@ -194,7 +208,7 @@ def _measure_group(bench: Bench, group: Group) -> Iterator[dict[str, Any]]:
 
 def measure_live(bench: Bench) -> list[dict[str, Any]]:
     """What the library adds to a pair of raw calls, with as many live allocations on both sides."""
-    counts = bench.effort.live_simulated if bench.chosen.is_simulated else bench.effort.live
+    counts = bench.effort.live[:-1] if bench.chosen.is_simulated else bench.effort.live
     driver, stream, raw_stream = bench.driver, bench.stream, bench.raw_stream
     our_pool, _ = bench.new_pool()
     _, raw_pool = bench.new_pool()
@@ -285,7 +299,7 @@ def measure_imports(bench: Bench) -> dict[str, Any]:
         {"name": f"import {name}", "median_ms": statistics.median(times), "fastest_ms": min(times)}
         for name, times in zip(names, (base, ours), strict=True)
     ]
-    rows[1] |= {"ratio": measuring.ratio(ours, base), "target_ratio": 1.3}
+    rows[1] |= {"ratio": figures.ratio(ours, base), "target_ratio": 1.3}
     return {"rows": rows}
 
 
@@ -320,7 +334,7 @@ def show_live(terminal: Terminal, results: list[dict[str, Any]]) -> None:
 def show_host_memory(terminal: Terminal, result: dict[str, Any]) -> None:
     """Host memory of a live buffer."""
     terminal.heading("Host memory of a live buffer")
-    figure = measuring.judged(terminal, f"{result['bytes']:.0f}", result["bytes"] <= result["target_bytes"])
+    figure = figures.judged(terminal, f"{result['bytes']:.0f}", result["bytes"] <= result["target_bytes"])
     terminal.line(f"  {figure} bytes (mean of {result['buffers']:,}; target <= {result['target_bytes']})")
 
 

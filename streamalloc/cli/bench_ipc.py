@@ -21,30 +21,13 @@ from typing import Any, cast
 
 import streamalloc as sa
 from streamalloc import ipc
-from streamalloc.cli.measuring import (
-    KEEP_ALL,
-    SPREAD,
-    TO_RAW,
-    Bench,
-    Call,
-    Column,
-    Section,
-    Unavailable,
-    begun,
-    cuda_core,
-    judged,
-    prepared,
-    ratio,
-    rotated,
-    show_table,
-    spread,
-    step_times,
-    value_of,
-)
-from streamalloc.cli.peer import POSIX, Action, Here, Peer, can_share_pools, environment
+from streamalloc.cli.choice import KEEP_ALL
+from streamalloc.cli.figures import SPREAD, TO_RAW, Column, Section, begun, judged, ratio, show_table, spread
+from streamalloc.cli.measuring import Bench, Call, Unavailable, prepared, rotated, step_times, value_of
+from streamalloc.cli.peer import POSIX, Here, Peer, can_share_pools, environment
 from streamalloc.cli.terminal import Terminal
 
-__all__ = ["ACTIONS", "SECTIONS", "WAYS", "answer_queue"]
+__all__ = ["SECTIONS", "WAYS", "Other", "answer_queue", "cuda_core"]
 
 SIZE = 1 << 20
 SLOTS = 8
@@ -57,31 +40,29 @@ _LEAST, _MOST, _STREAM = 5, 500, 10
 _SECONDS = 60.0
 
 
+@dataclass(frozen=True)
 class Contender:
-    """One way to hand something to another process.
+    """One way to hand something to another process: ``begin(count)`` and ``end()`` stand around the calls of ``once``.
 
-    ``begin(count)`` and ``end()`` stand around ``count`` calls of ``once``.
+    Where ``streaming``, only all hand-offs together have a time, as many are on their way at once.
     """
 
-    def __init__(self, once: Call, begin: Callable[[int], object], end: Call) -> None:
-        self.once = once
-        self.begin = begin
-        self.end = end
+    once: Call
+    begin: Callable[[int], object]
+    end: Call
+    streaming: bool = False
 
     def median(self, count: int) -> float:
-        """The median time of ``count`` hand-offs, in microseconds."""
+        """Microseconds of a hand-off: the median of ``count``, or where they stream the mean of more of them."""
+        return self._streamed(count * _STREAM) if self.streaming else self._one_by_one(count)
+
+    def _one_by_one(self, count: int) -> float:
         self.begin(count)
         times = step_times(self.once, count)
         self.end()
         return statistics.median(times)
 
-
-class Streaming(Contender):
-    """The same, where only all of them together have a time: many are on their way at once."""
-
-    def median(self, count: int) -> float:
-        """The mean time of so many hand-offs, in microseconds, until the last one has arrived."""
-        count *= _STREAM
+    def _streamed(self, count: int) -> float:
         self.begin(count)
         start = time.perf_counter_ns()
         for _ in range(count):
@@ -91,32 +72,43 @@ class Streaming(Contender):
 
 
 class Stage:
-    """What the contenders share."""
+    """What a contender is set up with."""
 
-    def __init__(self, bench: Bench, peer: Peer, resources: contextlib.ExitStack) -> None:
+    def __init__(
+        self, bench: Bench, peer: Peer, pool: sa.MemoryPool, way: str, resources: contextlib.ExitStack
+    ) -> None:
         self.bench = bench
         self.peer = peer
+        self.pool = pool
+        self.way = way
         self.resources = resources
-        self.pool: sa.MemoryPool = resources.enter_context(
-            sa.MemoryPool(bench.device, handle_types=POSIX, release_threshold=KEEP_ALL)
-        )
 
-    def served(self, way: str, once: Call, kind: type[Contender] = Contender) -> Contender:
-        """A contender of which the other process has the other half, under a name."""
-        return kind(once, lambda count: self.peer.begin("serve", way, count), self.peer.result)
+    def served(self, once: Call, streaming: bool = False) -> Contender:
+        """A contender of which the other process has the other half."""
+        return Contender(once, lambda count: self.peer.begin("serve", self.way, count), self.peer.result, streaming)
 
-    def pipe(self, way: str, *arguments: str, fds: Sequence[ipc.Fd | int] = ()) -> Any:
+    def pipe(self, *arguments: str, fds: Sequence[ipc.Fd | int] = ()) -> Any:
         """This end of a pipe of multiprocessing, of which the other process has been given the other end."""
         ours, theirs = multiprocessing.Pipe()
         self.resources.enter_context(ours)
         with theirs:
-            self.peer.ask("set up", way, *arguments, fds=[theirs.fileno(), *fds])
+            self.peer.ask("set_up", self.way, *arguments, fds=[theirs.fileno(), *fds])
         return ours
 
     def channel(self) -> tuple[ipc.Channel, ipc.Channel]:
         """Both ends of a channel; this one is closed at the end."""
         ours, theirs = ipc.Channel.pair()
         return self.resources.enter_context(ours), theirs
+
+
+def cuda_core() -> tuple[Any, Any, Any]:
+    """cuda.core, its device and a stream of it."""
+    core = importlib.import_module("cuda.core")
+    if not hasattr(core, "DeviceMemoryResource"):  # older versions have it elsewhere
+        core = importlib.import_module("cuda.core.experimental")
+    device = core.Device(0)
+    device.set_current()
+    return core, device, device.create_stream()
 
 
 def _connection(here: Here) -> Any:
@@ -143,13 +135,13 @@ def _opened(driver: Any, shared: bytes) -> Any:
 
 def pipe(stage: Stage) -> Contender:
     """A round trip of 200 bytes, without any memory."""
-    ours = stage.pipe("pipe")
+    ours = stage.pipe()
 
     def once() -> None:
         ours.send_bytes(MESSAGE)
         ours.recv_bytes()
 
-    return stage.served("pipe", once)
+    return stage.served(once)
 
 
 def _serve_pipe(here: Here) -> Call:
@@ -165,32 +157,26 @@ def raw(stage: Stage) -> Contender:
     ready, shared = _event(driver)
     stage.resources.callback(driver.cuEventDestroy, ready)
     with ipc.Fd(value_of(driver.cuMemPoolExportToShareableHandle(pool, kind, 0))) as fd:
-        ours = stage.pipe("raw", shared.hex(), fds=[fd])
+        ours = stage.pipe(shared.hex(), fds=[fd])
     done = _opened(driver, ours.recv_bytes())
     stage.resources.callback(driver.cuEventDestroy, done)
     allocate, export, record = driver.cuMemAllocFromPoolAsync, driver.cuMemPoolExportPointer, driver.cuEventRecord
     wait, free = driver.cuStreamWaitEvent, driver.cuMemFreeAsync
 
     def once() -> None:
-        error, pointer = allocate(SIZE, pool, stream)
-        if error:
-            raise RuntimeError(error)
-        error, data = export(pointer)
-        if error:
-            raise RuntimeError(error)
-        (error,) = record(ready, stream)
-        if error:
-            raise RuntimeError(error)
+        allocated, pointer = allocate(SIZE, pool, stream)
+        exported, data = export(pointer)
+        (recorded,) = record(ready, stream)
+        if allocated or exported or recorded:
+            raise RuntimeError(allocated, exported, recorded)
         ours.send_bytes(ctypes.string_at(data.getPtr(), HANDLE_BYTES))
         ours.recv_bytes()
-        (error,) = wait(stream, done, 0)
-        if error:
-            raise RuntimeError(error)
-        (error,) = free(pointer, stream)
-        if error:
-            raise RuntimeError(error)
+        (waited,) = wait(stream, done, 0)
+        (freed,) = free(pointer, stream)
+        if waited or freed:
+            raise RuntimeError(waited, freed)
 
-    return stage.served("raw", once)
+    return stage.served(once)
 
 
 def _serve_raw(here: Here, shared: str) -> Call:
@@ -209,18 +195,12 @@ def _serve_raw(here: Here, shared: str) -> Call:
     def once() -> None:
         data = make()
         ctypes.memmove(data.getPtr(), connection.recv_bytes(), HANDLE_BYTES)
-        error, pointer = import_(pool, data)
-        if error:
-            raise RuntimeError(error)
-        (error,) = wait(stream, ready, 0)
-        if error:
-            raise RuntimeError(error)
-        (error,) = free(pointer, stream)
-        if error:
-            raise RuntimeError(error)
-        (error,) = record(done, stream)
-        if error:
-            raise RuntimeError(error)
+        imported, pointer = import_(pool, data)
+        (waited,) = wait(stream, ready, 0)
+        (freed,) = free(pointer, stream)
+        (recorded,) = record(done, stream)
+        if imported or waited or freed or recorded:
+            raise RuntimeError(imported, waited, freed, recorded)
         connection.send_bytes(b"k")
 
     return once
@@ -230,7 +210,7 @@ def ours(stage: Stage) -> Contender:
     """With a ready word and a lease."""
     channel, theirs = stage.channel()
     with theirs:
-        stage.peer.ask("set up", "streamalloc", fds=[theirs.fileno()])
+        stage.peer.ask("set_up", stage.way, fds=[theirs.fileno()])
     pool, stream = stage.pool, stage.bench.stream
 
     def once() -> None:
@@ -239,7 +219,7 @@ def ours(stage: Stage) -> Contender:
         channel.receive()
         buffer.free()
 
-    return stage.served("streamalloc", once)
+    return stage.served(once)
 
 
 def _serve_ours(here: Here) -> Call:
@@ -258,7 +238,7 @@ def cuda_core_buffer(stage: Stage) -> Contender:
     core, device, stream = cuda_core()
     resource = core.DeviceMemoryResource(device, core.DeviceMemoryResourceOptions(ipc_enabled=True))
     stage.resources.callback(resource.close)
-    ours = stage.pipe("cuda.core", fds=[int(resource.allocation_handle)])
+    ours = stage.pipe(fds=[int(resource.allocation_handle)])
 
     def once() -> None:
         buffer = resource.allocate(SIZE, stream=stream)
@@ -266,7 +246,7 @@ def cuda_core_buffer(stage: Stage) -> Contender:
         ours.recv_bytes()
         buffer.close(stream)
 
-    return stage.served("cuda.core", once)
+    return stage.served(once)
 
 
 def _serve_cuda_core(here: Here) -> Call:
@@ -345,11 +325,11 @@ def torch_queue(stage: Stage) -> Contender:
     return _through_queue(stage, lambda: torch.empty(SIZE, dtype=torch.uint8, device=device))
 
 
-def _producer(stage: Stage, way: str, *others: ipc.Channel) -> ipc.RingProducer:
+def _producer(stage: Stage, *others: ipc.Channel) -> ipc.RingProducer:
     producer = stage.resources.enter_context(ipc.Ring.producer(stage.pool, SIZE, SLOTS, stream=stage.bench.stream))
     channel, theirs = ipc.Channel.pair()
     with theirs:
-        stage.peer.begin("set up", way, fds=[theirs.fileno(), *(other.fileno() for other in others)])
+        stage.peer.begin("set_up", stage.way, fds=[theirs.fileno(), *(other.fileno() for other in others)])
     producer.add(channel, timeout=_SECONDS)
     stage.peer.result()
     return producer
@@ -363,14 +343,14 @@ def ring_item(stage: Stage) -> Contender:
     """One item through a ring, and the consumer's word that it has it."""
     replies, theirs = stage.channel()
     with theirs:
-        producer = _producer(stage, "ring item", theirs)
+        producer = _producer(stage, theirs)
 
     def once() -> None:
         with producer.next(_SECONDS):
             pass
         replies.receive()
 
-    return stage.served("ring item", once)
+    return stage.served(once)
 
 
 def _serve_ring_item(here: Here) -> Call:
@@ -386,42 +366,18 @@ def _serve_ring_item(here: Here) -> Call:
 
 def ring_stream(stage: Stage) -> Contender:
     """Items one after the other, as fast as the consumer gives their slots back."""
-    producer = _producer(stage, "ring stream")
+    producer = _producer(stage)
 
     def once() -> None:
         with producer.next(_SECONDS):
             pass
 
-    return stage.served("ring stream", once, Streaming)
+    return stage.served(once, streaming=True)
 
 
 def _serve_ring_stream(here: Here) -> Call:
     ring = _consumer(here)
     return lambda: ring.next().release()
-
-
-_SERVED: dict[str, Callable[..., Call]] = {
-    "pipe": _serve_pipe,
-    "raw": _serve_raw,
-    "streamalloc": _serve_ours,
-    "cuda.core": _serve_cuda_core,
-    "ring item": _serve_ring_item,
-    "ring stream": _serve_ring_stream,
-}
-
-
-def _set_up(here: Here, way: str, *arguments: Any) -> None:
-    here.opened[way] = _SERVED[way](here, *arguments)
-
-
-def _serve(here: Here, way: str, count: int) -> None:
-    once = here.opened[way]
-    for _ in range(count):
-        once()
-    here.stream.synchronize()
-
-
-ACTIONS: dict[str, Action] = {"set up": _set_up, "serve": _serve}
 
 
 @dataclass(frozen=True)
@@ -441,6 +397,8 @@ class Way:
 
     name: str
     setup: Callable[[Stage], Contender]
+    serve: Callable[..., Call] | None = None
+    """Makes what the other process does for one hand-off."""
     other: bool = False
     """Another library: it needs a GPU, and to be installed."""
     targets: tuple[Target, ...] = ()
@@ -450,16 +408,39 @@ PIPE = "200 bytes through a pipe and back"
 RAW = "raw calls and a pipe, results checked"
 CUDA_CORE = "cuda.core, its pool sent beforehand"
 TORCH = "torch.multiprocessing queue"
+OURS = (Target(RAW, at_most=1.3), Target(CUDA_CORE, at_most=1.1))
 WAYS = (
-    Way(PIPE, pipe),
-    Way(RAW, raw),
-    Way("streamalloc share and open", ours, targets=(Target(RAW, at_most=1.3), Target(CUDA_CORE, at_most=1.1))),
-    Way(CUDA_CORE, cuda_core_buffer, other=True),
+    Way(PIPE, pipe, _serve_pipe),
+    Way(RAW, raw, _serve_raw),
+    Way("streamalloc share and open", ours, _serve_ours, targets=OURS),
+    Way(CUDA_CORE, cuda_core_buffer, _serve_cuda_core, other=True),
     Way("streamalloc, multiprocessing queue", our_queue, targets=(Target(TORCH, at_least=3),)),
     Way(TORCH, torch_queue, other=True),
-    Way("streamalloc Ring, one item and a reply", ring_item, targets=(Target(PIPE, at_most=1.2),)),
-    Way(f"streamalloc Ring, streaming, {SLOTS} slots", ring_stream, targets=(Target(CUDA_CORE, at_least=3),)),
+    Way("streamalloc Ring, one item and a reply", ring_item, _serve_ring_item, targets=(Target(PIPE, at_most=1.2),)),
+    Way(
+        f"streamalloc Ring, streaming, {SLOTS} slots",
+        ring_stream,
+        _serve_ring_stream,
+        targets=(Target(CUDA_CORE, at_least=3),),
+    ),
 )
+
+
+class Other(Here):
+    """What the other process does."""
+
+    def set_up(self, name: str, *arguments: Any) -> None:
+        """Take part in a way."""
+        serve = next(way.serve for way in WAYS if way.name == name)
+        assert serve is not None
+        self.opened[name] = serve(self, *arguments)
+
+    def serve(self, name: str, count: int) -> None:
+        """Take so many hand-offs."""
+        once = self.opened[name]
+        for _ in range(count):
+            once()
+        self.stream.synchronize()
 
 
 # --- how it is timed ------------------------------------------------------------------------------------------------
@@ -470,10 +451,12 @@ def measure_sharing(bench: Bench) -> dict[str, Any]:
     if not can_share_pools(bench.device) or not bench.device.supports.stream_memory_operations:
         raise Unavailable("this device's pools cannot be shared between processes")
     with contextlib.ExitStack() as resources:
-        stage = Stage(bench, resources.enter_context(Peer(bench.chosen.driver, __name__)), resources)
+        peer = resources.enter_context(Peer(bench.chosen.driver, __name__))
+        pool = sa.MemoryPool(bench.device, handle_types=POSIX, release_threshold=KEEP_ALL)
+        resources.enter_context(pool)
 
         def setup(way: Way) -> Contender:
-            contender = way.setup(stage)
+            contender = way.setup(Stage(bench, peer, pool, way.name, resources))
             contender.median(_LEAST)
             return contender
 

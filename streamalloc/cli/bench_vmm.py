@@ -3,42 +3,30 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import streamalloc as sa
 from streamalloc import vmm
-from streamalloc.cli.choice import host_pool_location
-from streamalloc.cli.measuring import (
-    KEEP_ALL,
-    SPREAD,
-    TO_RAW,
-    Bench,
-    Call,
-    Column,
-    Section,
-    Unavailable,
-    begun,
-    in_turns,
-    judged,
-    ratio,
-    show_table,
-    spread,
-    step_times,
-    value_of,
-)
+from streamalloc.cli.choice import KEEP_ALL, host_pool_location
+from streamalloc.cli.figures import SPREAD, TO_RAW, Column, Section, begun, judged, ratio, show_table, spread
+from streamalloc.cli.measuring import Bench, Call, Unavailable, step_times, value_of
 from streamalloc.cli.terminal import Terminal
 from streamalloc.core.errors import size_text
 
 __all__ = ["SECTIONS"]
 
+T = TypeVar("T")
+
 STEPS = 16
 STEP = 64 << 20
 # A simulated driver copies with the CPU.
 STEP_SIMULATED = 2 << 20
+EVICTED_SIMULATED = 32 << 20
 DEVICE_STEP = 1 << 30
 # Of the device, left to others and to the driver.
 DEVICE_RESERVE = 4 << 30
@@ -65,16 +53,9 @@ def raw_growth(bench: Bench, count: int, nbytes: int) -> list[float]:
 
     def step() -> None:
         nonlocal end
-        error, handle = create(nbytes, properties, 0)
-        if error:
-            raise RuntimeError(error)
-        handles.append(handle)
-        (error,) = map_(end, nbytes, 0, handle, 0)
-        if error:
-            raise RuntimeError(error)
-        (error,) = set_access(end, nbytes, descriptors, 1)
-        if error:
-            raise RuntimeError(error)
+        handles.append(value_of(create(nbytes, properties, 0)))
+        value_of(map_(end, nbytes, 0, handles[-1], 0))
+        value_of(set_access(end, nbytes, descriptors, 1))
         end += nbytes
 
     try:
@@ -120,6 +101,22 @@ _WAYS: dict[str, Callable[[Bench, int, int], list[float]]] = {
     "streamalloc grow": our_growth,
     "cuMemAlloc, copy and cuMemFree": copied_growth,
 }
+
+
+def in_turns(contenders: Sequence[Callable[[], T]], rounds: int) -> list[list[T]]:
+    """What each of some functions answers, by function and round.
+
+    They run once beforehand, and then in all orders by turns: how long the driver takes to make memory depends on who
+    gave memory back just before.
+    """
+    for contender in contenders:
+        contender()
+    found: list[list[T]] = [[] for _ in contenders]
+    orders = itertools.cycle(itertools.permutations(range(len(contenders))))
+    for order in itertools.islice(orders, rounds):
+        for at in order:
+            found[at].append(contenders[at]())
+    return found
 
 
 def _grown(
@@ -236,7 +233,7 @@ def _rounds(calls: Sequence[Call], rounds: int) -> list[list[float]]:
 def _fitting(bench: Bench) -> int:
     """How large a buffer to evict: as the effort says, unless device or host have less to spare."""
     if bench.chosen.is_simulated:
-        return bench.effort.evicted_simulated
+        return min(bench.effort.evicted, EVICTED_SIMULATED)
     size = bench.effort.evicted
     spare = min(bench.device.memory_info().free, _free_host_memory()) // 2
     while size > spare and size > 32 << 20:

@@ -10,7 +10,10 @@ from streamalloc.core.device import Device
 from streamalloc.core.properties import MemLocation
 from streamalloc.driver import Driver, DriverNotFoundError, default, simulated
 
-__all__ = ["Chosen", "choose", "cuda_version", "host_pool_location", "plural"]
+__all__ = ["KEEP_ALL", "Chosen", "choose", "cuda_version", "host_pool_location", "plural"]
+
+KEEP_ALL = 2**64 - 1
+"""The release threshold of a pool that gives nothing back by itself."""
 
 # Enough for the parts of a command that need two.
 _DEVICES_WITHOUT_A_GPU = 2

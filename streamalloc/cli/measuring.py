@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
-import itertools
-import statistics
 import time
 import timeit
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
 import streamalloc as sa
-from streamalloc.cli.choice import Chosen
-from streamalloc.cli.terminal import Terminal
-from streamalloc.core.errors import size_text
+from streamalloc.cli.choice import KEEP_ALL, Chosen
 
 __all__ = [
-    *("FULL", "KEEP_ALL", "QUICK", "SIZE", "SPREAD", "TO_RAW", "Bench", "Call", "Column", "Effort", "Section"),
-    *("Unavailable", "begun", "cuda_core", "in_turns", "interleaved", "judged", "prepared", "ratio", "rotated"),
-    *("show_table", "spread", "step_times", "value_of"),
+    "SIZE",
+    "Bench",
+    "Call",
+    "Effort",
+    "Unavailable",
+    "interleaved",
+    "prepared",
+    "rotated",
+    "step_times",
+    "value_of",
 ]
 
 SIZE = 4096
-KEEP_ALL = 2**64 - 1
 
 Call = Callable[[], object]
 T = TypeVar("T")
@@ -41,7 +42,7 @@ class Effort:
     block: float
     """Seconds that one block of calls is meant to take."""
     live: tuple[int, ...]
-    live_simulated: tuple[int, ...]
+    """How many allocations are alive while a pair is timed; a simulated driver is spared the last figure."""
     host_buffers: int
     imports: int
     growths: int = 6
@@ -51,25 +52,7 @@ class Effort:
     evictions: int = 3
     """How often a buffer is evicted and restored."""
     evicted: int = 1 << 30
-    """How large it is, in bytes; on a simulated driver :attr:`evicted_simulated`."""
-    evicted_simulated: int = 32 << 20
-
-
-FULL = Effort(
-    rounds=25,
-    block=0.01,
-    live=(10, 1_000, 100_000, 1_000_000),
-    live_simulated=(10, 1_000, 100_000),
-    host_buffers=10_000,
-    imports=15,
-    growths=24,
-    whole_devices=6,
-    evictions=9,
-    evicted=8 << 30,
-)
-QUICK = Effort(
-    rounds=11, block=0.002, live=(10, 1_000, 100_000), live_simulated=(10, 1_000), host_buffers=1_000, imports=3
-)
+    """How large it is, in bytes."""
 
 
 class Unavailable(Exception):
@@ -82,16 +65,6 @@ def value_of(answer: Any) -> Any:
     if error:
         raise RuntimeError(error)
     return values[0] if values else None
-
-
-def cuda_core() -> tuple[Any, Any, Any]:
-    """cuda.core, its device and a stream of it."""
-    core = importlib.import_module("cuda.core")
-    if not hasattr(core, "DeviceMemoryResource"):  # older versions have it elsewhere
-        core = importlib.import_module("cuda.core.experimental")
-    device = core.Device(0)
-    device.set_current()
-    return core, device, device.create_stream()
 
 
 class Bench:
@@ -187,33 +160,6 @@ def interleaved(bench: Bench, calls: Sequence[Call], most: int) -> list[list[flo
     return times
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, 10th and 90th percentile."""
-    low, middle, high = np.percentile(values, (10, 50, 90))
-    return {"median_us": float(middle), "p10_us": float(low), "p90_us": float(high)}
-
-
-def ratio(values: Sequence[float], base: Sequence[float]) -> float:
-    """The median of each round's ratio."""
-    return statistics.median(value / one for value, one in zip(values, base, strict=True))
-
-
-def in_turns(contenders: Sequence[Callable[[], T]], rounds: int) -> list[list[T]]:
-    """What each of some functions answers, by function and round.
-
-    They run once beforehand, and then in all orders by turns: how long the driver takes to make memory depends on who
-    gave memory back just before.
-    """
-    for contender in contenders:
-        contender()
-    found: list[list[T]] = [[] for _ in contenders]
-    orders = itertools.cycle(itertools.permutations(range(len(contenders))))
-    for order in itertools.islice(orders, rounds):
-        for at in order:
-            found[at].append(contenders[at]())
-    return found
-
-
 def step_times(step: Call, count: int) -> list[float]:
     """Microseconds that each of ``count`` calls takes. No garbage is collected meanwhile."""
     times = []
@@ -228,75 +174,3 @@ def step_times(step: Call, count: int) -> list[float]:
         if collects:
             gc.enable()
     return times
-
-
-def judged(terminal: Terminal, figure: str, met: bool) -> str:
-    """A figure, coloured by whether it meets its target."""
-    return terminal.good(figure) if met else terminal.odd(figure)
-
-
-# --- how it is shown ------------------------------------------------------------------------------------------------
-
-
-class Section(NamedTuple):
-    """A part of the benchmark."""
-
-    key: str
-    """Its name in the report."""
-    measure: Callable[[Bench], Any]
-    show: Callable[[Terminal, Any], None]
-
-
-class Column(NamedTuple):
-    """A column of figures."""
-
-    head: str
-    key: str
-    shown: str = ",.2f"
-    """A figure's format."""
-    target: str = ""
-    """The key of the target, in rows that have one."""
-    as_target: str = "<= {:g}"
-    """How the target is shown: with ``<=`` or ``>=`` first."""
-
-
-SPREAD = (Column("median", "median_us"), Column("p10", "p10_us"), Column("p90", "p90_us"))
-TO_RAW = Column("/ raw", "ratio_to_raw", target="target_ratio", as_target="<= {:g} x raw")
-
-
-def begun(terminal: Terminal, title: str, of: str, result: Mapping[str, Any]) -> bool:
-    """The heading of a section, with ``of`` what was measured; whether it was, and if not, why."""
-    available = "unavailable" not in result
-    known = {key: size_text(value) if key.endswith("bytes") else value for key, value in result.items()}
-    terminal.heading(title.format(of.format_map(known) if available else ""))
-    if not available:
-        terminal.paragraph(f"not measured: {result['unavailable']}")
-    return available
-
-
-def show_table(
-    terminal: Terminal, head: str, rows: Sequence[Mapping[str, Any]], *columns: Column, names: int = 0
-) -> None:
-    """Rows with a name and figures, and below them why others have no figures; ``names`` is the names' least width."""
-    targets = any(column.target for column in columns)
-    shown = []
-    for row in rows:
-        if "unavailable" in row:
-            continue
-        cells, target = [row["name"].ljust(names)], ""
-        for column in columns:
-            figure = format(row[column.key], column.shown) if column.key in row else ""
-            if column.target in row:
-                figure = judged(terminal, figure, _meets(row[column.key], row[column.target], column.as_target))
-                target = column.as_target.format(row[column.target])
-            cells.append(figure)
-        shown.append([*cells, target] if targets else cells)
-    header = [head, *(column.head for column in columns), *(["target"] if targets else [])]
-    terminal.table(shown, header=header, align="l" + "r" * len(columns))
-    for row in rows:
-        if "unavailable" in row:
-            terminal.paragraph(f"{row['name']}: not measured ({row['unavailable']})")
-
-
-def _meets(value: float, target: float, as_target: str) -> bool:
-    return value <= target if as_target.startswith("<=") else value >= target

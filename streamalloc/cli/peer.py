@@ -1,6 +1,6 @@
 """Another Python process that the commands share memory with: a new interpreter, with a driver of the same kind.
 
-It does what it is told over a channel, one thing after the other. What it can do are the ``ACTIONS`` of a module.
+It does what it is told over a channel, one thing after the other: the methods of a module's class ``Other``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from streamalloc import ipc
 from streamalloc.core.ownership import Closes
 from streamalloc.driver import Driver
 
-__all__ = ["POSIX", "Action", "Here", "Peer", "PeerError", "can_share_pools", "environment", "main", "read", "start"]
+__all__ = ["POSIX", "Here", "Peer", "PeerError", "can_share_pools", "environment", "main", "read", "start"]
 
 POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 
@@ -143,7 +143,7 @@ class Peer(Closes):
 
 
 class Here:
-    """What the other process has."""
+    """What the other process has; the methods of a class of this kind are what it can do."""
 
     def __init__(self, channel: ipc.Channel) -> None:
         self.channel = channel
@@ -161,29 +161,25 @@ class Here:
         return ipc.receive(self.channel, stream=self.stream)
 
 
-Action = Callable[..., Any]
-"""Something that the other process can do: it is called with :class:`Here` and what was asked with it."""
-
-
 def main() -> None:
     """The other process, from its beginning to its end: ``FD MODULE`` are its arguments."""
     channel = ipc.Channel.from_fd(int(sys.argv[1]))
-    actions: dict[str, Action] = importlib.import_module(sys.argv[2]).ACTIONS
+    other = importlib.import_module(sys.argv[2]).Other
     try:
-        here = Here(channel)
+        here = other(channel)
         while True:
             message = channel.receive()
             name, arguments = json.loads(message.data)
             here.handles = message.handles
-            channel.send(_answer(actions[name], here, arguments))
+            channel.send(_answer(getattr(here, name), arguments))
     except (ipc.PeerGoneError, KeyboardInterrupt):
         # The command has ended, or was interrupted as this process was.
         return
 
 
-def _answer(action: Action, here: Here, arguments: Sequence[Any]) -> bytes:
+def _answer(action: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
     try:
-        return json.dumps([False, action(here, *arguments)]).encode()
+        return json.dumps([False, action(*arguments)]).encode()
     except ipc.PeerGoneError:
         raise
     except Exception as error:

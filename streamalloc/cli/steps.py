@@ -17,10 +17,9 @@ from streamalloc.cli.terminal import Terminal
 from streamalloc.core.errors import size_text
 from streamalloc.core.ownership import Closes
 
-__all__ = ["KEEP_ALL", "Claim", "MiB", "Parts", "Skipped", "Tour", "at_least", "equal", "every_byte", "raised"]
+__all__ = ["Claim", "MiB", "Parts", "Skipped", "Tour", "at_least", "equal", "every_byte", "raised"]
 
 MiB = 1 << 20
-KEEP_ALL = 2**64 - 1
 
 
 @dataclass(frozen=True)

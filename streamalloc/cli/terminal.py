@@ -10,17 +10,12 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
-__all__ = ["Terminal", "mib"]
+__all__ = ["Terminal"]
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _GAP = "  "
 # A last column narrower than this is not folded: lines of a word or two read worse than lines that run over.
 _NARROWEST = 24
-
-
-def mib(nbytes: int) -> str:
-    """A number of bytes in MiB, with decimals only where it is no whole number of them."""
-    return f"{nbytes >> 20:,} MiB" if nbytes % (1 << 20) == 0 else f"{nbytes / (1 << 20):,.2f} MiB"
 
 
 class Terminal:
@@ -92,41 +87,27 @@ class Terminal:
         else:
             self.line(text + " " * gap + self.dim(figures))
 
-    def table(
-        self, rows: Iterable[Sequence[str]], header: Sequence[str] = (), align: str = "", indent: int = 2
-    ) -> None:
+    def table(self, rows: Iterable[Sequence[str]], header: Sequence[str] = (), align: str = "") -> None:
         """Rows in aligned columns.
 
         ``align`` has a letter for each column, ``l`` or ``r``; missing ones are ``l``. A last column that is left
         aligned is folded to the terminal's width.
         """
-        cells = [tuple(row) for row in rows]
-        head = tuple(header)
-        every = [head, *cells] if head else cells
-        if not every:
-            return
-        columns = max(map(len, every))
-        align = align.ljust(columns, "l")
-        widths = [max(_width(row[at]) if at < len(row) else 0 for row in every) for at in range(columns)]
-        if head:
-            self._row(head, widths, align, indent, self.dim)
-        for row in cells:
-            self._row(row, widths, align, indent)
-
-    def _row(self, row: Sequence[str], widths: Sequence[int], align: str, indent: int, style: object = None) -> None:
-        start = " " * indent
-        for at, cell in enumerate(row[:-1]):
-            start += _padded(cell, widths[at], align[at]) + _GAP
-        last = row[-1]
-        if align[len(row) - 1] == "r":
-            last = _padded(last, widths[len(row) - 1], "r")
-        room = None if self._width is None else self._width - _width(start)
-        folded = [last]
-        if room is not None and _NARROWEST <= room < _width(last) and not _ESCAPES.search(last):
-            folded = textwrap.wrap(last, room)
-        for number, part in enumerate(folded):
-            text = (start if number == 0 else " " * _width(start)) + part
-            self.line(style(text.rstrip()) if callable(style) else text.rstrip())
+        every = [header, *rows] if header else list(rows)
+        widths = [max(map(_width, column)) for column in zip(*every, strict=True)]
+        align = align.ljust(len(widths), "l")
+        for row in every:
+            cells = [_padded(*cell) for cell in zip(row, widths, align, strict=True)]
+            start = _GAP.join(["", *cells[:-1], ""])
+            last = cells[-1].rstrip()
+            room = None if self._width is None else self._width - _width(start)
+            folded = [last]
+            if room is not None and _NARROWEST <= room < _width(last) and not _ESCAPES.search(last):
+                folded = textwrap.wrap(last, room)
+            for part in folded:
+                text = (start + part).rstrip()
+                self.line(self.dim(text) if row is header else text)
+                start = " " * _width(start)
 
 
 def _width(text: str) -> int:

@@ -12,9 +12,9 @@ import numpy as np
 
 import streamalloc as sa
 from streamalloc.cli import tour_ipc, tour_multicast, tour_vmm
-from streamalloc.cli.choice import Chosen, plural
+from streamalloc.cli.choice import KEEP_ALL, Chosen, plural
 from streamalloc.cli.peer import read
-from streamalloc.cli.steps import KEEP_ALL, Claim, MiB, Parts, Tour, at_least, equal, every_byte, raised
+from streamalloc.cli.steps import Claim, MiB, Parts, Tour, at_least, equal, every_byte, raised
 from streamalloc.cli.terminal import Terminal
 from streamalloc.core.errors import size_text
 from streamalloc.driver import DriverMisuseError, checked, use

@@ -8,12 +8,13 @@ import numpy as np
 
 import streamalloc as sa
 from streamalloc import ipc, vmm
-from streamalloc.cli.peer import POSIX, Action, Here, Peer, can_share_pools, read
-from streamalloc.cli.steps import KEEP_ALL, Claim, MiB, Parts, Skipped, Tour, equal, every_byte, raised
+from streamalloc.cli.choice import KEEP_ALL
+from streamalloc.cli.peer import POSIX, Here, Peer, can_share_pools, read
+from streamalloc.cli.steps import Claim, MiB, Parts, Skipped, Tour, equal, every_byte, raised
 from streamalloc.core.errors import size_text
 from streamalloc.testing import Gate
 
-__all__ = ["ACTIONS", "PARTS"]
+__all__ = ["PARTS", "Other"]
 
 PARTS = Parts()
 
@@ -21,55 +22,41 @@ PARTS = Parts()
 # --- the other process ----------------------------------------------------------------------------------------------
 
 
-def _open(here: Here, name: str) -> list[Any]:
-    opened = here.opened[name] = here.receive()
-    return [type(opened).__name__, opened.nbytes, opened.address]
+class Other(Here):
+    """What the other process does; ``name`` is what it calls the thing."""
 
+    def open(self, name: str) -> list[Any]:
+        opened = self.opened[name] = self.receive()
+        return [type(opened).__name__, opened.nbytes, opened.address]
 
-def _open_bytes(here: Here, name: str, text: str) -> int:
-    opened = here.opened[name] = ipc.open(bytes.fromhex(text), stream=here.stream)
-    return int(opened.nbytes)
+    def open_bytes(self, name: str, text: str) -> int:
+        opened = self.opened[name] = ipc.open(bytes.fromhex(text), stream=self.stream)
+        return int(opened.nbytes)
 
+    def others(self, name: str, value: int) -> int:
+        """How many bytes of something are not ``value``."""
+        return int(np.count_nonzero(read(self.opened[name], self.stream) != value))
 
-def _others(here: Here, name: str, value: int) -> int:
-    """How many bytes of something are not ``value``."""
-    return int(np.count_nonzero(read(here.opened[name], here.stream) != value))
+    def fill(self, name: str, start: int, stop: int, value: int) -> None:
+        self.opened[name][start:stop].fill(value, self.stream)
+        self.stream.synchronize()
 
+    def done(self) -> bool:
+        """Whether the stream has done all that it was given."""
+        return self.stream.query()
 
-def _fill(here: Here, name: str, start: int, stop: int, value: int) -> None:
-    here.opened[name][start:stop].fill(value, here.stream)
-    here.stream.synchronize()
+    def close(self, name: str) -> None:
+        self.opened.pop(name).close()
+        self.stream.synchronize()
 
-
-def _done(here: Here) -> bool:
-    """Whether the stream has done all that it was given."""
-    return here.stream.query()
-
-
-def _close(here: Here, name: str) -> None:
-    here.opened.pop(name).close()
-    here.stream.synchronize()
-
-
-def _consume(here: Here) -> list[int]:
-    """Take a ring's items until its end; the number that each one is filled with, or -1."""
-    numbers = []
-    with ipc.Ring.consumer(ipc.Channel.from_fd(here.handles[0]), stream=here.stream, timeout=20) as ring:
-        for item in ring:
-            host = read(item, here.stream)
-            numbers.append(int(host[0]) if (host == host[0]).all() else -1)
-    return numbers
-
-
-ACTIONS: dict[str, Action] = {
-    "open": _open,
-    "open bytes": _open_bytes,
-    "others": _others,
-    "fill": _fill,
-    "done": _done,
-    "close": _close,
-    "consume": _consume,
-}
+    def consume(self) -> list[int]:
+        """Take a ring's items until its end; the number that each one is filled with, or -1."""
+        numbers = []
+        with ipc.Ring.consumer(ipc.Channel.from_fd(self.handles[0]), stream=self.stream, timeout=20) as ring:
+            for item in ring:
+                host = read(item, self.stream)
+                numbers.append(int(host[0]) if (host == host[0]).all() else -1)
+        return numbers
 
 
 # --- the tour's own -------------------------------------------------------------------------------------------------
@@ -126,7 +113,7 @@ def two_processes(tour: Tour, stream: sa.Stream) -> None:
         shared = bytes(ipc.share(second))
         tour.step(
             f"more memory of this pool takes {len(shared)} bytes to share, and no descriptor along",
-            equal("size", peer.ask("open bytes", "second", shared.hex()), second.nbytes, size_text),
+            equal("size", peer.ask("open_bytes", "second", shared.hex()), second.nbytes, size_text),
             _holds(peer, "second", 0x33),
         )
         for name, memory in (("first", buffer), ("second", second)):
@@ -162,7 +149,7 @@ def stale(tour: Tour, stream: sa.Stream) -> None:
     peer = _peer(tour)
 
     def refused(name: str, data: bytearray, kind: type[Exception]) -> Claim:
-        return raised("opening it", kind, lambda: peer.ask("open bytes", name, data.hex()))
+        return raised("opening it", kind, lambda: peer.ask("open_bytes", name, data.hex()))
 
     with tour.pool(stream, **_SHARED) as pool, pool.allocate(MiB, stream) as kept:
         buffer = pool.allocate(MiB, stream)

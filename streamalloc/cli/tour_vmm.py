@@ -6,8 +6,9 @@ import numpy as np
 
 import streamalloc as sa
 from streamalloc import vmm
+from streamalloc.cli.choice import KEEP_ALL
 from streamalloc.cli.peer import read
-from streamalloc.cli.steps import KEEP_ALL, Claim, MiB, Parts, Skipped, Tour, equal, every_byte, raised
+from streamalloc.cli.steps import Claim, MiB, Parts, Skipped, Tour, equal, every_byte, raised
 from streamalloc.core.errors import size_text
 
 __all__ = ["PARTS"]

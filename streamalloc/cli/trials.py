@@ -16,13 +16,13 @@ import numpy as np
 
 import streamalloc as sa
 from streamalloc import ipc, vmm
-from streamalloc.cli.peer import POSIX, Action, Here, Peer, PeerError, read
+from streamalloc.cli.peer import POSIX, Here, Peer, PeerError, read
 from streamalloc.core.capabilities import missing_for
 from streamalloc.core.errors import size_text
 from streamalloc.core.properties import MemAllocFlags
 from streamalloc.multicast import MulticastObject
 
-__all__ = ["ACTIONS", "Row", "query_multicast", "try_sharing", "try_virtual_memory"]
+__all__ = ["Other", "Row", "query_multicast", "try_sharing", "try_virtual_memory"]
 
 Row = dict[str, Any]
 
@@ -138,24 +138,22 @@ def _addresses(device: sa.Device) -> str:
 # --- sharing: the other process -------------------------------------------------------------------------------------
 
 
-def _read(here: Here) -> int:
-    """Open memory, and say how many bytes of it are not the pattern."""
-    with here.receive() as memory:
-        host = read(memory, here.stream)
-    here.stream.synchronize()
-    return int(np.count_nonzero(host != _PATTERN))
+class Other(Here):
+    """What the other process does."""
 
+    def read(self) -> int:
+        """Open memory, and say how many bytes of it are not the pattern."""
+        with self.receive() as memory:
+            host = read(memory, self.stream)
+        self.stream.synchronize()
+        return int(np.count_nonzero(host != _PATTERN))
 
-def _wait(here: Here) -> int:
-    """Open an event, and wait for it in stream order and on the host."""
-    with here.receive() as event:
-        here.stream.wait(event)
-        here.stream.synchronize()
-        event.synchronize()
-    return 0
-
-
-ACTIONS: dict[str, Action] = {"read": _read, "wait": _wait}
+    def wait(self) -> None:
+        """Open an event, and wait for it in stream order and on the host."""
+        with self.receive() as event:
+            self.stream.wait(event)
+            self.stream.synchronize()
+            event.synchronize()
 
 
 # --- sharing --------------------------------------------------------------------------------------------------------

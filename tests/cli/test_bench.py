@@ -17,15 +17,13 @@ from tests.cli.conftest import Complete, Run, complete, without
 SHORT = measuring.Effort(
     rounds=2,
     block=0.0002,
-    live=(10, 100),
-    live_simulated=(10, 100),
+    live=(10, 100, 200),
     host_buffers=200,
     imports=1,
     growths=1,
     whole_devices=1,
     evictions=1,
     evicted=4 << 20,
-    evicted_simulated=4 << 20,
 )
 ALL_SECTIONS = bench.SECTIONS
 ALL_ROWS = bench.ROWS
@@ -78,7 +76,7 @@ def test_tables_and_json(whole: Measured) -> None:
         first = next(row for row in own if row.group is group)
         assert measured[group.title, first.name]["ratio_to_raw"] == 1
 
-    assert [one["live"] for one in report["live_buffers"]] == [10, 100]
+    assert [one["live"] for one in report["live_buffers"]][:2] == [10, 100]
     assert report["live_buffers"][0]["added_ratio"] == 1
     assert 0 < report["host_memory"]["bytes"] < 1000
     assert report["import_time"]["rows"][1]["ratio"] > 0

@@ -13,7 +13,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.cli import choice, main
-from streamalloc.cli.terminal import Terminal, mib
+from streamalloc.cli.terminal import Terminal
 from tests.cli.conftest import Altered, Run
 
 
@@ -149,9 +149,3 @@ class TestTerminal:
         first, second, third = out.getvalue().splitlines()
         assert first == "short     \x1b[2m1 MiB\x1b[0m"
         assert (second.strip(), third) == (("long " * 12).strip(), "        \x1b[2m1 MiB\x1b[0m")
-
-    @pytest.mark.parametrize(
-        ("nbytes", "text"), [(0, "0 MiB"), (1 << 20, "1 MiB"), (3 << 19, "1.50 MiB"), (1 << 40, "1,048,576 MiB")]
-    )
-    def test_mib(self, nbytes: int, text: str) -> None:
-        assert mib(nbytes) == text
