@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import NamedTuple
 
 from typing_extensions import Self
@@ -28,7 +27,7 @@ from streamalloc.vmm.allocations import MappedBytes, Reservation
 from streamalloc.vmm.generic_handle import GenericAllocation
 from streamalloc.vmm.waiting import After, accessing, wait
 
-__all__ = ["AddressRange", "Mapping", "MappingEntry", "RangeView"]
+__all__ = ["AddressRange", "LoneMapping", "Mapping", "MappingEntry", "RangeView", "mappings_text"]
 
 # What driver 580 wants the size, the hint and the places of mappings in a range to be multiples of, wherever the memory
 # is; memory says its own granularity when it is mapped.
@@ -92,15 +91,12 @@ class AddressRange(Closes):
 
     __slots__ = ("__weakref__", "_asked", "_door", "_entries", "_owned", "_reservation", "nbytes")
 
-    nbytes: int
-    """Size in bytes."""
-    _reservation: Reservation | None
-
     def __init__(self, nbytes: int, *, alignment: int = 0, address: int = 0, driver: Driver | None = None) -> None:
-        self._reservation = None
+        self._reservation: Reservation | None = None
         self._owned = False
         self._entries: list[MappingEntry] = []
-        self.nbytes = _multiple("nbytes", nbytes)
+        self.nbytes: int = _multiple("nbytes", nbytes)
+        """Size in bytes."""
         if not self.nbytes:
             raise ValueError(f"nbytes=0: allowed are multiples of {size_text(GRANULARITY)}")
         alignment = checked_size("alignment", alignment)
@@ -199,9 +195,7 @@ class AddressRange(Closes):
         """
         self._check_own()
         if not isinstance(memory, GenericAllocation):
-            raise TypeError(
-                f"memory must be PhysicalMemory or a MulticastObject, not {type(memory).__name__} ({memory!r})"
-            )
+            raise TypeError(f"memory must be PhysicalMemory or a MulticastObject, not {memory!r}")
         if memory._door is not self._door:
             raise ValueError(f"{memory!r} belongs to another driver than {self!r}")
         memory._check_mappable()
@@ -240,7 +234,8 @@ class AddressRange(Closes):
         """
         self._check_own()
         rights = rights_of(access, self._door, flags)
-        entries = self._whole(start, self.nbytes if stop is None else stop)
+        entries = self._within(start, stop)
+        self._covering(start, self.nbytes if stop is None else stop)
         if rights and entries:
             self._set_rights(entries, rights, after)
 
@@ -252,10 +247,7 @@ class AddressRange(Closes):
         ValueError
             The part is outside the range, or not all of it is mapped.
         """
-        end = self.nbytes if stop is None else checked_size("stop", stop)
-        begin = checked_size("start", start)
-        if not begin <= end <= self.nbytes:
-            raise ValueError(f"start={begin}, stop={end}: the range has {self.nbytes} bytes")
+        begin, end = self._bounds(start, stop)
         self._covering(begin, end)
         return RangeView(self, begin, end)
 
@@ -268,8 +260,7 @@ class AddressRange(Closes):
             The part cuts a mapping.
         """
         self._check_own()
-        end = self.nbytes if stop is None else stop
-        entries = self._within(start, end)
+        entries = self._within(start, stop)
         if entries:
             wait(after, self._door, accessing(mapped.rights for mapped in entries))
             self._unmap(entries)
@@ -291,10 +282,9 @@ class AddressRange(Closes):
             raise ValueError(f"{self!r} belongs to a buffer, which alone maps and unmaps it: use the buffer's methods")
 
     def _free(self) -> None:
-        count = len(self._table())
-        if count:
+        if self._table():
             raise ValueError(
-                f"{self!r} has {count} mapping{'' if count == 1 else 's'}: unmap() before the addresses are freed"
+                f"{self!r} has {mappings_text(len(self._table()))}: unmap() before the addresses are freed"
             )
         if self._reservation is not None:
             self._reservation.allocations.end(self._reservation)
@@ -334,16 +324,10 @@ class AddressRange(Closes):
         if offset % granularity:
             raise ValueError(f"offset={offset}: allowed are multiples of the granularity, {size_text(granularity)}")
         if address % granularity:
-            raise ValueError(
-                f"{self!r} begins at no multiple of the granularity of {memory!r}: reserve it with "
-                f"alignment={granularity}"
-            )
+            raise ValueError(f"{self!r} is not aligned for {memory!r}: reserve it with alignment={granularity}")
         end = offset + memory.nbytes
         if end > self.nbytes:
-            raise ValueError(
-                f"offset={offset}: {size_text(memory.nbytes)} end outside of the range, which has "
-                f"{size_text(self.nbytes)}"
-            )
+            raise ValueError(f"offset={offset}: {size_text(memory.nbytes)} end outside of {self!r}")
         for entry in self._touching(offset, end):
             raise ValueError(f"offset={offset}: {entry.memory!r} is mapped at {self!r} there")
         assert self._reservation is not None
@@ -354,19 +338,24 @@ class AddressRange(Closes):
             self._entries.insert(bisect_left(self._entries, offset, key=_offset), entry)
             node.link(memory._handle)
             self._door.call("cuMemMap", address + offset, memory.nbytes, 0, raw, 0)
-            if rights:
-                self._grant((entry,), rights, structs_of(rights))
+            self._grant((entry,), rights or {})
         except BaseException as first:
             if isinstance(first, CudaError) and first.call == "cuMemMap":
                 node.unmapped()
             else:
-                self._undo_map((entry,), first)
+                # It may have been mapped, and nobody has used it yet.
+                try:
+                    node.release()
+                except CudaError as later:
+                    attach(first, later)
             raise
         return entry
 
-    def _grant(self, entries: Sequence[MappingEntry], rights: Rights, structs: list[object]) -> None:
+    def _grant(self, entries: Sequence[MappingEntry], rights: Rights) -> None:
         """Set access of mappings that lie side by side."""
-        start = entries[0].offset
+        if not (entries and rights):
+            return
+        start, structs = entries[0].offset, structs_of(rights)
         self._door.call("cuMemSetAccess", self.address + start, entries[-1].stop - start, structs, len(structs))
         for entry in entries:
             entry.rights.update(rights)
@@ -381,12 +370,12 @@ class AddressRange(Closes):
             wait(after, self._door, losing)
         before = [{where: entry.rights.get(where, MemAccess.NONE) for where in rights} for entry in entries]
         try:
-            self._grant(entries, rights, structs_of(rights))
+            self._grant(entries, rights)
         except BaseException as first:
             # Driver 580 may have set some of what it refuses as a whole.
             for entry, had in zip(entries, before, strict=True):
                 try:
-                    self._grant((entry,), had, structs_of(had))
+                    self._grant((entry,), had)
                 except CudaError as later:
                     attach(first, later)
             raise
@@ -416,34 +405,24 @@ class AddressRange(Closes):
                 (entry.node.release if entry.live else entry.node.unmapped)()
             raise
 
-    def _undo_map(self, entries: Iterable[MappingEntry], first: BaseException) -> None:
-        """Unmap what may have been mapped, which nobody used yet, because of ``first``."""
-        for entry in entries:
-            try:
-                entry.node.release()
-            except CudaError as later:
-                attach(first, later)
-
     def _touching(self, start: int, stop: int) -> list[MappingEntry]:
         """The mappings that a part of the range touches."""
         entries = self._table()
         first = bisect_left(entries, start, key=_stop_before)
         return entries[first : bisect_left(entries, stop, key=_offset)] if start < stop else []
 
-    def _within(self, start: int, stop: int) -> list[MappingEntry]:
-        """The mappings between two offsets, none of which is cut."""
-        begin, end = checked_size("start", start), checked_size("stop", stop)
+    def _bounds(self, start: int, stop: int | None) -> tuple[int, int]:
+        begin, end = checked_size("start", start), self.nbytes if stop is None else checked_size("stop", stop)
         if not begin <= end <= self.nbytes:
             raise ValueError(f"start={begin}, stop={end}: the range has {size_text(self.nbytes)}")
+        return begin, end
+
+    def _within(self, start: int, stop: int | None) -> list[MappingEntry]:
+        """The mappings between two offsets, none of which is cut."""
+        begin, end = self._bounds(start, stop)
         entries = self._touching(begin, end)
         if entries and (entries[0].offset < begin or entries[-1].stop > end):
             raise ValueError(f"start={begin}, stop={end} cuts a mapping: the driver takes whole ones only")
-        return entries
-
-    def _whole(self, start: int, stop: int) -> list[MappingEntry]:
-        """The same, without a hole between or around them."""
-        entries = self._within(start, stop)
-        self._covering(start, stop)
         return entries
 
     def _covering(self, start: int, stop: int) -> list[MappingEntry]:
@@ -458,9 +437,7 @@ class AddressRange(Closes):
             raise ValueError(f"nothing is mapped at offset {at} of {self!r}")
         return entries
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if not self.closed:
             self.unmap()
         self.close()
@@ -486,11 +463,9 @@ class RangeView(Memory):
 
     __slots__ = ("__weakref__", "_start", "_stop", "range")
 
-    range: AddressRange
-    """The range that the bytes belong to."""
-
     def __init__(self, range: AddressRange, start: int, stop: int) -> None:
-        self.range = range
+        self.range: AddressRange = range
+        """The range that the bytes belong to."""
         self._start = start
         self._stop = stop
 
@@ -513,13 +488,9 @@ class RangeView(Memory):
     def stream(self) -> Stream:
         """The default stream of the device that has the memory, else of the first that may use it."""
         entries = self._entries()
-        for location in (
-            *(mapped.memory.location for mapped in entries),
-            *(where for m in entries for where in m.rights),
-        ):
-            if location.type is MemLocationType.DEVICE and location.seen:
-                return Device(location.id, driver=self.range.driver).default_stream
-        return Device(0, driver=self.range.driver).default_stream
+        places = [entry.memory.location for entry in entries] + [place for entry in entries for place in entry.rights]
+        devices = (place.id for place in places if place.type is MemLocationType.DEVICE and place.seen)
+        return Device(next(devices, 0), driver=self.range.driver).default_stream
 
     @property
     def location(self) -> MemLocation:
@@ -535,13 +506,12 @@ class RangeView(Memory):
     @property
     def device_accessible(self) -> bool:
         """Whether the stream's device may use all of it."""
-        where = self.stream.device.location
-        return all(mapped.rights.get(where, MemAccess.NONE) for mapped in self._entries())
+        return all(self._allowed(self.stream.device.location))
 
     @property
     def host_accessible(self) -> bool:
         """Whether the CPU may use all of it."""
-        return all(_host_rights(mapped) for mapped in self._entries())
+        return all(self._allowed(MemLocation.host()))
 
     @property
     def _door(self) -> Door:
@@ -553,6 +523,10 @@ class RangeView(Memory):
         except ValueError as error:
             raise ClosedError(f"{self!r} is not mapped any more: {error}") from None
 
+    def _allowed(self, where: MemLocation) -> list[MemAccess]:
+        """What a device or the host may do with each of the mappings."""
+        return [entry.rights.get(where, MemAccess.NONE) for entry in self._entries()]
+
     def _check_usable(self) -> None:
         for mapped in self._entries():
             if not any(mapped.rights.values()):
@@ -563,24 +537,20 @@ class RangeView(Memory):
         return next(filter(None, (mapped.memory._unreadable for mapped in self._entries())), "")
 
     def _read_only(self, on_host: bool) -> bool:
-        where = self.stream.device.location
-        return any(
-            (_host_rights(mapped) if on_host else mapped.rights.get(where)) == MemAccess.READ
-            for mapped in self._entries()
-        )
+        return MemAccess.READ in self._allowed(MemLocation.host() if on_host else self.stream.device.location)
 
     def _access_hint(self, stream: Stream) -> str:
         where = stream.device.location
-        rights = [mapped.rights.get(where, MemAccess.NONE) for mapped in self._entries()]
-        if MemAccess.NONE in rights:
+        allowed = self._allowed(where)
+        if MemAccess.NONE in allowed:
             return f"{where} has no access to all of {self!r}: set_access(device) gives it"
-        return f"{where} may only read from {self!r}" if MemAccess.READ in rights else ""
+        return f"{where} may only read from {self!r}" if MemAccess.READ in allowed else ""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of bytes {self._start}:{self._stop} of {self.range!r}>"
 
 
-class Mapping(RangeView):
+class Mapping(RangeView, Closes):
     """Physical memory mapped at one place of an address range: made by :meth:`AddressRange.map`.
 
     Dropping the object unmaps nothing, for the range owns the mapping; :meth:`close` unmaps.
@@ -636,10 +606,7 @@ class Mapping(RangeView):
 
     def set_access(self, access: Access, flags: MemAccess = MemAccess.READWRITE, *, after: After = None) -> None:
         """Set who may use it (``cuMemSetAccess``); see :meth:`AddressRange.set_access`."""
-        self.range._check_own()
-        self._set_access(access, flags, after)
-
-    def _set_access(self, access: Access, flags: MemAccess, after: After) -> None:
+        self._check_own()
         rights = rights_of(access, self._door, flags)
         entries = self._entries()
         if rights:
@@ -652,19 +619,12 @@ class Mapping(RangeView):
     def close(self, after: After = None) -> None:
         """Unmap it (``cuMemUnmap``) once ``after`` has passed, see :class:`AddressRange`; idempotent."""
         if self._mapped.live:
-            self.range._check_own()
-            self._unmap(after)
-
-    def _close_with_range(self, after: After) -> None:
-        """The end of a mapping that has a range of its own."""
-        if not self.range.closed:
-            self._unmap(after)
-            self.range._free()
-
-    def _unmap(self, after: After) -> None:
-        if self._mapped.live:
+            self._check_own()
             wait(after, self._door, accessing((self._mapped.rights,)))
             self.range._unmap((self._mapped,))
+
+    def _check_own(self) -> None:
+        self.range._check_own()
 
     def _entries(self) -> Sequence[MappingEntry]:
         if not self._mapped.live:
@@ -675,11 +635,6 @@ class Mapping(RangeView):
         self._entries()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def __eq__(self, other: object) -> bool:
         return self._mapped is other._mapped if isinstance(other, Mapping) else NotImplemented
 
@@ -689,6 +644,26 @@ class Mapping(RangeView):
     def __repr__(self) -> str:
         state = "" if self._mapped.live else ", unmapped"
         return f"<{type(self).__name__} of {self._mapped.memory!r} at offset {self._start}{state}>"
+
+
+class LoneMapping(Mapping):
+    """Memory mapped at addresses of its own, which end with it."""
+
+    __slots__ = ()
+
+    def _check_own(self) -> None:
+        """The range is its own."""
+
+    def close(self, after: After = None) -> None:
+        """Unmap it and give the addresses back, once ``after`` has passed, see :class:`AddressRange`; idempotent."""
+        if not self.range.closed:
+            super().close(after)
+            self.range._free()
+
+
+def mappings_text(count: int) -> str:
+    """A number of mappings, for messages."""
+    return f"{count} mapping{'' if count == 1 else 's'}"
 
 
 def _multiple(name: str, value: int) -> int:
@@ -705,7 +680,3 @@ def _offset(entry: MappingEntry) -> int:
 def _stop_before(entry: MappingEntry) -> int:
     """What orders mappings by the last byte that they have."""
     return entry.stop - 1
-
-
-def _host_rights(mapped: MappingEntry) -> MemAccess:
-    return max((flags for where, flags in mapped.rights.items() if where.on_host), default=MemAccess.NONE)

@@ -44,7 +44,7 @@ class AllocationState:
         self.handles: dict[AllocationHandle, None] = {}
         """One for each object that holds it."""
         self.mappings: dict[Node, None] = {}
-        self.bindings: dict[Node, None] = {}
+        self.bindings: dict[Any, None] = {}
         """Where it is bound to multicast objects."""
         self.teams: dict[Node, None] = {}
         """Those of the multicast objects that it is bound to, or was when they were dropped."""

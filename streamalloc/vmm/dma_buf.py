@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 
 from streamalloc.core.fd import Fd
-from streamalloc.core.memory import Memory
+from streamalloc.core.memory import Memory, check_usable
 from streamalloc.driver.internal import cuda
 
 __all__ = ["dma_buf"]
@@ -35,7 +35,7 @@ def dma_buf(memory: Memory, *, pcie: bool = False) -> Fd:
     """
     if not isinstance(memory, Memory):
         raise TypeError(f"memory must be Memory, not {type(memory).__name__} ({memory!r})")
-    memory._check_usable()
+    check_usable(memory)
     if not memory.nbytes or memory.address % _PAGE or memory.nbytes % _PAGE:
         raise ValueError(f"{memory!r} does not consist of host pages of {_PAGE} bytes, as a DMA-BUF does")
     flags = int(cuda.CUmemRangeFlags.CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE) if pcie else 0

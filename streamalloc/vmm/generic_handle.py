@@ -34,16 +34,12 @@ class GenericAllocation(Closes):
 
     __slots__ = ("__weakref__", "_door", "_handle", "nbytes")
 
-    nbytes: int
-    """Size in bytes."""
-    _door: Door
-    _handle: AllocationHandle
-
     def _prepare(self, door: Door, nbytes: int, kind: Kind) -> None:
         """Get ready for a handle. An interrupt between the driver's answer and the owner of it then loses nothing."""
-        self._door = door
-        self.nbytes = nbytes
-        self._handle = AllocationHandle(allocations_of(door), kind)
+        self._door: Door = door
+        self.nbytes: int = nbytes
+        """Size in bytes."""
+        self._handle: AllocationHandle = AllocationHandle(allocations_of(door), kind)
         self._handle.allocations.work()
 
     def _create(self, name: str, *args: Any, hint: str = "") -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from streamalloc.core.arguments import check_device
 from streamalloc.core.device import Device
-from streamalloc.core.errors import CudaError, PeerAccessError, refused, size_text, undoing
+from streamalloc.core.errors import PeerAccessError, refused, size_text, undoing
 from streamalloc.core.properties import MemAllocationProp, MemHandleType, checked_size
 from streamalloc.core.stream import StreamLike
 from streamalloc.vmm.access import Access
@@ -70,10 +71,8 @@ class GrowableBuffer(VirtualBuffer):
         address: int = 0,
         stream: StreamLike | None = None,
     ) -> None:
-        if not isinstance(device, Device):
-            raise TypeError(f"device must be a Device, not {type(device).__name__} ({device!r})")
-        prop = properties_for(device, handle_types, compressible, gpu_direct_rdma)
-        self._spec = MemorySpec(device._door, prop)
+        check_device("device", device)
+        self._spec = MemorySpec(device._door, properties_for(device, handle_types, compressible, gpu_direct_rdma))
         most = checked_size("capacity", capacity)
         if not most:
             raise ValueError("capacity=0: a buffer needs at least one byte of addresses")
@@ -135,13 +134,7 @@ class GrowableBuffer(VirtualBuffer):
         spare = [entry for entry in self.range._touching(needed, self._mapped) if entry.offset >= needed]
         if spare:
             wait(after, self._door, accessing(entry.rights for entry in spare))
-            before = self._mapped, self._nbytes
-            self._mapped, self._nbytes = spare[0].offset, size
-            try:
-                self._discard(spare)
-            except CudaError:
-                self._mapped, self._nbytes = before
-                raise
+            self._cut(spare[0].offset, size)
 
     def _checked(self, name: str, value: int, most: int) -> int:
         size = checked_size(name, value)

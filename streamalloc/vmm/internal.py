@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from streamalloc.core.door import Door
 from streamalloc.core.errors import undoing
-from streamalloc.core.fd import Fd
 from streamalloc.vmm.access import Access, Rights, rights_of
-from streamalloc.vmm.address_range import GRANULARITY, AddressRange, MappingEntry
+from streamalloc.vmm.address_range import GRANULARITY, AddressRange, LoneMapping, MappingEntry, mappings_text
 from streamalloc.vmm.allocations import AllocationHandle, AllocationState, HandleNode
 from streamalloc.vmm.generic_handle import GenericAllocation
-from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
+from streamalloc.vmm.physical_memory import PhysicalMemory, import_memory
 from streamalloc.vmm.release_order import Kind, Node
 from streamalloc.vmm.remappable import RemappableBuffer
 from streamalloc.vmm.waiting import After, wait
@@ -25,20 +23,18 @@ __all__ = [
     "GenericAllocation",
     "HandleNode",
     "Kind",
+    "LoneMapping",
     "MappedChunk",
-    "MemorySpec",
     "Node",
     "RemappableBuffer",
     "Rights",
     "check_mappable",
-    "check_not_tile_pool",
     "covering",
-    "door_of_range",
     "import_memory",
     "is_imported",
     "map_alone",
+    "mappings_text",
     "rights_of",
-    "spec_of",
     "state_of",
     "wait",
 ]
@@ -54,7 +50,7 @@ class MappedChunk(NamedTuple):
 
 
 def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tuple[AddressRange, MappingEntry]:
-    """Map memory at addresses of its own, in which users map and unmap nothing."""
+    """Map memory at addresses of its own, as a :class:`LoneMapping` has it."""
     range = AddressRange(-(-memory.nbytes // GRANULARITY) * GRANULARITY, alignment=alignment, driver=memory.driver)
     range._owned = True
     with undoing(range._free):
@@ -79,45 +75,24 @@ def covering(range: AddressRange, start: int, stop: int) -> list[MappedChunk]:
     return found
 
 
-def door_of_range(range: AddressRange) -> Door:
-    """The door of the driver that a range belongs to."""
-    return range._door
-
-
-def spec_of(memory: PhysicalMemory) -> MemorySpec:
-    """What physical memory was made with, its granularity, and its driver's door."""
-    return memory._spec
-
-
 def is_imported(memory: GenericAllocation) -> bool:
     """Whether another process has made it."""
     return memory._state.imported
 
 
 def state_of(memory: GenericAllocation) -> AllocationState:
-    """What is known of its driver handle.
+    """What is known of its driver handle, of memory that can be mapped and bound.
 
     Raises
     ------
     ClosedError
         It was closed.
+    ValueError
+        It only backs sparse arrays.
     """
     memory._checked_raw()
-    return memory._state
-
-
-def check_not_tile_pool(memory: PhysicalMemory) -> None:
-    """Raise where memory only backs sparse arrays."""
     memory._check_mappable()
-
-
-def import_memory(door: Door, handle: Fd | int | bytes, nbytes: int) -> PhysicalMemory:
-    """Physical memory of another process (``cuMemImportFromShareableHandle``).
-
-    ``handle`` is a file descriptor, which stays the caller's, or the 64 bytes of a fabric handle. Nobody checks that
-    the memory has ``nbytes`` bytes, see :func:`check_mappable`.
-    """
-    return PhysicalMemory._imported(door, handle, nbytes)
+    return memory._state
 
 
 def check_mappable(memory: PhysicalMemory) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
 from typing import Any
 
 from streamalloc.core.arguments import FABRIC_NEEDS, check_location, door_of, location_of
@@ -24,33 +24,11 @@ from streamalloc.vmm.access import Rights
 from streamalloc.vmm.generic_handle import GenericAllocation
 from streamalloc.vmm.release_order import Kind
 
-__all__ = ["MemorySpec", "PhysicalMemory"]
+__all__ = ["MemorySpec", "PhysicalMemory", "import_memory"]
 
 _TILE_POOL = 1
 _COMPRESSION = 1
-_Granularity = cuda.CUmemAllocationGranularity_flags
-
-# What a request needs of the device: the request, the device attribute that offers it, and its name for errors.
-_NEEDS: tuple[tuple[Callable[[MemAllocationProp], object], str, str], ...] = (
-    (lambda prop: True, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "virtual memory management"),
-    (
-        lambda prop: prop.requested_handle_types & MemHandleType.POSIX_FILE_DESCRIPTOR,
-        "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED",
-        "sharing by file descriptors",
-    ),
-    (
-        lambda prop: prop.requested_handle_types & MemHandleType.FABRIC,
-        "HANDLE_TYPE_FABRIC_SUPPORTED",
-        "sharing by fabric handles",
-    ),
-    (lambda prop: prop.alloc_flags.compression_type, "GENERIC_COMPRESSION_SUPPORTED", "compressible memory"),
-    (
-        lambda prop: prop.alloc_flags.gpu_direct_rdma_capable,
-        "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED",
-        "GPUDirect RDMA to memory mapped by hand",
-    ),
-    (lambda prop: prop.alloc_flags.usage & _TILE_POOL, "SPARSE_CUDA_ARRAY_SUPPORTED", "sparse arrays"),
-)
+_POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
 
 
 class MemorySpec:
@@ -58,41 +36,42 @@ class MemorySpec:
 
     __slots__ = ("door", "granularity", "hint", "prop", "struct")
 
-    door: Door
-    prop: MemAllocationProp
-    struct: Any
-    """The driver's form of the properties."""
-    granularity: int
-    """What sizes must be a multiple of, in bytes."""
-    hint: str
-
     def __init__(self, door: Door, prop: MemAllocationProp, *, found: bool = False) -> None:
         """``found``: of memory that there is, perhaps of a device that this process does not see."""
         if not found:
             self._check(door, prop)
-        self.door = door
-        self.prop = prop
-        self.struct = prop.to_driver()
-        self.granularity = granularity_of(door, self.struct)
-        self.hint = FABRIC_NEEDS if prop.requested_handle_types & MemHandleType.FABRIC else ""
+        self.door: Door = door
+        self.prop: MemAllocationProp = prop
+        self.struct: Any = prop.to_driver()
+        """The driver's form of the properties."""
+        self.granularity: int = granularity_of(door, self.struct)
+        """What sizes must be a multiple of, in bytes."""
+        self.hint: str = FABRIC_NEEDS if prop.requested_handle_types & MemHandleType.FABRIC else ""
 
     @staticmethod
     def _check(door: Door, prop: MemAllocationProp) -> None:
         check_location(door, prop.location)
-        flags = prop.alloc_flags
+        flags, types = prop.alloc_flags, prop.requested_handle_types
         tiles = bool(flags.usage & _TILE_POOL)
         for broken, message in (
             (prop.location.on_host and flags.compression_type, "compressible memory is device memory"),
             (prop.location.on_host and flags.gpu_direct_rdma_capable, "GPUDirect RDMA is for device memory"),
             (tiles and flags.compression_type, "a tile pool cannot be compressible"),
-            (tiles and prop.requested_handle_types, "a tile pool cannot be shared between processes"),
+            (tiles and types, "a tile pool cannot be shared between processes"),
         ):
             if broken:
                 raise ValueError(f"{message}: {prop}")
         if prop.location.type is MemLocationType.DEVICE and prop != MemAllocationProp(location=prop.location):
             device = Device(prop.location.id, driver=door.driver)
-            for asked, attribute, name in _NEEDS:
-                if asked(prop) and not device.attribute(attribute):
+            for asked, attribute, name in (
+                (True, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "virtual memory management"),
+                (types & _POSIX, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", "sharing by file descriptors"),
+                (types & MemHandleType.FABRIC, "HANDLE_TYPE_FABRIC_SUPPORTED", "sharing by fabric handles"),
+                (flags.compression_type, "GENERIC_COMPRESSION_SUPPORTED", "compressible memory"),
+                (flags.gpu_direct_rdma_capable, "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED", "GPUDirect RDMA to it"),
+                (tiles, "SPARSE_CUDA_ARRAY_SUPPORTED", "sparse arrays"),
+            ):
+                if asked and not device.attribute(attribute):
                     raise refused(NotSupportedError, "cuMemCreate", f"it needs a device with {name}, found {device!r}")
 
     def round_up(self, nbytes: int) -> int:
@@ -107,24 +86,17 @@ class MemorySpec:
         """The error with the device's figures, and told from address space that has run out."""
         figures: dict[str, int] = {"requested": nbytes}
         hint = "physical memory is exhausted, not address space"
-        location = self.prop.location
-        if location.type is MemLocationType.DEVICE:
-            try:
-                free, total = Device(location.id, driver=self.door.driver).memory_info()
-                figures |= {"free": free, "total": total}
-            except CudaError:
-                pass
+        if self.prop.location.type is MemLocationType.DEVICE:
+            with contextlib.suppress(CudaError):
+                figures["free"], figures["total"] = Device(self.prop.location.id, driver=self.door.driver).memory_info()
             hint += "; what pools hold in reserve comes back by trim()"
         return OutOfMemoryError(error.name, error.code, error.call, hint, **figures)
 
 
 def granularity_of(door: Door, struct: Any, *, recommended: bool = False) -> int:
     """``cuMemGetAllocationGranularity`` for a ``CUmemAllocationProp``, in bytes."""
-    which = (
-        _Granularity.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-        if recommended
-        else _Granularity.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-    )
+    # MINIMUM is 0, RECOMMENDED 1
+    which = cuda.CUmemAllocationGranularity_flags(int(recommended))
     return int(door.call("cuMemGetAllocationGranularity", struct, which))
 
 
@@ -187,8 +159,6 @@ class PhysicalMemory(GenericAllocation):
 
     __slots__ = ("_spec",)
 
-    _spec: MemorySpec
-
     def __init__(
         self,
         nbytes: int,
@@ -207,10 +177,8 @@ class PhysicalMemory(GenericAllocation):
         if round_up:
             size = spec.round_up(size)
         if not size or size % spec.granularity:
-            raise ValueError(
-                f"nbytes={nbytes}: allowed are multiples of the granularity, {size_text(spec.granularity)}; "
-                "round_up=True rounds"
-            )
+            allowed = f"multiples of the granularity, {size_text(spec.granularity)}; round_up=True rounds"
+            raise ValueError(f"nbytes={nbytes}: allowed are {allowed}")
         self._make(spec, size)
 
     @classmethod
@@ -220,18 +188,16 @@ class PhysicalMemory(GenericAllocation):
         return memory
 
     def _make(self, spec: MemorySpec, nbytes: int) -> None:
-        self._spec = spec
+        self._spec: MemorySpec = spec
         self._prepare(spec.door, nbytes, Kind.MEMORY)
-        try:
-            self._create("cuMemCreate", nbytes, spec.struct, 0, hint=spec.hint)
-        except OutOfMemoryError as error:
-            # What was dropped may have waited for work that is done by now.
-            if not self._handle.allocations.work():
-                raise spec.out_of_memory(error, nbytes) from None
+        for last in (False, True):
             try:
                 self._create("cuMemCreate", nbytes, spec.struct, 0, hint=spec.hint)
-            except OutOfMemoryError as again:
-                raise spec.out_of_memory(again, nbytes) from None
+                return
+            except OutOfMemoryError as error:
+                # What was dropped may have waited for work that is done by now.
+                if last or not self._handle.allocations.work():
+                    raise spec.out_of_memory(error, nbytes) from None
 
     @staticmethod
     def granularity(
@@ -273,17 +239,8 @@ class PhysicalMemory(GenericAllocation):
             memory.nbytes = int(door.call("cuMemGetAddressRange", address)[1])
         return memory
 
-    @classmethod
-    def _imported(cls, door: Door, handle: Fd | int | bytes, nbytes: int) -> PhysicalMemory:
-        memory = cls.__new__(cls)
-        memory._prepare(door, nbytes, Kind.MEMORY)
-        memory._import(handle)
-        memory._find_spec()
-        return memory
-
     def _find_spec(self) -> None:
-        struct = self._door.call("cuMemGetAllocationPropertiesFromHandle", self._handle.raw)
-        self._spec = MemorySpec(self._door, MemAllocationProp.from_driver(struct), found=True)
+        self._spec = MemorySpec(self._door, self.query(), found=True)
 
     @property
     def location(self) -> MemLocation:
@@ -301,7 +258,7 @@ class PhysicalMemory(GenericAllocation):
         It may differ from :attr:`properties`: compression is not always given, memory on HOST is said to be on a NUMA
         node, and driver 580 does not remember that memory is a tile pool.
         """
-        struct = self._spec.door.call("cuMemGetAllocationPropertiesFromHandle", self._checked_raw())
+        struct = self._door.call("cuMemGetAllocationPropertiesFromHandle", self._checked_raw())
         return MemAllocationProp.from_driver(struct)
 
     @property
@@ -336,6 +293,19 @@ class PhysicalMemory(GenericAllocation):
         if not hasattr(self, "_handle") or not hasattr(self, "_spec"):
             return f"<{type(self).__name__} that could not be made>"
         return f"<{type(self).__name__} of {size_text(self.nbytes)}, {self.location}, {self._said_of_handle()}>"
+
+
+def import_memory(door: Door, handle: Fd | int | bytes, nbytes: int) -> PhysicalMemory:
+    """Physical memory of another process (``cuMemImportFromShareableHandle``).
+
+    ``handle`` is a file descriptor, which stays the caller's, or the 64 bytes of a fabric handle. Nobody checks that
+    the memory has ``nbytes`` bytes, see :func:`streamalloc.vmm.internal.check_mappable`.
+    """
+    memory = PhysicalMemory.__new__(PhysicalMemory)
+    memory._prepare(door, nbytes, Kind.MEMORY)
+    memory._import(handle)
+    memory._find_spec()
+    return memory
 
 
 _NOT_MAPPED = "nothing is mapped by hand at this address"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 
 from streamalloc.core.device import Device
-from streamalloc.core.errors import CudaError, attach
+from streamalloc.core.errors import undoing
 from streamalloc.core.stream import StreamLike
 from streamalloc.vmm.access import Rights
 from streamalloc.vmm.generic_handle import GenericAllocation
@@ -60,9 +61,8 @@ class RemappableBuffer(VirtualBuffer):
         """
         wanted = tuple(names)
         with self._lock:
-            same = 0
-            while same < min(len(self._names), len(wanted)) and self._names[same] == wanted[same]:
-                same += 1
+            pairs = zip(self._names, wanted, strict=False)
+            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             made = [make(place) for place in range(same, len(wanted))]
             entries = list(self.range._table())
             staying, going = entries[:same], entries[same:]
@@ -71,18 +71,16 @@ class RemappableBuffer(VirtualBuffer):
             before = self._names, self._mapped, self._nbytes
             end = staying[-1].stop if staying else 0
             self._names, self._mapped, self._nbytes = wanted[:same], end, min(nbytes, max(end - self._offset, 0))
-            try:
+
+            def undo() -> None:
+                self.range._unmap(self.range._touching(end, self.range.nbytes))
+                self._map_all(end, [entry.memory for entry in going])
+                self._names, self._mapped, self._nbytes = before
+
+            with undoing(undo):
                 self.range._unmap(going)
                 self._mapped = self._map_all(end, made)
                 self._names, self._nbytes = wanted, nbytes
-            except BaseException as first:
-                try:
-                    self.range._unmap([entry for entry in self.range._table() if entry.node.offset >= end])
-                    self._map_all(end, [entry.memory for entry in going])
-                    self._names, self._mapped, self._nbytes = before
-                except CudaError as later:
-                    attach(first, later)
-                raise
             for entry in going:
                 close_quietly(entry.memory)
 
@@ -92,6 +90,5 @@ class RemappableBuffer(VirtualBuffer):
         for memory in memories:
             entries.append(self.range._map(memory, at))
             at += memory.nbytes
-        if entries and self._structs:
-            self.range._grant(entries, self._rights, self._structs)
+        self.range._grant(entries, self._rights)
         return at

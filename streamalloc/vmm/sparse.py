@@ -16,15 +16,7 @@ import numpy.typing as npt
 
 from streamalloc.core.arguments import check_device
 from streamalloc.core.device import Device
-from streamalloc.core.errors import (
-    ClosedError,
-    CudaError,
-    NotSupportedError,
-    OutOfMemoryError,
-    refused,
-    size_text,
-    undoing,
-)
+from streamalloc.core.errors import ClosedError, CudaError, OutOfMemoryError, refused, size_text, undoing, unsupported
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import checked_size
 from streamalloc.core.stream import Event, Stream, StreamLike, as_stream, raw_handle, refuse_capture
@@ -86,20 +78,16 @@ class TilePool(Closes):
 
     __slots__ = ("__weakref__", "_free", "device", "memory", "tiles")
 
-    device: Device
-    """The device that has the memory."""
-    memory: PhysicalMemory
-    """The physical memory."""
-    tiles: int
-    """How many tiles of 64 KiB it has."""
-
     def __init__(self, device: Device, nbytes: int, *, round_up: bool = False) -> None:
         check_device("device", device)
-        self.device = device
-        self.memory = PhysicalMemory(nbytes, device, tile_pool=True, round_up=round_up)
+        self.device: Device = device
+        """The device that has the memory."""
+        self.memory: PhysicalMemory = PhysicalMemory(nbytes, device, tile_pool=True, round_up=round_up)
+        """The physical memory."""
         # Driver 580 crashes where the memory is released while an operation with it is queued.
         self.memory._handle.users = (device.ordinal,)
-        self.tiles = self.memory.nbytes // _TILE
+        self.tiles: int = self.memory.nbytes // _TILE
+        """How many tiles of 64 KiB it has."""
         self._free: deque[_FreeTile] = deque(_FreeTile(tile, None, None) for tile in range(self.tiles))
 
     @property
@@ -260,23 +248,6 @@ class SparseArray(Closes):
         "tile",
     )
 
-    device: Device
-    """The device that has the array."""
-    shape: tuple[int, ...]
-    """The shape of level 0, in elements."""
-    dtype: np.dtype[Any]
-    """The type of one channel."""
-    channels: int
-    """How many channels an element has."""
-    layered: bool
-    """Whether the first dimension counts layers."""
-    levels: int
-    """How many levels of detail there are; 0 where the array is not mipmapped."""
-    tile: tuple[int, ...]
-    """The shape of a tile in elements: (height, width) or (depth, height, width)."""
-    mip_tail: MipTail | None
-    """The levels that are mapped together; None where there are none."""
-
     def __init__(
         self,
         device: Device,
@@ -288,12 +259,18 @@ class SparseArray(Closes):
         levels: int = 0,
     ) -> None:
         check_device("device", device)
-        self.device = device
-        self.shape = tuple(checked_size("shape", extent) for extent in shape)
-        self.dtype = np.dtype(dtype)
-        self.channels = channels
-        self.layered = bool(layered)
-        self.levels = checked_size("levels", levels)
+        self.device: Device = device
+        """The device that has the array."""
+        self.shape: tuple[int, ...] = tuple(checked_size("shape", extent) for extent in shape)
+        """The shape of level 0, in elements."""
+        self.dtype: np.dtype[Any] = np.dtype(dtype)
+        """The type of one channel."""
+        self.channels: int = channels
+        """How many channels an element has."""
+        self.layered: bool = bool(layered)
+        """Whether the first dimension counts layers."""
+        self.levels: int = checked_size("levels", levels)
+        """How many levels of detail there are; 0 where the array is not mipmapped."""
         self._array = _Array(device, bool(self.levels))
         kind = f"{self.dtype.kind}{self.dtype.itemsize}"
         if len(self.shape) not in (2, 3) or 0 in self.shape:
@@ -305,8 +282,7 @@ class SparseArray(Closes):
         if channels not in (1, 2, 4):
             raise ValueError(f"channels={channels!r}: allowed are 1, 2 and 4")
         if not device.attribute("SPARSE_CUDA_ARRAY_SUPPORTED"):
-            why = f"it needs a device with sparse arrays, found {device!r}"
-            raise refused(NotSupportedError, "cuArray3DCreate", why)
+            raise unsupported("cuArray3DCreate", "a device with sparse arrays", repr(device))
         with undoing(self.close):
             self._create(kind)
 
@@ -327,13 +303,12 @@ class SparseArray(Closes):
                 door.create(self._array, "_raw", "cuArray3DCreate", descriptor, hint=hint)
                 found = door.call("cuArrayGetSparseProperties", self._array.raw)
         extent = found.tileExtent
-        self.tile = (int(extent.height), int(extent.width))
-        if len(self.shape) == 3 and not self.layered:
-            self.tile = (int(extent.depth), *self.tile)
-        size = int(found.miptailSize)
-        self.mip_tail = (
-            MipTail(int(found.miptailFirstLevel), size, bool(int(found.flags) & _SINGLE_TAIL)) if size else None
-        )
+        extents = (int(extent.depth), int(extent.height), int(extent.width))
+        self.tile: tuple[int, ...] = extents[1 if len(self.shape) == 2 or self.layered else 0 :]
+        """The shape of a tile in elements: (height, width) or (depth, height, width)."""
+        tail = MipTail(int(found.miptailFirstLevel), int(found.miptailSize), bool(int(found.flags) & _SINGLE_TAIL))
+        self.mip_tail: MipTail | None = tail if tail.nbytes else None
+        """The levels that are mapped together; None where there are none."""
 
     @property
     def handle(self) -> int:
@@ -553,10 +528,8 @@ class SparseArray(Closes):
         extents = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
         wanted = (*extents, self.channels) if self.channels > 1 else extents
         if host.shape != wanted or host.dtype != self.dtype or not host.flags.c_contiguous:
-            raise ValueError(
-                f"the host array must be contiguous, of shape {wanted} and {self.dtype}; "
-                f"it has shape {host.shape} and {host.dtype}"
-            )
+            found = f"it has shape {host.shape} and {host.dtype}"
+            raise ValueError(f"the host array must be contiguous, of shape {wanted} and {self.dtype}; {found}")
         door, width = self.device._door, extents[-1] * self.element_bytes
         z = layer if self.layered else starts[0] if len(starts) == 3 else 0
         ours, theirs = ("dst", "src") if to_array else ("src", "dst")
@@ -607,10 +580,8 @@ class SparseArray(Closes):
         ranges = []
         for start, stop, step, extent in zip(starts, stops, self.tile, shape, strict=True):
             if start % step or (stop % step and stop != extent):
-                raise ValueError(
-                    f"region={region!r} cuts tiles, which are {self.tile} elements: begin and end at multiples, or at "
-                    f"the end of the level, which has shape {shape}"
-                )
+                ends = f"at multiples of {self.tile} elements, or at the end of the level, which has shape {shape}"
+                raise ValueError(f"region={region!r} cuts tiles, which begin and end {ends}")
             ranges.append(range(start // step, -(-stop // step)))
         for place in itertools.product(*ranges):
             yield _Tile(level, layer, *(0,) * (3 - len(place)), *place)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import NamedTuple
 
 from typing_extensions import Self
@@ -11,14 +10,14 @@ from typing_extensions import Self
 from streamalloc.core.buffer import Buffer
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
-from streamalloc.core.errors import ClosedError, CudaError, EvictedError, InUseError, attach, size_text
+from streamalloc.core.errors import ClosedError, CudaError, EvictedError, InUseError, attach, size_text, undoing
 from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
-from streamalloc.core.stream import Stream, StreamLike, as_stream
+from streamalloc.core.stream import Stream, StreamLike, as_stream, refuse_capture
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import reachable_from
-from streamalloc.vmm.access import Access, Rights, rights_of, structs_of
+from streamalloc.vmm.access import Access, Rights, rights_of
 from streamalloc.vmm.address_range import AddressRange, Mapping, MappingEntry
 from streamalloc.vmm.allocations import allocations_of
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
@@ -62,10 +61,7 @@ class VirtualBuffer(Memory, Closes):
     release is released later. Not to be used from several threads at once.
     """
 
-    __slots__ = ("__weakref__", "_device", "_evicted", "_mapped", "_nbytes", "_rights", "_stream", "_structs", "range")
-
-    range: AddressRange
-    """The addresses, which are the buffer's until it is closed."""
+    __slots__ = ("__weakref__", "_device", "_evicted", "_mapped", "_nbytes", "_rights", "_stream", "range")
 
     def _open(
         self, device: Device, capacity: int, alignment: int, address: int, rights: Rights, stream: StreamLike | None
@@ -74,11 +70,11 @@ class VirtualBuffer(Memory, Closes):
         self._device = device
         self._stream = None if stream is None else as_stream(stream, device._door)
         self._rights = rights
-        self._structs = structs_of(rights)
         self._mapped = 0
         self._nbytes = 0
         self._evicted: Eviction | None = None
-        self.range = AddressRange(capacity, alignment=alignment, address=address, driver=device.driver)
+        self.range: AddressRange = AddressRange(capacity, alignment=alignment, address=address, driver=device.driver)
+        """The addresses, which are the buffer's until it is closed."""
         self.range._owned = True
 
     @property
@@ -176,7 +172,6 @@ class VirtualBuffer(Memory, Closes):
         if rights and entries:
             self.range._set_rights(entries, rights, after)
         self._rights = {where: allowed for where, allowed in {**self._rights, **rights}.items() if allowed}
-        self._structs = structs_of(self._rights)
 
     def evict(
         self, backup: MemoryPool | Memory | None = None, *, stream: StreamLike | None = None, after: After = None
@@ -290,7 +285,7 @@ class VirtualBuffer(Memory, Closes):
 
     def _copying_stream(self, stream: StreamLike | None) -> Stream:
         ordered = self.stream if stream is None else as_stream(stream, self._door)
-        ordered._refuse_capture("cuMemUnmap", "memory cannot be evicted or restored in a capture")
+        refuse_capture(ordered, "cuMemUnmap", "memory cannot be evicted or restored in a capture")
         return ordered
 
     def _copy_back(self, backup: Memory, made: Sequence[MappingEntry], stream: Stream) -> None:
@@ -300,12 +295,10 @@ class VirtualBuffer(Memory, Closes):
             self.copy_from(backup, stream)
             return
         # The device that copies needs to write meanwhile.
-        writes: Rights = {writer: MemAccess.READWRITE}
-        self.range._grant(made, writes, structs_of(writes))
+        self.range._grant(made, {writer: MemAccess.READWRITE})
         self.copy_from(backup, stream)
         stream.synchronize()
-        given: Rights = {writer: allowed}
-        self.range._grant(made, given, structs_of(given))
+        self.range._grant(made, {writer: allowed})
 
     def close(self, after: After = None) -> None:
         """Unmap and release everything, and give the addresses back, once ``after`` has passed. Idempotent."""
@@ -314,13 +307,7 @@ class VirtualBuffer(Memory, Closes):
         entries = list(self.range._table())
         if entries:
             wait(after, self._door, accessing(entry.rights for entry in entries))
-            before = self._mapped, self._nbytes
-            self._mapped = self._nbytes = 0
-            try:
-                self._discard(entries)
-            except CudaError:
-                self._mapped, self._nbytes = before
-                raise
+            self._cut(0, 0)
         evicted = self._evicted
         self._evicted = None
         self._mapped = self._nbytes = 0
@@ -336,21 +323,24 @@ class VirtualBuffer(Memory, Closes):
             return []
         start = chunks[0].offset
         self._trim(start)
-        try:
+        with undoing(lambda: self._trim(start)):
             made = [self.range._map(spec.make(nbytes), offset) for offset, nbytes, spec in chunks]
-            if self._structs:
-                self.range._grant(made, self._rights, self._structs)
+            self.range._grant(made, self._rights)
             return made
-        except BaseException as first:
-            try:
-                self._trim(start)
-            except CudaError as later:
-                attach(first, later)
-            raise
 
     def _trim(self, start: int) -> None:
         """Unmap what is mapped from an offset on, where nothing is the buffer's: a call that failed has left it."""
         self._discard(self.range._touching(start, self.range.nbytes))
+
+    def _cut(self, mapped: int, nbytes: int) -> None:
+        """Keep ``mapped`` bytes, where a chunk ends. Where the driver refuses to unmap, the buffer is as it was."""
+        before = self._mapped, self._nbytes
+        self._mapped, self._nbytes = mapped, nbytes
+        try:
+            self._trim(mapped)
+        except CudaError:
+            self._mapped, self._nbytes = before
+            raise
 
     def _discard(self, entries: Sequence[MappingEntry]) -> None:
         """Unmap memory, and release it: what the driver refuses to release is released later."""
@@ -375,10 +365,8 @@ class VirtualBuffer(Memory, Closes):
         if not backup.location.on_host:
             raise ValueError(f"backup={backup!r} is not in host memory")
         if not reachable_from(backup, stream.device):
-            raise ValueError(
-                f"backup={backup!r} gives {stream.device!r} no access, so that copies would not run at full speed: "
-                "pool.set_access(device, MemAccess.READWRITE) does"
-            )
+            how = "pool.set_access(device, MemAccess.READWRITE) gives it, so that copies run at full speed"
+            raise ValueError(f"backup={backup!r} gives {stream.device!r} no access: {how}")
         return backup.allocate(self._nbytes, stream)
 
     def _check_open(self) -> None:
@@ -404,11 +392,6 @@ class VirtualBuffer(Memory, Closes):
     def __enter__(self) -> Self:
         self._check_open()
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         range_ = getattr(self, "range", None)

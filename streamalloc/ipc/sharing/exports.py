@@ -35,7 +35,7 @@ from streamalloc.ipc.sharing.lease import Hold, Lease, Leases, leases_of
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.pointers import MemoryKind, PointerAttributes, pointer_attributes
 from streamalloc.vmm import AddressRange, GrowableBuffer, Mapping, PhysicalMemory, RangeView, VirtualBuffer
-from streamalloc.vmm.internal import covering, door_of_range, is_imported, spec_of
+from streamalloc.vmm.internal import covering, is_imported
 
 __all__ = ["Exports", "Shared", "exports_of", "share"]
 
@@ -453,7 +453,7 @@ def _share_part(buffer: Buffer, offset: int, size: int, stream: StreamLike | Non
 def _share_physical(
     memory: PhysicalMemory, stream: StreamLike | None, hold: bool, handle_type: MemHandleType | None
 ) -> Shared:
-    door = spec_of(memory).door
+    door = door_behind(memory)
     exports = _prepared(door)
     _refuse_imported(memory)
     kind = _handle_type([memory], handle_type)
@@ -503,7 +503,7 @@ def _share_range(
     """Share the chunks that bytes of an address range lie in."""
     if not size:
         raise ValueError(f"{thing!r} is empty: there is nothing to share")
-    door = door_of_range(addresses)
+    door = door_behind(addresses)
     exports = _prepared(door)
     ordered = _ordered(thing, stream, door)
     # Of a growing buffer, all chunks from its beginning on, so that importers recognise those they have.

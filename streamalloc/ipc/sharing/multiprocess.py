@@ -39,7 +39,6 @@ from streamalloc.ipc.sharing.imports import open as open_shared
 from streamalloc.ipc.transport import handle_server
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm import GrowableBuffer, Mapping, PhysicalMemory, RangeView, StripedBuffer
-from streamalloc.vmm.internal import spec_of
 
 __all__ = ["KINDS", "reduce", "serve"]
 
@@ -62,7 +61,7 @@ _serving = threading.Lock()
 
 def reduce(thing: Any) -> tuple[Callable[[bytes], Imported], tuple[bytes]]:
     """How something is pickled for another process."""
-    serve(spec_of(thing).door if isinstance(thing, PhysicalMemory) else door_behind(thing))
+    serve(door_behind(thing))
     shared = share(thing, hold=True)
     data = shared.to_bytes()
     shared.hand_over(_carrier())

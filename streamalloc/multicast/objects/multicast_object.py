@@ -8,12 +8,11 @@ the addresses.
 from __future__ import annotations
 
 import dataclasses
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from typing_extensions import Self
 
-from streamalloc.core.arguments import door_of
+from streamalloc.core.arguments import check_device, door_of
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
 from streamalloc.core.errors import (
@@ -27,11 +26,11 @@ from streamalloc.core.errors import (
 from streamalloc.core.fd import Fd
 from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes
-from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, MulticastObjectProp, checked_size
+from streamalloc.core.properties import MemHandleType, MemLocation, MulticastObjectProp, checked_size
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
 from streamalloc.multicast.objects.bindable import Member, check_member, member_of
-from streamalloc.vmm import Mapping, PhysicalMemory
+from streamalloc.vmm import PhysicalMemory
 from streamalloc.vmm.internal import (
     GRANULARITY,
     Access,
@@ -41,16 +40,16 @@ from streamalloc.vmm.internal import (
     GenericAllocation,
     HandleNode,
     Kind,
+    LoneMapping,
     Node,
     Rights,
     map_alone,
+    mappings_text,
     rights_of,
     wait,
 )
 
 __all__ = ["Binding", "MulticastObject", "MulticastView"]
-
-_Granularity = cuda.CUmulticastGranularity_flags
 
 # What is bound must not be freed before it is unbound, in whatever order the garbage collector ends a cycle that has
 # all of it: so it is no part of any cycle, and no node refers to an object of a user.
@@ -109,7 +108,7 @@ class BoundBytes(HandleNode):
         """The user has unbound it: the memory has nothing to do with the object any more, but by other bindings."""
         state, order = self.state, self.allocations.order
         order.unrelate(self.object, self.kept)
-        if state is not None and all(other.object is not self.object for other in _bindings_of(state)):
+        if state is not None and all(other.object is not self.object for other in list(state.bindings)):
             state.teams.pop(team, None)
             for handle in list(state.handles):
                 order.unrelate(handle, team)
@@ -134,10 +133,6 @@ class BoundBytes(HandleNode):
         """The memory has one binding less."""
         if self.state is not None:
             self.state.bindings.pop(self, None)
-
-
-def _bindings_of(state: AllocationState) -> list[Any]:
-    return list(state.bindings)
 
 
 class BindingEntry(NamedTuple):
@@ -208,14 +203,6 @@ class MulticastObject(GenericAllocation):
 
     __slots__ = ("_bound", "_complete", "_devices", "_prop", "_step", "_team")
 
-    _bound: list[BindingEntry]
-    _complete: bool
-    """Whether somebody said that all devices were added."""
-    _devices: list[Device]
-    _prop: MulticastObjectProp
-    _step: int
-    _team: Node
-
     def __init__(
         self,
         nbytes: int,
@@ -235,16 +222,16 @@ class MulticastObject(GenericAllocation):
             prop = dataclasses.replace(prop, size=-(-prop.size // step) * step)
         elif prop.size % step:
             which = "recommended granularity" if recommended else "granularity"
-            raise ValueError(
-                f"nbytes={nbytes}: allowed are multiples of the {which}, {size_text(step)}; round_up=True rounds"
-            )
+            allowed = f"multiples of the {which}, {size_text(step)}; round_up=True rounds"
+            raise ValueError(f"nbytes={nbytes}: allowed are {allowed}")
         self._open(door, prop, smallest)
         self._create("cuMulticastCreate", prop.to_driver())
 
     def _open(self, door: Door, prop: MulticastObjectProp, step: int) -> None:
-        self._bound = []
+        self._bound: list[BindingEntry] = []
         self._complete = False
-        self._devices = []
+        """Whether somebody said that all devices were added."""
+        self._devices: list[Device] = []
         self._prop = prop
         self._step = step
         self._team = Node(Kind.TEAM)
@@ -359,10 +346,7 @@ class MulticastObject(GenericAllocation):
             The device is not joined by NVLink to the others of the team.
         """
         raw = self._checked_raw()
-        if not isinstance(device, Device):
-            raise TypeError(f"device must be a Device, not {type(device).__name__} ({device!r})")
-        if device._door is not self._door:
-            raise ValueError(f"device={device!r} belongs to another driver than {self!r}")
+        check_device("device", device, self._door)
         if device in self._devices:
             raise ValueError(f"device={device!r} was added already: a team has each device once")
         if self._all_here:
@@ -430,15 +414,14 @@ class MulticastObject(GenericAllocation):
             raise ValueError(f"offset={offset}: allowed are multiples of the granularity, {size_text(self._step)}")
         if start + member.nbytes > self.nbytes:
             raise ValueError(f"offset={offset}: {size_text(member.nbytes)} end outside of {self!r}")
-        ordinal = check_member(member, self._step, device, shareable=self._must_be_shareable)
+        ordinal = check_member(member, self._step, device, shareable=bool(self._handle_types) or self._state.imported)
         if self._all_here and all(ordinal != one.ordinal for one in self._devices):
             raise ValueError(f"{memory!r}: device {ordinal} is not in the team of {self!r}, which has {self._named()}")
         for other in self._table():
             node = other.node
             if node.device == ordinal and node.offset < start + member.nbytes and start < other.stop:
-                raise ValueError(
-                    f"offset={offset}: bytes {node.offset} to {other.stop} of device {ordinal} are bound already"
-                )
+                taken = f"bytes {node.offset} to {other.stop} of device {ordinal}"
+                raise ValueError(f"offset={offset}: {taken} are bound already")
         node = BoundBytes(self._handle, member, ordinal, start)
         entry = BindingEntry(member, node)
         name, arguments = member.call(raw, ordinal, start, versioned=device is not None and member.on_host)
@@ -495,9 +478,8 @@ class MulticastObject(GenericAllocation):
             return
         # What dropped ranges have mapped is the object's to unmap.
         self._handle.allocations.work()
-        count = self.mapping_count
-        if count:
-            raise ValueError(f"{self!r} has {count} mapping{'' if count == 1 else 's'}: unmap before it is closed")
+        if self.mapping_count:
+            raise ValueError(f"{self!r} has {mappings_text(self.mapping_count)}: unmap before it is closed")
         self._end(after)
 
     # -- for the package of virtual memory -------------------------------------------------------------------
@@ -586,10 +568,6 @@ class MulticastObject(GenericAllocation):
     def _all_here(self) -> bool:
         return len(self._devices) == self.num_devices
 
-    @property
-    def _must_be_shareable(self) -> bool:
-        return bool(self._prop.handle_types) or self._state.imported
-
     def _check_complete(self, purpose: str) -> None:
         if not self.complete:
             missing = self.num_devices - len(self._devices)
@@ -605,9 +583,7 @@ class MulticastObject(GenericAllocation):
         self._checked_raw()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.end()
 
     def end(self, after: After = None) -> None:
@@ -632,11 +608,9 @@ class Binding(Closes):
 
     __slots__ = ("_entry", "multicast")
 
-    multicast: MulticastObject
-    """The object that the memory is bound to."""
-
     def __init__(self, multicast: MulticastObject, entry: BindingEntry) -> None:
-        self.multicast = multicast
+        self.multicast: MulticastObject = multicast
+        """The object that the memory is bound to."""
         self._entry = entry
 
     @property
@@ -692,7 +666,7 @@ class Binding(Closes):
         )
 
 
-class MulticastView(Mapping):
+class MulticastView(LoneMapping):
     """A multicast object mapped at addresses of its own: made by :meth:`MulticastObject.map`.
 
     :meth:`fill` and :meth:`copy_from` write to the memory of every device. There is nothing to read: ordinary loads are
@@ -703,24 +677,13 @@ class MulticastView(Mapping):
 
     __slots__ = ()
 
-    def set_access(self, access: Access, flags: MemAccess = MemAccess.READWRITE, *, after: After = None) -> None:
-        """Set who may use it (``cuMemSetAccess``); see :meth:`AddressRange.set_access`."""
-        self._set_access(access, flags, after)
-
-    def close(self, after: After = None) -> None:
-        """Unmap it and give the addresses back, once ``after`` has passed, see :class:`AddressRange`; idempotent."""
-        self._close_with_range(after)
-
 
 _POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
 
 
 def _granularity_of(door: Door, prop: MulticastObjectProp, *, recommended: bool = False) -> int:
-    which = (
-        _Granularity.CU_MULTICAST_GRANULARITY_RECOMMENDED
-        if recommended
-        else _Granularity.CU_MULTICAST_GRANULARITY_MINIMUM
-    )
+    # MINIMUM is 0, RECOMMENDED 1
+    which = cuda.CUmulticastGranularity_flags(int(recommended))
     return int(door.call("cuMulticastGetGranularity", prop.to_driver(), which))
 
 
