@@ -1,10 +1,13 @@
-"""Arguments as the bindings take them: the same conversions, the same Python exceptions."""
+"""Arguments as the bindings take them: the same conversions, the same Python exceptions.
+
+A parameter of a driver call that is annotated with one of the types here has been converted when the call begins.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 from streamalloc.driver.bindings import cuda
 
@@ -111,6 +114,26 @@ def host_pointer(value: Any) -> int:
     raise TypeError(
         f"Provided argument is of type {type(value)} but expected Type None, int or object with Buffer Protocol"
     )
+
+
+UnsignedInt = Annotated[int, unsigned_int]
+UnsignedLongLong = Annotated[int, unsigned_long_long]
+Size = Annotated[int, size_t]
+Int = Annotated[int, signed_int]
+Word32 = Annotated[int, word32]
+Word64 = Annotated[int, word64]
+HostPointer = Annotated[int, host_pointer]
+DevicePointer = Annotated[int, device_pointer]
+MemoryHandle = Annotated[int, memory]
+EventHandle = Annotated[int, event]
+PoolHandle = Annotated[int, pool]
+HostFunctionHandle = Annotated[int, host_function]
+
+
+def conversions(method: Callable[..., Any]) -> dict[str, Convert]:
+    """The parameters of a method that are annotated with one of these types, and how each is converted."""
+    hints = get_type_hints(method, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
 
 
 def member(name: str, value: Any, cls: Any) -> int:

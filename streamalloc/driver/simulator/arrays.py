@@ -208,9 +208,7 @@ class Linear:
 class TileCopy(Operation):
     """Moves a box between an array and ordinary memory, some slices at a time."""
 
-    def __init__(
-        self, supply: Supply, context: Context, array: Array, box: Box, linear: Linear, into: bool
-    ) -> None:
+    def __init__(self, supply: Supply, context: Context, array: Array, box: Box, linear: Linear, into: bool) -> None:
         self._supply = supply
         self._context = context
         self._array = array

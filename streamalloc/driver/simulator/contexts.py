@@ -131,4 +131,3 @@ class Context:
             self._timeline.retire(self._marks)
         self._legacy = self._marks = None
         self._per_thread.clear()
-

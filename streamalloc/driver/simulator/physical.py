@@ -57,9 +57,7 @@ class Memory(Mappable):
     multicast object. ``bank`` gets its bytes back then: None where they were never taken, because another process has.
     """
 
-    def __init__(
-        self, physical: Physical, offset: int, size: int, properties: Properties, bank: Bank | None
-    ) -> None:
+    def __init__(self, physical: Physical, offset: int, size: int, properties: Properties, bank: Bank | None) -> None:
         super().__init__(size, properties)
         self.physical = physical
         self.offset = offset

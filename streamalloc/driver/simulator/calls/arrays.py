@@ -10,6 +10,7 @@ from streamalloc.driver.bindings import cuda
 
 from .. import arguments
 from ..allocations import Allocation
+from ..arguments import UnsignedInt
 from ..arrays import (
     TAIL,
     Array,
@@ -27,7 +28,6 @@ from ..contexts import Context
 from ..errors import NotModelled, check
 from ..physical import Memory
 from ..timeline import Stream
-from .base import modelled
 from .copies import CopyCalls
 
 _LAYERED, _GATHER, _SPARSE = 0x01, 0x08, 0x40  # CUDA_ARRAY3D_*
@@ -48,12 +48,10 @@ class ArrayCalls(CopyCalls):
 
     # -- making and ending -----------------------------------------------------------------------------------
 
-    @modelled(1)
     def cuArrayCreate(self, pAllocateArray: Any) -> Any:
         arguments.struct("pAllocateArray", pAllocateArray, cuda.CUDA_ARRAY_DESCRIPTOR)
         raise NotModelled("cuArrayCreate: arrays that are not sparse")
 
-    @modelled(1)
     def cuArray3DCreate(self, pAllocateArray: Any) -> Any:
         descriptor = arguments.struct("pAllocateArray", pAllocateArray, cuda.CUDA_ARRAY3D_DESCRIPTOR)
         storage = Storage(self._array_context(), self._layout(descriptor))
@@ -61,14 +59,12 @@ class ArrayCalls(CopyCalls):
         self._machine.arrays.arrays[array.handle] = array
         return cuda.CUarray(array.handle)
 
-    @modelled(1)
-    def cuMipmappedArrayCreate(self, pMipmappedArrayDesc: Any, numMipmapLevels: Any) -> Any:
+    def cuMipmappedArrayCreate(self, pMipmappedArrayDesc: Any, numMipmapLevels: UnsignedInt) -> Any:
         descriptor = arguments.struct("pMipmappedArrayDesc", pMipmappedArrayDesc, cuda.CUDA_ARRAY3D_DESCRIPTOR)
-        levels = arguments.unsigned_int(numMipmapLevels)
         layout = self._layout(descriptor)
-        if layout.solid or not 0 < levels <= max(layout.extent).bit_length():
+        if layout.solid or not 0 < numMipmapLevels <= max(layout.extent).bit_length():
             raise NotModelled("mipmapped arrays of three dimensions, without levels, or with more than there can be")
-        storage = Storage(self._array_context(), replace(layout, levels=levels, mipmapped=True))
+        storage = Storage(self._array_context(), replace(layout, levels=numMipmapLevels, mipmapped=True))
         mipmap = MipmappedArray(storage)
         self._machine.arrays.mipmapped[mipmap.handle] = mipmap
         return cuda.CUmipmappedArray(mipmap.handle)
@@ -114,14 +110,12 @@ class ArrayCalls(CopyCalls):
             raise NotModelled("using a mipmapped array that does not exist")
         return found
 
-    @modelled(0)
     def cuArrayDestroy(self, hArray: Any) -> None:
         array = self._array(hArray)
         if array.mipmap is None:
             self._check_unused(array.storage)
         self._machine.arrays.destroy(array)
 
-    @modelled(0)
     def cuMipmappedArrayDestroy(self, hMipmappedArray: Any) -> None:
         mipmap = self._mipmapped_array(hMipmappedArray)
         self._check_unused(mipmap.storage)
@@ -131,19 +125,17 @@ class ArrayCalls(CopyCalls):
         if storage.queued:
             raise NotModelled("destroying an array while work with it is queued")
 
-    @modelled(1)
-    def cuMipmappedArrayGetLevel(self, hMipmappedArray: Any, level: Any) -> Any:
-        mipmap, number = self._mipmapped_array(hMipmappedArray), arguments.unsigned_int(level)
-        check(number < mipmap.storage.layout.levels)
-        array = mipmap.levels.get(number)
+    def cuMipmappedArrayGetLevel(self, hMipmappedArray: Any, level: UnsignedInt) -> Any:
+        mipmap = self._mipmapped_array(hMipmappedArray)
+        check(level < mipmap.storage.layout.levels)
+        array = mipmap.levels.get(level)
         if array is None:
-            array = mipmap.levels[number] = Array(mipmap.storage, number, mipmap)
+            array = mipmap.levels[level] = Array(mipmap.storage, level, mipmap)
             self._machine.arrays.arrays[array.handle] = array
         return cuda.CUarray(array.handle)
 
     # -- what they are like ----------------------------------------------------------------------------------
 
-    @modelled(1)
     def cuArray3DGetDescriptor(self, hArray: Any) -> Any:
         array = self._array(hArray)
         layout = array.storage.layout
@@ -154,7 +146,6 @@ class ArrayCalls(CopyCalls):
         descriptor.Flags = layout.flags
         return descriptor
 
-    @modelled(1)
     def cuArrayGetDescriptor(self, hArray: Any) -> Any:
         array = self._array(hArray)
         layout = array.storage.layout
@@ -165,13 +156,11 @@ class ArrayCalls(CopyCalls):
         descriptor.Format, descriptor.NumChannels = cuda.CUarray_format(layout.format), layout.channels
         return descriptor
 
-    @modelled(1)
     def cuArrayGetSparseProperties(self, array: Any) -> Any:
         found = self._array(array)
         check(found.mipmap is None)
         return self._sparse_properties(found.storage.layout)
 
-    @modelled(1)
     def cuMipmappedArrayGetSparseProperties(self, mipmap: Any) -> Any:
         return self._sparse_properties(self._mipmapped_array(mipmap).storage.layout)
 
@@ -186,7 +175,6 @@ class ArrayCalls(CopyCalls):
             properties.flags = 0 if layout.mipmapped else _ONE_TAIL
         return properties
 
-    @modelled(1)
     def cuMipmappedArrayGetMemoryRequirements(self, mipmap: Any, device: Any) -> Any:
         self._mipmapped_array(mipmap)
         self._device(device)
@@ -194,12 +182,10 @@ class ArrayCalls(CopyCalls):
 
     # -- tiles and memory ------------------------------------------------------------------------------------
 
-    @modelled(0)
-    def cuMemMapArrayAsync(self, mapInfoList: Any, count: Any, hStream: Any) -> None:
-        number = arguments.unsigned_int(count)
-        wanted = arguments.structs("mapInfoList", mapInfoList, cuda.CUarrayMapInfo, number)
+    def cuMemMapArrayAsync(self, mapInfoList: Any, count: UnsignedInt, hStream: Any) -> None:
+        wanted = arguments.structs("mapInfoList", mapInfoList, cuda.CUarrayMapInfo, count)
         stream = self._stream(hStream)
-        check(number)
+        check(count)
         if self._machine.graphs.captures and self._captured(stream):
             raise NotModelled("cuMemMapArrayAsync during stream capture")
         stream.submit(Remap([change for info in wanted for change in self._changes(info, stream)]))
@@ -266,11 +252,9 @@ class ArrayCalls(CopyCalls):
 
     # -- copies ----------------------------------------------------------------------------------------------
 
-    @modelled(0)
     def cuMemcpy3D(self, pCopy: Any) -> None:
         self._copy_box(pCopy, None)
 
-    @modelled(0)
     def cuMemcpy3DAsync(self, pCopy: Any, hStream: Any) -> None:
         self._copy_box(pCopy, hStream)
 

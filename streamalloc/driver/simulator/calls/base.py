@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
+
+from streamalloc.driver.bindings import cuda
 
 from .. import arguments, turns
 from ..contexts import Context, Device
@@ -16,55 +19,90 @@ from ..timeline import Operation, Stream
 Method = Callable[..., Any]
 
 
-def modelled(values: int, before_init: bool = False) -> Callable[[Method], Method]:
-    """Make a driver call of a method that returns its ``values`` results and raises :class:`Fault`.
+EDGE_DATA: bool = hasattr(cuda, "cuMemGetDefaultMemPool")
+"""Whether the bindings return edge data in more calls, as those for CUDA 13 do."""
+_VALUES = {
+    "cuStreamGetCaptureInfo": 5 + EDGE_DATA,
+    "cuStreamGetCaptureInfo_v3": 6,
+    "cuGraphGetEdges": 3 + EDGE_DATA,
+    "cuGraphGetEdges_v2": 4,
+}
+_BEFORE_INIT = {"cuInit", "cuDriverGetVersion", "cuGetErrorName", "cuGetErrorString"}
 
-    The call returns a tuple that starts with the result code, as the bindings do; where it fails, None stands
-    for each value. ``before_init`` marks the few calls that work before cuInit.
+
+def driver_call(method: Method) -> Method:
+    """Make a driver call of a method that returns its results and raises :class:`Fault`.
+
+    The call returns a tuple that starts with the result code, as the bindings do, with the values that the method's
+    annotation promises; where it fails, None stands for each. Arguments are converted as their annotations say.
     """
+    values = _VALUES.get(method.__name__, _count_values(method.__annotations__["return"]))
+    convert = arguments.conversions(method)
+    names = list(inspect.signature(method).parameters)[1:]
+    convert_at = [(at, convert[name]) for at, name in enumerate(names) if name in convert]
+    before_init = method.__name__ in _BEFORE_INIT
     nothing = (None,) * values
     success, not_initialized = Result.CUDA_SUCCESS, Result.CUDA_ERROR_NOT_INITIALIZED
     deinitialized = Result.CUDA_ERROR_DEINITIALIZED
     exiting = sys.is_finalizing  # kept here: at that time a module's own names may be gone
 
-    def decorate(method: Method) -> Method:
-        def answer(self: Calls, caller: turns.Caller, args: Any, kwargs: Any) -> tuple[Any, ...]:
-            timeline = self._machine.timeline
-            turns.enter()
-            before, timeline.caller = timeline.caller, caller
-            try:
-                value = method(self, *args, **kwargs)
-            except Fault as fault:
-                return (fault.code, *nothing)
-            finally:
-                timeline.caller = before
-                turns.leave()
-            if values == 1:
-                return (success, value)
-            return (success, *value) if values else (success,)
+    def answer(self: Calls, caller: turns.Caller, args: Any, kwargs: Any) -> tuple[Any, ...]:
+        timeline = self._machine.timeline
+        turns.enter()
+        before, timeline.caller = timeline.caller, caller
+        try:
+            value = method(self, *args, **kwargs)
+        except Fault as fault:
+            return (fault.code, *nothing)
+        finally:
+            timeline.caller = before
+            turns.leave()
+        if values == 1:
+            return (success, value)
+        return (success, *value) if values else (success,)
 
-        @functools.wraps(method)
-        def call(self: Calls, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-            machine = self._machine
-            if not machine.ready and (machine.forked or not before_init):
-                return (deinitialized if machine.timeline.closed else not_initialized, *nothing)
-            if exiting():  # the worker may have been stopped for good while it held the lock
-                return (deinitialized, *nothing)
-            caller = machine.caller()
-            if caller.is_main:
-                made: tuple[Any, ...] = turns.run(functools.partial(answer, self, caller, args, kwargs))
-                return made
-            return answer(self, caller, args, kwargs)
+    @functools.wraps(method)
+    def call(self: Calls, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        machine = self._machine
+        if not machine.ready and (machine.forked or not before_init):
+            return (deinitialized if machine.timeline.closed else not_initialized, *nothing)
+        if exiting():  # the worker may have been stopped for good while it held the lock
+            return (deinitialized, *nothing)
+        # ``args`` keeps what is converted to an address alive
+        given, named = list(args), kwargs
+        for at, converted in convert_at:
+            if at < len(given):
+                given[at] = converted(given[at])
+        if kwargs:
+            named = {name: convert[name](value) if name in convert else value for name, value in kwargs.items()}
+        caller = machine.caller()
+        if caller.is_main:
+            made: tuple[Any, ...] = turns.run(functools.partial(answer, self, caller, given, named))
+            return made
+        return answer(self, caller, given, named)
 
-        return call
+    return call
 
-    return decorate
+
+def _count_values(returns: str) -> int:
+    """How many values follow the result code, by a method's annotation."""
+    if returns == "None":
+        return 0
+    return returns.count(",") + 1 if returns.startswith("tuple[") else 1
 
 
 class Calls:
-    """Base of the mixins: the machine, and look-ups that several areas need."""
+    """Base of the mixins: the machine, and look-ups that several areas need.
+
+    Methods with the names of driver functions become driver calls.
+    """
 
     _machine: Machine
+
+    def __init_subclass__(cls) -> None:
+        for name, method in list(vars(cls).items()):
+            if name.startswith("cu"):
+                setattr(cls, name, driver_call(method))
 
     def _device(self, dev: Any) -> Device:
         ordinal = arguments.device(dev)

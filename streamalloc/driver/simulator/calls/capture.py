@@ -7,13 +7,13 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
+from ..arguments import UnsignedLongLong
 from ..errors import Fault, NotModelled, Result, check, need
 from ..graph_memory import DeviceGraphMemory
 from ..graphs import AUTO_FREE_ON_LAUNCH, RELAXED, Capture, Graph, GraphExec, Node
 from ..timeline import Stream
-from .base import Calls, modelled
+from .base import EDGE_DATA, Calls
 
-_EDGE_DATA = hasattr(cuda, "cuMemGetDefaultMemPool")  # the bindings for CUDA 13 return edge data in more calls
 _ACTIVE = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
 _INACTIVE = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 _INVALIDATED = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_INVALIDATED
@@ -36,7 +36,6 @@ class CaptureCalls(Calls):
 
     # -- capture ---------------------------------------------------------------------------------------------
 
-    @modelled(0)
     def cuStreamBeginCapture(self, hStream: Any, mode: Any) -> None:
         stream = self._stream(hStream)
         number = int(mode)
@@ -45,7 +44,6 @@ class CaptureCalls(Calls):
         check(stream.capture is None, Result.CUDA_ERROR_ILLEGAL_STATE)
         Capture(self._machine.graphs, stream, number)
 
-    @modelled(1)
     def cuStreamEndCapture(self, hStream: Any) -> Any:
         stream = self._stream(hStream)
         capture = stream.capture
@@ -55,7 +53,6 @@ class CaptureCalls(Calls):
             raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_UNMATCHED)
         return cuda.CUgraph(capture.end().handle)
 
-    @modelled(1)
     def cuStreamIsCapturing(self, hStream: Any) -> Any:
         return self._capture_status(self._stream(hStream))
 
@@ -67,11 +64,9 @@ class CaptureCalls(Calls):
             return _INACTIVE
         return _ACTIVE if stream.capture.valid else _INVALIDATED
 
-    @modelled(6 if _EDGE_DATA else 5)
     def cuStreamGetCaptureInfo(self, hStream: Any) -> tuple[Any, ...]:
-        return self._capture_info(hStream, _EDGE_DATA)
+        return self._capture_info(hStream, EDGE_DATA)
 
-    @modelled(6)
     def cuStreamGetCaptureInfo_v3(self, hStream: Any) -> tuple[Any, ...]:
         return self._capture_info(hStream, True)
 
@@ -85,7 +80,6 @@ class CaptureCalls(Calls):
         edges = (_edge_data(len(behind)),) if with_edges else ()
         return (status, cuda.cuuint64_t(number), cuda.CUgraph(graph), behind, *edges, len(behind))
 
-    @modelled(1)
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
         number = int(mode)
         check(0 <= number <= RELAXED)
@@ -101,11 +95,9 @@ class CaptureCalls(Calls):
     def _node(self, node: Any) -> Node:
         return need(self._machine.graphs.nodes.get(arguments.graph_node(node)))
 
-    @modelled(2)
     def cuGraphGetNodes(self, hGraph: Any, numNodes: Any = 0) -> tuple[list[Any], int]:
         return self._some(self._graph(hGraph).nodes, numNodes)
 
-    @modelled(2)
     def cuGraphGetRootNodes(self, hGraph: Any, numRootNodes: Any = 0) -> tuple[list[Any], int]:
         return self._some([node for node in self._graph(hGraph).nodes if not node.after], numRootNodes)
 
@@ -115,11 +107,9 @@ class CaptureCalls(Calls):
         wanted = arguments.size_t(count)
         return _nodes(nodes[:wanted]), min(wanted, len(nodes)) if wanted else len(nodes)
 
-    @modelled(4 if _EDGE_DATA else 3)
     def cuGraphGetEdges(self, hGraph: Any, numEdges: Any = 0) -> tuple[Any, ...]:
-        return self._edges(hGraph, numEdges, _EDGE_DATA)
+        return self._edges(hGraph, numEdges, EDGE_DATA)
 
-    @modelled(4)
     def cuGraphGetEdges_v2(self, hGraph: Any, numEdges: Any = 0) -> tuple[Any, ...]:
         return self._edges(hGraph, numEdges, True)
 
@@ -131,11 +121,9 @@ class CaptureCalls(Calls):
         count = len(some) if wanted else len(edges)
         return (_nodes([one for one, _ in some]), _nodes([two for _, two in some]), *data, count)
 
-    @modelled(1)
     def cuGraphNodeGetType(self, hNode: Any) -> Any:
         return getattr(cuda.CUgraphNodeType, _NODE_TYPE + self._node(hNode).kind)
 
-    @modelled(1)
     def cuGraphMemAllocNodeGetParams(self, hNode: Any) -> Any:
         node = self._node(hNode)
         check(node.kind == "MEM_ALLOC")
@@ -148,23 +136,19 @@ class CaptureCalls(Calls):
         params.poolProps, params.bytesize, params.dptr = props, node.size, cuda.CUdeviceptr(node.address)
         return params
 
-    @modelled(1)
     def cuGraphMemFreeNodeGetParams(self, hNode: Any) -> Any:
         node = self._node(hNode)
         check(node.kind == "MEM_FREE")
         return cuda.CUdeviceptr(node.address)
 
-    @modelled(0)
     def cuGraphDestroy(self, hGraph: Any) -> None:
         self._machine.graphs.destroy(self._graph(hGraph))
 
     # -- running them ----------------------------------------------------------------------------------------
 
-    @modelled(1)
-    def cuGraphInstantiate(self, hGraph: Any, flags: Any) -> Any:
-        return self._instantiate(hGraph, arguments.unsigned_long_long(flags))
+    def cuGraphInstantiate(self, hGraph: Any, flags: UnsignedLongLong) -> Any:
+        return self._instantiate(hGraph, flags)
 
-    @modelled(1)
     def cuGraphInstantiateWithParams(self, hGraph: Any, instantiateParams: Any) -> Any:
         params = arguments.struct("instantiateParams", instantiateParams, cuda.CUDA_GRAPH_INSTANTIATE_PARAMS)
         check(params is not None)
@@ -188,25 +172,21 @@ class CaptureCalls(Calls):
     def _graph_exec(self, graph_exec: Any) -> GraphExec:
         return need(self._machine.graphs.executables.get(arguments.graph_exec(graph_exec)))
 
-    @modelled(0)
     def cuGraphLaunch(self, hGraphExec: Any, hStream: Any) -> None:
         instance, stream = self._graph_exec(hGraphExec), self._stream(hStream)
         if self._machine.graphs.captures and self._captured(stream):
             raise NotModelled("cuGraphLaunch during stream capture")
         instance.launch(self._machine.allocations, stream)
 
-    @modelled(0)
     def cuGraphUpload(self, hGraphExec: Any, hStream: Any) -> None:
         instance, stream = self._graph_exec(hGraphExec), self._stream(hStream)
         if self._machine.graphs.captures and self._captured(stream):
             raise NotModelled("cuGraphUpload during stream capture")
         instance.upload(stream)
 
-    @modelled(1)
     def cuGraphExecGetFlags(self, hGraphExec: Any) -> Any:
         return cuda.cuuint64_t(self._graph_exec(hGraphExec).flags)
 
-    @modelled(0)
     def cuGraphExecDestroy(self, hGraphExec: Any) -> None:
         instance = self._graph_exec(hGraphExec)
         del self._machine.graphs.executables[instance.handle]
@@ -216,12 +196,10 @@ class CaptureCalls(Calls):
 
     # -- memory of graphs ------------------------------------------------------------------------------------
 
-    @modelled(1)
     def cuDeviceGetGraphMemAttribute(self, device: Any, attr: Any) -> Any:
         number = arguments.member("attr", attr, cuda.CUgraphMem_attribute)
         return cuda.cuuint64_t(getattr(self._graph_memory(device), _MEMORY_ATTRIBUTES[number]))
 
-    @modelled(0)
     def cuDeviceSetGraphMemAttribute(self, device: Any, attr: Any, value: Any) -> None:
         number = arguments.member("attr", attr, cuda.CUgraphMem_attribute)
         value.getPtr()  # the bindings want an object of their own here, and raise AttributeError for others
@@ -229,7 +207,6 @@ class CaptureCalls(Calls):
         check(name != "size" and int(value) == 0)
         setattr(found, name, found.size)
 
-    @modelled(0)
     def cuDeviceGraphMemTrim(self, device: Any) -> None:
         self._graph_memory(device).trim()
 

@@ -7,9 +7,10 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
+from ..arguments import EventHandle, UnsignedInt
 from ..contexts import Context
 from ..errors import NotModelled, Result, check, need
-from .base import Calls, modelled
+from .base import Calls
 
 # cuCtxCreate(flags, dev) became cuCtxCreate(params, flags, dev) in the bindings for CUDA 13.
 _CREATE_TAKES_PARAMS = not hasattr(cuda, "cuCtxCreate_v4")
@@ -22,14 +23,12 @@ class ContextCalls(Calls):
 
     # -- primary contexts ------------------------------------------------------------------------------------
 
-    @modelled(1)
     def cuDevicePrimaryCtxRetain(self, dev: Any) -> Any:
         context = self._device(dev).primary
         context.alive = True
         context.retained += 1
         return cuda.CUcontext(context.handle)
 
-    @modelled(0)
     def cuDevicePrimaryCtxRelease(self, dev: Any) -> None:
         context = self._device(dev).primary
         check(context.retained, Result.CUDA_ERROR_INVALID_CONTEXT)
@@ -37,32 +36,27 @@ class ContextCalls(Calls):
         if not context.retained:
             self._end_context(context)
 
-    @modelled(0)
     def cuDevicePrimaryCtxReset(self, dev: Any) -> None:
         context = self._device(dev).primary
         if context.alive:
             self._end_context(context)
             context.alive = context.retained > 0
 
-    @modelled(2)
     def cuDevicePrimaryCtxGetState(self, dev: Any) -> tuple[int, int]:
         context = self._device(dev).primary
         return context.flags, int(context.alive)
 
-    @modelled(0)
     def cuDevicePrimaryCtxSetFlags(self, dev: Any, flags: Any) -> None:
         context = self._device(dev).primary
         context.flags = self._context_flags(flags)
 
     # -- making and ending -----------------------------------------------------------------------------------
 
-    @modelled(1)
     def cuCtxCreate(self, *args: Any, **kwargs: Any) -> Any:
         if _CREATE_TAKES_PARAMS:
             return self._create_context(*args, **kwargs)
         return self._create_context(None, *args, **kwargs)
 
-    @modelled(1)
     def cuCtxCreate_v4(self, ctxCreateParams: Any, flags: Any, dev: Any) -> Any:
         return self._create_context(ctxCreateParams, flags, dev)
 
@@ -81,7 +75,6 @@ class ContextCalls(Calls):
             raise NotModelled(f"context flags {value:#x}")
         return value
 
-    @modelled(0)
     def cuCtxDestroy(self, ctx: Any) -> None:
         context = self._alive(ctx)
         check(not context.primary, Result.CUDA_ERROR_INVALID_CONTEXT)
@@ -97,12 +90,10 @@ class ContextCalls(Calls):
 
     # -- the calling thread's context ------------------------------------------------------------------------
 
-    @modelled(1)
     def cuCtxGetCurrent(self) -> Any:
         context = self._machine.current_or_none()
         return cuda.CUcontext(0 if context is None else context.handle)
 
-    @modelled(0)
     def cuCtxSetCurrent(self, ctx: Any) -> None:
         stack = self._machine.timeline.caller.contexts
         context = self._alive(ctx) if arguments.context(ctx) else None
@@ -111,11 +102,9 @@ class ContextCalls(Calls):
         if context is not None:
             stack.append(context)
 
-    @modelled(0)
     def cuCtxPushCurrent(self, ctx: Any) -> None:
         self._machine.timeline.caller.contexts.append(self._alive(ctx))
 
-    @modelled(1)
     def cuCtxPopCurrent(self) -> Any:
         stack = self._machine.timeline.caller.contexts
         check(stack, Result.CUDA_ERROR_INVALID_CONTEXT)
@@ -124,19 +113,15 @@ class ContextCalls(Calls):
     def _given_or_current(self, ctx: Any) -> Context:
         return self._alive(ctx) if arguments.context(ctx) else self._machine.current()
 
-    @modelled(1)
     def cuCtxGetDevice(self) -> Any:
         return cuda.CUdevice(self._machine.current().device.ordinal)
 
-    @modelled(1)
     def cuCtxGetDevice_v2(self, ctx: Any) -> Any:
         return cuda.CUdevice(self._given_or_current(ctx).device.ordinal)
 
-    @modelled(0)
     def cuCtxSynchronize(self) -> None:
         self._synchronize_context(self._machine.current())
 
-    @modelled(0)
     def cuCtxSynchronize_v2(self, ctx: Any) -> None:
         self._synchronize_context(self._given_or_current(ctx))
 
@@ -158,28 +143,23 @@ class ContextCalls(Calls):
             capture.invalidate()
         check(not captures, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
 
-    @modelled(1)
     def cuCtxGetFlags(self) -> int:
         return self._machine.current().flags | self._machine.profile.context_flags
 
-    @modelled(1)
     def cuCtxGetApiVersion(self, ctx: Any) -> int:
         self._given_or_current(ctx)
         return self._machine.profile.context_api_version
 
-    @modelled(1)
     def cuCtxGetId(self, ctx: Any) -> int:
         return self._given_or_current(ctx).id
 
-    @modelled(2)
     def cuCtxGetStreamPriorityRange(self) -> tuple[int, int]:
         self._machine.current()
         return self._machine.profile.stream_priorities
 
-    @modelled(0)
-    def cuCtxRecordEvent(self, hCtx: Any, hEvent: Any) -> None:
+    def cuCtxRecordEvent(self, hCtx: Any, hEvent: EventHandle) -> None:
         context = self._given_or_current(hCtx)
-        event = need(self._machine.events.get(arguments.event(hEvent)), Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
+        event = need(self._machine.events.get(hEvent), Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
         check(event.context is context, Result.CUDA_ERROR_INVALID_HANDLE)
         self._no_stream_captures(context)
         # Synchronising with it shows no frees (observed on H200: test_reuse), so the record knows of no other stream.
@@ -187,15 +167,13 @@ class ContextCalls(Calls):
 
     # -- peers -----------------------------------------------------------------------------------------------
 
-    @modelled(0)
-    def cuCtxEnablePeerAccess(self, peerContext: Any, Flags: Any) -> None:
+    def cuCtxEnablePeerAccess(self, peerContext: Any, Flags: UnsignedInt) -> None:
         context, peer = self._machine.current(), self._alive(peerContext)
-        check(arguments.unsigned_int(Flags) == 0)
+        check(Flags == 0)
         check(peer.device is not context.device, Result.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED)
         check(peer.handle not in context.peers, Result.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED)
         context.peers.add(peer.handle)
 
-    @modelled(0)
     def cuCtxDisablePeerAccess(self, peerContext: Any) -> None:
         context, peer = self._machine.current(), self._alive(peerContext)
         check(peer.handle in context.peers, Result.CUDA_ERROR_PEER_ACCESS_NOT_ENABLED)

@@ -19,7 +19,7 @@ from ..machine import Machine
 from ..multicast import Piece
 from ..physical import least_right
 from ..timeline import Operation, Stream
-from .base import Calls, modelled
+from .base import Calls
 
 _READING = "reading a multicast object with a copy: hardware defines it for multimem.ld_reduce alone"
 
@@ -120,27 +120,21 @@ class CopyCalls(Calls):
 
     # -- fills -----------------------------------------------------------------------------------------------
 
-    @modelled(0)
     def cuMemsetD8(self, dstDevice: Any, uc: Any, N: Any) -> None:
         self._fill(dstDevice, uc, N, 1)
 
-    @modelled(0)
     def cuMemsetD16(self, dstDevice: Any, us: Any, N: Any) -> None:
         self._fill(dstDevice, us, N, 2)
 
-    @modelled(0)
     def cuMemsetD32(self, dstDevice: Any, ui: Any, N: Any) -> None:
         self._fill(dstDevice, ui, N, 4)
 
-    @modelled(0)
     def cuMemsetD8Async(self, dstDevice: Any, uc: Any, N: Any, hStream: Any) -> None:
         self._fill(dstDevice, uc, N, 1, hStream)
 
-    @modelled(0)
     def cuMemsetD16Async(self, dstDevice: Any, us: Any, N: Any, hStream: Any) -> None:
         self._fill(dstDevice, us, N, 2, hStream)
 
-    @modelled(0)
     def cuMemsetD32Async(self, dstDevice: Any, ui: Any, N: Any, hStream: Any) -> None:
         self._fill(dstDevice, ui, N, 4, hStream)
 
@@ -171,39 +165,30 @@ class CopyCalls(Calls):
 
     # -- copies ----------------------------------------------------------------------------------------------
 
-    @modelled(0)
     def cuMemcpy(self, dst: Any, src: Any, ByteCount: Any) -> None:
         self._copy(_device(dst), _device(src), ByteCount)
 
-    @modelled(0)
     def cuMemcpyAsync(self, dst: Any, src: Any, ByteCount: Any, hStream: Any) -> None:
         self._copy(_device(dst), _device(src), ByteCount, hStream)
 
-    @modelled(0)
     def cuMemcpyHtoD(self, dstDevice: Any, srcHost: Any, ByteCount: Any) -> None:
         self._copy(_device(dstDevice), _host(srcHost), ByteCount, device="dst")
 
-    @modelled(0)
     def cuMemcpyHtoDAsync(self, dstDevice: Any, srcHost: Any, ByteCount: Any, hStream: Any) -> None:
         self._copy(_device(dstDevice), _host(srcHost), ByteCount, hStream, device="dst")
 
-    @modelled(0)
     def cuMemcpyDtoH(self, dstHost: Any, srcDevice: Any, ByteCount: Any) -> None:
         self._copy(_host(dstHost), _device(srcDevice), ByteCount, device="src")
 
-    @modelled(0)
     def cuMemcpyDtoHAsync(self, dstHost: Any, srcDevice: Any, ByteCount: Any, hStream: Any) -> None:
         self._copy(_host(dstHost), _device(srcDevice), ByteCount, hStream, device="src")
 
-    @modelled(0)
     def cuMemcpyDtoD(self, dstDevice: Any, srcDevice: Any, ByteCount: Any) -> None:
         self._copy(_device(dstDevice), _device(srcDevice), ByteCount, device="both")
 
-    @modelled(0)
     def cuMemcpyDtoDAsync(self, dstDevice: Any, srcDevice: Any, ByteCount: Any, hStream: Any) -> None:
         self._copy(_device(dstDevice), _device(srcDevice), ByteCount, hStream, "both")
 
-    @modelled(0)
     def cuMemcpyPeer(self, dstDevice: Any, dstContext: Any, srcDevice: Any, srcContext: Any, ByteCount: Any) -> None:
         self._copy(
             _device(dstDevice),
@@ -213,7 +198,6 @@ class CopyCalls(Calls):
             contexts=(self._alive(dstContext), self._alive(srcContext)),
         )
 
-    @modelled(0)
     def cuMemcpyPeerAsync(
         self, dstDevice: Any, dstContext: Any, srcDevice: Any, srcContext: Any, ByteCount: Any, hStream: Any
     ) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
+from ..arguments import Int, UnsignedInt
 from ..errors import Fault, Result, check, need
-from .base import Calls, modelled
+from .base import Calls
 
 
 def _names(enum: Any, prefix: str) -> dict[int, str]:
@@ -24,20 +25,16 @@ _PEER_ATTRIBUTES = _names(cuda.CUdevice_P2PAttribute, "CU_DEVICE_P2P_ATTRIBUTE_"
 class DeviceCalls(Calls):
     """cuInit, cuDevice*, cuGetError*."""
 
-    @modelled(0, before_init=True)
-    def cuInit(self, Flags: Any) -> None:
-        check(arguments.unsigned_int(Flags) == 0)
+    def cuInit(self, Flags: UnsignedInt) -> None:
+        check(Flags == 0)
         self._machine.ready = True
 
-    @modelled(1, before_init=True)
     def cuDriverGetVersion(self) -> int:
         return self._machine.profile.driver_version
 
-    @modelled(1, before_init=True)
     def cuGetErrorName(self, error: Any) -> bytes:
         return str(self._error(error).name).encode()
 
-    @modelled(1, before_init=True)
     def cuGetErrorString(self, error: Any) -> bytes:
         name = str(self._error(error).name)
         plain = name.removeprefix("CUDA_ERROR_").replace("_", " ").lower()
@@ -50,28 +47,21 @@ class DeviceCalls(Calls):
         except ValueError:
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE) from None
 
-    @modelled(1)
     def cuDeviceGetCount(self) -> int:
         return len(self._machine.devices)
 
-    @modelled(1)
-    def cuDeviceGet(self, ordinal: Any) -> Any:
-        number = arguments.signed_int(ordinal)
-        check(0 <= number < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
-        return cuda.CUdevice(number)
+    def cuDeviceGet(self, ordinal: Int) -> Any:
+        check(0 <= ordinal < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
+        return cuda.CUdevice(ordinal)
 
-    @modelled(1)
-    def cuDeviceGetName(self, length: Any, dev: Any) -> bytes:
-        size = arguments.signed_int(length)
+    def cuDeviceGetName(self, length: Int, dev: Any) -> bytes:
         self._device(dev)
-        check(size > 0)
-        return self._machine.profile.name.encode()[: size - 1].ljust(size, b"\0")
+        check(length > 0)
+        return self._machine.profile.name.encode()[: length - 1].ljust(length, b"\0")
 
-    @modelled(1)
     def cuDeviceGetUuid(self, dev: Any) -> Any:
         return self._uuid(dev)
 
-    @modelled(1)
     def cuDeviceGetUuid_v2(self, dev: Any) -> Any:
         return self._uuid(dev)
 
@@ -81,25 +71,20 @@ class DeviceCalls(Calls):
         ctypes.memmove(int(uuid.getPtr()), found, len(found))
         return uuid
 
-    @modelled(1)
     def cuDeviceTotalMem(self, dev: Any) -> int:
         return self._device(dev).bank.total
 
-    @modelled(1)
     def cuDeviceGetAttribute(self, attrib: Any, dev: Any) -> int:
         device = self._device(dev)
         number = int(attrib.value) if hasattr(attrib, "value") else arguments.signed_int(attrib)
         return need(device.attributes.get(_DEVICE_ATTRIBUTES.get(number, "")), Result.CUDA_ERROR_INVALID_VALUE)
 
-    @modelled(1)
-    def cuDeviceGetPCIBusId(self, length: Any, dev: Any) -> bytes:
-        size = arguments.signed_int(length)
+    def cuDeviceGetPCIBusId(self, length: Int, dev: Any) -> bytes:
         name = self._pci(self._device(dev).attributes).encode()
-        check(size > len(name))
+        check(length > len(name))
         # observed on H200 (test_device): one terminating zero, and the rest of the buffer as it was
-        return (name + b"\0").ljust(size, b" ")
+        return (name + b"\0").ljust(length, b" ")
 
-    @modelled(1)
     def cuDeviceGetByPCIBusId(self, pciBusId: Any) -> Any:
         if not isinstance(pciBusId, (bytes, bytearray)):
             raise TypeError(f"expected bytes, {type(pciBusId).__name__} found")
@@ -113,16 +98,13 @@ class DeviceCalls(Calls):
     def _pci(attributes: dict[str, int]) -> str:
         return "{PCI_DOMAIN_ID:04x}:{PCI_BUS_ID:02x}:{PCI_DEVICE_ID:02x}.0".format_map(attributes)
 
-    @modelled(2)
-    def cuDeviceGetLuid(self, dev: Any) -> Any:
+    def cuDeviceGetLuid(self, dev: Any) -> tuple[bytes, int]:
         self._device(dev)
         raise Fault(Result.CUDA_ERROR_NOT_SUPPORTED)
 
-    @modelled(1)
     def cuDeviceCanAccessPeer(self, dev: Any, peerDev: Any) -> int:
         return int(self._device(dev) is not self._device(peerDev))
 
-    @modelled(1)
     def cuDeviceGetP2PAttribute(self, attrib: Any, srcDevice: Any, dstDevice: Any) -> int:
         number = arguments.member("attrib", attrib, cuda.CUdevice_P2PAttribute)
         check(self._device(srcDevice) is not self._device(dstDevice), Result.CUDA_ERROR_INVALID_DEVICE)

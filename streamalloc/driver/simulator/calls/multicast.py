@@ -16,7 +16,7 @@ from ..machine import Machine
 from ..multicast import Backing, MulticastObject, Piece
 from ..physical import Memory
 from ..timeline import Stream
-from .base import modelled
+from .base import driver_call
 from .copies import CopyCalls, Move
 
 Apply = Callable[[int, int, int], None]
@@ -114,7 +114,6 @@ class MulticastCalls(CopyCalls):
 
     # -- objects and teams -----------------------------------------------------------------------------------
 
-    @modelled(1)
     def cuMulticastGetGranularity(self, prop: Any, option: Any) -> int:
         """The size that is asked for is not looked at: users leave it out."""
         props = arguments.struct("prop", prop, cuda.CUmulticastObjectProp)
@@ -123,7 +122,6 @@ class MulticastCalls(CopyCalls):
         self._multicast_properties(props)
         return self._machine.profile.multicast_granularity if wanted == _RECOMMENDED else GRANULARITY
 
-    @modelled(1)
     def cuMulticastCreate(self, prop: Any) -> Any:
         props = arguments.struct("prop", prop, cuda.CUmulticastObjectProp)
         check(props is not None)
@@ -152,7 +150,6 @@ class MulticastCalls(CopyCalls):
     def _multicast_object(self, handle: Any) -> MulticastObject:
         return self._machine.multicast.object(arguments.memory(handle))
 
-    @modelled(0)
     def cuMulticastAddDevice(self, mcHandle: Any, dev: Any) -> None:
         """The kernel module refuses a device that was added before, and one too many; as what the driver passes that on
         is not known.
@@ -164,13 +161,11 @@ class MulticastCalls(CopyCalls):
 
     # -- bindings --------------------------------------------------------------------------------------------
 
-    @modelled(0)
     def cuMulticastBindMem(
         self, mcHandle: Any, mcOffset: Any, memHandle: Any, memOffset: Any, size: Any, flags: Any
     ) -> None:
         self._bind_memory(mcHandle, None, mcOffset, memHandle, memOffset, size, flags)
 
-    @modelled(0)
     def cuMulticastBindMem_v2(
         self, mcHandle: Any, dev: Any, mcOffset: Any, memHandle: Any, memOffset: Any, size: Any, flags: Any
     ) -> None:
@@ -189,11 +184,9 @@ class MulticastCalls(CopyCalls):
         found, memory = self._multicast_object(mcHandle), self._machine.virtual.memory(handle)
         found.bind(offset, number, Backing(memory.physical, memory.offset + start, memory))
 
-    @modelled(0)
     def cuMulticastBindAddr(self, mcHandle: Any, mcOffset: Any, memptr: Any, size: Any, flags: Any) -> None:
         self._bind_address(mcHandle, None, mcOffset, memptr, size, flags)
 
-    @modelled(0)
     def cuMulticastBindAddr_v2(
         self, mcHandle: Any, dev: Any, mcOffset: Any, memptr: Any, size: Any, flags: Any
     ) -> None:
@@ -236,14 +229,13 @@ class MulticastCalls(CopyCalls):
         check(properties.device is not None and device in (None, properties.device))
         check(properties.handle_types or not found.properties.handle_types)
 
-    @modelled(0)
     def cuMulticastUnbind(self, mcHandle: Any, dev: Any, mcOffset: Any, size: Any) -> None:
         found, device = self._multicast_object(mcHandle), self._device(dev).ordinal
         _, offset, number = self._place(mcHandle, mcOffset, size, 0)
         check(device in found.team.devices, Result.CUDA_ERROR_INVALID_DEVICE)
         found.unbind(device, offset, number)
 
-    @modelled(0)
+    @driver_call
     def multimem_launch(self, hStream: Any, kernel: Callable[[Launch], None]) -> None:
         """No function of the driver: put what stands for a kernel into a stream (:mod:`streamalloc.testing`)."""
         if self._machine.graphs.captures:

@@ -9,8 +9,9 @@ from streamalloc.driver.bindings import cuda
 
 from .. import arguments
 from ..allocations import Allocation, DeviceMemory, GraphAllocation, HostMemory, PoolMemory
+from ..arguments import DevicePointer, HostPointer, Size, UnsignedInt
 from ..errors import NotModelled, Result, check, need
-from .base import Calls, modelled
+from .base import Calls
 from .virtual import MAPPED_ATTRIBUTES, mapped_attribute
 
 _HOST_ALLOC_FLAGS = 0x7  # portable, device map, write combined
@@ -25,17 +26,13 @@ class PlainMemoryCalls(Calls):
 
     # -- device memory ---------------------------------------------------------------------------------------
 
-    @modelled(1)
-    def cuMemAlloc(self, bytesize: Any) -> Any:
-        size = arguments.size_t(bytesize)
-        return cuda.CUdeviceptr(self._allocate_plain(size))
+    def cuMemAlloc(self, bytesize: Size) -> Any:
+        return cuda.CUdeviceptr(self._allocate_plain(bytesize))
 
-    @modelled(2)
-    def cuMemAllocPitch(self, WidthInBytes: Any, Height: Any, ElementSizeBytes: Any) -> tuple[Any, int]:
-        width, height = arguments.size_t(WidthInBytes), arguments.size_t(Height)
-        check(arguments.unsigned_int(ElementSizeBytes) in (4, 8, 16) and width and height)
-        pitch = -(-width // _PITCH) * _PITCH
-        return cuda.CUdeviceptr(self._allocate_plain(pitch * height)), pitch
+    def cuMemAllocPitch(self, WidthInBytes: Size, Height: Size, ElementSizeBytes: UnsignedInt) -> tuple[Any, int]:
+        check(ElementSizeBytes in (4, 8, 16) and WidthInBytes and Height)
+        pitch = -(-WidthInBytes // _PITCH) * _PITCH
+        return cuda.CUdeviceptr(self._allocate_plain(pitch * Height)), pitch
 
     def _allocate_plain(self, size: int) -> int:
         machine = self._machine
@@ -48,41 +45,36 @@ class PlainMemoryCalls(Calls):
         machine.allocations.add(DeviceMemory(address, size, device.ordinal, context, block))
         return address
 
-    @modelled(0)
-    def cuMemFree(self, dptr: Any) -> None:
+    def cuMemFree(self, dptr: DevicePointer) -> None:
         """Frees at once. Memory of a pool is not waited for; for anything else all streams are."""
-        address = arguments.device_pointer(dptr)
         self._machine.current()
         self._unsafe_during_capture()
-        if not address:
+        if not dptr:
             return
-        allocation = need(self._machine.allocations.at.get(address))
+        allocation = need(self._machine.allocations.at.get(dptr))
         check(isinstance(allocation, (DeviceMemory, PoolMemory, GraphAllocation)))
         if isinstance(allocation, PoolMemory):
             self._machine.allocations.remove(allocation)
             allocation.pool.give_back_now(allocation.block)
         elif isinstance(allocation, GraphAllocation):
             self._machine.allocations.remove(allocation)
-            allocation.memory.freed(address)  # at once, as with pool memory
+            allocation.memory.freed(dptr)  # at once, as with pool memory
         else:
             self._machine.drain(allocation.device)
-            check(self._machine.allocations.at.get(address) is allocation)
+            check(self._machine.allocations.at.get(dptr) is allocation)
             self._machine.discard(allocation)
 
-    @modelled(2)
     def cuMemGetInfo(self) -> tuple[int, int]:
         bank = self._machine.current().device.bank
         return bank.free, bank.total
 
     # -- host memory -----------------------------------------------------------------------------------------
 
-    @modelled(1)
-    def cuMemAllocHost(self, bytesize: Any) -> int:
-        return self._allocate_host(arguments.size_t(bytesize), 0)
+    def cuMemAllocHost(self, bytesize: Size) -> int:
+        return self._allocate_host(bytesize, 0)
 
-    @modelled(1)
-    def cuMemHostAlloc(self, bytesize: Any, Flags: Any) -> int:
-        return self._allocate_host(arguments.size_t(bytesize), arguments.unsigned_int(Flags))
+    def cuMemHostAlloc(self, bytesize: Size, Flags: UnsignedInt) -> int:
+        return self._allocate_host(bytesize, Flags)
 
     def _allocate_host(self, size: int, flags: int) -> int:
         context = self._machine.current()
@@ -95,32 +87,25 @@ class PlainMemoryCalls(Calls):
         self._machine.allocations.add(HostMemory(address, size, None, context, block, flags | _DEVICE_MAPPED))
         return address
 
-    @modelled(0)
-    def cuMemFreeHost(self, p: Any) -> None:
-        address = arguments.host_pointer(p)
+    def cuMemFreeHost(self, p: HostPointer) -> None:
         self._machine.current()
         self._unsafe_during_capture()
-        if address:
-            self._drop_host(address, False, Result.CUDA_ERROR_INVALID_VALUE)
+        if p:
+            self._drop_host(p, False, Result.CUDA_ERROR_INVALID_VALUE)
 
-    @modelled(0)
-    def cuMemHostRegister(self, p: Any, bytesize: Any, Flags: Any) -> None:
-        address, size = arguments.host_pointer(p), arguments.size_t(bytesize)
-        flags = arguments.unsigned_int(Flags)
+    def cuMemHostRegister(self, p: HostPointer, bytesize: Size, Flags: UnsignedInt) -> None:
         context = self._machine.current()
         self._unsafe_during_capture()
-        check(address and size and flags & ~_HOST_REGISTER_FLAGS == 0)
-        if flags & _HOST_REGISTER_SPECIAL:
-            raise NotModelled(f"cuMemHostRegister with flags {flags:#x}")
-        for end in (address, address + size - 1):
+        check(p and bytesize and Flags & ~_HOST_REGISTER_FLAGS == 0)
+        if Flags & _HOST_REGISTER_SPECIAL:
+            raise NotModelled(f"cuMemHostRegister with flags {Flags:#x}")
+        for end in (p, p + bytesize - 1):
             check(self._machine.allocations.find(end) is None, Result.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED)
-        self._machine.allocations.add(HostMemory(address, size, None, context, None, flags | _DEVICE_MAPPED))
+        self._machine.allocations.add(HostMemory(p, bytesize, None, context, None, Flags | _DEVICE_MAPPED))
 
-    @modelled(0)
-    def cuMemHostUnregister(self, p: Any) -> None:
-        address = arguments.host_pointer(p)
+    def cuMemHostUnregister(self, p: HostPointer) -> None:
         self._machine.current()
-        self._drop_host(address, True, Result.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED)
+        self._drop_host(p, True, Result.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED)
 
     def _drop_host(self, address: int, registered: bool, otherwise: Any) -> None:
         allocation = need(self._machine.allocations.at.get(address), otherwise)
@@ -129,17 +114,14 @@ class PlainMemoryCalls(Calls):
         check(self._machine.allocations.at.get(address) is allocation, otherwise)
         self._machine.discard(allocation)
 
-    @modelled(1)
-    def cuMemHostGetDevicePointer(self, p: Any, Flags: Any) -> Any:
-        address = arguments.host_pointer(p)
+    def cuMemHostGetDevicePointer(self, p: HostPointer, Flags: UnsignedInt) -> Any:
         self._machine.current()
-        check(arguments.unsigned_int(Flags) == 0)
-        self._host(address)
-        return cuda.CUdeviceptr(address)
+        check(Flags == 0)
+        self._host(p)
+        return cuda.CUdeviceptr(p)
 
-    @modelled(1)
-    def cuMemHostGetFlags(self, p: Any) -> int:
-        return self._host(arguments.host_pointer(p)).flags
+    def cuMemHostGetFlags(self, p: HostPointer) -> int:
+        return self._host(p).flags
 
     def _host(self, address: int) -> HostMemory:
         allocation = self._machine.allocations.find(address)
@@ -147,9 +129,8 @@ class PlainMemoryCalls(Calls):
 
     # -- asking about an address -----------------------------------------------------------------------------
 
-    @modelled(2)
-    def cuMemGetAddressRange(self, dptr: Any) -> tuple[Any, int]:
-        allocation = need(self._machine.allocations.find(arguments.device_pointer(dptr)), Result.CUDA_ERROR_NOT_FOUND)
+    def cuMemGetAddressRange(self, dptr: DevicePointer) -> tuple[Any, int]:
+        allocation = need(self._machine.allocations.find(dptr), Result.CUDA_ERROR_NOT_FOUND)
         check(allocation.known, Result.CUDA_ERROR_NOT_FOUND)
         mapping = allocation.mapping
         if mapping is not None and mapping.is_multicast:
@@ -158,36 +139,31 @@ class PlainMemoryCalls(Calls):
             raise NotModelled("cuMemGetAddressRange of mapped memory that the current device has no access to")
         return cuda.CUdeviceptr(allocation.base), allocation.size
 
-    @modelled(1)
-    def cuPointerGetAttribute(self, attribute: Any, ptr: Any) -> Any:
+    def cuPointerGetAttribute(self, attribute: Any, ptr: DevicePointer) -> Any:
         number = arguments.member("attribute", attribute, cuda.CUpointer_attribute)
-        address = arguments.device_pointer(ptr)
         read = self._attribute_reader(attribute)
-        allocation = self._machine.allocations.find(address)
+        allocation = self._machine.allocations.find(ptr)
         check(allocation is not None)
         assert allocation is not None and number
         if attribute.name == "CU_POINTER_ATTRIBUTE_DEVICE_POINTER":
             self._machine.current()  # refused where no context is current (observed on H200: test_contexts)
-        value = read(allocation, address)
+        value = read(allocation, ptr)
         check(value is not None)
         return value
 
-    @modelled(1)
-    def cuPointerGetAttributes(self, numAttributes: Any, attributes: Any, ptr: Any) -> list[Any]:
-        count = arguments.unsigned_int(numAttributes)
+    def cuPointerGetAttributes(self, numAttributes: UnsignedInt, attributes: Any, ptr: DevicePointer) -> list[Any]:
         wanted = list(attributes or ())
         if not all(isinstance(attribute, cuda.CUpointer_attribute) for attribute in wanted):
             raise TypeError(
                 "Argument 'attributes' is not instance of type (expected tuple[cydriver.CUpointer_attribute] "
                 "or list[cydriver.CUpointer_attribute]"
             )
-        if count > len(wanted):
-            raise RuntimeError(f"List is too small: {len(wanted)} < {count}")
-        address = arguments.device_pointer(ptr)
-        allocation = self._machine.allocations.find(address)
+        if numAttributes > len(wanted):
+            raise RuntimeError(f"List is too small: {len(wanted)} < {numAttributes}")
+        allocation = self._machine.allocations.find(ptr)
         values = []
         for attribute in wanted:
-            value = self._attribute_reader(attribute)(allocation, address) if allocation is not None else None
+            value = self._attribute_reader(attribute)(allocation, ptr) if allocation is not None else None
             values.append(_absent(attribute) if value is None else value)
         return values
 

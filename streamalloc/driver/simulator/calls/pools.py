@@ -9,12 +9,13 @@ from streamalloc.driver.bindings import cuda, read_handle_types
 
 from .. import arguments
 from ..allocations import DeviceMemory, GraphAllocation, PoolMemory
+from ..arguments import DevicePointer, PoolHandle, Size
 from ..constants import MANAGED, NO_ACCESS, PINNED, READ, READ_WRITE, Handle, Location, Place
 from ..errors import Fault, NotModelled, Result, check
 from ..imported_pool import ImportedPool
 from ..pool import Pool
 from ..timeline import Call, Stream
-from .base import Calls, modelled
+from .base import Calls
 
 _USAGE_FLAGS = 0xFFFF
 _LARGEST_MAX_SIZE = 1 << 47
@@ -42,7 +43,6 @@ class PoolCalls(Calls):
 
     # -- making and ending -----------------------------------------------------------------------------------
 
-    @modelled(1)
     def cuMemPoolCreate(self, poolProps: Any) -> Any:
         props = arguments.struct("poolProps", poolProps, cuda.CUmemPoolProps)
         self._unsafe_during_capture()
@@ -68,7 +68,6 @@ class PoolCalls(Calls):
             return 0 <= place.id < self._machine.profile.numa_nodes
         return place.type == Location.HOST
 
-    @modelled(0)
     def cuMemPoolDestroy(self, pool: Any) -> None:
         imported = self._machine.sharing.pools.get(arguments.pool(pool))
         if imported is not None:
@@ -91,7 +90,6 @@ class PoolCalls(Calls):
 
     # -- attributes ------------------------------------------------------------------------------------------
 
-    @modelled(1)
     def cuMemPoolGetAttribute(self, pool: Any, attr: Any) -> Any:
         arguments.member("attr", attr, cuda.CUmemPool_attribute)
         name = attr.name
@@ -103,7 +101,6 @@ class PoolCalls(Calls):
             return int(getattr(found.policies, _SWITCHES[name]))
         return cuda.cuuint64_t(_NUMBERS[name](found))
 
-    @modelled(0)
     def cuMemPoolSetAttribute(self, pool: Any, attr: Any, value: Any) -> None:
         arguments.member("attr", attr, cuda.CUmemPool_attribute)
         name = attr.name
@@ -127,20 +124,16 @@ class PoolCalls(Calls):
         else:
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
 
-    @modelled(0)
-    def cuMemPoolTrimTo(self, pool: Any, minBytesToKeep: Any) -> None:
-        keep = arguments.size_t(minBytesToKeep)
+    def cuMemPoolTrimTo(self, pool: Any, minBytesToKeep: Size) -> None:
         self._unsafe_during_capture()
-        self._pool(pool).trim(keep)
+        self._pool(pool).trim(minBytesToKeep)
 
     # -- access ----------------------------------------------------------------------------------------------
 
-    @modelled(0)
-    def cuMemPoolSetAccess(self, pool: Any, map: Any, count: Any) -> None:
-        number = arguments.size_t(count)
-        descriptors = arguments.structs("map", map, cuda.CUmemAccessDesc, number)
+    def cuMemPoolSetAccess(self, pool: Any, map: Any, count: Size) -> None:
+        descriptors = arguments.structs("map", map, cuda.CUmemAccessDesc, count)
         found = self._pool_or_import(pool)
-        check(number)
+        check(count)
         wanted = [(_place(one.location), int(one.flags)) for one in descriptors]
         if found.managed:
             return
@@ -160,7 +153,6 @@ class PoolCalls(Calls):
             # the host's own access is fixed: all of a host pool, nothing of a device pool
             check(pool.device is None and flags == READ_WRITE, Result.CUDA_ERROR_NOT_SUPPORTED)
 
-    @modelled(1)
     def cuMemPoolGetAccess(self, memPool: Any, location: Any) -> Any:
         where = arguments.struct("location", location, cuda.CUmemLocation)
         pool = self._pool_or_import(memPool)
@@ -176,15 +168,12 @@ class PoolCalls(Calls):
 
     # -- default and current pools ---------------------------------------------------------------------------
 
-    @modelled(1)
     def cuDeviceGetDefaultMemPool(self, dev: Any) -> Any:
         return cuda.CUmemoryPool(self._machine.pools.default(Place(Location.DEVICE, self._device(dev).ordinal)).handle)
 
-    @modelled(1)
     def cuDeviceGetMemPool(self, dev: Any) -> Any:
         return cuda.CUmemoryPool(self._machine.pools.current_or_default(self._device_place(dev)).handle)
 
-    @modelled(0)
     def cuDeviceSetMemPool(self, dev: Any, pool: Any) -> None:
         self._set_current(self._device_place(dev), PINNED, pool)
 
@@ -194,17 +183,14 @@ class PoolCalls(Calls):
         check(0 <= ordinal < len(self._machine.devices))
         return Place(Location.DEVICE, ordinal)
 
-    @modelled(1)
     def cuMemGetDefaultMemPool(self, location: Any, typename: Any) -> Any:
         place, kind = self._location(location, typename)
         return cuda.CUmemoryPool(self._machine.pools.default(place, kind).handle)
 
-    @modelled(1)
     def cuMemGetMemPool(self, location: Any, typename: Any) -> Any:
         place, kind = self._location(location, typename)
         return cuda.CUmemoryPool(self._machine.pools.current_or_default(place, kind).handle)
 
-    @modelled(0)
     def cuMemSetMemPool(self, location: Any, typename: Any, pool: Any) -> None:
         place, kind = self._location(location, typename)
         self._set_current(place, kind, pool)
@@ -228,19 +214,14 @@ class PoolCalls(Calls):
 
     # -- allocation ------------------------------------------------------------------------------------------
 
-    @modelled(1)
-    def cuMemAllocAsync(self, bytesize: Any, hStream: Any) -> Any:
-        size = arguments.size_t(bytesize)
+    def cuMemAllocAsync(self, bytesize: Size, hStream: Any) -> Any:
         stream = self._stream(hStream)
         pool = self._machine.pools.current_or_default(Place(Location.DEVICE, stream.context.device.ordinal))
-        return cuda.CUdeviceptr(self._allocate_ordered(size, pool, stream))
+        return cuda.CUdeviceptr(self._allocate_ordered(bytesize, pool, stream))
 
-    @modelled(1)
-    def cuMemAllocFromPoolAsync(self, bytesize: Any, pool: Any, hStream: Any) -> Any:
-        size = arguments.size_t(bytesize)
-        handle = arguments.pool(pool)
+    def cuMemAllocFromPoolAsync(self, bytesize: Size, pool: PoolHandle, hStream: Any) -> Any:
         stream = self._stream(hStream)
-        return cuda.CUdeviceptr(self._allocate_ordered(size, self._machine.pools.get(handle), stream))
+        return cuda.CUdeviceptr(self._allocate_ordered(bytesize, self._machine.pools.get(pool), stream))
 
     def _allocate_ordered(self, size: int, pool: Pool, stream: Stream) -> int:
         machine = self._machine
@@ -264,25 +245,23 @@ class PoolCalls(Calls):
         check(pool.device is not None, Result.CUDA_ERROR_NOT_SUPPORTED)
         return int(stream.capture.allocate(size, pool, stream))
 
-    @modelled(0)
-    def cuMemFreeAsync(self, dptr: Any, hStream: Any) -> None:
-        address = arguments.device_pointer(dptr)
+    def cuMemFreeAsync(self, dptr: DevicePointer, hStream: Any) -> None:
         stream = self._stream(hStream)
         machine = self._machine
         if machine.graphs.captures and self._captured(stream):
-            if address:
-                stream.capture.free(address, stream)
+            if dptr:
+                stream.capture.free(dptr, stream)
             return
-        if not address:
+        if not dptr:
             return
         self._unsafe_during_capture()
-        allocation = machine.allocations.at.get(address)
+        allocation = machine.allocations.at.get(dptr)
         if not isinstance(allocation, (PoolMemory, DeviceMemory, GraphAllocation)):
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
         machine.allocations.remove(allocation)
         if isinstance(allocation, PoolMemory):
             allocation.pool.give_back(allocation.block, allocation.size, stream)
         elif isinstance(allocation, GraphAllocation):
-            allocation.memory.freed(address, stream)
+            allocation.memory.freed(dptr, stream)
         else:
             stream.submit(Call(lambda: machine.unallocate(allocation)))

@@ -10,6 +10,7 @@ from streamalloc.driver.bindings import cuda
 
 from .. import arguments
 from ..allocations import DeviceMemory, PoolMemory
+from ..arguments import DevicePointer, EventHandle, HostPointer, MemoryHandle, PoolHandle, UnsignedInt, UnsignedLongLong
 from ..constants import HANDLE_BYTES, EventFlag, Handle, device_place
 from ..errors import Fault, NotModelled, Result, check
 from ..events import Event
@@ -19,7 +20,7 @@ from ..memory import Physical
 from ..multicast import MulticastObject
 from ..physical import Memory, Properties
 from ..pool import Pool
-from .base import Calls, modelled
+from .base import Calls
 
 _HANDLE_TYPES = (Handle.NONE, Handle.POSIX_FD, Handle.WIN32, Handle.WIN32_KMT, Handle.FABRIC)
 _LAZY_ENABLE_PEER_ACCESS = 1  # CUipcMem_flags, the only one
@@ -69,12 +70,11 @@ class SharingCalls(Calls):
 
     # -- exporting and importing as a whole ------------------------------------------------------------------
 
-    @modelled(1)
-    def cuMemPoolExportToShareableHandle(self, pool: Any, handleType: Any, flags: Any) -> Any:
-        kind, flag = _handle_type("handleType", handleType), arguments.unsigned_long_long(flags)
-        found = self._machine.pools.get(arguments.pool(pool))
+    def cuMemPoolExportToShareableHandle(self, pool: PoolHandle, handleType: Any, flags: UnsignedLongLong) -> Any:
+        kind = _handle_type("handleType", handleType)
+        found = self._machine.pools.get(pool)
         self._not_during_capture()
-        check(kind & found.handle_types and not flag)
+        check(kind & found.handle_types and not flags)
         if kind == Handle.FABRIC:
             self._need_channel()
         with operating_system():
@@ -85,22 +85,19 @@ class SharingCalls(Calls):
             os.set_inheritable(fd, True)  # observed on H200 (test_sharing)
             return fd
 
-    @modelled(1)
-    def cuMemPoolImportFromShareableHandle(self, handle: Any, handleType: Any, flags: Any) -> Any:
-        kind, given = _handle_type("handleType", handleType), arguments.host_pointer(handle)
-        flag = arguments.unsigned_long_long(flags)
+    def cuMemPoolImportFromShareableHandle(self, handle: HostPointer, handleType: Any, flags: UnsignedLongLong) -> Any:
+        kind = _handle_type("handleType", handleType)
         self._not_during_capture()
-        check(not flag)
+        check(not flags)
         if kind not in (Handle.POSIX_FD, Handle.FABRIC):
             raise NotModelled(f"cuMemPoolImportFromShareableHandle of {handleType.name}")
-        return cuda.CUmemoryPool(self._import("pool", kind, given).handle)
+        return cuda.CUmemoryPool(self._import("pool", kind, handle).handle)
 
-    @modelled(1)
-    def cuMemExportToShareableHandle(self, handle: Any, handleType: Any, flags: Any) -> Any:
-        kind, flag = _handle_type("handleType", handleType), arguments.unsigned_long_long(flags)
-        memory = self._machine.virtual.named(arguments.memory(handle))
+    def cuMemExportToShareableHandle(self, handle: MemoryHandle, handleType: Any, flags: UnsignedLongLong) -> Any:
+        kind = _handle_type("handleType", handleType)
+        memory = self._machine.virtual.named(handle)
         self._not_during_capture()
-        check(kind & memory.properties.handle_types and not flag)
+        check(kind & memory.properties.handle_types and not flags)
         if isinstance(memory, MulticastObject):
             return self._export_multicast(memory, kind)
         assert isinstance(memory, Memory)
@@ -125,15 +122,14 @@ class SharingCalls(Calls):
             found.team.has_fabric_handle = True
             return self._fabric_handle("memory", found.team.physical)
 
-    @modelled(1)
-    def cuMemImportFromShareableHandle(self, osHandle: Any, shHandleType: Any) -> Any:
-        kind, given = _handle_type("shHandleType", shHandleType), arguments.host_pointer(osHandle)
+    def cuMemImportFromShareableHandle(self, osHandle: HostPointer, shHandleType: Any) -> Any:
+        kind = _handle_type("shHandleType", shHandleType)
         self._not_during_capture()
         check(kind != Handle.NONE)
         check(kind != Handle.WIN32, Result.CUDA_ERROR_NOT_SUPPORTED)
         if kind == Handle.WIN32_KMT:
             raise NotModelled(f"cuMemImportFromShareableHandle of {shHandleType.name}")
-        return cuda.CUmemGenericAllocationHandle(self._import("memory", kind, given).handle)
+        return cuda.CUmemGenericAllocationHandle(self._import("memory", kind, osHandle).handle)
 
     def _fabric_handle(self, kind: str, physical: Physical) -> Any:
         physical.seal()
@@ -166,9 +162,8 @@ class SharingCalls(Calls):
 
     # -- single allocations of a pool ------------------------------------------------------------------------
 
-    @modelled(1)
-    def cuMemPoolExportPointer(self, ptr: Any) -> Any:
-        allocation = self._machine.allocations.at.get(arguments.device_pointer(ptr))
+    def cuMemPoolExportPointer(self, ptr: DevicePointer) -> Any:
+        allocation = self._machine.allocations.at.get(ptr)
         self._not_during_capture()
         if not isinstance(allocation, PoolMemory) or not isinstance(allocation.pool, Pool):
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
@@ -180,60 +175,52 @@ class SharingCalls(Calls):
         data = self._machine.sharing.export_pointer(pool, allocation.block.start, allocation.size)
         return _with_bytes(cuda.CUmemPoolPtrExportData(), data)
 
-    @modelled(1)
-    def cuMemPoolImportPointer(self, pool: Any, shareData: Any) -> Any:
-        handle = arguments.pool(pool)
+    def cuMemPoolImportPointer(self, pool: PoolHandle, shareData: Any) -> Any:
         data = arguments.struct("shareData", shareData, cuda.CUmemPoolPtrExportData)
         self._not_during_capture()
         check(data is not None)
-        found = self._machine.sharing.pools.get(handle)
+        found = self._machine.sharing.pools.get(pool)
         if found is None:
-            self._machine.pools.get(handle)
+            self._machine.pools.get(pool)
             raise NotModelled("importing a pointer into a pool that was not imported")
         return cuda.CUdeviceptr(self._machine.sharing.import_pointer(found, _bytes_of(data)))
 
     # -- plain memory ----------------------------------------------------------------------------------------
 
-    @modelled(1)
-    def cuIpcGetMemHandle(self, dptr: Any) -> Any:
-        allocation = self._machine.allocations.find(arguments.device_pointer(dptr))
+    def cuIpcGetMemHandle(self, dptr: DevicePointer) -> Any:
+        allocation = self._machine.allocations.find(dptr)
         self._machine.current()
         self._not_during_capture()
         if not isinstance(allocation, DeviceMemory):
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
         return _with_bytes(cuda.CUipcMemHandle(), self._machine.sharing.memory_handle(allocation))
 
-    @modelled(1)
-    def cuIpcOpenMemHandle(self, handle: Any, Flags: Any) -> Any:
-        data, flags = _bytes_of(_given("handle", handle, cuda.CUipcMemHandle)), arguments.unsigned_int(Flags)
+    def cuIpcOpenMemHandle(self, handle: Any, Flags: UnsignedInt) -> Any:
+        data = _bytes_of(_given("handle", handle, cuda.CUipcMemHandle))
         context = self._machine.current()
         self._not_during_capture()
-        check(flags == _LAZY_ENABLE_PEER_ACCESS)
+        check(Flags == _LAZY_ENABLE_PEER_ACCESS)
         return cuda.CUdeviceptr(self._machine.sharing.open_memory(data, context))
 
-    @modelled(0)
-    def cuIpcCloseMemHandle(self, dptr: Any) -> None:
+    def cuIpcCloseMemHandle(self, dptr: DevicePointer) -> None:
         """Waits for what is queued, as cuMemFree does."""
-        address = arguments.device_pointer(dptr)
         sharing = self._machine.sharing
         self._machine.current()
         self._not_during_capture()
-        sharing.opened_at(address)
-        self._machine.drain(sharing.opened_at(address).allocation.device)
-        sharing.close_memory(sharing.opened_at(address))  # another thread may have closed it meanwhile
+        sharing.opened_at(dptr)
+        self._machine.drain(sharing.opened_at(dptr).allocation.device)
+        sharing.close_memory(sharing.opened_at(dptr))  # another thread may have closed it meanwhile
 
     # -- events ----------------------------------------------------------------------------------------------
 
-    @modelled(1)
-    def cuIpcGetEventHandle(self, event: Any) -> Any:
-        found = self._machine.events.get(arguments.event(event))
+    def cuIpcGetEventHandle(self, event: EventHandle) -> Any:
+        found = self._machine.events.get(event)
         self._not_during_capture()
         if found is None:
             raise Fault(Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)  # as every call with a destroyed event
         check(found.flags & EventFlag.INTERPROCESS and not found.opened, Result.CUDA_ERROR_INVALID_HANDLE)
         return _with_bytes(cuda.CUipcEventHandle(), self._machine.sharing.event_handle(found))
 
-    @modelled(1)
     def cuIpcOpenEventHandle(self, handle: Any) -> Any:
         data = _bytes_of(_given("handle", handle, cuda.CUipcEventHandle))
         machine = self._machine

@@ -9,11 +9,12 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
+from ..arguments import HostFunctionHandle, HostPointer, Int, UnsignedInt, Word32, Word64
 from ..constants import LEGACY_STREAM, PER_THREAD_STREAM, READ_WRITE, EventFlag, device_place
 from ..errors import Fault, NotModelled, Result, check, need
 from ..events import Event, Stamp
 from ..timeline import Call, HostFunction, Operation, Stream, Until, merge
-from .base import Calls, modelled
+from .base import Calls
 
 _NON_BLOCKING = 1
 
@@ -46,14 +47,12 @@ class StreamCalls(Calls):
 
     # -- streams ---------------------------------------------------------------------------------------------
 
-    @modelled(1)
     def cuStreamCreate(self, Flags: Any) -> Any:
         return self._create_stream(Flags, 0)
 
-    @modelled(1)
-    def cuStreamCreateWithPriority(self, flags: Any, priority: Any) -> Any:
+    def cuStreamCreateWithPriority(self, flags: Any, priority: Int) -> Any:
         least, greatest = self._machine.profile.stream_priorities
-        return self._create_stream(flags, min(max(arguments.signed_int(priority), greatest), least))
+        return self._create_stream(flags, min(max(priority, greatest), least))
 
     def _create_stream(self, flags: Any, priority: int) -> Any:
         value = arguments.unsigned_int(flags)
@@ -61,7 +60,6 @@ class StreamCalls(Calls):
         check(value in (0, _NON_BLOCKING))
         return cuda.CUstream(context.create_stream(value != _NON_BLOCKING, priority).handle)
 
-    @modelled(0)
     def cuStreamDestroy(self, hStream: Any) -> None:
         stream = self._stream(hStream)
         check(stream.handle not in (LEGACY_STREAM, PER_THREAD_STREAM), Result.CUDA_ERROR_INVALID_VALUE)
@@ -70,7 +68,6 @@ class StreamCalls(Calls):
             stream.capture.leave(stream)
         self._machine.destroy_stream(stream)
 
-    @modelled(0)
     def cuStreamQuery(self, hStream: Any) -> None:
         stream = self._stream(hStream)
         self._not_capturing(stream)
@@ -81,7 +78,6 @@ class StreamCalls(Calls):
             check(stream.idle, Result.CUDA_ERROR_NOT_READY)
         stream.context.check()
 
-    @modelled(0)
     def cuStreamSynchronize(self, hStream: Any) -> None:
         stream = self._stream(hStream)
         self._not_capturing(stream)
@@ -97,31 +93,25 @@ class StreamCalls(Calls):
             stream.capture.invalidate()
             raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
 
-    @modelled(1)
     def cuStreamGetFlags(self, hStream: Any) -> int:
         stream = self._stream(hStream)
         self._not_capturing(stream)  # observed on H200 (test_capture): asking breaks the capture
         return 0 if stream.blocking else _NON_BLOCKING
 
-    @modelled(1)
     def cuStreamGetPriority(self, hStream: Any) -> int:
         return self._stream(hStream).priority
 
-    @modelled(1)
     def cuStreamGetCtx(self, hStream: Any) -> Any:
         return cuda.CUcontext(self._stream(hStream).context.handle)
 
-    @modelled(2)
     def cuStreamGetCtx_v2(self, hStream: Any) -> tuple[Any, Any]:
         return cuda.CUcontext(self._stream(hStream).context.handle), cuda.CUgreenCtx(0)
 
-    @modelled(1)
     def cuStreamGetDevice(self, hStream: Any) -> Any:
         stream = self._stream(hStream)
         self._not_capturing(stream)  # as cuStreamGetFlags
         return cuda.CUdevice(stream.context.device.ordinal)
 
-    @modelled(1)
     def cuStreamGetId(self, hStream: Any) -> int:
         stream = self._stream(hStream)
         self._not_capturing(stream)  # as cuStreamGetFlags
@@ -129,10 +119,9 @@ class StreamCalls(Calls):
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
-    @modelled(0)
-    def cuStreamWaitEvent(self, hStream: Any, hEvent: Any, Flags: Any) -> None:
+    def cuStreamWaitEvent(self, hStream: Any, hEvent: Any, Flags: UnsignedInt) -> None:
         stream, event = self._stream(hStream), self._event(hEvent)
-        check(arguments.unsigned_int(Flags) in (0, 1))
+        check(Flags in (0, 1))
         if event.shared is not None and stream.capture is not None:
             raise NotModelled("waiting for an event of several processes during a stream capture")
         if event.capture is not None:
@@ -155,13 +144,11 @@ class StreamCalls(Calls):
             live = self._machine.timeline.streams
             merge(stream.clock, {number: seq for number, seq in record.clock.items() if number in live})
 
-    @modelled(0)
-    def cuStreamWaitValue32(self, stream: Any, addr: Any, value: Any, flags: Any) -> None:
-        self._wait_value(stream, addr, arguments.word32(value), flags, 32)
+    def cuStreamWaitValue32(self, stream: Any, addr: Any, value: Word32, flags: Any) -> None:
+        self._wait_value(stream, addr, value, flags, 32)
 
-    @modelled(0)
-    def cuStreamWaitValue64(self, stream: Any, addr: Any, value: Any, flags: Any) -> None:
-        self._wait_value(stream, addr, arguments.word64(value), flags, 64)
+    def cuStreamWaitValue64(self, stream: Any, addr: Any, value: Word64, flags: Any) -> None:
+        self._wait_value(stream, addr, value, flags, 64)
 
     def _wait_value(self, stream: Any, addr: Any, value: int, flags: Any, bits: int) -> None:
         target = self._stream(stream)
@@ -180,13 +167,11 @@ class StreamCalls(Calls):
 
         self._submit(target, Until(arrived), "BATCH_MEM_OP")
 
-    @modelled(0)
-    def cuStreamWriteValue32(self, stream: Any, addr: Any, value: Any, flags: Any) -> None:
-        self._write_value(stream, addr, arguments.word32(value), flags, 32)
+    def cuStreamWriteValue32(self, stream: Any, addr: Any, value: Word32, flags: Any) -> None:
+        self._write_value(stream, addr, value, flags, 32)
 
-    @modelled(0)
-    def cuStreamWriteValue64(self, stream: Any, addr: Any, value: Any, flags: Any) -> None:
-        self._write_value(stream, addr, arguments.word64(value), flags, 64)
+    def cuStreamWriteValue64(self, stream: Any, addr: Any, value: Word64, flags: Any) -> None:
+        self._write_value(stream, addr, value, flags, 64)
 
     def _write_value(self, stream: Any, addr: Any, value: int, flags: Any, bits: int) -> None:
         target = self._stream(stream)
@@ -222,14 +207,12 @@ class StreamCalls(Calls):
         check(address + bits // 8 <= allocation.base + max(allocation.size, 8))
         return address
 
-    @modelled(0)
-    def cuLaunchHostFunc(self, hStream: Any, fn: Any, userData: Any) -> None:
+    def cuLaunchHostFunc(self, hStream: Any, fn: HostFunctionHandle, userData: HostPointer) -> None:
         stream = self._stream(hStream)
-        address, data = arguments.host_function(fn), arguments.host_pointer(userData)
-        check(address)
-        function = _HOST_FUNCTION(address)
+        check(fn)
+        function = _HOST_FUNCTION(fn)
         timeline = self._machine.timeline
-        self._submit(stream, HostFunction(timeline, lambda: function(data or None)), "HOST")
+        self._submit(stream, HostFunction(timeline, lambda: function(userData or None)), "HOST")
 
     # -- events ----------------------------------------------------------------------------------------------
 
@@ -237,28 +220,22 @@ class StreamCalls(Calls):
         # Seen once on H200, where a destroyed handle can also end the process.
         return need(self._machine.events.get(arguments.event(event)), Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
 
-    @modelled(1)
-    def cuEventCreate(self, Flags: Any) -> Any:
-        flags = arguments.unsigned_int(Flags)
+    def cuEventCreate(self, Flags: UnsignedInt) -> Any:
         context = self._machine.current()
-        check(flags in _EVENT_FLAGS)
-        event = Event(context, flags)
+        check(Flags in _EVENT_FLAGS)
+        event = Event(context, Flags)
         self._machine.events[event.handle] = event
         return cuda.CUevent(event.handle)
 
-    @modelled(0)
     def cuEventDestroy(self, hEvent: Any) -> None:
         del self._machine.events[self._event(hEvent).handle]
 
-    @modelled(0)
     def cuEventRecord(self, hEvent: Any, hStream: Any) -> None:
         self._record_event(hEvent, hStream)
 
-    @modelled(0)
-    def cuEventRecordWithFlags(self, hEvent: Any, hStream: Any, flags: Any) -> None:
-        value = arguments.unsigned_int(flags)
-        check(value in (0, 1))
-        if value:
+    def cuEventRecordWithFlags(self, hEvent: Any, hStream: Any, flags: UnsignedInt) -> None:
+        check(flags in (0, 1))
+        if flags:
             raise NotModelled("CU_EVENT_RECORD_EXTERNAL")
         self._record_event(hEvent, hStream)
 
@@ -272,7 +249,6 @@ class StreamCalls(Calls):
         else:
             event.record_in(stream)
 
-    @modelled(0)
     def cuEventQuery(self, hEvent: Any) -> None:
         event = self._event(hEvent)
         self._not_captured(event)
@@ -282,7 +258,6 @@ class StreamCalls(Calls):
                 self._machine.timeline.pump()
             check(event.complete, Result.CUDA_ERROR_NOT_READY)
 
-    @modelled(0)
     def cuEventSynchronize(self, hEvent: Any) -> None:
         event = self._event(hEvent)
         self._not_captured(event)
@@ -302,11 +277,9 @@ class StreamCalls(Calls):
             event.capture.invalidate()
             raise Fault(Result.CUDA_ERROR_CAPTURED_EVENT)
 
-    @modelled(1)
     def cuEventElapsedTime(self, hStart: Any, hEnd: Any) -> float:
         return self._elapsed(hStart, hEnd)
 
-    @modelled(1)
     def cuEventElapsedTime_v2(self, hStart: Any, hEnd: Any) -> float:
         return self._elapsed(hStart, hEnd)
 

@@ -11,13 +11,14 @@ from typing import Any
 from streamalloc.driver.bindings import cuda, handle_types_member, read_handle_types
 
 from .. import arguments
+from ..arguments import DevicePointer, HostPointer, MemoryHandle, Size, UnsignedLongLong
 from ..arrays import TileCopy
 from ..constants import GRANULARITY, HOST, PINNED, Handle, Location, Place, device_place
 from ..errors import Fault, NotModelled, Result, check, need
 from ..machine import Machine
 from ..multicast import MulticastObject
 from ..physical import Mapping, Memory, Properties
-from .base import Calls, modelled
+from .base import Calls
 from .copies import Move
 
 _TILE_POOL = 1  # CUmemAllocationProp.allocFlags.usage
@@ -34,14 +35,12 @@ class VirtualMemoryCalls(Calls):
 
     # -- physical memory -------------------------------------------------------------------------------------
 
-    @modelled(1)
-    def cuMemCreate(self, size: Any, prop: Any, flags: Any) -> Any:
-        number, flag = arguments.size_t(size), arguments.unsigned_long_long(flags)
+    def cuMemCreate(self, size: Size, prop: Any, flags: UnsignedLongLong) -> Any:
         props = arguments.struct("prop", prop, cuda.CUmemAllocationProp)
-        check(props is not None and not flag)
+        check(props is not None and not flags)
         properties = self._properties(props)
-        check(number and number % GRANULARITY == 0)
-        return cuda.CUmemGenericAllocationHandle(self._machine.virtual.create(number, properties).handle)
+        check(size and size % GRANULARITY == 0)
+        return cuda.CUmemGenericAllocationHandle(self._machine.virtual.create(size, properties).handle)
 
     def _properties(self, props: Any) -> Properties:
         place, kind, handle_types = _place(props.location), int(props.type), read_handle_types(props)
@@ -71,19 +70,16 @@ class VirtualMemoryCalls(Calls):
         if not self._machine.fabric or place.type != Location.DEVICE:
             raise NotModelled("cuMemCreate of memory with fabric handles where these are not supported")
 
-    @modelled(0)
-    def cuMemRelease(self, handle: Any) -> None:
-        self._machine.virtual.release(arguments.memory(handle))
+    def cuMemRelease(self, handle: MemoryHandle) -> None:
+        self._machine.virtual.release(handle)
 
-    @modelled(1)
-    def cuMemRetainAllocationHandle(self, addr: Any) -> Any:
+    def cuMemRetainAllocationHandle(self, addr: HostPointer) -> Any:
         virtual = self._machine.virtual
-        mapping = virtual.mapping_at(arguments.host_pointer(addr))
+        mapping = virtual.mapping_at(addr)
         return cuda.CUmemGenericAllocationHandle(virtual.retain(mapping.memory))
 
-    @modelled(1)
-    def cuMemGetAllocationPropertiesFromHandle(self, handle: Any) -> Any:
-        named = self._machine.virtual.named(arguments.memory(handle))
+    def cuMemGetAllocationPropertiesFromHandle(self, handle: MemoryHandle) -> Any:
+        named = self._machine.virtual.named(handle)
         if not isinstance(named, Memory):
             raise NotModelled("cuMemGetAllocationPropertiesFromHandle of a multicast object")
         properties = named.properties
@@ -95,7 +91,6 @@ class VirtualMemoryCalls(Calls):
         props.allocFlags.gpuDirectRDMACapable = properties.rdma
         return props
 
-    @modelled(1)
     def cuMemGetAllocationGranularity(self, prop: Any, option: Any) -> int:
         props = arguments.struct("prop", prop, cuda.CUmemAllocationProp)
         arguments.member("option", option, cuda.CUmemAllocationGranularity_flags)
@@ -104,40 +99,33 @@ class VirtualMemoryCalls(Calls):
 
     # -- addresses and mappings ------------------------------------------------------------------------------
 
-    @modelled(1)
-    def cuMemAddressReserve(self, size: Any, alignment: Any, addr: Any, flags: Any) -> Any:
-        number, align = arguments.size_t(size), arguments.size_t(alignment)
-        hint = arguments.device_pointer(addr)
-        check(arguments.unsigned_long_long(flags) == 0)
-        return cuda.CUdeviceptr(self._machine.virtual.reserve(number, align, hint))
+    def cuMemAddressReserve(self, size: Size, alignment: Size, addr: DevicePointer, flags: UnsignedLongLong) -> Any:
+        check(flags == 0)
+        return cuda.CUdeviceptr(self._machine.virtual.reserve(size, alignment, addr))
 
-    @modelled(0)
-    def cuMemAddressFree(self, ptr: Any, size: Any) -> None:
-        self._machine.virtual.free(arguments.device_pointer(ptr), arguments.size_t(size))
+    def cuMemAddressFree(self, ptr: DevicePointer, size: Size) -> None:
+        self._machine.virtual.free(ptr, size)
 
-    @modelled(0)
-    def cuMemMap(self, ptr: Any, size: Any, offset: Any, handle: Any, flags: Any) -> None:
-        address, number, start = arguments.device_pointer(ptr), arguments.size_t(size), arguments.size_t(offset)
-        virtual, named = self._machine.virtual, arguments.memory(handle)
-        found = virtual.named(named)
-        check(arguments.unsigned_long_long(flags) == 0)
+    def cuMemMap(
+        self, ptr: DevicePointer, size: Size, offset: Size, handle: MemoryHandle, flags: UnsignedLongLong
+    ) -> None:
+        virtual = self._machine.virtual
+        found = virtual.named(handle)
+        check(flags == 0)
         if isinstance(found, MulticastObject):
             self._machine.multicast.formed(found, "cuMemMap")
-            found = virtual.named(named)  # another thread may have released it meanwhile
-        virtual.map(address, number, start, found)
+            found = virtual.named(handle)  # another thread may have released it meanwhile
+        virtual.map(ptr, size, offset, found)
 
-    @modelled(0)
-    def cuMemUnmap(self, ptr: Any, size: Any) -> None:
-        self._machine.virtual.unmap(arguments.device_pointer(ptr), arguments.size_t(size))
+    def cuMemUnmap(self, ptr: DevicePointer, size: Size) -> None:
+        self._machine.virtual.unmap(ptr, size)
 
     # -- access ----------------------------------------------------------------------------------------------
 
-    @modelled(0)
-    def cuMemSetAccess(self, ptr: Any, size: Any, desc: Any, count: Any) -> None:
-        address, length, number = arguments.device_pointer(ptr), arguments.size_t(size), arguments.size_t(count)
-        descriptors = arguments.structs("desc", desc, cuda.CUmemAccessDesc, number)
-        check(number and length)
-        mappings = self._machine.virtual.whole_span(address, length)
+    def cuMemSetAccess(self, ptr: DevicePointer, size: Size, desc: Any, count: Size) -> None:
+        descriptors = arguments.structs("desc", desc, cuda.CUmemAccessDesc, count)
+        check(count and size)
+        mappings = self._machine.virtual.whole_span(ptr, size)
         on_device = any(mapping.memory.properties.device is not None for mapping in mappings)
         wanted = []
         refused: Fault | None = None
@@ -152,7 +140,7 @@ class VirtualMemoryCalls(Calls):
                 break
         self._check_teams(mappings, wanted)
         losing = any(flags < mapping.right(place) for mapping in mappings for place, flags in wanted)
-        if losing and self._is_in_use(address, address + length):
+        if losing and self._is_in_use(ptr, ptr + size):
             raise NotModelled("taking access away while work on the memory is queued")
         for mapping in mappings:
             for place, flags in wanted:
@@ -187,17 +175,15 @@ class VirtualMemoryCalls(Calls):
         # a memory node that is not there is no mistake (observed on H200: test_host_mappings)
         return (place if place.type == Location.HOST_NUMA and place.id else HOST), flags
 
-    @modelled(1)
-    def cuMemGetAccess(self, location: Any, ptr: Any) -> int:
+    def cuMemGetAccess(self, location: Any, ptr: DevicePointer) -> int:
         where = arguments.struct("location", location, cuda.CUmemLocation)
-        address = arguments.device_pointer(ptr)
         check(where is not None)
         place = _place(where)
         if place.type == Location.DEVICE:
             check(0 <= place.id < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
         else:
             check(place.type in (Location.HOST, Location.HOST_NUMA), Result.CUDA_ERROR_INVALID_DEVICE)
-        mapping = self._machine.virtual.mapping_at(address)
+        mapping = self._machine.virtual.mapping_at(ptr)
         if place.type == Location.HOST:
             return mapping.right_of_host()
         if place.type == Location.HOST_NUMA and place.id:
@@ -206,29 +192,28 @@ class VirtualMemoryCalls(Calls):
 
     # -- handles of address ranges ---------------------------------------------------------------------------
 
-    @modelled(1)
-    def cuMemGetHandleForAddressRange(self, dptr: Any, size: Any, handleType: Any, flags: Any) -> int:
+    def cuMemGetHandleForAddressRange(
+        self, dptr: DevicePointer, size: Size, handleType: Any, flags: UnsignedLongLong
+    ) -> int:
         """A file of the right size, without the bytes: the devices that can use it are not simulated."""
-        address, length = arguments.device_pointer(dptr), arguments.size_t(size)
         arguments.member("handleType", handleType, cuda.CUmemRangeHandleType)
-        flag = arguments.unsigned_long_long(flags)
-        if handleType.name != "CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD" or flag not in (0, _PCIE_MAPPING):
-            raise NotModelled(f"cuMemGetHandleForAddressRange of {handleType!r} with flags {flag:#x}")
+        if handleType.name != "CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD" or flags not in (0, _PCIE_MAPPING):
+            raise NotModelled(f"cuMemGetHandleForAddressRange of {handleType!r} with flags {flags:#x}")
         if self._machine.current_or_none() is None:
             raise NotModelled("cuMemGetHandleForAddressRange without a current context")
-        check(length and address % _PAGE == 0 and length % _PAGE == 0)
-        allocation = need(self._machine.allocations.find(address))
+        check(size and dptr % _PAGE == 0 and size % _PAGE == 0)
+        allocation = need(self._machine.allocations.find(dptr))
         if allocation.mapping is not None and allocation.mapping.is_multicast:
             raise NotModelled("cuMemGetHandleForAddressRange of a multicast object")
         if allocation.mapping is not None:
-            devices = [mapping.memory.properties.device for mapping in self._machine.virtual.span(address, length)]
+            devices = [mapping.memory.properties.device for mapping in self._machine.virtual.span(dptr, size)]
         else:
-            check(address + length <= allocation.base + allocation.size)
+            check(dptr + size <= allocation.base + allocation.size)
             devices = [allocation.device]
         if None in devices:
             raise NotModelled("cuMemGetHandleForAddressRange of host memory")
-        check(flag != _PCIE_MAPPING, Result.CUDA_ERROR_NOT_SUPPORTED)
-        return _unreadable_file(length)
+        check(flags != _PCIE_MAPPING, Result.CUDA_ERROR_NOT_SUPPORTED)
+        return _unreadable_file(size)
 
 
 def _unreadable_file(size: int) -> int:
