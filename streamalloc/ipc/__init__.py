@@ -3,7 +3,7 @@
 from streamalloc.core.fd import Fd
 from streamalloc.ipc.ring.ring import Ring, RingConsumer, RingItem, RingProducer, RingSlot, RingStatistics
 from streamalloc.ipc.sharing.descriptor import Chunk, Descriptor, Flags, Mechanism
-from streamalloc.ipc.sharing.exports import Shared, share
+from streamalloc.ipc.sharing.exports import Shared, send, serve, share
 from streamalloc.ipc.sharing.imports import (
     DriverVersionWarning,
     Imported,
@@ -11,9 +11,8 @@ from streamalloc.ipc.sharing.imports import (
     ImportedPool,
     ImportedRange,
     open,
+    receive,
 )
-from streamalloc.ipc.sharing.multiprocess import serve
-from streamalloc.ipc.sharing.transfer import receive, send
 from streamalloc.ipc.transport.channel import Channel, Listener, Message, Peer, PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.communicator import (
     AllgatherCommunicator,

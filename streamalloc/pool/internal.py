@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from streamalloc.core.device import Device
+from streamalloc.pool.pointers import MemoryKind, pointer_attributes
 from streamalloc.pool.pool import MemoryPool
 
-__all__ = ["reachable_from"]
+__all__ = ["MemoryKind", "pointer_attributes", "reachable_from"]
 
 
 def reachable_from(pool: MemoryPool, device: Device) -> bool:

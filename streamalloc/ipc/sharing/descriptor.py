@@ -81,12 +81,12 @@ class Flags:
     """``base_size`` is a capacity, and later descriptors of this origin may have more chunks."""
 
 
-def head_of(
-    mechanism: Mechanism, device: bytes, origin: bytes, board: bytes, endpoint: bytes, pool_mark: int, extra: int
-) -> bytes:
-    """The first part of a descriptor with ``extra`` bytes of payload and chunks."""
-    length = _SHORTEST + extra
-    return _HEAD.pack(MAGIC, VERSION, mechanism, length, device, origin, board, endpoint, pool_mark)
+def head_of(mechanism: Mechanism, names: tuple[bytes, ...], pool_mark: int, extra: int) -> bytes:
+    """The first part of a descriptor with ``extra`` bytes of payload and chunks.
+
+    ``names`` are those of device, origin, control block and endpoint.
+    """
+    return _HEAD.pack(MAGIC, VERSION, mechanism, _SHORTEST + extra, *names, pool_mark)
 
 
 def joined(head: bytes, numbers: tuple[int, ...], payload: int, chunks: int, rest: bytes) -> bytes:
@@ -114,9 +114,9 @@ class Descriptor(NamedTuple):
         The device's UUID, 16 bytes.
     origin
         16 bytes that name the pool, the block or the range: what is imported once and used by many descriptors.
-    board, slot, generation, ready
+    control_block, slot, generation, ready
         The exporter's control block, the allocation's slot there, which allocation it stands for, and the value of the
-        slot's ``ready`` word from which on the contents are there. Zeros for ``board`` mean that there is none.
+        slot's ``ready`` word from which on the contents are there. Zeros for ``control_block`` mean that there is none.
     endpoint
         Where handles can be had that did not come along; zeros where nowhere.
     driver_version
@@ -139,7 +139,7 @@ class Descriptor(NamedTuple):
     mechanism: Mechanism
     device: bytes
     origin: bytes = bytes(16)
-    board: bytes = bytes(16)
+    control_block: bytes = bytes(16)
     endpoint: bytes = bytes(16)
     flags: int = 0
     slot: int = 0
@@ -167,34 +167,18 @@ class Descriptor(NamedTuple):
         else:
             packed = b"".join(_CHUNK.pack(chunk.id, chunk.nbytes) for chunk in self.chunks)
         rest = self.payload + packed
-        head = head_of(self.mechanism, *self[1:5], self.pool_mark, len(rest))
+        head = head_of(self.mechanism, self[1:5], self.pool_mark, len(rest))
         return joined(head, (*self[5:14], self.hold), len(self.payload), len(self.chunks), rest)
 
     @classmethod
-    def from_bytes(cls, data: bytes, known: Descriptor | None = None) -> Descriptor:
+    def from_bytes(cls, data: bytes) -> Descriptor:
         """The descriptor in bytes that were received.
-
-        ``known`` is a descriptor with the same first :data:`HEAD_BYTES`, which are not looked at again; one that is
-        like it in all that follows from these is taken on the short way.
 
         Raises
         ------
         ValueError
             They are not a descriptor, are damaged, or of a version that this library does not know.
         """
-        if known is not None and len(data) >= _SHORTEST:
-            numbers = _NUMBERS.unpack_from(data, HEAD_BYTES)
-            flags, _, _, _, _, handle_type, offset, size, base_size, hold, extra, count = numbers
-            payload = data[_BODY : -_CHECK.size]
-            if (
-                zlib.crc32(data[: -_CHECK.size]) == int.from_bytes(data[-_CHECK.size :], "little")
-                and extra == len(payload) == len(known.payload)
-                and not count
-                and handle_type == known.handle_type
-                and flags <= _FLAGS
-                and offset + size <= base_size <= _MOST_BYTES
-            ):
-                return tuple.__new__(cls, (*known[:5], *numbers[:9], payload, (), hold, known.pool_mark))
         if type(data) is not bytes:
             if not isinstance(data, (bytes, bytearray, memoryview)):
                 raise TypeError(f"a descriptor is bytes, not {type(data).__name__}")
@@ -202,7 +186,7 @@ class Descriptor(NamedTuple):
         length = len(data)
         if length < _SHORTEST or not data.startswith(MAGIC):
             raise ValueError(f"these {length} bytes are no descriptor of shared memory")
-        _, version, mechanism, said, device, origin, board, endpoint, pool_mark = _HEAD.unpack_from(data)
+        _, version, mechanism, said, *names, pool_mark = _HEAD.unpack_from(data)
         if version != VERSION:
             raise ValueError(f"a descriptor of version {version}: this library knows version {VERSION}")
         if said != length or zlib.crc32(data[: -_CHECK.size]) != int.from_bytes(data[-_CHECK.size :], "little"):
@@ -222,7 +206,7 @@ class Descriptor(NamedTuple):
             raise ValueError(
                 f"a descriptor of a {kind.name} with fabric handles: only physical memory is shared by them"
             )
-        if base_size > _MOST_BYTES or offset > base_size or size > base_size - offset:
+        if base_size > _MOST_BYTES or offset + size > base_size:
             raise ValueError(f"the descriptor's {size} bytes at {offset} are outside of its {base_size} bytes")
         if kind in _WITHOUT_MEMORY and (count or base_size or flags):
             raise ValueError(f"a descriptor of a {kind.name} speaks of memory")
@@ -232,7 +216,5 @@ class Descriptor(NamedTuple):
             chunks = tuple(Chunk(*form.unpack_from(data, at + place * form.size)) for place in range(count))
             if any(not 0 < chunk.nbytes <= _MOST_BYTES for chunk in chunks):
                 raise ValueError("a chunk of the descriptor has no size, or too large a one")
-        payload = data[_BODY:at]
         # What cls() comes down to, at a third of its cost.
-        fields = (kind, device, origin, board, endpoint, *numbers[:9], payload, chunks, hold, pool_mark)
-        return tuple.__new__(cls, fields)
+        return tuple.__new__(cls, (kind, *names, *numbers[:9], data[_BODY:at], chunks, hold, pool_mark))

@@ -1,12 +1,14 @@
-"""``share``: the right mechanism for each kind of memory, and a descriptor of it."""
+"""``share``: the right mechanism for each kind of memory, and a descriptor of it. ``send``: that, over a channel."""
 
 from __future__ import annotations
 
+import functools
+import os
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
 
 from streamalloc.core.buffer import Buffer, GraphBuffer, pool_of, set_shared, shared_state
 from streamalloc.core.device import Device
@@ -14,30 +16,24 @@ from streamalloc.core.door import Door, PerDriver, door_behind
 from streamalloc.core.errors import error_from, size_text
 from streamalloc.core.fd import Fd
 from streamalloc.core.later import work
-from streamalloc.core.memory import BufferView, CopySide, Memory, check_usable, viewed
+from streamalloc.core.memory import BufferView, CopySide, check_usable, viewed
 from streamalloc.core.properties import MemHandleType, MemLocationType
 from streamalloc.core.stream import Event, Stream, StreamLike, as_stream, direct_handle, refuse_capture
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda, opaque_bytes
+from streamalloc.ipc.sharing import descriptor as wire
 from streamalloc.ipc.sharing.control_block import ControlBlock, Mark
-from streamalloc.ipc.sharing.descriptor import (
-    MOST_CHUNKS,
-    Chunk,
-    Descriptor,
-    Flags,
-    Mechanism,
-    head_of,
-    joined,
-    with_hold,
-)
+from streamalloc.ipc.sharing.descriptor import MOST_CHUNKS, Chunk, Descriptor, Flags, Mechanism
 from streamalloc.ipc.sharing.imports import ImportedBuffer, ImportedPool, ImportedRange
-from streamalloc.ipc.sharing.lease import Hold, Lease, Leases, leases_of
+from streamalloc.ipc.sharing.lease import Hold, Lease, Leases, hung_up, leases_of
+from streamalloc.ipc.transport import handle_server
+from streamalloc.ipc.transport.channel import Channel
 from streamalloc.pool import MemoryPool
-from streamalloc.pool.pointers import MemoryKind, PointerAttributes, pointer_attributes
-from streamalloc.vmm import AddressRange, GrowableBuffer, Mapping, PhysicalMemory, RangeView, VirtualBuffer
+from streamalloc.pool.internal import MemoryKind, pointer_attributes
+from streamalloc.vmm import GrowableBuffer, PhysicalMemory, RangeView, VirtualBuffer
 from streamalloc.vmm.internal import covering, is_imported
 
-__all__ = ["Exports", "Shared", "exports_of", "share"]
+__all__ = ["Exports", "Shared", "exports_of", "send", "serve", "share"]
 
 _POSIX, _FABRIC = MemHandleType.POSIX_FILE_DESCRIPTOR, MemHandleType.FABRIC
 _POSIX_MEMBER = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -46,6 +42,15 @@ _BLOCK = 2 << 20
 _POSIX_NUMBER = int(_POSIX)
 # Bytes of the driver's export data.
 _PAYLOAD = 64
+_NOWHERE = bytes(16)
+
+# The handles of this process by their names, for those who got only a descriptor's bytes.
+_published: weakref.WeakValueDictionary[bytes, Fd] = weakref.WeakValueDictionary()
+# Where to ask for them, by process: a forked child has no server.
+_endpoints: dict[int, bytes] = {}
+_serving = threading.Lock()
+# The names of the handles that went over a channel.
+_carried: weakref.WeakKeyDictionary[Channel, set[bytes]] = weakref.WeakKeyDictionary()
 
 
 class Shared:
@@ -58,7 +63,7 @@ class Shared:
     called, or it is dropped. ``ipc.send`` hands the hold over to the message.
     """
 
-    __slots__ = ("__weakref__", "_data", "_hold", "_kept", "_lease", "handles")
+    __slots__ = ("__weakref__", "_data", "_exports", "_hold", "_lease", "handles")
 
     handles: dict[bytes, Fd]
     """The handles by their names, which the descriptor holds; they stay the exporter's."""
@@ -69,13 +74,12 @@ class Shared:
         handles: dict[bytes, Fd],
         lease: Lease | None = None,
         hold: Hold | None = None,
-        *,
-        kept: bool = True,
+        exports: Exports | None = None,
     ) -> None:
         self._hold = hold
         self._data = data
-        self._kept = kept
-        """Whether importers keep what the handles stand for, so that they need to travel once only."""
+        self._exports = exports
+        """Of whom importers keep what the handles stand for, so that these need to travel once; else None."""
         self._lease = lease
         """The slot of the announcement or the allocation; an announcement's is given back with this object."""
         self.handles = handles
@@ -101,7 +105,7 @@ class Shared:
         """The descriptor as it travels."""
         if self._hold is None or self._lease is None or self._hold.over():
             return self._data
-        return with_hold(self._data, self._hold.mark(self._lease.block))
+        return wire.with_hold(self._data, self._hold.mark(self._lease.block))
 
     __bytes__ = to_bytes
 
@@ -134,9 +138,10 @@ class _Route:
 
     def __init__(self, pool: MemoryPool, device: bytes) -> None:
         self.pool: weakref.ref[MemoryPool] = weakref.ref(pool)
-        self.fd: Fd
-        self.origin: bytes
-        self.origin, self.fd = _export_pool(pool)
+        call, raw = door_behind(pool).call, cuda.CUmemoryPool(pool.handle)
+        number = call("cuMemPoolExportToShareableHandle", raw, _POSIX_MEMBER, 0, hint=_NOT_EXPORTABLE)
+        self.fd: Fd = Fd(int(number))
+        self.origin: bytes = secrets.token_bytes(16)
         self.device: bytes = device
         self._heads: dict[tuple[bytes, bytes], tuple[bytes, dict[bytes, Fd]]] = {}
         """The beginning of the descriptor and the handles, by control block and endpoint."""
@@ -154,21 +159,11 @@ class _Route:
         key = (block.id, exports.endpoint)
         found = self._heads.get(key)
         if found is None:
-            head = head_of(Mechanism.POOL_POINTER, self.device, self.origin, *key, self.mark(block), _PAYLOAD)
+            head = wire.head_of(Mechanism.POOL_POINTER, (self.device, self.origin, *key), self.mark(block), _PAYLOAD)
             handles = {self.origin: self.fd, block.id: block.fd}
-            exports.handles.update(handles)
+            _published.update(handles)
             found = self._heads[key] = (head, handles)
         return found
-
-
-class _Exported:
-    """The name of physical memory, and its handles of each type."""
-
-    __slots__ = ("handles", "name")
-
-    def __init__(self) -> None:
-        self.name = secrets.token_bytes(16)
-        self.handles: dict[MemHandleType, Fd | bytes] = {}
 
 
 class Exports:
@@ -177,49 +172,48 @@ class Exports:
     def __init__(self, door: Door) -> None:
         self.door = door
         self.leases: Leases = leases_of(door)
-        self.endpoint: bytes = bytes(16)
-        """Where other processes may ask for handles; zeros until a handle server runs."""
-        self.handles: weakref.WeakValueDictionary[bytes, Fd] = weakref.WeakValueDictionary()
+        self.endpoint: bytes = _NOWHERE
+        """Where other processes may ask for handles; zeros until :meth:`serve` is called."""
         self.version: int = int(door.call("cuDriverGetVersion"))
         self._export_pointer: Any = door.driver.cuMemPoolExportPointer
         self._routes: dict[int, _Route] = {}
         """By the pool object's ``id``."""
         self._uuids: dict[int, bytes] = {}
-        self._exported: weakref.WeakKeyDictionary[PhysicalMemory, _Exported] = weakref.WeakKeyDictionary()
-        self._names: weakref.WeakKeyDictionary[VirtualBuffer, bytes] = weakref.WeakKeyDictionary()
+        self._handles: weakref.WeakKeyDictionary[PhysicalMemory, dict[MemHandleType, Fd | bytes]]
+        self._handles = weakref.WeakKeyDictionary()
+        self._names: weakref.WeakKeyDictionary[PhysicalMemory | VirtualBuffer, bytes] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()
         """Held where a buffer gets its lease."""
 
+    def serve(self) -> None:
+        """Hand out handles from now on; descriptors made later say where."""
+        if self.endpoint == _NOWHERE:
+            with _serving:
+                process = os.getpid()
+                if process not in _endpoints:
+                    _endpoints[process] = handle_server.serve(_published.get)
+                self.endpoint = _endpoints[process]
+
     def describe(
-        self,
-        mechanism: Mechanism,
-        device: Device,
-        stream: Stream | None,
-        handles: Iterable[tuple[bytes, Fd]],
-        **fields: Any,
+        self, mechanism: Mechanism, uuid: bytes, stream: Stream | None, handles: dict[bytes, Fd], **fields: Any
     ) -> Shared:
         """The descriptor, with a slot of a control block and the announcement there that the contents are ready.
 
         The slot is taken for this announcement alone, until the result is dropped.
         """
-        named = dict(handles)
         words: Lease | None = None
         if stream is not None:
             words = self.leases.take()
             fields["ready"] = words.announce(stream)
-            fields["board"], fields["slot"], fields["generation"] = words.block.id, words.slot, words.generation
-            named[words.block.id] = words.block.fd
-        self.handles.update(named)
-        descriptor = Descriptor(
-            mechanism,
-            self._uuid(device),
-            endpoint=self.endpoint,
-            driver_version=self.version,
-            **fields,
-        )
-        return Shared(descriptor.to_bytes(), named, words, kept=mechanism is not Mechanism.PHYSICAL)
+            fields["control_block"], fields["slot"], fields["generation"] = words.block.id, words.slot, words.generation
+            handles = {**handles, words.block.id: words.block.fd}
+        _published.update(handles)
+        described = Descriptor(mechanism, uuid, endpoint=self.endpoint, driver_version=self.version, **fields)
+        kept = None if mechanism is Mechanism.PHYSICAL else self
+        return Shared(described.to_bytes(), handles, words, exports=kept)
 
-    def _uuid(self, device: Device) -> bytes:
+    def uuid(self, device: Device) -> bytes:
+        """How descriptors name a device."""
         uuid = self._uuids.get(device.ordinal)
         if uuid is None:
             uuid = self._uuids[device.ordinal] = device.uuid.bytes
@@ -249,7 +243,7 @@ class Exports:
                 )
             on_device = pool.location.type is MemLocationType.DEVICE
             device = Device(pool.location.id if on_device else 0, driver=self.door.driver)
-            route = self._routes[id(pool)] = _Route(pool, self._uuid(device))
+            route = self._routes[id(pool)] = _Route(pool, self.uuid(device))
             for key, known in list(self._routes.items()):
                 known_pool = known.pool()
                 if known_pool is None or known_pool.closed:
@@ -265,34 +259,86 @@ class Exports:
 
     def memory(self, memory: PhysicalMemory, handle_type: MemHandleType) -> tuple[Chunk, Fd | None]:
         """Physical memory as a descriptor has it, and the file descriptor that goes along, if one does."""
-        exported = self._exported.get(memory)
-        if exported is None:
-            exported = self._exported.setdefault(memory, _Exported())
-        handle = exported.handles.get(handle_type)
+        handles = self._handles.get(memory)
+        if handles is None:
+            handles = self._handles.setdefault(memory, {})
+        handle = handles.get(handle_type)
         if handle is None:
-            handle = exported.handles.setdefault(handle_type, memory.export(handle_type))
-        if isinstance(handle, Fd):
-            return Chunk(exported.name, memory.nbytes), handle
-        return Chunk(exported.name, memory.nbytes, handle), None
+            handle = handles.setdefault(handle_type, memory.export(handle_type))
+        name = self.name(memory)
+        return (
+            (Chunk(name, memory.nbytes), handle)
+            if isinstance(handle, Fd)
+            else (Chunk(name, memory.nbytes, handle), None)
+        )
 
-    def name(self, buffer: VirtualBuffer) -> bytes:
-        """Sixteen bytes that stand for a buffer that may grow, so that importers know it again."""
-        found = self._names.get(buffer)
-        if found is None:
-            found = self._names.setdefault(buffer, secrets.token_bytes(16))
-        return found
+    def name(self, thing: PhysicalMemory | VirtualBuffer) -> bytes:
+        """Sixteen bytes that stand for memory, or a buffer that may grow, so that importers know it again."""
+        return self._names.get(thing) or self._names.setdefault(thing, secrets.token_bytes(16))
 
 
 exports_of: PerDriver[Exports] = PerDriver(Exports)
 """What this process has exported through a driver."""
 
 
-def _export_pool(pool: MemoryPool) -> tuple[bytes, Fd]:
-    """A new name and handle for a pool, which other code may have made."""
-    raw = cuda.CUmemoryPool(pool.handle)
-    call = door_behind(pool).call
-    number = call("cuMemPoolExportToShareableHandle", raw, _POSIX_MEMBER, 0, hint=_NOT_EXPORTABLE)
-    return secrets.token_bytes(16), Fd(int(number))
+def serve(door: Door) -> None:
+    """Hand out this process's handles from now on; descriptors made later say where."""
+    exports_of(door).serve()
+
+
+def send(
+    channel: Channel,
+    thing: object,
+    *,
+    stream: StreamLike | None = None,
+    hold: bool = False,
+    timeout: float | None = None,
+) -> None:
+    """Share something and send it; the other end takes it with :func:`receive`. ``channel.send`` is for bytes.
+
+    The handles of pools and control blocks go along the first time only. From then on this process hands them out to
+    whoever asks, so that a receiver which dropped that message asks for what it lacks.
+
+    Parameters
+    ----------
+    channel
+        Where to.
+    thing
+        As for :func:`share`, or what that returned. If that holds the allocation, the message does from now on.
+    stream, hold
+        As for :func:`share`. Without ``hold`` the allocation must not be freed before the other end has opened it. With
+        it, the message keeps the allocation until it was opened, refused or dropped, or nobody can receive it any more.
+    timeout
+        Seconds until ``TimeoutError``.
+    """
+    shared = thing if isinstance(thing, Shared) else share(thing, stream, hold=hold)
+    had, exports = _carried.setdefault(channel, set()), shared._exports
+    handles = shared.fds
+    if exports is not None:
+        exports.serve()
+        if had.issuperset(shared.handles) and exports.endpoint in shared._data:
+            handles = ()
+    lease = shared._lease
+    if lease is None or not shared.held:
+        channel.send(shared.to_bytes(), handles, timeout=timeout)
+    else:
+        # The message has one end of a pipe, which the kernel closes with it; whoever opens the descriptor closes it
+        # when that is done. So the hold ends without anybody's help.
+        ours, theirs = map(Fd, os.pipe2(os.O_CLOEXEC))
+        with theirs:
+            lease.hold(Hold(functools.partial(hung_up, ours)))
+            channel.send(wire.with_hold(shared._data, 0), (*handles, theirs), timeout=timeout)
+        shared.cancel()
+    had.update(shared.handles)
+
+
+class _Asked(NamedTuple):
+    """What :func:`share` was asked for."""
+
+    stream: StreamLike | None
+    hold: bool
+    handle_type: MemHandleType | None
+    expose_block: bool
 
 
 def share(
@@ -351,13 +397,12 @@ def share(
     """
     if handle_type is not None:
         _check_handle_type(thing, handle_type)
-    if isinstance(thing, Buffer):
-        return _share_part(thing, 0, thing.nbytes, stream, hold)
-    for kind, how in _HOW:
+    asked = _Asked(stream, hold, handle_type, expose_block)
+    for kind, how in _HOW.items():
         if isinstance(thing, kind):
-            return how(thing, stream, hold, handle_type)
+            return how(thing, asked)
     if hasattr(thing, "__cuda_array_interface__"):
-        return _share_foreign(thing, stream, hold, expose_block, handle_type)
+        return _share_foreign(thing, asked)
     raise TypeError(
         f"{thing!r} cannot be shared: allowed are pools, memory, events, and CUDA arrays of other libraries"
     )
@@ -369,22 +414,19 @@ def _check_handle_type(thing: object, handle_type: object) -> None:
         raise TypeError(f"handle_type must be a MemHandleType, not {type(handle_type).__name__} ({handle_type!r})")
     if handle_type not in (_POSIX, _FABRIC):
         raise ValueError(f"handle_type={handle_type!r}: allowed are POSIX_FILE_DESCRIPTOR and FABRIC")
-    if isinstance(thing, BufferView):
-        thing, _ = viewed(thing)
     if isinstance(thing, Event):
         raise ValueError(f"handle_type={handle_type!r}: {thing!r} is shared without any, leave it out")
-    if handle_type == _FABRIC and isinstance(thing, (MemoryPool, Buffer)):
-        raise ValueError(f"handle_type={handle_type!r}: {thing!r} cannot be shared so, {_NO_FABRIC_POOLS}")
+    whole = viewed(thing)[0] if isinstance(thing, BufferView) else thing
+    if handle_type == _FABRIC and isinstance(whole, (MemoryPool, Buffer)):
+        raise ValueError(f"handle_type={handle_type!r}: {whole!r} cannot be shared so, {_NO_FABRIC_POOLS}")
 
 
-def _handle_type(memories: Iterable[PhysicalMemory], asked: MemHandleType | None) -> MemHandleType:
+def _handle_type(memories: Iterable[PhysicalMemory], asked: _Asked) -> MemHandleType:
     """By which handles chunks of physical memory are shared; where they have none, exporting them says so."""
-    if asked is not None:
-        return asked
     common = _POSIX | _FABRIC
     for memory in memories:
         common &= memory.properties.requested_handle_types
-    return _FABRIC if common == _FABRIC else _POSIX
+    return asked.handle_type or (_FABRIC if common == _FABRIC else _POSIX)
 
 
 def _prepared(door: Door) -> Exports:
@@ -394,43 +436,37 @@ def _prepared(door: Door) -> Exports:
     return exports_of(door)
 
 
-def _ordered(thing: Memory, stream: StreamLike | None, door: Door) -> Stream:
-    ordered = thing.stream if stream is None else as_stream(stream, door)
+def _ordered(stream: StreamLike, door: Door) -> Stream:
+    ordered = as_stream(stream, door)
     refuse_capture(ordered, "cuStreamWriteValue32", _NOT_IN_A_CAPTURE)
     return ordered
 
 
-def _share_pool(pool: MemoryPool, stream: StreamLike | None, hold: bool, handle_type: MemHandleType | None) -> Shared:
+def _share_pool(pool: MemoryPool, asked: _Asked) -> Shared:
     exports = _prepared(door_behind(pool))
-    route = exports.route(pool)
-    block = exports.leases.block()
-    described = Descriptor(
-        Mechanism.POOL,
-        route.device,
-        route.origin,
-        block.id,
-        endpoint=exports.endpoint,
-        driver_version=exports.version,
-        handle_type=int(_POSIX),
-        pool_mark=route.mark(block),
-    )
-    return Shared(described.to_bytes(), route.head(block, exports)[1])
+    route, block = exports.route(pool), exports.leases.block()
+    fields = {"origin": route.origin, "control_block": block.id, "pool_mark": route.mark(block)}
+    handles = {route.origin: route.fd, block.id: block.fd}
+    return exports.describe(Mechanism.POOL, route.device, None, handles, handle_type=_POSIX_NUMBER, **fields)
 
 
-def _share_view(view: BufferView, stream: StreamLike | None, hold: bool, handle_type: MemHandleType | None) -> Shared:
+def _share_buffer(buffer: Buffer, asked: _Asked) -> Shared:
+    return _share_part(buffer, 0, buffer.nbytes, asked)
+
+
+def _share_view(view: BufferView, asked: _Asked) -> Shared:
     check_usable(view)
     if not view.nbytes:
         raise ValueError(f"{view!r} is empty: there is nothing to share")
     parent, offset = viewed(view)
     if isinstance(parent, Buffer):
-        return _share_part(parent, offset, view.nbytes, stream, hold)
+        return _share_part(parent, offset, view.nbytes, asked)
     if isinstance(parent, (VirtualBuffer, RangeView)):
-        start = parent.offset if isinstance(parent, RangeView) else 0
-        return _share_range(parent, parent.range, start + offset, view.nbytes, stream, handle_type)
+        return _share_range(parent, asked, offset, view.nbytes)
     raise ValueError(f"{view!r} cannot be shared: share the memory itself in the process that owns it")
 
 
-def _share_part(buffer: Buffer, offset: int, size: int, stream: StreamLike | None, hold: bool) -> Shared:
+def _share_part(buffer: Buffer, offset: int, size: int, asked: _Asked) -> Shared:
     door = door_behind(buffer)
     exports = _prepared(door)
     if isinstance(buffer, GraphBuffer):
@@ -438,39 +474,68 @@ def _share_part(buffer: Buffer, offset: int, size: int, stream: StreamLike | Non
     nbytes = buffer.nbytes
     if not buffer.address or not nbytes:
         raise ValueError(f"{buffer!r} is empty: there is nothing to share")
-    ordered = buffer.stream if stream is None else stream
+    ordered = buffer.stream if asked.stream is None else asked.stream
     if type(ordered) is not Stream or direct_handle(ordered, door) is None:
-        ordered = _ordered(buffer, stream, door)
+        ordered = _ordered(ordered, door)
     lease = exports.lease(buffer)
     ready = lease.announce(ordered)
     head, handles = cast("_Route", lease.route).head(lease.block, exports)
     numbers = (
         Flags.LEASED, lease.slot, lease.generation, ready, exports.version, _POSIX_NUMBER, offset, size, nbytes, 0,
     )  # fmt: skip
-    return Shared(joined(head, numbers, _PAYLOAD, 0, lease.payload), handles, lease, Hold() if hold else None)
+    data = wire.joined(head, numbers, _PAYLOAD, 0, lease.payload)
+    return Shared(data, handles, lease, Hold() if asked.hold else None, exports)
 
 
-def _share_physical(
-    memory: PhysicalMemory, stream: StreamLike | None, hold: bool, handle_type: MemHandleType | None
-) -> Shared:
+def _share_physical(memory: PhysicalMemory, asked: _Asked) -> Shared:
     door = door_behind(memory)
+    ordered = None if asked.stream is None else as_stream(asked.stream, door)
+    return _share_chunks(memory, door, [memory], ordered, asked, size=memory.nbytes, origin=_NOWHERE)
+
+
+def _share_range(thing: VirtualBuffer | RangeView, asked: _Asked, begin: int = 0, size: int | None = None) -> Shared:
+    """Share the chunks that bytes of an address range lie in."""
+    fields: dict[str, Any] = {}
+    if isinstance(thing, RangeView):
+        begin += thing.offset
+    else:
+        check_usable(thing)
+    door = door_behind(thing)
+    if size is None:
+        size = thing.nbytes
+        if isinstance(thing, GrowableBuffer):
+            # From its beginning on, so that importers recognise the chunks they have.
+            exports = _prepared(door)
+            fields = {"origin": exports.name(thing), "flags": Flags.GROWABLE, "base_size": thing.capacity}
+    if not size:
+        raise ValueError(f"{thing!r} is empty: there is nothing to share")
+    ordered = _ordered(thing.stream if asked.stream is None else asked.stream, door)
+    mapped = covering(thing.range, begin, begin + size)
+    if len(mapped) > MOST_CHUNKS:
+        raise ValueError(
+            f"{thing!r} lies in {len(mapped)} chunks of physical memory, and at most {MOST_CHUNKS} are shared at once: "
+            "grow in larger steps, or share parts of it"
+        )
+    memories = [chunk.memory for chunk in mapped]
+    return _share_chunks(thing, door, memories, ordered, asked, offset=begin - mapped[0].offset, size=size, **fields)
+
+
+def _share_chunks(
+    thing: object, door: Door, memories: Sequence[Any], stream: Stream | None, asked: _Asked, **fields: Any
+) -> Shared:
+    """Share chunks of physical memory that lie side by side."""
     exports = _prepared(door)
-    _refuse_imported(memory)
-    kind = _handle_type([memory], handle_type)
-    chunk, fd = exports.memory(memory, kind)
-    device = _device_of(memory)
-    ordered = None if stream is None else as_stream(stream, door)
-    return exports.describe(
-        Mechanism.PHYSICAL,
-        device,
-        ordered,
-        [] if fd is None else [(chunk.id, fd)],
-        origin=bytes(16),
-        handle_type=int(kind),
-        size=memory.nbytes,
-        base_size=memory.nbytes,
-        chunks=(chunk,),
-    )
+    for memory in memories:
+        if not isinstance(memory, PhysicalMemory):
+            raise ValueError(f"{memory!r} is shared by its own handle: export() it, and share the memory bound to it")
+        if is_imported(memory):
+            _refuse_imported(thing, asked)
+    kind = _handle_type(memories, asked)
+    chunks = [exports.memory(memory, kind) for memory in memories]
+    fields = {"base_size": sum(chunk.nbytes for chunk, _ in chunks), "origin": secrets.token_bytes(16), **fields}
+    handles = {chunk.id: fd for chunk, fd in chunks if fd is not None}
+    fields["handle_type"], fields["chunks"] = int(kind), tuple(chunk for chunk, _ in chunks)
+    return exports.describe(Mechanism.PHYSICAL, exports.uuid(_device_of(memories[0])), stream, handles, **fields)
 
 
 def _device_of(memory: PhysicalMemory) -> Device:
@@ -478,90 +543,21 @@ def _device_of(memory: PhysicalMemory) -> Device:
     return Device(location.id if location.type is MemLocationType.DEVICE else 0, driver=memory.driver)
 
 
-def _share_mapping(view: RangeView, stream: StreamLike | None, hold: bool, handle_type: MemHandleType | None) -> Shared:
-    return _share_range(view, view.range, view.offset, view.nbytes, stream, handle_type)
-
-
-def _share_virtual(
-    buffer: VirtualBuffer, stream: StreamLike | None, hold: bool, handle_type: MemHandleType | None
-) -> Shared:
-    check_usable(buffer)
-    growable = isinstance(buffer, GrowableBuffer)
-    return _share_range(buffer, buffer.range, 0, buffer.nbytes, stream, handle_type, growable=growable)
-
-
-def _share_range(
-    thing: Memory,
-    addresses: AddressRange,
-    start: int,
-    size: int,
-    stream: StreamLike | None,
-    handle_type: MemHandleType | None,
-    *,
-    growable: bool = False,
-) -> Shared:
-    """Share the chunks that bytes of an address range lie in."""
-    if not size:
-        raise ValueError(f"{thing!r} is empty: there is nothing to share")
-    door = door_behind(addresses)
-    exports = _prepared(door)
-    ordered = _ordered(thing, stream, door)
-    # Of a growing buffer, all chunks from its beginning on, so that importers recognise those they have.
-    mapped = covering(addresses, start, start + size)
-    if len(mapped) > MOST_CHUNKS:
-        raise ValueError(
-            f"{thing!r} lies in {len(mapped)} chunks of physical memory, and at most {MOST_CHUNKS} are shared at once: "
-            "grow in larger steps, or share parts of it"
-        )
-    memories = []
-    for chunk in mapped:
-        memory = chunk.memory
-        if not isinstance(memory, PhysicalMemory):
-            raise ValueError(f"{memory!r} is shared by its own handle: export() it, and share the memory bound to it")
-        _refuse_imported(memory)
-        memories.append(memory)
-    kind = _handle_type(memories, handle_type)
-    chunks = [exports.memory(memory, kind) for memory in memories]
-    total = sum(chunk.nbytes for chunk, _ in chunks)
-    return exports.describe(
-        Mechanism.PHYSICAL,
-        _device_of(memories[0]),
-        ordered,
-        [(chunk.id, fd) for chunk, fd in chunks if fd is not None],
-        origin=exports.name(thing) if growable and isinstance(thing, VirtualBuffer) else secrets.token_bytes(16),
-        flags=Flags.GROWABLE if growable else 0,
-        handle_type=int(kind),
-        offset=start - mapped[0].offset,
-        size=size,
-        base_size=thing.capacity if growable and isinstance(thing, VirtualBuffer) else total,
-        chunks=tuple(chunk for chunk, _ in chunks),
-    )
-
-
-def _share_event(event: Event, stream: StreamLike | None, hold: bool, handle_type: MemHandleType | None) -> Shared:
+def _share_event(event: Event, asked: _Asked) -> Shared:
     door = door_behind(event)
     exports = _prepared(door)
     if not event.interprocess:
         raise ValueError(f"{event!r} cannot be shared: make it with interprocess=True, in the process that shares it")
     with event.device.current():
         raw = door.call("cuIpcGetEventHandle", cuda.CUevent(event.handle))
-    return exports.describe(Mechanism.EVENT, event.device, None, (), payload=opaque_bytes(raw))
+    return exports.describe(Mechanism.EVENT, exports.uuid(event.device), None, {}, payload=opaque_bytes(raw))
 
 
-def _share_imported(
-    thing: Any, stream: StreamLike | None = None, hold: bool = False, handle_type: MemHandleType | None = None
-) -> Shared:
+def _refuse_imported(thing: object, asked: _Asked) -> Shared:
     raise ValueError(f"{thing!r} was opened here: only the process that owns memory can share it")
 
 
-def _refuse_imported(memory: PhysicalMemory) -> None:
-    if is_imported(memory):
-        _share_imported(memory)
-
-
-def _share_foreign(
-    thing: Any, stream: StreamLike | None, hold: bool, expose_block: bool, handle_type: MemHandleType | None
-) -> Shared:
+def _share_foreign(thing: Any, asked: _Asked) -> Shared:
     """Memory of another library: find out what it is, and share that."""
     interface = thing.__cuda_array_interface__
     driver = default_driver()
@@ -577,12 +573,11 @@ def _share_foreign(
         device = _device_of(PhysicalMemory.at(span.address, driver=driver))
     if known.kind is not MemoryKind.DEVICE or device is None:
         raise ValueError(f"{thing!r} is not device memory of this process")
+    stream = asked.stream
     if stream is None:
         handle = interface.get("stream")
-        ordered = device.default_stream if handle is None else Stream.of_handle(device, handle, thing)
-    else:
-        ordered = as_stream(stream, door)
-    refuse_capture(ordered, "cuStreamWriteValue32", _NOT_IN_A_CAPTURE)
+        stream = device.default_stream if handle is None else Stream.of_handle(device, handle, thing)
+    ordered = _ordered(stream, door)
     with device.current():
         base, size = (int(value) for value in door.call("cuMemGetAddressRange", span.address))
         if span.address + span.nbytes > base + size:
@@ -590,74 +585,40 @@ def _share_foreign(
                 f"{thing!r} ends outside of the {size_text(size)} that its allocation has: share what lies in several "
                 "allocations one by one"
             )
-        return _foreign_kinds(
-            exports,
-            thing,
-            known,
-            device,
-            ordered,
-            base,
-            size,
-            span.address - base,
-            span.nbytes,
-            expose_block,
-            handle_type,
-        )
-
-
-def _foreign_kinds(
-    exports: Exports,
-    thing: object,
-    known: PointerAttributes,
-    device: Device,
-    stream: Stream,
-    base: int,
-    base_size: int,
-    offset: int,
-    size: int,
-    expose_block: bool,
-    handle_type: MemHandleType | None,
-) -> Shared:
-    door = exports.door
-    where = {"offset": offset, "size": size, "base_size": base_size}
-    if known.pool is not None:
-        if handle_type == _FABRIC:
-            raise ValueError(f"{thing!r} is memory of a pool, and cannot be shared so: {_NO_FABRIC_POOLS}")
-        if not known.handle_types & _POSIX:
+        where: dict[str, Any] = {"offset": span.address - base, "size": span.nbytes, "base_size": size}
+        if known.pool is not None:
+            if asked.handle_type == _FABRIC:
+                raise ValueError(f"{thing!r} is memory of a pool, and cannot be shared so: {_NO_FABRIC_POOLS}")
+            if not known.handle_types & _POSIX:
+                raise ValueError(
+                    f"{thing!r} is memory of a pool that was not made for sharing: have the library allocate from a "
+                    "pool with handle_types=POSIX_FILE_DESCRIPTOR (MemoryPool.make_current), or copy it to such a pool"
+                )
+            route = _Route(known.pool, exports.uuid(device))
+            where |= {"origin": route.origin, "handle_type": _POSIX_NUMBER, "payload": exports.pointer(base)}
+            handles = {route.origin: route.fd}
+            return exports.describe(Mechanism.POOL_POINTER, route.device, ordered, handles, **where)
+        if known.legacy_ipc:
+            if asked.handle_type is not None:
+                raise ValueError(
+                    f"{thing!r} is memory of cuMemAlloc, which is shared without a handle type: leave it out"
+                )
+            if not asked.expose_block and (base % _BLOCK or size % _BLOCK):
+                raise ValueError(
+                    f"{thing!r} is not alone in its blocks of 2 MiB: an importer could read the rest of them. Share it "
+                    "with expose_block=True if it may, or copy it to a pool or to memory of whole blocks"
+                )
+            where["payload"] = opaque_bytes(door.call("cuIpcGetMemHandle", base))
+            return exports.describe(Mechanism.LEGACY, exports.uuid(device), ordered, {}, **where)
+        memory = PhysicalMemory.at(base, driver=driver)
+        kind = _handle_type([memory], asked)
+        if not memory.properties.requested_handle_types & kind:
             raise ValueError(
-                f"{thing!r} is memory of a pool that was not made for sharing: have the library allocate from a pool "
-                "with handle_types=POSIX_FILE_DESCRIPTOR (MemoryPool.make_current), or copy it to such a pool"
+                f"{thing!r} is mapped memory that was not made for sharing: create it with handle type {kind.name}"
             )
-        origin, fd = _export_pool(known.pool)
-        data = exports.pointer(base)
-        return exports.describe(
-            Mechanism.POOL_POINTER, device, stream, [(origin, fd)],
-            origin=origin, handle_type=int(_POSIX), payload=data, **where,
-        )  # fmt: skip
-    if known.legacy_ipc:
-        if handle_type is not None:
-            raise ValueError(f"{thing!r} is memory of cuMemAlloc, which is shared without a handle type: leave it out")
-        if not expose_block and (base % _BLOCK or base_size % _BLOCK):
-            raise ValueError(
-                f"{thing!r} is not alone in its blocks of 2 MiB: an importer could read the rest of them. Share it "
-                "with expose_block=True if it may, or copy it to a pool or to memory of whole blocks"
-            )
-        data = opaque_bytes(door.call("cuIpcGetMemHandle", base))
-        return exports.describe(Mechanism.LEGACY, device, stream, (), payload=data, **where)
-    memory = PhysicalMemory.at(base, driver=door.driver)
-    kind = _handle_type([memory], handle_type)
-    if not memory.properties.requested_handle_types & kind:
-        raise ValueError(
-            f"{thing!r} is mapped memory that was not made for sharing: create it with handle type {kind.name}"
-        )
-    _refuse_imported(memory)
-    chunk, handle = exports.memory(memory, kind)
-    if offset + size > chunk.nbytes:
-        raise ValueError(f"{thing!r} lies in several chunks of physical memory: share them one by one")
-    return exports.describe(
-        Mechanism.PHYSICAL, device, stream, [] if handle is None else [(chunk.id, handle)],
-        origin=secrets.token_bytes(16), handle_type=int(kind), chunks=(chunk,), **where,
-    )  # fmt: skip
+        if span.address + span.nbytes > base + memory.nbytes:
+            raise ValueError(f"{thing!r} lies in several chunks of physical memory: share them one by one")
+        return _share_chunks(thing, door, [memory], ordered, asked, **where)
 
 
 _NOT_IN_A_CAPTURE = "memory cannot be shared in a capture"
@@ -669,15 +630,13 @@ _NOT_EXPORTABLE = (
     "by the process that made them"
 )
 
-_HOW: tuple[tuple[type, Callable[[Any, StreamLike | None, bool, MemHandleType | None], Shared]], ...] = (
-    (MemoryPool, _share_pool),
-    (ImportedBuffer, _share_imported),
-    (ImportedPool, _share_imported),
-    (ImportedRange, _share_imported),
-    (BufferView, _share_view),
-    (PhysicalMemory, _share_physical),
-    (Mapping, _share_mapping),
-    (RangeView, _share_mapping),
-    (VirtualBuffer, _share_virtual),
-    (Event, _share_event),
-)
+# The first class that fits says how something is shared.
+_HOW: dict[type | tuple[type, ...], Callable[[Any, _Asked], Shared]] = {
+    Buffer: _share_buffer,
+    MemoryPool: _share_pool,
+    (ImportedBuffer, ImportedPool, ImportedRange): _refuse_imported,
+    BufferView: _share_view,
+    PhysicalMemory: _share_physical,
+    (RangeView, VirtualBuffer): _share_range,
+    Event: _share_event,
+}

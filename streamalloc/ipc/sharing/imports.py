@@ -13,7 +13,9 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any, TypeAlias
+
+from typing_extensions import TypeVar
 
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door, PerDriver, door_behind
@@ -58,11 +60,21 @@ from streamalloc.ipc.sharing.control_block import (
     reached,
 )
 from streamalloc.ipc.sharing.descriptor import FABRIC, HEAD_BYTES, Chunk, Descriptor, Flags, Mechanism
+from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.handle_server import fetch
 from streamalloc.vmm import PhysicalMemory
 from streamalloc.vmm.internal import RemappableBuffer, check_mappable, import_memory
 
-__all__ = ["DriverVersionWarning", "Imported", "ImportedBuffer", "ImportedPool", "ImportedRange", "importer_of", "open"]
+__all__ = [
+    "DriverVersionWarning",
+    "Imported",
+    "ImportedBuffer",
+    "ImportedPool",
+    "ImportedRange",
+    "importer_of",
+    "open",
+    "receive",
+]
 
 _POSIX_MEMBER = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _LAZY_PEER_ACCESS = 1
@@ -158,13 +170,19 @@ class _OnThread(Deferred):
             self._running = False
 
 
-class _PoolHandle:
-    """The driver's handle of a pool of another process."""
+class _PoolHandle(Deferred):
+    """The driver's handle of a pool of another process.
 
-    __slots__ = ("_raw", "marks", "users")
+    It ends once the frees of what was imported have run. The driver waits for nothing then, and what is done with the
+    handle afterwards ends the process (driver 580.159).
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_events", "_importer", "_raw", "marks", "users")
+
+    def __init__(self, importer: Importer) -> None:
+        self._importer = importer
         self._raw: Any = None
+        self._events: list[Event] | None = None
         self.marks: set[tuple[ControlBlock, int]] = set()
         """What tells that its owner still has it."""
         self.users: weakref.WeakSet[ImportedPool] = weakref.WeakSet()
@@ -178,27 +196,16 @@ class _PoolHandle:
         """Whether its owner has closed it, or has died, as far as can be known."""
         return not all(block.marked("pool", mark) and block.exporter_alive() for block, mark in self.marks)
 
-
-class _PoolEnd(Deferred):
-    """The end of an imported pool, once the frees of what was imported have run.
-
-    The driver waits for nothing then. What is done with the handle afterwards ends the process (driver 580.159).
-    """
-
-    __slots__ = ("_events", "_importer", "_pool")
-
-    def __init__(self, importer: Importer, pool: _PoolHandle) -> None:
-        self._importer = importer
-        self._pool = pool
-        self._events: list[Event] | None = None
-
     def attempt(self) -> bool:
         door = self._importer.door
         if self._events is None:
             self._events = [context_event(Device(ordinal, driver=door.driver)) for ordinal in door.ordinals]
         if not all(event.query() for event in self._events):
             return False
-        self._importer.destroy(self._pool)
+        with self._importer.lock:
+            # Where it was imported anew meanwhile, the driver has the same handle.
+            if self._raw is not None and not self._importer.knows(self):
+                door.give_back(self, "cuMemPoolDestroy")
         return True
 
 
@@ -275,10 +282,10 @@ class Importer:
 
     def block_of(self, described: Descriptor, handles: Handles) -> ControlBlock | None:
         """The exporter's control block; None where there is none, or with fabric handles it is of another machine."""
-        if described.board == _NO_BLOCK:
+        if described.control_block == _NO_BLOCK:
             return None
         return self.control_block(
-            described.board, handles.take_here if described.handle_type == FABRIC else handles.take
+            described.control_block, handles.take_here if described.handle_type == FABRIC else handles.take
         )
 
     def control_block(self, name: bytes, take: Callable[[bytes], Fd | None]) -> ControlBlock | None:
@@ -307,7 +314,7 @@ class Importer:
         with handles.take(described.origin) as fd, self.lock:
             found = self.pools.get(described.origin)
             if found is None:
-                made = _PoolHandle()
+                made = _PoolHandle(self)
                 self.door.create(
                     made, "_raw", "cuMemPoolImportFromShareableHandle", fd.fileno(), _POSIX_MEMBER, 0, hint=_BAD_HANDLE
                 )
@@ -326,19 +333,17 @@ class Importer:
             for number, pool in list(self._handles.items()):
                 if id(pool) not in pools and not pool.users and pool.ended():
                     del self._handles[number]
-                    later.hand_in(_PoolEnd(self, pool))
+                    later.hand_in(pool)
             for name, block in list(self.blocks.items()):
                 if id(block) not in blocks and not block.exporter_alive() and block.idle():
                     del self.blocks[name]
                     later.hand_in(_OnThread(block.close))
-            self.pools = {name: pool for name, pool in self.pools.items() if int(pool.raw) in self._handles}
-            self.ways = {head: way for head, way in self.ways.items() if way.described.origin in self.pools}
+            self.pools = {name: pool for name, pool in self.pools.items() if self.knows(pool)}
+            self.ways = {head: way for head, way in self.ways.items() if way.origin in self.pools}
 
-    def destroy(self, pool: _PoolHandle) -> None:
-        """Destroy a pool, unless it was imported anew meanwhile: the driver has the same handle then."""
-        with self.lock:
-            if pool.raw is not None and int(pool.raw) not in self._handles:
-                self.door.give_back(pool, "cuMemPoolDestroy")
+    def knows(self, pool: _PoolHandle) -> bool:
+        """Whether the driver's handle of a pool is in use."""
+        return int(pool.raw) in self._handles
 
     def size_at(self, address: int) -> int:
         """How many bytes the driver has there (``cuPointerGetAttribute``)."""
@@ -393,10 +398,10 @@ class _Import:
         """The ends of the work of objects that were closed before the last one."""
         block = way.block
         if described.flags & Flags.LEASED:
-            if block is None or isinstance(way, _LegacyWay):
+            if block is None or way.pool is None:
                 raise ValueError("the descriptor speaks of a lease, and names no control block, or memory without any")
             self.words = block.importer_words(described.slot, block.importer)
-            self.lessor = (described.board, described.slot, described.generation)
+            self.lessor = (described.control_block, described.slot, described.generation)
         elif described.flags & Flags.HELD:
             raise ValueError("the descriptor speaks of a lease, and has none")
 
@@ -404,35 +409,21 @@ class _Import:
 Imported: TypeAlias = "ImportedBuffer | ImportedRange | ImportedPool | PhysicalMemory | Event"
 """What :func:`open` gives."""
 
-T = TypeVar("T", bound="ImportedBuffer | ImportedRange | ImportedPool | PhysicalMemory | Event")
+T = TypeVar(
+    "T",
+    bound="ImportedBuffer | ImportedRange | ImportedPool | PhysicalMemory | Event",
+    default="ImportedBuffer | ImportedRange",
+)
 
 
-@overload
-def open(
-    data: bytes,
-    handles: Sequence[Fd] = ...,
-    *,
-    stream: StreamLike | None = ...,
-    driver: Driver | None = ...,
-    kind: None = ...,
-) -> ImportedBuffer | ImportedRange: ...
-@overload
-def open(
-    data: bytes,
-    handles: Sequence[Fd] = ...,
-    *,
-    stream: StreamLike | None = ...,
-    driver: Driver | None = ...,
-    kind: type[T],
-) -> T: ...
 def open(
     data: bytes,
     handles: Sequence[Fd] = (),
     *,
     stream: StreamLike | None = None,
     driver: Driver | None = None,
-    kind: type[object] | None = None,
-) -> Imported:
+    kind: type[T] | None = None,
+) -> T:
     """Open what another process shared.
 
     Parameters
@@ -480,9 +471,9 @@ def open(
         importer = importer_of(door)
         way = importer.ways.get(data[:HEAD_BYTES]) if type(data) is bytes else None
         if way is not None and kind in (None, ImportedBuffer):
-            described = Descriptor.from_bytes(data, way.described)
+            described = Descriptor.from_bytes(data)
             ordered = _prepared(importer, described, way.device, stream)
-            return _open_allocation(way, described, ordered)
+            return _open_allocation(way, described, ordered)  # type: ignore[return-value]
         described = Descriptor.from_bytes(data)
         opener, gives = _MECHANISMS[described.mechanism]
         if described.mechanism is Mechanism.PHYSICAL and described.origin == bytes(16):
@@ -493,10 +484,24 @@ def open(
             given.name(described)
         given.endpoint = described.endpoint
         device = importer.device(described, stream)
-        return opener(importer, described, device, _prepared(importer, described, device, stream), given)
+        ordered = _prepared(importer, described, device, stream)
+        return opener(importer, described, device, ordered, given)  # type: ignore[return-value]
     finally:
         # Also that by which a message holds the allocation: last of all.
         given.close()
+
+
+def receive(
+    channel: Channel,
+    *,
+    stream: StreamLike | None = None,
+    timeout: float | None = None,
+    driver: Driver | None = None,
+    kind: type[T] | None = None,
+) -> T:
+    """Receive what :func:`send` sent, and open it; see :func:`open` and ``channel.receive``."""
+    message = channel.receive(timeout=timeout)
+    return open(message.data, message.handles, stream=stream, driver=driver, kind=kind)
 
 
 def _prepared(importer: Importer, described: Descriptor, device: Device, stream: StreamLike | None) -> Stream:
@@ -519,8 +524,8 @@ def _names(described: Descriptor) -> list[bytes]:
     names = [chunk.id for chunk in described.chunks if not chunk.fabric]
     if described.mechanism in (Mechanism.POOL, Mechanism.POOL_POINTER):
         names = [described.origin]
-    if described.board != _NO_BLOCK:
-        names.append(described.board)
+    if described.control_block != _NO_BLOCK:
+        names.append(described.control_block)
     return list(dict.fromkeys(names))
 
 
@@ -545,23 +550,28 @@ def _noted(importer: Importer, described: Descriptor, handles: Handles, pool: _P
 class _PoolWay:
     """How allocations of one pool are opened whose leases are in one control block."""
 
-    __slots__ = ("_data", "block", "described", "device", "importer", "pool")
+    __slots__ = ("_data", "block", "device", "importer", "imports", "lock", "origin", "pool")
+
+    waits = False
+    """Whether letting go of an import may wait for a stream."""
 
     def __init__(
-        self, importer: Importer, described: Descriptor, device: Device, block: ControlBlock | None, pool: _PoolHandle
-    ):
+        self, importer: Importer, origin: bytes, device: Device, block: ControlBlock | None, pool: _PoolHandle
+    ) -> None:
         self.importer: Importer = importer
-        self.described: Descriptor = described
-        """Any of their descriptors."""
         self.device: Device = device
         self.block: ControlBlock | None = block
+        self.origin: bytes = origin
         self.pool: _PoolHandle = pool
+        self.lock = importer.lock
+        self.imports: dict[bytes, _Import] = importer.imports
+        """The imports that there are, by the driver's export data; ``lock`` is held where they are counted."""
         # One struct for all: they are opened one at a time.
         self._data = OpaqueStruct("CUmemPoolPtrExportData")
 
-    def acquire(self, held: _Import, data: bytes) -> None:
+    def acquire(self, held: _Import) -> None:
         """Import an allocation by the driver's export data (``cuMemPoolImportPointer``)."""
-        result, held._raw = self.importer.import_pointer(self.pool.raw, self._data.filled(data))
+        result, held._raw = self.importer.import_pointer(self.pool.raw, self._data.filled(held.key))
         if result:
             held._raw = None
             raise error_from(result, "cuMemPoolImportPointer", _BAD_POINTER)
@@ -577,18 +587,21 @@ class _PoolWay:
 class _LegacyWay:
     """How memory of ``cuMemAlloc`` is opened. The driver counts how often, so that each object has its own import."""
 
-    __slots__ = ("block", "device", "importer")
+    __slots__ = ("block", "device", "importer", "imports", "lock")
 
     pool = None
+    waits = True
 
     def __init__(self, importer: Importer, device: Device, block: ControlBlock | None) -> None:
         self.importer: Importer = importer
         self.device: Device = device
         self.block: ControlBlock | None = block
+        self.lock = threading.RLock()
+        self.imports: dict[bytes, _Import] = {}
 
-    def acquire(self, held: _Import, data: bytes) -> None:
+    def acquire(self, held: _Import) -> None:
         """Open a block (``cuIpcOpenMemHandle``)."""
-        handle = opaque_struct("CUipcMemHandle", data)
+        handle = opaque_struct("CUipcMemHandle", held.key)
         with self.device.current():
             door = self.importer.door
             door.create(held, "_raw", "cuIpcOpenMemHandle", handle, _LAZY_PEER_ACCESS, hint=_BAD_POINTER)
@@ -607,7 +620,7 @@ def _open_pointer(
     pool = importer.pool(described, handles)
     try:
         block = _noted(importer, described, handles, pool)
-        way = _PoolWay(importer, described, device, block, pool)
+        way = _PoolWay(importer, described.origin, device, block, pool)
         opened = _open_allocation(way, described, stream)
     except (StaleDescriptorError, CaptureError):
         raise
@@ -617,7 +630,7 @@ def _open_pointer(
             importer.pools.pop(described.origin, None)
         raise
     if described.flags & Flags.LEASED:
-        importer.ways[described.head] = way
+        importer.ways[described.to_bytes()[:HEAD_BYTES]] = way
     return opened
 
 
@@ -638,18 +651,12 @@ def _open_allocation(way: _PoolWay | _LegacyWay, described: Descriptor, stream: 
     importer.watch_drops()
     opened = ImportedBuffer(way, described, stream)
     try:
-        if isinstance(way, _LegacyWay):
-            held = _Import(way, described)
-            opened._held = held
-            held.count = 1
-            _import(importer, held, described)
-        else:
-            with importer.lock:
-                _count_import(way, described, opened)
+        with way.lock:
+            _count_import(way, described, opened)
         _wait_until_ready(block, described, stream)
     except BaseException as first:
         try:
-            _take_back(opened, stream)
+            _let_go(opened, stream, used=False)
         except CudaError as later:
             attach(first, later)
         raise
@@ -659,61 +666,40 @@ def _open_allocation(way: _PoolWay | _LegacyWay, described: Descriptor, stream: 
     return opened
 
 
-def _count_import(way: _PoolWay, described: Descriptor, opened: ImportedBuffer) -> None:
+def _count_import(way: _PoolWay | _LegacyWay, described: Descriptor, opened: ImportedBuffer) -> None:
     """Find the import of an allocation, or make it, and have ``opened`` count for it."""
-    importer = way.importer
     made = _Import(way, described)
-    held = importer.imports.get(made.key)
-    if held is None or held._raw is None:
-        # Each has its owner before anything is done that the owner undoes.
-        importer.imports[made.key] = made
-        opened._held = made
-        made.count = 1
-        _import(importer, made, described)
-        return
-    opened._held = held
-    held.count += 1
-    if made.lessor is not None and held.lessor != made.lessor:
-        _check_generation(way.block, described)
-        raise ValueError("this memory is open here under another lease: close that first")
-    if described.base_size != importer.size_at(held.address):
-        raise ValueError(
-            f"the descriptor says {size_text(described.base_size)}, which is not the size of what is open here"
-        )
-
-
-def _take_back(opened: ImportedBuffer, stream: Stream) -> None:
-    """Undo what counts one more object, which has not queued anything that others would have to come after."""
-    held = opened._held
-    if held is not None and held.count > 1:
-        with held.way.importer.lock:
-            opened._held = None
-            held.count -= 1
+    held = way.imports.get(made.key)
+    if held is not None and held._raw is not None:
+        opened._held = held
+        held.count += 1
+        if made.lessor is not None and held.lessor != made.lessor:
+            _check_generation(way.block, described)
+            raise ValueError("this memory is open here under another lease: close that first")
     else:
-        _let_go(opened, stream)
+        # Each has its owner before anything is done that the owner undoes.
+        way.imports[made.key] = opened._held = held = made
+        made.count = 1
+        mine = made.words
+        if mine is not None:
+            # Said in the control block before it is looked whether it was freed.
+            number = next_word(mine.opened.value)
+            # Nothing is called between these two.
+            made.number = number
+            mine.opened.value = number
+            fence()
+            _check_generation(way.block, described)
+        way.acquire(made)
+        made.address = int(made._raw)
+    size = way.importer.size_at(held.address)
+    if size != described.base_size:
+        raise ValueError(f"the descriptor says {size_text(described.base_size)}, and the driver has {size_text(size)}")
 
 
 def _check_generation(block: ControlBlock | None, described: Descriptor) -> None:
     """Raise :class:`StaleDescriptorError` where the slot stands for something else by now."""
     if block is not None and block.slot_words(described.slot).generation.value != described.generation:
         raise StaleDescriptorError("this memory was freed by its owner before it was opened here")
-
-
-def _import(importer: Importer, held: _Import, described: Descriptor) -> None:
-    """Import an allocation, having said so in the control block, unless it was freed."""
-    mine = held.words
-    if mine is not None:
-        number = next_word(mine.opened.value)
-        # Nothing is called between these two.
-        held.number = number
-        mine.opened.value = number
-        fence()
-        _check_generation(held.way.block, described)
-    held.way.acquire(held, described.payload)
-    held.address = int(held._raw)
-    size = importer.size_at(held.address)
-    if size != described.base_size:
-        raise ValueError(f"the descriptor says {size_text(described.base_size)}, and the driver has {size_text(size)}")
 
 
 def _is_ready(block: ControlBlock, described: Descriptor) -> bool:
@@ -732,24 +718,22 @@ def _wait_until_ready(block: ControlBlock | None, described: Descriptor, stream:
     block.wait(stream, words.ready_address, wanted)
 
 
-def _let_go(owner: ImportedBuffer | _DroppedImport, stream: Stream) -> None:
-    """Close one object of an import; the last one ends it. Where a call fails it can be done again."""
+def _let_go(owner: ImportedBuffer | _DroppedImport, stream: Stream, *, used: bool = True) -> None:
+    """Close one object of an import; the last one ends it. Where a call fails it can be done again.
+
+    Unless it was ``used``, nothing was queued that the end of the others would have to come after.
+    """
     held = owner._held
     if held is None:
         return
-    way, importer = held.way, held.way.importer
-    importer.door.check_process()
-    if isinstance(way, _LegacyWay):
-        if held._raw is not None:
-            way.release(held, stream)
-        owner._held = None
-        return
-    with importer.lock:
+    way = held.way
+    way.importer.door.check_process()
+    with way.lock:
         if owner._held is None:
             return  # another thread was first
         if held.count > 1:
             # The end of this one's work, which the last one has to come after.
-            passed = (stream.record(),)
+            passed = (stream.record(),) if used else ()
             # Nothing is called from here on, so that each counts once.
             held.passed += passed
             held.count -= 1
@@ -759,8 +743,8 @@ def _let_go(owner: ImportedBuffer | _DroppedImport, stream: Stream) -> None:
             stream.wait(event)
         if held._raw is not None:
             way.release(held, stream)
-        if importer.imports.get(held.key) is held:
-            del importer.imports[held.key]
+        if way.imports.get(held.key) is held:
+            del way.imports[held.key]
         block, mine = way.block, held.words
         # Where the word went on, another import of the same slot is open, and says so when it is closed.
         if block is not None and mine is not None and mine.opened.value == held.number:
@@ -789,7 +773,7 @@ class _DroppedImport(Deferred):
 
     def attempt(self) -> bool:
         held = self._held
-        if held is not None and isinstance(held.way, _LegacyWay):
+        if held is not None and held.way.waits:
             later_of(held.way.importer.door).hand_in(_OnThread(self._close))
             return True
         self._close()
@@ -968,40 +952,34 @@ def _open_physical(
             f"the descriptor's {described.size} bytes at {described.offset} do not fit its {len(chunks)} chunks, "
             f"which have {total} bytes"
         )
-    if described.origin == bytes(16):
-        if len(chunks) != 1:
-            raise ValueError(f"the descriptor is of one piece of memory, and names {len(chunks)}")
-        memory = importer.memory(chunks[0], handles)
-        with undoing(memory.close):
-            check_mappable(memory)
-            block = importer.block_of(described, handles)
-            _wait_until_ready(block, described, stream)
-        return memory
-    mapped = importer.ranges.get(described.origin) if growable else None
-    if mapped is not None and not mapped.closed:
-        _map_rest(importer, mapped, described, handles)
+    opened: PhysicalMemory | ImportedRange | None
+    single = described.origin == bytes(16)
+    if single and len(chunks) != 1:
+        raise ValueError(f"the descriptor is of one piece of memory, and names {len(chunks)}")
+    streams = [stream]
+    with contextlib.ExitStack() as undo:
+        if single:
+            opened = importer.memory(chunks[0], handles)
+            undo.enter_context(undoing(opened.close))
+            check_mappable(opened)
+        else:
+            opened = importer.ranges.get(described.origin) if growable else None
+            if opened is None or opened.closed:
+                capacity = described.base_size if growable else total
+                rights = {device.location: MemAccess.READWRITE}
+                opened = ImportedRange(device, capacity, rights, stream, described.offset)
+                undo.enter_context(undoing(opened.close))
+            elif opened.stream.handle != stream.handle:
+                streams.append(opened.stream)
+            # Whichever handles a chunk is shared by, it is the same.
+            names = [chunk[:2] for chunk in chunks]
+            opened.set_chunks(names, lambda place: importer.memory(chunks[place], handles), described.size)
         block = importer.block_of(described, handles)
-        if mapped.stream.handle != stream.handle:
-            _wait_until_ready(block, described, mapped.stream)
-        _wait_until_ready(block, described, stream)
-        return mapped
-    capacity = described.base_size if growable else total
-    mapped = ImportedRange(device, capacity, {device.location: MemAccess.READWRITE}, stream, described.offset)
-    with undoing(mapped.close):
-        _map_rest(importer, mapped, described, handles)
-        block = importer.block_of(described, handles)
-        _wait_until_ready(block, described, stream)
-    if growable:
-        importer.ranges[described.origin] = mapped
-    return mapped
-
-
-def _map_rest(importer: Importer, mapped: ImportedRange, described: Descriptor, handles: Handles) -> None:
-    """Map what is not mapped yet, and unmap what the owner does not have any more."""
-    chunks = described.chunks
-    # Whichever handles a chunk is shared by, it is the same.
-    names = [chunk[:2] for chunk in chunks]
-    mapped.set_chunks(names, lambda place: importer.memory(chunks[place], handles), described.size)
+        for ordered in streams:
+            _wait_until_ready(block, described, ordered)
+    if growable and isinstance(opened, ImportedRange):
+        importer.ranges[described.origin] = opened
+    return opened
 
 
 def _open_event(importer: Importer, described: Descriptor, device: Device, stream: Stream, handles: Handles) -> Event:

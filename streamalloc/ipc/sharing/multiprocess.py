@@ -19,7 +19,6 @@ import os
 import select
 import stat
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -28,35 +27,23 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from streamalloc.core.buffer import PlainBuffer
-from streamalloc.core.door import Door, door_behind
+from streamalloc.core.door import door_behind
 from streamalloc.core.fd import Fd
 from streamalloc.core.memory import BufferView
 from streamalloc.core.stream import Event
 from streamalloc.driver import default as default_driver
-from streamalloc.ipc.sharing.exports import exports_of, share
+from streamalloc.ipc.sharing.exports import serve, share
 from streamalloc.ipc.sharing.imports import Imported
 from streamalloc.ipc.sharing.imports import open as open_shared
-from streamalloc.ipc.transport import handle_server
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm import GrowableBuffer, Mapping, PhysicalMemory, RangeView, StripedBuffer
 
-__all__ = ["KINDS", "reduce", "serve"]
+__all__ = ["KINDS", "reduce"]
 
 KINDS = (
     MemoryPool, PlainBuffer, BufferView, PhysicalMemory, Mapping, RangeView, GrowableBuffer, StripedBuffer, Event
 )  # fmt: skip
 """What goes through :mod:`multiprocessing`, by just these classes. Other pickles of a driver resource mean nothing."""
-
-
-def serve(door: Door) -> None:
-    """Hand out this process's handles from now on; descriptors made later say where."""
-    exports = exports_of(door)
-    with _serving:
-        if exports.endpoint == bytes(16):
-            exports.endpoint = handle_server.serve(exports.handles.get)
-
-
-_serving = threading.Lock()
 
 
 def reduce(thing: Any) -> tuple[Callable[[bytes], Imported], tuple[bytes]]:

@@ -130,7 +130,7 @@ class _Socket(socket.socket):
 
     def __del__(self) -> None:
         if self.fileno() >= 0:  # not where it was never made
-            self.close()
+            super(socket.socket, self).close()  # an interrupt may have come before it was a Python object as a whole
 
     @classmethod
     def of(cls, plain: socket.socket) -> _Socket:
@@ -189,15 +189,13 @@ class Channel(_HasSocket):
         Seconds for calls that are given no timeout of their own; None, the default: no limit.
     """
 
-    __slots__ = ("_carried", "_inbox", "_partial", "_ready", "_receive", "_send", "_send_with", "peer", "timeout")
+    __slots__ = ("_inbox", "_partial", "_ready", "_receive", "_send", "_send_with", "peer", "timeout")
 
     peer: Peer
     """Who made the other end."""
 
     def __init__(self, connection: _Socket, peer: Peer) -> None:
         self.timeout: float | None = None
-        self._carried: set[bytes] = set()
-        """The names of handles that the other end has had already."""
         self._inbox: deque[Any] = deque()
         """Packets that the kernel has handed over: what recvmsg() gives, or what :meth:`_handles` makes of that."""
         self._partial: _Partial | None = None

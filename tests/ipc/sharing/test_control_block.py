@@ -1,4 +1,4 @@
-"""The board that processes share: how many there may be, and that waiting for another's end keeps nothing alive."""
+"""The control block: how many processes may share one, and that waiting for another's end keeps nothing alive."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_many_importers(pool: sa.MemoryPool, stream: sa.Stream) -> None:
     shared = ipc.share(buffer)
     machines = [sd.simulated() for _ in range(MORE)]
     opened = [opened_by(machine, shared) for machine in machines]
-    boards = [importer_of(one._door).blocks[shared.descriptor.board] for one in opened]
-    assert sorted(board.importer for board in boards) == list(range(MORE))
+    blocks = [importer_of(one._door).blocks[shared.descriptor.control_block] for one in opened]
+    assert sorted(block.importer for block in blocks) == list(range(MORE))
     buffer.free()
     for one in opened:
         assert pool.statistics().used == MiB
@@ -62,12 +62,12 @@ def test_one_too_many(pool: sa.MemoryPool, stream: sa.Stream) -> None:
     """All places are taken: the lock of each is held."""
     with pool.allocate(MiB, stream) as buffer:
         shared = ipc.share(buffer)
-        board = os.open(f"/proc/self/fd/{shared.handles[shared.descriptor.board].fileno()}", os.O_RDWR)
-        fcntl.fcntl(board, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 1, IMPORTERS, 0))
+        block = os.open(f"/proc/self/fd/{shared.handles[shared.descriptor.control_block].fileno()}", os.O_RDWR)
+        fcntl.fcntl(block, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 1, IMPORTERS, 0))
         machine = sd.simulated()
         with pytest.raises(ValueError, match=f"{IMPORTERS} importers already"):
             opened_by(machine, shared)
-        os.close(board)
+        os.close(block)
         opened_by(machine, shared).close()
 
 
@@ -83,7 +83,7 @@ class TestCollected:
             def come_and_go() -> tuple[weakref.ref[Any], int]:
                 machine = sd.simulated()
                 opened = opened_by(machine, shared)
-                place = importer_of(opened._door).blocks[shared.descriptor.board].importer
+                place = importer_of(opened._door).blocks[shared.descriptor.control_block].importer
                 assert not opened.stream.query()
                 opened.close()
                 return weakref.ref(machine), place
@@ -189,8 +189,8 @@ def test_a_stale_descriptor_while_the_owner_frees(
     machine = sd.simulated()
     with Gate(sa.Device(0, driver=machine)) as gate:
         opened = opened_by(machine, shared)
-        board = importer_of(opened._door).blocks[shared.descriptor.board]
-        words = board.importer_words(shared.descriptor.slot, board.importer)
+        block = importer_of(opened._door).blocks[shared.descriptor.control_block]
+        words = block.importer_words(shared.descriptor.slot, block.importer)
         gate.hold(opened.stream)
         opened.close()
         still_open = Lease._still_open
@@ -317,7 +317,7 @@ class TestTheFile:
     def test_cannot_be_truncated_by_an_importer(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         with pool.allocate(512, stream) as buffer:
             shared = ipc.share(buffer)
-            fd = again((shared.handles[shared.descriptor.board],))[0]
+            fd = again((shared.handles[shared.descriptor.control_block],))[0]
             for size in (0, 1 << 12, 1 << 30):
                 with pytest.raises(PermissionError):
                     os.ftruncate(fd.fileno(), size)
@@ -325,7 +325,7 @@ class TestTheFile:
     def test_that_could_be_truncated_is_refused(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         with pool.allocate(512, stream) as buffer:
             shared = ipc.share(buffer)
-            real = shared.handles[shared.descriptor.board].fileno()
+            real = shared.handles[shared.descriptor.control_block].fileno()
             for flags in (0, os.MFD_ALLOW_SEALING):
                 copy = ipc.Fd(os.memfd_create("copy", flags))
                 os.sendfile(copy.fileno(), real, 0, os.fstat(real).st_size)

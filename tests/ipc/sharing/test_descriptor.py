@@ -41,7 +41,7 @@ def descriptors(draw: st.DrawFn) -> Descriptor:
         mechanism=mechanism,
         device=draw(NAME),
         origin=draw(NAME),
-        board=draw(NAME),
+        control_block=draw(NAME),
         endpoint=draw(NAME),
         flags=draw(st.integers(0, 7)) if memory else 0,
         slot=draw(WORD),
@@ -104,7 +104,7 @@ class TestFormat:
     def test_every_field_travels(self) -> None:
         """A change of any field changes the bytes, and is there after the journey."""
         other: dict[str, Any] = {
-            "mechanism": Mechanism.LEGACY, "device": bytes(16), "origin": bytes(16), "board": bytes(16),
+            "mechanism": Mechanism.LEGACY, "device": bytes(16), "origin": bytes(16), "control_block": bytes(16),
             "endpoint": bytes(16), "flags": 2, "slot": 9, "generation": 9, "ready": 9, "driver_version": 9,
             "handle_type": 0, "offset": 9, "size": 9, "base_size": 9000, "payload": b"x", "chunks": (),
             "hold": 9, "pool_mark": 9,
@@ -287,8 +287,8 @@ def changes(descriptor: Descriptor) -> dict[str, dict[str, Any]]:
         made["long payload"] = {"payload": descriptor.payload + b"\0"}
         made["damaged payload"] = {"payload": bytes([descriptor.payload[0] ^ 1]) + bytes(63)}
         return made
-    if descriptor.board != bytes(16):
-        made["unknown board"] = {"board": OTHER}
+    if descriptor.control_block != bytes(16):
+        made["unknown control block"] = {"control_block": OTHER}
         made["slot beyond"] = {"slot": 1024}
         made["slot far beyond"] = {"slot": (1 << 32) - 1}
     if descriptor.mechanism is Mechanism.POOL_POINTER:
@@ -347,7 +347,7 @@ class TestHostileDescriptors:
     def test_a_promise_that_is_never_kept(self, sent: Sent, kind: str, stream: sa.Stream) -> None:
         """Contents announced that nobody announces: the stream must not wait for them."""
         descriptor, fds = sent
-        if descriptor.board == bytes(16) or kind == "pool":  # whose block only tells when it has ended
+        if descriptor.control_block == bytes(16) or kind == "pool":  # whose block only tells when it has ended
             return
         for ready in (descriptor.ready + 1, descriptor.ready + 1000, (1 << 31) - 1):
             changed = descriptor._replace(ready=ready)
@@ -385,7 +385,7 @@ def _refuses_all(descriptor: Descriptor, fds: tuple[ipc.Fd, ...], stream: sa.Str
             if problem:
                 wrong.append(f"{name}, {count} handles: {problem}")
             kept += [fd for fd in given if not fd.closed]
-    # A pool and a board that are what they should be may be kept for what is opened next.
+    # A pool and a control block that are what they should be may be kept for what is opened next.
     assert wrong == [] and len(kept) <= 2
     stream.synchronize()  # ends what was left for later
     before = state()
@@ -412,7 +412,7 @@ def _names(descriptor: Descriptor) -> set[bytes]:
     names = {chunk.id for chunk in descriptor.chunks}
     if descriptor.mechanism in (Mechanism.POOL, Mechanism.POOL_POINTER):
         names = {descriptor.origin}
-    return names | {descriptor.board} - {bytes(16)}
+    return names | {descriptor.control_block} - {bytes(16)}
 
 
 def _same(before: State) -> bool:
@@ -461,17 +461,17 @@ class TestWrongHandles:
         fd = os.memfd_create("strange", os.MFD_CLOEXEC)
         if kind == "large file":
             os.ftruncate(fd, 1 << 30)
-        if kind == "file of a board's size":
+        if kind == "file of a control block's size":
             os.ftruncate(fd, 4096 + 4 * SLOTS * (4 + 4 * IMPORTERS))
         return ipc.Fd(fd)
 
-    @pytest.mark.parametrize("strange", ["pipe", "null", "empty file", "large file", "file of a board's size"])
+    @pytest.mark.parametrize("strange", ["pipe", "null", "empty file", "large file", "file of a control block's size"])
     def test_of_another_kind(self, sent: Sent, kind: str, strange: str, stream: sa.Stream) -> None:
         descriptor, fds = sent
         before = state()
-        # A board of that process that is there already is not looked for among the handles.
-        known = [descriptor.board] if descriptor.board in importer_of(stream._door).blocks else []
-        names = [*(chunk.id for chunk in descriptor.chunks), descriptor.origin, descriptor.board]
+        # A control block of that process that is there already is not looked for among the handles.
+        known = [descriptor.control_block] if descriptor.control_block in importer_of(stream._door).blocks else []
+        names = [*(chunk.id for chunk in descriptor.chunks), descriptor.origin, descriptor.control_block]
         wanted = [name for name in names if any(name)][-len(fds) :]
         for place in [place for place in range(len(fds)) if wanted[place] not in known]:
             for _ in range(2):
@@ -481,7 +481,7 @@ class TestWrongHandles:
                 with pytest.raises(REFUSED):
                     ipc.open(descriptor.to_bytes(), given, stream=stream)
                 assert all(fd.closed for fd in given)
-        # What came right the first time may be kept: a pool, and a board.
+        # What came right the first time may be kept: a pool, and a control block.
         assert state().descriptors <= before.descriptors + 4
         opened = ipc.open(descriptor.to_bytes(), again(fds), stream=stream)
         assert good(opened, kind)

@@ -160,7 +160,7 @@ class TestEveryKind:
         assert described.handle_type == FABRIC
         assert [len(chunk.fabric) for chunk in described.chunks] == [HANDLE_BYTES] * len(described.chunks)
         assert len({chunk.fabric for chunk in described.chunks}) == len(described.chunks)
-        assert set(shared.handles) == {described.board}
+        assert set(shared.handles) == {described.control_block}
 
 
 class TestPhysicalMemory:
@@ -170,7 +170,7 @@ class TestPhysicalMemory:
             filled(range_.mappings[0], 3)
             device.synchronize()
             shared = ipc.share(physical)
-            assert shared.handles == {} and shared.descriptor.board == NOTHING
+            assert shared.handles == {} and shared.descriptor.control_block == NOTHING
             opened = partner.open(shared, "memory")
             assert (opened.kind, opened.nbytes) == ("PhysicalMemory", 2 * PAGE)
             assert partner.run(_map_and_see, "memory", 3)
@@ -303,7 +303,7 @@ class TestHandleType:
 
 class TestOrder:
     def test_the_importer_waits(self, buffer: vmm.GrowableBuffer, partner: Partner, gate: Any) -> None:
-        """With the board, which goes along as ever."""
+        """With the control block, which goes along as ever."""
         buffer.fill(1)
         buffer.stream.synchronize()
         gate.hold(buffer.stream)
@@ -324,7 +324,9 @@ class TestOrder:
         assert opened.shows(3)
 
     @pytest.mark.parametrize("endpoint", [NOTHING, OTHER], ids=["nobody to ask", "asked in vain"])
-    def test_without_the_board(self, buffer: vmm.GrowableBuffer, partner: Partner, gate: Any, endpoint: bytes) -> None:
+    def test_without_the_control_block(
+        self, buffer: vmm.GrowableBuffer, partner: Partner, gate: Any, endpoint: bytes
+    ) -> None:
         """As on another machine: nothing waits."""
         buffer.fill(1)
         buffer.stream.synchronize()
@@ -387,7 +389,7 @@ def _is(there: There, one: str, other: str) -> bool:
 
 
 class TestAnotherMachine:
-    """What a process finds there: a device that it does not have, no board, nobody to ask."""
+    """What a process finds there: a device that it does not have, no control block, nobody to ask."""
 
     @pytest.fixture
     def data(self, buffer: vmm.GrowableBuffer) -> bytes:
@@ -500,16 +502,16 @@ class TestHostileDescriptors:
         assert all(fd.closed for fd in given)
 
     def test_a_promise_that_is_never_kept(self, sent: Sent, kind: str, stream: sa.Stream) -> None:
-        """With the board: the stream must not wait for contents that nobody announces."""
+        """With the control block: the stream must not wait for contents that nobody announces."""
         descriptor, fds = sent
-        if descriptor.board != NOTHING:
+        if descriptor.control_block != NOTHING:
             with pytest.raises(ValueError, match="not announced"):
                 ipc.open(descriptor._replace(ready=descriptor.ready + 9).to_bytes(), again(fds), stream=stream)
             assert executed(stream)
 
 
 def _refuses_all(descriptor: Descriptor, fds: tuple[ipc.Fd, ...], stream: sa.Stream) -> None:
-    # The board may be kept for what is opened next.
+    # The control block may be kept for what is opened next.
     _problem(descriptor._replace(chunks=()), again(fds), stream)
     before = state()
     wrong = []

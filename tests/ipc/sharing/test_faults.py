@@ -80,7 +80,7 @@ def sweep(
             sa.Device(0, driver=driver).synchronize()
             if not ended():
                 wrong.append(f"{where}: the other process is not as it was")
-            left = {kind: handles for kind, handles in checked.outstanding().items() if kind not in KEPT}
+            left = _left(checked, failed in RELEASES)
             kind, handle = RELEASES.get(failed, ("", ""))
             if kind and len(left.get(kind, ())) == 1:
                 getattr(machine, failed)(getattr(machine, handle, int)(left.pop(kind)[0]))
@@ -89,8 +89,18 @@ def sweep(
         assert number < 300, "a scenario without an end"
 
 
-# What stays for as long as the process: see ImportedPool, and the board.
+# What stays for as long as the process: see ImportedPool, and the control block.
 KEPT = {"registered memory", "registered host memory", "imported pool"}
+
+
+def _left(checked: Any, expected: bool) -> dict[str, Any]:
+    """What was not given back. What may wait for a stream is, on a thread of its own, which takes a moment."""
+
+    def found() -> dict[str, Any]:
+        return {kind: handles for kind, handles in checked.outstanding().items() if kind not in KEPT}
+
+    eventually(lambda: len(found()) <= expected, 2.0)
+    return found()
 
 
 def _error_of(attempt: Callable[[Any, Any], None], driver: Any, prepared: Any) -> str | None:

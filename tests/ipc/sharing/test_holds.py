@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
 import pytest
 
 import streamalloc as sa
 from streamalloc import ipc
-from tests.ipc.support import SECONDS, Partner, eventually
+from tests.ipc.support import SECONDS, Partner, There, eventually, interrupts
 from tests.support import MiB
 
 SIZE = MiB
@@ -43,6 +44,77 @@ def sent(pool: sa.MemoryPool, stream: sa.Stream, channel: ipc.Channel, count: in
         with pool.allocate(SIZE, stream) as buffer:
             ipc.send(channel, buffer, hold=True)
     assert pool.statistics().used == count * SIZE
+
+
+class TestHandlesTravelOnce:
+    """A receiver that dropped the message with the handles asks the sender's process for them."""
+
+    @pytest.mark.parametrize("held", [False, True], ids=["plain", "held"])
+    def test_the_first_message_is_dropped(
+        self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, pair: Pair, held: bool
+    ) -> None:
+        partner.run(_take_end, fds=(pair[1].fileno(),))
+        with pool.allocate(SIZE, stream) as first, pool.allocate(SIZE, stream) as second:
+            second.fill(7)
+            ipc.send(pair[0], first, hold=held)
+            assert partner.run(_drop_message) == 2 + held
+            for buffer in (second, second):
+                ipc.send(pair[0], buffer, hold=held)
+                assert partner.run(_receive_byte) == 7
+        assert freed(pool)
+
+    def test_all_but_the_last_are_dropped_by_an_interrupt(
+        self, machine: Any, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, pair: Pair
+    ) -> None:
+        """The signal may come at any moment of the opening."""
+        partner.run(_take_end, fds=(pair[1].fileno(),))
+        with pool.allocate(SIZE, stream) as buffer:
+            buffer.fill(7)
+            for turn in range(40):
+                ipc.send(pair[0], buffer)
+                partner.run(_interrupted, 0.0001 * (1 + turn % 10))
+            ipc.send(pair[0], buffer)
+            assert partner.run(_receive_byte) == 7
+        assert freed(pool)
+
+    def test_what_was_shared_before_anything_was_sent(
+        self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, pair: Pair
+    ) -> None:
+        """Such descriptors do not say where to ask, so that the handles go along with each of them."""
+        partner.run(_take_end, fds=(pair[1].fileno(),))
+        with pool.allocate(SIZE, stream) as buffer:
+            buffer.fill(7)
+            for shared in [ipc.share(buffer) for _ in range(2)]:
+                ipc.send(pair[0], shared)
+            assert partner.run(_drop_message) == 2
+            assert partner.run(_receive_byte) == 7
+
+
+def _take_end(there: There) -> None:
+    there.kept["end"] = ipc.Channel.from_fd(there.came[0])
+
+
+def _drop_message(there: There) -> int:
+    """How many descriptors it had."""
+    _, handles = there.kept["end"].receive(timeout=SECONDS)
+    for handle in handles:
+        handle.close()
+    return len(handles)
+
+
+def _receive_byte(there: There) -> int:
+    with ipc.receive(there.kept["end"], stream=there.stream, timeout=SECONDS) as opened:
+        target = np.empty(1, np.uint8)
+        opened[:1].copy_to(target)
+        there.stream.synchronize()
+    return int(target[0])
+
+
+def _interrupted(there: There, after: float) -> None:
+    message = there.kept["end"].receive(timeout=SECONDS)
+    with interrupts(after), ipc.open(message.data, message.handles, stream=there.stream):
+        pass
+    there.stream.synchronize()
 
 
 class TestMessages:

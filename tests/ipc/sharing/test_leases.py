@@ -33,6 +33,7 @@ from tests.ipc.support import (
     release,
     shared_pool,
     shows,
+    synchronize,
 )
 from tests.support import KEEP, MiB, executed, holds, names, pending
 
@@ -523,7 +524,8 @@ class TestWorkOfImporters:
         buffer = pool.allocate(SIZE, stream)
         buffer.fill(7)
         opened = partner.give(buffer, "it")
-        assert partner.run(idle)
+        # What is left of earlier exporters ends before the stream is held.
+        assert eventually(lambda: partner.run(idle) and partner.run(synchronize) is None and partner.run(_has_let_go))
         partner.run(hold)
         partner.run(_copy_of, "it", "copy", "stream")
         opened.drop()
@@ -557,7 +559,7 @@ class TestWorkOfImporters:
 
 
 class TestSlotsAreUsedAgain:
-    """A buffer takes the place on the board of one that was freed, while streams are still busy with that."""
+    """A buffer takes the place on the control block of one that was freed, while streams are still busy with that."""
 
     def test_while_the_importer_s_close_is_pending(
         self, pool: sa.MemoryPool, device: sa.Device, stream: sa.Stream, partner: Partner
@@ -628,11 +630,11 @@ class TestSlotsAreUsedAgain:
         buffer.free()
 
     def test_two_thousand(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        """More than a board has: a second board is made, and the places come back."""
+        """More than a control block has: a second control block is made, and the places come back."""
         for _ in range(2):
             buffers = [pool.allocate(512, stream) for _ in range(1100)]
-            boards = {ipc.share(buffer).descriptor.board for buffer in buffers}
-            assert len(boards) == 2
+            blocks = {ipc.share(buffer).descriptor.control_block for buffer in buffers}
+            assert len(blocks) == 2
             for buffer in buffers:
                 buffer.free()
         stream.synchronize()
@@ -786,7 +788,7 @@ class Between:
 
 class TestThreads:
     def test_first_use_by_eight_that_share(self, machine: Any) -> None:
-        """There is one board, and the pool is exported once, whoever comes first."""
+        """There is one control block, and the pool is exported once, whoever comes first."""
         for _ in range(8):
             driver = sd.traced(machine)
             device = sa.Device(0, driver=driver)
@@ -794,14 +796,14 @@ class TestThreads:
             with device.create_stream() as stream, shared_pool(device) as pool:
                 buffers = [pool.allocate(512, stream) for _ in range(8)]
                 assert at_once(8, lambda number, b=buffers, m=made: m.append(ipc.share(b[number]))) == []  # type: ignore[misc]
-                assert len({(one.descriptor.origin, one.descriptor.board) for one in made}) == 1
+                assert len({(one.descriptor.origin, one.descriptor.control_block) for one in made}) == 1
                 assert len({one.descriptor.slot for one in made}) == 8
                 assert names(driver, "cuMemPoolExportToShareableHandle") == ["cuMemPoolExportToShareableHandle"]
                 for buffer in buffers:
                     buffer.free()
 
     def test_first_use_by_eight_that_open(self, machine: Any, partner: Partner) -> None:
-        """The pool, the board and the pointer are imported once."""
+        """The pool, the control block and the pointer are imported once."""
         partner.run(make_pool)
         partner.run(make_buffer, "buffer", 3, 4096)
         data, fds = partner.shared("buffer")

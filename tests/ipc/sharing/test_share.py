@@ -238,7 +238,7 @@ class TestPool:
         assert partner.run(_pool_access) == sa.MemAccess.READWRITE
 
     def test_then_its_buffers(self, pool: sa.MemoryPool, partner: Partner, stream: sa.Stream) -> None:
-        """The pool's handle travels once: of a buffer only the board is still missing, and then nothing."""
+        """The pool's handle travels once: of a buffer only the control block is still missing, and then nothing."""
         partner.give(pool)
         sent = []
         for seed in range(3):
