@@ -80,7 +80,7 @@ def sweep(
             sa.Device(0, driver=driver).synchronize()
             if not ended():
                 wrong.append(f"{where}: the other process is not as it was")
-            left = _left(checked, failed in RELEASES)
+            left = _left(checked, sa.Device(0, driver=driver), failed in RELEASES)
             kind, handle = RELEASES.get(failed, ("", ""))
             if kind and len(left.get(kind, ())) == 1:
                 getattr(machine, failed)(getattr(machine, handle, int)(left.pop(kind)[0]))
@@ -93,13 +93,14 @@ def sweep(
 KEPT = {"registered memory", "registered host memory", "imported pool"}
 
 
-def _left(checked: Any, expected: bool) -> dict[str, Any]:
+def _left(checked: Any, device: sa.Device, expected: bool) -> dict[str, Any]:
     """What was not given back. What may wait for a stream is, on a thread of its own, which takes a moment."""
 
     def found() -> dict[str, Any]:
+        device.synchronize()
         return {kind: handles for kind, handles in checked.outstanding().items() if kind not in KEPT}
 
-    eventually(lambda: len(found()) <= expected, 2.0)
+    eventually(lambda: len(found()) <= expected, 1.0)
     return found()
 
 
