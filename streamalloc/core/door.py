@@ -151,10 +151,10 @@ class Door:
             if answers and answers[0][0]:
                 owner._raw = raw
         if answers[0][0]:
-            error = error_from(answers[0][0], name, hint)
-            if isinstance(error, LOST):
+            if isinstance(error_from(answers[0][0], name), LOST):
                 owner._raw = None
-            raise error
+            # No name for it here: a frame that knows its own error keeps all that its callers hold.
+            raise error_from(answers[0][0], name, hint)
 
     def _function(self, name: str) -> Any:
         if self.forked:
