@@ -15,14 +15,14 @@ import os
 import pickle
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.cli.choice import KEEP_ALL
-from streamalloc.cli.figures import SPREAD, TO_RAW, Column, Section, begun, judged, ratio, show_table, spread
+from streamalloc.cli.figures import SPREAD, TO_RAW, Column, Section, against, begun, ratio, show_table, spread
 from streamalloc.cli.measuring import Bench, Call, Unavailable, prepared, rotated, step_times, value_of
 from streamalloc.cli.peer import POSIX, Here, Peer, can_share_pools, environment
 from streamalloc.cli.terminal import Terminal
@@ -71,17 +71,16 @@ class Contender:
         return (time.perf_counter_ns() - start) / 1e3 / count
 
 
+@dataclass(frozen=True)
 class Stage:
     """What a contender is set up with."""
 
-    def __init__(
-        self, bench: Bench, peer: Peer, pool: sa.MemoryPool, way: str, resources: contextlib.ExitStack
-    ) -> None:
-        self.bench = bench
-        self.peer = peer
-        self.pool = pool
-        self.way = way
-        self.resources = resources
+    bench: Bench
+    peer: Peer
+    pool: sa.MemoryPool
+    way: str
+    """What the other process calls it."""
+    resources: contextlib.ExitStack
 
     def served(self, once: Call, streaming: bool = False) -> Contender:
         """A contender of which the other process has the other half."""
@@ -267,8 +266,14 @@ def _through_queue(stage: Stage, make: Callable[[], Any]) -> Contender:
     spawn = multiprocessing.get_context("spawn")
     things, answers = spawn.SimpleQueue(), spawn.SimpleQueue()
     process = spawn.Process(target=answer_queue, args=(things, answers), daemon=True)
-    with _environment(stage.bench.chosen.driver):
+    # A process of multiprocessing inherits the environment.
+    before = dict(os.environ)
+    os.environ.update(environment(stage.bench.chosen.driver))
+    try:
         process.start()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
     def once() -> None:
         thing = make()
@@ -289,25 +294,11 @@ def _through_queue(stage: Stage, make: Callable[[], Any]) -> Contender:
 
 def answer_queue(things: Any, answers: Any) -> None:
     """The other process: take what comes through a queue, let go of it, and say so; None is the end."""
-    while True:
-        thing = things.get()
-        if thing is None:
-            return
+    for thing in iter(things.get, None):
         if hasattr(thing, "close"):
             thing.close()
         del thing
         answers.put(True)
-
-
-@contextlib.contextmanager
-def _environment(driver: sa.driver.Driver) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(environment(driver))
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def our_queue(stage: Stage) -> Contender:
@@ -408,6 +399,7 @@ PIPE = "200 bytes through a pipe and back"
 RAW = "raw calls and a pipe, results checked"
 CUDA_CORE = "cuda.core, its pool sent beforehand"
 TORCH = "torch.multiprocessing queue"
+STREAMING = f"streamalloc Ring, streaming, {SLOTS} slots"
 OURS = (Target(RAW, at_most=1.3), Target(CUDA_CORE, at_most=1.1))
 WAYS = (
     Way(PIPE, pipe, _serve_pipe),
@@ -417,12 +409,7 @@ WAYS = (
     Way("streamalloc, multiprocessing queue", our_queue, targets=(Target(TORCH, at_least=3),)),
     Way(TORCH, torch_queue, other=True),
     Way("streamalloc Ring, one item and a reply", ring_item, _serve_ring_item, targets=(Target(PIPE, at_most=1.2),)),
-    Way(
-        f"streamalloc Ring, streaming, {SLOTS} slots",
-        ring_stream,
-        _serve_ring_stream,
-        targets=(Target(CUDA_CORE, at_least=3),),
-    ),
+    Way(STREAMING, ring_stream, _serve_ring_stream, targets=(Target(CUDA_CORE, at_least=3),)),
 )
 
 
@@ -510,14 +497,12 @@ def show_sharing(terminal: Terminal, result: dict[str, Any]) -> None:
 
 
 def _shown(terminal: Terminal, compared: dict[str, Any]) -> str:
-    slower = "times_the_time" in compared
-    what, sign = ("times the time of", "<=") if slower else ("times as fast as", ">=")
-    found = compared["times_the_time" if slower else "times_as_fast"]
-    target = compared.get("at_most" if slower else "at_least")
-    if target is None:
-        return f"{found:.2f} {what} {compared['to']}"
-    figure = judged(terminal, f"{found:.2f}", found <= target if slower else found >= target)
-    return f"{figure} {what} {compared['to']} (target: {sign} {target:g})"
+    if "times_the_time" in compared:
+        times, limit, what, sign = compared["times_the_time"], compared.get("at_most"), "times the time of", "<="
+    else:
+        times, limit, what, sign = compared["times_as_fast"], compared.get("at_least"), "times as fast as", ">="
+    figure, target = against(terminal, times, limit, as_target=sign + " {:g}")
+    return f"{figure} {what} {compared['to']}" + (f" (target: {target})" if target else "")
 
 
 SECTIONS = (Section("sharing", measure_sharing, show_sharing),)

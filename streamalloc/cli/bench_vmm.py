@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import statistics
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.choice import KEEP_ALL, host_pool_location
-from streamalloc.cli.figures import SPREAD, TO_RAW, Column, Section, begun, judged, ratio, show_table, spread
+from streamalloc.cli.figures import SPREAD, TO_RAW, Column, Section, against, begun, ratio, show_table, spread
 from streamalloc.cli.measuring import Bench, Call, Unavailable, step_times, value_of
 from streamalloc.cli.terminal import Terminal
 from streamalloc.core.errors import size_text
@@ -224,9 +224,7 @@ def _rounds(calls: Sequence[Call], rounds: int) -> list[list[float]]:
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds + 1):
         for at, call in enumerate(calls):
-            start = time.perf_counter()
-            call()
-            times[at].append(time.perf_counter() - start)
+            times[at].append(timeit.timeit(call, number=1))
     return [values[1:] for values in times]
 
 
@@ -259,12 +257,9 @@ def show_growth(terminal: Terminal, result: dict[str, Any]) -> None:
         return
     figures = [column._replace(shown=",.0f") for column in SPREAD]
     show_table(terminal, "microseconds", result["rows"], *figures, TO_RAW)
-    times = result["times_faster_than_copying"]
-    shown, target = f"{times:.1f}", ""
-    if "target_times_faster" in result:
-        shown = judged(terminal, shown, times >= result["target_times_faster"])
-        target = f" (target: >= {result['target_times_faster']})"
-    terminal.line(f"  growing is {shown} times as fast as copying{target}")
+    times, target = result["times_faster_than_copying"], result.get("target_times_faster")
+    figure, wanted = against(terminal, times, target, ".1f", ">= {:g}")
+    terminal.line(f"  growing is {figure} times as fast as copying{wanted and f' (target: {wanted})'}")
 
 
 def show_whole_device(terminal: Terminal, result: dict[str, Any]) -> None:

@@ -10,13 +10,18 @@ from streamalloc.core.device import Device
 from streamalloc.core.properties import MemLocation
 from streamalloc.driver import Driver, DriverNotFoundError, default, simulated
 
-__all__ = ["KEEP_ALL", "Chosen", "choose", "cuda_version", "host_pool_location", "plural"]
+__all__ = ["KEEP_ALL", "Chosen", "choose", "cuda_version", "host_pool_location", "is_simulated", "plural"]
 
 KEEP_ALL = 2**64 - 1
 """The release threshold of a pool that gives nothing back by itself."""
 
 # Enough for the parts of a command that need two.
 _DEVICES_WITHOUT_A_GPU = 2
+
+
+def is_simulated(driver: Driver) -> bool:
+    """Whether a driver is a simulated one, or a wrapper of one."""
+    return bool(getattr(driver, "is_simulated", False))
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class Chosen:
     @property
     def is_simulated(self) -> bool:
         """Whether it is a simulated driver, or a wrapper of one."""
-        return bool(getattr(self.driver, "is_simulated", False))
+        return is_simulated(self.driver)
 
     @property
     def headline(self) -> str:
@@ -52,7 +57,12 @@ class Chosen:
     @property
     def kernel_version(self) -> str | None:
         """The version of NVIDIA's kernel module; None where it cannot be told, as on a simulated driver."""
-        return None if self.is_simulated else _kernel_module_version()
+        if self.is_simulated:
+            return None
+        try:
+            return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError):
+            return None
 
 
 def choose() -> Chosen:
@@ -77,13 +87,6 @@ def cuda_version(driver: Driver) -> str:
     """The newest CUDA version that a driver supports (``cuDriverGetVersion``)."""
     _, number = driver.cuDriverGetVersion()
     return f"{number // 1000}.{number % 1000 // 10}"
-
-
-def _kernel_module_version() -> str | None:
-    try:
-        return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return None
 
 
 def host_pool_location(device: Device) -> MemLocation | None:

@@ -12,7 +12,7 @@ from streamalloc.cli.measuring import Bench
 from streamalloc.cli.terminal import Terminal
 from streamalloc.core.errors import size_text
 
-__all__ = ["SPREAD", "TO_RAW", "Column", "Section", "begun", "judged", "ratio", "show_table", "spread"]
+__all__ = ["SPREAD", "TO_RAW", "Column", "Section", "against", "begun", "ratio", "show_table", "spread"]
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -26,9 +26,15 @@ def ratio(values: Sequence[float], base: Sequence[float]) -> float:
     return statistics.median(value / one for value, one in zip(values, base, strict=True))
 
 
-def judged(terminal: Terminal, figure: str, met: bool) -> str:
-    """A figure, coloured by whether it meets its target."""
-    return terminal.good(figure) if met else terminal.odd(figure)
+def against(
+    terminal: Terminal, value: float, target: float | None, shown: str = ",.2f", as_target: str = "<= {:g}"
+) -> tuple[str, str]:
+    """A figure, coloured by whether it meets its target, and the target; both plain where there is none."""
+    figure = format(value, shown)
+    if target is None:
+        return figure, ""
+    met = value <= target if as_target.startswith("<=") else value >= target
+    return terminal.good(figure) if met else terminal.odd(figure), as_target.format(target)
 
 
 class Section(NamedTuple):
@@ -78,18 +84,15 @@ def show_table(
             continue
         cells, target = [row["name"].ljust(names)], ""
         for column in columns:
-            figure = format(row[column.key], column.shown) if column.key in row else ""
-            if column.target in row:
-                figure = judged(terminal, figure, _meets(row[column.key], row[column.target], column.as_target))
-                target = column.as_target.format(row[column.target])
+            figure = wanted = ""
+            if column.key in row:
+                of_row = row.get(column.target)
+                figure, wanted = against(terminal, row[column.key], of_row, column.shown, column.as_target)
             cells.append(figure)
+            target = wanted or target
         shown.append([*cells, target] if targets else cells)
     header = [head, *(column.head for column in columns), *(["target"] if targets else [])]
     terminal.table(shown, header=header, align="l" + "r" * len(columns))
     for row in rows:
         if "unavailable" in row:
             terminal.paragraph(f"{row['name']}: not measured ({row['unavailable']})")
-
-
-def _meets(value: float, target: float, as_target: str) -> bool:
-    return value <= target if as_target.startswith("<=") else value >= target

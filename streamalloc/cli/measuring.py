@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import time
 import timeit
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 import streamalloc as sa
 from streamalloc.cli.choice import KEEP_ALL, Chosen
 
-__all__ = [
-    "SIZE",
-    "Bench",
-    "Call",
-    "Effort",
-    "Unavailable",
-    "interleaved",
-    "prepared",
-    "rotated",
-    "step_times",
-    "value_of",
-]
+__all__ = ["SIZE", "Bench", "Call", "Effort", "Unavailable", "prepared", "rotated", "step_times", "timed", "value_of"]
 
 SIZE = 4096
 
@@ -36,22 +23,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure."""
+    """How long to measure: in full, unless something else is said."""
 
-    rounds: int
-    block: float
+    rounds: int = 25
+    block: float = 0.01
     """Seconds that one block of calls is meant to take."""
-    live: tuple[int, ...]
+    live: tuple[int, ...] = (10, 1_000, 100_000, 1_000_000)
     """How many allocations are alive while a pair is timed; a simulated driver is spared the last figure."""
-    host_buffers: int
-    imports: int
-    growths: int = 6
+    host_buffers: int = 10_000
+    imports: int = 15
+    growths: int = 24
     """How often a buffer is grown; a multiple of 6 has every order of three contenders equally often."""
-    whole_devices: int = 2
+    whole_devices: int = 6
     """How often a buffer is grown to the whole device."""
-    evictions: int = 3
+    evictions: int = 9
     """How often a buffer is evicted and restored."""
-    evicted: int = 1 << 30
+    evicted: int = 8 << 30
     """How large it is, in bytes."""
 
 
@@ -102,27 +89,15 @@ class Bench:
         return self.resources.enter_context(self.pool.allocate(SIZE, self.stream))
 
 
-class Way(Protocol):
-    """Something to measure, as :func:`prepared` has to know it."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def other(self) -> bool:
-        """Another library: it needs a GPU, and to be installed."""
-
-
-W = TypeVar("W", bound=Way)
-
-
 def prepared(
-    bench: Bench, ways: Sequence[W], setup: Callable[[W], T]
-) -> tuple[list[tuple[W, T]], list[dict[str, Any]]]:
+    bench: Bench, ways: Sequence[Any], setup: Callable[[Any], T]
+) -> tuple[list[tuple[Any, T]], list[dict[str, Any]]]:
     """The ways that can be measured with what was set up for each, and rows that say why others cannot.
 
-    Another library that is absent is left out without a word. One that does not fit this driver has a row.
+    A way has a ``name``, and is of another library (``other``) or of this one. Others are measured on a GPU only. One
+    that is absent is left out without a word, one that does not fit this driver has a row that says so.
     """
-    ready: list[tuple[W, T]] = []
+    ready: list[tuple[Any, T]] = []
     missing: list[dict[str, Any]] = []
     for way in ways:
         if way.other and bench.chosen.is_simulated:
@@ -144,7 +119,7 @@ def rotated(items: Sequence[T], rounds: int) -> Iterator[T]:
         yield from (*items[first:], *items[:first])
 
 
-def interleaved(bench: Bench, calls: Sequence[Call], most: int) -> list[list[float]]:
+def timed(bench: Bench, calls: Sequence[Call], most: int) -> list[list[float]]:
     """Microseconds a call, by function and round."""
     timers = [timeit.Timer(call) for call in calls]
     for timer in timers:
@@ -161,16 +136,5 @@ def interleaved(bench: Bench, calls: Sequence[Call], most: int) -> list[list[flo
 
 
 def step_times(step: Call, count: int) -> list[float]:
-    """Microseconds that each of ``count`` calls takes. No garbage is collected meanwhile."""
-    times = []
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        for _ in range(count):
-            start = time.perf_counter_ns()
-            step()
-            times.append((time.perf_counter_ns() - start) / 1e3)
-    finally:
-        if collects:
-            gc.enable()
-    return times
+    """Microseconds that each of ``count`` calls takes. No garbage is collected during one."""
+    return [seconds * 1e6 for seconds in timeit.repeat(step, number=1, repeat=count)]

@@ -94,11 +94,6 @@ class Peer(Closes):
         with theirs:
             self.process: subprocess.Popen[bytes] = start(driver, theirs.fileno(), actions)
 
-    @property
-    def pid(self) -> int:
-        """The process's number."""
-        return self.process.pid
-
     def begin(self, action: str, *arguments: Any, fds: Sequence[ipc.Fd | int] = ()) -> None:
         """Have it begin an action; what that needs besides is sent over :attr:`channel`."""
         self.channel.send(json.dumps([action, arguments]).encode(), fds)

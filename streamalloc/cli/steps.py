@@ -16,8 +16,9 @@ from streamalloc.cli.peer import Peer, PeerError
 from streamalloc.cli.terminal import Terminal
 from streamalloc.core.errors import size_text
 from streamalloc.core.ownership import Closes
+from streamalloc.driver import Driver
 
-__all__ = ["Claim", "MiB", "Parts", "Skipped", "Tour", "at_least", "equal", "every_byte", "raised"]
+__all__ = ["Claim", "MiB", "Parts", "Tour", "at_least", "equal", "every_byte", "need", "need_peers", "raised"]
 
 MiB = 1 << 20
 
@@ -30,8 +31,8 @@ class Claim:
     expected: str
     found: str
     holds: bool
-    words: str = ""
-    """What the driver or the library said, which the step shows below its own line."""
+    error: Exception | None = None
+    """What was raised as it should be. The step shows its text, the driver's or the library's own words."""
 
 
 def equal(what: str, found: Any, expected: Any, show: Callable[[Any], str] = str) -> Claim:
@@ -56,14 +57,32 @@ def raised(what: str, kind: type[Exception], call: Callable[[], object]) -> Clai
     try:
         call()
     except PeerError as error:
-        return Claim(what, kind.__name__, error.kind, error.kind == kind.__name__, str(error))
+        return Claim(what, kind.__name__, error.kind, error.kind == kind.__name__, error)
     except kind as error:
-        return Claim(what, kind.__name__, type(error).__name__, True, str(error))
+        return Claim(what, kind.__name__, type(error).__name__, True, error)
     return Claim(what, kind.__name__, "no error", False)
 
 
 class Skipped(Exception):
     """A part of the tour cannot be shown here; the message says why."""
+
+
+def need(there: object, why: str) -> None:
+    """Skip a part for want of something."""
+    if not there:
+        raise Skipped(why)
+
+
+def need_peers(driver: Driver) -> list[sa.Device]:
+    """GPU 0 and others that all reach the memory of each other. Without two of them the part is skipped."""
+    devices = sa.Device.all(driver)
+    need(len(devices) > 1, "this machine has one GPU")
+    peers: list[sa.Device] = []
+    for device in devices:
+        if all(device.can_access(other) and other.can_access(device) for other in peers):
+            peers.append(device)
+    need(len(peers) > 1, "no other GPU of this machine and GPU 0 can reach the memory of each other")
+    return peers
 
 
 class Part(NamedTuple):
@@ -114,8 +133,8 @@ class Tour(Closes):
         for claim in wrong:
             self.terminal.line(f"          {claim.what}: expected {claim.expected}, found {claim.found}")
         for claim in claims:
-            if claim.words:
-                self.terminal.paragraph(claim.words, indent=8)
+            if claim.error:
+                self.terminal.paragraph(str(claim.error), indent=8)
 
     def pool_step(
         self, text: str, pool: sa.MemoryPool, *claims: Claim, used: int, reserved: int | None = None
@@ -159,29 +178,18 @@ class Tour(Closes):
 
     def need_gates(self) -> None:
         """Skip a part that holds streams where the device cannot wait for memory values."""
-        if not self.device.supports.stream_memory_operations:
-            raise Skipped("this device's streams cannot wait for memory values, so pending work cannot be made certain")
+        why = "this device's streams cannot wait for memory values, so pending work cannot be made certain"
+        need(self.device.supports.stream_memory_operations, why)
 
     def need_virtual_memory(self) -> None:
         """Skip a part that maps memory where that cannot be done."""
-        if not self.device.supports.virtual_memory_management:
-            raise Skipped("this device's memory cannot be mapped by hand")
-
-    def need_peer(self) -> sa.Device:
-        """Another device of the machine that can reach the memory of the tour's. Without one the part is skipped."""
-        devices = sa.Device.all()
-        if len(devices) < 2:
-            raise Skipped("this machine has one GPU")
-        peer = next((other for other in devices[1:] if other.can_access(self.device)), None)
-        if peer is None:
-            raise Skipped("no other GPU of this machine can reach the memory of GPU 0")
-        return peer
+        need(self.device.supports.virtual_memory_management, "this device's memory cannot be mapped by hand")
 
     def need_host_pool(self) -> sa.MemLocation:
         """Where a pool in host memory can be. Without such a place the part is skipped."""
         location = host_pool_location(self.device)
-        if location is not None:
-            return location
-        if self.device.supports.host_numa_memory_pools is None:
-            raise Skipped("these bindings or this driver do not know pools in host memory")
-        raise Skipped("the device does not support pools in host memory")
+        if location is None:
+            known = self.device.supports.host_numa_memory_pools is not None
+            need(known, "these bindings or this driver do not know pools in host memory")
+            raise Skipped("the device does not support pools in host memory")
+        return location

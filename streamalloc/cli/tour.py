@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import streamalloc as sa
 from streamalloc.cli import tour_ipc, tour_multicast, tour_vmm
 from streamalloc.cli.choice import KEEP_ALL, Chosen, plural
 from streamalloc.cli.peer import read
-from streamalloc.cli.steps import Claim, MiB, Parts, Tour, at_least, equal, every_byte, raised
+from streamalloc.cli.steps import Claim, MiB, Parts, Tour, at_least, equal, every_byte, need_peers, raised
 from streamalloc.cli.terminal import Terminal
 from streamalloc.core.errors import size_text
 from streamalloc.driver import DriverMisuseError, checked, use
@@ -71,39 +70,30 @@ def reuse(tour: Tour, first: sa.Stream) -> None:
     tour.need_gates()
     second = tour.device.create_stream()
 
-    def open_and_wait(gate: Gate) -> None:
-        gate.open()
-        first.synchronize()
-
-    ways: tuple[tuple[str, sa.Stream, Callable[[Gate], object], bool, bool], ...] = (
-        ("allocated on the same stream: the same memory again", first, lambda gate: None, True, False),
-        ("on another stream: new memory, the pool grows", second, lambda gate: None, False, True),
-        (
-            "on another that waits for an event after the free: the same",
-            second,
-            lambda gate: second.wait(first.record()),
-            True,
-            False,
-        ),
-        ("on another, after gate and synchronisation: the same", second, open_and_wait, True, True),
-    )
-    for text, stream, prepare, same, done in ways:
+    for text, stream, waits, opened in (
+        ("allocated on the same stream: the same memory again", first, False, False),
+        ("on another stream: new memory, the pool grows", second, False, False),
+        ("on another that waits for an event after the free: the same", second, True, False),
+        ("on another, after gate and synchronisation: the same", second, False, True),
+    ):
+        same = stream is first or waits or opened
         with tour.pool(second, release_threshold=KEEP_ALL) as pool, Gate(tour.device) as gate:
             buffer = pool.allocate(20 * MiB, first)
             address = buffer.address
             gate.hold(first)
             buffer.free()
             before = pool.statistics().reserved
-            prepare(gate)
+            if waits:
+                second.wait(first.record())
+            if opened:
+                gate.open()
+                first.synchronize()
             with pool.allocate(20 * MiB, stream) as again:
-                tour.pool_step(
-                    text,
-                    pool,
-                    equal("it is the memory that was freed", again.address == address, same),
-                    equal("the stream is done", stream.query(), done),
-                    equal("the pool has grown", pool.statistics().reserved > before, not same),
-                    used=20 * MiB,
-                )
+                claims = [equal("it is the memory that was freed", again.address == address, same)]
+                claims.append(equal("the pool has grown", pool.statistics().reserved > before, not same))
+                if waits:
+                    claims.append(equal("the stream is done", stream.query(), False))
+                tour.pool_step(text, pool, *claims, used=20 * MiB)
 
 
 @OF_POOLS.part(
@@ -176,7 +166,7 @@ def current_pool(tour: Tour, stream: sa.Stream) -> None:
 
 @OF_POOLS.part("Two GPUs", "A pool's memory used by another GPU than the one that it is on.")
 def two_gpus(tour: Tour, here: sa.Stream) -> None:
-    peer = tour.need_peer()
+    _, peer, *_ = need_peers(tour.device.driver)
     there = peer.create_stream()
 
     def access(expected: sa.MemAccess) -> Claim:
@@ -278,19 +268,14 @@ def out_of_memory(tour: Tour, stream: sa.Stream) -> None:
     limit, requested = 64 * MiB, 128 * MiB
     with tour.pool(stream, max_size=limit) as pool, pool.allocate(16 * MiB, stream):
         tour.pool_step("a pool of at most 64 MiB, of which 16 are taken", pool, used=16 * MiB)
-        try:
-            pool.allocate(requested, stream).free()
-        except sa.OutOfMemoryError as error:
-            tour.step(
-                "asking for 128 MiB raises OutOfMemoryError, which carries the figures",
-                equal("requested", error.requested, requested),
-                equal("limit", error.limit, limit),
-                equal("used", error.used, 16 * MiB),
-                equal("a MemoryError too", isinstance(error, MemoryError), True),
-            )
-            tour.terminal.paragraph(str(error), indent=8)
-        else:
-            tour.step("asking for 128 MiB", Claim("the allocation", "OutOfMemoryError", "no error", False))
+        refused = raised("the allocation", sa.OutOfMemoryError, lambda: pool.allocate(requested, stream))
+        carried = {"requested": requested, "limit": limit, "used": 16 * MiB}
+        tour.step(
+            "asking for 128 MiB raises OutOfMemoryError, which carries the figures",
+            refused,
+            *(equal(name, getattr(refused.error, name, None), value) for name, value in carried.items()),
+            equal("a MemoryError too", isinstance(refused.error, MemoryError), True),
+        )
         with pool.allocate(8 * MiB, stream):
             tour.pool_step("the pool goes on working: 8 MiB more", pool, used=24 * MiB)
 

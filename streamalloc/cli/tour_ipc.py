@@ -10,7 +10,7 @@ import streamalloc as sa
 from streamalloc import ipc, vmm
 from streamalloc.cli.choice import KEEP_ALL
 from streamalloc.cli.peer import POSIX, Here, Peer, can_share_pools, read
-from streamalloc.cli.steps import Claim, MiB, Parts, Skipped, Tour, equal, every_byte, raised
+from streamalloc.cli.steps import Claim, MiB, Parts, Tour, equal, every_byte, need, raised
 from streamalloc.core.errors import size_text
 from streamalloc.testing import Gate
 
@@ -65,8 +65,7 @@ class Other(Here):
 def _peer(tour: Tour) -> Peer:
     """The other process, which the parts share. Where memory cannot be shared the part is skipped."""
     tour.need_gates()
-    if not can_share_pools(tour.device):
-        raise Skipped("this device's pools cannot be shared with other processes")
+    need(can_share_pools(tour.device), "this device's pools cannot be shared with other processes")
     if tour.partner is None:
         tour.partner = tour.resources.enter_context(Peer(tour.device.driver, __name__))
     return tour.partner
@@ -96,7 +95,7 @@ def two_processes(tour: Tour, stream: sa.Stream) -> None:
             equal("it has", kind, ipc.ImportedBuffer.__name__),
             equal("size", nbytes, buffer.nbytes, size_text),
             equal("its stream has done its work", peer.ask("done"), False),
-            figures=f"process {peer.pid}",
+            figures=f"process {peer.process.pid}",
         )
         gate.open()
         filled = _holds(peer, "first", 0x11)

@@ -12,9 +12,9 @@ import numpy as np
 
 import streamalloc as sa
 from streamalloc import vmm
-from streamalloc.cli.choice import plural
+from streamalloc.cli.choice import is_simulated, plural
 from streamalloc.cli.peer import read
-from streamalloc.cli.steps import Parts, Skipped, Tour, equal, every_byte, raised
+from streamalloc.cli.steps import Parts, Tour, equal, every_byte, need, need_peers, raised
 from streamalloc.core.errors import size_text
 from streamalloc.driver import checked, simulated, traced
 from streamalloc.multicast import MulticastObject, SymmetricMemory
@@ -35,19 +35,15 @@ _ENDS = {
 }
 
 
-def _is_simulated(driver: Any) -> bool:
-    return bool(getattr(driver, "is_simulated", False))
-
-
 def _may_make_objects(driver: Any) -> bool:
-    return _is_simulated(driver) or os.environ.get(_ASKED_FOR) == "1"
+    return is_simulated(driver) or os.environ.get(_ASKED_FOR) == "1"
 
 
 def _on_several(tour: Tour, show: Callable[[Tour, Any], None]) -> None:
     """Show something with the driver of the tour's machine; where that is simulated and has one device, of another."""
     driver: Any = tour.device.driver
     tour.need_virtual_memory()
-    if sa.Device.count(driver) > 1 or not _is_simulated(driver):
+    if sa.Device.count(driver) > 1 or not is_simulated(driver):
         show(tour, driver)
         return
     tour.terminal.paragraph(f"On a machine of its own, simulated with {_DEVICES} devices, for the tour's has one.")
@@ -60,26 +56,10 @@ def _on_several(tour: Tour, show: Callable[[Tour, Any], None]) -> None:
 def _team(driver: Any) -> list[sa.Device]:
     """Devices that a multicast object can be made for. Without them, or without permission, the part is skipped."""
     # Asked first: without it nothing about multicast is asked of real hardware.
-    if not _may_make_objects(driver):
-        raise Skipped(f"multicast objects are made on real hardware only with {_ASKED_FOR}=1")
+    need(_may_make_objects(driver), f"multicast objects are made on real hardware only with {_ASKED_FOR}=1")
     devices = [device for device in sa.Device.all(driver) if device.supports.multicast]
-    if len(devices) < 2:
-        raise Skipped("this machine has no two GPUs that support multicast objects")
+    need(len(devices) > 1, "this machine has no two GPUs that support multicast objects")
     return devices
-
-
-def _peers(driver: Any) -> list[sa.Device]:
-    """Devices that reach the memory of each other. Without two of them the part is skipped."""
-    devices = sa.Device.all(driver)
-    if len(devices) < 2:
-        raise Skipped("this machine has one GPU")
-    team: list[sa.Device] = []
-    for device in devices:
-        if all(device.can_access(other) and other.can_access(device) for other in team):
-            team.append(device)
-    if len(team) < 2:
-        raise Skipped("no other GPU of this machine and GPU 0 can reach the memory of each other")
-    return team
 
 
 def _ended(calls: list[Any]) -> list[str]:
@@ -189,7 +169,7 @@ def symmetric(tour: Tour, _: sa.Stream) -> None:
 
 def _symmetric(tour: Tour, driver: Any) -> None:
     with contextlib.ExitStack() as resources:
-        devices = _peers(driver)
+        devices = need_peers(driver)
         count, part = len(devices), 64 << 10
         streams = [resources.enter_context(device.create_stream()) for device in devices]
         may = _may_make_objects(driver)
@@ -217,7 +197,7 @@ def _symmetric(tour: Tour, driver: Any) -> None:
                 figures=plural(count * len(targets), "store"),
             )
 
-            if view is not None and _is_simulated(driver):
+            if view is not None and is_simulated(driver):
                 _all_reduce(tour, memory, streams)
 
             memory.wait_signal(0, streams[1])

@@ -8,7 +8,7 @@ import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.choice import KEEP_ALL
 from streamalloc.cli.peer import read
-from streamalloc.cli.steps import Claim, MiB, Parts, Skipped, Tour, equal, every_byte, raised
+from streamalloc.cli.steps import Claim, MiB, Parts, Tour, equal, every_byte, need, need_peers, raised
 from streamalloc.core.errors import size_text
 
 __all__ = ["PARTS"]
@@ -168,7 +168,7 @@ def eviction(tour: Tour, stream: sa.Stream) -> None:
 @PARTS.part("One buffer over two GPUs", "Memory of several GPUs side by side in one range of addresses.")
 def striping(tour: Tour, here: sa.Stream) -> None:
     tour.need_virtual_memory()
-    peer = tour.need_peer()
+    _, peer, *_ = need_peers(tour.device.driver)
     devices = (tour.device, peer)
     there = peer.create_stream()
     size = 16 * MiB
@@ -197,8 +197,7 @@ def striping(tour: Tour, here: sa.Stream) -> None:
 @PARTS.part("A sparse array", "A texture of which only some tiles have memory.")
 def sparse(tour: Tour, stream: sa.Stream) -> None:
     tour.need_virtual_memory()
-    if not tour.device.supports.sparse_arrays:
-        raise Skipped("this device has no sparse arrays")
+    need(tour.device.supports.sparse_arrays, "this device has no sparse arrays")
     side = 1024
     picture = np.resize(np.arange(1, 252, dtype=np.uint8), (side, side))
     expected, found = np.zeros_like(picture), np.zeros_like(picture)

@@ -94,16 +94,18 @@ def _memory(
     return _tried(row, trial)
 
 
-def _compressible(memory: vmm.PhysicalMemory) -> str:
-    if not memory.compressible:
-        raise _NotAsAsked("made, but not compressible")
+def _as_asked(holds: bool, what: str) -> str:
+    if not holds:
+        raise _NotAsAsked(f"made, but not {what}")
     return "made, and its handle says so"
+
+
+def _compressible(memory: vmm.PhysicalMemory) -> str:
+    return _as_asked(memory.compressible, "compressible")
 
 
 def _for_rdma(memory: vmm.PhysicalMemory) -> str:
-    if not memory.query().alloc_flags.gpu_direct_rdma_capable:
-        raise _NotAsAsked("made, but not for RDMA")
-    return "made, and its handle says so"
+    return _as_asked(bool(memory.query().alloc_flags.gpu_direct_rdma_capable), "for RDMA")
 
 
 def _node(memory: vmm.PhysicalMemory) -> str:
@@ -163,10 +165,9 @@ class Block:
     """Memory of ``cuMemAlloc``, as other libraries show theirs."""
 
     def __init__(self, address: int) -> None:
-        self.__cuda_array_interface__: dict[str, Any] = {
-            **{"shape": (_BLOCK,), "typestr": "|u1", "data": (address, False)},
-            **{"version": 3, "stream": None},
-        }
+        self.__cuda_array_interface__: dict[str, Any] = dict(
+            shape=(_BLOCK,), typestr="|u1", data=(address, False), version=3, stream=None
+        )
 
 
 def try_sharing(device: sa.Device) -> list[Row]:
