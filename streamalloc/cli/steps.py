@@ -31,8 +31,8 @@ class Claim:
     expected: str
     found: str
     holds: bool
-    error: Exception | None = None
-    """What was raised as it should be. The step shows its text, the driver's or the library's own words."""
+    words: str = ""
+    """What the driver or the library said, which the step shows below its own line."""
 
 
 def equal(what: str, found: Any, expected: Any, show: Callable[[Any], str] = str) -> Claim:
@@ -57,9 +57,9 @@ def raised(what: str, kind: type[Exception], call: Callable[[], object]) -> Clai
     try:
         call()
     except PeerError as error:
-        return Claim(what, kind.__name__, error.kind, error.kind == kind.__name__, error)
+        return Claim(what, kind.__name__, error.kind, error.kind == kind.__name__, str(error))
     except kind as error:
-        return Claim(what, kind.__name__, type(error).__name__, True, error)
+        return Claim(what, kind.__name__, type(error).__name__, True, str(error))
     return Claim(what, kind.__name__, "no error", False)
 
 
@@ -133,8 +133,8 @@ class Tour(Closes):
         for claim in wrong:
             self.terminal.line(f"          {claim.what}: expected {claim.expected}, found {claim.found}")
         for claim in claims:
-            if claim.error:
-                self.terminal.paragraph(str(claim.error), indent=8)
+            if claim.words:
+                self.terminal.paragraph(claim.words, indent=8)
 
     def pool_step(
         self, text: str, pool: sa.MemoryPool, *claims: Claim, used: int, reserved: int | None = None
