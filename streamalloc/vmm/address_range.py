@@ -6,6 +6,7 @@ no order of dropping things frees addresses that are mapped, or memory that is u
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -16,7 +17,16 @@ from streamalloc.core.arguments import door_of, location_of
 from streamalloc.core.capabilities import address_space_limit
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
-from streamalloc.core.errors import AddressSpaceError, ClosedError, CudaError, OutOfMemoryError, attach, size_text
+from streamalloc.core.errors import (
+    AddressSpaceError,
+    ClosedError,
+    CudaError,
+    OutOfMemoryError,
+    attach,
+    size_text,
+    undo_all,
+    undoing,
+)
 from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType, checked_size
@@ -92,7 +102,6 @@ class AddressRange(Closes):
     __slots__ = ("__weakref__", "_asked", "_door", "_entries", "_owned", "_reservation", "nbytes")
 
     def __init__(self, nbytes: int, *, alignment: int = 0, address: int = 0, driver: Driver | None = None) -> None:
-        self._reservation: Reservation | None = None
         self._owned = False
         self._entries: list[MappingEntry] = []
         self.nbytes: int = _multiple("nbytes", nbytes)
@@ -106,7 +115,7 @@ class AddressRange(Closes):
         if alignment and self._asked % alignment:
             raise ValueError(f"address={address:#x} is no multiple of alignment={alignment}")
         self._door = door_of(None, driver)
-        self._reservation = Reservation(self._door, self.nbytes)
+        self._reservation: Reservation = Reservation(self._door, self.nbytes)
         self._reservation.allocations.work()
         try:
             self._door.create(self._reservation, "_raw", "cuMemAddressReserve", self.nbytes, alignment, self._asked, 0)
@@ -126,15 +135,14 @@ class AddressRange(Closes):
         ClosedError
             The range was closed.
         """
-        address = self._reservation.raw if self._reservation is not None else None
-        if address is None:
+        if self.closed:
             raise ClosedError(f"this address range of {size_text(self.nbytes)} was closed")
-        return int(address)
+        return int(self._reservation.raw)
 
     @property
     def closed(self) -> bool:
         """Whether the addresses were given back."""
-        return self._reservation is None or self._reservation.raw is None
+        return self._reservation.raw is None
 
     @property
     def honoured(self) -> bool | None:
@@ -283,11 +291,8 @@ class AddressRange(Closes):
 
     def _free(self) -> None:
         if self._table():
-            raise ValueError(
-                f"{self!r} has {mappings_text(len(self._table()))}: unmap() before the addresses are freed"
-            )
-        if self._reservation is not None:
-            self._reservation.allocations.end(self._reservation)
+            raise ValueError(f"{self!r} has {mappings_text(len(self._table()))}: unmap() before addresses are freed")
+        self._reservation.allocations.end(self._reservation)
 
     def draw(self, width: int = 64) -> str:
         """The range as ``width`` characters, one for what is mapped there, as the class says.
@@ -307,7 +312,7 @@ class AddressRange(Closes):
 
     def _table(self) -> list[MappingEntry]:
         """What is mapped, in the order of addresses."""
-        if self._reservation is not None and self._reservation.stale:
+        if self._reservation.stale:
             self._reservation.stale = False
             try:
                 self._entries = [entry for entry in self._entries if entry.live]
@@ -330,7 +335,6 @@ class AddressRange(Closes):
             raise ValueError(f"offset={offset}: {size_text(memory.nbytes)} end outside of {self!r}")
         for entry in self._touching(offset, end):
             raise ValueError(f"offset={offset}: {entry.memory!r} is mapped at {self!r} there")
-        assert self._reservation is not None
         node = MappedBytes(self._reservation, memory._handle, offset, memory.nbytes)
         entry = MappingEntry(memory, node)
         try:
@@ -369,16 +373,10 @@ class AddressRange(Closes):
         if losing:
             wait(after, self._door, losing)
         before = [{where: entry.rights.get(where, MemAccess.NONE) for where in rights} for entry in entries]
-        try:
+        # Driver 580 may have set some of what it refuses as a whole.
+        undos = [functools.partial(self._grant, (entry,), had) for entry, had in zip(entries, before, strict=True)]
+        with undoing(lambda: undo_all(undos)):
             self._grant(entries, rights)
-        except BaseException as first:
-            # Driver 580 may have set some of what it refuses as a whole.
-            for entry, had in zip(entries, before, strict=True):
-                try:
-                    self._grant((entry,), had)
-                except CudaError as later:
-                    attach(first, later)
-            raise
 
     def _unmap(self, entries: Iterable[MappingEntry]) -> None:
         """Unmap mappings in one call for each run of them without a hole."""
@@ -449,7 +447,7 @@ class AddressRange(Closes):
 
     def __repr__(self) -> str:
         size = size_text(getattr(self, "nbytes", 0))
-        if getattr(self, "_reservation", None) is None or self.closed:
+        if not hasattr(self, "_reservation") or self.closed:
             return f"<{type(self).__name__} of {size}, closed>"
         return f"<{type(self).__name__} of {size} at {self.address:#x} [{self.draw(16)}]>"
 

@@ -128,13 +128,11 @@ class Reservation(HandleNode):
 
     __slots__ = ("nbytes", "stale")
 
-    stale: bool
-    """Whether something was unmapped that the owner has in its table still."""
-
     def __init__(self, door: Door, nbytes: int) -> None:
         super().__init__(allocations_of(door), Kind.RESERVATION)
         self.nbytes: int = nbytes
-        self.stale = False
+        self.stale: bool = False
+        """Whether something was unmapped that the owner has in its table still."""
 
     def give_up(self) -> None:
         """Unmap what is mapped, once the work that may use it is done."""

@@ -114,7 +114,9 @@ class GrowableBuffer(VirtualBuffer):
         self._check_usable()
         needed = self._spec.round_up(size)
         if needed > self._mapped:
-            self._put(self._chunks_between(self._mapped, needed))
+            step = self._chunk or needed - self._mapped
+            places = range(self._mapped, needed, step)
+            self._put([ChunkSpec(at, min(step, needed - at), self._spec) for at in places])
             self._mapped = needed
         elif needed < self._mapped:
             self._shrink(needed, size, after)
@@ -123,10 +125,6 @@ class GrowableBuffer(VirtualBuffer):
     def grow(self, nbytes: int) -> None:
         """Grow by ``nbytes``: ``resize(self.nbytes + nbytes)``."""
         self.resize(self._nbytes + checked_size("nbytes", nbytes))
-
-    def _chunks_between(self, start: int, stop: int) -> list[ChunkSpec]:
-        step = self._chunk or stop - start
-        return [ChunkSpec(at, min(step, stop - at), self._spec) for at in range(start, stop, step)]
 
     def _shrink(self, needed: int, size: int, after: After) -> None:
         self._trim(self._mapped)

@@ -79,16 +79,8 @@ class RemappableBuffer(VirtualBuffer):
 
             with undoing(undo):
                 self.range._unmap(going)
-                self._mapped = self._map_all(end, made)
+                entries = self._map_all(end, made)
+                self._mapped = entries[-1].stop if entries else end
                 self._names, self._nbytes = wanted, nbytes
             for entry in going:
                 close_quietly(entry.memory)
-
-    def _map_all(self, at: int, memories: Sequence[GenericAllocation]) -> int:
-        """Map memories side by side and give access to them; where they end."""
-        entries = []
-        for memory in memories:
-            entries.append(self.range._map(memory, at))
-            at += memory.nbytes
-        self.range._grant(entries, self._rights)
-        return at

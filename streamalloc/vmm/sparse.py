@@ -31,16 +31,9 @@ _LAYERED, _SPARSE = 0x01, 0x40
 _SINGLE_TAIL = 1
 _TILE = 1 << 16
 _TAIL = -1
-_FORMATS = {
-    "u1": "UNSIGNED_INT8",
-    "u2": "UNSIGNED_INT16",
-    "u4": "UNSIGNED_INT32",
-    "i1": "SIGNED_INT8",
-    "i2": "SIGNED_INT16",
-    "i4": "SIGNED_INT32",
-    "f2": "HALF",
-    "f4": "FLOAT",
-}
+_FORMATS = {f"u{size}": f"UNSIGNED_INT{8 * size}" for size in (1, 2, 4)}
+_FORMATS |= {f"i{size}": f"SIGNED_INT{8 * size}" for size in (1, 2, 4)}
+_FORMATS |= {"f2": "HALF", "f4": "FLOAT"}
 
 Region: TypeAlias = Sequence[slice] | None
 """Part of a level, a slice in elements for each dimension as in numpy; None for all of it."""
@@ -523,8 +516,7 @@ class SparseArray(Closes):
         self, host: npt.NDArray[Any], stream: StreamLike, region: Region, level: int, layer: int, *, to_array: bool
     ) -> None:
         ordered = self._ordered(stream)
-        self._check_layer(layer)
-        starts, stops = self._bounds(region, level)
+        starts, stops = self._bounds(region, level, layer)
         extents = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
         wanted = (*extents, self.channels) if self.channels > 1 else extents
         if host.shape != wanted or host.dtype != self.dtype or not host.flags.c_contiguous:
@@ -556,8 +548,9 @@ class SparseArray(Closes):
     def _grid(self, level: int) -> tuple[int, ...]:
         return tuple(-(-extent // step) for extent, step in zip(self.level_shape(level), self.tile, strict=True))
 
-    def _bounds(self, region: Region, level: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _bounds(self, region: Region, level: int, layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Where a region begins and ends, in elements."""
+        self._check_layer(layer)
         shape = self.level_shape(level)
         parts = (slice(None),) * len(shape) if region is None else tuple(region)
         if len(parts) != len(shape) or not all(isinstance(part, slice) for part in parts):
@@ -572,8 +565,7 @@ class SparseArray(Closes):
         return starts, stops
 
     def _tiles(self, region: Region, level: int, layer: int) -> Iterator[_Tile]:
-        self._check_layer(layer)
-        starts, stops = self._bounds(region, level)
+        starts, stops = self._bounds(region, level, layer)
         if self.mip_tail is not None and level >= self.mip_tail.first_level:
             raise ValueError(f"level={level} is in the mip tail: map_tail() and unmap_tail() map it")
         shape = self.level_shape(level)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from typing_extensions import Self
@@ -20,6 +20,7 @@ from streamalloc.pool.internal import reachable_from
 from streamalloc.vmm.access import Access, Rights, rights_of
 from streamalloc.vmm.address_range import AddressRange, Mapping, MappingEntry
 from streamalloc.vmm.allocations import allocations_of
+from streamalloc.vmm.generic_handle import GenericAllocation
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
 from streamalloc.vmm.waiting import After, accessing, wait
 
@@ -261,19 +262,17 @@ class VirtualBuffer(Memory, Closes):
         ordered = self._copying_stream(stream)
         made = self._put(evicted.pieces)
         backup = evicted.backup
-        try:
+
+        def undo() -> None:
+            self._evicted = evicted
+            # The copy may be queued all the same, and the memory must not go away under it.
+            ordered.synchronize()
+            self._discard(made)
+
+        with undoing(undo):
             self._evicted = None
             if backup is not None and self._nbytes:
                 self._copy_back(backup, made, ordered)
-        except BaseException as first:
-            self._evicted = evicted
-            try:
-                # The copy may be queued all the same, and the memory must not go away under it.
-                ordered.synchronize()
-                self._discard(made)
-            except CudaError as later:
-                attach(first, later)
-            raise
         if evicted.own and isinstance(backup, Buffer):
             try:
                 backup.free(ordered)
@@ -324,9 +323,16 @@ class VirtualBuffer(Memory, Closes):
         start = chunks[0].offset
         self._trim(start)
         with undoing(lambda: self._trim(start)):
-            made = [self.range._map(spec.make(nbytes), offset) for offset, nbytes, spec in chunks]
-            self.range._grant(made, self._rights)
-            return made
+            return self._map_all(start, (chunk.spec.make(chunk.nbytes) for chunk in chunks))
+
+    def _map_all(self, at: int, memories: Iterable[GenericAllocation]) -> list[MappingEntry]:
+        """Map memories side by side and give access to them."""
+        made = []
+        for memory in memories:
+            made.append(self.range._map(memory, at))
+            at = made[-1].stop
+        self.range._grant(made, self._rights)
+        return made
 
     def _trim(self, start: int) -> None:
         """Unmap what is mapped from an offset on, where nothing is the buffer's: a call that failed has left it."""

@@ -35,11 +35,6 @@ class Member(NamedTuple):
     """The handle behind it; None for pool memory."""
 
     @property
-    def on_host(self) -> bool:
-        """Whether it is host memory."""
-        return self.kept.location.on_host
-
-    @property
     def handle_types(self) -> MemHandleType | None:
         """What it can be shared as; None where that is not known."""
         if isinstance(self.kept, PhysicalMemory):

@@ -415,7 +415,7 @@ class MulticastObject(GenericAllocation):
         if start + member.nbytes > self.nbytes:
             raise ValueError(f"offset={offset}: {size_text(member.nbytes)} end outside of {self!r}")
         ordinal = check_member(member, self._step, device, shareable=bool(self._handle_types) or self._state.imported)
-        if self._all_here and all(ordinal != one.ordinal for one in self._devices):
+        if self._all_here and ordinal not in [one.ordinal for one in self._devices]:
             raise ValueError(f"{memory!r}: device {ordinal} is not in the team of {self!r}, which has {self._named()}")
         for other in self._table():
             node = other.node
@@ -424,7 +424,9 @@ class MulticastObject(GenericAllocation):
                 raise ValueError(f"offset={offset}: {taken} are bound already")
         node = BoundBytes(self._handle, member, ordinal, start)
         entry = BindingEntry(member, node)
-        name, arguments = member.call(raw, ordinal, start, versioned=device is not None and member.on_host)
+        name, arguments = member.call(
+            raw, ordinal, start, versioned=device is not None and member.kept.location.on_host
+        )
         try:
             # In the table before it is bound, so that an interrupt between the two loses nothing.
             self._bound.append(entry)
@@ -504,7 +506,7 @@ class MulticastObject(GenericAllocation):
         for where, flags in rights.items():
             if flags and where.on_host:
                 raise refused(NotSupportedError, "cuMemSetAccess", "the host cannot use a multicast object")
-            if flags and self._all_here and all(where != device.location for device in self._devices):
+            if flags and self._all_here and where not in [device.location for device in self._devices]:
                 raise ValueError(f"access: {where} is not in the team of {self!r}, which has {self._named()}")
 
     @property
