@@ -117,7 +117,7 @@ class GenericAllocation(Closes):
             raise ValueError(f"handle_type={handle_type!r}: allowed are POSIX_FILE_DESCRIPTOR and FABRIC")
         raw = self._checked_raw()
         if not self._handle_types & handle_type:
-            raise ValueError(f"{self!r} cannot be exported as {handle_type!r}: make it with handle_types")
+            raise ValueError(f"{self!r} cannot be exported so: make it with handle_types={handle_type!r}")
         kind = cuda.CUmemAllocationHandleType(int(handle_type))
         answer = self._door.call("cuMemExportToShareableHandle", raw, kind, 0)
         self._state.exported = True

@@ -61,10 +61,9 @@ class _Kept(Node):
 
     __slots__ = ()
 
-    def __init__(self, memory: object) -> None:
+    def __init__(self) -> None:
         super().__init__(Kind.MEMORY)
         self.given_up = True
-        _bound_memory[self] = memory
 
     def forget(self) -> None:
         """Let go of the memory."""
@@ -82,16 +81,19 @@ class BoundBytes(HandleNode):
         """Whether the driver has bound it: not yet, or that was interrupted."""
         self.object: AllocationHandle = object
         self.state: AllocationState | None = member.state
-        self.kept: _Kept = _Kept(member.kept)
+        self.kept: _Kept = _Kept()
         self.device: int = device
         self.offset: int = offset
         self.nbytes: int = member.nbytes
 
-    def link(self, team: Node) -> None:
+    def link(self, team: Node, memory: object) -> None:
         """Put the object's mappings and handle, and the memory, behind it, and the memory behind the object."""
         order = self.allocations.order
         self._raw = self.object.raw
-        for node in (*order.before(self.object, Kind.OBJECT_MAPPING), self.object, self.kept):
+        # Related before it is kept, so that an interrupt between the two keeps nothing for ever.
+        order.relate(self, self.kept)
+        _bound_memory[self.kept] = memory
+        for node in (*order.before(self.object, Kind.OBJECT_MAPPING), self.object):
             order.relate(self, node)
         order.relate(self.object, self.kept)
         if self.state is not None:
@@ -430,7 +432,7 @@ class MulticastObject(GenericAllocation):
         try:
             # In the table before it is bound, so that an interrupt between the two loses nothing.
             self._bound.append(entry)
-            node.link(self._team)
+            node.link(self._team, member.kept)
             self._door.call(name, *arguments)
             node.sure = True
         except BaseException as first:
