@@ -30,18 +30,10 @@ from streamalloc.cli.terminal import Terminal
 
 __all__ = ["ROWS", "add_arguments", "run"]
 
-FULL = Effort()
-QUICK = Effort(
-    rounds=11,
-    block=0.002,
-    live=(10, 1_000, 100_000),
-    host_buffers=1_000,
-    imports=3,
-    growths=6,
-    whole_devices=2,
-    evictions=3,
-    evicted=1 << 30,
-)
+# Rounds, seconds of a block, live allocations, live buffers of host memory; then how often is imported, grown, grown to
+# the whole device and evicted, and how much is evicted.
+FULL = Effort(25, 0.01, (10, 1_000, 100_000, 1_000_000), 10_000, 15, 24, 6, 9, 8 << 30)
+QUICK = Effort(11, 0.002, (10, 1_000, 100_000), 1_000, 3, 6, 2, 3, 1 << 30)
 
 # The smallest step between two allocations of a pool: the cheapest way to have many.
 LIVE_SIZE = 512
@@ -371,10 +363,10 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     if tables:
         terminal.line(terminal.bold(chosen.headline))
         about = f"streamalloc {found['streamalloc']}, Python {found['python']}, cuda-bindings {found['cuda_bindings']}"
-        terminal.line(terminal.dim(about))
         if chosen.is_simulated:
-            about = "Times are those of the simulation; other libraries are measured on a GPU only."
-            terminal.line(terminal.dim(about))
+            about += "\nTimes are those of the simulation; other libraries are measured on a GPU only."
+        for line in about.splitlines():
+            terminal.line(terminal.dim(line))
     with contextlib.ExitStack() as resources:
         bench = Bench(chosen, QUICK if options.quick else FULL, resources)
         for section in SECTIONS:

@@ -23,22 +23,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: in full, unless something else is said."""
+    """How long to measure."""
 
-    rounds: int = 25
-    block: float = 0.01
+    rounds: int
+    block: float
     """Seconds that one block of calls is meant to take."""
-    live: tuple[int, ...] = (10, 1_000, 100_000, 1_000_000)
+    live: tuple[int, ...]
     """How many allocations are alive while a pair is timed; a simulated driver is spared the last figure."""
-    host_buffers: int = 10_000
-    imports: int = 15
-    growths: int = 24
+    host_buffers: int
+    imports: int
+    growths: int
     """How often a buffer is grown; a multiple of 6 has every order of three contenders equally often."""
-    whole_devices: int = 6
+    whole_devices: int
     """How often a buffer is grown to the whole device."""
-    evictions: int = 9
+    evictions: int
     """How often a buffer is evicted and restored."""
-    evicted: int = 8 << 30
+    evicted: int
     """How large it is, in bytes."""
 
 
@@ -70,8 +70,6 @@ class Bench:
         resources.enter_context(self.device.current())
         self.stream: sa.Stream = resources.enter_context(self.device.create_stream())
         self.raw_stream: Any = self.driver.CUstream(self.stream.handle)
-        self.pool: sa.MemoryPool
-        self.raw_pool: Any
         self.pool, self.raw_pool = self.new_pool()
 
     def new_pool(self) -> tuple[sa.MemoryPool, Any]:

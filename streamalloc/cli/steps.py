@@ -1,66 +1,24 @@
-"""What the parts of the tour are made of: steps, the claims that they check, and lines that say what was found."""
+"""What the parts of the tour are made of: steps, lines that say what was found, and what a part needs."""
 
 from __future__ import annotations
 
 import contextlib
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-import numpy as np
 
 import streamalloc as sa
 from streamalloc.cli.choice import host_pool_location
-from streamalloc.cli.peer import Peer, PeerError
+from streamalloc.cli.claims import Claim, at_least, equal
+from streamalloc.cli.peer import Peer
 from streamalloc.cli.terminal import Terminal
 from streamalloc.core.errors import size_text
 from streamalloc.core.ownership import Closes
 from streamalloc.driver import Driver
 
-__all__ = ["Claim", "MiB", "Parts", "Tour", "at_least", "equal", "every_byte", "need", "need_peers", "raised"]
+__all__ = ["MiB", "Parts", "Tour", "need", "need_peers"]
 
 MiB = 1 << 20
-
-
-@dataclass(frozen=True)
-class Claim:
-    """Something that a step claims about a result: what it is, what it should be, what it is found to be."""
-
-    what: str
-    expected: str
-    found: str
-    holds: bool
-    words: str = ""
-    """What the driver or the library said, which the step shows below its own line."""
-
-
-def equal(what: str, found: Any, expected: Any, show: Callable[[Any], str] = str) -> Claim:
-    """The result is exactly this."""
-    return Claim(what, show(expected), show(found), bool(found == expected))
-
-
-def at_least(what: str, found: int, least: int) -> Claim:
-    """A number of bytes is not less than another."""
-    return Claim(what, f"at least {size_text(least)}", size_text(found), found >= least)
-
-
-def every_byte(what: str, found: np.ndarray[Any, Any], expected: int) -> Claim:
-    """All bytes of an array have this value."""
-    wrong = int(np.count_nonzero(found != expected))
-    shown = f"{wrong:,} others among them" if wrong else "so"
-    return Claim(what, f"{found.size:,} bytes {expected:#04x}", shown, wrong == 0)
-
-
-def raised(what: str, kind: type[Exception], call: Callable[[], object]) -> Claim:
-    """A call raises an error of this kind, here or in the other process."""
-    try:
-        call()
-    except PeerError as error:
-        return Claim(what, kind.__name__, error.kind, error.kind == kind.__name__, str(error))
-    except kind as error:
-        return Claim(what, kind.__name__, type(error).__name__, True, str(error))
-    return Claim(what, kind.__name__, "no error", False)
 
 
 class Skipped(Exception):

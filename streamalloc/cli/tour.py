@@ -12,8 +12,9 @@ import numpy as np
 import streamalloc as sa
 from streamalloc.cli import tour_ipc, tour_multicast, tour_vmm
 from streamalloc.cli.choice import KEEP_ALL, Chosen, plural
+from streamalloc.cli.claims import Claim, at_least, equal, every_byte, raised
 from streamalloc.cli.peer import read
-from streamalloc.cli.steps import Claim, MiB, Parts, Tour, at_least, equal, every_byte, need_peers, raised
+from streamalloc.cli.steps import MiB, Parts, Tour, need_peers
 from streamalloc.cli.terminal import Terminal
 from streamalloc.core.errors import size_text
 from streamalloc.driver import DriverMisuseError, checked, use
@@ -22,11 +23,10 @@ from streamalloc.testing import Gate
 __all__ = ["OF_POOLS", "PARTS", "add_arguments", "run"]
 
 OF_POOLS = Parts()
+part = OF_POOLS.part
 
 
-@OF_POOLS.part(
-    "Allocate, use, free", "Reserved is what the pool holds of the device's memory; used is what it has handed out."
-)
+@part("Allocate, use, free", "Reserved is what the pool holds of the device's memory; used is what it has handed out.")
 def allocate_use_free(tour: Tour, stream: sa.Stream) -> None:
     with tour.pool(stream) as pool:
         buffer = pool.allocate(16 * MiB, stream)
@@ -39,7 +39,7 @@ def allocate_use_free(tour: Tour, stream: sa.Stream) -> None:
         tour.step("using it now is an error before the driver is reached", refused)
 
 
-@OF_POOLS.part("Two streams and an event", "Work on one stream, use on another; the host waits for neither.")
+@part("Two streams and an event", "Work on one stream, use on another; the host waits for neither.")
 def two_streams(tour: Tour, producer: sa.Stream) -> None:
     tour.need_gates()
     consumer = tour.device.create_stream()
@@ -62,7 +62,7 @@ def two_streams(tour: Tour, producer: sa.Stream) -> None:
         tour.step("gate opened: the copy came after the fill", equal("the event is complete", done.query(), True), copy)
 
 
-@OF_POOLS.part(
+@part(
     "Reuse of freed memory",
     "20 MiB are freed on a stream that a gate holds, so that the free is certainly still pending.",
 )
@@ -96,9 +96,7 @@ def reuse(tour: Tour, first: sa.Stream) -> None:
                 tour.pool_step(text, pool, *claims, used=20 * MiB)
 
 
-@OF_POOLS.part(
-    "Release threshold and trim", "What a pool keeps when the host synchronises, and how to get it back by hand."
-)
+@part("Release threshold and trim", "What a pool keeps when the host synchronises, and how to get it back by hand.")
 def threshold_and_trim(tour: Tour, stream: sa.Stream) -> None:
     size = 128 * MiB
     with tour.pool(stream) as pool:
@@ -135,7 +133,7 @@ def threshold_and_trim(tour: Tour, stream: sa.Stream) -> None:
             )
 
 
-@OF_POOLS.part("Statistics and peaks", "What a pool holds now, and the most that it ever held.")
+@part("Statistics and peaks", "What a pool holds now, and the most that it ever held.")
 def statistics(tour: Tour, stream: sa.Stream) -> None:
     def peaks(text: str, found: sa.PoolStatistics, used: int, reserved: Claim) -> None:
         figures = f"at most  {size_text(found.reserved_high):>7}, used {size_text(found.used_high):>7}"
@@ -153,7 +151,7 @@ def statistics(tour: Tour, stream: sa.Stream) -> None:
         peaks("reset_peaks() sets them to what is there now", found, 8 * MiB, most)
 
 
-@OF_POOLS.part("The current pool", "The pool of allocations that name none.")
+@part("The current pool", "The pool of allocations that name none.")
 def current_pool(tour: Tour, stream: sa.Stream) -> None:
     before = sa.MemoryPool.current(tour.device)
     with tour.pool(stream) as pool:
@@ -164,7 +162,7 @@ def current_pool(tour: Tour, stream: sa.Stream) -> None:
         tour.step("after it, the pool that was current before is again", again)
 
 
-@OF_POOLS.part("Two GPUs", "A pool's memory used by another GPU than the one that it is on.")
+@part("Two GPUs", "A pool's memory used by another GPU than the one that it is on.")
 def two_gpus(tour: Tour, here: sa.Stream) -> None:
     _, peer, *_ = need_peers(tour.device.driver)
     there = peer.create_stream()
@@ -188,7 +186,7 @@ def two_gpus(tour: Tour, here: sa.Stream) -> None:
         tour.step("and taken back", access(sa.MemAccess.NONE))
 
 
-@OF_POOLS.part("Host memory and numpy", "A pool of memory that the CPU and the GPU both use in place.")
+@part("Host memory and numpy", "A pool of memory that the CPU and the GPU both use in place.")
 def host_pool(tour: Tour, stream: sa.Stream) -> None:
     location = tour.need_host_pool()
     with (
@@ -220,7 +218,7 @@ def host_pool(tour: Tour, stream: sa.Stream) -> None:
         del numbers
 
 
-@OF_POOLS.part("Stream capture", "Allocations in a captured stream belong to the graph.")
+@part("Stream capture", "Allocations in a captured stream belong to the graph.")
 def capture(tour: Tour, stream: sa.Stream) -> None:
     memory = tour.device.graph_memory
     memory.trim()
@@ -263,7 +261,7 @@ def capture(tour: Tour, stream: sa.Stream) -> None:
         step(f"graph_memory.trim() says that {size_text(given_back)} came back", all_of_it, held=0)
 
 
-@OF_POOLS.part("Out of memory", "What the error says.")
+@part("Out of memory", "What the error says.")
 def out_of_memory(tour: Tour, stream: sa.Stream) -> None:
     limit, requested = 64 * MiB, 128 * MiB
     with tour.pool(stream, max_size=limit) as pool, pool.allocate(16 * MiB, stream):
@@ -284,7 +282,7 @@ def out_of_memory(tour: Tour, stream: sa.Stream) -> None:
             tour.pool_step("the pool goes on working: 8 MiB more", pool, used=24 * MiB)
 
 
-@OF_POOLS.part("Pointer attributes", "What the driver knows about any address.")
+@part("Pointer attributes", "What the driver knows about any address.")
 def addresses(tour: Tour, stream: sa.Stream) -> None:
     with tour.pool(stream) as pool, pool.allocate(3 * MiB, stream) as buffer:
         stream.synchronize()

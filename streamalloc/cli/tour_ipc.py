@@ -9,14 +9,16 @@ import numpy as np
 import streamalloc as sa
 from streamalloc import ipc, vmm
 from streamalloc.cli.choice import KEEP_ALL
+from streamalloc.cli.claims import Claim, ends_and_middle, equal, raised
 from streamalloc.cli.peer import POSIX, Here, Peer, can_share_pools, read
-from streamalloc.cli.steps import Claim, MiB, Parts, Tour, equal, every_byte, need, raised
+from streamalloc.cli.steps import MiB, Parts, Tour, need
 from streamalloc.core.errors import size_text
 from streamalloc.testing import Gate
 
 __all__ = ["PARTS", "Other"]
 
 PARTS = Parts()
+part = PARTS.part
 
 
 # --- the other process ----------------------------------------------------------------------------------------------
@@ -25,13 +27,11 @@ PARTS = Parts()
 class Other(Here):
     """What the other process does; ``name`` is what it calls the thing."""
 
-    def open(self, name: str) -> list[Any]:
-        opened = self.opened[name] = self.receive()
+    def open(self, name: str, shared: str = "") -> list[Any]:
+        """Open what these bytes describe, or else what is sent."""
+        opened = ipc.open(bytes.fromhex(shared), stream=self.stream) if shared else self.receive()
+        self.opened[name] = opened
         return [type(opened).__name__, opened.nbytes, opened.address]
-
-    def open_bytes(self, name: str, text: str) -> int:
-        opened = self.opened[name] = ipc.open(bytes.fromhex(text), stream=self.stream)
-        return int(opened.nbytes)
 
     def others(self, name: str, value: int) -> int:
         """How many bytes of something are not ``value``."""
@@ -79,7 +79,7 @@ def _holds(peer: Peer, name: str, value: int) -> Claim:
 _SHARED: dict[str, Any] = {"handle_types": POSIX, "release_threshold": KEEP_ALL}
 
 
-@PARTS.part(
+@part(
     "One buffer in two processes",
     "A second Python process opens memory of this one, reads and writes it, and gives it back.",
 )
@@ -101,18 +101,14 @@ def two_processes(tour: Tour, stream: sa.Stream) -> None:
         filled = _holds(peer, "first", 0x11)
         tour.step("gate opened: its stream goes on by itself, and it reads what was filled here", filled)
         peer.ask("fill", "first", 2 * MiB, 6 * MiB, 0x22)
-        quarters = read(buffer, stream).reshape(4, -1)
-        tour.step(
-            "it fills the middle, and this process sees that",
-            every_byte("the ends", quarters[[0, 3]], 0x11),
-            every_byte("the middle", quarters[1:3], 0x22),
-        )
+        quarters = ends_and_middle(read(buffer, stream), 0x11, 0x22)
+        tour.step("it fills the middle, and this process sees that", *quarters)
         second = pool.allocate(4 * MiB, stream)
         second.fill(0x33)
         shared = bytes(ipc.share(second))
         tour.step(
             f"more memory of this pool takes {len(shared)} bytes to share, and no descriptor along",
-            equal("size", peer.ask("open_bytes", "second", shared.hex()), second.nbytes, size_text),
+            equal("size", peer.ask("open", "second", shared.hex())[1], second.nbytes, size_text),
             _holds(peer, "second", 0x33),
         )
         for name, memory in (("first", buffer), ("second", second)):
@@ -122,9 +118,7 @@ def two_processes(tour: Tour, stream: sa.Stream) -> None:
         tour.pool_step("both closed there and freed here", pool, used=0)
 
 
-@PARTS.part(
-    "The lease", "The driver would reuse memory that its owner freed, whoever still reads it. Here the free waits."
-)
+@part("The lease", "The driver would reuse memory that its owner freed, whoever still reads it. Here the free waits.")
 def lease(tour: Tour, stream: sa.Stream) -> None:
     peer = _peer(tour)
     with tour.pool(stream, **_SHARED) as pool:
@@ -143,12 +137,12 @@ def lease(tour: Tour, stream: sa.Stream) -> None:
             tour.pool_step("closed there: now its memory is free", pool, used=8 * MiB)
 
 
-@PARTS.part("What is refused", "Descriptors that are stale or damaged, and memory that cannot be shared.")
+@part("What is refused", "Descriptors that are stale or damaged, and memory that cannot be shared.")
 def stale(tour: Tour, stream: sa.Stream) -> None:
     peer = _peer(tour)
 
     def refused(name: str, data: bytearray, kind: type[Exception]) -> Claim:
-        return raised("opening it", kind, lambda: peer.ask("open_bytes", name, data.hex()))
+        return raised("opening it", kind, lambda: peer.ask("open", name, data.hex()))
 
     with tour.pool(stream, **_SHARED) as pool, pool.allocate(MiB, stream) as kept:
         buffer = pool.allocate(MiB, stream)
@@ -167,7 +161,7 @@ def stale(tour: Tour, stream: sa.Stream) -> None:
         peer.ask("close", "kept")
 
 
-@PARTS.part("A growing buffer in two processes", "Only what is new has to be sent and mapped.")
+@part("A growing buffer in two processes", "Only what is new has to be sent and mapped.")
 def growing(tour: Tour, stream: sa.Stream) -> None:
     peer = _peer(tour)
     tour.need_virtual_memory()
@@ -193,7 +187,7 @@ def growing(tour: Tour, stream: sa.Stream) -> None:
         peer.ask("close", "growing")
 
 
-@PARTS.part("A ring", "A stream of data, through slots that are shared once.")
+@part("A ring", "A stream of data, through slots that are shared once.")
 def ring(tour: Tour, stream: sa.Stream) -> None:
     peer = _peer(tour)
     slots, items = 4, 20

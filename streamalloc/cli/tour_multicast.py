@@ -13,8 +13,9 @@ import numpy as np
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.choice import is_simulated, plural
+from streamalloc.cli.claims import equal, every_byte, raised
 from streamalloc.cli.peer import read
-from streamalloc.cli.steps import Parts, Tour, equal, every_byte, need, need_peers, raised
+from streamalloc.cli.steps import Parts, Tour, need, need_peers
 from streamalloc.core.errors import size_text
 from streamalloc.driver import checked, simulated, traced
 from streamalloc.multicast import MulticastObject, SymmetricMemory
@@ -23,16 +24,12 @@ from streamalloc.testing import multimem_ld_reduce
 __all__ = ["PARTS"]
 
 PARTS = Parts()
+part = PARTS.part
 
 # What goes wrong with a multicast object on real hardware can disturb whoever else uses the same switches.
 _ASKED_FOR = "STREAMALLOC_TEST_MULTICAST"
 _DEVICES = 4
-_ENDS = {
-    "cuMulticastUnbind": "unbind",
-    "cuMemUnmap": "unmap",
-    "cuMemRelease": "release",
-    "cuMemAddressFree": "free the addresses",
-}
+_ENDS = {"cuMulticastUnbind": "unbind", "cuMemUnmap": "unmap", "cuMemRelease": "release"}
 
 
 def _may_make_objects(driver: Any) -> bool:
@@ -73,7 +70,7 @@ def _counted(words: list[str]) -> str:
     return ", ".join(word if count == 1 else f"{count} x {word}" for word, count in runs)
 
 
-@PARTS.part(
+@part(
     "Multicast",
     "One address for memory on several GPUs: what is stored there reaches all of them, through the switches "
     "between them.",
@@ -158,7 +155,7 @@ def _multicast(tour: Tour, driver: Any) -> None:
         )
 
 
-@PARTS.part(
+@part(
     "Symmetric memory",
     "As much memory on every GPU, and all of it within reach of each, set up in one call: on all or on none.",
 )
@@ -170,14 +167,14 @@ def symmetric(tour: Tour, _: sa.Stream) -> None:
 def _symmetric(tour: Tour, driver: Any) -> None:
     with contextlib.ExitStack() as resources:
         devices = need_peers(driver)
-        count, part = len(devices), 64 << 10
+        count, share = len(devices), 64 << 10
         streams = [resources.enter_context(device.create_stream()) for device in devices]
         may = _may_make_objects(driver)
-        with SymmetricMemory.local(count * part, devices, multicast="auto" if may else False) as memory:
+        with SymmetricMemory.local(count * share, devices, multicast="auto" if may else False) as memory:
             view = memory.multicast_buffer
             expected = may and all(device.supports.multicast for device in devices)
             tour.step(
-                f"{size_text(count * part)} on each of {plural(count, 'GPU')}, every one mapped for all",
+                f"{size_text(count * share)} on each of {plural(count, 'GPU')}, every one mapped for all",
                 equal("ranks", memory.size, count),
                 equal("different addresses", len(set(memory.addresses.tolist())), count),
                 equal("there is a multicast view", view is not None, expected),
@@ -187,10 +184,10 @@ def _symmetric(tour: Tour, driver: Any) -> None:
             targets = memory.buffers if view is None else (view,)
             for rank, stream in enumerate(streams):
                 for target in targets:
-                    target[rank * part : (rank + 1) * part].fill(rank + 1, stream)
+                    target[rank * share : (rank + 1) * share].fill(rank + 1, stream)
             memory.barrier(*streams)
             gathered = np.array([read(buffer, stream) for buffer, stream in zip(memory.buffers, streams, strict=True)])
-            parts = np.repeat(np.arange(1, count + 1, dtype=np.uint8), part)
+            parts = np.repeat(np.arange(1, count + 1, dtype=np.uint8), share)
             tour.step(
                 "each stores its part on all, then a barrier: all have all parts",
                 equal("bytes that differ", int(np.count_nonzero(gathered != parts)), 0),

@@ -7,20 +7,22 @@ import numpy as np
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.choice import KEEP_ALL
+from streamalloc.cli.claims import Claim, ends_and_middle, equal, every_byte, raised
 from streamalloc.cli.peer import read
-from streamalloc.cli.steps import Claim, MiB, Parts, Tour, equal, every_byte, need, need_peers, raised
+from streamalloc.cli.steps import MiB, Parts, Tour, need, need_peers
 from streamalloc.core.errors import size_text
 
 __all__ = ["PARTS"]
 
 PARTS = Parts()
+part = PARTS.part
 
 
 def _access(what: str, mapping: vmm.Mapping, device: sa.Device, expected: sa.MemAccess) -> Claim:
     return equal(what, mapping.access(device), expected, lambda access: access.name)
 
 
-@PARTS.part(
+@part(
     "Virtual memory by hand",
     "Physical memory has no address, and a range of addresses no memory: mapping joins them, and "
     "access opens them. Ranges are drawn in brackets: 0 for memory of GPU 0, a dot for a hole.",
@@ -68,7 +70,7 @@ def by_hand(tour: Tour, stream: sa.Stream) -> None:
         second.close()
 
 
-@PARTS.part("A buffer that grows in place", "Memory is mapped behind what is there: nothing moves, nothing is copied.")
+@part("A buffer that grows in place", "Memory is mapped behind what is there: nothing moves, nothing is copied.")
 def growth(tour: Tour, stream: sa.Stream) -> None:
     tour.need_virtual_memory()
     chunk, chunks = 4 * MiB, 8
@@ -111,7 +113,7 @@ def growth(tour: Tour, stream: sa.Stream) -> None:
         step("shrunk once an event had passed: the rest is as it was", contents(), refused, mapped=3)
 
 
-@PARTS.part("Evict and restore", "The memory goes back to the GPU, the addresses stay, and the bytes return later.")
+@part("Evict and restore", "The memory goes back to the GPU, the addresses stay, and the bytes return later.")
 def eviction(tour: Tour, stream: sa.Stream) -> None:
     tour.need_virtual_memory()
     location = tour.need_host_pool()
@@ -165,7 +167,7 @@ def eviction(tour: Tour, stream: sa.Stream) -> None:
         )
 
 
-@PARTS.part("One buffer over two GPUs", "Memory of several GPUs side by side in one range of addresses.")
+@part("One buffer over two GPUs", "Memory of several GPUs side by side in one range of addresses.")
 def striping(tour: Tour, here: sa.Stream) -> None:
     tour.need_virtual_memory()
     _, peer, *_ = need_peers(tour.device.driver)
@@ -186,15 +188,11 @@ def striping(tour: Tour, here: sa.Stream) -> None:
         there.wait(here)
         buffer[size // 4 : size * 3 // 4].fill(0x22, there)
         here.wait(there)
-        quarters = read(buffer, here).reshape(4, -1)
-        tour.step(
-            f"GPU 0 fills all of it, then GPU {peer.ordinal} the middle, across the seam",
-            every_byte("the ends", quarters[[0, 3]], 0x11),
-            every_byte("the middle", quarters[1:3], 0x22),
-        )
+        filled = ends_and_middle(read(buffer, here), 0x11, 0x22)
+        tour.step(f"GPU 0 fills all of it, then GPU {peer.ordinal} the middle, across the seam", *filled)
 
 
-@PARTS.part("A sparse array", "A texture of which only some tiles have memory.")
+@part("A sparse array", "A texture of which only some tiles have memory.")
 def sparse(tour: Tour, stream: sa.Stream) -> None:
     tour.need_virtual_memory()
     need(tour.device.supports.sparse_arrays, "this device has no sparse arrays")

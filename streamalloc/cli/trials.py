@@ -9,6 +9,7 @@ Every trial is a row of plain data; ``works`` and ``found`` are what came of it.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -260,26 +261,25 @@ def query_multicast(devices: list[sa.Device]) -> dict[str, Any]:
     team = [device for device in devices if device.supports.multicast]
     if len(team) < 2:
         team = []
-    offered = {
-        sa.MemHandleType.NONE: bool(team),
-        POSIX: bool(team) and all(device.supports.posix_file_descriptors for device in team),
-        sa.MemHandleType.FABRIC: bool(team) and all(device.supports.fabric_handles for device in team),
+    kinds = {
+        sa.MemHandleType.NONE: True,
+        POSIX: all(device.supports.posix_file_descriptors for device in team),
+        sa.MemHandleType.FABRIC: all(device.supports.fabric_handles for device in team),
     }
     return {
         "devices": [{"ordinal": device.ordinal, "supported": device.supports.multicast} for device in devices],
         "largest_team": len(team),
-        "granularity": [_granularity(team, kind) for kind, every_device in offered.items() if every_device],
+        "granularity": [_granularity(team, kind) for kind, offered in kinds.items() if team and offered],
         "needs": _needs(devices, team),
     }
 
 
 def _granularity(team: list[sa.Device], kind: sa.MemHandleType) -> Row:
     row: Row = {"handle_type": kind.name, "minimum": None, "recommended": None, "found": ""}
+    ask = functools.partial(MulticastObject.granularity, len(team), handle_types=kind, driver=team[0].driver)
     try:
-        for key in ("minimum", "recommended"):
-            row[key] = MulticastObject.granularity(
-                len(team), handle_types=kind, recommended=key == "recommended", driver=team[0].driver
-            )
+        row["minimum"] = ask()
+        row["recommended"] = ask(recommended=True)
     except sa.CudaError as error:
         row["found"] = f"refused: {error.name}"
     return row
