@@ -111,42 +111,30 @@ class DriverMisuseError(AssertionError):
 
 # What makes and what ends each kind of resource. A maker's handle is the first value of its answer; an ender's is its
 # first argument.
-_MAKERS = {
-    "cuMemAlloc": "device memory",
-    "cuMemAllocAsync": "pool allocation",
-    "cuMemAllocFromPoolAsync": "pool allocation",
-    "cuMemHostAlloc": "pinned memory",
-    "cuMemPoolCreate": "pool",
-    "cuStreamCreate": "stream",
-    "cuStreamCreateWithPriority": "stream",
-    "cuEventCreate": "event",
-    "cuStreamEndCapture": "graph",
-    "cuGraphInstantiate": "executable graph",
-    "cuMemCreate": "physical memory",
-    "cuMulticastCreate": "physical memory",  # handles of the same kind
-    "cuMemRetainAllocationHandle": "physical memory",
-    "cuMemImportFromShareableHandle": "physical memory",
-    "cuMemPoolImportPointer": "pool allocation",
-    "cuIpcOpenMemHandle": "memory of another process",
-    "cuIpcOpenEventHandle": "event",
-    "cuMemAddressReserve": "address range",
-    "cuArray3DCreate": "array",
-    "cuMipmappedArrayCreate": "mipmapped array",
+_RESOURCES = {
+    "device memory": ("cuMemAlloc", "cuMemFree cuMemFreeAsync"),
+    "pool allocation": ("cuMemAllocAsync cuMemAllocFromPoolAsync cuMemPoolImportPointer", "cuMemFreeAsync cuMemFree"),
+    "pinned memory": ("cuMemHostAlloc", "cuMemFreeHost"),
+    "pool": ("cuMemPoolCreate", "cuMemPoolDestroy"),
+    "stream": ("cuStreamCreate cuStreamCreateWithPriority", "cuStreamDestroy"),
+    "event": ("cuEventCreate cuIpcOpenEventHandle", "cuEventDestroy"),
+    "graph": ("cuStreamEndCapture", "cuGraphDestroy"),
+    "executable graph": ("cuGraphInstantiate", "cuGraphExecDestroy"),
+    # also of multicast objects, whose handles are of the same kind
+    "physical memory": (
+        "cuMemCreate cuMulticastCreate cuMemRetainAllocationHandle cuMemImportFromShareableHandle",
+        "cuMemRelease",
+    ),
+    "memory of another process": ("cuIpcOpenMemHandle", "cuIpcCloseMemHandle"),
+    "address range": ("cuMemAddressReserve", "cuMemAddressFree"),
+    "array": ("cuArray3DCreate", "cuArrayDestroy"),
+    "mipmapped array": ("cuMipmappedArrayCreate", "cuMipmappedArrayDestroy"),
 }
+_MAKERS = {name: kind for kind, (makers, _) in _RESOURCES.items() for name in makers.split()}
 _ENDERS = {
-    "cuMemFree": ("device memory", "pool allocation"),
-    "cuMemFreeAsync": ("pool allocation", "device memory"),
-    "cuMemFreeHost": ("pinned memory",),
-    "cuMemPoolDestroy": ("pool",),
-    "cuStreamDestroy": ("stream",),
-    "cuEventDestroy": ("event",),
-    "cuGraphDestroy": ("graph",),
-    "cuGraphExecDestroy": ("executable graph",),
-    "cuMemRelease": ("physical memory",),
-    "cuMemAddressFree": ("address range",),
-    "cuIpcCloseMemHandle": ("memory of another process",),
-    "cuArrayDestroy": ("array",),
-    "cuMipmappedArrayDestroy": ("mipmapped array",),
+    name: [kind for kind, (_, also) in _RESOURCES.items() if name in also.split()]
+    for _, enders in _RESOURCES.values()
+    for name in enders.split()
 }
 
 

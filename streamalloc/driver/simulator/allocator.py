@@ -161,13 +161,8 @@ class Line:
             following = block.next
             self._forget(block)
             block = following
-        used.next = block
-        if used.prev is None:
-            self._head = used
-        else:
-            used.prev.next = used
-        if block is not None:
-            block.prev = used
+        self._link(used.prev, used)
+        self._link(used, block)
         if gap.size:
             assert block is not None
             gap.first = block
@@ -308,19 +303,13 @@ class Line:
         void = next(block for block in self._voids if block.start == start)
         assert size <= void.size and size % self.chunk == 0
         fresh = Block(start, size, State.READY)
-        fresh.prev, fresh.next = void.prev, void
+        self._link(void.prev, fresh)
+        self._link(fresh, void)
         void.start += size
         void.size -= size
-        if fresh.prev is None:
-            self._head = fresh
-        else:
-            fresh.prev.next = fresh
-        void.prev = fresh
         if not void.size:
             del self._voids[void]
-            fresh.next = void.next
-            if void.next is not None:
-                void.next.prev = fresh
+            self._link(fresh, void.next)
         self.reserved += size
         self._join(fresh)
 
@@ -356,18 +345,11 @@ class Line:
             block.size = start - block.start
         if tail_size:
             tail = Block(end, tail_size, State.READY)
-            tail.next = after
-            if after is not None:
-                after.prev = tail
+            self._link(tail, after)
             after = tail
             self._note_roomy(tail)
-        void.prev, void.next = before, after
-        if before is None:
-            self._head = void
-        else:
-            before.next = void
-        if after is not None:
-            after.prev = void
+        self._link(before, void)
+        self._link(void, after)
         # what is left of the gap on either side
         if before is not None and before.is_free:
             self._add(gap.first, before)
@@ -380,6 +362,15 @@ class Line:
             self._merge(before, void)
 
     # -- gaps and links --------------------------------------------------------------------------------------
+
+    def _link(self, before: Block | None, after: Block | None) -> None:
+        """Have one block follow another; None stands for the ends of the line."""
+        if before is not None:
+            before.next = after
+        elif after is not None:
+            self._head = after
+        if after is not None:
+            after.prev = before
 
     def _gap_of(self, block: Block) -> Gap:
         while block.gap is None:
@@ -423,9 +414,7 @@ class Line:
     def _merge(self, block: Block, following: Block) -> None:
         """Append ``following`` to ``block``."""
         block.size += following.size
-        block.next = following.next
-        if following.next is not None:
-            following.next.prev = block
+        self._link(block, following.next)
         self._forget(following)
         if block.state is State.READY:
             self._note_roomy(block)

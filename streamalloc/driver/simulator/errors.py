@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from streamalloc.driver.bindings import cuda
@@ -40,3 +43,16 @@ def need(value: T | None, code: Any = Result.CUDA_ERROR_INVALID_VALUE) -> T:
     if value is None:
         raise Fault(code)
     return value
+
+
+@contextlib.contextmanager
+def operating_system(only_memory: bool = False) -> Iterator[None]:
+    """A block in which the system may run out of something: ``only_memory`` where that can only be memory."""
+    try:
+        yield
+    except OSError as error:
+        if not only_memory:
+            raise Fault(Result.CUDA_ERROR_OPERATING_SYSTEM) from error
+        if error.errno != errno.ENOMEM:
+            raise
+        raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY) from error

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 from .constants import NOWHERE, Place
-from .errors import Fault, Result
 
 _NAME = re.compile(r"/memfd:streamalloc:(\w+):([0-9a-f]{16}):([0-9a-f]{16}):(\d+)\.(\d+) \(deleted\)")
 
@@ -80,15 +78,6 @@ def reach(process: int, fd: int, fits: Callable[[Label], bool]) -> int | None:
         os.close(own)
         return None
     return own
-
-
-@contextlib.contextmanager
-def operating_system() -> Iterator[None]:
-    """A block in which the system may run out of something, descriptors for one."""
-    try:
-        yield
-    except OSError as error:
-        raise Fault(Result.CUDA_ERROR_OPERATING_SYSTEM) from error
 
 
 class Names:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-
 from .blocks import Block, round_up
 from .constants import ALIGNMENT, BLOCK
+from .errors import operating_system
 from .memory import Bank, Physical
 from .supply import Space, Supply
 
@@ -38,13 +37,9 @@ class Heap:
                 self._supply.make_room(space.bank, needed)
             if not ranges or needed > space.bank.free:
                 return None
-            try:
+            with operating_system(only_memory=True):
                 for start, length in ranges:
                     space.back(start, length)
-            except OSError as error:
-                if error.errno != errno.ENOMEM:
-                    raise
-                return None
             block = space.line.take(size, 0, _nothing)
             assert block is not None
         return space.base + block.start, block

@@ -6,8 +6,8 @@ import os
 
 from .blocks import Block
 from .constants import CHUNK, READ_WRITE, Handle, Place, new_handle
-from .errors import check
-from .files import Label, operating_system
+from .errors import check, operating_system
+from .files import Label
 from .memory import Physical, Reservation
 from .supply import Supply
 from .timeline import Operation, Stream

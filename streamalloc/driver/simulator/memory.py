@@ -14,7 +14,10 @@ import mmap
 import os
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from typing import Generic, Protocol, TypeVar
+from ctypes import c_int, c_long, c_size_t, c_void_p
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
 
 _PROT_NONE = 0
 _PROT_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
@@ -24,22 +27,14 @@ _MAP_FIXED_NOREPLACE = 0x100000
 _RESERVED = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
-_MAP_FAILED = ctypes.c_void_p(-1).value
+_MAP_FAILED = c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-)
-_libc.mremap.restype = ctypes.c_void_p
-_libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+_libc.mmap.restype = _libc.mremap.restype = c_void_p
+_libc.mmap.argtypes = (c_void_p, c_size_t, c_int, c_int, c_int, c_long)
+_libc.mremap.argtypes = (c_void_p, c_size_t, c_size_t, c_int, c_void_p)
+_libc.munmap.argtypes = (c_void_p, c_size_t)
+_libc.fallocate.argtypes = (c_int, c_int, c_long, c_long)
 
 
 def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int = -1, offset: int = 0) -> int:
@@ -177,8 +172,7 @@ class Reservation:
     def __init__(self, size: int, alignment: int) -> None:
         self.size = size
         self._raw_size = size + alignment
-        flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
-        self._raw = _mmap(None, self._raw_size, _PROT_NONE, flags)
+        self._raw = _mmap(None, self._raw_size, _PROT_NONE, _RESERVED)
         self.base: int = -(-self._raw // alignment) * alignment
         self.mapped: Intervals = Intervals()
 
@@ -201,8 +195,7 @@ class Reservation:
         self.mapped.add(self.base, self.end)
 
     def unmap(self, start: int, size: int) -> None:
-        flags = _MAP_FIXED | _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
-        _mmap(start, size, _PROT_NONE, flags)
+        _mmap(start, size, _PROT_NONE, _MAP_FIXED | _RESERVED)
         self.mapped.remove(start, start + size)
 
     def close(self, readable: int = 0) -> None:
@@ -412,26 +405,6 @@ class AddressMap(Generic[E]):
             self._unsorted.clear()
 
 
-def view_address(source: object) -> int:
+def view_address(source: Any) -> int:
     """Where an object with the buffer protocol keeps its bytes; read-only and any shape, but contiguous."""
-    view = _PyBuffer()
-    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(source), ctypes.byref(view), 0)
-    address = view.buf or 0
-    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(view))
-    return int(address)
-
-
-class _PyBuffer(ctypes.Structure):
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.py_object),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
+    return int(np.frombuffer(source, np.uint8).ctypes.data)

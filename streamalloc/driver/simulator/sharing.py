@@ -19,9 +19,9 @@ from .allocations import Allocation, Allocations, OpenedMemory, PoolMemory
 from .blocks import Block, State
 from .constants import BLOCK, HANDLE_BYTES, Location, Place
 from .contexts import Context, Device
-from .errors import Fault, NotModelled, Result, check, need
+from .errors import Fault, NotModelled, Result, check, need, operating_system
 from .events import Event
-from .files import Label, Names, has_ended, operating_system, reach, recognise
+from .files import Label, Names, has_ended, reach, recognise
 from .imported_pool import ImportedPool
 from .locks import is_locked, lock
 from .memory import Physical, Reservation

@@ -6,13 +6,12 @@ are: a process may have a thousand files, and a growing buffer has more pieces.
 
 from __future__ import annotations
 
-import errno
 import itertools
 from dataclasses import dataclass, field
 
 from .allocations import Allocations, MappedMemory
 from .constants import GRANULARITY
-from .errors import Fault, NotModelled, Result, check, need
+from .errors import Fault, NotModelled, Result, check, need, operating_system
 from .files import Names
 from .memory import AddressMap, AddressRange, Bank, Physical
 from .physical import Mappable, Mapping, Memory, Properties
@@ -101,14 +100,10 @@ class VirtualMemory:
         check(alignment & (alignment - 1) == 0 and alignment < 1 << 63)
         alignment = max(alignment, GRANULARITY)
         check(hint % alignment == 0)
-        no_room = Result.CUDA_ERROR_OUT_OF_MEMORY
-        check(max(size, hint) < _LARGEST_ADDRESS and alignment < _LARGEST_ALIGNMENT, no_room)
-        try:
+        possible = max(size, hint) < _LARGEST_ADDRESS and alignment < _LARGEST_ALIGNMENT
+        check(possible, Result.CUDA_ERROR_OUT_OF_MEMORY)
+        with operating_system(only_memory=True):
             found = AddressRange(size, alignment, hint)
-        except OSError as error:
-            if error.errno != errno.ENOMEM:
-                raise
-            raise Fault(no_room) from error
         self._ranges[found.base] = found
         self.supply.arenas.add(found)
         return found.base
@@ -151,15 +146,14 @@ class VirtualMemory:
             raise NotModelled("mapping beyond the end of a reservation: the real driver does not notice")
         if memory.properties.tile_pool:
             raise NotModelled("cuMemMap of memory for tiles of arrays")
-        try:
-            for found, start, stop in pieces:
-                memory.map_at(found, start, stop - start, offset + start - address)
-        except OSError as error:
-            for found, start, stop in pieces:
-                found.unmap(start, stop - start)
-            if error.errno != errno.ENOMEM:
+        with operating_system(only_memory=True):
+            try:
+                for found, start, stop in pieces:
+                    memory.map_at(found, start, stop - start, offset + start - address)
+            except OSError:
+                for found, start, stop in pieces:
+                    found.unmap(start, stop - start)
                 raise
-            raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY) from error
         memory.mappings += 1
         mapping = Mapping(address, size, memory)
         self.mappings.add(mapping)

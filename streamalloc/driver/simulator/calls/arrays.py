@@ -184,10 +184,8 @@ class ArrayCalls(CopyCalls):
 
     def cuMemMapArrayAsync(self, mapInfoList: Any, count: UnsignedInt, hStream: Any) -> None:
         wanted = arguments.structs("mapInfoList", mapInfoList, cuda.CUarrayMapInfo, count)
-        stream = self._stream(hStream)
+        stream = self._stream_to_launch_in(hStream, "cuMemMapArrayAsync")
         check(count)
-        if self._machine.graphs.captures and self._captured(stream):
-            raise NotModelled("cuMemMapArrayAsync during stream capture")
         stream.submit(Remap([change for info in wanted for change in self._changes(info, stream)]))
 
     def _changes(self, info: Any, stream: Stream) -> list[Change]:
@@ -263,9 +261,7 @@ class ArrayCalls(CopyCalls):
         copy = arguments.struct("pCopy", pCopy, cuda.CUDA_MEMCPY3D)
         check(copy is not None)
         waits = hStream is None
-        stream = self._stream(hStream)
-        if self._machine.graphs.captures and self._captured(stream):
-            raise NotModelled("cuMemcpy3DAsync during stream capture")
+        stream = self._stream_to_launch_in(hStream, "cuMemcpy3DAsync")
         kinds = (arguments.field(copy, "srcMemoryType"), arguments.field(copy, "dstMemoryType"))
         if kinds.count(_IN_ARRAY) != 1 or not set(kinds) <= {_HOST, _DEVICE, _IN_ARRAY}:
             raise NotModelled("cuMemcpy3D other than between an array and host or device memory")

@@ -173,16 +173,11 @@ class CaptureCalls(Calls):
         return need(self._machine.graphs.executables.get(arguments.graph_exec(graph_exec)))
 
     def cuGraphLaunch(self, hGraphExec: Any, hStream: Any) -> None:
-        instance, stream = self._graph_exec(hGraphExec), self._stream(hStream)
-        if self._machine.graphs.captures and self._captured(stream):
-            raise NotModelled("cuGraphLaunch during stream capture")
+        instance, stream = self._graph_exec(hGraphExec), self._stream_to_launch_in(hStream, "cuGraphLaunch")
         instance.launch(self._machine.allocations, stream)
 
     def cuGraphUpload(self, hGraphExec: Any, hStream: Any) -> None:
-        instance, stream = self._graph_exec(hGraphExec), self._stream(hStream)
-        if self._machine.graphs.captures and self._captured(stream):
-            raise NotModelled("cuGraphUpload during stream capture")
-        instance.upload(stream)
+        self._graph_exec(hGraphExec).upload(self._stream_to_launch_in(hStream, "cuGraphUpload"))
 
     def cuGraphExecGetFlags(self, hGraphExec: Any) -> Any:
         return cuda.cuuint64_t(self._graph_exec(hGraphExec).flags)

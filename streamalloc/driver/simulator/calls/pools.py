@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from streamalloc.driver.bindings import cuda, read_handle_types
@@ -25,12 +24,12 @@ _SWITCHES = {
     "CU_MEMPOOL_ATTR_REUSE_ALLOW_OPPORTUNISTIC": "opportunistic",
     "CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES": "internal_dependencies",
 }
-_NUMBERS: dict[str, Callable[[Pool], int]] = {
-    "CU_MEMPOOL_ATTR_RELEASE_THRESHOLD": lambda pool: pool.threshold,
-    "CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT": lambda pool: pool.reserved,
-    "CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH": lambda pool: pool.reserved_high,
-    "CU_MEMPOOL_ATTR_USED_MEM_CURRENT": lambda pool: pool.used,
-    "CU_MEMPOOL_ATTR_USED_MEM_HIGH": lambda pool: pool.used_high,
+_NUMBERS = {
+    "CU_MEMPOOL_ATTR_RELEASE_THRESHOLD": "threshold",
+    "CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT": "reserved",
+    "CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH": "reserved_high",
+    "CU_MEMPOOL_ATTR_USED_MEM_CURRENT": "used",
+    "CU_MEMPOOL_ATTR_USED_MEM_HIGH": "used_high",
 }
 
 
@@ -99,7 +98,7 @@ class PoolCalls(Calls):
         found = self._pool(pool)
         if name in _SWITCHES:
             return int(getattr(found.policies, _SWITCHES[name]))
-        return cuda.cuuint64_t(_NUMBERS[name](found))
+        return cuda.cuuint64_t(getattr(found, _NUMBERS[name]))
 
     def cuMemPoolSetAttribute(self, pool: Any, attr: Any, value: Any) -> None:
         arguments.member("attr", attr, cuda.CUmemPool_attribute)
@@ -115,14 +114,11 @@ class PoolCalls(Calls):
         number = int(value)
         self._unsafe_during_capture()
         found = self._pool(pool)
-        if name == "CU_MEMPOOL_ATTR_RELEASE_THRESHOLD":
-            found.threshold = number
-        elif name == "CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH" and not number:
-            found.reserved_high = found.reserved
-        elif name == "CU_MEMPOOL_ATTR_USED_MEM_HIGH" and not number:
-            found.used_high = found.used
-        else:
-            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
+        field = _NUMBERS[name]
+        if field != "threshold":  # the highest so far can be forgotten
+            check(field.endswith("_high") and not number)
+            number = getattr(found, field.removesuffix("_high"))
+        setattr(found, field, number)
 
     def cuMemPoolTrimTo(self, pool: Any, minBytesToKeep: Size) -> None:
         self._unsafe_during_capture()

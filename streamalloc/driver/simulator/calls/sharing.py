@@ -12,9 +12,8 @@ from .. import arguments
 from ..allocations import DeviceMemory, PoolMemory
 from ..arguments import DevicePointer, EventHandle, HostPointer, MemoryHandle, PoolHandle, UnsignedInt, UnsignedLongLong
 from ..constants import HANDLE_BYTES, EventFlag, Handle, device_place
-from ..errors import Fault, NotModelled, Result, check
+from ..errors import Fault, NotModelled, Result, check, operating_system
 from ..events import Event
-from ..files import operating_system
 from ..imported_pool import ImportedPool
 from ..memory import Physical
 from ..multicast import MulticastObject
