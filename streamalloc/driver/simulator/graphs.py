@@ -59,9 +59,6 @@ class GraphExec:
     handle: int = field(default_factory=new_handle)
     last: tuple[Stream, int] | None = None  # the end of the latest launch
 
-    def upload(self, stream: Stream) -> None:
-        self._begin(stream)
-
     def launch(self, allocations: Allocations, stream: Stream) -> None:
         """Submit all nodes, one after the other: a stricter order than the graph asks for."""
         memories = self.graph.memories.values()

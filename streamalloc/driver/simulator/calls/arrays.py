@@ -48,10 +48,6 @@ class ArrayCalls(CopyCalls):
 
     # -- making and ending -----------------------------------------------------------------------------------
 
-    def cuArrayCreate(self, pAllocateArray: Any) -> Any:
-        arguments.struct("pAllocateArray", pAllocateArray, cuda.CUDA_ARRAY_DESCRIPTOR)
-        raise NotModelled("cuArrayCreate: arrays that are not sparse")
-
     def cuArray3DCreate(self, pAllocateArray: Any) -> Any:
         descriptor = arguments.struct("pAllocateArray", pAllocateArray, cuda.CUDA_ARRAY3D_DESCRIPTOR)
         storage = Storage(self._array_context(), self._layout(descriptor))

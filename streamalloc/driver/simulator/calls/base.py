@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
@@ -21,12 +21,7 @@ Method = Callable[..., Any]
 
 EDGE_DATA: bool = hasattr(cuda, "cuMemGetDefaultMemPool")
 """Whether the bindings return edge data in more calls, as those for CUDA 13 do."""
-_VALUES = {
-    "cuStreamGetCaptureInfo": 5 + EDGE_DATA,
-    "cuStreamGetCaptureInfo_v3": 6,
-    "cuGraphGetEdges": 3 + EDGE_DATA,
-    "cuGraphGetEdges_v2": 4,
-}
+_VALUES = {"cuStreamGetCaptureInfo": 5 + EDGE_DATA, "cuStreamGetCaptureInfo_v3": 6}
 _BEFORE_INIT = {"cuInit", "cuDriverGetVersion", "cuGetErrorName", "cuGetErrorString"}
 
 
@@ -138,23 +133,23 @@ class Calls:
         """Whether work for ``stream`` goes into a graph now; fails where it may go nowhere."""
         capture = stream.capture
         if capture is None:
-            if stream.peers and any(peer.capture is not None for peer in stream.peers):
-                # work in the legacy stream would have to wait for a stream that is being captured
-                for peer in stream.peers:
-                    if peer.capture is not None:
-                        peer.capture.invalidate()
-                raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
+            # work in the legacy stream would have to wait for a stream that is being captured
+            self._spoil([peer.capture for peer in stream.peers or ()], Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
             return False
         check(capture.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
         return True
 
     def _unsafe_during_capture(self) -> None:
         """A call that may not be made while a capture runs that forbids it; it spoils that capture."""
-        machine = self._machine
-        if not machine.graphs.captures:
-            return
-        forbidding = [capture for capture in machine.graphs.captures if capture.forbids(machine.timeline.caller)]
-        if forbidding:
-            for capture in forbidding:
-                capture.invalidate()
-            raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+        captures = self._machine.graphs.captures
+        if captures:
+            caller = self._machine.timeline.caller
+            self._spoil([capture for capture in captures if capture.forbids(caller)])
+
+    @staticmethod
+    def _spoil(captures: Iterable[Any], code: Any = Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED) -> None:
+        """End captures that a call may not be made during; the call fails where there is any."""
+        running = [capture for capture in captures if capture is not None]
+        for capture in running:
+            capture.invalidate()
+        check(not running, code)

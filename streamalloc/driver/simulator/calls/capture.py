@@ -9,7 +9,6 @@ from streamalloc.driver.bindings import cuda
 from .. import arguments
 from ..arguments import UnsignedLongLong
 from ..errors import Fault, NotModelled, Result, check, need
-from ..graph_memory import DeviceGraphMemory
 from ..graphs import AUTO_FREE_ON_LAUNCH, RELAXED, Capture, Graph, GraphExec, Node
 from ..timeline import Stream
 from .base import EDGE_DATA, Calls
@@ -98,28 +97,11 @@ class CaptureCalls(Calls):
     def cuGraphGetNodes(self, hGraph: Any, numNodes: Any = 0) -> tuple[list[Any], int]:
         return self._some(self._graph(hGraph).nodes, numNodes)
 
-    def cuGraphGetRootNodes(self, hGraph: Any, numRootNodes: Any = 0) -> tuple[list[Any], int]:
-        return self._some([node for node in self._graph(hGraph).nodes if not node.after], numRootNodes)
-
     @staticmethod
     def _some(nodes: list[Node], count: Any) -> tuple[list[Any], int]:
         """As many as are asked for; their number where none is."""
         wanted = arguments.size_t(count)
         return _nodes(nodes[:wanted]), min(wanted, len(nodes)) if wanted else len(nodes)
-
-    def cuGraphGetEdges(self, hGraph: Any, numEdges: Any = 0) -> tuple[Any, ...]:
-        return self._edges(hGraph, numEdges, EDGE_DATA)
-
-    def cuGraphGetEdges_v2(self, hGraph: Any, numEdges: Any = 0) -> tuple[Any, ...]:
-        return self._edges(hGraph, numEdges, True)
-
-    def _edges(self, hGraph: Any, numEdges: Any, with_data: bool) -> tuple[Any, ...]:
-        wanted = arguments.size_t(numEdges)
-        edges = [(before, node) for node in self._graph(hGraph).nodes for before in node.after]
-        some = edges[:wanted]
-        data = (_edge_data(len(some)),) if with_data else ()
-        count = len(some) if wanted else len(edges)
-        return (_nodes([one for one, _ in some]), _nodes([two for _, two in some]), *data, count)
 
     def cuGraphNodeGetType(self, hNode: Any) -> Any:
         return getattr(cuda.CUgraphNodeType, _NODE_TYPE + self._node(hNode).kind)
@@ -147,14 +129,6 @@ class CaptureCalls(Calls):
     # -- running them ----------------------------------------------------------------------------------------
 
     def cuGraphInstantiate(self, hGraph: Any, flags: UnsignedLongLong) -> Any:
-        return self._instantiate(hGraph, flags)
-
-    def cuGraphInstantiateWithParams(self, hGraph: Any, instantiateParams: Any) -> Any:
-        params = arguments.struct("instantiateParams", instantiateParams, cuda.CUDA_GRAPH_INSTANTIATE_PARAMS)
-        check(params is not None)
-        return self._instantiate(hGraph, int(params.flags))
-
-    def _instantiate(self, hGraph: Any, flags: int) -> Any:
         graph = self._graph(hGraph)
         self._machine.current()  # refused where no context is current (observed on H200: test_contexts)
         if flags & ~AUTO_FREE_ON_LAUNCH:
@@ -176,12 +150,6 @@ class CaptureCalls(Calls):
         instance, stream = self._graph_exec(hGraphExec), self._stream_to_launch_in(hStream, "cuGraphLaunch")
         instance.launch(self._machine.allocations, stream)
 
-    def cuGraphUpload(self, hGraphExec: Any, hStream: Any) -> None:
-        self._graph_exec(hGraphExec).upload(self._stream_to_launch_in(hStream, "cuGraphUpload"))
-
-    def cuGraphExecGetFlags(self, hGraphExec: Any) -> Any:
-        return cuda.cuuint64_t(self._graph_exec(hGraphExec).flags)
-
     def cuGraphExecDestroy(self, hGraphExec: Any) -> None:
         instance = self._graph_exec(hGraphExec)
         del self._machine.graphs.executables[instance.handle]
@@ -193,17 +161,14 @@ class CaptureCalls(Calls):
 
     def cuDeviceGetGraphMemAttribute(self, device: Any, attr: Any) -> Any:
         number = arguments.member("attr", attr, cuda.CUgraphMem_attribute)
-        return cuda.cuuint64_t(getattr(self._graph_memory(device), _MEMORY_ATTRIBUTES[number]))
+        return cuda.cuuint64_t(getattr(self._device(device).graphs, _MEMORY_ATTRIBUTES[number]))
 
     def cuDeviceSetGraphMemAttribute(self, device: Any, attr: Any, value: Any) -> None:
         number = arguments.member("attr", attr, cuda.CUgraphMem_attribute)
         value.getPtr()  # the bindings want an object of their own here, and raise AttributeError for others
-        found, name = self._graph_memory(device), _MEMORY_ATTRIBUTES[number]
+        found, name = self._device(device).graphs, _MEMORY_ATTRIBUTES[number]
         check(name != "size" and int(value) == 0)
         setattr(found, name, found.size)
 
     def cuDeviceGraphMemTrim(self, device: Any) -> None:
-        self._graph_memory(device).trim()
-
-    def _graph_memory(self, device: Any) -> DeviceGraphMemory:
-        return self._device(device).graphs
+        self._device(device).graphs.trim()

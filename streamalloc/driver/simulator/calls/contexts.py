@@ -116,16 +116,8 @@ class ContextCalls(Calls):
     def cuCtxGetDevice(self) -> Any:
         return cuda.CUdevice(self._machine.current().device.ordinal)
 
-    def cuCtxGetDevice_v2(self, ctx: Any) -> Any:
-        return cuda.CUdevice(self._given_or_current(ctx).device.ordinal)
-
     def cuCtxSynchronize(self) -> None:
-        self._synchronize_context(self._machine.current())
-
-    def cuCtxSynchronize_v2(self, ctx: Any) -> None:
-        self._synchronize_context(self._given_or_current(ctx))
-
-    def _synchronize_context(self, context: Context) -> None:
+        context = self._machine.current()
         self._no_stream_captures(context)
         self._unsafe_during_capture()
         clock, unfinished, gone = context.clock(), context.unfinished(), list(context.retired.items())
@@ -135,13 +127,9 @@ class ContextCalls(Calls):
                 del context.retired[number]
         context.check()
 
-    @staticmethod
-    def _no_stream_captures(context: Context) -> None:
+    def _no_stream_captures(self, context: Context) -> None:
         """What concerns all streams of a context cannot be captured; it spoils every capture there."""
-        captures = [stream.capture for stream in context.all_streams() if stream.capture is not None]
-        for capture in captures:
-            capture.invalidate()
-        check(not captures, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+        self._spoil(stream.capture for stream in context.all_streams())
 
     def cuCtxGetFlags(self) -> int:
         return self._machine.current().flags | self._machine.profile.context_flags

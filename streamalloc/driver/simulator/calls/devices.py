@@ -60,14 +60,7 @@ class DeviceCalls(Calls):
         return self._machine.profile.name.encode()[: length - 1].ljust(length, b"\0")
 
     def cuDeviceGetUuid(self, dev: Any) -> Any:
-        return self._uuid(dev)
-
-    def cuDeviceGetUuid_v2(self, dev: Any) -> Any:
-        return self._uuid(dev)
-
-    def _uuid(self, dev: Any) -> Any:
-        found = self._device(dev).uuid
-        uuid = cuda.CUuuid()
+        found, uuid = self._device(dev).uuid, cuda.CUuuid()
         ctypes.memmove(int(uuid.getPtr()), found, len(found))
         return uuid
 
@@ -80,27 +73,11 @@ class DeviceCalls(Calls):
         return need(device.attributes.get(_DEVICE_ATTRIBUTES.get(number, "")), Result.CUDA_ERROR_INVALID_VALUE)
 
     def cuDeviceGetPCIBusId(self, length: Int, dev: Any) -> bytes:
-        name = self._pci(self._device(dev).attributes).encode()
+        attributes = self._device(dev).attributes
+        name = "{PCI_DOMAIN_ID:04x}:{PCI_BUS_ID:02x}:{PCI_DEVICE_ID:02x}.0".format_map(attributes).encode()
         check(length > len(name))
         # observed on H200 (test_device): one terminating zero, and the rest of the buffer as it was
         return (name + b"\0").ljust(length, b" ")
-
-    def cuDeviceGetByPCIBusId(self, pciBusId: Any) -> Any:
-        if not isinstance(pciBusId, (bytes, bytearray)):
-            raise TypeError(f"expected bytes, {type(pciBusId).__name__} found")
-        wanted = bytes(pciBusId).split(b"\0")[0].decode("ascii", "replace").lower()
-        for device in self._machine.devices:
-            if self._pci(device.attributes) in (wanted, "0000:" + wanted):
-                return cuda.CUdevice(device.ordinal)
-        raise Fault(Result.CUDA_ERROR_INVALID_DEVICE)
-
-    @staticmethod
-    def _pci(attributes: dict[str, int]) -> str:
-        return "{PCI_DOMAIN_ID:04x}:{PCI_BUS_ID:02x}:{PCI_DEVICE_ID:02x}.0".format_map(attributes)
-
-    def cuDeviceGetLuid(self, dev: Any) -> tuple[bytes, int]:
-        self._device(dev)
-        raise Fault(Result.CUDA_ERROR_NOT_SUPPORTED)
 
     def cuDeviceCanAccessPeer(self, dev: Any, peerDev: Any) -> int:
         return int(self._device(dev) is not self._device(peerDev))

@@ -12,7 +12,7 @@ from .. import arguments
 from ..arguments import HostFunctionHandle, HostPointer, Int, UnsignedInt, Word32, Word64
 from ..constants import LEGACY_STREAM, PER_THREAD_STREAM, READ_WRITE, EventFlag, device_place
 from ..errors import Fault, NotModelled, Result, check, need
-from ..events import Event, Stamp
+from ..events import Event
 from ..timeline import Call, HostFunction, Operation, Stream, Until, merge
 from .base import Calls
 
@@ -70,7 +70,7 @@ class StreamCalls(Calls):
 
     def cuStreamQuery(self, hStream: Any) -> None:
         stream = self._stream(hStream)
-        self._not_capturing(stream)
+        self._spoil([stream.capture])
         self._unsafe_during_capture()
         if not stream.idle:
             if not self._machine.timeline.seeded:
@@ -80,22 +80,16 @@ class StreamCalls(Calls):
 
     def cuStreamSynchronize(self, hStream: Any) -> None:
         stream = self._stream(hStream)
-        self._not_capturing(stream)
+        self._spoil([stream.capture])
         self._unsafe_during_capture()
         clock = stream.now()
         goals = [(stream, stream.seq)] + [(peer, peer.seq) for peer in stream.peers or ()]
         self._machine.synchronize(clock, lambda: all(s.done >= seq for s, seq in goals))
         stream.context.check()
 
-    @staticmethod
-    def _not_capturing(stream: Stream) -> None:
-        if stream.capture is not None:
-            stream.capture.invalidate()
-            raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
-
     def cuStreamGetFlags(self, hStream: Any) -> int:
         stream = self._stream(hStream)
-        self._not_capturing(stream)  # observed on H200 (test_capture): asking breaks the capture
+        self._spoil([stream.capture])  # observed on H200 (test_capture): asking breaks the capture
         return 0 if stream.blocking else _NON_BLOCKING
 
     def cuStreamGetPriority(self, hStream: Any) -> int:
@@ -104,17 +98,14 @@ class StreamCalls(Calls):
     def cuStreamGetCtx(self, hStream: Any) -> Any:
         return cuda.CUcontext(self._stream(hStream).context.handle)
 
-    def cuStreamGetCtx_v2(self, hStream: Any) -> tuple[Any, Any]:
-        return cuda.CUcontext(self._stream(hStream).context.handle), cuda.CUgreenCtx(0)
-
     def cuStreamGetDevice(self, hStream: Any) -> Any:
         stream = self._stream(hStream)
-        self._not_capturing(stream)  # as cuStreamGetFlags
+        self._spoil([stream.capture])  # as cuStreamGetFlags
         return cuda.CUdevice(stream.context.device.ordinal)
 
     def cuStreamGetId(self, hStream: Any) -> int:
         stream = self._stream(hStream)
-        self._not_capturing(stream)  # as cuStreamGetFlags
+        self._spoil([stream.capture])  # as cuStreamGetFlags
         return stream.id
 
     # -- waiting ---------------------------------------------------------------------------------------------
@@ -231,15 +222,6 @@ class StreamCalls(Calls):
         del self._machine.events[self._event(hEvent).handle]
 
     def cuEventRecord(self, hEvent: Any, hStream: Any) -> None:
-        self._record_event(hEvent, hStream)
-
-    def cuEventRecordWithFlags(self, hEvent: Any, hStream: Any, flags: UnsignedInt) -> None:
-        check(flags in (0, 1))
-        if flags:
-            raise NotModelled("CU_EVENT_RECORD_EXTERNAL")
-        self._record_event(hEvent, hStream)
-
-    def _record_event(self, hEvent: Any, hStream: Any) -> None:
         event, stream = self._event(hEvent), self._stream(hStream)
         check(stream.context is event.context, Result.CUDA_ERROR_INVALID_HANDLE)
         if self._machine.graphs.captures and self._captured(stream):
@@ -251,7 +233,7 @@ class StreamCalls(Calls):
 
     def cuEventQuery(self, hEvent: Any) -> None:
         event = self._event(hEvent)
-        self._not_captured(event)
+        self._spoil([event.capture], Result.CUDA_ERROR_CAPTURED_EVENT)
         self._unsafe_during_capture()
         if not event.complete:
             if not self._machine.timeline.seeded:
@@ -260,7 +242,7 @@ class StreamCalls(Calls):
 
     def cuEventSynchronize(self, hEvent: Any) -> None:
         event = self._event(hEvent)
-        self._not_captured(event)
+        self._spoil([event.capture], Result.CUDA_ERROR_CAPTURED_EVENT)
         self._unsafe_during_capture()
         elsewhere = event.elsewhere
         if elsewhere is not None:
@@ -271,28 +253,9 @@ class StreamCalls(Calls):
             self._machine.synchronize(record.clock, lambda: record.complete)
             record.stream.context.check()
 
-    @staticmethod
-    def _not_captured(event: Event) -> None:
-        if event.capture is not None:
-            event.capture.invalidate()
-            raise Fault(Result.CUDA_ERROR_CAPTURED_EVENT)
-
     def cuEventElapsedTime(self, hStart: Any, hEnd: Any) -> float:
-        return self._elapsed(hStart, hEnd)
-
-    def cuEventElapsedTime_v2(self, hStart: Any, hEnd: Any) -> float:
-        return self._elapsed(hStart, hEnd)
-
-    def _elapsed(self, hStart: Any, hEnd: Any) -> float:
-        stamps: list[Stamp] = []
         events = (self._event(hStart), self._event(hEnd))
-        for event in events:
-            check(
-                event.record is not None and not event.flags & EventFlag.DISABLE_TIMING,
-                Result.CUDA_ERROR_INVALID_HANDLE,
-            )
-        for event in events:
-            assert event.record is not None
-            check(event.complete, Result.CUDA_ERROR_NOT_READY)
-            stamps.append(event.record.stamp)
-        return (stamps[1].when - stamps[0].when) * 1000
+        records = [need(event.record, Result.CUDA_ERROR_INVALID_HANDLE) for event in events]
+        check(not any(event.flags & EventFlag.DISABLE_TIMING for event in events), Result.CUDA_ERROR_INVALID_HANDLE)
+        check(all(event.complete for event in events), Result.CUDA_ERROR_NOT_READY)
+        return (records[1].stamp.when - records[0].stamp.when) * 1000
