@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 from streamalloc.driver.bindings import cuda
 
+from .constants import Place
 from .errors import NotModelled
 from .memory import view_address
 
@@ -155,9 +156,14 @@ def field(struct: Any, name: str) -> int:
         raise NotModelled(f"{type(struct).__name__}.{name} that is no member of its enum") from None
 
 
-def struct(name: str, value: Any, cls: Any) -> Any:
+def place(location: Any) -> Place:
+    """Of a CUmemLocation."""
+    return Place(int(location.type), int(location.id))
+
+
+def struct(name: str, value: Any, cls: Any, optional: bool = True) -> Any:
     """A struct of the bindings, or None."""
-    if value is not None and not isinstance(value, cls):
+    if not isinstance(value, cls) and not (optional and value is None):
         raise TypeError(
             f"Argument '{name}' has incorrect type (expected cuda.bindings.driver.{cls.__name__}, "
             f"got {type(value).__name__})"

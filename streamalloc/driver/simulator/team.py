@@ -73,7 +73,7 @@ class Team:
         with self.locked():
             self._words[_HOLDERS] += 1
             self.holder: int = self._words[_HOLDERS]
-        self._lock(fcntl.F_WRLCK, _FIRST_HOLDER + self.holder)
+        lock(physical.fd, _FIRST_HOLDER + self.holder, fcntl.F_WRLCK, wait=True)
 
     @classmethod
     def create(cls, name: str, devices: int, size: int, handle_types: int) -> Team:
@@ -90,37 +90,31 @@ class Team:
 
     # -- locks -----------------------------------------------------------------------------------------------
 
-    def _lock(self, kind: int, byte: int, fd: int | None = None) -> None:
-        lock(self.physical.fd if fd is None else fd, byte, kind, wait=True)
-
-    def _is_locked(self, first: int, count: int) -> bool:
-        return is_locked(self.physical.fd, first, count)
-
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Keeps other holders from changing anything; the lock of one that is killed is gone. May be nested."""
         if not self._locked:
-            self._lock(fcntl.F_WRLCK, _CHANGING)
+            lock(self.physical.fd, _CHANGING, fcntl.F_WRLCK, wait=True)
         self._locked += 1
         try:
             yield
         finally:
             self._locked -= 1
             if not self._locked:
-                self._lock(fcntl.F_UNLCK, _CHANGING)
+                lock(self.physical.fd, _CHANGING, fcntl.F_UNLCK)
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether there is another holder, or a descriptor by which there may be one."""
-        return self._is_locked(_EXPORTED, 0)
+        return is_locked(self.physical.fd, _EXPORTED, 0)
 
     def is_alive(self, holder: int) -> bool:
-        return holder == self.holder or self._is_locked(_FIRST_HOLDER + holder, 1)
+        return holder == self.holder or is_locked(self.physical.fd, _FIRST_HOLDER + holder)
 
     def export(self) -> int:
         """A descriptor for another process."""
         fd = self.physical.lend()
-        self._lock(fcntl.F_RDLCK, _EXPORTED, fd)
+        lock(fd, _EXPORTED, fcntl.F_RDLCK, wait=True)
         return fd
 
     # -- devices ---------------------------------------------------------------------------------------------

@@ -12,19 +12,18 @@ from typing import Any
 
 from .. import arguments
 from ..allocations import Allocation, HostMemory
+from ..arguments import DevicePointer, HostPointer, Size
 from ..constants import HOST, READ, READ_WRITE, STEP, device_place
 from ..contexts import Context
 from ..errors import NotModelled, Result, check, need
 from ..machine import Machine
+from ..memory import view_address
 from ..multicast import Piece
 from ..physical import least_right
 from ..timeline import Operation, Stream
 from .base import Calls
 
 _READING = "reading a multicast object with a copy: hardware defines it for multimem.ld_reduce alone"
-
-
-_device, _host = arguments.device_pointer, arguments.host_pointer
 
 
 class Move(Operation):
@@ -76,21 +75,12 @@ class Move(Operation):
 
 
 class Copy(Move):
-    def __init__(self, machine: Machine, context: Context, target: int, source: int, size: int) -> None:
-        super().__init__(machine, context, target, size, source)
-        self._source = source
+    """Copies from an address, or from bytes that were taken when the call was made."""
 
-    def put(self, address: int, offset: int, size: int) -> None:
-        ctypes.memmove(address, self._source + offset, size)
-
-
-class CopyFrom(Move):
-    """Copies from bytes that were taken when the call was made."""
-
-    def __init__(self, machine: Machine, context: Context, target: int, data: bytes) -> None:
-        super().__init__(machine, context, target, len(data))
-        self._data = data  # keeps it alive
-        self._source = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+    def __init__(self, machine: Machine, context: Context, target: int, source: int | bytes, size: int) -> None:
+        super().__init__(machine, context, target, size, None if isinstance(source, bytes) else source)
+        self._keep = source
+        self._source = view_address(source) if isinstance(source, bytes) else source
 
     def put(self, address: int, offset: int, size: int) -> None:
         ctypes.memmove(address, self._source + offset, size)
@@ -165,59 +155,52 @@ class CopyCalls(Calls):
 
     # -- copies ----------------------------------------------------------------------------------------------
 
-    def cuMemcpy(self, dst: Any, src: Any, ByteCount: Any) -> None:
-        self._copy(_device(dst), _device(src), ByteCount)
+    def cuMemcpy(self, dst: DevicePointer, src: DevicePointer, ByteCount: Size) -> None:
+        self._copy(dst, src, ByteCount)
 
-    def cuMemcpyAsync(self, dst: Any, src: Any, ByteCount: Any, hStream: Any) -> None:
-        self._copy(_device(dst), _device(src), ByteCount, hStream)
+    def cuMemcpyAsync(self, dst: DevicePointer, src: DevicePointer, ByteCount: Size, hStream: Any) -> None:
+        self._copy(dst, src, ByteCount, hStream)
 
-    def cuMemcpyHtoD(self, dstDevice: Any, srcHost: Any, ByteCount: Any) -> None:
-        self._copy(_device(dstDevice), _host(srcHost), ByteCount, device="dst")
+    def cuMemcpyHtoD(self, dstDevice: DevicePointer, srcHost: HostPointer, ByteCount: Size) -> None:
+        self._copy(dstDevice, srcHost, ByteCount, device="dst")
 
-    def cuMemcpyHtoDAsync(self, dstDevice: Any, srcHost: Any, ByteCount: Any, hStream: Any) -> None:
-        self._copy(_device(dstDevice), _host(srcHost), ByteCount, hStream, device="dst")
+    def cuMemcpyHtoDAsync(self, dstDevice: DevicePointer, srcHost: HostPointer, ByteCount: Size, hStream: Any) -> None:
+        self._copy(dstDevice, srcHost, ByteCount, hStream, "dst")
 
-    def cuMemcpyDtoH(self, dstHost: Any, srcDevice: Any, ByteCount: Any) -> None:
-        self._copy(_host(dstHost), _device(srcDevice), ByteCount, device="src")
+    def cuMemcpyDtoH(self, dstHost: HostPointer, srcDevice: DevicePointer, ByteCount: Size) -> None:
+        self._copy(dstHost, srcDevice, ByteCount, device="src")
 
-    def cuMemcpyDtoHAsync(self, dstHost: Any, srcDevice: Any, ByteCount: Any, hStream: Any) -> None:
-        self._copy(_host(dstHost), _device(srcDevice), ByteCount, hStream, device="src")
+    def cuMemcpyDtoHAsync(self, dstHost: HostPointer, srcDevice: DevicePointer, ByteCount: Size, hStream: Any) -> None:
+        self._copy(dstHost, srcDevice, ByteCount, hStream, "src")
 
-    def cuMemcpyDtoD(self, dstDevice: Any, srcDevice: Any, ByteCount: Any) -> None:
-        self._copy(_device(dstDevice), _device(srcDevice), ByteCount, device="both")
+    def cuMemcpyDtoD(self, dstDevice: DevicePointer, srcDevice: DevicePointer, ByteCount: Size) -> None:
+        self._copy(dstDevice, srcDevice, ByteCount, device="both")
 
-    def cuMemcpyDtoDAsync(self, dstDevice: Any, srcDevice: Any, ByteCount: Any, hStream: Any) -> None:
-        self._copy(_device(dstDevice), _device(srcDevice), ByteCount, hStream, "both")
+    def cuMemcpyDtoDAsync(
+        self, dstDevice: DevicePointer, srcDevice: DevicePointer, ByteCount: Size, hStream: Any
+    ) -> None:
+        self._copy(dstDevice, srcDevice, ByteCount, hStream, "both")
 
-    def cuMemcpyPeer(self, dstDevice: Any, dstContext: Any, srcDevice: Any, srcContext: Any, ByteCount: Any) -> None:
-        self._copy(
-            _device(dstDevice),
-            _device(srcDevice),
-            ByteCount,
-            device="both",
-            contexts=(self._alive(dstContext), self._alive(srcContext)),
-        )
+    def cuMemcpyPeer(
+        self, dstDevice: DevicePointer, dstContext: Any, srcDevice: DevicePointer, srcContext: Any, ByteCount: Size
+    ) -> None:
+        contexts = (self._alive(dstContext), self._alive(srcContext))
+        self._copy(dstDevice, srcDevice, ByteCount, None, "both", contexts)
 
     def cuMemcpyPeerAsync(
-        self, dstDevice: Any, dstContext: Any, srcDevice: Any, srcContext: Any, ByteCount: Any, hStream: Any
+        self,
+        dstDevice: DevicePointer,
+        dstContext: Any,
+        srcDevice: DevicePointer,
+        srcContext: Any,
+        ByteCount: Size,
+        hStream: Any,
     ) -> None:
-        self._copy(
-            _device(dstDevice),
-            _device(srcDevice),
-            ByteCount,
-            hStream,
-            "both",
-            contexts=(self._alive(dstContext), self._alive(srcContext)),
-        )
+        contexts = (self._alive(dstContext), self._alive(srcContext))
+        self._copy(dstDevice, srcDevice, ByteCount, hStream, "both", contexts)
 
     def _copy(
-        self,
-        target: int,
-        source: int,
-        count: Any,
-        hStream: Any = None,
-        device: str = "",
-        contexts: tuple[Context, Context] | None = None,
+        self, target: int, source: int, size: int, hStream: Any = None, device: str = "", contexts: Any = None
     ) -> None:
         """``device`` says which ends the caller promised to be device memory; ``hStream`` None: a call that
         waits.
@@ -226,7 +209,6 @@ class CopyCalls(Calls):
         (observed on H200: test_two_devices; the driver stages such copies).
         """
         machine = self._machine
-        size = arguments.size_t(count)
         waits = hStream is None
         stream = self._stream(hStream)
         captured = bool(machine.graphs.captures) and self._captured(stream)
@@ -243,13 +225,10 @@ class CopyCalls(Calls):
         origin = self._copy_end(source, size, device in ("src", "both"), device == "both", source_context)
         self._check_mapped(target, size, destination, READ_WRITE, target_context, origin)
         self._check_mapped(source, size, origin, READ, source_context, destination)
-        operation: Move
-        if origin is None and not (destination is None or self._quiet(stream, size)):
-            # pageable memory is read before the call returns
-            operation = CopyFrom(machine, stream.context, target, ctypes.string_at(source, size))
-        else:
-            operation = Copy(machine, stream.context, target, source, size)
-        stream.submit(operation)
+        at_once = origin is not None or destination is None or self._quiet(stream, size)
+        # pageable memory is read before the call returns
+        taken = source if at_once else ctypes.string_at(source, size)
+        stream.submit(Copy(machine, stream.context, target, taken, size))
         on_host = any(end is None or end.on_host for end in (destination, origin))
         if destination is None or (waits and on_host):
             self._finish(stream)

@@ -12,7 +12,7 @@ from ..allocations import Allocation, DeviceMemory, GraphAllocation, HostMemory,
 from ..arguments import DevicePointer, HostPointer, Size, UnsignedInt
 from ..errors import NotModelled, Result, check, need
 from .base import Calls
-from .virtual import MAPPED_ATTRIBUTES, mapped_attribute
+from .virtual import mapped_attribute
 
 _HOST_ALLOC_FLAGS = 0x7  # portable, device map, write combined
 _HOST_REGISTER_FLAGS = 0xF
@@ -140,16 +140,12 @@ class PlainMemoryCalls(Calls):
         return cuda.CUdeviceptr(allocation.base), allocation.size
 
     def cuPointerGetAttribute(self, attribute: Any, ptr: DevicePointer) -> Any:
-        number = arguments.member("attribute", attribute, cuda.CUpointer_attribute)
-        read = self._attribute_reader(attribute)
+        check(arguments.member("attribute", attribute, cuda.CUpointer_attribute))
         allocation = self._machine.allocations.find(ptr)
-        check(allocation is not None)
-        assert allocation is not None and number
-        if attribute.name == "CU_POINTER_ATTRIBUTE_DEVICE_POINTER":
+        value = self._read_attribute(attribute, allocation, ptr)
+        if allocation is not None and attribute.name == "CU_POINTER_ATTRIBUTE_DEVICE_POINTER":
             self._machine.current()  # refused where no context is current (observed on H200: test_contexts)
-        value = read(allocation, ptr)
-        check(value is not None)
-        return value
+        return need(value)
 
     def cuPointerGetAttributes(self, numAttributes: UnsignedInt, attributes: Any, ptr: DevicePointer) -> list[Any]:
         wanted = list(attributes or ())
@@ -161,27 +157,25 @@ class PlainMemoryCalls(Calls):
         if numAttributes > len(wanted):
             raise RuntimeError(f"List is too small: {len(wanted)} < {numAttributes}")
         allocation = self._machine.allocations.find(ptr)
-        values = []
-        for attribute in wanted:
-            value = self._attribute_reader(attribute)(allocation, ptr) if allocation is not None else None
-            values.append(_absent(attribute) if value is None else value)
-        return values
+        values = [self._read_attribute(attribute, allocation, ptr) for attribute in wanted]
+        return [_absent(one) if value is None else value for one, value in zip(wanted, values, strict=True)]
 
-    def _attribute_reader(self, attribute: Any) -> Callable[[Allocation, int], Any]:
-        read, name = _pointer_attribute(attribute), attribute.name.removeprefix(_PREFIX)
-        machine = self._machine
-
-        def read_mapped(allocation: Allocation, address: int) -> Any:
-            mapping = allocation.mapping
-            if mapping is None:
-                return read(allocation, address)
-            if mapping.is_multicast:
+    def _read_attribute(self, attribute: Any, allocation: Allocation | None, address: int) -> Any:
+        """None where the driver refuses, as it does where there is no allocation."""
+        name = attribute.name.removeprefix(_PREFIX)
+        if name in _NOT_READ_BY_BINDINGS:
+            raise TypeError(f"Unsupported attribute: {attribute.name}")
+        if name not in _POINTER_ATTRIBUTES:
+            raise NotModelled(f"cuPointerGetAttribute({attribute.name})")
+        if allocation is None:
+            return None
+        if allocation.mapping is not None:
+            if allocation.mapping.is_multicast:
                 raise NotModelled(f"{attribute.name} of a multicast object")
-            if name not in MAPPED_ATTRIBUTES:
-                return read(allocation, address)
-            return mapped_attribute(machine, name, mapping, address)
-
-        return read_mapped
+            value = mapped_attribute(self._machine, name, allocation.mapping, address)
+            if value is not NotImplemented:
+                return value
+        return _POINTER_ATTRIBUTES[name](allocation, address)
 
 
 # -- cuPointerGetAttribute -----------------------------------------------------------------------------------
@@ -191,10 +185,6 @@ _MEMORY_TYPE_HOST, _MEMORY_TYPE_DEVICE = 1, 2
 
 def _in_pool(allocation: Allocation) -> bool:
     return isinstance(allocation, (PoolMemory, GraphAllocation))
-
-
-def _in_host_pool(allocation: Allocation) -> bool:
-    return _in_pool(allocation) and allocation.on_host
 
 
 _POINTER_ATTRIBUTES: dict[str, Callable[[Allocation, int], Any]] = {
@@ -231,27 +221,11 @@ def _ordinal(allocation: Allocation) -> int:
     return 0 if allocation.context is None else allocation.context.device.ordinal
 
 
-def _pointer_attribute(attribute: Any) -> Callable[[Allocation, int], Any]:
-    name = attribute.name.removeprefix(_PREFIX)
-    read = _POINTER_ATTRIBUTES.get(name)
-    if read is None:
-        if name in _NOT_READ_BY_BINDINGS:
-            raise TypeError(f"Unsupported attribute: {attribute.name}")
-        raise NotModelled(f"cuPointerGetAttribute({attribute.name})")
-    return read
-
-
 def _absent(attribute: Any) -> Any:
     """What cuPointerGetAttributes says of an address the driver does not know: a zero of the right type."""
-    kinds = {
-        "CONTEXT": cuda.CUcontext,
-        "DEVICE_POINTER": cuda.CUdeviceptr,
-        "RANGE_START_ADDR": cuda.CUdeviceptr,
-        "MEMPOOL_HANDLE": cuda.CUmemoryPool,
-        "SYNC_MEMOPS": bool,
-        "IS_MANAGED": bool,
-        "IS_LEGACY_CUDA_IPC_CAPABLE": bool,
-        "MAPPED": bool,
-    }
-    _pointer_attribute(attribute)
-    return kinds.get(attribute.name.removeprefix(_PREFIX), int)(0)
+    name = attribute.name.removeprefix(_PREFIX)
+    if name in ("DEVICE_POINTER", "RANGE_START_ADDR"):
+        return cuda.CUdeviceptr(0)
+    if name in ("SYNC_MEMOPS", "IS_MANAGED", "IS_LEGACY_CUDA_IPC_CAPABLE", "MAPPED"):
+        return False
+    return {"CONTEXT": cuda.CUcontext, "MEMPOOL_HANDLE": cuda.CUmemoryPool}.get(name, int)(0)

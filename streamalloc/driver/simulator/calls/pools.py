@@ -33,10 +33,6 @@ _NUMBERS = {
 }
 
 
-def _place(location: Any) -> Place:
-    return Place(int(location.type), int(location.id))
-
-
 class PoolCalls(Calls):
     """cuMemPool*, cuMem*Async, cu*MemPool."""
 
@@ -46,7 +42,7 @@ class PoolCalls(Calls):
         props = arguments.struct("poolProps", poolProps, cuda.CUmemPoolProps)
         self._unsafe_during_capture()
         check(props is not None)
-        place = _place(props.location)
+        place = arguments.place(props.location)
         kind, handle_types = int(props.allocType), read_handle_types(props)
         max_size, usage = int(props.maxSize), int(props.usage)
         if kind == MANAGED:
@@ -130,7 +126,7 @@ class PoolCalls(Calls):
         descriptors = arguments.structs("map", map, cuda.CUmemAccessDesc, count)
         found = self._pool_or_import(pool)
         check(count)
-        wanted = [(_place(one.location), int(one.flags)) for one in descriptors]
+        wanted = [(arguments.place(one.location), int(one.flags)) for one in descriptors]
         if found.managed:
             return
         for place, flags in wanted:
@@ -153,7 +149,7 @@ class PoolCalls(Calls):
         where = arguments.struct("location", location, cuda.CUmemLocation)
         pool = self._pool_or_import(memPool)
         check(where is not None)
-        place = _place(where)
+        place = arguments.place(where)
         check(place.type in (Location.DEVICE, Location.HOST, Location.HOST_NUMA))
         if place.type == Location.DEVICE:
             check(0 <= place.id < len(self._machine.devices))
@@ -195,7 +191,7 @@ class PoolCalls(Calls):
         where = arguments.struct("location", location, cuda.CUmemLocation)
         kind = arguments.member("typename", typename, cuda.CUmemAllocationType)
         check(where is not None)
-        place = _place(where)
+        place = arguments.place(where)
         check(place.type != Location.HOST_NUMA_CURRENT, Result.CUDA_ERROR_NOT_SUPPORTED)
         check(kind in (PINNED, MANAGED))
         check(self._is_place(place) or (place.type == Location.NONE and kind == MANAGED))

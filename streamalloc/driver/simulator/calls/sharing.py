@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import Any, TypeVar
+from typing import Any
 
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct
 
 from .. import arguments
 from ..allocations import DeviceMemory, PoolMemory
@@ -25,28 +25,6 @@ _HANDLE_TYPES = (Handle.NONE, Handle.POSIX_FD, Handle.WIN32, Handle.WIN32_KMT, H
 _LAZY_ENABLE_PEER_ACCESS = 1  # CUipcMem_flags, the only one
 _FIRST_ADDRESS = 1 << 16
 """Where addresses of a process begin; below are descriptors, taken for addresses."""
-
-Struct = TypeVar("Struct")
-
-
-def _bytes_of(struct: Any) -> bytes:
-    """What an opaque struct holds: not every version of the bindings shows it."""
-    return ctypes.string_at(int(struct.getPtr()), HANDLE_BYTES)
-
-
-def _with_bytes(struct: Struct, data: bytes) -> Struct:
-    ctypes.memmove(int(struct.getPtr()), data, HANDLE_BYTES)  # type: ignore[attr-defined]
-    return struct
-
-
-def _given(name: str, value: Any, cls: Any) -> Any:
-    """A struct that a call takes by value."""
-    if not isinstance(value, cls):
-        raise TypeError(
-            f"Argument '{name}' has incorrect type (expected cuda.bindings.driver.{cls.__name__}, "
-            f"got {type(value).__name__})"
-        )
-    return value
 
 
 def _handle_type(name: str, value: Any) -> int:
@@ -132,7 +110,7 @@ class SharingCalls(Calls):
 
     def _fabric_handle(self, kind: str, physical: Physical) -> Any:
         physical.seal()
-        return _with_bytes(cuda.CUmemFabricHandle(), self._machine.sharing.fabric_handle(kind, physical))
+        return opaque_struct("CUmemFabricHandle", self._machine.sharing.fabric_handle(kind, physical))
 
     def _import(self, kind: str, handle_type: int, given: int) -> ImportedPool | Memory | MulticastObject:
         """What a descriptor, or the fabric handle at an address, stands for; the descriptor stays the caller's."""
@@ -172,7 +150,7 @@ class SharingCalls(Calls):
             raise NotModelled("cuMemPoolExportPointer of a pool that can no longer, or not here, be exported itself")
         check(pool.space.physical.kept)  # the pool itself has to be exported first (observed on H200: test_sharing)
         data = self._machine.sharing.export_pointer(pool, allocation.block.start, allocation.size)
-        return _with_bytes(cuda.CUmemPoolPtrExportData(), data)
+        return opaque_struct("CUmemPoolPtrExportData", data)
 
     def cuMemPoolImportPointer(self, pool: PoolHandle, shareData: Any) -> Any:
         data = arguments.struct("shareData", shareData, cuda.CUmemPoolPtrExportData)
@@ -182,7 +160,7 @@ class SharingCalls(Calls):
         if found is None:
             self._machine.pools.get(pool)
             raise NotModelled("importing a pointer into a pool that was not imported")
-        return cuda.CUdeviceptr(self._machine.sharing.import_pointer(found, _bytes_of(data)))
+        return cuda.CUdeviceptr(self._machine.sharing.import_pointer(found, opaque_bytes(data)))
 
     # -- plain memory ----------------------------------------------------------------------------------------
 
@@ -192,10 +170,10 @@ class SharingCalls(Calls):
         self._not_during_capture()
         if not isinstance(allocation, DeviceMemory):
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
-        return _with_bytes(cuda.CUipcMemHandle(), self._machine.sharing.memory_handle(allocation))
+        return opaque_struct("CUipcMemHandle", self._machine.sharing.memory_handle(allocation))
 
     def cuIpcOpenMemHandle(self, handle: Any, Flags: UnsignedInt) -> Any:
-        data = _bytes_of(_given("handle", handle, cuda.CUipcMemHandle))
+        data = opaque_bytes(arguments.struct("handle", handle, cuda.CUipcMemHandle, optional=False))
         context = self._machine.current()
         self._not_during_capture()
         check(Flags == _LAZY_ENABLE_PEER_ACCESS)
@@ -218,10 +196,10 @@ class SharingCalls(Calls):
         if found is None:
             raise Fault(Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)  # as every call with a destroyed event
         check(found.flags & EventFlag.INTERPROCESS and not found.opened, Result.CUDA_ERROR_INVALID_HANDLE)
-        return _with_bytes(cuda.CUipcEventHandle(), self._machine.sharing.event_handle(found))
+        return opaque_struct("CUipcEventHandle", self._machine.sharing.event_handle(found))
 
     def cuIpcOpenEventHandle(self, handle: Any) -> Any:
-        data = _bytes_of(_given("handle", handle, cuda.CUipcEventHandle))
+        data = opaque_bytes(arguments.struct("handle", handle, cuda.CUipcEventHandle, optional=False))
         machine = self._machine
         context = machine.current()
         self._not_during_capture()

@@ -26,10 +26,6 @@ _PAGE = 4096
 _PCIE_MAPPING = 1  # CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE
 
 
-def _place(location: Any) -> Place:
-    return Place(int(location.type), int(location.id))
-
-
 class VirtualMemoryCalls(Calls):
     """cuMemCreate, cuMemAddress*, cuMemMap and what goes with them."""
 
@@ -43,7 +39,7 @@ class VirtualMemoryCalls(Calls):
         return cuda.CUmemGenericAllocationHandle(self._machine.virtual.create(size, properties).handle)
 
     def _properties(self, props: Any) -> Properties:
-        place, kind, handle_types = _place(props.location), int(props.type), read_handle_types(props)
+        place, kind, handle_types = arguments.place(props.location), int(props.type), read_handle_types(props)
         flags = props.allocFlags
         compression, rdma, usage = int(flags.compressionType), int(flags.gpuDirectRDMACapable), int(flags.usage)
         check(kind == PINNED and handle_types & ~(Handle.POSIX_FD | Handle.FABRIC) == 0)
@@ -131,7 +127,7 @@ class VirtualMemoryCalls(Calls):
         refused: Fault | None = None
         for one in descriptors:
             try:
-                wanted.append(self._wanted(_place(one.location), int(one.flags), on_device))
+                wanted.append(self._wanted(arguments.place(one.location), int(one.flags), on_device))
             except Fault as fault:
                 if fault.code != Result.CUDA_ERROR_NOT_SUPPORTED:
                     raise
@@ -178,7 +174,7 @@ class VirtualMemoryCalls(Calls):
     def cuMemGetAccess(self, location: Any, ptr: DevicePointer) -> int:
         where = arguments.struct("location", location, cuda.CUmemLocation)
         check(where is not None)
-        place = _place(where)
+        place = arguments.place(where)
         if place.type == Location.DEVICE:
             check(0 <= place.id < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
         else:
@@ -231,10 +227,12 @@ def _unreadable_file(size: int) -> int:
 
 
 def mapped_attribute(machine: Machine, name: str, mapping: Mapping, address: int) -> Any:
-    """An attribute of mapped memory that no other memory answers in the same way; None where it is refused."""
+    """An attribute of mapped memory: None where it is refused, NotImplemented where it is as for other memory.
+
+    DEVICE_ORDINAL is 0 for any device's memory (two H200: test_two_device_mappings).
+    """
     if name in ("RANGE_START_ADDR", "RANGE_SIZE"):  # of the reservation, not of the mapping
-        found = machine.virtual.range_of(address)
-        assert found is not None
+        found = need(machine.virtual.range_of(address))
         return cuda.CUdeviceptr(found.base) if name == "RANGE_START_ADDR" else found.size
     if name == "HOST_POINTER":
         return address if mapping.right(HOST) else None
@@ -242,25 +240,12 @@ def mapped_attribute(machine: Machine, name: str, mapping: Mapping, address: int
         return mapping.memory.properties.handle_types
     if name == "IS_GPU_DIRECT_RDMA_CAPABLE":
         return mapping.memory.properties.rdma
+    if name not in ("ACCESS_FLAGS", "DEVICE_POINTER"):
+        return NotImplemented
     context = machine.current_or_none()
     if context is None:
         raise NotModelled(f"CU_POINTER_ATTRIBUTE_{name} of mapped memory without a current context")
     right = mapping.right(device_place(context.device.ordinal))
     if name == "ACCESS_FLAGS":
         return right
-    return cuda.CUdeviceptr(address) if right else None  # DEVICE_POINTER
-
-
-MAPPED_ATTRIBUTES = frozenset(
-    (
-        "RANGE_START_ADDR",
-        "RANGE_SIZE",
-        "HOST_POINTER",
-        "ALLOWED_HANDLE_TYPES",
-        "IS_GPU_DIRECT_RDMA_CAPABLE",
-        "ACCESS_FLAGS",
-        "DEVICE_POINTER",
-    )
-)
-"""The others are as for other memory. DEVICE_ORDINAL is 0 for any device's memory (two H200:
-test_two_device_mappings)."""
+    return cuda.CUdeviceptr(address) if right else None
