@@ -75,7 +75,7 @@ class RingItem(SlotMemory):
         place = self._place
         value = self._value
         ordered = self._stream if stream is None else as_stream(stream, door_behind(self._stream))
-        self._block.tell(ordered, place.closed, place.closed_address, value)
+        self._block.tell(ordered, place.closed, value)
         # From here on the producer's host has the slot, and its stream waits for ours.
         self._held = False
         place.closing.value = value
@@ -204,7 +204,7 @@ class RingConsumer(RingEnd):
             words = item._words
             if (words.ready.value - ready) & MASK >= HALF:
                 item._block.expect(item._number, ready)
-                item._block.wait(item._stream, words.ready_address, ready)
+                item._block.wait(item._stream, words.ready, ready)
             if self._closed:
                 self._say_closed()
             # Nothing is called from here on: the item is taken and the caller has it, or neither.
@@ -304,7 +304,7 @@ class _ConsumerEnding(RingEnding):
         item.release(stream)
         if (item._place.closed.value - item._value) & MASK >= HALF:
             # It was released on another stream; the memory is closed after that one's work too.
-            item._block.wait(stream, item._place.closed_address, item._value)
+            item._block.wait(stream, item._place.closed, item._value)
 
 
 def _attached(importer: Importer, names: list[bytes], message: Message) -> list[ControlBlock]:

@@ -223,7 +223,7 @@ class Deliveries(RingEnding):
         slot = self.free[0]
         place = slot.place
         if place is not None and (place.closed.value - slot.value) & MASK >= HALF:
-            slot.block.wait(self.stream, place.closed_address, slot.value)
+            slot.block.wait(self.stream, place.closed, slot.value)
         return slot
 
     def settle(self) -> bool:
@@ -351,7 +351,7 @@ class Deliveries(RingEnding):
             slot.ready = words.announced.value = ready = (before + 1) & MASK
             slot.used = holder._used
             try:
-                slot.block.tell(self.stream, words.ready, words.ready_address, ready)
+                slot.block.tell(self.stream, words.ready, ready)
             except (CudaError, ClosedError):
                 slot.ready = words.announced.value = before
                 raise

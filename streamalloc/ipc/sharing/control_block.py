@@ -94,22 +94,30 @@ _MANY = 64
 Words = npt.NDArray[np.uint32]
 
 
-def _word(address: int) -> ctypes.c_uint32:
-    # Its value is there in a quarter of the time that an element of an array takes.
-    return ctypes.c_uint32.from_address(address)
+class Word(ctypes.c_uint32):
+    """A word of a control block. Its value is there in a quarter of the time that an element of an array takes."""
+
+    pointer: Any
+    """The driver's ``CUdeviceptr`` to it."""
+
+    @classmethod
+    def at(cls, address: int) -> Word:
+        """The word at an address."""
+        word = cls.from_address(address)
+        word.pointer = cuda.CUdeviceptr(address)
+        return word
 
 
 class SlotWords:
     """The words of one slot that its exporter writes."""
 
-    __slots__ = ("announced", "generation", "lost", "ready", "ready_address")
+    __slots__ = ("announced", "generation", "lost", "ready")
 
     def __init__(self, block: ControlBlock, slot: int) -> None:
-        self.generation: ctypes.c_uint32 = _word(block.address("generation", slot))
-        self.announced: ctypes.c_uint32 = _word(block.address("announced", slot))
-        self.ready: ctypes.c_uint32 = _word(block.address("ready", slot))
-        self.lost: ctypes.c_uint32 = _word(block.address("lost", slot))
-        self.ready_address: Any = cuda.CUdeviceptr(block.address("ready", slot))
+        self.generation: Word = block.word("generation", slot)
+        self.announced: Word = block.word("announced", slot)
+        self.ready: Word = block.word("ready", slot)
+        self.lost: Word = block.word("lost", slot)
 
     def was_lost(self, wanted: int) -> bool:
         """Whether the exporter died before ``ready`` had come to a value that it has now."""
@@ -119,13 +127,12 @@ class SlotWords:
 class ImporterWords:
     """The words of one slot that one importer writes."""
 
-    __slots__ = ("closed", "closed_address", "closing", "opened")
+    __slots__ = ("closed", "closing", "opened")
 
     def __init__(self, block: ControlBlock, slot: int, importer: int) -> None:
-        self.opened: ctypes.c_uint32 = _word(block.address("opened", slot, importer))
-        self.closing: ctypes.c_uint32 = _word(block.address("closing", slot, importer))
-        self.closed: ctypes.c_uint32 = _word(block.address("closed", slot, importer))
-        self.closed_address: Any = cuda.CUdeviceptr(block.address("closed", slot, importer))
+        self.opened: Word = block.word("opened", slot, importer)
+        self.closing: Word = block.word("closing", slot, importer)
+        self.closed: Word = block.word("closed", slot, importer)
 
 
 class Mark:
@@ -150,7 +157,7 @@ class Mark:
             del free[-1]
             self._index = index
             self.number = value << 32 | index
-            self._word = _word(block.address(kind, index))
+            self._word = block.word(kind, index)
             self._word.value = value
 
     def over(self) -> bool:
@@ -240,13 +247,9 @@ class ControlBlock:
 
     def close(self) -> None:
         """Let go of the memory; idempotent. It waits for the device's work (``cuMemHostUnregister``)."""
-        with contextlib.suppress(CudaError):
-            self._unregister()
-
-    def _unregister(self) -> None:
         self._own.close()
         if self._raw is not None:
-            with Device(0, driver=self.door.driver).current():
+            with contextlib.suppress(CudaError), Device(0, driver=self.door.driver).current():
                 self.door.give_back(self, "cuMemHostUnregister")
 
     def __del__(self) -> None:
@@ -298,10 +301,10 @@ class ControlBlock:
 
     # -- words and streams -----------------------------------------------------------------------------------
 
-    def address(self, name: str, slot: int, importer: int = 0) -> int:
-        """The address of a word, for devices and host."""
-        begin, step = _PLACES[name]
-        return self._address + begin + step * slot + 4 * importer
+    def word(self, kind: str, slot: int, importer: int = 0) -> Word:
+        """A word, by its kind and the slot or mark that it belongs to."""
+        begin, step = _PLACES[kind]
+        return Word.at(self._address + begin + step * slot + 4 * importer)
 
     def slot_words(self, slot: int) -> SlotWords:
         """A slot's words that the exporter writes."""
@@ -337,11 +340,11 @@ class ControlBlock:
         if word.value == number >> 32:
             word.value = 0
 
-    def _marked(self, kind: str, number: int) -> ctypes.c_uint32:
+    def _marked(self, kind: str, number: int) -> Word:
         index = number % WORD
         if index >= SLOTS:
             raise ValueError(f"the descriptor's {kind} mark {index} is none of its control block, which has {SLOTS}")
-        return _word(self.address(kind, index))
+        return self.word(kind, index)
 
     def all_closed(self, slot: int) -> bool:
         """Whether all importers that have opened a slot have closed it, and their work has ended."""
@@ -350,7 +353,7 @@ class ControlBlock:
         at = step * slot
         return self._map[opened + at : opened + at + step] == self._map[closed + at : closed + at + step]
 
-    def tell(self, stream: Stream, word: ctypes.c_uint32, address: Any, value: int, *, checked: bool = False) -> None:
+    def tell(self, stream: Stream, word: Word, value: int, *, checked: bool = False) -> None:
         """Have a word say ``value`` after a stream's work so far; ``checked``: it is known not to be captured.
 
         The host does so where the stream has no work left (``cuStreamQuery``), as a store of the device's has to travel
@@ -366,7 +369,7 @@ class ControlBlock:
                 if idle:
                     word.value = value
                     return
-            stream_call(stream, "cuStreamWriteValue32", address, value, 0)
+            stream_call(stream, "cuStreamWriteValue32", word.pointer, value, 0)
             return
         if sees_all_work(stream):
             result = self._asked(handle)
@@ -375,7 +378,7 @@ class ControlBlock:
                 return
             if result != _NOT_READY:
                 raise error_from(result, "cuStreamQuery")
-        result = self._write(handle, address, value, 0)[0]
+        result = self._write(handle, word.pointer, value, 0)[0]
         if result:
             raise error_from(result, "cuStreamWriteValue32")
 
@@ -392,14 +395,14 @@ class ControlBlock:
             raise error_from(failed, "cuThreadExchangeStreamCaptureMode")
         return result
 
-    def wait(self, stream: Stream, address: Any, value: int) -> None:
+    def wait(self, stream: Stream, word: Word, value: int) -> None:
         """Have a stream wait until a word is at a value or beyond (``cuStreamWaitValue32``)."""
         handle = direct_handle(stream, self.door)
         if handle is None:
             refuse_capture(stream, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
-            stream_call(stream, "cuStreamWaitValue32", address, value, _AT_LEAST)
+            stream_call(stream, "cuStreamWaitValue32", word.pointer, value, _AT_LEAST)
             return
-        result = self._wait(handle, address, value, _AT_LEAST)[0]
+        result = self._wait(handle, word.pointer, value, _AT_LEAST)[0]
         if result:
             raise error_from(result, "cuStreamWaitValue32")
 

@@ -142,32 +142,22 @@ class Handles:
 
 
 class _OnThread(Deferred):
-    """A call that may wait for the device, made on a thread of its own."""
+    """A call that may wait for the device, made on a thread of its own. A second call of it does nothing."""
 
-    __slots__ = ("_call", "_done", "_left", "_running")
+    __slots__ = ("_call",)
 
     def __init__(self, call: Callable[[], object]) -> None:
         self._call = call
-        self._left = _TRIES
-        self._running = False
-        self._done = False
 
     def attempt(self) -> bool:
-        if not (self._running or self._done):
-            self._running = True
-            with undoing(lambda: setattr(self, "_running", False)):
-                threading.Thread(target=self._run, name="streamalloc ending", daemon=True).start()
-        return self._done
+        threading.Thread(target=self._run, name="streamalloc ending", daemon=True).start()
+        return True
 
     def _run(self) -> None:
-        self._left -= 1
-        try:
-            self._call()
-            self._done = True
-        except CudaError:
-            self._done = not self._left
-        finally:
-            self._running = False
+        for _ in range(_TRIES):
+            with contextlib.suppress(CudaError):
+                self._call()
+                return
 
 
 class _PoolHandle(Deferred):
@@ -715,7 +705,7 @@ def _wait_until_ready(block: ControlBlock | None, described: Descriptor, stream:
     if not reached(words.announced.value, wanted):
         raise ValueError("the descriptor waits for contents that its exporter has not announced")
     block.expect(described.slot, wanted)
-    block.wait(stream, words.ready_address, wanted)
+    block.wait(stream, words.ready, wanted)
 
 
 def _let_go(owner: ImportedBuffer | _DroppedImport, stream: Stream, *, used: bool = True) -> None:
@@ -755,8 +745,8 @@ def _let_go(owner: ImportedBuffer | _DroppedImport, stream: Stream, *, used: boo
             else:
                 if not reached(mine.closed.value, before):
                     # An earlier import's end is still on its way, on another stream: the word only ever counts up.
-                    block.wait(stream, mine.closed_address, before)
-                block.tell(stream, mine.closed, mine.closed_address, held.number, checked=True)
+                    block.wait(stream, mine.closed, before)
+                block.tell(stream, mine.closed, held.number, checked=True)
                 mine.closing.value = held.number
         held.count = 0
         owner._held = None

@@ -108,18 +108,18 @@ class Lease(SharedState):
             value = next_word(before)
             if self._announcer is not stream and not reached(words.ready.value, before):
                 # The word only ever counts up, whichever stream writes it.
-                self.block.wait(stream, words.ready_address, before)
+                self.block.wait(stream, words.ready, before)
             self._announcer = stream
             # A value is never used twice, whatever happens: so it is announced before it is queued.
             words.announced.value = value
             try:
-                self.block.tell(stream, words.ready, words.ready_address, value)
+                self.block.tell(stream, words.ready, value)
             except CudaError:
                 words.announced.value = before
                 raise
             except BaseException:
                 # Nobody knows whether it was queued; twice does no harm.
-                self.block.tell(stream, words.ready, words.ready_address, value)
+                self.block.tell(stream, words.ready, value)
                 raise
             return value
 
@@ -180,7 +180,7 @@ class Lease(SharedState):
                     for importer in using if stream is not None else ():
                         theirs = self.block.importer_words(self.slot, importer)
                         # Not ``opened``, which goes up for a moment where a stale descriptor is being refused.
-                        self.block.wait(stream, theirs.closed_address, theirs.closing.value)  # type: ignore[arg-type]
+                        self.block.wait(stream, theirs.closed, theirs.closing.value)  # type: ignore[arg-type]
                     ended = True
             finally:
                 if not (ended or for_good):
