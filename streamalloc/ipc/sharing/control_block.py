@@ -174,31 +174,6 @@ class Mark:
 class ControlBlock:
     """A control block as one process sees it: the exporter makes it (:meth:`create`), importers :meth:`attach` it."""
 
-    __slots__ = (
-        "__weakref__",
-        "_address",
-        "_exchange",
-        "_expected",
-        "_importers",
-        "_map",
-        "_marks",
-        "_own",
-        "_query",
-        "_raw",
-        "_slots",
-        "_values",
-        "_wait",
-        "_watched",
-        "_write",
-        "closed",
-        "closing",
-        "door",
-        "fd",
-        "id",
-        "importer",
-        "opened",
-    )
-
     id: bytes
     """16 bytes that name the control block."""
     fd: Fd

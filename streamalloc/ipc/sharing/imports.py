@@ -459,12 +459,11 @@ def open(
         door.check_process()
         work(door)
         importer = importer_of(door)
-        way = importer.ways.get(data[:HEAD_BYTES]) if type(data) is bytes else None
-        if way is not None and kind in (None, ImportedBuffer):
-            described = Descriptor.from_bytes(data)
+        way = importer.ways.get(data[:HEAD_BYTES]) if type(data) is bytes and kind in (None, ImportedBuffer) else None
+        described = Descriptor.from_bytes(data)
+        if way is not None:
             ordered = _prepared(importer, described, way.device, stream)
             return _open_allocation(way, described, ordered)  # type: ignore[return-value]
-        described = Descriptor.from_bytes(data)
         opener, gives = _MECHANISMS[described.mechanism]
         if described.mechanism is Mechanism.PHYSICAL and described.origin == bytes(16):
             gives = PhysicalMemory

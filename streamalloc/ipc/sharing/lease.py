@@ -273,10 +273,6 @@ class Leases:
                     return lease
             self._add_block(ControlBlock.create(self.door))
 
-    def give(self, lease: Lease) -> None:
-        """Give a slot back; descriptors of it are stale. It is used again once it is quiet."""
-        lease.give_back()
-
     def block(self) -> ControlBlock:
         """Any control block of this process."""
         if not self.blocks:
