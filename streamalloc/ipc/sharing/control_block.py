@@ -263,16 +263,13 @@ class ControlBlock:
         block = cls(door, fd)
         block.id = name
         with undoing(block.close):
-            block.importer = block._take_place()
-        return block
-
-    def _take_place(self) -> int:
-        for importer in range(IMPORTERS):
-            if self._lock(1 + importer):
-                # What an importer before us left open when it died has ended.
-                self._end(importer)
-                return importer
-        raise ValueError(f"this exporter has {IMPORTERS} importers already")
+            for importer in range(IMPORTERS):
+                if block._lock(1 + importer):
+                    # What an importer before us left open when it died has ended.
+                    block._end(importer)
+                    block.importer = importer
+                    return block
+            raise ValueError(f"this exporter has {IMPORTERS} importers already")
 
     # -- words and streams -----------------------------------------------------------------------------------
 
@@ -429,16 +426,6 @@ class ControlBlock:
         self._expected[slot, wanted] = None
         self._watch(0)
 
-    def _exporter_died(self) -> None:
-        for slot, wanted in list(self._expected):
-            words = self.slot_words(slot)
-            short = (wanted - words.ready.value) % WORD
-            if short < WORD // 2:
-                # How far it was really is what is left. In this order: who goes on has to know.
-                words.lost.value = (words.lost.value + short) % WORD
-                words.ready.value = wanted
-            self._expected.pop((slot, wanted), None)
-
     def _watch(self, byte: int) -> None:
         if byte in self._watched:
             return
@@ -458,7 +445,14 @@ class ControlBlock:
             self._end(byte - 1)
         else:
             self._map[_DEAD] = 1
-            self._exporter_died()
+            for slot, wanted in list(self._expected):
+                words = self.slot_words(slot)
+                short = (wanted - words.ready.value) % WORD
+                if short < WORD // 2:
+                    # How far it was really is what is left. In this order: who goes on has to know.
+                    words.lost.value = (words.lost.value + short) % WORD
+                    words.ready.value = wanted
+                self._expected.pop((slot, wanted), None)
 
     def _shut_after_fork(self) -> None:
         self._exchange = self._query = self._write = self._wait = refuse_after_fork

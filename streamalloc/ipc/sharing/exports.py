@@ -134,10 +134,9 @@ class _Route:
     It lasts as long as the pool is open or a lease needs it. Its marks tell importers when it ends.
     """
 
-    __slots__ = ("_heads", "_marks", "device", "fd", "origin", "pool")
+    __slots__ = ("_heads", "_marks", "device", "fd", "origin")
 
     def __init__(self, pool: MemoryPool, device: bytes) -> None:
-        self.pool: weakref.ref[MemoryPool] = weakref.ref(pool)
         call, raw = door_behind(pool).call, cuda.CUmemoryPool(pool.handle)
         number = call("cuMemPoolExportToShareableHandle", raw, _POSIX_MEMBER, 0, hint=_NOT_EXPORTABLE)
         self.fd: Fd = Fd(int(number))
@@ -176,8 +175,7 @@ class Exports:
         """Where other processes may ask for handles; zeros until :meth:`serve` is called."""
         self.version: int = int(door.call("cuDriverGetVersion"))
         self._export_pointer: Any = door.driver.cuMemPoolExportPointer
-        self._routes: dict[int, _Route] = {}
-        """By the pool object's ``id``."""
+        self._routes: weakref.WeakKeyDictionary[MemoryPool, _Route] = weakref.WeakKeyDictionary()
         self._uuids: dict[int, bytes] = {}
         self._handles: weakref.WeakKeyDictionary[PhysicalMemory, dict[MemHandleType, Fd | bytes]]
         self._handles = weakref.WeakKeyDictionary()
@@ -234,8 +232,8 @@ class Exports:
 
     def route(self, pool: MemoryPool) -> _Route:
         """How a pool is shared."""
-        route = self._routes.get(id(pool))
-        if route is None or route.pool() is not pool:
+        route = self._routes.get(pool)
+        if route is None:
             if pool.properties is not None and not pool.properties.handle_types & _POSIX:
                 raise ValueError(
                     f"{pool!r} cannot be shared: make it with handle_types=MemHandleType.POSIX_FILE_DESCRIPTOR"
@@ -243,11 +241,10 @@ class Exports:
                 )
             on_device = pool.location.type is MemLocationType.DEVICE
             device = Device(pool.location.id if on_device else 0, driver=self.door.driver)
-            route = self._routes[id(pool)] = _Route(pool, self.uuid(device))
-            for key, known in list(self._routes.items()):
-                known_pool = known.pool()
-                if known_pool is None or known_pool.closed:
-                    self._routes.pop(key, None)
+            route = self._routes[pool] = _Route(pool, self.uuid(device))
+            for known in list(self._routes):
+                if known.closed:
+                    self._routes.pop(known, None)
         return route
 
     def pointer(self, address: int) -> bytes:
@@ -259,18 +256,13 @@ class Exports:
 
     def memory(self, memory: PhysicalMemory, handle_type: MemHandleType) -> tuple[Chunk, Fd | None]:
         """Physical memory as a descriptor has it, and the file descriptor that goes along, if one does."""
-        handles = self._handles.get(memory)
-        if handles is None:
-            handles = self._handles.setdefault(memory, {})
-        handle = handles.get(handle_type)
-        if handle is None:
-            handle = handles.setdefault(handle_type, memory.export(handle_type))
-        name = self.name(memory)
-        return (
-            (Chunk(name, memory.nbytes), handle)
-            if isinstance(handle, Fd)
-            else (Chunk(name, memory.nbytes, handle), None)
-        )
+        handles = self._handles.setdefault(memory, {})
+        if handle_type not in handles:
+            handles.setdefault(handle_type, memory.export(handle_type))
+        name, handle = self.name(memory), handles[handle_type]
+        if isinstance(handle, Fd):
+            return Chunk(name, memory.nbytes), handle
+        return Chunk(name, memory.nbytes, handle), None
 
     def name(self, thing: PhysicalMemory | VirtualBuffer) -> bytes:
         """Sixteen bytes that stand for memory, or a buffer that may grow, so that importers know it again."""

@@ -102,7 +102,12 @@ class Handles:
 
     def name(self, described: Descriptor) -> None:
         """Tell which handle is which, by the order that the descriptor gives."""
-        names = _names(described)
+        names = [chunk.id for chunk in described.chunks if not chunk.fabric]
+        if described.mechanism in (Mechanism.POOL, Mechanism.POOL_POINTER):
+            names = [described.origin]
+        if described.control_block != _NO_BLOCK:
+            names.append(described.control_block)
+        names = list(dict.fromkeys(names))
         # One more is that by which a message holds the allocation. It is closed with what nobody takes.
         by_the_message = int(bool(described.flags & Flags.HELD) and not described.hold)
         if by_the_message and len(self._given) == 1:
@@ -128,12 +133,10 @@ class Handles:
 
     def take_here(self, name: bytes) -> Fd | None:
         """The same; None where it did not come along and the exporter is not of this machine, or has ended."""
-        if name not in self._named and self.endpoint == bytes(16):
-            return None
-        try:
-            return self.take(name)
-        except ConnectionError:
-            return None
+        if name in self._named or self.endpoint != bytes(16):
+            with contextlib.suppress(ConnectionError):
+                return self.take(name)
+        return None
 
     def close(self) -> None:
         """Close what nobody took."""
@@ -177,11 +180,6 @@ class _PoolHandle(Deferred):
         """What tells that its owner still has it."""
         self.users: weakref.WeakSet[ImportedPool] = weakref.WeakSet()
 
-    @property
-    def raw(self) -> Any:
-        """The ``CUmemoryPool``."""
-        return self._raw
-
     def ended(self) -> bool:
         """Whether its owner has closed it, or has died, as far as can be known."""
         return not all(block.marked("pool", mark) and block.exporter_alive() for block, mark in self.marks)
@@ -194,7 +192,7 @@ class _PoolHandle(Deferred):
             return False
         with self._importer.lock:
             # Where it was imported anew meanwhile, the driver has the same handle.
-            if self._raw is not None and not self._importer.knows(self):
+            if self._raw is not None and int(self._raw) not in self._importer.handles:
                 door.give_back(self, "cuMemPoolDestroy")
         return True
 
@@ -220,7 +218,7 @@ class Importer:
         self._dropped: SimpleQueue[bool] = SimpleQueue()
         """The only kind of queue that a finaliser may put into."""
         self._watching = False
-        self._handles: dict[int, _PoolHandle] = {}
+        self.handles: dict[int, _PoolHandle] = {}
         """All imported pools: the driver has one handle of each."""
 
     def drop(self, dropped: _DroppedImport) -> None:
@@ -308,7 +306,7 @@ class Importer:
                 self.door.create(
                     made, "_raw", "cuMemPoolImportFromShareableHandle", fd.fileno(), _POSIX_MEMBER, 0, hint=_BAD_HANDLE
                 )
-                found = self._handles.setdefault(int(made.raw), made)
+                found = self.handles.setdefault(int(made._raw), made)
                 if described.mechanism is Mechanism.POOL or described.flags & Flags.LEASED:
                     self.pools[described.origin] = found
             return found
@@ -320,20 +318,16 @@ class Importer:
             ways = [held.way for held in self.imports.values()]
             pools = {id(way.pool) for way in ways}
             blocks = {id(way.block) for way in ways}
-            for number, pool in list(self._handles.items()):
+            for number, pool in list(self.handles.items()):
                 if id(pool) not in pools and not pool.users and pool.ended():
-                    del self._handles[number]
+                    del self.handles[number]
                     later.hand_in(pool)
             for name, block in list(self.blocks.items()):
                 if id(block) not in blocks and not block.exporter_alive() and block.idle():
                     del self.blocks[name]
                     later.hand_in(_OnThread(block.close))
-            self.pools = {name: pool for name, pool in self.pools.items() if self.knows(pool)}
+            self.pools = {name: pool for name, pool in self.pools.items() if int(pool._raw) in self.handles}
             self.ways = {head: way for head, way in self.ways.items() if way.origin in self.pools}
-
-    def knows(self, pool: _PoolHandle) -> bool:
-        """Whether the driver's handle of a pool is in use."""
-        return int(pool.raw) in self._handles
 
     def size_at(self, address: int) -> int:
         """How many bytes the driver has there (``cuPointerGetAttribute``)."""
@@ -362,9 +356,6 @@ def _let_go_of_the_dropped(dropped: SimpleQueue[bool], reference: weakref.ref[Do
 importer_of: PerDriver[Importer] = PerDriver(Importer)
 """What this process has opened through a driver."""
 
-Lessor: TypeAlias = tuple[bytes, int, int]
-"""Whose lease it is: control block, slot and generation."""
-
 
 class _Import:
     """One allocation of another process, however many objects of this process name it."""
@@ -375,7 +366,8 @@ class _Import:
         self.way: _PoolWay | _LegacyWay = way
         self.key: bytes = described.payload
         """The driver's export data, for which it always gives the same address."""
-        self.lessor: Lessor | None = None
+        self.lessor: tuple[bytes, int, int] | None = None
+        """Whose lease it is: control block, slot and generation."""
         self.words: ImporterWords | None = None
         """Ours in the control block that keeps account of the lease; None where there is none."""
         self.number: int = 0
@@ -508,16 +500,6 @@ def _prepared(importer: Importer, described: Descriptor, device: Device, stream:
     return ordered
 
 
-def _names(described: Descriptor) -> list[bytes]:
-    """The names of the handles that a descriptor needs, in order."""
-    names = [chunk.id for chunk in described.chunks if not chunk.fabric]
-    if described.mechanism in (Mechanism.POOL, Mechanism.POOL_POINTER):
-        names = [described.origin]
-    if described.control_block != _NO_BLOCK:
-        names.append(described.control_block)
-    return list(dict.fromkeys(names))
-
-
 def _open_pool(
     importer: Importer, described: Descriptor, device: Device, stream: Stream, handles: Handles
 ) -> ImportedPool:
@@ -560,7 +542,7 @@ class _PoolWay:
 
     def acquire(self, held: _Import) -> None:
         """Import an allocation by the driver's export data (``cuMemPoolImportPointer``)."""
-        result, held._raw = self.importer.import_pointer(self.pool.raw, self._data.filled(held.key))
+        result, held._raw = self.importer.import_pointer(self.pool._raw, self._data.filled(held.key))
         if result:
             held._raw = None
             raise error_from(result, "cuMemPoolImportPointer", _BAD_POINTER)
@@ -902,7 +884,7 @@ class ImportedPool:
     @property
     def handle(self) -> int:
         """The driver's handle (``CUmemoryPool``) as a number."""
-        return int(self._pool.raw)
+        return int(self._pool._raw)
 
     @property
     def _door(self) -> Door:
@@ -911,7 +893,7 @@ class ImportedPool:
     def set_access(self, device: Device, access: MemAccess = MemAccess.READWRITE) -> None:
         """Let another device of this process use the pool's memory (``cuMemPoolSetAccess``)."""
         descriptor = MemAccessDesc(device.location, access).to_driver()
-        self._importer.door.call("cuMemPoolSetAccess", self._pool.raw, [descriptor], 1)
+        self._importer.door.call("cuMemPoolSetAccess", self._pool._raw, [descriptor], 1)
 
     def __repr__(self) -> str:
         return f"<ImportedPool {self.handle:#x} on device {self.device.ordinal}>"
