@@ -94,11 +94,6 @@ class Stage:
             self.peer.ask("set_up", self.way, *arguments, fds=[theirs.fileno(), *fds])
         return ours
 
-    def channel(self) -> tuple[ipc.Channel, ipc.Channel]:
-        """Both ends of a channel; this one is closed at the end."""
-        ours, theirs = ipc.Channel.pair()
-        return self.resources.enter_context(ours), theirs
-
 
 def cuda_core() -> tuple[Any, Any, Any]:
     """cuda.core, its device and a stream of it."""
@@ -207,7 +202,8 @@ def _serve_raw(here: Here, shared: str) -> Call:
 
 def ours(stage: Stage) -> Contender:
     """With a ready word and a lease."""
-    channel, theirs = stage.channel()
+    channel, theirs = ipc.Channel.pair()
+    stage.resources.enter_context(channel)
     with theirs:
         stage.peer.ask("set_up", stage.way, fds=[theirs.fileno()])
     pool, stream = stage.pool, stage.bench.stream
@@ -316,11 +312,12 @@ def torch_queue(stage: Stage) -> Contender:
     return _through_queue(stage, lambda: torch.empty(SIZE, dtype=torch.uint8, device=device))
 
 
-def _producer(stage: Stage, *others: ipc.Channel) -> ipc.RingProducer:
+def _producer(stage: Stage, *fds: int) -> ipc.RingProducer:
+    """A producer whose consumer is in the other process."""
     producer = stage.resources.enter_context(ipc.Ring.producer(stage.pool, SIZE, SLOTS, stream=stage.bench.stream))
     channel, theirs = ipc.Channel.pair()
     with theirs:
-        stage.peer.begin("set_up", stage.way, fds=[theirs.fileno(), *(other.fileno() for other in others)])
+        stage.peer.begin("set_up", stage.way, fds=[theirs.fileno(), *fds])
     producer.add(channel, timeout=_SECONDS)
     stage.peer.result()
     return producer
@@ -332,9 +329,10 @@ def _consumer(here: Here) -> ipc.RingConsumer:
 
 def ring_item(stage: Stage) -> Contender:
     """One item through a ring, and the consumer's word that it has it."""
-    replies, theirs = stage.channel()
+    replies, theirs = ipc.Channel.pair()
+    stage.resources.enter_context(replies)
     with theirs:
-        producer = _producer(stage, theirs)
+        producer = _producer(stage, theirs.fileno())
 
     def once() -> None:
         with producer.next(_SECONDS):

@@ -8,7 +8,7 @@ import statistics
 import timeit
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import streamalloc as sa
 from streamalloc import vmm
@@ -19,8 +19,6 @@ from streamalloc.cli.terminal import Terminal
 from streamalloc.core.errors import size_text
 
 __all__ = ["SECTIONS"]
-
-T = TypeVar("T")
 
 STEPS = 16
 STEP = 64 << 20
@@ -41,12 +39,8 @@ def raw_growth(bench: Bench, count: int, nbytes: int) -> list[float]:
     """Create, map and set access with the bindings, results checked; microseconds of each step."""
     driver = bench.driver
     create, map_, set_access = driver.cuMemCreate, driver.cuMemMap, driver.cuMemSetAccess
-    location = driver.CUmemLocation()
-    location.type, location.id = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, bench.device.ordinal
-    properties, access = driver.CUmemAllocationProp(), driver.CUmemAccessDesc()
-    properties.type, properties.location = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED, location
-    access.location, access.flags = location, driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    descriptors = [access]
+    properties = sa.MemAllocationProp(location=bench.device.location).to_driver()
+    descriptors = [sa.MemAccessDesc(bench.device.location, sa.MemAccess.READWRITE).to_driver()]
     handles: list[Any] = []
     start = int(value_of(driver.cuMemAddressReserve(count * nbytes, 0, 0, 0)))
     end = start
@@ -103,7 +97,7 @@ _WAYS: dict[str, Callable[[Bench, int, int], list[float]]] = {
 }
 
 
-def in_turns(contenders: Sequence[Callable[[], T]], rounds: int) -> list[list[T]]:
+def in_turns(contenders: Sequence[Callable[[], list[float]]], rounds: int) -> list[list[list[float]]]:
     """What each of some functions answers, by function and round.
 
     They run once beforehand, and then in all orders by turns: how long the driver takes to make memory depends on who
@@ -111,7 +105,7 @@ def in_turns(contenders: Sequence[Callable[[], T]], rounds: int) -> list[list[T]
     """
     for contender in contenders:
         contender()
-    found: list[list[T]] = [[] for _ in contenders]
+    found: list[list[list[float]]] = [[] for _ in contenders]
     orders = itertools.cycle(itertools.permutations(range(len(contenders))))
     for order in itertools.islice(orders, rounds):
         for at in order:

@@ -150,16 +150,11 @@ class _Tables:
             terminal.paragraph(found["driver_not_found"])
 
         terminal.heading("Versions")
-        version = found["versions"]
-        terminal.table(
-            [
-                ("streamalloc", version["streamalloc"]),
-                ("Python", f"{version['python']} ({sys.executable})"),
-                ("numpy", version["numpy"]),
-                ("cuda-bindings", version["cuda_bindings"]),
-                ("driver", f"{'simulated' if found['simulated'] else 'NVIDIA'}, {chosen.version}"),
-            ]
-        )
+        version = {name.replace("_", "-"): number for name, number in found["versions"].items()}
+        version["python"] += f" ({sys.executable})"
+        version["driver"] = f"{'simulated' if found['simulated'] else 'NVIDIA'}, {chosen.version}"
+        del version["cuda"]  # which the driver's version names
+        terminal.table(version.items())
         for device in found["devices"]:
             self._device(device, sa.Device(device["ordinal"], driver=chosen.driver).supports)
         if len(found["devices"]) > 1:
@@ -192,14 +187,13 @@ class _Tables:
     def _device(self, device: dict[str, Any], supports: sa.Capabilities) -> None:
         terminal = self.terminal
         terminal.heading(f"Device {device['ordinal']}: {device['name']}")
-        terminal.table(
-            [
-                ("memory", f"{device['total_memory'] / (1 << 30):,.1f} GiB"),
-                ("compute capability", ".".join(map(str, device["compute_capability"]))),
-                ("UUID", device["uuid"]),
-                ("PCI bus", device["pci_bus_id"]),
-            ]
-        )
+        facts = {
+            "memory": f"{device['total_memory'] / (1 << 30):,.1f} GiB",
+            "compute capability": ".".join(map(str, device["compute_capability"])),
+            "UUID": device["uuid"],
+            "PCI bus": device["pci_bus_id"],
+        }
+        terminal.table(facts.items())
         terminal.line()
         rows = []
         for name, answer, about in supports.rows():
@@ -208,24 +202,22 @@ class _Tables:
             rows.append((name, self._answer(first), about))
             rows += [("", other, "") for other in others]
         terminal.table(rows)
-        trials = device["virtual_memory"]
-        if trials:
-            terminal.line()
-            self._granularities(
-                ("virtual memory", "granularity", "recommended", "one granule, tried"),
-                [(one["what"], one["granularity"], one["recommended"], self._found(one)) for one in trials],
-            )
+        if device["virtual_memory"]:
+            self._granularities("virtual memory", "one granule, tried", device["virtual_memory"])
         if device["missing"]:
             terminal.line()
             terminal.line("  " + terminal.bold("What is missing"))
             for line in device["missing"]:
                 terminal.paragraph(line, indent=4, first="  - ")
 
-    def _granularities(self, header: tuple[str, ...], rows: list[tuple[str, int | None, int | None, str]]) -> None:
-        shown = (
-            (what, *("" if size is None else size_text(size) for size in sizes), found) for what, *sizes, found in rows
-        )
-        self.terminal.table(shown, header=header, align="lrrl")
+    def _granularities(self, what: str, found: str, rows: list[dict[str, Any]]) -> None:
+        """A table of what sizes have to be a multiple of."""
+        cells = []
+        for row in rows:
+            sizes = ("" if row[key] is None else size_text(row[key]) for key in ("granularity", "recommended"))
+            cells.append((row["what"], *sizes, self._found(row)))
+        self.terminal.line()
+        self.terminal.table(cells, header=(what, "granularity", "recommended", found), align="lrrl")
 
     def _peers(self, peer_access: list[list[bool]]) -> None:
         self.terminal.heading("Peer access")
@@ -258,14 +250,9 @@ class _Tables:
             for one in found["devices"]
         )
         if count:
-            terminal.line()
-            self._granularities(
-                (f"shared, {plural(count, 'device')}", "granularity", "recommended", ""),
-                [
-                    (_SHARED[one["handle_type"]], one["minimum"], one["recommended"], self._found(one))
-                    for one in found["granularity"]
-                ],
-            )
+            ways = found["granularity"]
+            how = [{**one, "what": _SHARED[one["handle_type"]], "granularity": one["minimum"]} for one in ways]
+            self._granularities(f"shared, {plural(count, 'device')}", "", how)
             terminal.line()
             terminal.paragraph(
                 f"A team has up to {count} devices in this process, and those that other processes add; with fabric "

@@ -54,11 +54,8 @@ class PeerError(RuntimeError):
 def environment(driver: Driver) -> dict[str, str]:
     """The environment of a process whose default driver is of the same kind, or simulates the same machine."""
     package = str(Path(sa.__file__).parent.parent)
-    found = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH")))),
-        "STREAMALLOC_DRIVER": "cuda",
-    }
+    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    found = {**os.environ, "PYTHONPATH": path, "STREAMALLOC_DRIVER": "cuda"}
     if getattr(driver, "is_simulated", False):
         found |= {"STREAMALLOC_DRIVER": "simulated", "STREAMALLOC_MACHINE": driver.machine_name}  # type: ignore[attr-defined]
     return found

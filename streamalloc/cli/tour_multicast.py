@@ -212,15 +212,14 @@ def _symmetric(tour: Tour, driver: Any) -> None:
 
 def _all_reduce(tour: Tour, memory: SymmetricMemory, streams: list[sa.Stream]) -> None:
     values = np.arange(memory.size * 256, dtype=np.float32).reshape(memory.size, -1)
-    for row, buffer, stream in zip(values, memory.buffers, streams, strict=True):
-        buffer[: row.nbytes].copy_from(row, stream)
+    nbytes, address = values[0].nbytes, memory.multicast_address or 0
+    ranks = list(zip(memory.buffers, streams, strict=True))
+    for row, (buffer, stream) in zip(values, ranks, strict=True):
+        buffer[:nbytes].copy_from(row, stream)
     memory.barrier(*streams)
-    for buffer, stream in zip(memory.buffers, streams, strict=True):
-        address = memory.multicast_address or 0
-        multimem_ld_reduce(stream, buffer[values[0].nbytes :], address, values.shape[1], np.float32)
-    of_row = slice(values[0].nbytes, 2 * values[0].nbytes)
-    found = [read(buffer[of_row], stream) for buffer, stream in zip(memory.buffers, streams, strict=True)]
-    sums = np.array(found).view(np.float32)
+    for buffer, stream in ranks:
+        multimem_ld_reduce(stream, buffer[nbytes:], address, values.shape[1], np.float32)
+    sums = np.array([read(buffer[nbytes : 2 * nbytes], stream) for buffer, stream in ranks]).view(np.float32)
     tour.step(
         "the sum over all, as a kernel's multimem.ld_reduce gives it",
         equal("sums that differ from numpy's", int(np.count_nonzero(sums != values.sum(axis=0))), 0),

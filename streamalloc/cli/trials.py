@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -208,25 +208,19 @@ def _mapped(peer: Peer, device: sa.Device, stream: sa.Stream) -> str:
         return _given(peer, buffer)
 
 
-@contextlib.contextmanager
-def _allocated(device: sa.Device) -> Iterator[int]:
-    # Any: the facade does not allocate such memory, so that this is the driver's own function.
+def _plain(peer: Peer, device: sa.Device, stream: sa.Stream) -> str:
+    # Any: the facade does not allocate such memory, so that these are the driver's own functions.
     driver = cast(Any, device.driver)
     with device.current():
         error, pointer = driver.cuMemAlloc(_BLOCK)
         if error:
-            raise MemoryError(f"cuMemAlloc answered {error.name}")
+            raise sa.CudaError(error.name, int(error), "cuMemAlloc")
         try:
             driver.cuMemsetD8(pointer, _PATTERN, _BLOCK)
             driver.cuCtxSynchronize()
-            yield int(pointer)
+            return _given(peer, ipc.share(Block(int(pointer)), stream, expose_block=True))
         finally:
             driver.cuMemFree(pointer)
-
-
-def _plain(peer: Peer, device: sa.Device, stream: sa.Stream) -> str:
-    with _allocated(device) as address:
-        return _given(peer, ipc.share(Block(address), stream, expose_block=True))
 
 
 def _event(peer: Peer, device: sa.Device, stream: sa.Stream) -> str:
