@@ -7,8 +7,9 @@ no order of dropping things frees addresses that are mapped, or memory that is u
 from __future__ import annotations
 
 import functools
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from typing_extensions import Self
@@ -339,7 +340,7 @@ class AddressRange(Closes):
         entry = MappingEntry(memory, node)
         try:
             # In the table before it is mapped, so that an interrupt between the two loses nothing.
-            self._entries.insert(bisect_left(self._entries, offset, key=_offset), entry)
+            self._entries.insert(bisect_left(self._entries, offset, key=attrgetter("offset")), entry)
             node.link(memory._handle)
             self._door.call("cuMemMap", address + offset, memory.nbytes, 0, raw, 0)
             self._grant((entry,), rights or {})
@@ -406,8 +407,8 @@ class AddressRange(Closes):
     def _touching(self, start: int, stop: int) -> list[MappingEntry]:
         """The mappings that a part of the range touches."""
         entries = self._table()
-        first = bisect_left(entries, start, key=_stop_before)
-        return entries[first : bisect_left(entries, stop, key=_offset)] if start < stop else []
+        first = bisect_right(entries, start, key=attrgetter("stop"))
+        return entries[first : bisect_left(entries, stop, key=attrgetter("offset"))] if start < stop else []
 
     def _bounds(self, start: int, stop: int | None) -> tuple[int, int]:
         begin, end = checked_size("start", start), self.nbytes if stop is None else checked_size("stop", stop)
@@ -669,12 +670,3 @@ def _multiple(name: str, value: int) -> int:
     if size % GRANULARITY:
         raise ValueError(f"{name}={value}: allowed are multiples of {size_text(GRANULARITY)}")
     return size
-
-
-def _offset(entry: MappingEntry) -> int:
-    return entry.node.offset
-
-
-def _stop_before(entry: MappingEntry) -> int:
-    """What orders mappings by the last byte that they have."""
-    return entry.stop - 1

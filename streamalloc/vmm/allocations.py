@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door, PerDriver
@@ -15,16 +16,12 @@ from streamalloc.vmm.access import Rights
 from streamalloc.vmm.release_order import Kind, Node, ReleaseOrder
 from streamalloc.vmm.waiting import accessing
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 __all__ = [
     "AllocationHandle",
     "AllocationState",
     "Allocations",
     "HandleNode",
     "MappedBytes",
-    "QueuedWork",
     "Reservation",
     "allocations_of",
 ]

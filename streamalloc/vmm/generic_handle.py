@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from streamalloc.core.arguments import FABRIC_NEEDS
 from streamalloc.core.door import Door
@@ -17,11 +17,9 @@ from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemHandleType, MemLocation
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda, opaque_struct
+from streamalloc.vmm.access import Rights
 from streamalloc.vmm.allocations import AllocationHandle, AllocationState, allocations_of
 from streamalloc.vmm.release_order import Kind
-
-if TYPE_CHECKING:
-    from streamalloc.vmm.access import Rights
 
 __all__ = ["GenericAllocation"]
 
@@ -32,7 +30,12 @@ class GenericAllocation(Closes):
     That is :class:`PhysicalMemory` or a multicast object: :meth:`AddressRange.map` takes either.
     """
 
-    __slots__ = ("__weakref__", "_door", "_handle", "nbytes")
+    __slots__ = ("__weakref__", "_door", "_granularity", "_handle", "_handle_types", "nbytes")
+
+    _granularity: int
+    """What the places of its mappings must be a multiple of, in bytes."""
+    _handle_types: MemHandleType
+    """What it can be exported as."""
 
     def _prepare(self, door: Door, nbytes: int, kind: Kind) -> None:
         """Get ready for a handle. An interrupt between the driver's answer and the owner of it then loses nothing."""
@@ -132,16 +135,6 @@ class GenericAllocation(Closes):
             self._handle.allocations.end(self._handle)
 
     # -- for this package and its neighbours -----------------------------------------------------------------
-
-    @property
-    @abc.abstractmethod
-    def _handle_types(self) -> MemHandleType:
-        """What it can be exported as."""
-
-    @property
-    @abc.abstractmethod
-    def _granularity(self) -> int:
-        """What the places of its mappings must be a multiple of, in bytes."""
 
     @property
     @abc.abstractmethod

@@ -188,7 +188,7 @@ class PhysicalMemory(GenericAllocation):
         return memory
 
     def _make(self, spec: MemorySpec, nbytes: int) -> None:
-        self._spec: MemorySpec = spec
+        self._set_spec(spec)
         self._prepare(spec.door, nbytes, Kind.MEMORY)
         for last in (False, True):
             try:
@@ -233,14 +233,16 @@ class PhysicalMemory(GenericAllocation):
             memory.close()
             raise ValueError(f"address={address:#x}: a multicast object is mapped there, which is no memory itself")
         handle.known()
-        memory._find_spec()
+        memory._set_spec(MemorySpec(door, memory.query(), found=True))
         location = memory.location
         with door.current(location.id if location.type is MemLocationType.DEVICE and location.seen else 0):
             memory.nbytes = int(door.call("cuMemGetAddressRange", address)[1])
         return memory
 
-    def _find_spec(self) -> None:
-        self._spec = MemorySpec(self._door, self.query(), found=True)
+    def _set_spec(self, spec: MemorySpec) -> None:
+        self._spec: MemorySpec = spec
+        self._granularity: int = spec.granularity
+        self._handle_types: MemHandleType = spec.prop.requested_handle_types
 
     @property
     def location(self) -> MemLocation:
@@ -265,14 +267,6 @@ class PhysicalMemory(GenericAllocation):
     def compressible(self) -> bool:
         """Whether the memory is compressible, as the driver says of the handle."""
         return self.query().alloc_flags.compression_type == _COMPRESSION
-
-    @property
-    def _handle_types(self) -> MemHandleType:
-        return self._spec.prop.requested_handle_types
-
-    @property
-    def _granularity(self) -> int:
-        return self._spec.granularity
 
     @property
     def _mark(self) -> str:
@@ -304,7 +298,7 @@ def import_memory(door: Door, handle: Fd | int | bytes, nbytes: int) -> Physical
     memory = PhysicalMemory.__new__(PhysicalMemory)
     memory._prepare(door, nbytes, Kind.MEMORY)
     memory._import(handle)
-    memory._find_spec()
+    memory._set_spec(MemorySpec(door, memory.query(), found=True))
     return memory
 
 

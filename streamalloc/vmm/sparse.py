@@ -345,7 +345,7 @@ class SparseArray(Closes):
     def mapped(self, level: int = 0, layer: int = 0) -> npt.NDArray[np.bool_]:
         """Which tiles of a level have memory: an array of one truth value a tile."""
         self._check_layer(layer)
-        grid = self._grid(level)
+        grid = tuple(-(-extent // step) for extent, step in zip(self.level_shape(level), self.tile, strict=True))
         found = np.zeros(grid, np.bool_)
         for tile in self._array.map:
             if (tile.level, tile.layer) == (level, layer):
@@ -544,9 +544,6 @@ class SparseArray(Closes):
             door.call("cuMemcpy3DAsync", copy, raw_handle(ordered))
 
     # -- checks ----------------------------------------------------------------------------------------------
-
-    def _grid(self, level: int) -> tuple[int, ...]:
-        return tuple(-(-extent // step) for extent, step in zip(self.level_shape(level), self.tile, strict=True))
 
     def _bounds(self, region: Region, level: int, layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Where a region begins and ends, in elements."""

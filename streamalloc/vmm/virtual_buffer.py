@@ -404,10 +404,8 @@ class VirtualBuffer(Memory, Closes):
         if range_ is None or range_.closed:
             return f"<{type(self).__name__}, closed>"
         state = "evicted" if self._evicted else f"{size_text(self._mapped)} mapped"
-        return (
-            f"<{type(self).__name__} of {size_text(self._nbytes)} at {self.address:#x}, "
-            f"{state} of {size_text(self.capacity)} [{range_.draw(16)}]>"
-        )
+        room = f"{state} of {size_text(self.capacity)} [{range_.draw(16)}]"
+        return f"<{type(self).__name__} of {size_text(self._nbytes)} at {self.address:#x}, {room}>"
 
 
 def close_quietly(one: Closes, first: BaseException | None = None) -> None:

@@ -22,6 +22,7 @@ from streamalloc.core.errors import (
     NotSupportedError,
     refused,
     size_text,
+    unsupported,
 )
 from streamalloc.core.fd import Fd
 from streamalloc.core.memory import Memory
@@ -203,7 +204,7 @@ class MulticastObject(GenericAllocation):
         The fabric manager is not running.
     """
 
-    __slots__ = ("_bound", "_complete", "_devices", "_prop", "_step", "_team")
+    __slots__ = ("_bound", "_complete", "_devices", "_prop", "_team")
 
     def __init__(
         self,
@@ -235,7 +236,8 @@ class MulticastObject(GenericAllocation):
         """Whether somebody said that all devices were added."""
         self._devices: list[Device] = []
         self._prop = prop
-        self._step = step
+        self._granularity: int = step
+        self._handle_types: MemHandleType = prop.handle_types
         self._team = Node(Kind.TEAM)
         self._team.given_up = True
         self._prepare(door, prop.size, Kind.OBJECT)
@@ -412,11 +414,15 @@ class MulticastObject(GenericAllocation):
         member = member_of(memory, memory_offset, nbytes, self._door)
         self._check_complete("bind memory")
         start = checked_size("offset", offset)
-        if start % self._step:
-            raise ValueError(f"offset={offset}: allowed are multiples of the granularity, {size_text(self._step)}")
+        if start % self._granularity:
+            raise ValueError(
+                f"offset={offset}: allowed are multiples of the granularity, {size_text(self._granularity)}"
+            )
         if start + member.nbytes > self.nbytes:
             raise ValueError(f"offset={offset}: {size_text(member.nbytes)} end outside of {self!r}")
-        ordinal = check_member(member, self._step, device, shareable=bool(self._handle_types) or self._state.imported)
+        ordinal = check_member(
+            member, self._granularity, device, shareable=bool(self._handle_types) or self._state.imported
+        )
         if self._all_here and ordinal not in [one.ordinal for one in self._devices]:
             raise ValueError(f"{memory!r}: device {ordinal} is not in the team of {self!r}, which has {self._named()}")
         for other in self._table():
@@ -462,7 +468,7 @@ class MulticastObject(GenericAllocation):
         self._check_mappable()
         rights = rights_of(access, self._door)
         self._check_access(rights)
-        return MulticastView(*map_alone(self, max(self._step, GRANULARITY), rights))
+        return MulticastView(*map_alone(self, max(self._granularity, GRANULARITY), rights))
 
     def close(self, after: After = None) -> None:
         """Unbind what is bound by this object (``cuMulticastUnbind``) and release it (``cuMemRelease``); idempotent.
@@ -489,14 +495,6 @@ class MulticastObject(GenericAllocation):
     # -- for the package of virtual memory -------------------------------------------------------------------
 
     @property
-    def _handle_types(self) -> MemHandleType:
-        return self._prop.handle_types
-
-    @property
-    def _granularity(self) -> int:
-        return self._step
-
-    @property
     def _mark(self) -> str:
         return "M"
 
@@ -514,8 +512,7 @@ class MulticastObject(GenericAllocation):
     @property
     def _unreadable(self) -> str:
         return (
-            "ordinary reads by the addresses of a multicast object mean nothing: read the memory that is bound, or "
-            "reduce over all of it with multimem.ld_reduce in a kernel"
+            "ordinary reads of a multicast object mean nothing: read what is bound, or reduce with multimem.ld_reduce"
         )
 
     # -- the end ---------------------------------------------------------------------------------------------
@@ -664,10 +661,8 @@ class Binding(Closes):
 
     def __repr__(self) -> str:
         state = "" if self._entry.live else ", unbound"
-        return (
-            f"<Binding of {size_text(self.nbytes)} of device {self._entry.node.device} at offset {self.offset} of "
-            f"{self.multicast!r}{state}>"
-        )
+        part = f"{size_text(self.nbytes)} of device {self._entry.node.device} at offset {self.offset}"
+        return f"<Binding of {part} of {self.multicast!r}{state}>"
 
 
 class MulticastView(LoneMapping):
@@ -694,15 +689,11 @@ def _granularity_of(door: Door, prop: MulticastObjectProp, *, recommended: bool 
 def _check_supported(door: Door) -> None:
     """Refuse where no device supports multicast objects, before the driver is asked for one."""
     devices = Device.all(door.driver)
-    if not any(device.attribute("MULTICAST_SUPPORTED") for device in devices):
+    if not [device for device in devices if device.attribute("MULTICAST_SUPPORTED")]:
         count = len(devices)
         raise _unsupported("cuMulticastCreate", f"{count} device{'' if count == 1 else 's'} that cannot")
 
 
 def _unsupported(call: str, found: str) -> NotSupportedError:
-    return refused(
-        NotSupportedError,
-        call,
-        "it needs GPUs that support multicast objects: at least two, joined by NVSwitch, all visible to this process, "
-        f"and a running fabric manager; found {found}",
-    )
+    needed = "at least two, joined by NVSwitch, all visible to this process, and a running fabric manager"
+    return unsupported(call, f"GPUs that support multicast objects: {needed}", found)

@@ -261,7 +261,7 @@ class TestSupport:
     @pytest.mark.simulated_only("a machine of its own")
     def test_one_gpu_alone(self) -> None:
         driver = sd.traced(sd.simulated(devices=1))
-        match = r"needs GPUs that support multicast objects: .*NVSwitch.*fabric manager; found 1 device that cannot"
+        match = r"needs GPUs that support multicast objects: .*NVSwitch.*fabric manager, found 1 device that cannot"
         refused(driver, sa.NotSupportedError, match, lambda: multicast.MulticastObject(PAGE, 2, driver=driver))
         refused(
             driver,
