@@ -78,7 +78,7 @@ class GrowableBuffer(VirtualBuffer):
             raise ValueError("capacity=0: a buffer needs at least one byte of addresses")
         self._chunk = self._spec.round_up(checked_size("chunk", chunk))
         size = self._checked("nbytes", nbytes, most)
-        rights = device_rights((device,), access, device._door)
+        rights = device_rights(access, device._door, devices=(device,))
         self._open(device, self._spec.round_up(most), alignment, address, rights, stream)
         with undoing(self.close):
             self.resize(size)
@@ -200,7 +200,7 @@ def stripe(
     _check_peers(devices)
     specs = [MemorySpec(first._door, properties_for(device, handle_types, compressible, False)) for device in devices]
     step = max(spec.round_up(-(-size // len(devices))) for spec in specs)
-    rights = device_rights(devices, access, first._door)
+    rights = device_rights(access, first._door, devices=devices)
     buffer = StripedBuffer.__new__(StripedBuffer)
     buffer.devices = devices
     buffer.stripe_bytes = step

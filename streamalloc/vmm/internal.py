@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from streamalloc.core.errors import undoing
 from streamalloc.vmm.access import Access, Rights, rights_of
 from streamalloc.vmm.address_range import GRANULARITY, AddressRange, LoneMapping, MappingEntry, mappings_text
@@ -24,7 +22,6 @@ __all__ = [
     "HandleNode",
     "Kind",
     "LoneMapping",
-    "MappedChunk",
     "Node",
     "RemappableBuffer",
     "Rights",
@@ -40,15 +37,6 @@ __all__ = [
 ]
 
 
-class MappedChunk(NamedTuple):
-    """What is mapped at one place of an address range."""
-
-    offset: int
-    """Where it begins in the range, in bytes."""
-    memory: GenericAllocation
-    """Physical memory or a multicast object. It can be exported also where the user has closed it."""
-
-
 def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tuple[AddressRange, MappingEntry]:
     """Map memory at addresses of its own, as a :class:`LoneMapping` has it."""
     range = AddressRange(-(-memory.nbytes // GRANULARITY) * GRANULARITY, alignment=alignment, driver=memory.driver)
@@ -57,8 +45,8 @@ def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tupl
         return range, range._map(memory, 0, rights)
 
 
-def covering(range: AddressRange, start: int, stop: int) -> list[MappedChunk]:
-    """What is mapped between two offsets of a range, in the order of addresses.
+def covering(range: AddressRange, start: int, stop: int) -> list[MappingEntry]:
+    """What is mapped between two offsets of a range, in the order of addresses; its memory can be exported.
 
     Raises
     ------
@@ -67,11 +55,10 @@ def covering(range: AddressRange, start: int, stop: int) -> list[MappedChunk]:
     """
     found = []
     for entry in range._covering(start, stop):
-        memory = entry.memory
-        if memory.closed and isinstance(memory, PhysicalMemory):
+        if entry.memory.closed and isinstance(entry.memory, PhysicalMemory):
             # The mapping is all that is left of it, and knows its handle.
-            memory = PhysicalMemory.at(range.address + entry.offset, driver=range.driver)
-        found.append(MappedChunk(entry.offset, memory))
+            entry = MappingEntry(PhysicalMemory.at(range.address + entry.offset, driver=range.driver), entry.node)
+        found.append(entry)
     return found
 
 

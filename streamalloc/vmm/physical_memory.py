@@ -80,7 +80,9 @@ class MemorySpec:
 
     def make(self, nbytes: int) -> PhysicalMemory:
         """Physical memory of this kind; ``nbytes`` is a multiple of the granularity."""
-        return PhysicalMemory._of_spec(self, nbytes)
+        memory = PhysicalMemory.__new__(PhysicalMemory)
+        memory._make(self, nbytes)
+        return memory
 
     def out_of_memory(self, error: OutOfMemoryError, nbytes: int) -> OutOfMemoryError:
         """The error with the device's figures, and told from address space that has run out."""
@@ -180,12 +182,6 @@ class PhysicalMemory(GenericAllocation):
             allowed = f"multiples of the granularity, {size_text(spec.granularity)}; round_up=True rounds"
             raise ValueError(f"nbytes={nbytes}: allowed are {allowed}")
         self._make(spec, size)
-
-    @classmethod
-    def _of_spec(cls, spec: MemorySpec, nbytes: int) -> PhysicalMemory:
-        memory = cls.__new__(cls)
-        memory._make(spec, nbytes)
-        return memory
 
     def _make(self, spec: MemorySpec, nbytes: int) -> None:
         self._set_spec(spec)

@@ -166,8 +166,7 @@ class VirtualBuffer(Memory, Closes):
         restored.
         """
         self._check_open()
-        rights = rights_of(access, self._door, flags)
-        _check_devices(rights)
+        rights = device_rights(access, self._door, flags)
         self._trim(self._mapped)
         entries = self.range._table()
         if rights and entries:
@@ -417,14 +416,12 @@ def close_quietly(one: Closes, first: BaseException | None = None) -> None:
             attach(first, later)
 
 
-def device_rights(devices: Sequence[Device], access: Access, door: Door) -> Rights:
-    """Read and write access for ``devices``, and what ``access`` says of others."""
-    rights = {device.location: MemAccess.READWRITE for device in devices} | rights_of(access, door)
-    _check_devices(rights)
-    return rights
-
-
-def _check_devices(rights: Rights) -> None:
-    for where, flags in rights.items():
-        if where.type is not MemLocationType.DEVICE and flags:
+def device_rights(
+    access: Access, door: Door, flags: MemAccess = MemAccess.READWRITE, *, devices: Sequence[Device] = ()
+) -> Rights:
+    """The access to device memory that an argument means; ``devices`` may read and write."""
+    rights = {device.location: MemAccess.READWRITE for device in devices} | rights_of(access, door, flags)
+    for where, allowed in rights.items():
+        if where.type is not MemLocationType.DEVICE and allowed:
             raise ValueError(f"access: {where} cannot be given access to device memory")
+    return rights
