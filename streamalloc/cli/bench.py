@@ -14,8 +14,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import timeit
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,6 +174,22 @@ GROUPS = tuple(dict.fromkeys(row.group for row in ROWS))
 # --- how it is timed ------------------------------------------------------------------------------------------------
 
 
+def timed(bench: Bench, calls: Sequence[Call], most: int) -> list[list[float]]:
+    """Microseconds a call, by function and round."""
+    timers = [timeit.Timer(call) for call in calls]
+    for timer in timers:
+        timer.timeit(min(most, 50))
+    bench.device.synchronize()
+    once = max(timer.timeit(20) / 20 for timer in timers)
+    number = max(1, min(most, int(bench.effort.block / once)))
+    times: list[list[float]] = [[] for _ in timers]
+    for at in measuring.rotated(range(len(timers)), bench.effort.rounds):
+        bench.device.synchronize()
+        times[at].append(timers[at].timeit(number) / number * 1e6)
+    bench.device.synchronize()
+    return times
+
+
 def measure_rows(bench: Bench) -> list[dict[str, Any]]:
     """The rows of every group."""
     return [{"group": group.title, **row} for group in GROUPS for row in _measure_group(bench, group)]
@@ -185,7 +202,7 @@ def _measure_group(bench: Bench, group: Group) -> Iterator[dict[str, Any]]:
         return call
 
     ready, missing = measuring.prepared(bench, [row for row in ROWS if row.group is group], setup)
-    times = measuring.timed(bench, [call for _, call in ready], group.most)
+    times = timed(bench, [call for _, call in ready], group.most)
     for (row, _), values in zip(ready, times, strict=True):
         at_most = row.target[bench.chosen.is_simulated]
         target = "target_us" if bench.chosen.is_simulated else "target_ratio"
@@ -214,7 +231,7 @@ def measure_live(bench: Bench) -> list[dict[str, Any]]:
                 ours.append(our_pool.allocate(LIVE_SIZE, stream))
                 raws.append(measuring.value_of(driver.cuMemAllocFromPoolAsync(LIVE_SIZE, raw_pool, raw_stream)))
             # Twice the rounds: what is sought is a small difference of two figures.
-            twice = [measuring.timed(bench, calls, PAIR.most) for _ in range(2)]
+            twice = [timed(bench, calls, PAIR.most) for _ in range(2)]
             raw, our = (first + second for first, second in zip(*twice, strict=True))
             added = statistics.median(one - other for one, other in zip(our, raw, strict=True))
             result = {

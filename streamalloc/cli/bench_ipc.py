@@ -54,15 +54,12 @@ class Contender:
 
     def median(self, count: int) -> float:
         """Microseconds of a hand-off: the median of ``count``, or where they stream the mean of more of them."""
-        return self._streamed(count * _STREAM) if self.streaming else self._one_by_one(count)
-
-    def _one_by_one(self, count: int) -> float:
-        self.begin(count)
-        times = step_times(self.once, count)
-        self.end()
-        return statistics.median(times)
-
-    def _streamed(self, count: int) -> float:
+        if not self.streaming:
+            self.begin(count)
+            times = step_times(self.once, count)
+            self.end()
+            return statistics.median(times)
+        count *= _STREAM
         self.begin(count)
         start = time.perf_counter_ns()
         for _ in range(count):

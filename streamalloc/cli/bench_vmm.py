@@ -235,11 +235,9 @@ def _fitting(bench: Bench) -> int:
 
 def _free_host_memory() -> int:
     """How many bytes of host memory there are for new programs."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        name, _, amount = line.partition(":")
-        if name == "MemAvailable":
-            return int(amount.split()[0]) << 10
-    return 0
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    amounts = dict(line.split(":", 1) for line in lines)
+    return int(amounts.get("MemAvailable", "0").split()[0]) << 10
 
 
 # --- how it is shown ------------------------------------------------------------------------------------------------

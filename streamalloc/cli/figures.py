@@ -79,9 +79,7 @@ def show_table(
     """Rows with a name and figures, and below them why others have no figures; ``names`` is the names' least width."""
     targets = any(column.target for column in columns)
     shown = []
-    for row in rows:
-        if "unavailable" in row:
-            continue
+    for row in (row for row in rows if "unavailable" not in row):
         cells, target = [row["name"].ljust(names)], ""
         for column in columns:
             figure = wanted = ""

@@ -13,7 +13,7 @@ import numpy as np
 import streamalloc as sa
 from streamalloc.cli.choice import KEEP_ALL, Chosen
 
-__all__ = ["SIZE", "Bench", "Call", "Effort", "Unavailable", "prepared", "rotated", "step_times", "timed", "value_of"]
+__all__ = ["SIZE", "Bench", "Call", "Effort", "Unavailable", "prepared", "rotated", "step_times", "value_of"]
 
 SIZE = 4096
 
@@ -115,22 +115,6 @@ def rotated(items: Sequence[T], rounds: int) -> Iterator[T]:
     for number in range(rounds):
         first = number % len(items)
         yield from (*items[first:], *items[:first])
-
-
-def timed(bench: Bench, calls: Sequence[Call], most: int) -> list[list[float]]:
-    """Microseconds a call, by function and round."""
-    timers = [timeit.Timer(call) for call in calls]
-    for timer in timers:
-        timer.timeit(min(most, 50))
-    bench.device.synchronize()
-    once = max(timer.timeit(20) / 20 for timer in timers)
-    number = max(1, min(most, int(bench.effort.block / once)))
-    times: list[list[float]] = [[] for _ in timers]
-    for at in rotated(range(len(timers)), bench.effort.rounds):
-        bench.device.synchronize()
-        times[at].append(timers[at].timeit(number) / number * 1e6)
-    bench.device.synchronize()
-    return times
 
 
 def step_times(step: Call, count: int) -> list[float]:

@@ -107,9 +107,7 @@ class Tour(Closes):
         return found
 
     @contextlib.contextmanager
-    def pool(
-        self, stream: sa.Stream, where: sa.Device | sa.MemLocation | None = None, **options: Any
-    ) -> Iterator[sa.MemoryPool]:
+    def pool(self, stream: sa.Stream, where: sa.MemLocation | None = None, **options: Any) -> Iterator[sa.MemoryPool]:
         """A pool for a block, at whose end the stream is waited for: nothing is still to be freed on it."""
         with sa.MemoryPool(where or self.device, **options) as pool:
             yield pool

@@ -77,15 +77,11 @@ class Terminal:
 
     def beside(self, text: str, figures: str, at: int) -> None:
         """A line with figures that begin at a column, or on a line of their own where there is no room for both."""
-        if not figures:
+        line = text + " " * max(at - _width(text), len(_GAP)) + self.dim(figures)
+        if figures and self._width is not None and _width(line) > self._width:
             self.line(text)
-            return
-        gap = max(at - _width(text), len(_GAP))
-        if self._width is not None and _width(text) + gap + _width(figures) > self._width:
-            self.line(text)
-            self.line(" " * 8 + self.dim(figures))
-        else:
-            self.line(text + " " * gap + self.dim(figures))
+            line = " " * 8 + self.dim(figures)
+        self.line(line.rstrip())
 
     def table(self, rows: Iterable[Sequence[str]], header: Sequence[str] = (), align: str = "") -> None:
         """Rows in aligned columns.
