@@ -225,8 +225,9 @@ class PendingFreesWarning(RuntimeWarning):
 
 
 LOST = (DeviceLostError, InvalidContextError, NotInitializedError)
-"""The errors after which nothing is left to give back. The call that answers one may have given back what it was to, and
-the driver crashes where a handle is given back twice."""
+"""The errors after which nothing is left to give back.
+
+The call that answers one may have given back what it was to, and the driver crashes where that is done twice."""
 
 # The kind of each answer; what is not named here is a plain CudaError.
 _KINDS: dict[str, type[CudaError]] = {

@@ -20,6 +20,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -74,18 +75,34 @@ class Later:
     ``guard`` makes a ``with`` block around what is worked on.
     """
 
-    __slots__ = ("__weakref__", "_guard", "_handed_in", "_lock", "_rounds", "_waiting", "_working", "paused")
+    __slots__ = (
+        "__weakref__",
+        "_guard",
+        "_handed_in",
+        "_lock",
+        "_orphaned",
+        "_owned",
+        "_rounds",
+        "_waiting",
+        "_working",
+        "paused",
+    )
 
     paused: int
     """How many captures of ours are under way: nothing is worked on meanwhile, as it would break them."""
 
     def __init__(self, guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext) -> None:
         self.paused = 0
+        _queues.add(self)
         self._guard = guard
         self._lock = threading.Lock()
         """Held to move items about, by nobody who calls anything else meanwhile; finalisers never take it."""
         self._rounds = 0
         self._handed_in: deque[Deferred] = deque()
+        self._owned: dict[weakref.ref[object], Deferred] = {}
+        """What ends when an object is dropped, by reference to the object."""
+        self._orphaned: deque[weakref.ref[object]] = deque()
+        """The references whose objects were dropped."""
         self._waiting: dict[Deferred, None] = {}
         """In the order in which they were worked on last."""
         self._working: dict[int, Deferred] = {}
@@ -93,11 +110,18 @@ class Later:
 
     def __len__(self) -> int:
         """How many items have not ended."""
-        return len(self._handed_in) + len(self._waiting) + len(self._working)
+        return len(self._handed_in) + len(self._orphaned) + len(self._waiting) + len(self._working)
+
+    def end_with(self, owner: object, item: Deferred) -> None:
+        """Take over an item when ``owner`` is dropped.
+
+        No Python function runs then that a signal handler could interrupt, as one could ``__del__``.
+        """
+        self._owned[weakref.ref(owner, self._orphaned.append)] = item
+        _unfinished.add(self)
 
     def hand_in(self, item: Deferred) -> None:
         """Take over an item, which ends at one of the next points of work. Never raises."""
-        item._round = -1
         self._handed_in.append(item)
         # Whoever has items left has to stay, also where all other objects of the driver have gone.
         _unfinished.add(self)
@@ -127,14 +151,14 @@ class Later:
         way, and where this thread is at work already.
         """
         me = threading.get_ident()
-        if not (self._handed_in or self._waiting) or self.paused or me in self._working:
+        if not (self._handed_in or self._orphaned or self._waiting) or self.paused or me in self._working:
             return 0
         total = 0
         with self._guard():
             # What has ended may be what another item waits for, such as the last free of a pool.
             while ended := self._work(me):
                 total += ended
-        if not len(self):
+        if not (len(self) or self._owned):
             _unfinished.discard(self)
             if self._handed_in:
                 _unfinished.add(self)
@@ -169,8 +193,14 @@ class Later:
     def _take_off(self, me: int, now: int) -> bool:
         """Take the item that was worked on longest ago; False where all have had their turn."""
         with self._lock:
+            while self._orphaned:
+                if self._orphaned[0] in self._owned:
+                    self._handed_in += (self._owned[self._orphaned[0]],)
+                    del self._owned[self._orphaned[0]]
+                del self._orphaned[0]
             while self._handed_in:
                 if self._handed_in[0] not in self._working.values():
+                    self._handed_in[0]._round = -1
                     self._waiting[self._handed_in[0]] = None
                 del self._handed_in[0]
             for item in self._waiting:
@@ -183,8 +213,9 @@ class Later:
             return False
 
 
-# Queues with items in them.
+# Queues with items in them, which have to stay.
 _unfinished: set[Later] = set()
+_queues: weakref.WeakSet[Later] = weakref.WeakSet()
 
 
 def _make(door: Door) -> Later:
@@ -217,10 +248,10 @@ def refused_to_end(door: Door, call: str, raw: Any, result: Any) -> None:
 
 
 def queues() -> tuple[Later, ...]:
-    """The queues of all drivers that have items left."""
-    return tuple(_unfinished)
+    """The queues of all drivers."""
+    return tuple(_queues)
 
 
 def work(door: Door) -> int:
     """One of the points of work: try to end what waits; how many items have ended."""
-    return later_of(door).work()
+    return later_of(door).work() if door.usable else 0

@@ -117,6 +117,7 @@ class MemoryPool(Allocator, Closes):
         work(door)
         struct = properties.to_driver()
         self._end = end = PoolEnd(door, properties.location, properties.alloc_type)
+        later_of(door).end_with(self, end)
         door.create(end, "_raw", "cuMemPoolCreate", struct, hint=_why_refused(properties))
         self._open(door, end.raw, properties.location, properties.alloc_type)
         self.properties = properties
@@ -393,12 +394,6 @@ class MemoryPool(Allocator, Closes):
     def __enter__(self) -> Self:
         self._checked_raw()
         return self
-
-    def __del__(self) -> None:
-        # Also of a pool that was closed, in case that was interrupted: a pool ends once.
-        end: PoolEnd | None = getattr(self, "_end", None)
-        if end is not None and end.raw is not None and end.door.usable:
-            later_of(end.door).hand_in(end)
 
     def __repr__(self) -> str:
         if not hasattr(self, "location"):

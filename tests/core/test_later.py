@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -218,6 +219,60 @@ def test_signals_lose_no_item_and_end_none_twice(storm: Callable[[], int]) -> No
         later.work()
     assert storm() > 5
     assert len(later) == 0 and set(made) == set(ended)
+
+
+class Owner:
+    """Something that can be dropped."""
+
+
+class TestEndWith:
+    def test_ends_once_its_owner_is_dropped(self) -> None:
+        later, ended = Later(), list[Item]()
+        owner, item = Owner(), Item(later, ended, [_wait])
+        later.end_with(owner, item)
+        assert later.work() == 0 and len(later) == 0
+        del owner
+        assert len(later) == 1 and later.work() == 0 and later.work() == 1 and ended == [item]
+
+    def test_in_a_cycle(self) -> None:
+        later, ended = Later(), list[Item]()
+        owner: Any = Owner()
+        owner.me = owner
+        later.end_with(owner, Item(later, ended, []))
+        del owner
+        gc.collect()
+        assert later.work() == 1 and len(ended) == 1
+
+    def test_what_has_ended_before(self) -> None:
+        later, ended = Later(), list[Item]()
+        owner, item = Owner(), Item(later, ended, [])
+        later.end_with(owner, item)
+        later.end(item)
+        item.script.append(lambda _: True)  # as an item does whose handle is gone
+        del owner
+        assert later.work() == 1 and ended == [item] and len(later) == 0
+
+    # A handler may raise in the middle of pytest's own hooks.
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+    def test_signals_lose_none(self, storm: Callable[[], int]) -> None:
+        """However the owner is dropped, and whatever comes out of a handler then."""
+        later, ended = Later(), list[Item]()
+        made: list[Item] = []
+
+        def drop_one() -> None:
+            owner, item = Owner(), Item(later, ended, [])
+            later.end_with(owner, item)
+            made.append(item)
+
+        for number in range(300):
+            with contextlib.suppress(Interrupt):
+                signal.setitimer(signal.ITIMER_REAL, 1e-5 + 1e-6 * (number % 40))
+                drop_one()
+                later.work()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        later.work()
+        assert storm() > 5 and set(made) <= set(ended) and len(later) == 0 and len(ended) == len(set(ended))
 
 
 def test_an_item_that_is_handed_in_twice_ends_once() -> None:

@@ -42,7 +42,7 @@ def unraisable(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_there_are_owners() -> None:
-    assert {"MemoryPool", "Buffer", "Stream", "Event", "Graph", "AddressRange", "PhysicalMemory"} <= set(
+    assert {"Buffer", "Stream", "Event", "Graph", "AddressRange", "PhysicalMemory"} <= set(
         map(_name, OWNERS)
     )
 
