@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 from streamalloc.driver.bindings import cuda
 
 from .constants import Place
-from .errors import NotModelled
+from .errors import Fault, NotModelled, Result
 from .memory import view_address
 
 Convert = Callable[[Any], int]
@@ -162,8 +162,10 @@ def place(location: Any) -> Place:
 
 
 def struct(name: str, value: Any, cls: Any, optional: bool = True) -> Any:
-    """A struct of the bindings, or None."""
-    if not isinstance(value, cls) and not (optional and value is None):
+    """A struct of the bindings; ``optional`` where it is the driver that refuses None."""
+    if optional and value is None:
+        raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
+    if not isinstance(value, cls):
         raise TypeError(
             f"Argument '{name}' has incorrect type (expected cuda.bindings.driver.{cls.__name__}, "
             f"got {type(value).__name__})"

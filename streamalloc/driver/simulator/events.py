@@ -9,32 +9,26 @@ from typing import Any
 from .constants import new_handle
 from .contexts import Context
 from .shared_events import SharedEvent
-from .timeline import Clock, Operation, Stream, merge
+from .timeline import Clock, Operation, Stream
 
 
-class Stamp(Operation):
-    """Notes when an event happens, for other processes too where they share it."""
+class Record(Operation):
+    """One recording of an event: where in which stream and when, for other processes too where they share it."""
 
-    when: float = 0.0
-    shared: SharedEvent | None = None
-    number = 0
-    """Of the recording, among those of all processes."""
+    def __init__(self, stream: Stream, shared: SharedEvent | None) -> None:
+        self.stream = stream
+        self.clock: Clock = {}
+        """All that comes before it."""
+        self.when: float = 0.0
+        self.shared = shared
+        self.number: int = shared.begin() if shared is not None else 0
+        """Among those of all processes."""
 
     def step(self) -> bool:
         self.when = time.perf_counter()
         if self.shared is not None:
             self.shared.finish(self.number)
         return True
-
-
-@dataclass(eq=False)
-class Record:
-    """One recording of an event: where in which stream, and all that comes before it."""
-
-    stream: Stream
-    seq: int
-    clock: Clock
-    stamp: Stamp
 
     @property
     def complete(self) -> bool:
@@ -63,7 +57,7 @@ class Event:
     @property
     def elsewhere(self) -> SharedEvent | None:
         """The shared event, if its latest recording is not ``record`` but one by another process or handle."""
-        if self.shared is None or self.shared.latest == (0 if self.record is None else self.record.stamp.number):
+        if self.shared is None or self.shared.latest == (0 if self.record is None else self.record.number):
             return None
         return self.shared
 
@@ -71,22 +65,16 @@ class Event:
         """Let other processes see this event, and what was recorded so far."""
         self.shared = shared
         if self.record is not None:
-            stamp = self.record.stamp
-            stamp.number = shared.begin()
+            self.record.number = shared.begin()
             if self.record.complete:
-                shared.finish(stamp.number)
+                shared.finish(self.record.number)
             else:
-                stamp.shared = shared
+                self.record.shared = shared
         return shared
 
-    def record_in(self, stream: Stream, after: tuple[tuple[Stream, int], ...] = (), known: Clock | None = None) -> None:
-        """Record after all that is in ``stream`` now, and after ``after``, which implies ``known``."""
-        stamp = Stamp()
-        if self.shared is not None:
-            stamp.shared, stamp.number = self.shared, self.shared.begin()
-        seq = stream.submit(stamp, after)
-        clock = {**stream.clock, stream.id: seq}
-        merge(clock, known or {})
-        self.record = Record(stream, seq, clock, stamp)
-        self.capture = None
-        self.nodes = []
+    def record_in(self, stream: Stream, after: tuple[tuple[Stream, int], ...] = ()) -> None:
+        """Record after all that is in ``stream`` now, and after ``after``."""
+        record = Record(stream, self.shared)
+        record.seq = stream.submit(record, after)
+        record.clock = {**stream.clock, stream.id: record.seq}
+        self.record, self.capture, self.nodes = record, None, []

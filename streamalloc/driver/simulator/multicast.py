@@ -43,16 +43,10 @@ class Backing(NamedTuple):
 
     physical: Physical
     start: int
+    device: int | None
     memory: Memory | None = None
     allocation: Allocation | None = None
     """Of a pool, where it is no memory that was created by itself."""
-
-    @property
-    def device(self) -> int | None:
-        if self.memory is not None:
-            return self.memory.properties.device
-        assert self.allocation is not None
-        return self.allocation.device
 
 
 class MulticastObject(Mappable):
@@ -105,8 +99,8 @@ class MulticastObject(Mappable):
 
     def bind(self, offset: int, size: int, backing: Backing) -> None:
         device, physical = backing.device, backing.physical
-        check(device in self.team.devices, Result.CUDA_ERROR_INVALID_DEVICE)
-        assert device is not None
+        if device is None or device not in self.team.devices:
+            raise Fault(Result.CUDA_ERROR_INVALID_DEVICE)
         label = Label.of(f"/proc/self/fd/{physical.fd}")
         if label is not None:
             physical.seal()
@@ -114,9 +108,8 @@ class MulticastObject(Mappable):
         with self.team.locked():
             there = (one for one in self.team.bindings() if one.device == device)
             check(not any(one.offset < offset + size and offset < one.end for one in there))
-            binding = self.team.bind(device, offset, physical.fd, serial, backing.start, size)
-        check(binding is not None, Result.CUDA_ERROR_OUT_OF_MEMORY)
-        assert binding is not None
+            found = self.team.bind(device, offset, physical.fd, serial, backing.start, size)
+        binding = need(found, Result.CUDA_ERROR_OUT_OF_MEMORY)
         self._bound[binding.number] = backing
         if backing.memory is not None:
             backing.memory.bindings += 1
@@ -287,13 +280,14 @@ class Multicast:
                 raise NotModelled("binding a multicast object to another")
             if len(self.virtual.span(address, size)) > 1:
                 raise NotModelled("cuMulticastBindAddr of more than one mapping")
-            return Backing(memory.physical, memory.offset + address - mapping.base, memory)
+            start = memory.offset + address - mapping.base
+            return Backing(memory.physical, start, memory.properties.device, memory)
         check(address + size <= allocation.base + allocation.size)
         if not isinstance(pool, Pool):
             # the documentation wants memory of cuMemCreate or of a pool
             check(pool is not None)
             raise NotModelled("cuMulticastBindAddr of another process's pool memory")
-        return Backing(pool.space.physical, address - pool.space.base, allocation=allocation)
+        return Backing(pool.space.physical, address - pool.space.base, pool.device, allocation=allocation)
 
     # -- work on mapped objects ------------------------------------------------------------------------------
 

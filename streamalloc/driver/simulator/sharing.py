@@ -235,9 +235,8 @@ class Sharing:
 
     def _map_block(self, fd: int, start: int, end: int, context: Context) -> OpenedBlock:
         label, size = recognise(fd), os.fstat(fd).st_size
-        check(label is not None and end <= size)
-        assert label is not None
-        if label.place.id != context.device.ordinal:
+        check(end <= size)
+        if need(label).place.id != context.device.ordinal:
             raise NotModelled("opening plain memory of another device than the current context's")
         with operating_system():
             physical = Physical.adopt(os.dup(fd))

@@ -72,7 +72,6 @@ class ArrayCalls(CopyCalls):
 
     @staticmethod
     def _layout(descriptor: Any) -> Layout:
-        check(descriptor is not None)
         width, height, depth = int(descriptor.Width), int(descriptor.Height), int(descriptor.Depth)
         number, channels, flags = arguments.field(descriptor, "Format"), int(descriptor.NumChannels), descriptor.Flags
         if not flags & _SPARSE:
@@ -255,7 +254,6 @@ class ArrayCalls(CopyCalls):
     def _copy_box(self, pCopy: Any, hStream: Any) -> None:
         """Between an array and other memory; ``hStream`` None: a call that waits."""
         copy = arguments.struct("pCopy", pCopy, cuda.CUDA_MEMCPY3D)
-        check(copy is not None)
         waits = hStream is None
         stream = self._stream_to_launch_in(hStream, "cuMemcpy3DAsync")
         kinds = (arguments.field(copy, "srcMemoryType"), arguments.field(copy, "dstMemoryType"))

@@ -118,13 +118,11 @@ class MulticastCalls(CopyCalls):
         """The size that is asked for is not looked at: users leave it out."""
         props = arguments.struct("prop", prop, cuda.CUmulticastObjectProp)
         wanted = arguments.member("option", option, cuda.CUmulticastGranularity_flags)
-        check(props is not None)
         self._multicast_properties(props)
         return self._machine.profile.multicast_granularity if wanted == _RECOMMENDED else GRANULARITY
 
     def cuMulticastCreate(self, prop: Any) -> Any:
         props = arguments.struct("prop", prop, cuda.CUmulticastObjectProp)
-        check(props is not None)
         devices, size, handle_types = self._multicast_properties(props)
         check(size and size % GRANULARITY == 0)
         if handle_types & Handle.FABRIC:
@@ -182,7 +180,7 @@ class MulticastCalls(CopyCalls):
         self._check_bindable(found, memory, device)
         self._machine.multicast.formed(found, "cuMulticastBindMem")
         found, memory = self._multicast_object(mcHandle), self._machine.virtual.memory(handle)
-        found.bind(offset, number, Backing(memory.physical, memory.offset + start, memory))
+        found.bind(offset, number, Backing(memory.physical, memory.offset + start, memory.properties.device, memory))
 
     def cuMulticastBindAddr(self, mcHandle: Any, mcOffset: Any, memptr: Any, size: Any, flags: Any) -> None:
         self._bind_address(mcHandle, None, mcOffset, memptr, size, flags)

@@ -41,7 +41,6 @@ class PoolCalls(Calls):
     def cuMemPoolCreate(self, poolProps: Any) -> Any:
         props = arguments.struct("poolProps", poolProps, cuda.CUmemPoolProps)
         self._unsafe_during_capture()
-        check(props is not None)
         place = arguments.place(props.location)
         kind, handle_types = int(props.allocType), read_handle_types(props)
         max_size, usage = int(props.maxSize), int(props.usage)
@@ -146,16 +145,12 @@ class PoolCalls(Calls):
             check(pool.device is None and flags == READ_WRITE, Result.CUDA_ERROR_NOT_SUPPORTED)
 
     def cuMemPoolGetAccess(self, memPool: Any, location: Any) -> Any:
-        where = arguments.struct("location", location, cuda.CUmemLocation)
+        place = arguments.place(arguments.struct("location", location, cuda.CUmemLocation))
         pool = self._pool_or_import(memPool)
-        check(where is not None)
-        place = arguments.place(where)
         check(place.type in (Location.DEVICE, Location.HOST, Location.HOST_NUMA))
-        if place.type == Location.DEVICE:
-            check(0 <= place.id < len(self._machine.devices))
-            allowed = not pool.managed and pool.accessible(place.id)
-        else:
-            allowed = not pool.managed and pool.device is None
+        check(place.device is None or 0 <= place.id < len(self._machine.devices))
+        allowed = pool.device is None if place.device is None else pool.accessible(place.id)
+        allowed = allowed and not pool.managed
         return cuda.CUmemAccess_flags(READ_WRITE if allowed else NO_ACCESS)
 
     # -- default and current pools ---------------------------------------------------------------------------
@@ -188,10 +183,8 @@ class PoolCalls(Calls):
         self._set_current(place, kind, pool)
 
     def _location(self, location: Any, typename: Any) -> tuple[Place, int]:
-        where = arguments.struct("location", location, cuda.CUmemLocation)
+        place = arguments.place(arguments.struct("location", location, cuda.CUmemLocation))
         kind = arguments.member("typename", typename, cuda.CUmemAllocationType)
-        check(where is not None)
-        place = arguments.place(where)
         check(place.type != Location.HOST_NUMA_CURRENT, Result.CUDA_ERROR_NOT_SUPPORTED)
         check(kind in (PINNED, MANAGED))
         check(self._is_place(place) or (place.type == Location.NONE and kind == MANAGED))
@@ -217,25 +210,19 @@ class PoolCalls(Calls):
 
     def _allocate_ordered(self, size: int, pool: Pool, stream: Stream) -> int:
         machine = self._machine
-        if machine.graphs.captures:
-            if self._captured(stream):
-                return self._allocate_in_graph(size, pool, stream)
+        captured = bool(machine.graphs.captures) and self._captured(stream)
+        if not captured:
             self._unsafe_during_capture()
         if not size:
             return 0
         if pool.managed:
             raise NotModelled("allocating from a managed pool")
+        if captured:
+            check(pool.device is not None, Result.CUDA_ERROR_NOT_SUPPORTED)
+            return int(stream.capture.allocate(size, pool, stream))
         address, block = pool.take(size, stream)
         machine.allocations.add(PoolMemory(address, size, pool.device, stream.context, pool, block))
         return address
-
-    def _allocate_in_graph(self, size: int, pool: Pool, stream: Stream) -> int:
-        if not size:
-            return 0
-        if pool.managed:
-            raise NotModelled("allocating from a managed pool")
-        check(pool.device is not None, Result.CUDA_ERROR_NOT_SUPPORTED)
-        return int(stream.capture.allocate(size, pool, stream))
 
     def cuMemFreeAsync(self, dptr: DevicePointer, hStream: Any) -> None:
         stream = self._stream(hStream)

@@ -155,7 +155,6 @@ class SharingCalls(Calls):
     def cuMemPoolImportPointer(self, pool: PoolHandle, shareData: Any) -> Any:
         data = arguments.struct("shareData", shareData, cuda.CUmemPoolPtrExportData)
         self._not_during_capture()
-        check(data is not None)
         found = self._machine.sharing.pools.get(pool)
         if found is None:
             self._machine.pools.get(pool)

@@ -33,7 +33,7 @@ class VirtualMemoryCalls(Calls):
 
     def cuMemCreate(self, size: Size, prop: Any, flags: UnsignedLongLong) -> Any:
         props = arguments.struct("prop", prop, cuda.CUmemAllocationProp)
-        check(props is not None and not flags)
+        check(not flags)
         properties = self._properties(props)
         check(size and size % GRANULARITY == 0)
         return cuda.CUmemGenericAllocationHandle(self._machine.virtual.create(size, properties).handle)
@@ -88,9 +88,8 @@ class VirtualMemoryCalls(Calls):
         return props
 
     def cuMemGetAllocationGranularity(self, prop: Any, option: Any) -> int:
-        props = arguments.struct("prop", prop, cuda.CUmemAllocationProp)
+        arguments.struct("prop", prop, cuda.CUmemAllocationProp)
         arguments.member("option", option, cuda.CUmemAllocationGranularity_flags)
-        check(props is not None)
         return GRANULARITY  # whatever is asked about, impossible memory included (H200: test_physical_memory)
 
     # -- addresses and mappings ------------------------------------------------------------------------------
@@ -172,9 +171,7 @@ class VirtualMemoryCalls(Calls):
         return (place if place.type == Location.HOST_NUMA and place.id else HOST), flags
 
     def cuMemGetAccess(self, location: Any, ptr: DevicePointer) -> int:
-        where = arguments.struct("location", location, cuda.CUmemLocation)
-        check(where is not None)
-        place = arguments.place(where)
+        place = arguments.place(arguments.struct("location", location, cuda.CUmemLocation))
         if place.type == Location.DEVICE:
             check(0 <= place.id < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
         else:
