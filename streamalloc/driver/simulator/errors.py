@@ -38,10 +38,16 @@ def check(condition: object, code: Any = Result.CUDA_ERROR_INVALID_VALUE) -> Non
         raise Fault(code)
 
 
+def not_modelled(condition: object, what: str) -> None:
+    """Say that ``what`` is not modelled, where ``condition`` holds."""
+    if condition:
+        raise NotModelled(what)
+
+
 def need(value: T | None, code: Any = Result.CUDA_ERROR_INVALID_VALUE) -> T:
-    """The value; fails with ``code`` where it is None."""
+    """The value; where it is None, fails with ``code``, or is not modelled where that is a text."""
     if value is None:
-        raise Fault(code)
+        raise NotModelled(code) if isinstance(code, str) else Fault(code)
     return value
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from .allocations import Allocation, Allocations
 from .constants import GRANULARITY, NOWHERE, Location, Place
-from .errors import DeadlockError, Fault, NotModelled, Result, check, need
+from .errors import DeadlockError, Fault, NotModelled, Result, check, need, not_modelled
 from .files import Label, Names, reach
 from .memory import AddressRange, Physical, Window
 from .physical import Mappable, Mapping, Memory, Properties
@@ -89,8 +89,7 @@ class MulticastObject(Mappable):
     def check_part(self, offset: int, size: int) -> None:
         """Less than all may be mapped, from the start on (mscclpp does so: what is mapped is always the beginning)."""
         check(size % GRANULARITY == 0 and offset % GRANULARITY == 0 and offset + size <= self.size)
-        if offset:
-            raise NotModelled("mapping a multicast object from another offset than 0")
+        not_modelled(offset, "mapping a multicast object from another offset than 0")
 
     def map_at(self, found: AddressRange, start: int, size: int, offset: int) -> None:
         """Nothing: the host has no address for memory of several devices."""
@@ -119,8 +118,7 @@ class MulticastObject(Mappable):
         kernel module does not look at it.
         """
         there = need(next((one for one in self.team.bindings() if (one.device, one.offset) == (device, offset)), None))
-        if there.size != size:
-            raise NotModelled("cuMulticastUnbind of another size than was bound")
+        not_modelled(there.size != size, "cuMulticastUnbind of another size than was bound")
         if there.number not in self._bound:
             raise NotModelled("cuMulticastUnbind of what was bound by another process or another handle")
         self.team.unbind(there.number)
@@ -239,8 +237,7 @@ class Multicast:
             return team.state != WAITING or not self._may_come(team) or time.monotonic() > end
 
         timeline.wait(over, polled=True)
-        if timeline.closed:
-            raise Fault(Result.CUDA_ERROR_DEINITIALIZED)
+        check(not timeline.closed, Result.CUDA_ERROR_DEINITIALIZED)
         if team.state != WAITING:
             return
         added = team.devices
@@ -278,8 +275,7 @@ class Multicast:
             memory = mapping.memory
             if not isinstance(memory, Memory):
                 raise NotModelled("binding a multicast object to another")
-            if len(self.virtual.span(address, size)) > 1:
-                raise NotModelled("cuMulticastBindAddr of more than one mapping")
+            not_modelled(len(self.virtual.span(address, size)) > 1, "cuMulticastBindAddr of more than one mapping")
             start = memory.offset + address - mapping.base
             return Backing(memory.physical, start, memory.properties.device, memory)
         check(address + size <= allocation.base + allocation.size)
@@ -338,8 +334,7 @@ class Multicast:
         assert found is not None
         mapping, mapped = found
         without = _incomplete(mapped.replicas(address - mapping.base, size), size)
-        if without:
-            raise NotModelled(f"work on a multicast object where devices {without} have bound nothing, or freed it")
+        not_modelled(without, f"work on a multicast object where devices {without} have bound nothing, or freed it")
 
     # -- the end ---------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from .allocations import Allocation, Allocations, OpenedMemory, PoolMemory
 from .blocks import Block, State
 from .constants import BLOCK, HANDLE_BYTES, Location, Place
 from .contexts import Context, Device
-from .errors import Fault, NotModelled, Result, check, need, operating_system
+from .errors import Fault, NotModelled, Result, check, need, not_modelled, operating_system
 from .events import Event
 from .files import Label, Names, has_ended, reach, recognise
 from .imported_pool import ImportedPool
@@ -107,15 +107,13 @@ class Sharing:
         if label is None or label.machine != self.names.machine or label.kind not in ("pool", "memory", "multicast"):
             raise Fault(Result.CUDA_ERROR_UNKNOWN)
         if label.kind == "multicast":
-            if kind == "pool":
-                raise NotModelled("importing a multicast object as a pool")
+            not_modelled(kind == "pool", "importing a multicast object as a pool")
             return label
         check(label.kind == kind, Result.CUDA_ERROR_NOT_SUPPORTED)
         if label.place.type != Location.DEVICE:
             raise NotModelled(f"importing a {kind} of host memory" if kind == "pool" else "importing host memory")
         if label.place.id >= len(self.devices):
-            if kind == "pool":
-                raise NotModelled("importing a pool of a device that this process does not have")
+            not_modelled(kind == "pool", "importing a pool of a device that this process does not have")
             # so it is where CUDA_VISIBLE_DEVICES hides the device (seen on H200; no test can hide one)
             return label._replace(place=Place(Location.DEVICE, _INVALID_DEVICE))
         return label
@@ -131,10 +129,9 @@ class Sharing:
         words = need(unpack(f"fabric {kind}", data, 3))
         kinds = ("memory", "multicast") if kind == "memory" else (kind,)
         fd = reach(words[0], words[1], lambda label: label.kind in kinds and label.machine == self.names.machine)
-        if fd is None:
-            raise NotModelled("importing from a fabric handle of a process that has given the memory up")
-        fcntl.flock(fd, fcntl.LOCK_SH)  # as a descriptor that was exported: see Physical.lend
-        return fd
+        own = need(fd, "importing from a fabric handle of a process that has given the memory up")
+        fcntl.flock(own, fcntl.LOCK_SH)  # as a descriptor that was exported: see Physical.lend
+        return own
 
     # -- pools -----------------------------------------------------------------------------------------------
 

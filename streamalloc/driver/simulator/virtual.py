@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from .allocations import Allocations, MappedMemory
 from .constants import GRANULARITY
-from .errors import Fault, NotModelled, Result, check, need, operating_system
+from .errors import Fault, NotModelled, Result, check, need, not_modelled, operating_system
 from .files import Names
 from .memory import AddressMap, AddressRange, Bank, Physical
 from .physical import Mappable, Mapping, Memory, Properties
@@ -41,8 +41,7 @@ class VirtualMemory:
         bank = self.supply.bank(properties.device)
         if size > bank.free:
             self.supply.make_room(bank, size)
-            if size <= bank.free:
-                raise NotModelled("cuMemCreate of memory that pools hold in reserve")
+            not_modelled(size <= bank.free, "cuMemCreate of memory that pools hold in reserve")
             raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
         if properties.handle_types:
             physical, offset = Physical(str(self.names.new("memory", properties.place)), size), 0
@@ -73,10 +72,7 @@ class VirtualMemory:
 
     def named(self, handle: int) -> Mappable:
         check(handle)
-        found = self._named.get(handle)
-        if found is None:
-            raise NotModelled("using a memory handle that does not exist: the real driver crashes")
-        return found
+        return need(self._named.get(handle), "using a memory handle that does not exist: the real driver crashes")
 
     def release(self, handle: int) -> None:
         found = need(self._named.get(handle))
@@ -142,10 +138,8 @@ class VirtualMemory:
         end = address + size
         pieces = self._pieces(address, end)
         check(pieces and not self.mappings.overlapping(address, end))
-        if pieces[-1][2] < end:
-            raise NotModelled("mapping beyond the end of a reservation: the real driver does not notice")
-        if memory.properties.tile_pool:
-            raise NotModelled("cuMemMap of memory for tiles of arrays")
+        not_modelled(pieces[-1][2] < end, "mapping beyond the end of a reservation: the real driver does not notice")
+        not_modelled(memory.properties.tile_pool, "cuMemMap of memory for tiles of arrays")
         with operating_system(only_memory=True):
             try:
                 for found, start, stop in pieces:

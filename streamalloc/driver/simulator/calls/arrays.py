@@ -25,7 +25,8 @@ from ..arrays import (
 )
 from ..constants import READ, READ_WRITE, TILE_SIZE
 from ..contexts import Context
-from ..errors import NotModelled, check
+from ..errors import NotModelled, check, need, not_modelled
+from ..memory import view_address
 from ..physical import Memory
 from ..timeline import Stream
 from .copies import CopyCalls
@@ -66,16 +67,14 @@ class ArrayCalls(CopyCalls):
         return cuda.CUmipmappedArray(mipmap.handle)
 
     def _array_context(self) -> Context:
-        if self._machine.current_or_none() is None:
-            raise NotModelled("making an array without a current context")
+        need(self._machine.current_or_none(), "making an array without a current context")
         return self._machine.current()
 
     @staticmethod
     def _layout(descriptor: Any) -> Layout:
         width, height, depth = int(descriptor.Width), int(descriptor.Height), int(descriptor.Depth)
         number, channels, flags = arguments.field(descriptor, "Format"), int(descriptor.NumChannels), descriptor.Flags
-        if not flags & _SPARSE:
-            raise NotModelled("arrays that are not sparse")
+        not_modelled(not flags & _SPARSE, "arrays that are not sparse")
         check(not flags & _NEVER_SPARSE and channels != 3)
         if number not in _BYTES_OF_FORMAT or channels not in (1, 2, 4) or flags & ~(_SPARSE | _LAYERED | _GATHER):
             raise NotModelled(f"a sparse array of format {number:#x}, {channels} channels and flags {flags:#x}")
@@ -93,17 +92,11 @@ class ArrayCalls(CopyCalls):
         return Layout(extent, depth if layered else 0, solid, number, channels, element, flags)
 
     def _array(self, array: Any) -> Array:
-        handle = arguments.array(array)
-        found = self._machine.arrays.arrays.get(handle)
-        if found is None:
-            raise NotModelled("using an array that does not exist")
-        return found
+        return need(self._machine.arrays.arrays.get(arguments.array(array)), "using an array that does not exist")
 
     def _mipmapped_array(self, mipmap: Any) -> MipmappedArray:
         found = self._machine.arrays.mipmapped.get(arguments.mipmapped_array(mipmap))
-        if found is None:
-            raise NotModelled("using a mipmapped array that does not exist")
-        return found
+        return need(found, "using a mipmapped array that does not exist")
 
     def cuArrayDestroy(self, hArray: Any) -> None:
         array = self._array(hArray)
@@ -117,8 +110,7 @@ class ArrayCalls(CopyCalls):
         self._machine.arrays.destroy_mipmapped(mipmap)
 
     def _check_unused(self, storage: Storage) -> None:
-        if storage.queued:
-            raise NotModelled("destroying an array while work with it is queued")
+        not_modelled(storage.queued, "destroying an array while work with it is queued")
 
     def cuMipmappedArrayGetLevel(self, hMipmappedArray: Any, level: UnsignedInt) -> Any:
         mipmap = self._mipmapped_array(hMipmappedArray)
@@ -144,8 +136,7 @@ class ArrayCalls(CopyCalls):
     def cuArrayGetDescriptor(self, hArray: Any) -> Any:
         array = self._array(hArray)
         layout = array.storage.layout
-        if layout.solid or layout.layers:
-            raise NotModelled("cuArrayGetDescriptor of an array that is not of two dimensions")
+        not_modelled(layout.solid or layout.layers, "cuArrayGetDescriptor of an array that is not of two dimensions")
         descriptor = cuda.CUDA_ARRAY_DESCRIPTOR()
         descriptor.Width, descriptor.Height, _ = layout.extent_of(array.level)
         descriptor.Format, descriptor.NumChannels = cuda.CUarray_format(layout.format), layout.channels
@@ -208,8 +199,7 @@ class ArrayCalls(CopyCalls):
 
     def _tile_memory(self, info: Any) -> Memory:
         handle = arguments.memory(info.memHandle.memHandle)
-        if not handle:
-            raise NotModelled("mapping tiles without memory: the real driver crashes")
+        not_modelled(not handle, "mapping tiles without memory: the real driver crashes")
         return self._machine.virtual.memory(handle)
 
     def _tiles(self, info: Any, layout: Layout, device: int) -> list[Tile]:
@@ -240,8 +230,7 @@ class ArrayCalls(CopyCalls):
 
     @staticmethod
     def _check_small(layout: Layout) -> None:
-        if layout.has_tail and not layout.mipmapped:
-            raise NotModelled("memory for an array that is smaller than a tile")
+        not_modelled(layout.has_tail and not layout.mipmapped, "memory for an array that is smaller than a tile")
 
     # -- copies ----------------------------------------------------------------------------------------------
 
@@ -270,8 +259,7 @@ class ArrayCalls(CopyCalls):
         if into and end is None and not self._quiet(stream, size):
             # pageable memory is read before the call returns
             data = ctypes.string_at(linear.address, linear.span(box))
-            address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
-            linear = replace(linear, address=address, keep=data)
+            linear = replace(linear, address=view_address(data), keep=data)
         stream.submit(TileCopy(self._machine.supply, stream.context, array, box, linear, into))
         if (end is None and not into) or (waits and (end is None or end.on_host)):
             self._finish(stream)
@@ -295,8 +283,7 @@ class ArrayCalls(CopyCalls):
     def _linear(copy: Any, side: str, box: Box, kind: int) -> Linear:
         x, y, z = (int(getattr(copy, side + name)) for name in ("XInBytes", "Y", "Z"))
         pitch, height = int(getattr(copy, f"{side}Pitch")), int(getattr(copy, f"{side}Height"))
-        if getattr(copy, f"{side}LOD"):
-            raise NotModelled("cuMemcpy3D of another level of detail")
+        not_modelled(getattr(copy, f"{side}LOD"), "cuMemcpy3D of another level of detail")
         check(x + box.width <= pitch and (box.depth == 1 or y + box.height <= height))
         address = int(getattr(copy, f"{side}Device" if kind == _DEVICE else f"{side}Host"))
         return Linear(address + (z * height + y) * pitch + x, pitch, height * pitch)

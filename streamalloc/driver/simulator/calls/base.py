@@ -12,7 +12,7 @@ from streamalloc.driver.bindings import cuda
 
 from .. import arguments, turns
 from ..contexts import Context, Device
-from ..errors import Fault, NotModelled, Result, check, need
+from ..errors import Fault, Result, check, need, not_modelled
 from ..machine import Machine
 from ..timeline import Operation, Stream
 
@@ -118,8 +118,7 @@ class Calls:
     def _stream_to_launch_in(self, stream: Any, call: str) -> Stream:
         """A stream for work that is not modelled during a capture."""
         found = self._stream(stream)
-        if self._machine.graphs.captures and self._captured(found):
-            raise NotModelled(f"{call} during stream capture")
+        not_modelled(self._machine.graphs.captures and self._captured(found), f"{call} during stream capture")
         return found
 
     def _submit(self, stream: Stream, operation: Operation, kind: str) -> None:

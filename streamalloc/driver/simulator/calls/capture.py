@@ -8,7 +8,7 @@ from streamalloc.driver.bindings import cuda
 
 from .. import arguments
 from ..arguments import UnsignedLongLong
-from ..errors import Fault, NotModelled, Result, check, need
+from ..errors import Fault, Result, check, need, not_modelled
 from ..graphs import AUTO_FREE_ON_LAUNCH, RELAXED, Capture, Graph, GraphExec, Node
 from ..timeline import Stream
 from .base import EDGE_DATA, Calls
@@ -131,8 +131,7 @@ class CaptureCalls(Calls):
     def cuGraphInstantiate(self, hGraph: Any, flags: UnsignedLongLong) -> Any:
         graph = self._graph(hGraph)
         self._machine.current()  # refused where no context is current (observed on H200: test_contexts)
-        if flags & ~AUTO_FREE_ON_LAUNCH:
-            raise NotModelled(f"cuGraphInstantiate with flags {flags:#x}")
+        not_modelled(flags & ~AUTO_FREE_ON_LAUNCH, f"cuGraphInstantiate with flags {flags:#x}")
         # a graph with memory nodes has one instance at a time (observed on H200: test_graph_memory)
         check(not graph.memories or not graph.instances, Result.CUDA_ERROR_NOT_SUPPORTED)
         machine = self._machine

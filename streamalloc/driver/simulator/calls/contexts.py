@@ -9,7 +9,7 @@ from streamalloc.driver.bindings import cuda
 from .. import arguments
 from ..arguments import EventHandle, UnsignedInt
 from ..contexts import Context
-from ..errors import NotModelled, Result, check, need
+from ..errors import NotModelled, Result, check, need, not_modelled
 from .base import Calls
 
 # cuCtxCreate(flags, dev) became cuCtxCreate(params, flags, dev) in the bindings for CUDA 13.
@@ -71,8 +71,7 @@ class ContextCalls(Calls):
     def _context_flags(flags: Any) -> int:
         value = arguments.unsigned_int(flags)
         check(value < 0x100 and value & _SCHEDULE_MASK in (0, 1, 2, 4))
-        if value & ~_KNOWN_FLAGS:
-            raise NotModelled(f"context flags {value:#x}")
+        not_modelled(value & ~_KNOWN_FLAGS, f"context flags {value:#x}")
         return value
 
     def cuCtxDestroy(self, ctx: Any) -> None:

@@ -15,7 +15,7 @@ from ..allocations import Allocation, HostMemory
 from ..arguments import DevicePointer, HostPointer, Size
 from ..constants import HOST, READ, READ_WRITE, STEP, device_place
 from ..contexts import Context
-from ..errors import NotModelled, Result, check, need
+from ..errors import NotModelled, Result, check, need, not_modelled
 from ..machine import Machine
 from ..memory import view_address
 from ..multicast import Piece
@@ -277,8 +277,7 @@ class CopyCalls(Calls):
             return
         mappings = self._machine.virtual.span(address, size)
         if least_right(mappings, device_place(context.device.ordinal)) & needed == needed:
-            if needed == READ and any(mapping.is_multicast for mapping in mappings):
-                raise NotModelled(_READING)
+            not_modelled(needed == READ and any(mapping.is_multicast for mapping in mappings), _READING)
             self._check_team(address, size)
             return
         # the host copies between its own memory, also where no device has access

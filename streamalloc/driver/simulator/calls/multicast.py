@@ -11,7 +11,7 @@ from streamalloc.driver.bindings import cuda
 from .. import arguments
 from ..constants import GRANULARITY, READ, READ_WRITE, STEP, Handle, device_place
 from ..contexts import Context
-from ..errors import Fault, NotModelled, Result, check
+from ..errors import Fault, NotModelled, Result, check, not_modelled
 from ..machine import Machine
 from ..multicast import Backing, MulticastObject, Piece
 from ..physical import Memory
@@ -141,8 +141,7 @@ class MulticastCalls(CopyCalls):
         if devices == 1:
             # users say that it is refused, but not with which code (InternLM/lmdeploy#4296)
             raise NotModelled("a multicast object for one device")
-        if devices > able:
-            raise NotModelled("a multicast object for more devices than this machine has")
+        not_modelled(devices > able, "a multicast object for more devices than this machine has")
         return devices, int(props.size), handle_types
 
     def _multicast_object(self, handle: Any) -> MulticastObject:
@@ -236,6 +235,5 @@ class MulticastCalls(CopyCalls):
     @driver_call
     def multimem_launch(self, hStream: Any, kernel: Callable[[Launch], None]) -> None:
         """No function of the driver: put what stands for a kernel into a stream (:mod:`streamalloc.testing`)."""
-        if self._machine.graphs.captures:
-            raise NotModelled("kernels during a stream capture")
+        not_modelled(self._machine.graphs.captures, "kernels during a stream capture")
         kernel(Launch(self, self._stream(hStream)))

@@ -10,7 +10,7 @@ from streamalloc.driver.bindings import cuda
 from .. import arguments
 from ..allocations import Allocation, DeviceMemory, GraphAllocation, HostMemory, PoolMemory
 from ..arguments import DevicePointer, HostPointer, Size, UnsignedInt
-from ..errors import NotModelled, Result, check, need
+from ..errors import NotModelled, Result, check, need, not_modelled
 from .base import Calls
 from .virtual import mapped_attribute
 
@@ -97,8 +97,7 @@ class PlainMemoryCalls(Calls):
         context = self._machine.current()
         self._unsafe_during_capture()
         check(p and bytesize and Flags & ~_HOST_REGISTER_FLAGS == 0)
-        if Flags & _HOST_REGISTER_SPECIAL:
-            raise NotModelled(f"cuMemHostRegister with flags {Flags:#x}")
+        not_modelled(Flags & _HOST_REGISTER_SPECIAL, f"cuMemHostRegister with flags {Flags:#x}")
         for end in (p, p + bytesize - 1):
             check(self._machine.allocations.find(end) is None, Result.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED)
         self._machine.allocations.add(HostMemory(p, bytesize, None, context, None, Flags | _DEVICE_MAPPED))
@@ -165,13 +164,11 @@ class PlainMemoryCalls(Calls):
         name = attribute.name.removeprefix(_PREFIX)
         if name in _NOT_READ_BY_BINDINGS:
             raise TypeError(f"Unsupported attribute: {attribute.name}")
-        if name not in _POINTER_ATTRIBUTES:
-            raise NotModelled(f"cuPointerGetAttribute({attribute.name})")
+        not_modelled(name not in _POINTER_ATTRIBUTES, f"cuPointerGetAttribute({attribute.name})")
         if allocation is None:
             return None
         if allocation.mapping is not None:
-            if allocation.mapping.is_multicast:
-                raise NotModelled(f"{attribute.name} of a multicast object")
+            not_modelled(allocation.mapping.is_multicast, f"{attribute.name} of a multicast object")
             value = mapped_attribute(self._machine, name, allocation.mapping, address)
             if value is not NotImplemented:
                 return value

@@ -10,7 +10,7 @@ from .. import arguments
 from ..allocations import DeviceMemory, GraphAllocation, PoolMemory
 from ..arguments import DevicePointer, PoolHandle, Size
 from ..constants import MANAGED, NO_ACCESS, PINNED, READ, READ_WRITE, Handle, Location, Place
-from ..errors import Fault, NotModelled, Result, check
+from ..errors import Fault, Result, check, not_modelled
 from ..imported_pool import ImportedPool
 from ..pool import Pool
 from ..timeline import Call, Stream
@@ -215,8 +215,7 @@ class PoolCalls(Calls):
             self._unsafe_during_capture()
         if not size:
             return 0
-        if pool.managed:
-            raise NotModelled("allocating from a managed pool")
+        not_modelled(pool.managed, "allocating from a managed pool")
         if captured:
             check(pool.device is not None, Result.CUDA_ERROR_NOT_SUPPORTED)
             return int(stream.capture.allocate(size, pool, stream))

@@ -12,7 +12,7 @@ from .. import arguments
 from ..allocations import DeviceMemory, PoolMemory
 from ..arguments import DevicePointer, EventHandle, HostPointer, MemoryHandle, PoolHandle, UnsignedInt, UnsignedLongLong
 from ..constants import HANDLE_BYTES, EventFlag, Handle, device_place
-from ..errors import Fault, NotModelled, Result, check, operating_system
+from ..errors import Fault, NotModelled, Result, check, not_modelled, operating_system
 from ..events import Event
 from ..imported_pool import ImportedPool
 from ..memory import Physical
@@ -38,8 +38,7 @@ class SharingCalls(Calls):
     """cuMemPool*Shareable*, cuMemPool*Pointer, cuMem*Shareable*, cuIpc*."""
 
     def _not_during_capture(self) -> None:
-        if self._machine.graphs.captures:
-            raise NotModelled("sharing with other processes during a stream capture")
+        not_modelled(self._machine.graphs.captures, "sharing with other processes during a stream capture")
 
     def _need_channel(self) -> None:
         """By default there is no IMEX channel, as on the machine that was observed."""
@@ -91,8 +90,7 @@ class SharingCalls(Calls):
     def _export_multicast(self, found: MulticastObject, kind: int) -> Any:
         if kind == Handle.FABRIC:
             self._need_channel()
-        if found.imported:
-            raise NotModelled("exporting a multicast object that was imported")
+        not_modelled(found.imported, "exporting a multicast object that was imported")
         with operating_system():
             if kind == Handle.POSIX_FD:
                 return found.team.export()
@@ -104,8 +102,7 @@ class SharingCalls(Calls):
         self._not_during_capture()
         check(kind != Handle.NONE)
         check(kind != Handle.WIN32, Result.CUDA_ERROR_NOT_SUPPORTED)
-        if kind == Handle.WIN32_KMT:
-            raise NotModelled(f"cuMemImportFromShareableHandle of {shHandleType.name}")
+        not_modelled(kind == Handle.WIN32_KMT, f"cuMemImportFromShareableHandle of {shHandleType.name}")
         return cuda.CUmemGenericAllocationHandle(self._import("memory", kind, osHandle).handle)
 
     def _fabric_handle(self, kind: str, physical: Physical) -> Any:
@@ -119,8 +116,7 @@ class SharingCalls(Calls):
         if handle_type == Handle.POSIX_FD:
             return take(given)
         self._need_channel()
-        if given < _FIRST_ADDRESS:
-            raise NotModelled("importing a descriptor as a fabric handle: the real driver crashes")
+        not_modelled(given < _FIRST_ADDRESS, "importing a descriptor as a fabric handle: the real driver crashes")
         fd = sharing.open_fabric(kind, ctypes.string_at(given, HANDLE_BYTES))
         try:
             return take(fd)

@@ -11,7 +11,7 @@ from streamalloc.driver.bindings import cuda
 from .. import arguments
 from ..arguments import HostFunctionHandle, HostPointer, Int, UnsignedInt, Word32, Word64
 from ..constants import LEGACY_STREAM, PER_THREAD_STREAM, READ_WRITE, EventFlag, device_place
-from ..errors import Fault, NotModelled, Result, check, need
+from ..errors import Fault, NotModelled, Result, check, need, not_modelled
 from ..events import Event
 from ..timeline import Call, HostFunction, Operation, Stream, Until, merge
 from .base import Calls
@@ -187,8 +187,7 @@ class StreamCalls(Calls):
         check(address % (bits // 8) == 0 and allocation is not None and allocation.pool is None)
         assert allocation is not None
         if allocation.mapping is not None:
-            if allocation.mapping.is_multicast:
-                raise NotModelled("waiting for or writing a word of a multicast object")
+            not_modelled(allocation.mapping.is_multicast, "waiting for or writing a word of a multicast object")
             right = allocation.mapping.right(device_place(stream.context.device.ordinal))
             if allocation.device is None:
                 raise NotModelled("waiting for or writing a word of mapped host memory")

@@ -14,7 +14,7 @@ from .. import arguments
 from ..arguments import DevicePointer, HostPointer, MemoryHandle, Size, UnsignedLongLong
 from ..arrays import TileCopy
 from ..constants import GRANULARITY, HOST, PINNED, Handle, Location, Place, device_place
-from ..errors import Fault, NotModelled, Result, check, need
+from ..errors import Fault, NotModelled, Result, check, need, not_modelled
 from ..machine import Machine
 from ..multicast import MulticastObject
 from ..physical import Mapping, Memory, Properties
@@ -179,8 +179,7 @@ class VirtualMemoryCalls(Calls):
         mapping = self._machine.virtual.mapping_at(ptr)
         if place.type == Location.HOST:
             return mapping.right_of_host()
-        if place.type == Location.HOST_NUMA and place.id:
-            raise NotModelled(f"cuMemGetAccess for HOST_NUMA {place.id}")
+        not_modelled(place.type == Location.HOST_NUMA and place.id, f"cuMemGetAccess for HOST_NUMA {place.id}")
         return mapping.right(device_place(place.id) if place.type == Location.DEVICE else HOST)
 
     # -- handles of address ranges ---------------------------------------------------------------------------
@@ -192,8 +191,7 @@ class VirtualMemoryCalls(Calls):
         arguments.member("handleType", handleType, cuda.CUmemRangeHandleType)
         if handleType.name != "CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD" or flags not in (0, _PCIE_MAPPING):
             raise NotModelled(f"cuMemGetHandleForAddressRange of {handleType!r} with flags {flags:#x}")
-        if self._machine.current_or_none() is None:
-            raise NotModelled("cuMemGetHandleForAddressRange without a current context")
+        need(self._machine.current_or_none(), "cuMemGetHandleForAddressRange without a current context")
         check(size and dptr % _PAGE == 0 and size % _PAGE == 0)
         allocation = need(self._machine.allocations.find(dptr))
         if allocation.mapping is not None and allocation.mapping.is_multicast:
@@ -203,8 +201,7 @@ class VirtualMemoryCalls(Calls):
         else:
             check(dptr + size <= allocation.base + allocation.size)
             devices = [allocation.device]
-        if None in devices:
-            raise NotModelled("cuMemGetHandleForAddressRange of host memory")
+        not_modelled(None in devices, "cuMemGetHandleForAddressRange of host memory")
         check(flags != _PCIE_MAPPING, Result.CUDA_ERROR_NOT_SUPPORTED)
         return _unreadable_file(size)
 
@@ -239,9 +236,8 @@ def mapped_attribute(machine: Machine, name: str, mapping: Mapping, address: int
         return mapping.memory.properties.rdma
     if name not in ("ACCESS_FLAGS", "DEVICE_POINTER"):
         return NotImplemented
-    context = machine.current_or_none()
-    if context is None:
-        raise NotModelled(f"CU_POINTER_ATTRIBUTE_{name} of mapped memory without a current context")
+    without = f"CU_POINTER_ATTRIBUTE_{name} of mapped memory without a current context"
+    context = need(machine.current_or_none(), without)
     right = mapping.right(device_place(context.device.ordinal))
     if name == "ACCESS_FLAGS":
         return right
