@@ -71,6 +71,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 def report(chosen: Chosen) -> dict[str, Any]:
     """All that the command says, as plain data."""
     devices = sa.Device.all(chosen.driver)
+    imex = [{"path": path, "permitted": os.access(path, os.R_OK | os.W_OK)} for path in imex_channels()]
     return {
         "headline": chosen.headline,
         "simulated": chosen.is_simulated,
@@ -80,7 +81,7 @@ def report(chosen: Chosen) -> dict[str, Any]:
         # For each device, which devices' memory it can reach.
         "peer_access": [[device.can_access(other) for other in devices] for device in devices],
         "sharing": try_sharing(devices[0]),
-        "imex_channels": [{"path": path, "permitted": os.access(path, os.R_OK | os.W_OK)} for path in imex_channels()],
+        "imex_channels": imex,
         "multicast": query_multicast(devices),
         "unreadable_pool_attributes": unreadable_attributes(chosen.driver),
         "address_space_limit": address_space_limit(),

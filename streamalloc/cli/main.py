@@ -40,12 +40,9 @@ def _module(command: str) -> Any:
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m streamalloc",
-        description="GPU memory in stream order, on a real CUDA driver or on a simulated one.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = "GPU memory in stream order, on a real CUDA driver or on a simulated one."
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m streamalloc", description=about, epilog=_EPILOG, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"streamalloc {streamalloc.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
     for name, about in _COMMANDS.items():
@@ -89,8 +86,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     with use(chosen.driver):
-        code: int = _module(options.command).run(chosen, Terminal(), options)
-    return code
+        return int(_module(options.command).run(chosen, Terminal(), options))
 
 
 def _drop_output() -> None:

@@ -63,14 +63,10 @@ def environment(driver: Driver) -> dict[str, str]:
 
 def start(driver: Driver, fd: int, actions: str) -> subprocess.Popen[bytes]:
     """Start the other process with one descriptor of this process."""
-    return subprocess.Popen(
-        # Not run as a module, which would be another one than the actions import.
-        [sys.executable, "-c", f"from {__name__} import main; main()", str(fd), actions],
-        env=environment(driver),
-        pass_fds=[fd],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-    )
+    # Not run as a module, which would be another one than the module of the actions imports.
+    command = [sys.executable, "-c", f"from {__name__} import main; main()", str(fd), actions]
+    nothing = subprocess.DEVNULL
+    return subprocess.Popen(command, env=environment(driver), pass_fds=[fd], stdin=nothing, stdout=nothing)
 
 
 class Peer(Closes):

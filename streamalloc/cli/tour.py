@@ -104,12 +104,8 @@ def threshold_and_trim(tour: Tour, stream: sa.Stream) -> None:
         tour.step("a new pool keeps nothing: its release threshold is 0", threshold)
         pool.allocate(size, stream).free()
         held = pool.statistics().reserved
-        tour.pool_step(
-            "allocated and freed 128 MiB, not synchronised: still held",
-            pool,
-            at_least("reserved before the synchronisation", held, size),
-            used=0,
-        )
+        enough = at_least("reserved before the synchronisation", held, size)
+        tour.pool_step("allocated and freed 128 MiB, not synchronised: still held", pool, enough, used=0)
         stream.synchronize()
         tour.pool_step("synchronised: all of it went back to the device", pool, used=0, reserved=0)
 
@@ -177,11 +173,9 @@ def two_gpus(tour: Tour, here: sa.Stream) -> None:
         pool.set_access(peer, sa.MemAccess.READWRITE)
         buffer.fill(0x77, there)
         here.wait(there)
-        tour.step(
-            f"granted: GPU {peer.ordinal} fills memory that GPU 0 allocated before",
-            access(sa.MemAccess.READWRITE),
-            every_byte("read back on GPU 0", read(buffer, here), 0x77),
-        )
+        filled = every_byte("read back on GPU 0", read(buffer, here), 0x77)
+        text = f"granted: GPU {peer.ordinal} fills memory that GPU 0 allocated before"
+        tour.step(text, access(sa.MemAccess.READWRITE), filled)
         pool.set_access(peer, sa.MemAccess.NONE)
         tour.step("and taken back", access(sa.MemAccess.NONE))
 
@@ -198,12 +192,9 @@ def host_pool(tour: Tour, stream: sa.Stream) -> None:
         pool.set_access(tour.device, sa.MemAccess.READWRITE)
         stream.synchronize()
         numbers = buffer.as_array(np.float32)
-        tour.pool_step(
-            f"4 MiB in host memory ({location.type.name.lower()}) as a numpy array, without a copy",
-            pool,
-            equal("the array's address", numbers.ctypes.data, buffer.address, hex),
-            used=4 * MiB,
-        )
+        in_place = equal("the array's address", numbers.ctypes.data, buffer.address, hex)
+        text = f"4 MiB in host memory ({location.type.name.lower()}) as a numpy array, without a copy"
+        tour.pool_step(text, pool, in_place, used=4 * MiB)
         written = np.arange(numbers.size, dtype=np.float32)
         numbers[:] = written
         on_device.copy_from(buffer)

@@ -202,11 +202,9 @@ def ring(tour: Tour, stream: sa.Stream) -> None:
                 with producer.next(timeout=20) as slot:
                     slot.nbytes_used = MiB >> number % 3
                     slot.fill(number)
-            tour.step(
-                f"{items} items handed on through {slots} slots",
-                equal("handed off", producer.statistics().handed_off, items),
-                equal("memory that was used", used, slots * MiB, size_text),
-            )
+            memory = equal("memory that was used", used, slots * MiB, size_text)
+            handed_off = equal("handed off", producer.statistics().handed_off, items)
+            tour.step(f"{items} items handed on through {slots} slots", handed_off, memory)
         tour.step("the other process got all of them, in order", equal("items", peer.result(), list(range(items))))
         stream.synchronize()
         tour.pool_step("closed on both sides", pool, used=0)

@@ -217,10 +217,8 @@ def sparse(tour: Tour, stream: sa.Stream) -> None:
 
         height, width = array.tile
         corner = (slice(0, height), slice(width, 2 * width))
-        tour.step(
-            f"an array of {side} x {side} elements in tiles of {height} x {width}, none of which has memory",
-            equal("mapped", array.mapped_bytes, 0),
-        )
+        text = f"an array of {side} x {side} elements in tiles of {height} x {width}, none of which has memory"
+        tour.step(text, equal("mapped", array.mapped_bytes, 0))
         array.map(pool, corner, stream=stream)
         array.copy_from(picture, stream)
         expected[corner] = picture[corner]
