@@ -34,7 +34,7 @@ from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType,
 from streamalloc.core.stream import Stream
 from streamalloc.driver import Driver
 from streamalloc.vmm.access import Access, Place, Rights, rights_of, structs_of
-from streamalloc.vmm.allocations import MappedBytes, Reservation
+from streamalloc.vmm.allocations import MappedBytes, OwnsNode, Reservation
 from streamalloc.vmm.generic_handle import GenericAllocation
 from streamalloc.vmm.waiting import After, accessing, wait
 
@@ -68,7 +68,7 @@ class MappingEntry(NamedTuple):
         return self.node.rights
 
 
-class AddressRange(Closes):
+class AddressRange(OwnsNode):
     """A range of addresses, reserved for memory that is mapped into it (``cuMemAddressReserve``).
 
     All devices and the host see the same addresses. The range holds memory of any device and of the host side by side;
@@ -100,7 +100,7 @@ class AddressRange(Closes):
         The process has no such range of addresses left; this is not about memory.
     """
 
-    __slots__ = ("__weakref__", "_asked", "_door", "_entries", "_owned", "_reservation", "nbytes")
+    __slots__ = ("_asked", "_door", "_entries", "_owned", "nbytes")
 
     def __init__(self, nbytes: int, *, alignment: int = 0, address: int = 0, driver: Driver | None = None) -> None:
         self._owned = False
@@ -116,10 +116,10 @@ class AddressRange(Closes):
         if alignment and self._asked % alignment:
             raise ValueError(f"address={address:#x} is no multiple of alignment={alignment}")
         self._door = door_of(None, driver)
-        self._reservation: Reservation = Reservation(self._door, self.nbytes)
-        self._reservation.allocations.work()
+        self._node: Reservation = Reservation(self._door, self.nbytes)
+        self._node.allocations.work()
         try:
-            self._door.create(self._reservation, "_raw", "cuMemAddressReserve", self.nbytes, alignment, self._asked, 0)
+            self._door.create(self._node, "_raw", "cuMemAddressReserve", self.nbytes, alignment, self._asked, 0)
         except OutOfMemoryError as error:
             limit = address_space_limit()
             why = f"`ulimit -v` allows {size_text(limit)}" if limit else "a process has 128 TiB; the driver uses some"
@@ -136,14 +136,7 @@ class AddressRange(Closes):
         ClosedError
             The range was closed.
         """
-        if self.closed:
-            raise ClosedError(f"this address range of {size_text(self.nbytes)} was closed")
-        return int(self._reservation.raw)
-
-    @property
-    def closed(self) -> bool:
-        """Whether the addresses were given back."""
-        return self._reservation.raw is None
+        return int(self._checked_raw())
 
     @property
     def honoured(self) -> bool | None:
@@ -293,7 +286,7 @@ class AddressRange(Closes):
     def _free(self) -> None:
         if self._table():
             raise ValueError(f"{self!r} has {mappings_text(len(self._table()))}: unmap() before addresses are freed")
-        self._reservation.allocations.end(self._reservation)
+        self._node.allocations.end(self._node)
 
     def draw(self, width: int = 64) -> str:
         """The range as ``width`` characters, one for what is mapped there, as the class says.
@@ -313,12 +306,12 @@ class AddressRange(Closes):
 
     def _table(self) -> list[MappingEntry]:
         """What is mapped, in the order of addresses."""
-        if self._reservation.stale:
-            self._reservation.stale = False
+        if self._node.stale:
+            self._node.stale = False
             try:
                 self._entries = [entry for entry in self._entries if entry.live]
             except BaseException:
-                self._reservation.stale = True
+                self._node.stale = True
                 raise
         return self._entries
 
@@ -336,12 +329,12 @@ class AddressRange(Closes):
             raise ValueError(f"offset={offset}: {size_text(memory.nbytes)} end outside of {self!r}")
         for entry in self._touching(offset, end):
             raise ValueError(f"offset={offset}: {entry.memory!r} is mapped at {self!r} there")
-        node = MappedBytes(self._reservation, memory._handle, offset, memory.nbytes)
+        node = MappedBytes(self._node, memory._node, offset, memory.nbytes)
         entry = MappingEntry(memory, node)
         try:
             # In the table before it is mapped, so that an interrupt between the two loses nothing.
             self._entries.insert(bisect_left(self._entries, offset, key=attrgetter("offset")), entry)
-            node.link(memory._handle)
+            node.link(memory._node)
             self._door.call("cuMemMap", address + offset, memory.nbytes, 0, raw, 0)
             self._grant((entry,), rights or {})
         except BaseException as first:
@@ -441,14 +434,9 @@ class AddressRange(Closes):
             self.unmap()
         self.close()
 
-    def __del__(self) -> None:
-        reservation = getattr(self, "_reservation", None)
-        if reservation is not None and reservation.raw is not None and self._door.usable:
-            reservation.allocations.drop(reservation)
-
     def __repr__(self) -> str:
         size = size_text(getattr(self, "nbytes", 0))
-        if not hasattr(self, "_reservation") or self.closed:
+        if not hasattr(self, "_node") or self.closed:
             return f"<{type(self).__name__} of {size}, closed>"
         return f"<{type(self).__name__} of {size} at {self.address:#x} [{self.draw(16)}]>"
 

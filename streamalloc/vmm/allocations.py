@@ -9,8 +9,16 @@ from typing import Any
 
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door, PerDriver
-from streamalloc.core.errors import CudaError, DeviceLostError, InvalidContextError, InvalidValueError, undo_all
+from streamalloc.core.errors import (
+    ClosedError,
+    CudaError,
+    DeviceLostError,
+    InvalidContextError,
+    InvalidValueError,
+    undo_all,
+)
 from streamalloc.core.later import Deferred, Later, later_of, work
+from streamalloc.core.ownership import Closes
 from streamalloc.core.stream import Event, context_event
 from streamalloc.vmm.access import Rights
 from streamalloc.vmm.release_order import Kind, Node, ReleaseOrder
@@ -22,6 +30,7 @@ __all__ = [
     "Allocations",
     "HandleNode",
     "MappedBytes",
+    "OwnsNode",
     "Reservation",
     "allocations_of",
 ]
@@ -68,6 +77,29 @@ class HandleNode(Node):
             self.allocations.door.give_back(self, call, *args)
         finally:
             self.gone: bool = self._raw is None
+
+
+class OwnsNode(Closes):
+    """What owns a node: that is released when this is closed, or later where this was dropped."""
+
+    __slots__ = ("__weakref__", "_node")
+
+    _node: Any
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._node.raw is None or self._node.given_up
+
+    def _checked_raw(self) -> Any:
+        if self.closed:
+            raise ClosedError(f"{self!r} was closed")
+        return self._node.raw
+
+    def __del__(self) -> None:
+        node: HandleNode | None = getattr(self, "_node", None)
+        if node is not None and node.raw is not None and not node.given_up and node.allocations.door.usable:
+            node.allocations.drop(node)
 
 
 class AllocationHandle(HandleNode):

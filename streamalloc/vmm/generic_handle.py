@@ -11,26 +11,24 @@ from typing import Any
 
 from streamalloc.core.arguments import FABRIC_NEEDS
 from streamalloc.core.door import Door
-from streamalloc.core.errors import ClosedError
 from streamalloc.core.fd import Fd
-from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemHandleType, MemLocation
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda, opaque_struct
 from streamalloc.vmm.access import Rights
-from streamalloc.vmm.allocations import AllocationHandle, AllocationState, allocations_of
+from streamalloc.vmm.allocations import AllocationHandle, AllocationState, OwnsNode, allocations_of
 from streamalloc.vmm.release_order import Kind
 
 __all__ = ["GenericAllocation"]
 
 
-class GenericAllocation(Closes):
+class GenericAllocation(OwnsNode):
     """What has a generic allocation handle (``CUmemGenericAllocationHandle``) and can be mapped.
 
     That is :class:`PhysicalMemory` or a multicast object: :meth:`AddressRange.map` takes either.
     """
 
-    __slots__ = ("__weakref__", "_door", "_granularity", "_handle", "_handle_types", "nbytes")
+    __slots__ = ("_door", "_granularity", "_handle_types", "nbytes")
 
     _granularity: int
     """What the places of its mappings must be a multiple of, in bytes."""
@@ -42,13 +40,13 @@ class GenericAllocation(Closes):
         self._door: Door = door
         self.nbytes: int = nbytes
         """Size in bytes."""
-        self._handle: AllocationHandle = AllocationHandle(allocations_of(door), kind)
-        self._handle.allocations.work()
+        self._node: AllocationHandle = AllocationHandle(allocations_of(door), kind)
+        self._node.allocations.work()
 
     def _create(self, name: str, *args: Any, hint: str = "") -> None:
         """Call the driver function that gives the handle."""
-        self._door.create(self._handle, "_raw", name, *args, hint=hint)
-        self._handle.known()
+        self._door.create(self._node, "_raw", name, *args, hint=hint)
+        self._node.known()
 
     def _import(self, handle: Fd | int | bytes) -> None:
         """Get the handle of what another process has exported (``cuMemImportFromShareableHandle``).
@@ -57,7 +55,7 @@ class GenericAllocation(Closes):
         """
         name = "cuMemImportFromShareableHandle"
         kinds = cuda.CUmemAllocationHandleType
-        self._handle.state.imported = True
+        self._node.state.imported = True
         if isinstance(handle, (bytes, bytearray)):
             # The driver reads the handle where it is, so that it has to stay until then.
             struct = opaque_struct("CUmemFabricHandle", bytes(handle))
@@ -80,11 +78,6 @@ class GenericAllocation(Closes):
             It was closed.
         """
         return int(self._checked_raw())
-
-    @property
-    def closed(self) -> bool:
-        """Whether :meth:`close` was called; mappings keep the memory nevertheless."""
-        return self._handle.raw is None or self._handle.given_up
 
     @property
     def mapping_count(self) -> int:
@@ -132,7 +125,7 @@ class GenericAllocation(Closes):
         Memory that is bound to a multicast object keeps its handle until it is unbound.
         """
         if not self.closed:
-            self._handle.allocations.end(self._handle)
+            self._node.allocations.end(self._node)
 
     # -- for this package and its neighbours -----------------------------------------------------------------
 
@@ -156,21 +149,11 @@ class GenericAllocation(Closes):
 
     @property
     def _state(self) -> AllocationState:
-        return self._handle.state
-
-    def _checked_raw(self) -> Any:
-        if self.closed:
-            raise ClosedError(f"{self!r} was closed")
-        return self._handle.raw
-
-    def __del__(self) -> None:
-        handle: AllocationHandle | None = getattr(self, "_handle", None)
-        if handle is not None and handle.raw is not None and not handle.given_up and self._door.usable:
-            handle.allocations.drop(handle)
+        return self._node.state
 
     def _said_of_handle(self) -> str:
         """The handle and its mappings, for ``repr``."""
-        state = "closed" if self.closed else f"handle {int(self._handle.raw):#x}"
+        state = "closed" if self.closed else f"handle {int(self._node.raw):#x}"
         return f"{state}, mapped {self.mapping_count} times" if self.mapping_count else state
 
 

@@ -192,7 +192,7 @@ class PhysicalMemory(GenericAllocation):
                 return
             except OutOfMemoryError as error:
                 # What was dropped may have waited for work that is done by now.
-                if last or not self._handle.allocations.work():
+                if last or not self._node.allocations.work():
                     raise spec.out_of_memory(error, nbytes) from None
 
     @staticmethod
@@ -222,7 +222,7 @@ class PhysicalMemory(GenericAllocation):
         door = door_of(None, driver)
         memory = cls.__new__(cls)
         memory._prepare(door, 0, Kind.MEMORY)
-        handle, place = memory._handle, checked_size("address", address)
+        handle, place = memory._node, checked_size("address", address)
         door.create(handle, "_raw", "cuMemRetainAllocationHandle", place, hint=_NOT_MAPPED)
         known = handle.allocations.by_handle.get(int(handle.raw))
         if known is not None and any(other.kind is Kind.OBJECT for other in list(known.handles)):
@@ -280,7 +280,7 @@ class PhysicalMemory(GenericAllocation):
             raise refused(NotSupportedError, "cuMemSetAccess", "the host can only be given access to host memory")
 
     def __repr__(self) -> str:
-        if not hasattr(self, "_handle") or not hasattr(self, "_spec"):
+        if not hasattr(self, "_node") or not hasattr(self, "_spec"):
             return f"<{type(self).__name__} that could not be made>"
         return f"<{type(self).__name__} of {size_text(self.nbytes)}, {self.location}, {self._said_of_handle()}>"
 

@@ -21,7 +21,7 @@ from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import checked_size
 from streamalloc.core.stream import Event, Stream, StreamLike, as_stream, raw_handle, refuse_capture
 from streamalloc.driver.internal import cuda
-from streamalloc.vmm.allocations import HandleNode, allocations_of
+from streamalloc.vmm.allocations import HandleNode, OwnsNode, allocations_of
 from streamalloc.vmm.physical_memory import PhysicalMemory
 from streamalloc.vmm.release_order import Kind
 
@@ -78,7 +78,7 @@ class TilePool(Closes):
         self.memory: PhysicalMemory = PhysicalMemory(nbytes, device, tile_pool=True, round_up=round_up)
         """The physical memory."""
         # Driver 580 crashes where the memory is released while an operation with it is queued.
-        self.memory._handle.users = (device.ordinal,)
+        self.memory._node.users = (device.ordinal,)
         self.tiles: int = self.memory.nbytes // _TILE
         """How many tiles of 64 KiB it has."""
         self._free: deque[_FreeTile] = deque(_FreeTile(tile, None, None) for tile in range(self.tiles))
@@ -161,12 +161,12 @@ class _Array(HandleNode):
 
     def use(self, pool: TilePool) -> None:
         """It has tiles of a pool, or is about to."""
-        self.allocations.order.relate(self, pool.memory._handle)
+        self.allocations.order.relate(self, pool.memory._node)
 
     def done(self, pool: TilePool) -> None:
         """Some tiles of a pool were given back."""
         if all(user is not pool for user, _ in self.map.values()):
-            self.allocations.order.unrelate(self, pool.memory._handle)
+            self.allocations.order.unrelate(self, pool.memory._node)
 
     def give_up(self) -> None:
         """Wait for what is queued: the driver is not said to."""
@@ -197,7 +197,7 @@ class _Tile(NamedTuple):
     x: int
 
 
-class SparseArray(Closes):
+class SparseArray(OwnsNode):
     """A CUDA array, or mipmapped array, whose tiles are given memory one by one.
 
     Kernels use it through texture and surface objects of other libraries, made from :attr:`handle`.
@@ -228,18 +228,7 @@ class SparseArray(Closes):
         The driver has no such array; it may be too large in one dimension.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_array",
-        "channels",
-        "device",
-        "dtype",
-        "layered",
-        "levels",
-        "mip_tail",
-        "shape",
-        "tile",
-    )
+    __slots__ = ("channels", "device", "dtype", "layered", "levels", "mip_tail", "shape", "tile")
 
     def __init__(
         self,
@@ -264,7 +253,7 @@ class SparseArray(Closes):
         """Whether the first dimension counts layers."""
         self.levels: int = checked_size("levels", levels)
         """How many levels of detail there are; 0 where the array is not mipmapped."""
-        self._array = _Array(device, bool(self.levels))
+        self._node = _Array(device, bool(self.levels))
         kind = f"{self.dtype.kind}{self.dtype.itemsize}"
         if len(self.shape) not in (2, 3) or 0 in self.shape:
             raise ValueError(f"shape={shape!r}: allowed are two or three extents of one or more elements")
@@ -290,11 +279,11 @@ class SparseArray(Closes):
         hint = f"an array of shape {self.shape}, {self.levels} levels: more than the device can have?"
         with self.device.current():
             if self.levels:
-                door.create(self._array, "_raw", "cuMipmappedArrayCreate", descriptor, self.levels, hint=hint)
-                found = door.call("cuMipmappedArrayGetSparseProperties", self._array.raw)
+                door.create(self._node, "_raw", "cuMipmappedArrayCreate", descriptor, self.levels, hint=hint)
+                found = door.call("cuMipmappedArrayGetSparseProperties", self._node.raw)
             else:
-                door.create(self._array, "_raw", "cuArray3DCreate", descriptor, hint=hint)
-                found = door.call("cuArrayGetSparseProperties", self._array.raw)
+                door.create(self._node, "_raw", "cuArray3DCreate", descriptor, hint=hint)
+                found = door.call("cuArrayGetSparseProperties", self._node.raw)
         extent = found.tileExtent
         extents = (int(extent.depth), int(extent.height), int(extent.width))
         self.tile: tuple[int, ...] = extents[1 if len(self.shape) == 2 or self.layered else 0 :]
@@ -313,11 +302,6 @@ class SparseArray(Closes):
             The array was closed.
         """
         return int(self._checked_raw())
-
-    @property
-    def closed(self) -> bool:
-        """Whether the array was destroyed."""
-        return self._array.raw is None
 
     @property
     def layers(self) -> int:
@@ -347,7 +331,7 @@ class SparseArray(Closes):
         self._check_layer(layer)
         grid = tuple(-(-extent // step) for extent, step in zip(self.level_shape(level), self.tile, strict=True))
         found = np.zeros(grid, np.bool_)
-        for tile in self._array.map:
+        for tile in self._node.map:
             if (tile.level, tile.layer) == (level, layer):
                 found[(tile.z, tile.y, tile.x)[-len(grid) :]] = True
         return found
@@ -355,7 +339,7 @@ class SparseArray(Closes):
     @property
     def mapped_bytes(self) -> int:
         """How much memory of tile pools the array uses, in bytes."""
-        return _TILE * len(self._array.map)
+        return _TILE * len(self._node.map)
 
     def map(self, pool: TilePool, region: Region = None, *, level: int = 0, layer: int = 0, stream: StreamLike) -> None:
         """Give a region memory, in stream order (``cuMemMapArrayAsync``); its contents are undefined until written.
@@ -405,35 +389,35 @@ class SparseArray(Closes):
             raise ValueError(f"{pool!r} is not of {self.device!r}")
         wanted = list(tiles)
         for tile in wanted:
-            if tile in self._array.map:
+            if tile in self._node.map:
                 place = f"the tile at {tile[-len(self.tile) :]} of level {tile.level}"
                 raise ValueError(f"{'the mip tail' if tile.level == _TAIL else place} is mapped already")
         taken = pool._take(len(wanted), ordered)
         given = {tile: (pool, free.tile) for tile, free in zip(wanted, taken, strict=True)}
-        self._array.use(pool)
+        self._node.use(pool)
         try:
             self._submit(ordered, [self._info(tile, pool, slot) for tile, (_, slot) in given.items()])
         except BaseException:
             pool._put_back(taken)
-            self._array.done(pool)
+            self._node.done(pool)
             raise
-        self._array.map.update(given)
+        self._node.map.update(given)
         self._note(ordered)
 
     def _unmap(self, tiles: Iterator[_Tile], stream: StreamLike) -> None:
         ordered = self._ordered(stream)
-        mapped = [tile for tile in tiles if tile in self._array.map]
+        mapped = [tile for tile in tiles if tile in self._node.map]
         if not mapped:
             return
         self._submit(ordered, [self._info(tile, None, 0) for tile in mapped])
         event = self._note(ordered)
         pools = set()
         for tile in mapped:
-            pool, slot = self._array.map.pop(tile)
+            pool, slot = self._node.map.pop(tile)
             pool._free.append(_FreeTile(slot, ordered, event))
             pools.add(pool)
         for pool in pools:
-            self._array.done(pool)
+            self._node.done(pool)
 
     def copy_from(
         self, source: npt.NDArray[Any], stream: StreamLike, *, region: Region = None, level: int = 0, layer: int = 0
@@ -456,10 +440,10 @@ class SparseArray(Closes):
     def close(self) -> None:
         """Destroy the array once what was queued is done (``cuArrayDestroy``), and give its tiles back. Idempotent."""
         # The driver is not said to wait for maps and unmaps that are queued.
-        for event in self._array.last.values():
+        for event in self._node.last.values():
             event.synchronize()
-        if self._array.raw is not None:
-            self._array.allocations.end(self._array)
+        if self._node.raw is not None:
+            self._node.allocations.end(self._node)
 
     # -- the driver's structs --------------------------------------------------------------------------------
 
@@ -468,10 +452,10 @@ class SparseArray(Closes):
         info = cuda.CUarrayMapInfo()
         if self.levels:
             info.resourceType = cuda.CUresourcetype.CU_RESOURCE_TYPE_MIPMAPPED_ARRAY
-            info.resource.mipmap = self._array.raw
+            info.resource.mipmap = self._node.raw
         else:
             info.resourceType = cuda.CUresourcetype.CU_RESOURCE_TYPE_ARRAY
-            info.resource.array = self._array.raw
+            info.resource.array = self._node.raw
         info.memHandleType = cuda.CUmemHandleType.CU_MEM_HANDLE_TYPE_GENERIC
         info.memOperationType = cuda.CUmemOperationType.CU_MEM_OPERATION_TYPE_UNMAP
         if pool is not None:
@@ -509,7 +493,7 @@ class SparseArray(Closes):
             # The map or unmap is queued and cannot be called back: without an event the host has to see it done.
             stream.synchronize()
             return None
-        self._array.last[stream.handle] = event
+        self._node.last[stream.handle] = event
         return event
 
     def _copy(
@@ -528,7 +512,7 @@ class SparseArray(Closes):
         copy = cuda.CUDA_MEMCPY3D()
         copy.WidthInBytes, copy.Height, copy.Depth = width, extents[-2], extents[0] if len(extents) == 3 else 1
         with self.device.current():
-            raw = door.call("cuMipmappedArrayGetLevel", self._array.raw, level) if self.levels else self._array.raw
+            raw = door.call("cuMipmappedArrayGetLevel", self._node.raw, level) if self.levels else self._node.raw
             for name, value in (
                 (f"{theirs}MemoryType", cuda.CUmemorytype.CU_MEMORYTYPE_HOST),
                 (f"{theirs}Host", host.ctypes.data),
@@ -595,18 +579,9 @@ class SparseArray(Closes):
         refuse_capture(ordered, "cuMemMapArrayAsync", "tiles cannot be mapped, and arrays not be copied, in a capture")
         return ordered
 
-    def _checked_raw(self) -> Any:
-        if self._array.raw is None:
-            raise ClosedError(f"{self!r} was closed")
-        return self._array.raw
-
-    def __del__(self) -> None:
-        if hasattr(self, "_array") and self._array.raw is not None and self.device._door.usable:
-            self._array.allocations.drop(self._array)
-
     def __repr__(self) -> str:
         shape = " x ".join(map(str, getattr(self, "shape", ())))
-        there = hasattr(self, "_array") and self._array.raw is not None
+        there = hasattr(self, "_node") and self._node.raw is not None
         state = f"{size_text(self.mapped_bytes)} mapped" if there else "closed"
         element = f"{getattr(self, 'channels', 0)} x {getattr(self, 'dtype', '?')}"
         return f"<{type(self).__name__} {shape} of {element}, {state}>"

@@ -241,7 +241,7 @@ class MulticastObject(GenericAllocation):
         self._team = Node(Kind.TEAM)
         self._team.given_up = True
         self._prepare(door, prop.size, Kind.OBJECT)
-        self._handle.allocations.order.relate(self._handle, self._team)
+        self._node.allocations.order.relate(self._node, self._team)
         self._state.teams[self._team] = None
 
     @staticmethod
@@ -430,7 +430,7 @@ class MulticastObject(GenericAllocation):
             if node.device == ordinal and node.offset < start + member.nbytes and start < other.stop:
                 taken = f"bytes {node.offset} to {other.stop} of device {ordinal}"
                 raise ValueError(f"offset={offset}: {taken} are bound already")
-        node = BoundBytes(self._handle, member, ordinal, start)
+        node = BoundBytes(self._node, member, ordinal, start)
         entry = BindingEntry(member, node)
         name, arguments = member.call(
             raw, ordinal, start, versioned=device is not None and member.kept.location.on_host
@@ -487,7 +487,7 @@ class MulticastObject(GenericAllocation):
         if self.closed:
             return
         # What dropped ranges have mapped is the object's to unmap.
-        self._handle.allocations.work()
+        self._node.allocations.work()
         if self.mapping_count:
             raise ValueError(f"{self!r} has {mappings_text(self.mapping_count)}: unmap before it is closed")
         self._end(after)
@@ -527,22 +527,22 @@ class MulticastObject(GenericAllocation):
         wait(after, self._door, {device for node in self._mappings() for device in node.users})
 
     def _mappings(self) -> list[Any]:
-        return self._handle.allocations.order.before(self._handle, Kind.OBJECT_MAPPING)
+        return self._node.allocations.order.before(self._node, Kind.OBJECT_MAPPING)
 
     def _unbind(self, entry: BindingEntry, after: After) -> None:
         self._wait(after)
         node = entry.node
         try:
-            self._handle.allocations.end(node)
+            self._node.allocations.end(node)
         finally:
             if node.gone:
                 node.part(self._team)
                 self._table()
-                self._handle.allocations.settle()
+                self._node.allocations.settle()
 
     def _end(self, after: After) -> None:
         self._wait(after)
-        allocations = self._handle.allocations
+        allocations = self._node.allocations
         states = [entry.node.state for entry in self._table()]
         for entry in list(self._bound):
             allocations.end(entry.node)
@@ -552,11 +552,11 @@ class MulticastObject(GenericAllocation):
                 allocations.order.unrelate(work, mapping)
             allocations.end(mapping)
         try:
-            allocations.end(self._handle)
+            allocations.end(self._node)
         finally:
             self._table()
             # Dropped ranges that map some of it wait for all of the memory.
-            if self._handle.gone and not allocations.order.after(self._team, Kind.RESERVATION):
+            if self._node.gone and not allocations.order.after(self._team, Kind.RESERVATION):
                 self._team.gone = True
                 allocations.order.cut(self._team)
                 for state in states:
@@ -590,11 +590,11 @@ class MulticastObject(GenericAllocation):
     def end(self, after: After = None) -> None:
         """As :meth:`close`, but unmap what maps it, too."""
         if not self.closed:
-            self._handle.allocations.work()
+            self._node.allocations.work()
             self._end(after)
 
     def __repr__(self) -> str:
-        if not hasattr(self, "_handle"):
+        if not hasattr(self, "_node"):
             return f"<{type(self).__name__} that could not be made>"
         team = f"{len(self._devices)} of {self.num_devices} devices added here"
         bound = f", {len(self._table())} bindings" if self._table() else ""
