@@ -51,11 +51,9 @@ def two_streams(tour: Tour, producer: sa.Stream) -> None:
         consumer.wait(done)
         result.copy_from(made, consumer)
         made.free(consumer)
-        tour.step(
-            "one stream fills, held by a gate; the other waits and copies",
-            equal("the event is complete", done.query(), False),
-            equal("the waiting stream is done", consumer.query(), False),
-        )
+        event = equal("the event is complete", done.query(), False)
+        waiting = equal("the waiting stream is done", consumer.query(), False)
+        tour.step("one stream fills, held by a gate; the other waits and copies", event, waiting)
         tour.pool_step("freed the source in order after the copy", pool, used=8 * MiB)
         gate.open()
         copy = every_byte("the copy", read(result, consumer), 0xC3)
@@ -328,10 +326,8 @@ def _nothing_left(tour: Tour, accounts: Any) -> None:
         accounts.assert_nothing_left()
     except DriverMisuseError as error:
         left = str(error)
-    tour.step(
-        "all pools, allocations, memory, address ranges, arrays, streams, events and graphs are released",
-        equal("left behind", left, "nothing"),
-    )
+    text = "all pools, allocations, memory, address ranges, arrays, streams, events and graphs are released"
+    tour.step(text, equal("left behind", left, "nothing"))
 
 
 def _verdict(tour: Tour) -> str:

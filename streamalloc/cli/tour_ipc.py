@@ -106,11 +106,9 @@ def two_processes(tour: Tour, stream: sa.Stream) -> None:
         second = pool.allocate(4 * MiB, stream)
         second.fill(0x33)
         shared = bytes(ipc.share(second))
-        tour.step(
-            f"more memory of this pool takes {len(shared)} bytes to share, and no descriptor along",
-            equal("size", peer.ask("open", "second", shared.hex())[1], second.nbytes, size_text),
-            _holds(peer, "second", 0x33),
-        )
+        size = equal("size", peer.ask("open", "second", shared.hex())[1], second.nbytes, size_text)
+        text = f"more memory of this pool takes {len(shared)} bytes to share, and no descriptor along"
+        tour.step(text, size, _holds(peer, "second", 0x33))
         for name, memory in (("first", buffer), ("second", second)):
             peer.ask("close", name)
             memory.free()

@@ -201,11 +201,10 @@ def _symmetric(tour: Tour, driver: Any) -> None:
             waiting = streams[1].query()
             memory.put_signal(1, streams[0])
             streams[1].synchronize()
-            tour.step(
-                f"a signal from GPU {devices[0].ordinal} to GPU {devices[1].ordinal}: the host waits for neither",
-                equal("the stream is done before it", waiting, False),
-                equal("the stream is done after it", streams[1].query(), True),
-            )
+            before = equal("the stream is done before it", waiting, False)
+            after = equal("the stream is done after it", streams[1].query(), True)
+            text = f"a signal from GPU {devices[0].ordinal} to GPU {devices[1].ordinal}: the host waits for neither"
+            tour.step(text, before, after)
         refused = raised("using it", sa.ClosedError, lambda: memory.buffers)
         tour.step("closed: all is given back", refused)
 

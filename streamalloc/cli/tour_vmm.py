@@ -48,11 +48,9 @@ def by_hand(tour: Tour, stream: sa.Stream) -> None:
         )
         first.set_access(tour.device, sa.MemAccess.READWRITE)
         second.set_access(tour.device, sa.MemAccess.READ)
-        tour.step(
-            "access for the GPU: read and write at the first, read only at the second",
-            _access("access at the first", first, tour.device, sa.MemAccess.READWRITE),
-            _access("access at the second", second, tour.device, sa.MemAccess.READ),
-        )
+        both = _access("access at the first", first, tour.device, sa.MemAccess.READWRITE)
+        only = _access("access at the second", second, tour.device, sa.MemAccess.READ)
+        tour.step("access for the GPU: read and write at the first, read only at the second", both, only)
         first.fill(0x3C, stream)
         copied = every_byte("the copy", read(second, stream), 0x3C)
         tour.step("filled at the first address, read at the second", copied)
@@ -60,11 +58,9 @@ def by_hand(tour: Tour, stream: sa.Stream) -> None:
         tour.step("the driver refuses to write at the second", refused)
         memory.close()
         first.close()
-        drawn(
-            "handle closed, first place unmapped: the second keeps it",
-            equal("the first is unmapped", first.closed, True),
-            every_byte("the copy", read(second, stream), 0x3C),
-        )
+        copied = every_byte("the copy", read(second, stream), 0x3C)
+        unmapped = equal("the first is unmapped", first.closed, True)
+        drawn("handle closed, first place unmapped: the second keeps it", unmapped, copied)
         refused = raised("closing the range", ValueError, addresses.close)
         tour.step("addresses cannot be freed while something is mapped", refused)
         second.close()
