@@ -60,7 +60,7 @@ class Line:
         Runs are chosen best fit, then lowest address. Memory the stream freed itself, and memory free for
         everyone, come first; what other streams freed counts only when the best of those holds nothing of the
         stream's own (two cases observed on H200: an own 8 MiB hole wins over another stream's completed 5 MiB
-        one, while another stream's completed 8 MiB hole wins over a larger piece that was never used).
+        one, while another stream's completed 8 MiB hole wins over a larger segment that was never used).
 
         With ``wait`` any pending memory will do; the block then says in ``waits`` which frees must be waited
         for.

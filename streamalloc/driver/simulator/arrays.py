@@ -242,7 +242,7 @@ class TileCopy(Operation):
         return self._simulated and first < end and start < first + self._linear.span(self._box)
 
     def _move(self, rows: Bytes, z: int) -> None:
-        for tile, y, x, shape, offset, pitch in self._pieces(z):
+        for tile, y, x, shape, offset, pitch in self._segments(z):
             part = rows[y : y + shape[0], x : x + shape[1]]
             backing = self._array.storage.tiles.get(tile)
             if backing is None:
@@ -256,7 +256,7 @@ class TileCopy(Operation):
             else:
                 part[:] = stored
 
-    def _pieces(self, z: int) -> Iterator[tuple[Tile, int, int, tuple[int, int], int, int]]:
+    def _segments(self, z: int) -> Iterator[tuple[Tile, int, int, tuple[int, int], int, int]]:
         """A slice of the box, tile by tile: the tile, where in the slice its part begins (row and byte), the shape
         of the part, where in the tile it begins, and the tile's pitch.
         """

@@ -1,4 +1,4 @@
-"""The pieces of a pool's address line: blocks, and the gaps that free ones form."""
+"""The parts of a pool's address line: blocks, and the gaps that free ones form."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class State(enum.Enum):
 
 
 class Block:
-    """A piece of the line; ``stream`` and ``seq`` say which free a pending block waits for."""
+    """A part of the line; ``stream`` and ``seq`` say which free a pending block waits for."""
 
     __slots__ = ("gap", "next", "prev", "seq", "size", "start", "state", "stream", "waits")
 

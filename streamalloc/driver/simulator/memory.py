@@ -1,8 +1,8 @@
 """Real memory under simulated addresses: anonymous files, reservations of address space, and who lives where.
 
 Physical memory is a ``memfd``: it can be mapped several times, in several processes, and costs nothing until
-it is touched. An address range is reserved as an inaccessible mapping; backing a piece of it maps the file
-over it, and releasing the piece puts the inaccessible mapping back and punches a hole into the file.
+it is touched. An address range is reserved as an inaccessible mapping; backing a segment of it maps the file
+over it, and releasing the segment puts the inaccessible mapping back and punches a hole into the file.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Intervals:
 
 
 class Reservation:
-    """A range of addresses of this process, of which pieces may be mapped."""
+    """A range of addresses of this process, of which parts may be mapped."""
 
     def __init__(self, size: int, alignment: int) -> None:
         self.size = size

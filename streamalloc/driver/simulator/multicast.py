@@ -30,7 +30,7 @@ _OF_A_TEAM = Place(Location.DEVICE, -1)
 """Where a multicast object is: on devices, but on none alone."""
 
 
-class Piece(NamedTuple):
+class Segment(NamedTuple):
     """Some bytes of what work is to be done on: where they are, where in the work they belong, and how many."""
 
     address: int
@@ -135,9 +135,9 @@ class MulticastObject(Mappable):
 
     # -- what work is done on --------------------------------------------------------------------------------
 
-    def replicas(self, offset: int, size: int) -> dict[int, list[Piece]]:
+    def replicas(self, offset: int, size: int) -> dict[int, list[Segment]]:
         """Where each device of the team has a range; what is not bound is missing."""
-        found: dict[int, list[Piece]] = {device: [] for device in self.team.devices}
+        found: dict[int, list[Segment]] = {device: [] for device in self.team.devices}
         bindings = self.team.bindings()
         self._drop_windows({binding.number for binding in bindings})
         for binding in bindings:
@@ -145,8 +145,8 @@ class MulticastObject(Mappable):
             if first < stop:
                 window = self._window(binding)
                 if window is not None:
-                    piece = Piece(window.address + first - binding.offset, first - offset, stop - first)
-                    found[binding.device].append(piece)
+                    segment = Segment(window.address + first - binding.offset, first - offset, stop - first)
+                    found[binding.device].append(segment)
         return found
 
     def _drop_windows(self, live: set[int]) -> None:
@@ -293,7 +293,7 @@ class Multicast:
             return None
         return mapping, mapping.memory
 
-    def replicas(self, address: int, size: int) -> dict[int, list[Piece]] | None:
+    def replicas(self, address: int, size: int) -> dict[int, list[Segment]] | None:
         """Where each device of the team has a range of one mapping; None unless all have all of it."""
         found = self.mapping_at(address)
         if found is None or address + size > found[0].end:
@@ -302,11 +302,11 @@ class Multicast:
         replicas = mapped.replicas(address - mapping.base, size)
         return None if _incomplete(replicas, size) else replicas
 
-    def targets(self, address: int, size: int) -> list[Piece] | None:
+    def targets(self, address: int, size: int) -> list[Segment] | None:
         """All that a write to a range reaches; it may be of several mappings, of memory too. None where something is
         missing.
         """
-        targets: list[Piece] = []
+        targets: list[Segment] = []
         end = address + size
         at = address
         while at < end:
@@ -315,13 +315,13 @@ class Multicast:
                 return None
             stop = min(end, mapping.end)
             if isinstance(mapping.memory, Memory):
-                targets.append(Piece(at, at - address, stop - at))
+                targets.append(Segment(at, at - address, stop - at))
             else:
                 replicas = self.replicas(at, stop - at)
                 if replicas is None:
                     return None
-                for pieces in replicas.values():
-                    targets += [Piece(to, at - address + inside, length) for to, inside, length in pieces]
+                for segments in replicas.values():
+                    targets += [Segment(to, at - address + inside, length) for to, inside, length in segments]
             at = stop
         return targets
 
@@ -344,6 +344,6 @@ class Multicast:
         self.objects.clear()
 
 
-def _incomplete(replicas: dict[int, list[Piece]], size: int) -> list[int]:
+def _incomplete(replicas: dict[int, list[Segment]], size: int) -> list[int]:
     """The devices that do not have all of a range."""
-    return [device for device, pieces in replicas.items() if sum(piece.size for piece in pieces) < size]
+    return [device for device, segments in replicas.items() if sum(segment.size for segment in segments) < size]

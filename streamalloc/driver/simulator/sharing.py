@@ -11,9 +11,9 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-import weakref
 import zlib
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 from .allocations import Allocation, Allocations, OpenedMemory, PoolMemory
 from .blocks import Block, State
@@ -26,7 +26,7 @@ from .imported_pool import ImportedPool
 from .locks import is_locked, lock
 from .memory import Physical, Reservation
 from .pool import Pool
-from .shared_events import BOARD_BYTES, Board, SharedEvent
+from .shared_events import TABLE_BYTES, EventTable, SharedEvent
 from .supply import Supply
 from .timeline import Timeline
 
@@ -98,8 +98,10 @@ class Sharing:
     """By process and descriptor, owner, offset."""
     _opened: dict[tuple[int, ...], Opening] = field(default_factory=dict)
     """By what the handle says."""
-    _own_boards: list[Board] = field(default_factory=list)
-    _boards: weakref.WeakValueDictionary[tuple[int, ...], Board] = field(default_factory=weakref.WeakValueDictionary)
+    _own_tables: list[EventTable] = field(default_factory=list)
+    _tables: WeakValueDictionary[tuple[int, ...], EventTable] = field(
+        default_factory=WeakValueDictionary
+    )
 
     def recognise(self, fd: int, kind: str) -> Label:
         """What a descriptor is that should be a pool or memory of this machine; with memory goes a multicast object."""
@@ -272,16 +274,16 @@ class Sharing:
 
     def event_handle(self, event: Event) -> bytes:
         shared = event.shared or event.share(self._new_event())
-        return pack("event", os.getpid(), shared.board.fd, shared.index, self.names.owner)
+        return pack("event", os.getpid(), shared.table.fd, shared.index, self.names.owner)
 
     def _new_event(self) -> SharedEvent:
-        shared = self._own_boards[-1].take() if self._own_boards else None
+        shared = self._own_tables[-1].take() if self._own_tables else None
         if shared is None:
             with operating_system():
-                physical = Physical(str(self.names.own("events")), BOARD_BYTES)
+                physical = Physical(str(self.names.own("events")), TABLE_BYTES)
                 physical.seal()
-                self._own_boards.append(Board(physical.fd))
-            shared = self._own_boards[-1].take()
+                self._own_tables.append(EventTable(physical.fd))
+            shared = self._own_tables[-1].take()
             assert shared is not None
         return shared
 
@@ -289,12 +291,12 @@ class Sharing:
         words = need(unpack("event", data, 4), Result.CUDA_ERROR_MAP_FAILED)
         process, fd, index, owner = words
         check(not self.names.is_own(process, owner), Result.CUDA_ERROR_INVALID_CONTEXT)
-        board = self._boards.get((process, fd, owner))
-        if board is None:
+        table = self._tables.get((process, fd, owner))
+        if table is None:
             own = need(self.names.reach(process, fd, owner, "events"), Result.CUDA_ERROR_MAP_FAILED)
             with operating_system():
-                board = self._boards[process, fd, owner] = Board(own)
-        return SharedEvent(board, index)
+                table = self._tables[process, fd, owner] = EventTable(own)
+        return SharedEvent(table, index)
 
     # -- the end ---------------------------------------------------------------------------------------------
 
@@ -306,6 +308,6 @@ class Sharing:
         self.pools.clear()
         self._blocks.clear()
         self._opened.clear()
-        for board in (*self._own_boards, *self._boards.values()):
-            board.close()
-        self._own_boards.clear()
+        for table in (*self._own_tables, *self._tables.values()):
+            table.close()
+        self._own_tables.clear()

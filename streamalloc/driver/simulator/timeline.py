@@ -41,7 +41,7 @@ def merge(clock: Clock, other: Clock) -> None:
 
 
 class Operation:
-    """A piece of work in a stream. Subclasses say when it may start, and do it in one or several steps."""
+    """Work in a stream. Subclasses say when it may start, and do it in one or several steps."""
 
     heavy = False
     """Too long for the thread that submits it: the worker does it, with turns for other streams."""

@@ -1,7 +1,7 @@
 """Virtual memory management: physical memory, reserved addresses, and what is mapped where with which rights.
 
-Memory that can be exported is a file of its own. All other memory shares one sparse file, however many pieces there
-are: a process may have a thousand files, and a growing buffer has more pieces.
+Memory that can be exported is a file of its own. All other memory shares one sparse file, however many segments there
+are: a process may have a thousand files, and a growing buffer has more segments.
 """
 
 from __future__ import annotations
@@ -116,19 +116,19 @@ class VirtualMemory:
         found = self.supply.arenas.find(address)
         return found if isinstance(found, AddressRange) else None
 
-    def _pieces(self, start: int, end: int) -> list[tuple[AddressRange, int, int]]:
+    def _segments(self, start: int, end: int) -> list[tuple[AddressRange, int, int]]:
         """The reservations that follow each other from ``start``: each with what it has of the range, up to ``end``
         or to the first address that is not reserved.
         """
-        pieces = []
+        segments = []
         while start < end:
             found = self.range_of(start)
             if found is None:
                 break
             stop = min(end, found.end)
-            pieces.append((found, start, stop))
+            segments.append((found, start, stop))
             start = stop
-        return pieces
+        return segments
 
     # -- mappings --------------------------------------------------------------------------------------------
 
@@ -136,16 +136,16 @@ class VirtualMemory:
         check(address and size and address % GRANULARITY == 0)
         memory.check_part(offset, size)
         end = address + size
-        pieces = self._pieces(address, end)
-        check(pieces and not self.mappings.overlapping(address, end))
-        not_modelled(pieces[-1][2] < end, "mapping beyond the end of a reservation: the real driver does not notice")
+        segments = self._segments(address, end)
+        check(segments and not self.mappings.overlapping(address, end))
+        not_modelled(segments[-1][2] < end, "mapping beyond the end of a reservation: the real driver does not notice")
         not_modelled(memory.properties.tile_pool, "cuMemMap of memory for tiles of arrays")
         with operating_system(only_memory=True):
             try:
-                for found, start, stop in pieces:
+                for found, start, stop in segments:
                     memory.map_at(found, start, stop - start, offset + start - address)
             except OSError:
-                for found, start, stop in pieces:
+                for found, start, stop in segments:
                     found.unmap(start, stop - start)
                 raise
         memory.mappings += 1
@@ -160,12 +160,12 @@ class VirtualMemory:
         end = address + size
         check(size and address % GRANULARITY == 0 and size % GRANULARITY == 0)
         self.timeline.run_down()  # first of all: other threads may map and unmap meanwhile
-        pieces = self._pieces(address, end)
-        check(pieces and pieces[-1][2] == end)
+        segments = self._segments(address, end)
+        check(segments and segments[-1][2] == end)
         mappings = self.mappings.overlapping(address, end)
         check(all(address <= mapping.base and mapping.end <= end for mapping in mappings))
         for mapping in mappings:
-            for found, start, stop in self._pieces(mapping.base, mapping.end):
+            for found, start, stop in self._segments(mapping.base, mapping.end):
                 found.unmap(start, stop - start)
             self.mappings.remove(mapping)
             self.allocations.remove(self.allocations.at[mapping.base])

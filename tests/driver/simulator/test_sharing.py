@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from streamalloc.driver.simulator.shared_events import BOARD_EVENTS
+from streamalloc.driver.simulator.shared_events import TABLE_EVENTS
 from tests.driver.simulator.support import new_rig
 from tests.facts.support import (
     DEVICE,
@@ -371,9 +371,9 @@ class TestEvents:
         assert other.executed(waiting)
 
     def test_many(self, rig: Rig) -> None:
-        """More than one board has place for."""
+        """More than one table has place for."""
         stream, gate, other = rig.stream(), rig.gate(), new_rig()
-        events = [rig.event(SHARED_EVENT) for _ in range(BOARD_EVENTS + 1)]
+        events = [rig.event(SHARED_EVENT) for _ in range(TABLE_EVENTS + 1)]
         opened = [self.opened(rig, event, other) for event in events]
         gate.hold(stream)
         for event in (events[0], events[-1]):

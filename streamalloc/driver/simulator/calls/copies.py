@@ -18,7 +18,7 @@ from ..contexts import Context
 from ..errors import NotModelled, Result, check, need, not_modelled
 from ..machine import Machine
 from ..memory import view_address
-from ..multicast import Piece
+from ..multicast import Segment
 from ..physical import least_right
 from ..timeline import Operation, Stream
 from .base import Calls
@@ -27,7 +27,7 @@ _READING = "reading a multicast object with a copy: hardware defines it for mult
 
 
 class Move(Operation):
-    """Writes bytes piece by piece; memory that is gone by then breaks the context instead of the process."""
+    """Writes bytes step by step; memory that is gone by then breaks the context instead of the process."""
 
     def __init__(self, machine: Machine, context: Context, target: int, size: int, source: int | None = None) -> None:
         self._machine = machine
@@ -57,11 +57,11 @@ class Move(Operation):
         self._context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
         self._done = self._size
 
-    def _targets(self, size: int) -> list[Piece] | None:
+    def _targets(self, size: int) -> list[Segment] | None:
         """Where the next bytes go: to one address, or to that of each replica of multicast memory."""
         target = self._target + self._done
         if not self._into_simulated or self._machine.supply.is_backed(target, size):
-            return [Piece(target, 0, size)]
+            return [Segment(target, 0, size)]
         return self._machine.multicast.targets(target, size)
 
     def touches(self, start: int, end: int) -> bool:

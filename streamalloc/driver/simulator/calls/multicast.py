@@ -13,7 +13,7 @@ from ..constants import GRANULARITY, READ, READ_WRITE, STEP, Handle, device_plac
 from ..contexts import Context
 from ..errors import Fault, NotModelled, Result, check, not_modelled
 from ..machine import Machine
-from ..multicast import Backing, MulticastObject, Piece
+from ..multicast import Backing, MulticastObject, Segment
 from ..physical import Memory
 from ..timeline import Stream
 from .base import driver_call
@@ -66,16 +66,16 @@ class Gather(Move):
             if replicas is None:
                 self.fail()
                 return True
-            self._values = self._combine([_read(pieces, size) for pieces in replicas.values()])
+            self._values = self._combine([_read(segments, size) for segments in replicas.values()])
         return super().step()
 
     def put(self, address: int, offset: int, size: int) -> None:
         ctypes.memmove(address, self._values, size)
 
 
-def _read(pieces: list[Piece], size: int) -> bytes:
+def _read(segments: list[Segment], size: int) -> bytes:
     values = bytearray(size)
-    for address, at, length in pieces:
+    for address, at, length in segments:
         values[at : at + length] = ctypes.string_at(address, length)
     return bytes(values)
 

@@ -72,10 +72,9 @@ class StreamCalls(Calls):
         stream = self._stream(hStream)
         self._spoil([stream.capture])
         self._unsafe_during_capture()
-        if not stream.idle:
-            if not self._machine.timeline.seeded:
-                self._machine.timeline.pump()
-            check(stream.idle, Result.CUDA_ERROR_NOT_READY)
+        if not stream.idle and not self._machine.timeline.seeded:
+            self._machine.timeline.pump()
+        check(stream.idle, Result.CUDA_ERROR_NOT_READY)
         stream.context.check()
 
     def cuStreamSynchronize(self, hStream: Any) -> None:
@@ -125,12 +124,10 @@ class StreamCalls(Calls):
                 stream.capture.invalidate()
                 raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_ISOLATION)
             return
-        elsewhere = event.elsewhere
+        elsewhere, record = event.elsewhere, event.record
         if elsewhere is not None:
             stream.submit(Until(elsewhere.arrival()))
-            return
-        record = event.record
-        if record is not None and record.stream is not stream:
+        elif record is not None and record.stream is not stream:
             stream.submit(Operation(), ((record.stream, record.seq),))
             live = self._machine.timeline.streams
             merge(stream.clock, {number: seq for number, seq in record.clock.items() if number in live})
@@ -234,10 +231,9 @@ class StreamCalls(Calls):
         event = self._event(hEvent)
         self._spoil([event.capture], Result.CUDA_ERROR_CAPTURED_EVENT)
         self._unsafe_during_capture()
-        if not event.complete:
-            if not self._machine.timeline.seeded:
-                self._machine.timeline.pump()
-            check(event.complete, Result.CUDA_ERROR_NOT_READY)
+        if not event.complete and not self._machine.timeline.seeded:
+            self._machine.timeline.pump()
+        check(event.complete, Result.CUDA_ERROR_NOT_READY)
 
     def cuEventSynchronize(self, hEvent: Any) -> None:
         event = self._event(hEvent)
