@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Closes", "Unique"]
+__all__ = ["Closes", "Unique", "close_all"]
 
 
 reduce_for_processes: Callable[[object], tuple[Any, ...] | None] | None = None
@@ -53,3 +53,9 @@ class Closes(Unique):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def close_all(owners: Iterable[Closes]) -> None:
+    """Close each of them."""
+    for owner in owners:
+        owner.close()

@@ -117,18 +117,16 @@ class RingConsumer(RingEnd):
         self.timeout = timeout
         self.taken = 0
         end = end_of(timeout)
-        try:
+        with undoing(channel.close):
             message = channel.receive(timeout=timeout)
             told = Introduction.of(message)
             memory = open_shared(told.descriptor, message.handles[len(told.names) :], stream=stream, driver=driver)
             with undoing(memory.close):
                 blocks = _attached(importer_of(self._door), told.names, message)
                 self._prepare(memory, told, blocks)
-                channel.send(answer([block.importer for block in blocks]), timeout=None if end is None else left(end))
+                answered = answer([block.importer for block in blocks])
+                channel.send(answered, timeout=None if end is None else left(end))
                 self._open(_ConsumerEnding(channel, self._memory, self._items))
-        except BaseException:
-            channel.close()
-            raise
         self._door.shut_with_me(self)
 
     def _shut_after_fork(self) -> None:

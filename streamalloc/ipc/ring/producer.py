@@ -110,7 +110,7 @@ class RingProducer(RingEnd):
             raise TypeError(f"channel must be a Channel, not {type(channel).__name__} ({channel!r})")
         self._check_open()
         end = end_of(timeout)
-        try:
+        with undoing(channel.close):
             channel.send(self._hello, self._handles, timeout=timeout)
             answer = channel.receive(timeout=None if end is None else left(end))
             consumer = self._admitted(channel, answer)
@@ -118,9 +118,6 @@ class RingProducer(RingEnd):
                 self._check_open()
                 self._deliveries.consumers[consumer] = None
                 self._deliveries.deliver_unsent()
-        except BaseException:
-            channel.close()
-            raise
 
     def _introduction(self, shared: Shared) -> tuple[bytes, tuple[Fd, ...]]:
         """What a consumer is told first, and the handles for it: those of the control blocks, then the buffer's."""

@@ -27,9 +27,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from typing_extensions import Buffer as BytesLike
 
-from streamalloc.core.errors import ClosedError
+from streamalloc.core.errors import ClosedError, undoing
 from streamalloc.core.fd import Fd
-from streamalloc.core.ownership import Closes
+from streamalloc.core.ownership import Closes, close_all
 from streamalloc.ipc.transport.deadlines import end_of, left, milliseconds, refuse
 from streamalloc.ipc.transport.socket_address import (
     Address,
@@ -259,7 +259,7 @@ class Channel(_HasSocket):
         """
         end = end_of(timeout)
         connection = _Socket.new()
-        try:
+        with undoing(connection.close):
             # A full queue is EAGAIN, which poll() knows nothing of.
             connection.setblocking(False)
             while True:
@@ -270,14 +270,10 @@ class Channel(_HasSocket):
                     if left(end) == 0:
                         raise TimeoutError(f"the listener at {shown(address)} took nobody in {timeout:g} s") from None
                     time.sleep(0.001)
+                except (ConnectionRefusedError, FileNotFoundError) as error:
+                    hint = "an abstract socket is seen in its own network namespace (container) only"
+                    raise type(error)(error.errno, f"nobody listens at {shown(address)}; {hint}") from None
             return cls(connection, admitted(connection))
-        except (ConnectionRefusedError, FileNotFoundError) as error:
-            connection.close()
-            hint = "an abstract socket is seen in its own network namespace (container) only"
-            raise type(error)(error.errno, f"nobody listens at {shown(address)}; {hint}") from None
-        except BaseException:
-            connection.close()
-            raise
 
     @classmethod
     def from_fd(cls, fd: int | Fd) -> Channel:
@@ -295,21 +291,18 @@ class Channel(_HasSocket):
             connection = _Socket(fileno=number)
         except OSError as error:
             raise ValueError(f"descriptor {number} is not open or is no socket: {error}") from None
-        try:
+        with undoing(connection.detach):
             if (connection.family, connection.type) != (socket.AF_UNIX, socket.SOCK_SEQPACKET):
                 raise ValueError(f"descriptor {number} is no AF_UNIX socket of type SOCK_SEQPACKET")
-            connection.getpeername()
-            peer = admitted(connection)
+            try:
+                connection.getpeername()
+                peer = admitted(connection)
+            except PermissionError:
+                raise
+            except OSError as error:
+                raise ValueError(f"descriptor {number} is no connected socket: {error}") from None
             os.set_inheritable(number, False)
             channel = cls(connection, peer)
-        except OSError as error:
-            connection.detach()
-            if isinstance(error, PermissionError):
-                raise
-            raise ValueError(f"descriptor {number} is no connected socket: {error}") from None
-        except BaseException:
-            connection.detach()
-            raise
         if isinstance(fd, Fd):
             fd.detach()
         return channel
@@ -489,8 +482,7 @@ class Channel(_HasSocket):
             return message
         found = _joined(self._partial, packet, handles) if wrong is None else wrong
         if isinstance(found, str):
-            for handle in handles:
-                handle.close()
+            close_all(handles)
             self.close()
             raise ProtocolError(f"{self._who} sent something else than a message: {found}; the channel is closed")
         if len(found.data) == 1:
@@ -522,8 +514,7 @@ class Channel(_HasSocket):
     def _drop_partial(self) -> None:
         """Drop what has come of a message that will not be complete."""
         if self._partial is not None:
-            for handle in self._partial.handles:
-                handle.close()
+            close_all(self._partial.handles)
             self._partial = None
 
     # -- the connection --------------------------------------------------------------------------------------
@@ -547,8 +538,7 @@ class Channel(_HasSocket):
         self._socket.close()
         self._drop_partial()
         while self._inbox:
-            for handle in self._handles():
-                handle.close()
+            close_all(self._handles())
             del self._inbox[0]
 
     def __repr__(self) -> str:
@@ -576,23 +566,20 @@ class Listener(_HasSocket):
         self._file: tuple[int, int] | None = None
         self._socket = _Socket.new()
         self.address = name if name.startswith("@") else os.path.abspath(name)
-        try:
+        with undoing(self.close):
             place = to_kernel(self.address)
             if isinstance(place, str):
                 check_private(place)
-            self._socket.bind(place)
+            try:
+                self._socket.bind(place)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    error.strerror = f"{self.address} is in use, or was left behind by a process"
+                raise
             if isinstance(place, str):
                 self._file = identity(place)
             self._socket.setblocking(False)
             self._socket.listen(128)
-        except OSError as error:
-            self.close()
-            if error.errno == errno.EADDRINUSE:
-                raise OSError(errno.EADDRINUSE, f"{self.address} is in use, or was left behind by a process") from None
-            raise
-        except BaseException:
-            self.close()
-            raise
 
     def accept(self, timeout: float | None = None) -> Channel:
         """The connection of the next process.
@@ -624,11 +611,8 @@ class Listener(_HasSocket):
             if left(end) == 0:
                 raise TimeoutError(f"nobody connected to {self.address} within {timeout:g} s")
             _polled(self, select.POLLIN, milliseconds(end))
-        try:
+        with undoing(connection.close):
             return Channel(connection, admitted(connection))
-        except BaseException:
-            connection.close()
-            raise
 
     def close(self) -> None:
         """Listen no more, and remove the path if there is one; idempotent. Channels that were accepted stay open."""

@@ -34,9 +34,10 @@ from streamalloc.ipc.transport.process_group import (
     GroupTimeoutError,
     Limit,
     Mesh,
+    by_value,
     described,
     did_not_come,
-    listed,
+    name_of,
 )
 
 __all__ = [
@@ -78,19 +79,15 @@ class Communicator(Protocol):
 
     def allgather(self, data: BytesLike, *, timeout: float | None = None) -> list[bytes]:
         """What every rank gives, by rank. They may give different numbers of bytes."""
-        ...
 
     def barrier(self, *, timeout: float | None = None) -> None:
         """Wait until all ranks are here."""
-        ...
 
     def exchange(self, handles: Sequence[Fd | int], *, timeout: float | None = None) -> list[tuple[Fd, ...]]:
         """Duplicates of the descriptors that every rank gives, by rank; ``ValueError`` where hosts differ."""
-        ...
 
     def close(self) -> None:
         """Leave the group; idempotent."""
-        ...
 
 
 class ProcessGroupLike(Protocol):
@@ -99,16 +96,13 @@ class ProcessGroupLike(Protocol):
     @property
     def rank(self) -> int:
         """This process's number, from 0."""
-        ...
 
     @property
     def size(self) -> int:
         """How many processes there are."""
-        ...
 
     def allgather(self, data: bytes, /) -> Sequence[bytes]:
         """What every rank gives, by rank."""
-        ...
 
 
 class MPIGroupLike(Protocol):
@@ -116,15 +110,12 @@ class MPIGroupLike(Protocol):
 
     def Get_rank(self) -> int:
         """This process's number, from 0."""
-        ...
 
     def Get_size(self) -> int:
         """How many processes there are."""
-        ...
 
     def allgather(self, data: Any, /) -> Sequence[Any]:
         """What every rank gives, by rank."""
-        ...
 
 
 class TorchGroupLike(Protocol):
@@ -132,11 +123,9 @@ class TorchGroupLike(Protocol):
 
     def rank(self) -> int:
         """This process's number, from 0."""
-        ...
 
     def size(self) -> int:
         """How many processes there are."""
-        ...
 
 
 CommunicatorLike: TypeAlias = Communicator | ProcessGroupLike | MPIGroupLike | TorchGroupLike | None
@@ -205,7 +194,16 @@ class _Group(Closes):
             raise
 
     def _gather(self, call: Call, data: bytes, limit: Limit) -> list[bytes]:
-        """Every rank's bytes."""
+        """Every rank's bytes. A first byte of each says what it does: the same for all if all do the same."""
+        packets = self._gathered(call, bytes([call]) + data, limit)
+        for rank, packet in enumerate(packets):
+            if packet[:1] != bytes([call]):
+                text = f"rank {rank} does something else than this {call}: all ranks must do the same"
+                raise GroupProtocolError(text, {rank: name_of(packet[0]) if packet else ""})
+        return [packet[1:] for packet in packets]
+
+    def _gathered(self, call: Call, packet: bytes, limit: Limit) -> list[bytes]:
+        """Every rank's packet."""
         raise NotImplementedError
 
     def _connected(self, limit: Limit) -> Mesh | str:
@@ -245,13 +243,9 @@ def _host() -> str:
 
 
 def _apart(hosts: Sequence[str]) -> str:
-    ranks: dict[str, list[int]] = defaultdict(list)
-    for rank, host in enumerate(hosts):
-        ranks[host].append(rank)
-    places = "; ".join(f"{listed(which)} on {host}" for host, which in ranks.items())
     return (
         "file descriptors travel between processes of one user on one machine and in one network namespace, and this "
-        f"group has {places}: use a group for each of them, or fabric handles, which are bytes"
+        f"group has {by_value(hosts, 'on {}')}: use a group for each of them, or fabric handles, which are bytes"
     )
 
 
@@ -280,11 +274,11 @@ class AllgatherCommunicator(_Group):
             super().__init__(named.rank, named.size, timeout)
         self._group = group
 
-    def _gather(self, call: Call, data: bytes, limit: Limit) -> list[bytes]:
-        packets = [bytes(memoryview(packet)) for packet in self._group.allgather(bytes([call]) + data)]
+    def _gathered(self, call: Call, packet: bytes, limit: Limit) -> list[bytes]:
+        packets = [bytes(memoryview(packet)) for packet in self._group.allgather(packet)]
         if len(packets) != self.size:
             raise GroupProtocolError(f"the all-gather of {self.size} ranks gave {len(packets)} parts")
-        return _same_call(call, packets)
+        return packets
 
 
 class SelfCommunicator(_Group):
@@ -349,11 +343,7 @@ class ProcessCommunicator(_Group):
         return self.rank, self.size, self._token, self.timeout
 
 
-def _reduce(group: ProcessCommunicator) -> tuple[Any, tuple[Any, ...]]:
-    return ProcessCommunicator, group._parts()
-
-
-ForkingPickler.register(ProcessCommunicator, _reduce)
+ForkingPickler.register(ProcessCommunicator, lambda group: (ProcessCommunicator, group._parts()))
 
 
 # -- MPI -----------------------------------------------------------------------------------------------------
@@ -389,19 +379,18 @@ class MPICommunicator(_Group):
         self._comm = comm
         self._own: Any = None
 
-    def _gather(self, call: Call, data: bytes, limit: Limit) -> list[bytes]:
+    def _gathered(self, call: Call, packet: bytes, limit: Limit) -> list[bytes]:
         from mpi4py import MPI
 
         pending: list[Any] = []
         try:
             if self._own is None:
                 self._own = self._duplicate(call, limit, pending)
-            packets = self._all_to_all(MPI, call, bytes([call]) + data, limit, pending)
+            return self._all_to_all(MPI, call, packet, limit, pending)
         except BaseException:
             # MPI still writes to the memory of requests that did not complete.
             _abandoned.append(pending)
             raise
-        return _same_call(call, packets)
 
     # Nothing here blocks: only so can a deadline be kept.
 
@@ -492,10 +481,10 @@ class TorchCommunicator(_Group):
         self._prefix = f"streamalloc/{next(_numbers[group.group_name])}"
         self._calls = 0
 
-    def _gather(self, call: Call, data: bytes, limit: Limit) -> list[bytes]:
+    def _gathered(self, call: Call, packet: bytes, limit: Limit) -> list[bytes]:
         keys = [self._key(self._calls, rank) for rank in range(self.size)]
         try:
-            self._store.set(keys[self.rank], bytes([call]) + data)
+            self._store.set(keys[self.rank], packet)
             self._wait(keys, call, limit)
             packets = [bytes(self._store.get(key)) for key in keys]
             if self._calls:
@@ -506,7 +495,7 @@ class TorchCommunicator(_Group):
                 f"the store of the group does not answer; who holds it may be gone: {error}"
             ) from error
         self._calls += 1
-        return _same_call(call, packets)
+        return packets
 
     def _key(self, call: int, rank: int) -> str:
         return f"{self._prefix}/{call}/{rank}"
@@ -529,16 +518,6 @@ class TorchCommunicator(_Group):
 
 # How many communicators of each group were made here: the same on all of its ranks.
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-
-
-def _same_call(call: Call, packets: Sequence[bytes]) -> list[bytes]:
-    """What follows the first byte, which is the same for all if all do the same."""
-    for rank, packet in enumerate(packets):
-        if packet[:1] != bytes([call]):
-            did = str(Call(packet[0])) if packet[:1] and packet[0] in list(Call) else ""
-            text = f"rank {rank} does something else than this {call}: all ranks must do the same"
-            raise GroupProtocolError(text, {rank: did})
-    return [packet[1:] for packet in packets]
 
 
 # -- any of them ---------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from streamalloc.core.errors import ClosedError
 from streamalloc.core.fd import Fd
+from streamalloc.core.ownership import close_all
 from streamalloc.ipc.transport.channel import Channel, Listener
 from streamalloc.ipc.transport.deadlines import now
 
@@ -81,8 +82,7 @@ class _Server:
         number = client.fileno()
         try:
             name, given = client.receive(timeout=0)
-            for handle in given:
-                handle.close()
+            close_all(given)
             found = self._find(name)
             try:
                 client.send(b"" if found is None else name, () if found is None else (found,), timeout=0)

@@ -14,10 +14,11 @@ import select
 import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from streamalloc.core.errors import undoing
 from streamalloc.core.fd import Fd
-from streamalloc.core.ownership import Closes
+from streamalloc.core.ownership import Closes, close_all
 from streamalloc.ipc.transport.channel import (
     PACKET_DATA,
     PACKET_HANDLES,
@@ -36,9 +37,11 @@ __all__ = [
     "GroupTimeoutError",
     "Limit",
     "Mesh",
+    "by_value",
     "described",
     "did_not_come",
     "listed",
+    "name_of",
 ]
 
 
@@ -125,12 +128,25 @@ def listed(ranks: Iterable[int]) -> str:
     return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names)}"
 
 
+def by_value(values: Sequence[Any], text: str) -> str:
+    """Which ranks have which value, in words: ``text`` with the value in place of ``{}``."""
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return "; ".join(f"{listed(which)} {text.format(value)}" for value, which in ranks.items())
+
+
+def name_of(call: int) -> str:
+    """What a rank does, of which this number came; ``""`` where it is no call."""
+    return str(Call(call)) if call in _NUMBERS.values() else ""
+
+
 # In front of each packet: the call, the number of calls before it, and the bytes and descriptors of the whole part. Of
 # a rank that gives up: how many of _CULPRIT follow, and the kind of error.
 _HEAD = struct.Struct("<BxxxIQI")
 _HELLO = struct.Struct("<5sI")
 _CULPRIT = struct.Struct("<IB")
-_CALLS = ("", "allgather", "barrier", "exchange")
+_NUMBERS = {str(call): int(call) for call in Call if call != Call.FAILED}
 _MOST_CULPRITS = 1000
 _CHUNK = PACKET_DATA - _HEAD.size
 _GONE, _LATE = 0, 1
@@ -180,7 +196,7 @@ class Mesh(Closes):
         channels: dict[int, Channel] = {}
         before, after = set(range(rank)), set(range(rank + 1, len(addresses)))
         pause = _SHORT
-        try:
+        with undoing(lambda: close_all(channels.values())):
             while before or after:
                 for other in sorted(before):
                     # Not there yet, or with more callers than it has room for.
@@ -196,10 +212,6 @@ class Mesh(Closes):
                 if before and not after:
                     time.sleep(min(pause, left(limit.end)))
                 pause = min(2 * pause, _LONG)
-        except BaseException:
-            for channel in channels.values():
-                channel.close()
-            raise
         return cls(rank, channels)
 
     def all_to_all(
@@ -223,8 +235,7 @@ class Mesh(Closes):
             parts += [_Part(rank, channel, len(packets)) for rank, channel in self._channels.items()]
             self._run(call, parts, packets, limit)
         except BaseException as error:
-            for handle in itertools.chain(own, *(part.handles for part in parts)):
-                handle.close()
+            close_all(itertools.chain(own, *(part.handles for part in parts)))
             self._give_up(error)
             raise
         self._calls += 1
@@ -284,7 +295,7 @@ class Mesh(Closes):
             if theirs == Call.FAILED:
                 raise _reason(data)
             if (theirs, count) != (call, self._calls):
-                name = str(Call(theirs)) if theirs in list(Call) else f"call {theirs}"
+                name = name_of(theirs) or f"call {theirs}"
                 raise GroupProtocolError(
                     f"rank {part.rank} does call number {count + 1}, {name}, while rank {self._rank} does call number "
                     f"{self._calls + 1}, {call}: all ranks must do the same in the same order",
@@ -306,7 +317,7 @@ class Mesh(Closes):
         calls = error.calls if isinstance(error, GroupError) else {self._rank: ""}
         culprits = list(calls.items())[:_MOST_CULPRITS]
         packet = _HEAD.pack(Call.FAILED, self._calls, len(culprits), kind)
-        packet += b"".join(_CULPRIT.pack(rank, _CALLS.index(did) if did in _CALLS else 0) for rank, did in culprits)
+        packet += b"".join(_CULPRIT.pack(rank, _NUMBERS.get(did, 0)) for rank, did in culprits)
         packet += text.encode(errors="backslashreplace")[:1000]
         for channel in self._channels.values():
             with contextlib.suppress(Exception):
@@ -315,8 +326,7 @@ class Mesh(Closes):
 
     def close(self) -> None:
         """Close the channels; idempotent. The other ranks notice at their next call."""
-        for channel in self._channels.values():
-            channel.close()
+        close_all(self._channels.values())
 
 
 def _next_caller(listener: Listener, expected: set[int], wait: float, limit: Limit) -> tuple[int, Channel] | None:
@@ -359,8 +369,7 @@ def _why_gone(part: _Part) -> Exception:
             data, handles = part.channel.receive(timeout=0)
         except (PeerGoneError, TimeoutError, ProtocolError):
             return GroupGoneError(f"rank {part.rank} (process {part.channel.peer.pid}) is gone", {part.rank: ""})
-        for handle in handles:
-            handle.close()
+        close_all(handles)
         if len(data) >= _HEAD.size and data[0] == Call.FAILED:
             return _reason(data)
 
@@ -371,7 +380,7 @@ def _reason(packet: bytes) -> Exception:
     end = _HEAD.size + min(count, _MOST_CULPRITS) * _CULPRIT.size
     culprits = packet[_HEAD.size : end]
     found = _CULPRIT.iter_unpack(culprits[: len(culprits) - len(culprits) % _CULPRIT.size])
-    calls = {rank: _CALLS[did] if did < len(_CALLS) else "" for rank, did in found}
+    calls = {rank: name_of(did) for rank, did in found}
     text = packet[end:].decode(errors="replace")
     return GroupTimeoutError(text, calls) if kind == _LATE else GroupGoneError(text, calls)
 

@@ -6,7 +6,6 @@ Nothing here calls a driver or another rank. Errors that it raises are raised on
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 from streamalloc.core.arguments import FABRIC_NEEDS
 from streamalloc.core.errors import NotSupportedError, refused
 from streamalloc.core.properties import MemHandleType
-from streamalloc.ipc.internal import listed
+from streamalloc.ipc.internal import by_value, listed
 
 __all__ = ["CHANNELS", "Layout", "Plan", "RankProfile", "decide", "layout_of"]
 
@@ -142,11 +141,9 @@ def decide(profiles: Sequence[RankProfile], *, one_process: bool) -> Plan:
 
 
 def _check_same(name: str, profiles: Sequence[RankProfile]) -> None:
-    ranks: dict[Any, list[int]] = defaultdict(list)
-    for rank, profile in enumerate(profiles):
-        ranks[getattr(profile, name)].append(rank)
-    if len(ranks) > 1:
-        given = "; ".join(f"{listed(which)} gave {_shown(name, value)}" for value, which in ranks.items())
+    values = [getattr(profile, name) for profile in profiles]
+    if any(value != values[0] for value in values):
+        given = by_value([_shown(name, value) for value in values], "gave {}")
         raise ValueError(f"{name} must be the same on all ranks: {given}")
 
 
@@ -191,12 +188,10 @@ def _why_no_descriptors(profiles: Sequence[RankProfile]) -> str:
     lacking = _ranks(profiles, lambda profile: not profile.posix)
     if lacking:
         return f"file descriptors need devices that offer them, and those of {lacking} do not"
-    hosts: dict[str, list[int]] = defaultdict(list)
-    for rank, profile in enumerate(profiles):
-        hosts[profile.host].append(rank)
-    if len(hosts) == 1:
+    hosts = [profile.host for profile in profiles]
+    if len(set(hosts)) == 1:
         return ""
-    places = "; ".join(f"{listed(which)} on {host}" for host, which in hosts.items())
+    places = by_value(hosts, "on {}")
     return f"file descriptors need all ranks on one machine, of one user and in one network namespace: {places}"
 
 

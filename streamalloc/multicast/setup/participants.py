@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
+from streamalloc.core.errors import undoing
 from streamalloc.core.fd import Fd
+from streamalloc.core.ownership import close_all
 from streamalloc.ipc import Communicator, GroupError
 from streamalloc.ipc.internal import described, left
 
@@ -110,14 +112,9 @@ class Team:
                     given.extend(self.communicator.exchange((), timeout=_seconds(end)))
                 raise
 
-        try:
-            # A rank may fail when the others have what they need: they have to hear of it in this step.
+        # A rank may fail when the others have what they need: they have to hear of it in this step.
+        with undoing(lambda: close_all(fd for fds in given for fd in fds)):
             self.step(name, exchange, end)
-        except BaseException:
-            for fds in given:
-                for fd in fds:
-                    fd.close()
-            raise
         return given
 
     def settle(self, end: float | None) -> None:
