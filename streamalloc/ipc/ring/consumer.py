@@ -204,7 +204,7 @@ class RingConsumer(RingEnd):
                 item._block.expect(item._number, ready)
                 item._block.wait(item._stream, words.ready, ready)
             if self._closed:
-                self._say_closed()
+                self._check_open()
             # Nothing is called from here on: the item is taken and the caller has it, or neither.
             item._place.opened.value = value
             item._value = value
@@ -232,7 +232,7 @@ class RingConsumer(RingEnd):
                     if left(end) == 0:
                         raise TimeoutError(f"no item of the ring came within {wait:g} s") from None
             except (ClosedError, PeerGoneError):
-                self._say_closed()
+                self._check_open()
                 raise
             alive = self._items[0]._block.exporter_alive()
             seconds = min(left(end), _LIVENESS_SECONDS) if alive else 0
@@ -240,15 +240,11 @@ class RingConsumer(RingEnd):
     def _refuse(self, data: bytes) -> NoReturn:
         """What to do with a packet that is no item."""
         if data == END:
-            self._say_closed()
+            self._check_open()
             raise EOFError("the producer has closed the ring")
         self._again = None
         self._channel.close()
         raise ProtocolError(f"{data[:64]!r} is no item of this ring; the connection is closed")
-
-    def _say_closed(self) -> None:
-        if self._closed:
-            raise ClosedError("this end of the ring was closed")
 
     def __iter__(self) -> Self:
         return self

@@ -32,10 +32,11 @@ _packed = PACKET.pack
 class Slot:
     """One of the slots of a producer, as it is used again and again."""
 
-    __slots__ = ("block", "holder", "index", "number", "place", "ready", "used", "value", "words")
+    __slots__ = ("block", "holder", "index", "lease", "number", "place", "ready", "used", "value", "words")
 
     def __init__(self, index: int, lease: Lease) -> None:
         self.index: int = index
+        self.lease: Lease = lease
         self.block: ControlBlock = lease.block
         self.number: int = lease.slot
         self.words: SlotWords = lease.words
@@ -196,7 +197,6 @@ class Deliveries(RingEnding):
         self.door: Door = door
         self.buffer: Buffer = buffer
         self.stream: Stream = stream
-        self.leases: list[Lease] = []
         self.lock: contextlib.AbstractContextManager[bool] = threading.Lock()
         self.slots: list[Slot] = []
         self.free: deque[Slot] = deque()
@@ -368,8 +368,8 @@ class Deliveries(RingEnding):
             self.settle()
             if self.leaving:
                 return False
-        for lease in self.leases:
-            lease.give_back()
+        for slot in self.slots:
+            slot.lease.give_back()
         return True
 
     def _tell_end(self) -> None:

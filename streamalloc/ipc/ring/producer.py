@@ -76,10 +76,8 @@ class RingProducer(RingEnd):
         # Whatever fails from here on, that ends what was made.
         with undoing(state.attempt):
             shared = share(buffer)
-            while len(state.leases) < slots:
-                state.leases.append(leases_of(self._door).take())
-            state.slots += [Slot(index, lease) for index, lease in enumerate(state.leases)]
-            self._blocks = list(dict.fromkeys(lease.block for lease in state.leases))
+            state.slots += [Slot(index, leases_of(self._door).take()) for index in range(slots)]
+            self._blocks = list(dict.fromkeys(slot.block for slot in state.slots))
             self._hello, self._handles = self._introduction(shared)
             state.free.extend(state.slots)
             self._open(state)
@@ -121,7 +119,7 @@ class RingProducer(RingEnd):
 
     def _introduction(self, shared: Shared) -> tuple[bytes, tuple[Fd, ...]]:
         """What a consumer is told first, and the handles for it: those of the control blocks, then the buffer's."""
-        numbers = [(self._blocks.index(lease.block), lease.slot) for lease in self._deliveries.leases]
+        numbers = [(self._blocks.index(slot.block), slot.number) for slot in self._deliveries.slots]
         names = [block.id for block in self._blocks]
         said = Introduction(names, numbers, self.slot_bytes, self._deliveries.stride, bytes(shared))
         return said.to_bytes(), (*(block.fd for block in self._blocks), *shared.fds)

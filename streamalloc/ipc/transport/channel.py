@@ -20,7 +20,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.reduction import DupFd, ForkingPickler
 from secrets import token_hex
 from typing import Any, NamedTuple, TypeAlias
@@ -344,18 +344,16 @@ class Channel(_HasSocket):
         if wait is not None and not wait >= 0:
             refuse(wait)
         if size > PACKET_DATA or count > PACKET_HANDLES:
-            end = end_of(wait)
-            for packet, some in _parts(data, handles):
-                self._send_packet(packet, some, end, wait)
+            self._send_slowly(_parts(data, handles), wait)
             return
         packet = _pack(_MAGIC, _VERSION, count, size) + data
         if count:
-            self._send_packet(packet, handles, end_of(wait), wait)
+            self._send_slowly([(packet, handles)], wait)
             return
         try:
             self._send(packet, _SEND)
-        except OSError as error:
-            self._send_later(error, packet, (), end_of(wait), wait)
+        except OSError:
+            self._send_slowly([(packet, ())], wait)
 
     def receive(self, *, timeout: float | None = None) -> Message:
         """Receive one message.
@@ -381,10 +379,7 @@ class Channel(_HasSocket):
             refuse(wait)
         inbox = self._inbox
         if not inbox:
-            try:
-                inbox.extend(map(self._receive, *_RECEIVE))
-            except OSError as error:
-                self._receive_later(error, end_of(wait), wait)
+            self._fill(None, wait)
         packet, extra, flags, _ = inbox[0]
         size = len(packet) - _HEADER_BYTES
         if (
@@ -399,68 +394,57 @@ class Channel(_HasSocket):
             return message
         return self._unpacked(wait)
 
-    def _send_packet(self, packet: bytes, handles: Sequence[Fd | int], end: float | None, wait: float | None) -> None:
-        rights = _rights(handles)
-        try:
-            self._send_with((packet,), rights, _SEND)
-        except OSError as error:
-            self._send_later(error, packet, rights, end, wait)
+    def _send_slowly(self, packets: Iterable[tuple[bytes, Sequence[Fd | int]]], wait: float | None) -> None:
+        """Send packets, and wait for room as far as that is what they need."""
+        end = end_of(wait)
+        for packet, handles in packets:
+            rights = _rights(handles)
+            while True:
+                try:
+                    self._send_with((packet,), rights, _SEND)
+                    break
+                except OSError as error:
+                    if self.closed:
+                        raise self._was_closed() from None
+                    if error.errno in _GONE:
+                        raise PeerGoneError(f"{self._who} has ended or closed its end: nothing can be sent") from None
+                    if error.errno not in _FULL:
+                        raise
+                    if left(end) == 0:
+                        raise TimeoutError(f"{self._who} made no room for a message within {wait:g} s") from None
+                    if error.errno == errno.EAGAIN:
+                        _polled(self, select.POLLOUT, milliseconds(end))
+                    else:
+                        # Memory, or this user's limit of descriptors on their way: nothing tells when there is some.
+                        time.sleep(min(0.001, left(end)))
 
-    def _send_later(
-        self, error: OSError, packet: bytes, rights: Sequence[_Rights], end: float | None, wait: float | None
-    ) -> None:
-        """Go on after a send that failed: wait for room, as far as that is what it needs."""
-        while True:
-            if self.closed:
-                raise self._was_closed() from None
-            if error.errno in _GONE:
-                raise PeerGoneError(f"{self._who} has ended or closed its end: nothing can be sent") from None
-            if error.errno not in _FULL:
-                raise error
-            if left(end) == 0:
-                raise TimeoutError(f"{self._who} made no room for a message within {wait:g} s") from None
-            if error.errno == errno.EAGAIN:
-                _polled(self, select.POLLOUT, milliseconds(end))
-            else:
-                # Memory, or this user's limit of descriptors on their way: nothing tells when there is some again.
-                time.sleep(min(0.001, left(end)))
-            try:
-                self._send_with((packet,), rights, _SEND)
-                return
-            except OSError as again:
-                error = again
-
-    def _receive_later(self, error: OSError, end: float | None, wait: float | None) -> None:
-        """Go on after a receive that failed: wait for a packet, as far as that is what it needs."""
-        spun = _clock() + _SPIN_NANOSECONDS
-        while True:
-            if self.closed:
-                raise self._was_closed() from None
-            # A reset, said once, means that the peer went with messages unread: its own are still to be had.
-            if error.errno == errno.EAGAIN:
-                if left(end) == 0:
-                    raise TimeoutError(f"no message from {self._who} within {wait:g} s") from None
-                while not self._ready(0):
-                    if _clock() >= spun:
-                        self._ready(milliseconds(end))
-                        break
-            elif error.errno != errno.ECONNRESET:
-                raise error
+    def _fill(self, end: float | None, wait: float | None) -> None:
+        """Wait for a packet, until ``end`` or for so many seconds."""
+        spun = 0
+        while not self._inbox:
             try:
                 self._inbox.extend(map(self._receive, *_RECEIVE))
-                return
-            except OSError as again:
-                error = again
+            except OSError as error:
+                if self.closed:
+                    raise self._was_closed() from None
+                # A reset, said once, means that the peer went with messages unread: its own are still to be had.
+                if error.errno == errno.EAGAIN:
+                    end = end_of(wait) if end is None else end
+                    if left(end) == 0:
+                        raise TimeoutError(f"no message from {self._who} within {wait:g} s") from None
+                    spun = spun or _clock() + _SPIN_NANOSECONDS
+                    while not self._ready(0):
+                        if _clock() >= spun:
+                            self._ready(milliseconds(end))
+                            break
+                elif error.errno != errno.ECONNRESET:
+                    raise
 
     def _unpacked(self, wait: float | None) -> Message:
         """The message in the next packets, once all about them was checked."""
         end = end_of(wait)
         while True:
-            if not self._inbox:
-                try:
-                    self._inbox.extend(map(self._receive, *_RECEIVE))
-                except OSError as error:
-                    self._receive_later(error, end, wait)
+            self._fill(end, wait)
             message = self._next_part()
             if message is not None:
                 return message

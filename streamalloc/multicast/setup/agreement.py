@@ -102,15 +102,9 @@ class Plan(NamedTuple):
     """What all ranks do."""
 
     layout: Layout
-    kinds: tuple[MemHandleType, ...]
-    """The handle types to try, the best one first."""
     multicast: bool
-    granularity: dict[MemHandleType, int]
-    """What the physical size is a multiple of, by handle type."""
-
-    def physical_bytes(self, kind: MemHandleType) -> int:
-        """The size of each rank's physical memory."""
-        return _up(self.layout.total, self.granularity[kind])
+    physical_bytes: dict[MemHandleType, int]
+    """The size of each rank's physical memory with the handle types to try, the best one first."""
 
 
 def decide(profiles: Sequence[RankProfile], *, one_process: bool) -> Plan:
@@ -131,13 +125,14 @@ def decide(profiles: Sequence[RankProfile], *, one_process: bool) -> Plan:
         raise refused(NotSupportedError, "cuMulticastCreate", f"needs {why_not}")
     multicast = one.multicast is not False and not why_not
     kinds = (MemHandleType.NONE,) if one_process else _kinds(profiles)
-    granularity = {}
+    layout = layout_of(one.nbytes, one.signal_pad_bytes, len(profiles))
+    physical_bytes = {}
     for kind in kinds:
-        sizes = [profile.granularity for profile in profiles]
+        granularities = [profile.granularity for profile in profiles]
         if multicast:
-            sizes += [profile.multicast_granularity[str(int(kind))] for profile in profiles]
-        granularity[kind] = max(sizes)
-    return Plan(layout_of(one.nbytes, one.signal_pad_bytes, len(profiles)), kinds, multicast, granularity)
+            granularities += [profile.multicast_granularity[str(int(kind))] for profile in profiles]
+        physical_bytes[kind] = _up(layout.total, max(granularities))
+    return Plan(layout, multicast, physical_bytes)
 
 
 def _check_same(name: str, profiles: Sequence[RankProfile]) -> None:

@@ -200,13 +200,14 @@ def set_up(team: Team, resources: RankResources, plan: Plan, end: float | None) 
 
 def _create(team: Team, resources: RankResources, plan: Plan, end: float | None) -> None:
     """Make the memory, with the first handle type that all ranks may use."""
-    for kind in plan.kinds:
+    kinds = list(plan.physical_bytes)
+    for kind in kinds:
 
         def create(rank: int, kind: MemHandleType = kind) -> bytes:
-            if kind != plan.kinds[0]:
+            if kind != kinds[0]:
                 resources.attempt()
             resources.kind = kind
-            resources.physical_bytes = plan.physical_bytes(kind)
+            resources.physical_bytes = plan.physical_bytes[kind]
             try:
                 resources.create(rank, plan.multicast)
             except (NotPermittedError, NotSupportedError) as error:
@@ -220,7 +221,7 @@ def _create(team: Team, resources: RankResources, plan: Plan, end: float | None)
         refused = [rank for rank, refusal in enumerate(refusals) if refusal]
         if not refused:
             return
-        if kind == plan.kinds[-1]:
+        if kind == kinds[-1]:
             raise SymmetricMemoryError(refused[0], "create", refusals[refused[0]].decode(errors="replace"))
 
 
