@@ -23,6 +23,7 @@ for the lock is waiting for the death. The file is sealed, so that nobody can tr
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import ctypes
 import fcntl
@@ -433,11 +434,9 @@ class ControlBlock:
         with undoing(lambda: self._watched.discard(byte)):
             file = Fd(os.open(f"/proc/self/fd/{self.fd.fileno()}", os.O_RDWR | os.O_CLOEXEC))
             # It lasts as long as the other process, and must not keep the block, nor the driver behind it, so long.
-            watch = threading.Thread(
-                target=_wait_for_the_death, args=(weakref.ref(self), file, byte), name="streamalloc lease", daemon=True
-            )
-            # The file is the thread's: an interrupt may come when that runs already.
-            watch.start()
+            # Not threading.Thread, whose start() breaks the new thread where a signal handler raises. The file is the
+            # thread's: an interrupt may come when that runs already.
+            _thread.start_new_thread(_wait_for_the_death, (weakref.ref(self), file, byte))
 
     def _died(self, byte: int) -> None:
         self._watched.discard(byte)

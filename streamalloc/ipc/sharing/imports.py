@@ -7,6 +7,7 @@ closed, are let go of when others come.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import threading
 import warnings
@@ -153,7 +154,8 @@ class _OnThread(Deferred):
         self._call = call
 
     def attempt(self) -> bool:
-        threading.Thread(target=self._run, name="streamalloc ending", daemon=True).start()
+        # One C function: threading.Thread.start breaks the thread where a signal handler raises.
+        _thread.start_new_thread(self._run, ())
         return True
 
     def _run(self) -> None:

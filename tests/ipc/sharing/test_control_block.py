@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import os
 import signal
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,10 +22,10 @@ from streamalloc import ipc
 from streamalloc.driver.bindings import cuda
 from streamalloc.ipc.sharing.control_block import IMPORTERS
 from streamalloc.ipc.sharing.imports import importer_of
-from streamalloc.ipc.sharing.lease import Lease
+from streamalloc.ipc.sharing.lease import Lease, leases_of
 from streamalloc.testing import Gate
 from tests.ipc.sharing.test_descriptor import again
-from tests.ipc.support import Partner, There, eventually, hold, shared_pool
+from tests.ipc.support import Interrupted, Partner, There, eventually, hold, interrupts, shared_pool
 from tests.support import MiB, executed
 
 pytestmark = [
@@ -56,6 +58,21 @@ def test_many_importers(pool: sa.MemoryPool, stream: sa.Stream) -> None:
         one.close()
         one.stream.synchronize()
     assert pool.statistics().used == 0
+
+
+def test_interrupts_where_a_watch_begins(device: sa.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that watches over another process is started or not, whatever signal handlers raise."""
+    failed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    block = leases_of(device._door).block()
+    end = time.monotonic() + 1
+    with interrupts(0.0005):
+        while time.monotonic() < end:
+            with contextlib.suppress(Interrupted):
+                while time.monotonic() < end:
+                    # There is none, so that the watch is over at once.
+                    block.watch_importer(IMPORTERS - 1)
+    assert not failed
 
 
 def test_one_too_many(pool: sa.MemoryPool, stream: sa.Stream) -> None:
