@@ -107,8 +107,10 @@ class Signals:
     def _in_order(self, stream: Stream, kind: int, rank: int, peer: int, channel: int) -> None:
         """Let the stream wait for the one that counted here before it: a word must not count down."""
         latest = self._latest.get((kind, rank, peer, channel))
-        if latest is not None and not _same(latest[0], stream):
-            stream.wait(latest[1])
+        if latest is not None:
+            before, event = latest
+            if before.closed or before.device != stream.device or before.handle != stream.handle:
+                stream.wait(event)
 
     def _passed(self, stream: Stream, kind: int, rank: int, peer: int, channel: int) -> None:
         latest = self._latest.get((kind, rank, peer, channel))
@@ -134,7 +136,3 @@ def checked_channel(channel: int) -> None:
         raise TypeError(f"channel must be an int, not {type(channel).__name__} ({channel!r})")
     if not 0 <= channel < CHANNELS:
         raise ValueError(f"channel={channel}: allowed are 0 to {CHANNELS - 1}")
-
-
-def _same(one: Stream, other: Stream) -> bool:
-    return not one.closed and one.device == other.device and one.handle == other.handle

@@ -123,7 +123,15 @@ class RingConsumer(RingEnd):
             memory = open_shared(told.descriptor, message.handles[len(told.names) :], stream=stream, driver=driver)
             with undoing(memory.close):
                 blocks = _attached(importer_of(self._door), told.names, message)
-                self._prepare(memory, told, blocks)
+                if not isinstance(memory, ImportedBuffer) or memory.nbytes < told.stride * len(told.numbers):
+                    raise ProtocolError("the memory that came is no buffer, or too small for the ring's slots")
+                self.slots = len(told.numbers)
+                self.slot_bytes = told.slot_bytes
+                self._memory = memory
+                self._items = [
+                    RingItem(memory, memory.stream, index, index * told.stride, blocks[place], number)
+                    for index, (place, number) in enumerate(told.numbers)
+                ]
                 answered = answer([block.importer for block in blocks])
                 channel.send(answered, timeout=None if end is None else left(end))
                 self._open(_ConsumerEnding(channel, self._memory, self._items))
@@ -132,17 +140,6 @@ class RingConsumer(RingEnd):
     def _shut_after_fork(self) -> None:
         # The packets are the parent's.
         self._receive = refuse_after_fork
-
-    def _prepare(self, memory: Any, told: Introduction, blocks: list[ControlBlock]) -> None:
-        if not isinstance(memory, ImportedBuffer) or memory.nbytes < told.stride * len(told.numbers):
-            raise ProtocolError("the memory that came is no buffer, or too small for the ring's slots")
-        self.slots = len(told.numbers)
-        self.slot_bytes = told.slot_bytes
-        self._memory = memory
-        self._items: list[RingItem] = [
-            RingItem(memory, memory.stream, index, index * told.stride, blocks[place], number)
-            for index, (place, number) in enumerate(told.numbers)
-        ]
 
     @property
     def stream(self) -> Stream:

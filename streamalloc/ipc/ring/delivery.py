@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import threading
 import weakref
 from collections import deque
@@ -18,7 +17,7 @@ from streamalloc.core.properties import checked_size
 from streamalloc.core.stream import Stream
 from streamalloc.ipc.ring.protocol import END, HALF, ITEM, MASK, PACKET, RingEnding, SlotMemory
 from streamalloc.ipc.sharing.control_block import ControlBlock, ImporterWords, SlotWords
-from streamalloc.ipc.sharing.lease import Lease
+from streamalloc.ipc.sharing.lease import Lease, hung_up
 from streamalloc.ipc.transport.channel import Channel, PeerGoneError
 
 __all__ = ["ConsumerLink", "Deliveries", "RingSlot", "Slot", "SlotHolder"]
@@ -167,19 +166,13 @@ def _load(consumer: ConsumerLink) -> tuple[int, int]:
 
 def _gone(consumers: Iterable[ConsumerLink]) -> list[ConsumerLink]:
     """Those that have closed their ends, or died."""
-    poll = select.poll()
-    found: dict[int, ConsumerLink] = {}
-    gone = []
-    for consumer in consumers:
-        if consumer.channel.closed or not all(
-            block.importer_alive(importer) for block, importer in consumer.blocks.items()
-        ):
-            gone.append(consumer)
-        else:
-            fd = consumer.channel.fileno()
-            found[fd] = consumer
-            poll.register(fd, 0)
-    return gone + [found[fd] for fd, _ in poll.poll(0)]
+    return [
+        consumer
+        for consumer in consumers
+        if consumer.channel.closed
+        or not all(block.importer_alive(importer) for block, importer in consumer.blocks.items())
+        or hung_up(consumer.channel)
+    ]
 
 
 class Deliveries(RingEnding):

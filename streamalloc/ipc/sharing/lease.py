@@ -21,6 +21,7 @@ from streamalloc.core.fd import Fd
 from streamalloc.core.later import Deferred, later_of, work
 from streamalloc.core.stream import Stream, direct_handle, ordered_after, raw_handle, refuse_capture
 from streamalloc.ipc.sharing.control_block import SLOTS, ControlBlock, Mark, SlotWords, fence, next_word, reached
+from streamalloc.ipc.transport.channel import Channel
 
 __all__ = ["Hold", "Lease", "Leases", "hung_up", "leases_of"]
 
@@ -64,7 +65,7 @@ class Hold:
         self._lost = self._mark = None
 
 
-def hung_up(end: Fd) -> bool:
+def hung_up(end: Fd | Channel) -> bool:
     """Whether nobody has the other end of a pipe or of a connection any more."""
     poll = select.poll()
     poll.register(end, 0)

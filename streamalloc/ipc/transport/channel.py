@@ -511,11 +511,7 @@ class Channel(_HasSocket):
 
     def shutdown(self) -> None:
         """End the connection for everybody who holds either end; calls that wait raise :class:`PeerGoneError`."""
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError as error:
-            if error.errno not in (errno.EBADF, errno.ENOTCONN):
-                raise
+        _shut_down(self._socket)
 
     def close(self) -> None:
         """Close this process's copy of this end; idempotent. Messages that were sent still arrive."""
@@ -605,12 +601,8 @@ class Listener(_HasSocket):
             # A path that is another socket by now is not ours to remove.
             if self._file is not None and identity(self.address) == self._file:
                 os.unlink(self.address)
-            try:
-                # Wakes a thread that waits in accept().
-                self._socket.shutdown(socket.SHUT_RDWR)
-            except OSError as error:
-                if error.errno not in (errno.ENOTCONN, errno.EINVAL):
-                    raise
+            # Wakes a thread that waits in accept().
+            _shut_down(self._socket)
         self._socket.close()
 
     def __del__(self) -> None:
@@ -624,6 +616,14 @@ class Listener(_HasSocket):
 
 
 # -- packets -------------------------------------------------------------------------------------------------
+
+
+def _shut_down(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError as error:
+        if error.errno not in (errno.EBADF, errno.ENOTCONN, errno.EINVAL):
+            raise
 
 
 def _polled(end: Channel | Listener, what: int, milliseconds: int) -> bool:

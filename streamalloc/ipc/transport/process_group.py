@@ -13,7 +13,7 @@ import os
 import select
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from streamalloc.core.errors import undoing
@@ -169,10 +169,6 @@ class _Part:
         self.nbytes = 0
         self.handles: list[Fd] = []
 
-    @property
-    def done(self) -> bool:
-        return self.received and not self.unsent
-
 
 class Mesh(Closes):
     """A channel to each other rank; made by :meth:`meet`."""
@@ -229,7 +225,7 @@ class Mesh(Closes):
         parts: list[_Part] = []
         own: list[Fd] = []
         try:
-            packets = list(_packets(call, self._calls, data, handles))
+            packets = _packets(call, self._calls, data, handles)
             for one in handles:
                 own.append(Fd(os.dup(one.fileno() if isinstance(one, Fd) else one)))
             parts += [_Part(rank, channel, len(packets)) for rank, channel in self._channels.items()]
@@ -258,7 +254,7 @@ class Mesh(Closes):
                 if not part.received:
                     self._receive(part, call)
                 self._send(part, packets)
-                if part.done:
+                if part.received and not part.unsent:
                     ready.unregister(number)
                     del waiting[number]
                 else:
@@ -348,14 +344,13 @@ def _next_caller(listener: Listener, expected: set[int], wait: float, limit: Lim
 
 def _packets(
     call: Call, count: int, data: bytes, handles: Sequence[Fd | int]
-) -> Iterator[tuple[bytes, Sequence[Fd | int]]]:
+) -> list[tuple[bytes, Sequence[Fd | int]]]:
     head = _HEAD.pack(call, count, len(data), len(handles))
     number = max(1, -(-len(data) // _CHUNK), -(-len(handles) // PACKET_HANDLES))
-    for i in range(number):
-        yield (
-            head + data[i * _CHUNK : (i + 1) * _CHUNK],
-            handles[i * PACKET_HANDLES : (i + 1) * PACKET_HANDLES],
-        )
+    return [
+        (head + data[i * _CHUNK : (i + 1) * _CHUNK], handles[i * PACKET_HANDLES : (i + 1) * PACKET_HANDLES])
+        for i in range(number)
+    ]
 
 
 def _awaited(part: _Part) -> int:
