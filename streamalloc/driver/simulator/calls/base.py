@@ -42,11 +42,18 @@ def driver_call(method: Method) -> Method:
     exiting = sys.is_finalizing  # kept here: at that time a module's own names may be gone
 
     def answer(self: Calls, caller: turns.Caller, args: Any, kwargs: Any) -> tuple[Any, ...]:
+        # ``args`` keeps what is converted to an address alive
+        given, named = list(args), kwargs
+        for at, converted in convert_at:
+            if at < len(given):
+                given[at] = converted(given[at])
+        if kwargs:
+            named = {name: convert[name](value) if name in convert else value for name, value in kwargs.items()}
         timeline = self._machine.timeline
         turns.enter()
         before, timeline.caller = timeline.caller, caller
         try:
-            value = method(self, *args, **kwargs)
+            value = method(self, *given, **named)
         except Fault as fault:
             return (fault.code, *nothing)
         finally:
@@ -63,18 +70,11 @@ def driver_call(method: Method) -> Method:
             return (deinitialized if machine.timeline.closed else not_initialized, *nothing)
         if exiting():  # the worker may have been stopped for good while it held the lock
             return (deinitialized, *nothing)
-        # ``args`` keeps what is converted to an address alive
-        given, named = list(args), kwargs
-        for at, converted in convert_at:
-            if at < len(given):
-                given[at] = converted(given[at])
-        if kwargs:
-            named = {name: convert[name](value) if name in convert else value for name, value in kwargs.items()}
         caller = machine.caller()
         if caller.is_main:
-            made: tuple[Any, ...] = turns.run(functools.partial(answer, self, caller, given, named))
+            made: tuple[Any, ...] = turns.run(functools.partial(answer, self, caller, args, kwargs))
             return made
-        return answer(self, caller, given, named)
+        return answer(self, caller, args, kwargs)
 
     return call
 
