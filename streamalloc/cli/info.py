@@ -21,7 +21,7 @@ from streamalloc.core.capabilities import address_space_limit, imex_channels, mi
 from streamalloc.core.errors import size_text
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import BINDINGS_VERSION
-from streamalloc.pool.attributes import ATTRIBUTES
+from streamalloc.pool.internal import ATTRIBUTES
 
 __all__ = ["add_arguments", "add_json_argument", "run", "versions", "write_json"]
 

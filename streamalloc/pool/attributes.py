@@ -6,7 +6,7 @@ Each attribute of :class:`PoolAttributes` says what the driver calls it, how it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, overload
 
 from streamalloc.core.errors import InvalidValueError, NotSupportedError, unsupported
 from streamalloc.core.properties import MemAllocationType, MemHandleType, MemLocationType, checked_size
@@ -15,7 +15,7 @@ from streamalloc.driver.internal import BINDINGS_VERSION, cuda, enum_member, ver
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from streamalloc.pool.pool import MemoryPool
+    from streamalloc.core.door import Door
 
 __all__ = ["ATTRIBUTES", "PoolAttributes", "PoolStatistics"]
 
@@ -88,6 +88,13 @@ class Size(Attribute[int]):
         attributes._set(self, cuda.cuuint64_t(checked_size(self.name, value)))
 
 
+class _Pool(Protocol):
+    @property
+    def _door(self) -> Door: ...
+
+    def _call(self, name: str, *args: Any) -> Any: ...
+
+
 class PoolAttributes:
     """The attributes of one pool (``cuMemPoolGetAttribute``, ``cuMemPoolSetAttribute``).
 
@@ -97,7 +104,7 @@ class PoolAttributes:
 
     __slots__ = ("_pool",)
 
-    def __init__(self, pool: MemoryPool) -> None:
+    def __init__(self, pool: _Pool) -> None:
         self._pool = pool
 
     reuse_follow_event_dependencies: Switch = Switch(

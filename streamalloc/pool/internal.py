@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from streamalloc.core.device import Device
+from streamalloc.pool.attributes import ATTRIBUTES
 from streamalloc.pool.pointers import MemoryKind, pointer_attributes
 from streamalloc.pool.pool import MemoryPool
 
-__all__ = ["MemoryKind", "pointer_attributes", "reachable_from"]
+__all__ = ["ATTRIBUTES", "MemoryKind", "pointer_attributes", "reachable_from"]
 
 
 def reachable_from(pool: MemoryPool, device: Device) -> bool:

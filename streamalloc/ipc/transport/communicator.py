@@ -474,7 +474,7 @@ class TorchCommunicator(_Group):
         if hasattr(group, "get_group_store"):
             store = group.get_group_store()
         else:  # before PyTorch 2.9 it was private
-            store = distributed.distributed_c10d._get_process_group_store(group)
+            store = getattr(distributed.distributed_c10d, "_get_process_group_store")(group)  # noqa: B009
         seconds = store.timeout.total_seconds() if timeout is None else timeout
         super().__init__(rank, distributed.get_world_size(group), seconds)
         self._store = store
