@@ -78,6 +78,10 @@ class GraphExec:
             allocations.add(GraphAllocation(node.address, node.size, node.pool.device, stream.context, memory))
             memory.live.add(node.address)
 
+    def upload(self, stream: Stream) -> None:
+        """Reserve the memory that a launch in a stream needs."""
+        self._begin(stream)
+
     def _begin(self, stream: Stream) -> None:
         """Have memory under the allocations, after all earlier launches: no two of them run at a time."""
         memories = self.graph.memories.values()

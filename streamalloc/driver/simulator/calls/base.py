@@ -21,7 +21,12 @@ Method = Callable[..., Any]
 
 EDGE_DATA: bool = hasattr(cuda, "cuMemGetDefaultMemPool")
 """Whether the bindings return edge data in more calls, as those for CUDA 13 do."""
-_VALUES = {"cuStreamGetCaptureInfo": 5 + EDGE_DATA, "cuStreamGetCaptureInfo_v3": 6}
+_VALUES = {
+    "cuStreamGetCaptureInfo": 5 + EDGE_DATA,
+    "cuStreamGetCaptureInfo_v3": 6,
+    "cuGraphGetEdges": 3 + EDGE_DATA,
+    "cuGraphGetEdges_v2": 4,
+}
 _BEFORE_INIT = {"cuInit", "cuDriverGetVersion", "cuGetErrorName", "cuGetErrorString"}
 
 

@@ -103,6 +103,21 @@ class CaptureCalls(Calls):
         wanted = arguments.size_t(count)
         return _nodes(nodes[:wanted]), min(wanted, len(nodes)) if wanted else len(nodes)
 
+    def cuGraphGetRootNodes(self, hGraph: Any, numRootNodes: Any = 0) -> tuple[list[Any], int]:
+        return self._some([node for node in self._graph(hGraph).nodes if not node.after], numRootNodes)
+
+    def cuGraphGetEdges(self, hGraph: Any, numEdges: Any = 0) -> Any:
+        return self._edges(hGraph, numEdges, EDGE_DATA)
+
+    def cuGraphGetEdges_v2(self, hGraph: Any, numEdges: Any = 0) -> Any:
+        return self._edges(hGraph, numEdges, True)
+
+    def _edges(self, hGraph: Any, numEdges: Any, with_data: bool) -> Any:
+        edges = [(before, node) for node in self._graph(hGraph).nodes for before in node.after]
+        some = edges[: arguments.size_t(numEdges)]
+        data = ([cuda.CUgraphEdgeData() for _ in some],) if with_data else ()
+        return (_nodes([one for one, _ in some]), _nodes([two for _, two in some]), *data, len(some or edges))
+
     def cuGraphNodeGetType(self, hNode: Any) -> Any:
         return getattr(cuda.CUgraphNodeType, _NODE_TYPE + self._node(hNode).kind)
 
@@ -129,6 +144,13 @@ class CaptureCalls(Calls):
     # -- running them ----------------------------------------------------------------------------------------
 
     def cuGraphInstantiate(self, hGraph: Any, flags: UnsignedLongLong) -> Any:
+        return self._instantiate(hGraph, flags)
+
+    def cuGraphInstantiateWithParams(self, hGraph: Any, instantiateParams: Any) -> Any:
+        params = arguments.struct("instantiateParams", instantiateParams, cuda.CUDA_GRAPH_INSTANTIATE_PARAMS)
+        return self._instantiate(hGraph, int(need(params).flags))
+
+    def _instantiate(self, hGraph: Any, flags: int) -> Any:
         graph = self._graph(hGraph)
         self._machine.current()  # refused where no context is current (observed on H200: test_contexts)
         not_modelled(flags & ~AUTO_FREE_ON_LAUNCH, f"cuGraphInstantiate with flags {flags:#x}")
@@ -148,6 +170,12 @@ class CaptureCalls(Calls):
     def cuGraphLaunch(self, hGraphExec: Any, hStream: Any) -> None:
         instance, stream = self._graph_exec(hGraphExec), self._stream_to_launch_in(hStream, "cuGraphLaunch")
         instance.launch(self._machine.allocations, stream)
+
+    def cuGraphUpload(self, hGraphExec: Any, hStream: Any) -> None:
+        self._graph_exec(hGraphExec).upload(self._stream_to_launch_in(hStream, "cuGraphUpload"))
+
+    def cuGraphExecGetFlags(self, hGraphExec: Any) -> Any:
+        return cuda.cuuint64_t(self._graph_exec(hGraphExec).flags)
 
     def cuGraphExecDestroy(self, hGraphExec: Any) -> None:
         instance = self._graph_exec(hGraphExec)

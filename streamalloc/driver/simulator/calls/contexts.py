@@ -115,8 +115,16 @@ class ContextCalls(Calls):
     def cuCtxGetDevice(self) -> Any:
         return cuda.CUdevice(self._machine.current().device.ordinal)
 
+    def cuCtxGetDevice_v2(self, ctx: Any) -> Any:
+        return cuda.CUdevice(self._given_or_current(ctx).device.ordinal)
+
     def cuCtxSynchronize(self) -> None:
-        context = self._machine.current()
+        self._synchronize(self._machine.current())
+
+    def cuCtxSynchronize_v2(self, ctx: Any) -> None:
+        self._synchronize(self._given_or_current(ctx))
+
+    def _synchronize(self, context: Context) -> None:
         self._no_stream_captures(context)
         self._unsafe_during_capture()
         clock, unfinished, gone = context.clock(), context.unfinished(), list(context.retired.items())

@@ -9,6 +9,7 @@ from streamalloc.driver.bindings import cuda
 
 from .. import arguments
 from ..arguments import Int, UnsignedInt
+from ..contexts import Device
 from ..errors import Fault, Result, check, need
 from .base import Calls
 
@@ -20,6 +21,10 @@ def _names(enum: Any, prefix: str) -> dict[int, str]:
 
 _DEVICE_ATTRIBUTES = _names(cuda.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_")
 _PEER_ATTRIBUTES = _names(cuda.CUdevice_P2PAttribute, "CU_DEVICE_P2P_ATTRIBUTE_")
+
+
+def _pci(device: Device) -> str:
+    return "{PCI_DOMAIN_ID:04x}:{PCI_BUS_ID:02x}:{PCI_DEVICE_ID:02x}.0".format_map(device.attributes)
 
 
 class DeviceCalls(Calls):
@@ -64,6 +69,12 @@ class DeviceCalls(Calls):
         ctypes.memmove(int(uuid.getPtr()), found, len(found))
         return uuid
 
+    cuDeviceGetUuid_v2 = cuDeviceGetUuid
+
+    def cuDeviceGetLuid(self, dev: Any) -> tuple[Any, Any]:
+        self._device(dev)
+        raise Fault(Result.CUDA_ERROR_NOT_SUPPORTED)
+
     def cuDeviceTotalMem(self, dev: Any) -> int:
         return self._device(dev).bank.total
 
@@ -73,11 +84,18 @@ class DeviceCalls(Calls):
         return need(device.attributes.get(_DEVICE_ATTRIBUTES.get(number, "")), Result.CUDA_ERROR_INVALID_VALUE)
 
     def cuDeviceGetPCIBusId(self, length: Int, dev: Any) -> bytes:
-        attributes = self._device(dev).attributes
-        name = "{PCI_DOMAIN_ID:04x}:{PCI_BUS_ID:02x}:{PCI_DEVICE_ID:02x}.0".format_map(attributes).encode()
+        name = _pci(self._device(dev)).encode()
         check(length > len(name))
         # observed on H200 (test_device): one terminating zero, and the rest of the buffer as it was
         return (name + b"\0").ljust(length, b" ")
+
+    def cuDeviceGetByPCIBusId(self, pciBusId: Any) -> Any:
+        if not isinstance(pciBusId, (bytes, bytearray)):
+            raise TypeError(f"expected bytes, {type(pciBusId).__name__} found")
+        wanted = bytes(pciBusId).split(b"\0")[0].decode("ascii", "replace").lower()
+        found = [device for device in self._machine.devices if _pci(device) in (wanted, "0000:" + wanted)]
+        check(found, Result.CUDA_ERROR_INVALID_DEVICE)
+        return cuda.CUdevice(found[0].ordinal)
 
     def cuDeviceCanAccessPeer(self, dev: Any, peerDev: Any) -> int:
         return int(self._device(dev) is not self._device(peerDev))

@@ -97,6 +97,9 @@ class StreamCalls(Calls):
     def cuStreamGetCtx(self, hStream: Any) -> Any:
         return cuda.CUcontext(self._stream(hStream).context.handle)
 
+    def cuStreamGetCtx_v2(self, hStream: Any) -> tuple[Any, Any]:
+        return cuda.CUcontext(self._stream(hStream).context.handle), cuda.CUgreenCtx(0)
+
     def cuStreamGetDevice(self, hStream: Any) -> Any:
         stream = self._stream(hStream)
         self._spoil([stream.capture])  # as cuStreamGetFlags
@@ -218,6 +221,14 @@ class StreamCalls(Calls):
         del self._machine.events[self._event(hEvent).handle]
 
     def cuEventRecord(self, hEvent: Any, hStream: Any) -> None:
+        self._record(hEvent, hStream)
+
+    def cuEventRecordWithFlags(self, hEvent: Any, hStream: Any, flags: UnsignedInt) -> None:
+        check(flags in (0, 1))
+        not_modelled(flags, "CU_EVENT_RECORD_EXTERNAL")
+        self._record(hEvent, hStream)
+
+    def _record(self, hEvent: Any, hStream: Any) -> None:
         event, stream = self._event(hEvent), self._stream(hStream)
         check(stream.context is event.context, Result.CUDA_ERROR_INVALID_HANDLE)
         if self._machine.graphs.captures and self._captured(stream):
@@ -254,3 +265,5 @@ class StreamCalls(Calls):
         check(not any(event.flags & EventFlag.DISABLE_TIMING for event in events), Result.CUDA_ERROR_INVALID_HANDLE)
         check(all(event.complete for event in events), Result.CUDA_ERROR_NOT_READY)
         return (records[1].when - records[0].when) * 1000
+
+    cuEventElapsedTime_v2 = cuEventElapsedTime
