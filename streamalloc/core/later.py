@@ -47,8 +47,10 @@ class Deferred(abc.ABC):
     gives it back, with no call in between, and takes it again if the driver has refused.
     """
 
-    __slots__ = ("_round",)
+    __slots__ = ("_owner", "_round")
 
+    _owner: weakref.ref[object]
+    """What it ends with, see :meth:`Later.end_with`; unset for most."""
     _round: int
     gone: ClassVar[tuple[type[CudaError], ...]] = (*LOST, InvalidHandleError)
     """The errors by which a later attempt tells that nothing is left to give back: the item has ended then."""
@@ -117,7 +119,8 @@ class Later:
 
         No Python function runs then that a signal handler could interrupt, as one could ``__del__``.
         """
-        self._owned[weakref.ref(owner, self._orphaned.append)] = item
+        item._owner = weakref.ref(owner, self._orphaned.append)
+        self._owned[item._owner] = item
         _unfinished.add(self)
 
     def hand_in(self, item: Deferred) -> None:
@@ -141,6 +144,9 @@ class Later:
         finally:
             if not ended:
                 self.hand_in(item)
+        if ended:
+            self._disown(item)
+            self._leave_if_empty()
         return ended
 
     def work(self) -> int:
@@ -158,11 +164,20 @@ class Later:
             # What has ended may be what another item waits for, such as the last free of a pool.
             while ended := self._work(me):
                 total += ended
+        self._leave_if_empty()
+        return total
+
+    def _disown(self, item: Deferred) -> None:
+        reference = getattr(item, "_owner", None)
+        if reference is not None:
+            self._owned.pop(reference, None)
+            del item._owner
+
+    def _leave_if_empty(self) -> None:
         if not (len(self) or self._owned):
             _unfinished.discard(self)
             if self._handed_in:
                 _unfinished.add(self)
-        return total
 
     def _work(self, me: int) -> int:
         ended = 0
@@ -182,6 +197,7 @@ class Later:
                 if done:
                     del self._working[me]
                     ended += 1
+                    self._disown(item)
             except CudaError:
                 pass  # Tried again the next time: the caller of this has nothing to do with it.
             finally:
