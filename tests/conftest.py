@@ -44,6 +44,9 @@ def _real_device_count() -> int:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     on_cuda = config.getoption("--driver") == "cuda"
     present = _real_device_count() if on_cuda else 0
+    if on_cuda:
+        # They read what a process shows in which nothing has happened yet.
+        items.sort(key=lambda item: "facts" not in item.path.parts)
     if not config.getoption("--soak") and "soak" not in config.getoption("markexpr"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("soak")])
         items[:] = [item for item in items if not item.get_closest_marker("soak")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import signal
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 import streamalloc as sa
 from streamalloc import vmm
-from streamalloc.testing import Gate
+from streamalloc.testing import Gate, settle
 from tests.processes import SECONDS as SECONDS
 from tests.processes import Opened as Opened
 from tests.processes import Partner as Partner
@@ -77,7 +76,7 @@ class State(NamedTuple):
 
 def state() -> State:
     """This process's, with what was dropped gone."""
-    gc.collect()
+    settle()
     descriptors = len(os.listdir("/proc/self/fd"))
     mappings = Path("/proc/self/maps").read_text().count("memfd:")
     return State(descriptors, mappings, len(os.listdir("/proc/self/task")))

@@ -426,6 +426,8 @@ class TestArguments:
             SymmetricMemory(communicator=group, device=devices[0], **arguments)
 
     def test_that_only_a_group_has(self, devices: list[sa.Device], machine: Any) -> None:
+        # Other libraries may have left a context current, which says the device.
+        machine.cuCtxSetCurrent(machine.CUcontext(0))
         wrong: tuple[tuple[dict[str, Any], str], ...] = (
             ({"handle_type": sa.MemHandleType.WIN32}, "handle_type="),
             ({"device": devices[1], "driver": sa.driver.traced(machine)}, "belongs to another driver"),

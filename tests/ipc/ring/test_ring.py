@@ -66,6 +66,11 @@ def _take(there: There, ring: str = "ring", name: str = "item", timeout: float |
     return item.index, item.nbytes
 
 
+def _value(there: There, name: str = "item") -> int:
+    value: int = there.kept[name]._value
+    return value
+
+
 def _give(there: There, name: str = "item", on: str | None = None) -> None:
     there.kept[name].release(None if on is None else there.kept[on])
 
@@ -1315,7 +1320,8 @@ class TestStrangers:
         channel = join(partner, ring)
         where = send(ring, 1)
         partner.run(_take)
-        channel.send(PACKET.pack(1, where, 1, 2, 10))
+        # The words of a slot go on from ring to ring.
+        channel.send(PACKET.pack(1, where, 1, partner.run(_value) + 1, 10))
         with pytest.raises(ipc.ProtocolError):
             partner.run(_take)
 
