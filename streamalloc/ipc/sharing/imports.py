@@ -320,16 +320,22 @@ class Importer:
             ways = [held.way for held in self.imports.values()]
             pools = {id(way.pool) for way in ways}
             blocks = {id(way.block) for way in ways}
-            for number, pool in list(self.handles.items()):
-                if id(pool) not in pools and not pool.users and pool.ended():
-                    del self.handles[number]
-                    later.hand_in(pool)
+            ended = {
+                number: pool
+                for number, pool in self.handles.items()
+                if id(pool) not in pools and not pool.users and pool.ended()
+            }
+            # Nothing finds them by name from here on, whatever a signal handler raises below.
+            gone = set(map(id, ended.values()))
+            self.pools = {name: pool for name, pool in self.pools.items() if id(pool) not in gone}
+            self.ways = {head: way for head, way in self.ways.items() if way.origin in self.pools}
+            for number, pool in ended.items():
+                later.hand_in(pool)
+                del self.handles[number]
             for name, block in list(self.blocks.items()):
                 if id(block) not in blocks and not block.exporter_alive() and block.idle():
                     del self.blocks[name]
                     later.hand_in(_OnThread(block.close))
-            self.pools = {name: pool for name, pool in self.pools.items() if int(pool._raw) in self.handles}
-            self.ways = {head: way for head, way in self.ways.items() if way.origin in self.pools}
 
     def size_at(self, address: int) -> int:
         """How many bytes the driver has there (``cuPointerGetAttribute``)."""
