@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import re
@@ -25,6 +26,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("simulated", "cuda"),
         default="simulated",
         help="which driver the tests run on (default: simulated)",
+    )
+    parser.addoption(
+        "--one-machine",
+        action="store_true",
+        help="run all tests on one simulated machine for each number of devices, which keeps what they leave, as GPUs do",
     )
     parser.addoption("--soak", action="store_true", help="run the tests that take minutes, too")
 
@@ -111,6 +117,9 @@ def primary_contexts(request: pytest.FixtureRequest) -> Iterator[None]:
         driver.cuDevicePrimaryCtxRelease(ordinal)
 
 
+_lasting = functools.cache(sd.simulated)
+
+
 @pytest.fixture
 def machine(request: pytest.FixtureRequest, on_cuda: bool, primary_contexts: None) -> Iterator[Any]:
     """The driver under test, as a user would name it; a fresh machine for each test where it is simulated."""
@@ -118,10 +127,12 @@ def machine(request: pytest.FixtureRequest, on_cuda: bool, primary_contexts: Non
     count = mark.args[0] if mark else 1
     # None: as a real machine without an IMEX channel.
     fabric = True if request.node.get_closest_marker("fabric") else None
-    driver: Any = sd.real() if on_cuda else sd.simulated(devices=count, fabric=fabric)
+    lasting = on_cuda or request.config.getoption("--one-machine")
+    simulated = _lasting if lasting else sd.simulated
+    driver: Any = sd.real() if on_cuda else simulated(devices=count, fabric=fabric)
     with sd.use(driver):
         yield driver
-    if on_cuda:
+    if lasting:
         # What a test dropped must not be freed in the middle of the next one, which may be measuring.
         gc.collect()
         for ordinal in range(sa.Device.count(driver)):
