@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--one-machine",
         action="store_true",
-        help="run all tests on one simulated machine for each number of devices, which keeps what they leave, as GPUs do",
+        help="run all tests on one simulated machine, which keeps what they leave, as GPUs do",
     )
     parser.addoption("--soak", action="store_true", help="run the tests that take minutes, too")
 
