@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door, refuse_after_fork
-from streamalloc.core.errors import CaptureError, ClosedError, CudaError, error_from, refused, size_text
+from streamalloc.core.errors import LOST, CaptureError, ClosedError, CudaError, error_from, refused, size_text
 from streamalloc.core.later import Deferred, later_of, work
 from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes, Unique
@@ -318,9 +318,13 @@ class Buffer(Memory, Closes):
 
     def close(self) -> None:
         """Free the memory on its own stream if that was not done; idempotent. Leaving a ``with`` block does it."""
-        if not self.freed:
-            with ordered_after(self._stream) as ordered:
-                self.free(ordered)
+        if self.freed:
+            return
+        if not self._stream.closed:
+            self.free()
+            return
+        with ordered_after(self._stream) as ordered:
+            self.free(ordered)
 
     def _free_slowly(self, stream: StreamLike | None, still_imported: StillImported, timeout: float | None) -> None:
         if still_imported not in _POLICIES:
@@ -381,12 +385,18 @@ class Buffer(Memory, Closes):
             self._shared[0].drop(self)
             return
         ptr, stream = self._ptr, self._stream
-        if stream._direct is door:
-            # In the relaxed mode it breaks no capture of other code that may be under way on this thread.
-            with door.relaxed():
-                result = self._allocator._free(ptr, stream._handle)[0]
-            if not result or isinstance(error_from(result, "cuMemFreeAsync"), _FreeDropped.gone):
-                return
+        # The owner of the stream may be closing it on another thread; who would have to wait for that hands in.
+        if stream._direct is door and stream._in_use.acquire(blocking=False):
+            try:
+                handle = stream._handle
+                if handle is not None:
+                    # In the relaxed mode it breaks no capture of other code that may be under way on this thread.
+                    with door.relaxed():
+                        result = self._allocator._free(ptr, handle)[0]
+                    if not result or isinstance(error_from(result, "cuMemFreeAsync"), LOST):
+                        return
+            finally:
+                stream._in_use.release()
         later_of(door).hand_in(_FreeDropped(door, ptr, stream))
 
     def __repr__(self) -> str:
@@ -456,6 +466,8 @@ class _FreeDropped(Deferred):
     """The free of a buffer that was dropped and could not be freed at once."""
 
     __slots__ = ("_door", "_raw", "_stream", "_told")
+
+    gone = LOST
 
     def __init__(self, door: Door, ptr: Any, stream: Stream) -> None:
         self._door = door

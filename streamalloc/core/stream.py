@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Union, cast
 
@@ -106,6 +107,7 @@ class Stream(Closes):
         "_door",
         "_foreign",
         "_handle",
+        "_in_use",
         "_last",
         "_raw",
         "_sees_all",
@@ -128,6 +130,8 @@ class Stream(Closes):
         self._default = False
         self._sees_all = False
         self._last: Event | None = None
+        self._in_use = threading.RLock()
+        """Held by who closes the stream, and by what uses it on other threads than its owner's."""
         # What fast paths use: the handle where it can go straight to the driver, and the door to compare with theirs.
         self._handle: Any = None
         self._direct: Door | None = None
@@ -348,13 +352,16 @@ class Stream(Closes):
             self._forbid_direct()
             self._closed = True
             return
-        # Buffers that remain need to know when the stream's work was done, to be freed after it.
-        self._last = self.record()
-        destroy = self._door.driver.cuStreamDestroy
-        self._forbid_direct()
-        # From here to the driver nothing is called that a signal handler could interrupt.
-        self._closed = True
-        result = destroy(self._raw)[0]
+        with self._in_use:
+            if self.closed:  # by another thread meanwhile
+                return
+            # Buffers that remain need to know when the stream's work was done, to be freed after it.
+            self._last = self.record()
+            destroy = self._door.driver.cuStreamDestroy
+            self._forbid_direct()
+            # From here to the driver nothing is called that a signal handler could interrupt.
+            self._closed = True
+            result = destroy(self._raw)[0]
         if result:
             refused_to_end(self._door, "cuStreamDestroy", self._raw, result)
             raise error_from(result, "cuStreamDestroy")
@@ -633,10 +640,14 @@ def opened_event(device: Device, handle: Any) -> Event:
 
 @contextlib.contextmanager
 def ordered_after(stream: Stream) -> Iterator[Stream]:
-    """The stream itself; where it was closed, a stream that comes after its work, for the length of the block."""
-    if not stream._closed:
-        yield stream
-        return
+    """The stream itself; where it was closed, a stream that comes after its work, for the length of the block.
+
+    Meanwhile no other thread closes it: what ends later uses streams that their owners may be closing.
+    """
+    with stream._in_use:
+        if not stream._closed:
+            yield stream
+            return
     # A stream for this alone: a default stream would make others wait as well.
     with stream.device.create_stream() as substitute:
         if stream._last is not None and not stream._last.closed:

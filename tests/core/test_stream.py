@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import sys
 import threading
 from collections.abc import Callable
@@ -346,3 +347,32 @@ class TestReadability:
         assert "legacy default" in repr(device.default_stream) and "per-thread" in repr(device.per_thread_stream)
         with device.create_event() as event:
             assert hex(event.handle) in repr(event)
+
+
+def test_what_ends_later_does_not_meet_a_stream_that_is_being_closed(device: sa.Device, pool: sa.MemoryPool) -> None:
+    """Threads end each other's dropped buffers on streams that their owners close at that time."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            for _ in range(60):
+                with device.create_stream(blocking=True) as stream:
+                    default = pool.allocate(64, device.default_stream)
+                    buffer = pool.allocate(64, stream)
+                    cycle: list[object] = [buffer, default]
+                    cycle.append(cycle)
+                    del buffer, default, cycle
+                    if _ % 3 == 0:
+                        gc.collect()
+                    device.synchronize()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    gc.collect()
+    device.synchronize()
+    assert errors == []
