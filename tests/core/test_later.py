@@ -203,6 +203,7 @@ def storm() -> Iterator[Callable[[], int]]:
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_signals_lose_no_item_and_end_none_twice(storm: Callable[[], int]) -> None:
     later, ended = Later(), list[Item]()
     made = [Item(later, ended, [_wait] * (number % 4)) for number in range(200)]

@@ -117,6 +117,7 @@ def test_at_any_point(machine: Any, kind: type[Case], end: bool) -> None:
     assert sweep(machine, kind, 1 + end, end) > 1
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_real_signals() -> None:
     """At random times, for a second: what a driver call gave is never lost, and nothing is released twice.
 

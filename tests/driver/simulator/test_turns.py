@@ -207,6 +207,7 @@ def test_an_exception_of_a_handler_comes_after_the_call(alarm: Alarm) -> None:
     assert sum(block.size for block in blocks) == found.line.capacity
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_waiting_can_be_interrupted(alarm: Alarm) -> None:
     rig = new_rig()
     d, stream, word = rig.raw, rig.stream(), rig.word()
@@ -246,6 +247,7 @@ def test_a_handler_that_makes_calls(alarm: Alarm) -> None:
     assert not [one for one in d._machine.allocations.at if one != ctypes.addressof(word)]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_handler_that_makes_calls_while_a_wait_ends(alarm: Alarm) -> None:
     """The helper that has waited is not given the handler's call before the wait's answer was taken."""
     device = sa.Device(0, driver=sd.simulated())

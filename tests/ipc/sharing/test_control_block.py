@@ -60,6 +60,7 @@ def test_many_importers(pool: sa.MemoryPool, stream: sa.Stream) -> None:
     assert pool.statistics().used == 0
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_interrupts_where_a_watch_begins(device: sa.Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that watches over another process is started or not, whatever signal handlers raise."""
     failed: list[object] = []
@@ -314,7 +315,8 @@ def test_opened_again_while_the_first_is_collected(pool: sa.MemoryPool, stream: 
     opened.fill(2)
     opened.close()
     opened.stream.synchronize()
-    assert pool.statistics().used == 0
+    # A thread closes what was dropped.
+    assert eventually(lambda: pool.statistics().used == 0)
 
 
 def _let_go(there: There) -> None:

@@ -211,6 +211,7 @@ class _Interrupted(Exception):
 class TestInterrupts:
     """An exception out of a signal handler, between any two calls."""
 
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     @pytest.mark.simulated_only("several drivers in one process, which stand for several processes")
     def test_of_all_that_is_shared_and_opened(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # The queue reports what a handler raises while it works on an item, which comes back to it.

@@ -63,6 +63,7 @@ class TestHandlesTravelOnce:
                 assert partner.run(_receive_byte) == 7
         assert freed(pool)
 
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     def test_all_but_the_last_are_dropped_by_an_interrupt(
         self, machine: Any, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, pair: Pair
     ) -> None:

@@ -230,6 +230,8 @@ class TestMessagesOfSeveralPackets:
         assert stranger[1].closed
 
 
+# A handler may raise in the middle of a finaliser, or of pytest's own hooks.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 class TestInterrupts:
     def test_lose_no_message_and_no_descriptor(self, ends: tuple[Channel, Channel]) -> None:
         given = pipes(70)
