@@ -1,4 +1,4 @@
-"""``python -m streamalloc tour | info | bench``."""
+"""``python -m streamalloc tour | info | bench | replay``."""
 
 import sys
 

@@ -23,6 +23,7 @@ _COMMANDS = {
     "tour": "watch the library at work, each result checked",
     "info": "print what this machine supports, and what is missing",
     "bench": "measure beside the raw driver calls and other allocators",
+    "replay": "replay recorded allocations on pools and other allocators",
 }
 
 # As the shell reports a program that SIGPIPE ended: the reader of our output left, which is no failure of ours.

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, TextIO
 
 from streamalloc.driver.bindings import cuda
@@ -65,6 +66,10 @@ class Call:
     name: str
     args: tuple[Any, ...]
     answer: tuple[Any, ...]
+    thread: int = field(default=0, compare=False)
+    """The thread that made it (``threading.get_ident``)."""
+    time: int = field(default=0, compare=False)
+    """When it was made: nanoseconds of a clock that began at any time (``time.perf_counter_ns``)."""
 
     def __str__(self) -> str:
         result, *values = self.answer
@@ -92,8 +97,9 @@ class Traced(_Wrapper):
         self._to = to
 
     def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        time = perf_counter_ns()
         answer = function(*args)
-        call = Call(name, args, answer)
+        call = Call(name, args, answer, threading.get_ident(), time)
         self.calls.append(call)
         if self._to is not None:
             print(call, file=self._to)

@@ -21,10 +21,10 @@ class TestArguments:
     def test_none_prints_help(self, run: Run) -> None:
         code, text = run()
         assert code == 0
-        for command in ("tour", "info", "bench"):
+        for command in ("tour", "info", "bench", "replay"):
             assert f"\n    {command} " in text
 
-    @pytest.mark.parametrize("command", ["tour", "info", "bench"])
+    @pytest.mark.parametrize("command", ["tour", "info", "bench", "replay"])
     def test_help(self, command: str, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as exit:
             main([command, "--help"])

@@ -1,0 +1,153 @@
+"""Replay the allocations of a recorded run on this library's allocators and on others that are installed.
+
+TRACE is a file (of this library, RMM's CSV log, or a memory snapshot of PyTorch), or "training" or "serving", which are
+made up. The calls are made in recorded order by one thread, as fast as they go.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import streamalloc as sa
+from streamalloc import traces
+from streamalloc.cli.choice import Chosen, plural
+from streamalloc.cli.info import add_json_argument, write_json
+from streamalloc.cli.terminal import Terminal
+from streamalloc.core.errors import size_text
+
+__all__ = ["add_arguments", "run"]
+
+# Shorter ones need no bar.
+_LONG = 200_000
+_BETWEEN_LINES = 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``replay``."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("trace", metavar="TRACE", help="a file, or one of: " + ", ".join(traces.WORKLOADS))
+    names = ", ".join(traces.ALLOCATORS)
+    about = f"what to replay on, again for more (default: all that are installed): {names}"
+    parser.add_argument("--on", action="append", metavar="NAME", choices=list(traces.ALLOCATORS), help=about)
+    parser.add_argument("--rounds", type=int, default=3, help="replays whose median counts, after a first (default: 3)")
+    parser.add_argument("--save", metavar="FILE", help="write the trace to a file, and replay nothing")
+    add_json_argument(parser)
+
+
+def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
+    """Replay the trace on each allocator and show what it took."""
+    try:
+        made = traces.WORKLOADS.get(options.trace)
+        trace = made() if made else traces.load(options.trace)
+        if options.save:
+            trace.save(options.save)
+            terminal.line(f"{options.save}: {trace!r}")
+            return 0
+    except (OSError, ValueError) as error:
+        print(f"python -m streamalloc replay: {error}", file=sys.stderr)
+        return 2
+    if options.rounds < 1:
+        print(f"python -m streamalloc replay: --rounds {options.rounds}: at least 1", file=sys.stderr)
+        return 2
+    tables = options.json != "-"
+    if tables:
+        _show_trace(chosen, terminal, Path(options.trace).name, trace)
+    rows = [_replayed(chosen, trace, name, options) for name in options.on or traces.ALLOCATORS]
+    found = [row for row in rows if row is not None]
+    if tables:
+        _show(terminal, found)
+    if options.json is not None:
+        about = {"events": len(trace.events), "source": trace.source, "peak": trace.peak, "streams": trace.streams}
+        write_json({"headline": chosen.headline, "trace": about, "rows": found}, options.json, terminal)
+    return 0
+
+
+def _replayed(chosen: Chosen, trace: traces.Trace, name: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """A row of figures, or of why there are none; None for what was not asked for and is not there."""
+    entry = traces.ALLOCATORS[name]
+    asked = bool(options.on)
+    if entry.other and chosen.is_simulated:
+        return {"name": entry.title, "unavailable": "it needs a GPU"} if asked else None
+    try:
+        with _progress(len(trace.events) * (options.rounds + 1), entry.title) as progress:
+            found = traces.replay(trace, name, sa.Device(0), rounds=options.rounds, progress=progress)
+    except ImportError as error:
+        return {"name": entry.title, "unavailable": f"not installed: {error}"} if asked else None
+    except Exception as error:
+        # Another library's error is a line of the table; ours are errors.
+        if not entry.other:
+            raise
+        return {"name": entry.title, "unavailable": f"{type(error).__name__}: {error}"}
+    derived = {name: getattr(found, name) for name in ("microseconds_per_event", "reserved_over_used")}
+    return {"name": entry.title, **dataclasses.asdict(found), **derived}
+
+
+@contextlib.contextmanager
+def _progress(total: int, title: str) -> Iterator[Callable[[int], object] | None]:
+    """Shows how far a long replay is, on the error output where that is a terminal: by tqdm where it is installed."""
+    if total < _LONG or not sys.stderr.isatty():
+        yield None
+        return
+    try:
+        bar = importlib.import_module("tqdm").tqdm(total=total, desc=title, unit=" events", leave=False)
+    except ImportError:
+        done, shown = 0, time.monotonic()
+
+        def line(events: int) -> None:
+            nonlocal done, shown
+            done += events
+            if time.monotonic() - shown > _BETWEEN_LINES:
+                shown = time.monotonic()
+                print(f"\r{title}: {done / total:.0%}", end="", file=sys.stderr, flush=True)
+
+        yield line
+        print("\r" + " " * (len(title) + 6) + "\r", end="", file=sys.stderr, flush=True)
+        return
+    with bar:
+        yield bar.update
+
+
+def _show_trace(chosen: Chosen, terminal: Terminal, name: str, trace: traces.Trace) -> None:
+    terminal.line(terminal.bold(chosen.headline))
+    frees = plural(len(trace.events) - trace.allocations, "free")
+    streams, threads = plural(trace.streams, "stream"), plural(trace.threads, "thread")
+    about = f"{name}: {plural(trace.allocations, 'allocation')} and {frees} on {streams}, by {threads}"
+    terminal.line(terminal.dim(f"{about}; at most {trace.peak / 2**20:,.1f} MiB at once"))
+    for what, number in trace.skipped.items():
+        terminal.line(terminal.dim(f"left out: {number:,} {what}"))
+
+
+def _show(terminal: Terminal, rows: list[dict[str, Any]]) -> None:
+    terminal.line()
+    header = ["", "ms", "us an event", "first ms", "peak reserved", "/ used", "driver calls", "failed"]
+    cells = [
+        [
+            row["name"],
+            f"{row['seconds'] * 1e3:,.2f}",
+            f"{row['microseconds_per_event']:.3f}",
+            f"{row['first_seconds'] * 1e3:,.2f}",
+            "" if row["peak_reserved"] is None else _mib(row["peak_reserved"]),
+            "" if row["reserved_over_used"] is None else f"{row['reserved_over_used']:.3f}",
+            "" if row["driver_calls"] is None else f"{row['driver_calls']:,}",
+            f"{row['failures']:,}",
+        ]
+        for row in rows
+        if "unavailable" not in row
+    ]
+    if cells:
+        terminal.table(cells, header=header, align="lrrrrrrr")
+    for row in rows:
+        if "unavailable" in row:
+            terminal.paragraph(f"{row['name']}: not replayed ({row['unavailable']})")
+
+
+def _mib(nbytes: int) -> str:
+    return size_text(nbytes) if nbytes < 1 << 20 else f"{nbytes / 2**20:,.1f} MiB"

@@ -1,0 +1,28 @@
+"""Record which memory a run allocates and frees, and replay that on an allocator.
+
+A :class:`Trace` comes from a file (:func:`load`), from the calls of :func:`streamalloc.driver.traced`
+(:func:`from_calls`), from RMM's log (:func:`from_rmm`), from PyTorch's memory snapshot (:func:`from_pytorch`), or is
+made up (:func:`training`, :func:`serving`). :func:`replay` runs it on a pool or on another library's allocator.
+"""
+
+from streamalloc.traces.replaying import Replayed, replay
+from streamalloc.traces.sources import from_calls, from_pytorch, from_rmm, load
+from streamalloc.traces.subjects import ALLOCATORS
+from streamalloc.traces.trace import Event, Trace, TraceFormatError
+from streamalloc.traces.workloads import WORKLOADS, serving, training
+
+__all__ = [
+    "ALLOCATORS",
+    "WORKLOADS",
+    "Event",
+    "Replayed",
+    "Trace",
+    "TraceFormatError",
+    "from_calls",
+    "from_pytorch",
+    "from_rmm",
+    "load",
+    "replay",
+    "serving",
+    "training",
+]

@@ -1,0 +1,224 @@
+"""Replay a trace on an allocator, as fast as that goes, and say what it took.
+
+Calls are made in recorded order by one thread, whatever threads made them, and nothing else is queued: the time is the
+allocator's. Frees on other streams than the allocation's are made there where the allocator can; for one that cannot,
+its stream waits for the other first, as a program would have to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from streamalloc.core.buffer import Allocator
+from streamalloc.core.device import Device
+from streamalloc.driver import traced
+from streamalloc.traces.subjects import ALLOCATORS, Subject, of_allocator
+from streamalloc.traces.trace import Trace
+
+__all__ = ["Replay", "Replayed", "replay"]
+
+# How many events are replayed between two looks at the clock: progress is shown there, outside of the time.
+_CHUNK = 8192
+
+Progress = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What replaying a trace took."""
+
+    allocator: str
+    """What it was replayed on."""
+    events: int
+    """How many allocations and frees the trace has."""
+    seconds: float
+    """The time of one replay, where the allocator has its memory: the median of the rounds after the first."""
+    first_seconds: float
+    """The time of the first, in which the allocator gets its memory from the driver."""
+    failures: int
+    """Allocations of the first replay for which there was no memory. Their frees are left out."""
+    peak_used: int
+    """The most bytes allocated at once, in requested sizes."""
+    peak_reserved: int | None
+    """The most bytes that the allocator had of the driver after an allocation; None where it cannot tell."""
+    driver_calls: int | None
+    """Driver calls of the first replay; None where they cannot be counted."""
+
+    @property
+    def microseconds_per_event(self) -> float:
+        """The mean time of an allocation or free."""
+        return self.seconds * 1e6 / max(self.events, 1)
+
+    @property
+    def reserved_over_used(self) -> float | None:
+        """Peak reserved over peak used."""
+        return None if self.peak_reserved is None else self.peak_reserved / max(self.peak_used, 1)
+
+
+class Replay:
+    """A trace prepared for an allocator, so that the loop does little but the allocator's calls."""
+
+    def __init__(self, trace: Trace, subject: Subject) -> None:
+        self._subject = subject
+        self._failed = subject.out_of_memory
+        own: dict[int, int] = {}
+        steps: list[tuple[int, int, Any]] = []
+        for event in trace.events:
+            if event.action == "allocate":
+                own[event.id] = event.stream
+                steps.append((event.nbytes, event.id, subject.streams[event.stream]))
+            else:
+                # No stream: the allocation's own. No size: a free.
+                other = None if own[event.id] == event.stream else subject.streams[event.stream]
+                steps.append((-1, event.id, other))
+        # Numbers are no indices: a part of a recording begins anywhere.
+        slots = {number: slot for slot, number in enumerate(own)}
+        self._live: list[Any] = [None] * len(slots)
+        self._chunks = [
+            [(nbytes, slots[number], stream) for nbytes, number, stream in steps[start : start + _CHUNK]]
+            for start in range(0, len(steps), _CHUNK)
+        ]
+        self.failures: int = 0
+        """Allocations of the last run that failed."""
+
+    def run(self, progress: Progress | None = None) -> float:
+        """Replay it once, and free what is left; the seconds of the replay without that."""
+        self.failures = 0
+        total = 0
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            for chunk in self._chunks:
+                total += self._run(chunk)
+                if progress is not None:
+                    progress(len(chunk))
+        finally:
+            if collecting:
+                gc.enable()
+            self._free_rest()
+        return total / 1e9
+
+    def _run(self, steps: list[tuple[int, int, Any]]) -> int:
+        subject, failed, live = self._subject, self._failed, self._live
+        allocate, free, free_on = subject.allocate, subject.free, subject.free_on
+        clock = time.perf_counter_ns
+        start = clock()
+        for nbytes, slot, stream in steps:
+            if nbytes >= 0:
+                try:
+                    live[slot] = allocate(nbytes, stream)
+                except failed:
+                    self.failures += 1
+            else:
+                thing = live[slot]
+                live[slot] = None
+                if thing is None:
+                    continue
+                if stream is None:
+                    free(thing)
+                else:
+                    free_on(thing, stream)
+                thing = None
+        return clock() - start
+
+    def _free_rest(self) -> None:
+        live, free = self._live, self._subject.free
+        for slot, thing in enumerate(live):
+            if thing is not None:
+                live[slot] = None
+                free(thing)
+
+    def measure(self) -> tuple[int, int | None, int | None]:
+        """Replay it once and look at the allocator after each allocation; peak used, peak reserved, driver calls."""
+        subject, live = self._subject, self._live
+        self.failures = 0
+        used = most_used = most_reserved = calls = 0
+        sizes = [0] * len(live)
+        for chunk in self._chunks:
+            for nbytes, slot, stream in chunk:
+                before = subject.calls() if subject.calls else 0
+                allocates = nbytes >= 0
+                if not allocates and live[slot] is None:
+                    continue
+                self._run([(nbytes, slot, stream)])
+                if subject.calls:
+                    calls += subject.calls() - before
+                if not allocates:
+                    used -= sizes[slot]
+                elif live[slot] is not None:
+                    sizes[slot] = nbytes
+                    used += nbytes
+                    most_used = max(most_used, used)
+                    if subject.reserved:
+                        most_reserved = max(most_reserved, subject.reserved())
+        self._free_rest()
+        return most_used, most_reserved if subject.reserved else None, calls if subject.calls else None
+
+
+def replay(
+    trace: Trace,
+    on: str | Allocator,
+    device: Device | None = None,
+    *,
+    rounds: int = 3,
+    progress: Progress | None = None,
+) -> Replayed:
+    """Replay a trace on an allocator.
+
+    By name, an allocator is made twice: one is looked at after each allocation, the other one timed. A pool of yours is
+    replayed on as it is, with what it has in reserve, first looked at and then timed.
+
+    Parameters
+    ----------
+    on
+        A pool, a caching allocator, or one of the names in :data:`ALLOCATORS`.
+    device
+        Whose memory and streams (default: device 0 of the default driver).
+    rounds
+        How often it is replayed for the time, after a first replay.
+    progress
+        Called with a number of events whenever so many more were replayed; there are ``rounds + 1`` replays with it.
+
+    Raises
+    ------
+    ImportError
+        The other library is not installed.
+    KeyError
+        There is no allocator of this name.
+    """
+    device = Device(0) if device is None else device
+    if rounds < 1:
+        raise ValueError(f"rounds={rounds}: at least one")
+    title = ALLOCATORS[on].title if isinstance(on, str) else repr(on)
+
+    def begin(device: Device, resources: contextlib.ExitStack) -> Replay:
+        resources.enter_context(device.current())
+        resources.callback(device.synchronize)
+        if not isinstance(on, str):
+            return Replay(trace, of_allocator(on, device, trace.streams, resources))
+        return Replay(trace, ALLOCATORS[on].make(device, trace.streams, resources))
+
+    # The library's own allocators take the driver of their device, which can count.
+    counted = device
+    if isinstance(on, str) and not ALLOCATORS[on].other:
+        counted = Device(device.ordinal, driver=traced(device.driver))
+    with contextlib.ExitStack() as resources:
+        found = begin(counted, resources)
+        used, reserved, calls = found.measure()
+        failures = found.failures
+        counted.synchronize()
+    with contextlib.ExitStack() as resources:
+        prepared = begin(device, resources)
+        seconds = []
+        for _ in range(rounds + 1):
+            device.synchronize()
+            seconds.append(prepared.run(progress))
+        device.synchronize()
+    median = statistics.median(seconds[1:])
+    return Replayed(title, len(trace.events), median, seconds[0], failures, used, reserved, calls)

@@ -1,0 +1,302 @@
+"""Traces from what other tools record: calls of :func:`streamalloc.driver.traced`, RMM's log, PyTorch's snapshots."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import pickle
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, TypeVar, cast
+
+from streamalloc.driver import Call
+from streamalloc.traces.trace import FORMAT, Event, Trace, TraceFormatError, opened, read_trace, text_lines
+
+__all__ = ["from_calls", "from_pytorch", "from_rmm", "load"]
+
+T = TypeVar("T")
+
+_FAILED = "failed allocations"
+_UNKNOWN = "frees of memory that was allocated before"
+_UNSEEN = "frees that were not recorded"
+
+
+class _Recording:
+    """Turns addresses and handles of a run into the numbers of a trace."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._numbers = itertools.count()
+        self._alive: dict[object, tuple[int, int]] = {}
+        self._streams: dict[object, int] = {}
+        self._threads: dict[object, int] = {}
+        self._began: int | None = None
+        self.skipped: Counter[str] = Counter()
+
+    def is_alive(self, address: object) -> bool:
+        """Whether there is an allocation at this address."""
+        return address in self._alive
+
+    def allocate(self, address: object, nbytes: int, stream: object, thread: object, time: int) -> None:
+        if address in self._alive:
+            raise ValueError(f"memory at {_shown(address)} is allocated again before it was freed")
+        if nbytes < 0:
+            raise ValueError(f"size {nbytes} is no number of bytes")
+        number = next(self._numbers)
+        self._alive[address] = number, nbytes
+        self._add("allocate", number, nbytes, stream, thread, time)
+
+    def free(self, address: object, stream: object, thread: object, time: int) -> None:
+        known = self._alive.pop(address, None)
+        if known is None:
+            self.skipped[_UNKNOWN] += 1
+        else:
+            self._add("free", *known, stream, thread, time)
+
+    def _add(self, action: Any, number: int, nbytes: int, stream: object, thread: object, time: int) -> None:
+        if self._began is None:
+            self._began = time
+        streams, threads = self._streams, self._threads
+        of_stream = streams.setdefault(stream, len(streams))
+        of_thread = threads.setdefault(thread, len(threads))
+        self._events.append(Event(action, number, nbytes, of_stream, of_thread, max(time - self._began, 0)))
+
+    def trace(self, source: str) -> Trace:
+        return Trace(tuple(self._events), source, dict(self.skipped))
+
+
+def _shown(address: object) -> str:
+    return hex(address) if isinstance(address, int) else str(address)
+
+
+# --- our own records ------------------------------------------------------------------------------------------------
+
+# Where the size, and where the stream of each call is among its arguments; None: the legacy default stream.
+_MAKERS = {"cuMemAllocAsync": (0, 1), "cuMemAllocFromPoolAsync": (0, 2), "cuMemAlloc": (0, None)}
+_ENDERS = {"cuMemFreeAsync": 1, "cuMemFree": None}
+
+
+def from_calls(calls: Iterable[Call]) -> Trace:
+    """A trace of the calls that :func:`streamalloc.driver.traced` has recorded (its list ``calls``).
+
+    Allocations and frees of pools are in it, and those of ``cuMemAlloc``. Allocators above the driver that keep memory
+    make few such calls: what a program asks them for is not recorded.
+    """
+    recording = _Recording()
+    for call in calls:
+        failed = int(call.answer[0]) != 0
+        if call.name in _MAKERS:
+            if failed:
+                recording.skipped[_FAILED] += 1
+                continue
+            size, at = _MAKERS[call.name]
+            address, stream = int(call.answer[1]), _handle(call.args, at)
+            if address and recording.is_alive(address):
+                # A graph has freed it, or it went with its pool.
+                recording.skipped[_UNSEEN] += 1
+                recording.free(address, stream, call.thread, call.time)
+            # Empty memory has no address, and its free is no call.
+            if address:
+                recording.allocate(address, int(call.args[size]), stream, call.thread, call.time)
+        elif call.name in _ENDERS and not failed and int(call.args[0]):
+            recording.free(int(call.args[0]), _handle(call.args, _ENDERS[call.name]), call.thread, call.time)
+    return recording.trace("calls of streamalloc.driver.traced")
+
+
+def _handle(args: Sequence[Any], at: int | None) -> int:
+    return 0 if at is None or args[at] is None else int(args[at])
+
+
+# --- RMM ------------------------------------------------------------------------------------------------------------
+
+_RMM_HEADER = "Thread,Time,Action,Pointer,Size,Stream"
+_CLOCK = re.compile(r"(\d+):(\d\d):(\d\d)[.:](\d{1,9})")
+_DAY = 24 * 3600 * 10**9
+
+
+def from_rmm(path: str | Path) -> Trace:
+    """A trace from the log that RMM's ``LoggingResourceAdaptor`` writes.
+
+    The columns are ``Thread,Time,Action,Pointer,Size,Stream``; actions are ``allocate``, ``allocate failure`` and
+    ``free``. Times are a clock's (``HH:MM:SS:ffffff``) or seconds.
+
+    Raises
+    ------
+    TraceFormatError
+        The file is no such log; the error names the line.
+    """
+    with opened(path) as file:
+        return _read_rmm(text_lines(file, str(path)), str(path))
+
+
+def _read_rmm(lines: Iterator[str], file: str) -> Trace:
+    if next(lines, "").strip() != _RMM_HEADER:
+        raise TraceFormatError(f"the first line has to be {_RMM_HEADER}", file, 1)
+    recording = _Recording()
+    days = before = 0
+    for number, line in enumerate(lines, 2):
+        try:
+            fields = line.strip().split(",")
+            if len(fields) != 6:
+                raise ValueError(f"{len(fields)} fields, not 6")
+            thread, clock, action, pointer, size, stream = (one.strip() for one in fields)
+            time = _nanoseconds(clock)
+            # Lines of several threads may be a little out of order; half a day back is midnight.
+            days += time < before - _DAY // 2
+            before = time
+            time += days * _DAY
+            if action == "allocate":
+                recording.allocate(pointer.lower(), _natural(size, "size"), stream, thread, time)
+            elif action in ("free", "deallocate"):
+                _natural(size, "size")
+                recording.free(pointer.lower(), stream, thread, time)
+            elif action == "allocate failure":
+                recording.skipped[_FAILED] += 1
+            else:
+                raise ValueError(f"action {action!r}: known are allocate, allocate failure and free")
+        except ValueError as error:
+            raise TraceFormatError(str(error), file, number) from None
+    return recording.trace("RMM log")
+
+
+def _natural(text: str, name: str) -> int:
+    if not (text.isascii() and text.isdigit()) or len(text) > 19:
+        raise ValueError(f"{name} {text[:40]!r} is no number of bytes")
+    return int(text)
+
+
+def _nanoseconds(text: str) -> int:
+    found = _CLOCK.fullmatch(text)
+    if found:
+        hours, minutes, seconds, fraction = found.groups()
+        return ((int(hours) * 60 + int(minutes)) * 60 + int(seconds)) * 10**9 + int(fraction.ljust(9, "0"))
+    if re.fullmatch(r"\d{1,12}(\.\d{1,9})?", text):
+        seconds, _, fraction = text.partition(".")
+        return int(seconds) * 10**9 + int(fraction.ljust(9, "0"))
+    raise ValueError(f"time {text[:40]!r} is neither HH:MM:SS.ffffff nor seconds")
+
+
+# --- PyTorch --------------------------------------------------------------------------------------------------------
+
+
+class _Plain(pickle.Unpickler):
+    """Reads what needs no class and no function: a pickle from elsewhere could call any."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it names {module}.{name}; a snapshot is dictionaries, lists, text and numbers")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("it names an object outside of the file")
+
+
+def from_pytorch(snapshot: str | Path | Mapping[str, Any], device: int | None = None) -> Trace:
+    """A trace from PyTorch's record of its caching allocator.
+
+    Parameters
+    ----------
+    snapshot
+        What ``torch.cuda.memory._snapshot()`` answers, or the file that ``_dump_snapshot`` has written, after
+        ``_record_memory_history``. The file is a pickle; only plain data is taken from it, no class and no function.
+    device
+        Which device's; may be left out where one only has a history.
+
+    Memory counts as freed where it was asked for (``free_requested``), on the stream that it was allocated on: PyTorch
+    does not record other streams' frees, nor threads. What was allocated before the history begins is left out.
+
+    Raises
+    ------
+    TraceFormatError
+        It is no snapshot, or a pickle that needs more than plain data.
+    ValueError
+        Several devices have a history, or the one asked for has none.
+    """
+    if isinstance(snapshot, Mapping):
+        return _of_snapshot(snapshot, device, "")
+    with opened(snapshot) as file:
+        return _read_pickle(file, device, str(snapshot))
+
+
+def _read_pickle(file: IO[bytes], device: int | None, name: str) -> Trace:
+    try:
+        snapshot = _Plain(file).load()
+    except MemoryError:
+        raise TraceFormatError("the pickle is damaged", name) from None
+    except Exception as error:  # a damaged pickle raises almost anything
+        raise TraceFormatError(f"no plain pickle: {type(error).__name__}: {error}", name) from None
+    return _of_snapshot(snapshot, device, name)
+
+
+def _of_snapshot(snapshot: Any, device: int | None, file: str) -> Trace:
+    traces = snapshot.get("device_traces") if isinstance(snapshot, Mapping) else None
+    if type(traces) is not list or any(type(one) is not list for one in traces):
+        raise TraceFormatError("no snapshot of PyTorch: it has no 'device_traces'", file)
+    recorded = [number for number, one in enumerate(traces) if one]
+    if device is None:
+        if len(recorded) != 1:
+            has = f"devices {', '.join(map(str, recorded))} have one" if recorded else "no device has one"
+            raise ValueError(f"device=None: name the device whose history is wanted; {has}")
+        (device,) = recorded
+    elif device not in recorded:
+        raise ValueError(f"device={device}: the snapshot has no history of it (of {recorded or 'none'})")
+    recording = _Recording()
+    for number, entry in enumerate(traces[device], 1):
+        try:
+            _take_entry(recording, entry)
+        except ValueError as error:
+            raise TraceFormatError(f"entry {number} of device {device}: {error}", file, number) from None
+    return recording.trace(f"PyTorch snapshot of device {device}")
+
+
+def _take_entry(recording: _Recording, entry: Any) -> None:
+    if type(entry) is not dict:
+        raise ValueError("it is no dictionary")
+    action = _of_type(entry, "action", str)
+    if action == "oom":
+        recording.skipped[_FAILED] += 1
+    elif action in ("alloc", "free_requested", "free_completed", "free"):
+        address, stream = _of_type(entry, "addr", int), _of_type(entry, "stream", int)
+        time = max(_of_type(entry, "time_us", int, 0), 0) * 1000
+        if action == "alloc":
+            recording.allocate(address, _of_type(entry, "size", int), stream, 0, time)
+        elif action != "free_completed" or recording.is_alive(address):
+            # Completion is the allocator's business, unless the history missed the request.
+            recording.free(address, stream, 0, time)
+
+
+def _of_type(entry: dict[str, Any], key: str, kind: type[T], default: T | None = None) -> T:
+    value = entry.get(key, default)
+    if type(value) is not kind:
+        raise ValueError(f"{key!r} has to be of type {kind.__name__}, not {type(value).__name__}")
+    return value
+
+
+# --- any of them ----------------------------------------------------------------------------------------------------
+
+
+def load(path: str | Path) -> Trace:
+    """Read a trace from a file: one of :meth:`Trace.save`, RMM's log, or a snapshot of PyTorch, compressed or not.
+
+    Raises
+    ------
+    TraceFormatError
+        It is none of these, or damaged; the error names the line.
+    OSError
+        The file cannot be read.
+    """
+    name = str(path)
+    try:
+        with opened(path) as file:
+            head = cast(Any, file).peek(1)[:1]
+            if head == b"{":
+                return read_trace(text_lines(file, name), name)
+            if head == b"T":
+                return _read_rmm(text_lines(file, name), name)
+            if head == b"\x80":
+                return _read_pickle(file, None, name)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise TraceFormatError(f"the compressed file is damaged: {error}", name) from None
+    known = f"a file of {FORMAT!r}s, a log of RMM ({_RMM_HEADER}) nor a snapshot of PyTorch (a pickle)"
+    raise TraceFormatError(f"neither {known}", name)

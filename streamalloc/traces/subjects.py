@@ -1,0 +1,260 @@
+"""What a trace can be replayed on: the library's allocators and those of other libraries, one entry of a table each."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+from streamalloc.core.buffer import Allocator, Buffer
+from streamalloc.core.device import Device
+from streamalloc.core.errors import OutOfMemoryError
+from streamalloc.driver import Traced
+from streamalloc.pool import MemoryPool
+
+__all__ = ["ALLOCATORS", "Entry", "Subject", "of_allocator"]
+
+_KEEP_ALL = 2**64 - 1
+# It would begin with half of the device's memory.
+_RMM_BEGINS = 32 << 20
+
+
+@dataclass
+class Subject:
+    """An allocator as :func:`~streamalloc.traces.replay` uses it: functions, so that little time is spent around them.
+
+    ``streams`` are the library's own, one for each of the trace's.
+    """
+
+    streams: Sequence[Any]
+    allocate: Callable[[int, Any], Any]
+    """Called with a size and a stream."""
+    free: Callable[[Any], object]
+    """Frees what ``allocate`` returned on its own stream. Replaying drops its reference before."""
+    free_on: Callable[[Any, Any], object]
+    """Frees it on another stream."""
+    out_of_memory: type[Exception] | tuple[type[Exception], ...] = MemoryError
+    reserved: Callable[[], int] | None = None
+    """Bytes that the allocator has of the driver; None where it cannot tell."""
+    calls: Callable[[], int] | None = None
+    """Driver calls so far; None where they cannot be counted."""
+
+
+def of_allocator(allocator: Allocator, device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
+    """One of ours: a pool, or whatever has its ``allocate``."""
+    driver = device.driver
+    return Subject(
+        [resources.enter_context(device.create_stream()) for _ in range(streams)],
+        allocator.allocate,
+        Buffer.free,
+        Buffer.free,
+        OutOfMemoryError,
+        _reserved_by(allocator),
+        (lambda: len(driver.calls)) if isinstance(driver, Traced) else None,
+    )
+
+
+def _reserved_by(allocator: Any) -> Callable[[], int] | None:
+    """How many bytes an allocator's pool has; an allocator over a pool has that as ``pool``."""
+    pool = getattr(allocator, "pool", allocator)
+    if not isinstance(pool, MemoryPool):
+        return None
+    attributes = pool.attributes
+    return lambda: attributes.reserved_mem_current
+
+
+# --- ours, and the driver itself ------------------------------------------------------------------------------------
+
+
+def _new_pool(device: Device, resources: contextlib.ExitStack) -> MemoryPool:
+    return resources.enter_context(MemoryPool(device, release_threshold=_KEEP_ALL))
+
+
+def _pool(device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
+    return of_allocator(_new_pool(device, resources), device, streams, resources)
+
+
+def _cached(device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
+    caching = getattr(importlib.import_module("streamalloc.pool"), "CachingAllocator", None)
+    if caching is None:
+        raise ImportError("this version has no CachingAllocator")
+    allocator = resources.enter_context(caching(_new_pool(device, resources)))
+    return of_allocator(allocator, device, streams, resources)
+
+
+def _raw(device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
+    """The driver's two functions on a pool, results checked."""
+    pool_object = _new_pool(device, resources)
+    found = of_allocator(pool_object, device, streams, resources)
+    driver = cast(Any, device.driver)
+    allocate_, free_ = driver.cuMemAllocFromPoolAsync, driver.cuMemFreeAsync
+    pool = driver.CUmemoryPool(pool_object.handle)
+
+    def allocate(nbytes: int, stream: Any) -> tuple[Any, Any]:
+        error, pointer = allocate_(nbytes, pool, stream)
+        if error:
+            raise MemoryError(error)
+        return pointer, stream
+
+    def free(thing: tuple[Any, Any]) -> None:
+        (error,) = free_(*thing)
+        if error:
+            raise RuntimeError(error)
+
+    def free_on(thing: tuple[Any, Any], stream: Any) -> None:
+        free((thing[0], stream))
+
+    handles = [driver.CUstream(stream.handle) for stream in found.streams]
+    return Subject(handles, allocate, free, free_on, MemoryError, found.reserved, found.calls)
+
+
+# --- other libraries ------------------------------------------------------------------------------------------------
+
+
+def _cuda_core(device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
+    core = importlib.import_module("cuda.core")
+    if not hasattr(core, "DeviceMemoryResource"):  # older versions have it elsewhere
+        core = importlib.import_module("cuda.core.experimental")
+    theirs = core.Device(device.ordinal)
+    theirs.set_current()
+    # With options it has a pool of its own, else the current one.
+    resource = core.DeviceMemoryResource(theirs, core.DeviceMemoryResourceOptions())
+    allocate = resource.allocate
+    close = core.Buffer.close
+    attributes = getattr(resource, "attributes", None)
+
+    def take(nbytes: int, stream: Any) -> Any:
+        try:
+            return allocate(nbytes, stream=stream)
+        except Exception as error:
+            # Its CUDAError says in its text only what it is.
+            raise MemoryError(str(error)) if "OUT_OF_MEMORY" in str(error) else error  # noqa: B904
+
+    return Subject(
+        [theirs.create_stream() for _ in range(streams)],
+        take,
+        close,
+        close,
+        MemoryError,
+        None if attributes is None else lambda: int(attributes.reserved_mem_current),
+    )
+
+
+def _drop(thing: object) -> None:
+    """Freed by its last reference, which was this one."""
+
+
+def _cupy(device: Device, streams: int, resources: contextlib.ExitStack, *, driver_pool: bool = False) -> Subject:
+    """CuPy's pool allocates on its current stream and frees there; another stream has to be waited for."""
+    cupy = importlib.import_module("cupy")
+    resources.enter_context(cupy.cuda.Device(device.ordinal))
+    theirs = [cupy.cuda.Stream(non_blocking=True) for _ in range(streams)]
+    resources.enter_context(theirs[0] if theirs else cupy.cuda.Stream(non_blocking=True))
+    pool = cupy.cuda.MemoryAsyncPool() if driver_pool else cupy.cuda.MemoryPool()
+    malloc = pool.malloc
+    used = theirs[0] if theirs else None
+
+    def allocate(nbytes: int, stream: Any) -> tuple[Any, Any]:
+        nonlocal used
+        if stream is not used:
+            stream.use()
+            used = stream
+        return malloc(nbytes), stream
+
+    def free_on(thing: tuple[Any, Any], stream: Any) -> None:
+        thing[1].wait_event(stream.record())
+
+    out_of_memory = (cupy.cuda.memory.OutOfMemoryError, cupy.cuda.runtime.CUDARuntimeError)
+    resources.callback(pool.free_all_blocks)
+    return Subject(theirs, allocate, _drop, free_on, out_of_memory, pool.total_bytes)
+
+
+def _rmm(device: Device, streams: int, resources: contextlib.ExitStack, *, pool: bool = False) -> Subject:
+    mr = importlib.import_module("rmm.mr")
+    stream = importlib.import_module("rmm.pylibrmm.stream").Stream
+    if pool:
+        resource = mr.PoolMemoryResource(mr.CudaMemoryResource(), initial_pool_size=_RMM_BEGINS)
+    else:
+        resource = mr.CudaAsyncMemoryResource()
+    take, give = resource.allocate, resource.deallocate
+
+    def allocate(nbytes: int, stream: Any) -> tuple[int, int, Any]:
+        return take(nbytes, stream), nbytes, stream
+
+    return Subject(
+        [stream() for _ in range(streams)],
+        allocate,
+        lambda thing: give(*thing),
+        lambda thing, stream: give(thing[0], thing[1], stream),
+        MemoryError,
+        resource.pool_size if pool else None,
+    )
+
+
+def _torch(device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
+    """PyTorch's caching allocator, by the two C functions below ``torch.cuda.caching_allocator_alloc``."""
+    torch = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        raise ImportError("torch without CUDA")
+    torch.cuda.init()
+    resources.enter_context(torch.cuda.device(device.ordinal))
+    torch.cuda.empty_cache()
+    resources.callback(torch.cuda.empty_cache)
+    theirs = [torch.cuda.Stream(device.ordinal) for _ in range(streams)]
+    by_handle = {stream.cuda_stream: stream for stream in theirs}
+    compiled = importlib.import_module("torch._C")
+    give = getattr(compiled, "_cuda_cudaCachingAllocator_raw_delete", torch.cuda.caching_allocator_delete)
+    take = getattr(compiled, "_cuda_cudaCachingAllocator_raw_alloc", None)
+    if take is None:
+        whole = torch.cuda.caching_allocator_alloc
+
+        def take(nbytes: int, stream: int) -> int:
+            return int(whole(nbytes, device.ordinal, stream))
+
+    # On a stream of its own, memory is what allocate returned; the others need to know whose it is.
+    owners: dict[int, int] = {}
+
+    def allocate(nbytes: int, stream: int) -> int:
+        address = int(take(nbytes, stream))
+        owners[address] = stream
+        return address
+
+    def free_on(address: int, stream: int) -> None:
+        by_handle[owners[address]].wait_event(by_handle[stream].record_event())
+        give(address)
+
+    before = int(torch.cuda.memory_reserved(device.ordinal))
+    return Subject(
+        [stream.cuda_stream for stream in theirs],
+        take if streams < 2 else allocate,
+        give,
+        free_on,
+        torch.cuda.OutOfMemoryError,
+        lambda: int(torch.cuda.memory_reserved(device.ordinal)) - before,
+    )
+
+
+class Entry(NamedTuple):
+    """An allocator that a trace can be replayed on."""
+
+    title: str
+    make: Callable[[Device, int, contextlib.ExitStack], Subject]
+    """With a device and a number of streams; ``ImportError`` where the library is not installed."""
+    other: bool = False
+    """Of another library: it needs a GPU, and to be installed."""
+
+
+ALLOCATORS: dict[str, Entry] = {
+    "raw": Entry("raw calls on a pool, results checked", _raw),
+    "pool": Entry("streamalloc MemoryPool", _pool),
+    "cached": Entry("streamalloc CachingAllocator", _cached),
+    "cuda.core": Entry("cuda.core DeviceMemoryResource", _cuda_core, other=True),
+    "cupy": Entry("CuPy MemoryPool", _cupy, other=True),
+    "cupy-async": Entry("CuPy MemoryAsyncPool", lambda *all: _cupy(*all, driver_pool=True), other=True),
+    "rmm": Entry("RMM PoolMemoryResource", lambda *all: _rmm(*all, pool=True), other=True),
+    "rmm-async": Entry("RMM CudaAsyncMemoryResource", _rmm, other=True),
+    "pytorch": Entry("PyTorch caching allocator", _torch, other=True),
+}
+"""The allocators by the names that :func:`~streamalloc.traces.replay` takes."""

@@ -1,0 +1,157 @@
+"""Two traces that are made up: one like training a network, one like serving a language model.
+
+They are the same on every machine for the same seed. ``python -m streamalloc replay training --save FILE`` writes one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+
+from streamalloc.traces.trace import Action, Event, Trace
+
+__all__ = ["WORKLOADS", "serving", "training"]
+
+_KiB = 1 << 10
+_MiB = 1 << 20
+
+
+class _Script:
+    """Writes down what a program allocates and frees."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._events: list[Event] = []
+        self._sizes: list[int] = []
+        self._streams: list[int] = []
+
+    def allocate(self, nbytes: int, stream: int = 0) -> int:
+        number = len(self._sizes)
+        self._sizes.append(nbytes)
+        self._streams.append(stream)
+        self._add("allocate", number, stream)
+        return number
+
+    def free(self, number: int, stream: int | None = None) -> None:
+        self._add("free", number, self._streams[number] if stream is None else stream)
+
+    def _add(self, action: Action, number: int, stream: int) -> None:
+        # One call every 10 us: what the times are has no meaning.
+        self._events.append(Event(action, number, self._sizes[number], stream, 0, len(self._events) * 10_000))
+
+    def below(self, limit: int) -> int:
+        """A number from 0 to ``limit - 1``. Only ``random()`` is promised to be the same in all versions of Python."""
+        return int(self._random.random() * limit)
+
+    def between(self, least: int, most: int) -> int:
+        """A size; small ones as often as large ones of each order of magnitude."""
+        return int(least * (most / least) ** self._random.random())
+
+    def trace(self, source: str) -> Trace:
+        return Trace(tuple(self._events), source)
+
+
+def training(seed: int = 0, *, iterations: int = 6, layers: int = 24) -> Trace:
+    """A trace like training a transformer: 2 streams, some 7,000 events, 1.3 GiB at most at once.
+
+    Parameters and the optimizer's state stay. In each iteration the layers' activations are allocated, and freed in
+    reverse order while gradients appear; the batch grows and has an odd shape. Gradients are freed after the step, and
+    every second layer's are sent by another stream, which frees the buckets that they were gathered in.
+    """
+    script = _Script(seed)
+    hidden = 768
+    weights = [4 * hidden * hidden * 4, 4 * hidden * hidden * 2, hidden * 4, hidden * 4]
+    for _ in range(layers):
+        for nbytes in weights:
+            script.allocate(nbytes)
+    states: list[int] = []
+    for iteration in range(iterations):
+        tokens = (4 + iteration) * (33 + 2 * script.below(24)) + script.below(7)
+        inputs = script.allocate(tokens * 8)
+        kept: list[list[int]] = []
+        for _ in range(layers):
+            normed = script.allocate(tokens * hidden * 2)
+            projected = script.allocate(tokens * hidden * 6)
+            workspace = script.allocate(script.between(512, 8 * _MiB))
+            attended = script.allocate(tokens * hidden * 2)
+            script.free(workspace)
+            mask = script.allocate(tokens * 12)
+            expanded = script.allocate(tokens * hidden * 8)
+            scratch = script.allocate(tokens * hidden * 8)
+            out = script.allocate(tokens * hidden * 2)
+            script.free(scratch)
+            kept.append([normed, projected, attended, mask, expanded, out])
+        logits = script.allocate(tokens * 32_003 * 2)
+        loss = script.allocate(4)
+        upstream = script.allocate(tokens * 32_003 * 2)
+        script.free(logits)
+        gradients: list[int] = []
+        for number in reversed(range(layers)):
+            for activation in reversed(kept[number]):
+                downstream = script.allocate(tokens * hidden * 2 * (1 + script.below(4)))
+                script.free(upstream)
+                script.free(activation)
+                upstream = downstream
+            gradients += [script.allocate(nbytes) for nbytes in weights]
+            if number % 2:
+                bucket = script.allocate(sum(weights), stream=0)
+                script.free(bucket, stream=1)
+        for one in (upstream, inputs, loss):
+            script.free(one)
+        if not states:
+            states = [script.allocate(nbytes) for nbytes in weights * layers * 2]
+        for gradient in gradients:
+            update = script.allocate(script.between(4 * _KiB, 4 * _MiB))
+            script.free(update)
+            script.free(gradient)
+    return script.trace("made up: training")
+
+
+def serving(seed: int = 0, *, requests: int = 280) -> Trace:
+    """A trace like serving a language model: 4 streams, some 20,000 events, many sizes.
+
+    Requests come at random, on one of four streams each. A prompt takes temporary memory of many sizes and its blocks
+    of the KV cache at once; each token takes short-lived memory and now and then another block, until the request ends
+    and its blocks go together. Some answers are freed by the stream that sends them.
+    """
+    script = _Script(seed)
+    streams, block, tokens_in_block = 4, 2 * _MiB, 16
+    for _ in range(48):  # weights
+        script.allocate(script.between(64 * _KiB, 16 * _MiB))
+    ends: list[tuple[int, int]] = []
+    running: dict[int, tuple[int, list[int], int]] = {}
+    for request in range(requests):
+        stream = script.below(streams)
+        prompt = script.between(16, 1024)
+        # Most requests are short, one in eight is long.
+        answer = script.between(64, 512) if script.below(8) == 0 else script.between(1, 48)
+        inputs = script.allocate(prompt * 4, stream)
+        temporary = []
+        for _ in range(6):
+            temporary.append(script.allocate(prompt * script.between(64, 8192), stream))
+            if script.below(2) and len(temporary) > 1:
+                script.free(temporary.pop(script.below(len(temporary))))
+        blocks = [script.allocate(block, stream) for _ in range(-(-prompt // tokens_in_block))]
+        for one in (*temporary, inputs):
+            script.free(one)
+        running[request] = stream, blocks, prompt
+        heapq.heappush(ends, (request + 1 + answer // 16, request))
+        for number in list(running):
+            stream, blocks, length = running[number]
+            logits = script.allocate(script.between(1 * _KiB, 256 * _KiB), stream)
+            sampled = script.allocate(512 + script.below(2048), stream)
+            script.free(logits)
+            # What is sent to the client is freed by the stream that sends it.
+            script.free(sampled, stream if script.below(16) else (stream + 1) % streams)
+            if (length + tokens_in_block) // tokens_in_block > len(blocks):
+                blocks.append(script.allocate(block, stream))
+            running[number] = stream, blocks, length + tokens_in_block
+        while ends and ends[0][0] <= request:
+            for one in running.pop(heapq.heappop(ends)[1])[1]:
+                script.free(one)
+    return script.trace("made up: serving")
+
+
+WORKLOADS: dict[str, Callable[..., Trace]] = {"training": training, "serving": serving}
+"""The made-up traces by name."""

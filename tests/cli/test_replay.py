@@ -1,0 +1,119 @@
+"""``python -m streamalloc replay``: which figures there are. What they are is worked out in ``tests/traces``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamalloc import traces
+from streamalloc.cli import main, replay
+from streamalloc.traces import Event, Trace
+from tests.cli.conftest import Complete, Run, complete
+
+SMALL = Trace((Event("allocate", 0, 4096, 0, 0, 0), Event("free", 0, 4096, 0, 0, 1)), "by hand", {"lost things": 3})
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    SMALL.save(tmp_path / "small.jsonl")
+    return tmp_path / "small.jsonl"
+
+
+def test_table_and_json(on_cuda: bool, small: Path, tmp_path: Path, primary_contexts: None) -> None:
+    arguments = ("replay", str(small), "--on", "pool", "--on", "raw", "--json", str(tmp_path / "found.json"))
+    done: Complete = complete(on_cuda, *arguments)
+    assert (done.code, done.left) == (0, {})
+    assert "small.jsonl: 1 allocation and 1 free on 1 stream, by 1 thread; at most 0.0 MiB at once" in done.text
+    assert "left out: 3 lost things" in done.text
+    report = json.loads((tmp_path / "found.json").read_text())
+    assert report["trace"] == {"events": 2, "source": "by hand", "peak": 4096, "streams": 1}
+    pool, raw = report["rows"]
+    assert (pool["name"], raw["name"]) == ("streamalloc MemoryPool", "raw calls on a pool, results checked")
+    assert (pool["driver_calls"], pool["peak_used"], pool["failures"]) == (2, 4096, 0)
+    assert pool["reserved_over_used"] == pool["peak_reserved"] / 4096
+    assert all(row["name"] in done.text for row in report["rows"])
+
+
+def test_json_alone_on_the_output(machine: Any, run: Run, small: Path) -> None:
+    code, text = run("replay", str(small), "--on", "pool", "--json")
+    assert code == 0
+    assert json.loads(text)["rows"][0]["failures"] == 0
+
+
+def test_save(machine: Any, run: Run, tmp_path: Path) -> None:
+    target = tmp_path / "training.jsonl.gz"
+    code, text = run("replay", "training", "--save", str(target))
+    assert (code, text) == (0, f"{target}: {traces.training()!r}\n")
+    assert traces.load(target) == traces.training()
+    assert target.stat().st_size < 100_000
+
+
+@pytest.mark.simulated_only("other libraries run where there is a GPU")
+def test_other_library_without_a_gpu(machine: Any, run: Run, small: Path) -> None:
+    code, text = run("replay", str(small), "--on", "cupy")
+    assert code == 0
+    assert "CuPy MemoryPool: not replayed (it needs a GPU)" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["nowhere"], "No such file"),
+        ([__file__], "neither a file of"),
+        (["training", "--rounds", "0"], "--rounds 0: at least 1"),
+    ],
+)
+def test_bad_arguments(machine: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], why: str) -> None:
+    assert main(["replay", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert why in printed.err
+
+
+class TestProgress:
+    @pytest.fixture(autouse=True)
+    def terminal(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        monkeypatch.setattr(replay, "_LONG", 100)
+        monkeypatch.setattr(replay, "_BETWEEN_LINES", -1.0)
+
+    def test_without_tqdm(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        with replay._progress(200, "pool") as progress:
+            assert progress is not None
+            progress(50)
+            progress(150)
+        shown = capsys.readouterr().err
+        assert shown.split("\r")[1:3] == ["pool: 25%", "pool: 100%"]
+
+    def test_with_tqdm(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen: list[Any] = []
+
+        class Bar:
+            def __init__(self, **options: Any) -> None:
+                seen.append(options["total"])
+
+            def __enter__(self) -> None: ...
+
+            def __exit__(self, *_: object) -> None:
+                seen.append("closed")
+
+            def update(self, number: int) -> None:
+                seen.append(number)
+
+        monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=Bar))
+        with replay._progress(200, "pool") as progress:
+            assert progress is not None
+            progress(50)
+        assert seen == [200, 50, "closed"]
+
+    def test_short_ones_have_none(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with replay._progress(99, "pool") as progress:
+            assert progress is None
+        assert capsys.readouterr().err == ""

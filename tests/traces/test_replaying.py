@@ -1,0 +1,355 @@
+"""Replaying traces: figures worked out by hand, on the library's pools and on stand-ins for other libraries."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import traces
+from streamalloc.traces import ALLOCATORS, Event, Trace
+from streamalloc.traces.replaying import Replay
+from streamalloc.traces.subjects import Subject
+
+MiB = 1 << 20
+
+
+def trace_of(*steps: tuple[int, int] | tuple[int, int, int]) -> Trace:
+    """From (id, size, stream): the first of an id allocates, the second frees."""
+    seen: dict[int, int] = {}
+    events: list[Event] = []
+    for number, size, *on in steps:
+        action: Any = "free" if number in seen else "allocate"
+        seen[number] = size
+        events.append(Event(action, number, size, on[0] if on else 0, 0, len(events)))
+    return Trace(tuple(events))
+
+
+class Fake:
+    """An allocator that writes down what it is asked for, and has so many bytes. It never reuses memory."""
+
+    def __init__(self, limit: int = 1 << 40) -> None:
+        self.limit = limit
+        self.had = 0
+        self.log: list[Any] = []
+
+    def allocate(self, nbytes: int, stream: str) -> list[Any]:
+        self.log.append(("allocate", nbytes, stream))
+        if self.had + nbytes > self.limit:
+            raise MemoryError
+        self.had += nbytes
+        return [nbytes]
+
+    def free(self, thing: list[Any], stream: str | None = None) -> None:
+        self.log.append(("free", thing.pop(), stream))
+
+    def subject(self) -> Subject:
+        reserved, calls = (lambda: self.had), (lambda: len(self.log))
+        return Subject(["one", "two"], self.allocate, self.free, self.free, MemoryError, reserved, calls)
+
+
+FOUR = trace_of((5, 100), (2, 50, 1), (5, 100, 1), (9, 30), (2, 50, 1))
+LOG = [
+    ("allocate", 100, "one"),
+    ("allocate", 50, "two"),
+    ("free", 100, "two"),
+    ("allocate", 30, "one"),
+    ("free", 50, None),
+]
+
+
+def test_calls_streams_and_what_is_left() -> None:
+    fake = Fake()
+    seconds = Replay(FOUR, fake.subject()).run()
+    assert fake.log == [*LOG, ("free", 30, None)]
+    assert 0 < seconds < 1
+
+
+def test_figures_by_hand() -> None:
+    fake = Fake()
+    prepared = Replay(FOUR, fake.subject())
+    # 100, 150, 50, 80, 30 bytes are used; the memory is never used again, so that 100, 150, 180 are reserved.
+    assert prepared.measure() == (150, 180, 5)
+    assert prepared.failures == 0
+    assert fake.log == [*LOG, ("free", 30, None)]
+    assert FOUR.peak == 150
+
+
+def test_without_memory() -> None:
+    fake = Fake(limit=120)
+    prepared = Replay(FOUR, fake.subject())
+    prepared.run()
+    # The second and the third allocation fail; the second is not freed.
+    assert prepared.failures == 2
+    assert fake.log == [*LOG[:4]]
+    fake.had = 0
+    assert prepared.measure() == (100, 100, 4)
+    assert prepared.failures == 2
+
+
+def test_other_errors_are_errors_and_what_was_allocated_is_freed() -> None:
+    fake = Fake()
+    subject = fake.subject()
+    subject.out_of_memory = ZeroDivisionError
+    fake.limit = 120
+    with pytest.raises(MemoryError):
+        Replay(FOUR, subject).run()
+    assert fake.log == [*LOG[:2], ("free", 100, None)]
+
+
+def test_progress_counts_every_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces.replaying, "_CHUNK", 2)
+    seen: list[int] = []
+    fake = Fake()
+    Replay(FOUR, fake.subject()).run(seen.append)
+    assert seen == [2, 2, 1]
+    assert fake.log == [*LOG, ("free", 30, None)]
+
+
+def test_frees_by_the_last_reference() -> None:
+    """What is freed by dropping it is dropped at its free, and not later."""
+    alive: list[int] = []
+
+    class Thing:
+        def __init__(self, nbytes: int, _: object) -> None:
+            self.nbytes = nbytes
+            alive.append(nbytes)
+
+        def __del__(self) -> None:
+            alive.remove(self.nbytes)
+
+    looks: list[list[int]] = []
+
+    def look(_: object, __: object = None) -> None:
+        looks.append(sorted(alive))
+
+    subject = Subject([0, 1], Thing, lambda thing: None, look)
+    Replay(trace_of((0, 1), (1, 2), (0, 1), (2, 4), (2, 4, 1), (1, 2, 1)), subject).run()
+    assert looks == [[2, 4], [2]]
+    assert alive == []
+
+
+class TestOurs:
+    def test_a_pool_grows_and_counts(self, device: sa.Device) -> None:
+        trace = trace_of((0, 20 * MiB), (1, 20 * MiB), (0, 20 * MiB), (2, 10 * MiB), (1, 20 * MiB), (2, 10 * MiB))
+        found = traces.replay(trace, "pool", device)
+        # The driver grows pools by 32 MiB at least; 10 MiB fit where 20 MiB were freed on the same stream.
+        assert (found.peak_used, found.peak_reserved) == (40 * MiB, 64 * MiB)
+        assert (found.driver_calls, found.failures, found.events) == (6, 0, 6)
+        assert found.reserved_over_used == 1.6
+        assert found.microseconds_per_event == found.seconds * 1e6 / 6
+        assert found.allocator == "streamalloc MemoryPool"
+
+    def test_the_raw_calls_have_the_same_figures(self, device: sa.Device) -> None:
+        trace = trace_of((0, 20 * MiB), (1, 20 * MiB, 1), (0, 20 * MiB, 1), (2, 10 * MiB), (1, 20 * MiB, 1))
+        ours, raw = (traces.replay(trace, name, device, rounds=1) for name in ("pool", "raw"))
+        for name in ("peak_used", "peak_reserved", "driver_calls", "failures"):
+            assert getattr(ours, name) == getattr(raw, name)
+
+    def test_a_pool_of_the_callers(self, device: sa.Device) -> None:
+        with sa.MemoryPool(device, max_size=32 * MiB) as pool:
+            found = traces.replay(trace_of((0, 20 * MiB), (1, 20 * MiB), (1, 20 * MiB)), pool, device)
+            assert (found.peak_used, found.failures) == (20 * MiB, 1)
+            assert found.peak_reserved == pool.attributes.reserved_mem_high
+            assert found.driver_calls is None
+            assert found.allocator == repr(pool)
+            assert pool.statistics().used == 0
+
+    def test_nothing_stays(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        for name in ("pool", "raw"):
+            traces.replay(trace_of((0, 20 * MiB), (1, 100, 1)), name, sa.Device(0, driver=driver), rounds=1)
+        sa.Device(0, driver=driver).synchronize()
+        driver.assert_nothing_left()
+
+    def test_empty_trace(self, device: sa.Device) -> None:
+        found = traces.replay(Trace(()), "pool", device, rounds=1)
+        assert (found.peak_used, found.peak_reserved, found.driver_calls) == (0, 0, 0)
+        assert (found.microseconds_per_event >= 0, found.reserved_over_used) == (True, 0)
+
+    def test_bad_arguments(self, device: sa.Device) -> None:
+        with pytest.raises(ValueError, match="rounds=0: at least one"):
+            traces.replay(FOUR, "pool", device, rounds=0)
+        with pytest.raises(KeyError, match="abacus"):
+            traces.replay(FOUR, "abacus", device)
+
+
+# --- other libraries, by stand-ins with the names that are used of them ---------------------------------------------
+
+
+class Peer:
+    """What the stand-ins of a library share: they write down what they are asked for."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.had = 0
+        self.numbers = iter(range(1, 100))
+
+    def take(self, nbytes: int, stream: Any) -> int:
+        if nbytes > 1000:
+            raise MemoryError("CUDA_ERROR_OUT_OF_MEMORY: too much")
+        self.had += nbytes
+        self.log.append(("allocate", nbytes, stream))
+        return next(self.numbers)
+
+
+class FakeStream:
+    def __init__(self, peer: Peer, name: int) -> None:
+        self.peer = peer
+        self.cuda_stream = name
+
+    def record(self) -> Any:
+        return ("event", self)
+
+    record_event = record
+
+    def wait_event(self, event: Any) -> None:
+        self.peer.log.append(("wait", self.cuda_stream, event[1].cuda_stream))
+
+    def use(self) -> None:
+        self.peer.log.append(("use", self.cuda_stream))
+
+    def __repr__(self) -> str:
+        return f"stream {self.cuda_stream}"
+
+    def __enter__(self) -> FakeStream:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def space(**names: Any) -> types.SimpleNamespace:
+    return types.SimpleNamespace(**names)
+
+
+def fake_cupy(peer: Peer) -> dict[str, Any]:
+    class Thing:
+        def __init__(self, nbytes: int) -> None:
+            self.number = peer.take(nbytes, None)
+
+        def __del__(self) -> None:
+            if hasattr(self, "number"):
+                peer.log.append(("free", self.number))
+
+    class Pool:
+        malloc = staticmethod(Thing)
+
+        def free_all_blocks(self) -> None:
+            peer.had = 0
+
+        def total_bytes(self) -> int:
+            return peer.had
+
+    names = iter(range(10))
+    cuda = space(
+        Device=lambda ordinal: contextlib.nullcontext(),
+        Stream=lambda non_blocking: FakeStream(peer, next(names)),
+        MemoryPool=Pool,
+        memory=space(OutOfMemoryError=MemoryError),
+        runtime=space(CUDARuntimeError=ZeroDivisionError),
+    )
+    return {"cupy": space(cuda=cuda)}
+
+
+def fake_torch(peer: Peer) -> dict[str, Any]:
+    names = iter((70, 71))
+    cuda = space(
+        is_available=lambda: True,
+        init=lambda: None,
+        device=lambda ordinal: contextlib.nullcontext(),
+        empty_cache=lambda: None,
+        Stream=lambda ordinal: FakeStream(peer, next(names)),
+        caching_allocator_alloc=lambda nbytes, ordinal, stream: peer.take(nbytes, stream),
+        caching_allocator_delete=lambda address: peer.log.append(("free", address)),
+        OutOfMemoryError=MemoryError,
+        memory_reserved=lambda ordinal: peer.had,
+    )
+    return {"torch": space(cuda=cuda), "torch._C": space()}
+
+
+def fake_rmm(peer: Peer) -> dict[str, Any]:
+    class Pool:
+        def __init__(self, upstream: object, initial_pool_size: int) -> None: ...
+
+        allocate = staticmethod(peer.take)
+
+        def deallocate(self, address: int, nbytes: int, stream: FakeStream) -> None:
+            peer.log.append(("free", address, nbytes, stream.cuda_stream))
+
+        def pool_size(self) -> int:
+            return peer.had
+
+    names = iter(range(10))
+    mr = space(PoolMemoryResource=Pool, CudaMemoryResource=lambda: None)
+    return {"rmm.mr": mr, "rmm.pylibrmm.stream": space(Stream=lambda: FakeStream(peer, next(names)))}
+
+
+def fake_cuda_core(peer: Peer) -> dict[str, Any]:
+    class Buffer:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def close(self, stream: FakeStream | None = None) -> None:
+            peer.log.append(("free", self.number, stream and stream.cuda_stream))
+
+    class Resource:
+        def __init__(self, device: Any, options: object) -> None:
+            self.attributes = space()
+
+        def allocate(self, nbytes: int, *, stream: FakeStream) -> Buffer:
+            return Buffer(peer.take(nbytes, stream))
+
+        @property
+        def reserved(self) -> int:
+            return peer.had
+
+    names = iter(range(10))
+    device = space(set_current=lambda: None, create_stream=lambda: FakeStream(peer, next(names)))
+    core = space(
+        Device=lambda ordinal: device,
+        DeviceMemoryResource=Resource,
+        DeviceMemoryResourceOptions=lambda: None,
+        Buffer=Buffer,
+    )
+    return {"cuda.core": core}
+
+
+PEERS: dict[str, tuple[Callable[[Peer], dict[str, Any]], list[Any]]] = {
+    "cupy": (
+        fake_cupy,
+        [("use", 1), ("wait", 0, 1), ("free", 1), ("use", 0), ("free", 2), ("free", 3)],
+    ),
+    "pytorch": (fake_torch, [("wait", 70, 71), ("free", 1), ("free", 2), ("free", 3)]),
+    "rmm": (fake_rmm, [("free", 1, 100, 1), ("free", 2, 50, 1), ("free", 3, 30, 0)]),
+    "cuda.core": (fake_cuda_core, [("free", 1, 1), ("free", 2, None), ("free", 3, None)]),
+}
+
+
+@pytest.mark.parametrize("name", list(PEERS))
+def test_other_library(device: sa.Device, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    fake, expected = PEERS[name]
+    peer = Peer()
+    for module, stand_in in fake(peer).items():
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    too_much = trace_of((5, 100), (2, 50, 1), (5, 100, 1), (7, 2000), (9, 30), (2, 50, 1), (7, 2000))
+    with contextlib.ExitStack() as resources:
+        subject = ALLOCATORS[name].make(device, 2, resources)
+        prepared = Replay(too_much, subject)
+        prepared.run()
+    assert prepared.failures == 1
+    assert [one[1] for one in peer.log if one[0] == "allocate"] == [100, 50, 30]
+    assert [one for one in peer.log if one[0] != "allocate"] == expected
+
+
+@pytest.mark.parametrize("name", [name for name, entry in ALLOCATORS.items() if entry.other])
+def test_library_that_is_not_installed(device: sa.Device, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for module in ("cupy", "torch", "rmm", "rmm.mr", "cuda.core"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError):
+        traces.replay(FOUR, name, device)
