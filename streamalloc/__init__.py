@@ -2,8 +2,8 @@
 
 See :mod:`streamalloc.pool` for stream-ordered memory pools, :mod:`streamalloc.vmm` for virtual memory by hand,
 :mod:`streamalloc.ipc` for sharing between processes, :mod:`streamalloc.multicast` for writes that reach several GPUs,
-:mod:`streamalloc.traces` for recording and replaying allocations, and :mod:`streamalloc.driver` for the choice of a
-real or a simulated driver.
+:mod:`streamalloc.interop` for other libraries that allocate from it, :mod:`streamalloc.traces` for recording and
+replaying allocations, and :mod:`streamalloc.driver` for the choice of a real or a simulated driver.
 """
 
 import importlib
@@ -57,7 +57,7 @@ from streamalloc.driver import DriverNotFoundError, ForkedProcessError
 from streamalloc.pool import MemoryPool, PoolAttributes, PoolStatistics, allocate
 
 if TYPE_CHECKING:
-    from streamalloc import ipc, multicast, traces, vmm
+    from streamalloc import interop, ipc, multicast, traces, vmm
     from streamalloc.core.capabilities import Capabilities
     from streamalloc.core.graph import Graph, GraphMemory, GraphMemoryStatistics
     from streamalloc.pool.pointers import MemoryKind, PointerAttributes, pointer_attributes
@@ -121,6 +121,7 @@ __all__ = [
     "SystemNotReadyError",
     "allocate",
     "driver",
+    "interop",
     "ipc",
     "multicast",
     "pointer_attributes",
@@ -138,7 +139,7 @@ def _reduce_for_processes(thing: object) -> tuple[Any, ...] | None:
 streamalloc.core.ownership.reduce_for_processes = _reduce_for_processes
 
 # Imported when first used: whoever only allocates does not wait for them.
-_PACKAGES = ("ipc", "multicast", "traces", "vmm")
+_PACKAGES = ("interop", "ipc", "multicast", "traces", "vmm")
 _NAMES = {
     "Capabilities": "core.capabilities",
     "Graph": "core.graph",

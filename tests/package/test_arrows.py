@@ -17,7 +17,7 @@ import streamalloc
 PACKAGE = Path(streamalloc.__file__).parent
 
 # From the bottom to the top. Each part may take from those before it.
-LAYERS = ("driver", "core", "pool", "vmm", "ipc", "multicast", "traces", "testing", "cli")
+LAYERS = ("driver", "core", "pool", "vmm", "ipc", "multicast", "interop", "traces", "testing", "cli")
 ROOMS = {"ipc": ("transport", "sharing", "ring"), "multicast": ("objects", "setup")}
 # The part that all areas share: its modules may be imported one by one.
 SHARED = "core"
@@ -135,7 +135,7 @@ def test_private_names_stay_in_their_area(area: str) -> None:
             if not isinstance(node, ast.Attribute) or not _private(node.attr) or node.attr in own:
                 continue
             text = ast.unparse(node.value)
-            foreign = text.split(".")[0] in ("np", "sys", "ctypes", "threading")
+            foreign = text.split(".")[0] in ("np", "sys", "ctypes", "threading", "numba", "torch")
             if text not in ("self", "cls", "super()") and not foreign and node.attr not in NAMED_TUPLE:
                 wrong.append(f"{module}:{node.lineno}: {ast.unparse(node)}")
     assert wrong == []

@@ -1,0 +1,12 @@
+"""Bridges to other libraries: their allocations from our memory, and one's arrays in the other's hands.
+
+Each module imports its library when it is used first. :class:`Bridge` says what ``use(...)`` of all of them has in
+common.
+"""
+
+from __future__ import annotations
+
+from streamalloc.interop import cuda_core, cupy, jax, numba, rmm, torch
+from streamalloc.interop.bridge import Bridge, Source
+
+__all__ = ["Bridge", "Source", "cuda_core", "cupy", "jax", "numba", "rmm", "torch"]

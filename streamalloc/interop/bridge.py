@@ -1,0 +1,375 @@
+"""What all bridges have in common.
+
+A bridge has another library allocate from our memory. There are two kinds:
+
+* *Handles*: the library is given the driver's handle of a pool and allocates from it by itself; no Python runs then.
+* *Callbacks*: the library calls us for each allocation. That is for memory that a handle cannot stand for: a caching
+  allocator, virtual memory that sleeps.
+
+Each module of :mod:`streamalloc.interop` has ``use(...)``, which starts a :class:`Bridge`. :meth:`Bridge.stop`, or the
+end of a ``with`` block, ends it: what the library allocates later is its own again. What it has allocated meanwhile
+stays valid, and returns to where it came from when the library frees it. Bridges to one library are stopped in the
+opposite order of their starts. A bridge that is dropped goes on.
+
+The rules of callbacks, which :class:`Sources` and :func:`hold` keep:
+
+* Memory is allocated on the stream that the library says, and freed in the order of that stream, on whichever thread
+  and with whichever device current the library lets go of it. Nothing synchronises the host.
+* What the library sees is its own error; no exception of ours gets into C code.
+* What C code may call is kept for ever. A process that ends with live arrays gives nothing back: the driver does.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import importlib
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+
+from streamalloc.core.buffer import Buffer, GraphBuffer
+from streamalloc.core.device import Device
+from streamalloc.core.door import Door, PerDriver, door_behind
+from streamalloc.core.errors import CudaError
+from streamalloc.core.later import Deferred, later_of, work
+from streamalloc.core.memory import Memory
+from streamalloc.core.ownership import Closes
+from streamalloc.core.properties import MemLocation, MemLocationType
+from streamalloc.core.stream import Stream, context_event, raw_handle
+from streamalloc.driver.internal import cuda
+from streamalloc.pool import MemoryPool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from typing_extensions import Self
+
+__all__ = ["Bridge", "FreeAfterAll", "Ledger", "Source", "Sources", "hold", "library"]
+
+_PER_THREAD = int(cuda.CU_STREAM_PER_THREAD)
+_LEGACY = int(cuda.CU_STREAM_LEGACY)
+
+
+class Source(Protocol):
+    """What memory can come from: a pool, another allocator of ours, or a group of buffers that sleep."""
+
+    @property
+    def location(self) -> MemLocation: ...
+
+    def allocate(self, nbytes: int, stream: Stream, /) -> Memory: ...
+
+
+def library(name: str, extra: str = "") -> Any:
+    """Another library, imported now.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        It is not installed; the message says how to get it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise
+        needed = extra or f"bridges-{name.partition('.')[0]}"
+        raise ModuleNotFoundError(
+            f"{name} is not installed: pip install 'streamalloc[{needed}]'", name=error.name
+        ) from None
+
+
+class Bridge(Closes, abc.ABC):
+    """Another library allocates from our memory, from :meth:`start` to :meth:`stop`."""
+
+    __slots__ = ("__weakref__", "_undo", "sources")
+
+    sources: Sources
+    """Where the memory comes from."""
+
+    def __init__(self, sources: Sources) -> None:
+        self.sources = sources
+        self._undo: contextlib.ExitStack | None = None
+
+    @abc.abstractmethod
+    def _install(self, undo: contextlib.ExitStack) -> None:
+        """Have the library allocate from :attr:`sources`; ``undo`` is told how that ends."""
+
+    @property
+    def started(self) -> bool:
+        """Whether the library allocates from our memory now."""
+        return self._undo is not None
+
+    def start(self) -> Self:
+        """Have the library allocate from our memory. Idempotent."""
+        if self._undo is None:
+            with contextlib.ExitStack() as undo:
+                self._install(undo)
+                self._undo = undo.pop_all()
+        return self
+
+    def stop(self) -> None:
+        """Have the library allocate as it did before. Idempotent."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo.close()
+
+    def close(self) -> None:
+        """The same as :meth:`stop`."""
+        self.stop()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __repr__(self) -> str:
+        state = "started" if getattr(self, "_undo", None) is not None else "stopped"
+        return f"<{type(self).__module__}.{type(self).__name__}, {state}, from {getattr(self, 'sources', None)!r}>"
+
+
+class _LibraryStream(Stream):
+    """A stream of another library on which calls go straight to the driver, as on one of ours.
+
+    Other code may capture its streams without our knowing; whoever uses this looks first.
+    """
+
+    __slots__ = ()
+
+    def _allow_direct(self) -> None:
+        if not (self._default or self._closed):
+            self._handle = self._raw
+            self._direct = self._door
+
+
+class _Used(NamedTuple):
+    """A stream that a library used last on a device."""
+
+    handle: int
+    """As the library says it."""
+    stream: Stream
+    raw: Any
+    """The driver's ``CUstream``; None of a default stream, whose captures are looked for elsewhere."""
+
+
+class Sources:
+    """The memory that a library's allocations come from, one source for each device.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A source is no allocator of device memory, or two are of one device or of different drivers.
+    """
+
+    __slots__ = ("_capturing", "_last", "_streams", "by_device", "door")
+
+    def __init__(self, sources: Iterable[Source]) -> None:
+        self.by_device: dict[int, Source] = {}
+        """The sources by the ordinals of their devices."""
+        doors = set()
+        for source in sources:
+            location = getattr(source, "location", None)
+            if not isinstance(location, MemLocation) or not callable(getattr(source, "allocate", None)):
+                raise TypeError(f"a source must be a MemoryPool or another allocator, not {source!r}")
+            if location.type is not MemLocationType.DEVICE:
+                raise ValueError(f"{source!r} is not in device memory, where libraries expect theirs")
+            if location.id in self.by_device:
+                raise ValueError(f"{source!r} and {self.by_device[location.id]!r} are both of device {location.id}")
+            self.by_device[location.id] = source
+            doors.add(door_behind(cast("Any", source)))
+        if len(doors) != 1:
+            raise ValueError("name at least one source" if not doors else "the sources are of different drivers")
+        self.door: Door = doors.pop()
+        """The driver's."""
+        self._capturing: Any = self.door.driver.cuStreamIsCapturing
+        # One Stream for each that the library uses now; the last of each device stays, to be found at once.
+        self._streams: weakref.WeakValueDictionary[tuple[int, int], Stream] = weakref.WeakValueDictionary()
+        self._last: dict[int, _Used] = {}
+
+    @property
+    def pools(self) -> dict[int, MemoryPool] | None:
+        """The sources by device, where all of them are driver pools, which have handles; else None."""
+        pools = {ordinal: source for ordinal, source in self.by_device.items() if isinstance(source, MemoryPool)}
+        return pools if len(pools) == len(self.by_device) else None
+
+    def device(self, ordinal: int) -> Device:
+        """A device of the sources' driver."""
+        return Device(ordinal, driver=self.door.driver)
+
+    def allocate(
+        self, nbytes: int, ordinal: int, handle: int, owner: object = None, *, in_capture: bool = True
+    ) -> Memory:
+        """Memory of a device for a stream of the library, of which ``owner`` keeps the driver's handle valid.
+
+        While the stream is being captured the memory belongs to the graph; unless ``in_capture`` is False, then it is
+        ordinary memory, which can be used at once.
+
+        Raises
+        ------
+        OutOfMemoryError
+            There is none.
+        ValueError
+            No source of this device was given.
+        """
+        source = self.by_device.get(ordinal)
+        if source is None:
+            given = ", ".join(map(str, self.by_device))
+            raise ValueError(f"memory of device {ordinal} was asked for, and the sources are of device {given}")
+        used = self._last.get(ordinal)
+        if used is None or used.handle != handle:
+            used = self._use(ordinal, handle, owner)
+        stream = used.stream
+        if used.raw is not None:
+            result, status = self._capturing(used.raw)
+            if result or status:
+                if not in_capture:
+                    return self._allocate_aside(source, nbytes, stream.device)
+                # The slow way of allocating sees that the memory becomes the graph's.
+                stream = Stream.of_handle(stream.device, handle, owner or self)
+        return source.allocate(nbytes, stream)
+
+    def _allocate_aside(self, source: Source, nbytes: int, device: Device) -> Memory:
+        """Memory on a stream of ours. It has nothing to do but wait for what the pool has it wait for."""
+        aside = _asides_of(self.door).stream(device)
+        memory = source.allocate(nbytes, aside)
+        aside.synchronize()
+        return memory
+
+    def stream(self, ordinal: int, handle: int, owner: object = None) -> Stream:
+        """A stream of the library as one of ours; ``owner`` is kept as long as memory was allocated on it."""
+        return self._use(ordinal, handle, owner).stream
+
+    def _use(self, ordinal: int, handle: int, owner: object) -> _Used:
+        # The handle 0 means what the library was built for: for all of them the legacy default stream.
+        key = ordinal, handle or _LEGACY
+        stream = self._streams.get(key)
+        if stream is None:
+            # A stream that nobody else keeps would count as one of ours.
+            stream = _LibraryStream.of_handle(self.device(ordinal), key[1], owner or self)
+            self._streams[key] = stream
+        used = self._last[ordinal] = _Used(handle, stream, None if stream.is_default else raw_handle(stream))
+        return used
+
+    def __repr__(self) -> str:
+        return ", ".join(map(repr, self.by_device.values()))
+
+
+def hold(memory: Memory) -> object:
+    """What a library keeps as long as it uses memory, and drops to free it in stream order."""
+    if isinstance(memory, Buffer) and not isinstance(memory, GraphBuffer) and memory.stream.is_default:
+        return _Held(memory)
+    return memory
+
+
+class _Held:
+    """A buffer that a library allocated on a default stream.
+
+    Such a stream's handle means nothing without a context, and that of the per-thread one is another stream on each
+    thread: what is dropped has to be freed on the one that it was allocated on.
+    """
+
+    __slots__ = ("_buffer", "_thread")
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
+        self._thread = threading.get_ident()
+
+    def __del__(self) -> None:
+        buffer = getattr(self, "_buffer", None)
+        if buffer is not None:
+            give_back(buffer, self._thread)
+
+
+def give_back(buffer: Buffer, thread: int | None = None) -> None:
+    """Free memory that a library has let go of, for finalisers: on the stream that it was allocated on by ``thread``.
+
+    It makes driver calls that wait for nothing, and takes no lock. What was left to the next point of work instead
+    would be missing to the library's next allocation. What fails is tried again later.
+    """
+    door = door_behind(buffer)
+    if not door.usable or buffer.freed:
+        return
+    stream = buffer.stream
+    if stream.is_default and stream.handle == _PER_THREAD and thread not in (None, threading.get_ident()):
+        later_of(door).hand_in(FreeAfterAll(buffer))
+        return
+    try:
+        with door.relaxed():
+            buffer.free()
+    except CudaError:
+        later_of(door).hand_in(FreeAfterAll(buffer))
+
+
+class FreeAfterAll(Deferred):
+    """The free of a buffer after all work that its device has at that time, whatever stream it is on."""
+
+    __slots__ = ("_buffer",)
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
+
+    def attempt(self) -> bool:
+        """Free it, on a stream of ours that waits for the others; a refusal means that a capture is under way."""
+        buffer = self._buffer
+        if not buffer.freed:
+            device = buffer.stream.device
+            stream = _asides_of(door_behind(buffer)).stream(device)
+            with context_event(device) as event:
+                stream.wait(event)
+            buffer.free(stream)
+        return True
+
+
+class _Asides:
+    """Streams of ours, one for each device of a driver, for what has no stream of the library's."""
+
+    __slots__ = ("_streams",)
+
+    def __init__(self, _: Door) -> None:
+        self._streams: dict[int, Stream] = {}
+
+    def stream(self, device: Device) -> Stream:
+        found = self._streams.get(device.ordinal)
+        return found or self._streams.setdefault(device.ordinal, device.create_stream())
+
+
+_asides_of: PerDriver[_Asides] = PerDriver(_Asides)
+
+
+class Ledger:
+    """The memory that a library holds by address, for libraries whose callbacks take and give nothing else."""
+
+    __slots__ = ("_held", "sources")
+
+    def __init__(self, sources: Sources) -> None:
+        self.sources = sources
+        self._held: dict[int, tuple[Memory, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def allocate(
+        self, nbytes: int, ordinal: int, handle: int, owner: object = None, *, in_capture: bool = True
+    ) -> int:
+        """Memory as :meth:`Sources.allocate` gives it, kept here; where it begins."""
+        memory = self.sources.allocate(nbytes, ordinal, handle, owner, in_capture=in_capture)
+        address = memory.address
+        if address:
+            self._held[address] = memory, threading.get_ident()
+        return address
+
+    def free(self, address: int, ordinal: int, handle: int | None = None) -> None:
+        """Free what begins at an address in the order of a stream; None for the one that it was allocated on."""
+        held = self._held.pop(address, None)
+        if held is None:
+            return
+        memory, thread = held
+        if not isinstance(memory, Buffer):
+            # Virtual memory is unmapped once the work that its devices have now is done.
+            del held, memory
+            work(self.sources.door)
+        elif handle is None or (handle or _LEGACY) == memory.stream.handle:
+            give_back(memory, thread)
+        elif self.sources.door.usable:
+            try:
+                memory.free(self.sources.stream(ordinal, handle))
+            except CudaError:
+                later_of(self.sources.door).hand_in(FreeAfterAll(memory))

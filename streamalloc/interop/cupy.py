@@ -1,0 +1,92 @@
+"""CuPy allocates from our memory, and CuPy arrays over it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from streamalloc.core.errors import OutOfMemoryError
+from streamalloc.interop.bridge import Bridge, Source, Sources, hold, library
+
+__all__ = ["CuPyCallback", "CuPyHandles", "use"]
+
+
+def use(*sources: Source, callbacks: bool = False) -> Bridge:
+    """Have CuPy allocate from our memory, on all threads.
+
+    Parameters
+    ----------
+    sources
+        Pools of the devices that CuPy uses, or other allocators, one for each device.
+    callbacks
+        Call us for each allocation even where pools have handles.
+
+    Returns
+    -------
+    Bridge
+        Started. :class:`CuPyHandles` where all sources are pools, else :class:`CuPyCallback`.
+
+    Raises
+    ------
+    ValueError
+        The thread is inside ``cupy.cuda.using_allocator``.
+    """
+    given = Sources(sources)
+    return (CuPyCallback if callbacks or given.pools is None else CuPyHandles)(given).start()
+
+
+class CuPyHandles(Bridge):
+    """CuPy's own ``MemoryAsyncPool`` over the handles of our pools.
+
+    CuPy makes the pools current, and sets their release thresholds to its limit (``CUPY_GPU_MEMORY_LIMIT``; else
+    nothing is given back), also of the pools that are current on devices of which no pool was given. All of that is set
+    back when the bridge stops.
+
+    An array that is dropped after its CuPy stream is freed on the stream that is current then, as CuPy does with its
+    own pools; one of a default stream is freed on that of the device that is current then. Callbacks do not have that.
+    """
+
+    __slots__ = ()
+
+    def _install(self, undo: contextlib.ExitStack) -> None:
+        cupy = library("cupy")
+        pools = self.sources.pools or {}
+        current = []
+        for ordinal in range(cupy.cuda.runtime.getDeviceCount()):
+            device = self.sources.device(ordinal)
+            pool = pools.get(ordinal) or type(next(iter(pools.values()))).current(device)
+            undo.callback(setattr, pool.attributes, "release_threshold", pool.attributes.release_threshold)
+            undo.enter_context(pool.make_current())
+            current.append(pool.handle)
+        before = cupy.cuda.get_allocator()
+        cupy.cuda.set_allocator(cupy.cuda.MemoryAsyncPool(pool_handles=current).malloc)
+        undo.callback(cupy.cuda.set_allocator, before)
+
+
+class CuPyCallback(Bridge):
+    """CuPy calls us for each allocation, on the stream that is CuPy's current one."""
+
+    __slots__ = ()
+
+    def _install(self, undo: contextlib.ExitStack) -> None:
+        cupy = library("cupy")
+        before = cupy.cuda.get_allocator()
+        cupy.cuda.set_allocator(_allocator(cupy, self.sources))
+        undo.callback(cupy.cuda.set_allocator, before)
+
+
+def _allocator(cupy: Any, sources: Sources) -> Any:
+    get_stream, get_device = cupy.cuda.get_current_stream, cupy.cuda.device.get_device_id
+    pointer, unowned = cupy.cuda.MemoryPointer, cupy.cuda.UnownedMemory
+
+    def allocate(nbytes: int) -> Any:
+        stream = get_stream()
+        ordinal = get_device()
+        try:
+            memory = sources.allocate(nbytes, ordinal, stream.ptr, stream)
+        except OutOfMemoryError as error:
+            total = -1 if error.used is None else error.used
+            raise cupy.cuda.memory.OutOfMemoryError(nbytes, total, error.limit or 0) from error
+        return pointer(unowned(memory.address, nbytes, hold(memory), ordinal), 0)
+
+    return allocate

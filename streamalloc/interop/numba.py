@@ -1,0 +1,134 @@
+"""Numba allocates device arrays from our memory.
+
+Also by the environment: ``NUMBA_CUDA_MEMORY_MANAGER=streamalloc.interop.numba`` has Numba allocate from the pools that
+are current.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from streamalloc.core.buffer import Buffer
+from streamalloc.core.device import Device
+from streamalloc.core.door import door_behind
+from streamalloc.core.errors import OutOfMemoryError
+from streamalloc.core.later import later_of, work
+from streamalloc.core.memory import Memory
+from streamalloc.driver.internal import cuda as bindings
+from streamalloc.interop.bridge import Bridge, FreeAfterAll, Source, Sources, library
+from streamalloc.pool import MemoryPool
+
+__all__ = ["NumbaCallback", "use"]
+
+
+def use(*sources: Source) -> Bridge:
+    """Have Numba allocate device memory from ours, in contexts that it has and in those to come.
+
+    Parameters
+    ----------
+    sources
+        Pools or other allocators, one for each device.
+
+    Returns
+    -------
+    Bridge
+        Started; Numba has no use for handles, so that it calls us for each allocation.
+    """
+    return NumbaCallback(Sources(sources)).start()
+
+
+class NumbaCallback(Bridge):
+    """Numba's memory manager is ours.
+
+    Numba does not say for which stream memory is. It is allocated on the legacy default stream, which orders it for
+    Numba's own streams; on a non-blocking stream of another library use it after a dependency. It is freed after all
+    work that its device has by then, so that what ran on such a stream is done with it.
+    """
+
+    __slots__ = ()
+
+    def _install(self, undo: contextlib.ExitStack) -> None:
+        numba = library("numba.cuda.cudadrv.driver", "bridges-numba")
+        manager = manager_class(lambda context: self.sources)
+        before = numba._memory_manager
+        numba.set_memory_manager(manager)
+        undo.callback(setattr, numba, "_memory_manager", before)
+        for context in _contexts(library("numba.cuda.cudadrv.devices", "bridges-numba")):
+            undo.callback(setattr, context, "memory_manager", context.memory_manager)
+            context.memory_manager = manager(context=context)
+
+
+def _contexts(devices: Any) -> list[Any]:
+    """The contexts that Numba has made already; each has a memory manager of its own."""
+    return [device.primary_context for device in devices.gpus.lst if getattr(device, "primary_context", None)]
+
+
+def manager_class(sources_of: Callable[[Any], Sources]) -> Any:
+    """A class of memory managers for Numba; ``sources_of`` gives the memory for a Numba context."""
+    cuda = library("numba.cuda", "bridges-numba")
+    driver = library("numba.cuda.cudadrv.driver", "bridges-numba")
+    base: Any = cuda.HostOnlyCUDAMemoryManager
+
+    class Manager(base):  # type: ignore[misc]
+        """Device memory of ours; pinned host memory stays Numba's own business."""
+
+        def initialize(self) -> None:
+            """Nothing is needed."""
+
+        def memalloc(self, size: int) -> Any:
+            """Device memory on the legacy default stream."""
+            ordinal = int(self.context.device.id)
+            sources = sources_of(self.context)
+            work(sources.door)
+            try:
+                memory = sources.allocate(size, ordinal, 0)
+            except OutOfMemoryError as error:
+                raise driver.CudaAPIError(error.code, str(error)) from error
+            address = bindings.CUdeviceptr(memory.address)
+            return cuda.MemoryPointer(self.context, address, size, finalizer=functools.partial(_let_go, [memory]))
+
+        def get_ipc_handle(self, memory: Any) -> Any:
+            """Refused: legacy IPC handles of such memory do not exist."""
+            raise NotImplementedError(
+                "memory of pools has no legacy IPC handle: share it by streamalloc.ipc, or allocate it by Numba's own "
+                "memory manager"
+            )
+
+        def get_memory_info(self) -> Any:
+            """Free and total memory of the device, which pools hold more of than they use."""
+            info = sources_of(self.context).device(int(self.context.device.id)).memory_info()
+            return cuda.MemoryInfo(free=info.free, total=info.total)
+
+        @property
+        def interface_version(self) -> int:
+            return 1
+
+    return Manager
+
+
+def _let_go(held: list[Memory]) -> None:
+    """Numba's finaliser: runs wherever an array is dropped, and at the end of the process, too."""
+    memory = held.pop()
+    if isinstance(memory, Buffer):
+        later_of(door_behind(memory)).hand_in(FreeAfterAll(memory))
+
+
+def __getattr__(name: str) -> Any:
+    if name == "_numba_memory_manager":
+        return manager_class(_current)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+_current_sources: dict[int, Sources] = {}
+
+
+def _current(context: Any) -> Sources:
+    """The pool that is current on a context's device when Numba first allocates there."""
+    ordinal = int(context.device.id)
+    found = _current_sources.get(ordinal)
+    if found is None:
+        found = _current_sources.setdefault(ordinal, Sources([MemoryPool.current(Device(ordinal))]))
+    return found
