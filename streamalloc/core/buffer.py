@@ -1,10 +1,8 @@
 """Allocate and free: the two calls that are made all the time, and what they are made on.
 
-:meth:`Allocator.allocate` and :meth:`Buffer.free` have one shape, that of all fast paths here. The plain case calls a
-driver function that was bound when the allocator was made. Everything else falls through to a slow path, which checks,
-explains and copes: a stream of another library, a default stream, one that is being captured, a number that is not an
-``int``, a driver that answers an error, a closed pool (whose bound function raises), a forked child (likewise), memory
-that other processes may have open.
+:meth:`Allocator.allocate` and :meth:`Buffer.free` are fast paths (:mod:`streamalloc.core.door`), whose two driver
+functions the allocator binds itself: those of a closed pool raise. Memory that other processes may have open is not
+plain.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from streamalloc.core.errors import LOST, CaptureError, ClosedError, CudaError, 
 from streamalloc.core.later import Deferred, later_of, work
 from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes, Unique
-from streamalloc.core.properties import MemLocation, checked_size
+from streamalloc.core.properties import MemLocation, MemLocationType, checked_size
 from streamalloc.core.stream import Stream, StreamLike, as_stream, direct_handle, ordered_after
 from streamalloc.driver import ForkedProcessError
 from streamalloc.driver.internal import cuda
@@ -72,7 +70,7 @@ class SharedState(abc.ABC):
 class Allocator(Unique):
     """Something that buffers are allocated from and return to."""
 
-    __slots__ = ("__weakref__", "_alloc", "_door", "_free", "_raw", "location")
+    __slots__ = ("__weakref__", "_alloc", "_door", "_free", "_home", "_raw", "location")
 
     location: MemLocation
     """Where the memory is."""
@@ -82,10 +80,18 @@ class Allocator(Unique):
     _free: Any
     _raw: Any
     _door: Door
+    _home: int | None
+    """The ordinal of the device whose memory it allocates, see :attr:`Memory._home`."""
 
     def _bind(self, door: Door, alloc: Any, raw: Any) -> None:
-        """Bind the two functions of the fast path. ``alloc`` takes size, ``raw`` and the stream's handle."""
+        """Bind the two functions of the fast path. ``alloc`` takes size, ``raw`` and the stream's handle.
+
+        ``location`` is set before, and whatever tells whether the memory is managed.
+        """
         self._door = door
+        location = self.location
+        pinned_there = location.type is MemLocationType.DEVICE and location.seen and not self._is_managed()
+        self._home = location.id if pinned_there else None
         self._alloc = alloc
         self._free = door.driver.cuMemFreeAsync
         self._raw = raw
@@ -228,6 +234,10 @@ class Buffer(Memory, Closes):
     _shared: tuple[SharedState, Any] | None
     """Of memory that was shared what frees it, and its ``CUdeviceptr``."""
     _stream: Stream
+
+    @property
+    def _home(self) -> int | None:  # type: ignore[override]
+        return self._allocator._home
 
     def __init__(self, *_: object, **__: object) -> None:
         raise TypeError("a Buffer is made by MemoryPool.allocate or streamalloc.allocate")

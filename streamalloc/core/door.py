@@ -1,8 +1,15 @@
 """What the facade holds of a driver: the one choke point for calls off the hot path.
 
 A :class:`Door` makes calls by name, turns answers into exceptions, keeps the devices' primary contexts, and is shut
-in a forked child. The hot path (allocate and free) binds its functions from :attr:`Door.driver` once and checks
-results itself.
+in a forked child.
+
+**Fast paths** have one shape. The plain case calls a driver function that was bound beforehand: one of those that
+:data:`DIRECT` names, which are attributes of the door, or those of an allocator. It is plain where the stream is our
+own, open, not captured and no default stream, the memory is there, and the arguments have the usual types. Everything
+else falls through to one slow path, which checks, explains and copes. An answer of the driver that is an error is
+raised, unless the slow path can do better: copies are refused while the context of another device is current, and the
+slow path makes the stream's own current. Fills, copies, records, waits and queries need no current context otherwise
+(``tests/facts/test_contexts.py``).
 """
 
 from __future__ import annotations
@@ -23,9 +30,23 @@ from streamalloc.driver.internal import BINDINGS_VERSION, cuda, version_that_add
 if TYPE_CHECKING:
     from streamalloc.driver import Driver
 
-__all__ = ["Door", "OwnsHandle", "PerDriver", "door_behind", "refuse_after_fork"]
+__all__ = ["DIRECT", "Door", "OwnsHandle", "PerDriver", "door_behind", "refuse_after_fork"]
 
 T = TypeVar("T")
+
+DIRECT = (
+    "cuEventQuery",
+    "cuEventRecord",
+    "cuMemPoolGetAttribute",
+    "cuMemcpyAsync",
+    "cuMemcpyDtoHAsync",
+    "cuMemcpyHtoDAsync",
+    "cuMemsetD8Async",
+    "cuStreamQuery",
+    "cuStreamSynchronize",
+    "cuStreamWaitEvent",
+)
+"""The driver functions that fast paths call; an allocator has its own two."""
 
 
 class _ShutsAfterFork(Protocol):
@@ -42,6 +63,7 @@ class Door:
     """A driver as the facade uses it; one for each driver object (:meth:`of`)."""
 
     __slots__ = (
+        *DIRECT,
         "__weakref__",
         "_contexts",
         "_hot",
@@ -55,6 +77,16 @@ class Door:
     """The driver itself, for code that binds its functions."""
     forked: bool
     """True in a forked child: no call goes through any more."""
+    cuEventQuery: Any
+    cuEventRecord: Any
+    cuMemPoolGetAttribute: Any
+    cuMemcpyAsync: Any
+    cuMemcpyDtoHAsync: Any
+    cuMemcpyHtoDAsync: Any
+    cuMemsetD8Async: Any
+    cuStreamQuery: Any
+    cuStreamSynchronize: Any
+    cuStreamWaitEvent: Any
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
@@ -63,6 +95,8 @@ class Door:
         self._state: dict[object, Any] = {}
         self._hot: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.RLock()
+        for name in DIRECT:
+            setattr(self, name, getattr(driver, name))
         self.call("cuInit", 0)
 
     @staticmethod
@@ -218,6 +252,8 @@ class Door:
     def _shut_after_fork(self) -> None:
         self.forked = True
         self._lock = threading.RLock()
+        for name in DIRECT:
+            setattr(self, name, refuse_after_fork)
         for holder in tuple(self._hot):
             holder._shut_after_fork()
 

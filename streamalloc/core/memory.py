@@ -2,6 +2,9 @@
 
 :class:`Memory` is what all kinds of memory have in common. A kind says its address, size, location and stream, and gets
 the operations. :class:`BufferView` is a range of other memory.
+
+Fill, copies, DLPack and the array interface have a fast path (:mod:`streamalloc.core.door`) for memory that has a plain
+state: a pointer, a size and a stream, see :attr:`Memory._ptr`.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ import numpy as np
 
 from streamalloc.core import dlpack
 from streamalloc.core.door import Door
-from streamalloc.core.errors import ClosedError
+from streamalloc.core.errors import ClosedError, error_from
 from streamalloc.core.ownership import Unique
 from streamalloc.core.properties import MemLocation, MemLocationType
-from streamalloc.core.stream import Stream, StreamLike, as_stream
+from streamalloc.core.stream import Stream, StreamLike, as_stream, direct_handle
+from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -29,6 +33,13 @@ __all__ = ["BufferView", "CopySide", "Memory", "check_usable", "copy_bytes", "nu
 _FILLS = {1: "cuMemsetD8Async", 2: "cuMemsetD16Async", 4: "cuMemsetD32Async"}
 
 
+# All classes of memory: to look here takes a fifth of what isinstance takes for an abstract class.
+_kinds: set[type] = set()
+_cuda_windows = dlpack.cuda_windows
+# What the driver answers to a copy of pool memory while the context of another device is current.
+_WRONG_CONTEXT = cuda.CUresult.CUDA_ERROR_INVALID_VALUE
+
+
 class Memory(Unique, abc.ABC):
     """A range of bytes that devices, the host or both can reach.
 
@@ -37,6 +48,17 @@ class Memory(Unique, abc.ABC):
     """
 
     __slots__ = ()
+
+    # The plain state, for fast paths. They look at the pointer first: where it is None the others may be missing.
+    _ptr: Any = None
+    """What the driver takes as the pointer, a ``CUdeviceptr`` or a number; None where only the slow path will do."""
+    _nbytes: int
+    _stream: Stream
+    _home: int | None = None
+    """The ordinal of the device that owns the memory; None for what is elsewhere, migrates, or is not known."""
+
+    def __init_subclass__(cls) -> None:
+        _kinds.add(cls)
 
     @property
     @abc.abstractmethod
@@ -92,6 +114,18 @@ class Memory(Unique, abc.ABC):
         TypeError, ValueError
             The value does not fit the width, or the size or address is no multiple of it.
         """
+        ptr = self._ptr
+        if ptr is not None and width is None and type(value) is int and 0 <= value < 256:
+            own, nbytes = self._stream, self._nbytes
+            handle = own._handle if stream is None else direct_handle(stream, own._door)
+            if handle is not None and nbytes:
+                result = own._door.cuMemsetD8Async(ptr, value, nbytes, handle)[0]
+                if result:
+                    raise error_from(result, "cuMemsetD8Async", self._access_hint(self._ordered_on(stream)))
+                return
+        self._fill_slowly(value, stream, width)
+
+    def _fill_slowly(self, value: int | bytes | np.generic, stream: StreamLike | None, width: int | None) -> None:
         number, width = _pattern(value, width)
         count, rest = divmod(self.nbytes, width)
         if rest or self.address % width:
@@ -124,8 +158,9 @@ class Memory(Unique, abc.ABC):
         TypeError, ValueError
             The target is not one of these, is read-only or not contiguous, or has another size.
         """
-        ordered = self._ordered_on(stream)
-        copy_bytes(CopySide.writable(target, self._door), CopySide.readable(self, self._door), ordered)
+        if not _copied(target, self, self, stream):
+            ordered = self._ordered_on(stream)
+            copy_bytes(CopySide.writable(target, self._door), CopySide.readable(self, self._door), ordered)
 
     def copy_from(self, source: Memory | Any, stream: StreamLike | None = None) -> None:
         """Copy all bytes from ``source``, which must have the same size; otherwise as :meth:`copy_to`.
@@ -134,8 +169,9 @@ class Memory(Unique, abc.ABC):
         pinned or pool memory is read when the stream gets there. In a capture every source is read, and every target
         written, at each launch; the graph keeps them alive.
         """
-        ordered = self._ordered_on(stream)
-        copy_bytes(CopySide.writable(self, self._door), CopySide.readable(source, self._door), ordered)
+        if not _copied(self, source, self, stream):
+            ordered = self._ordered_on(stream)
+            copy_bytes(CopySide.writable(self, self._door), CopySide.readable(source, self._door), ordered)
 
     def as_array(self, dtype: npt.DTypeLike = np.uint8, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
         """The memory itself as a numpy array, where the host can reach it.
@@ -159,6 +195,10 @@ class Memory(Unique, abc.ABC):
         return self[start:stop]
 
     def __getitem__(self, item: slice) -> BufferView:
+        if type(item) is slice and item.step is None:
+            first, last = item.start, item.stop
+            if type(first) is int and type(last) is int and 0 <= first <= last <= self.nbytes:
+                return BufferView(self, first, last - first)
         if not isinstance(item, slice):
             raise TypeError(
                 f"{item!r} is no range of bytes such as 0:16; copy_to reads single bytes, or as_array in host memory"
@@ -182,6 +222,19 @@ class Memory(Unique, abc.ABC):
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """Version 3 of the CUDA array interface: flat bytes, to be used in order after :attr:`stream`."""
+        ptr = self._ptr
+        if ptr is not None:
+            stream = self._stream
+            handle = stream._handle
+            if handle is not None and self._home == stream.device.ordinal:
+                return {
+                    "shape": (self._nbytes,),
+                    "typestr": "|u1",
+                    "data": (int(ptr), False),
+                    "strides": None,
+                    "version": 3,
+                    "stream": int(handle),
+                }
         self._check_usable()
         unreadable = self._unreadable()
         if unreadable or not self.device_accessible:
@@ -230,6 +283,13 @@ class Memory(Unique, abc.ABC):
         BufferError
             The memory cannot be read, or only a copy would do.
         """
+        if stream == -1 and dl_device is None and not copy:
+            ptr, window = self._ptr, _cuda_windows.get(self._home)
+            if ptr is not None and window is not None and self._nbytes:
+                first = int(ptr) - 1
+                part: Any = window[first : first + self._nbytes]
+                part.memory = self
+                return part.__dlpack__() if max_version is None else part.__dlpack__(max_version=max_version)
         self._check_usable()
         unreadable = self._unreadable()
         if unreadable:
@@ -242,7 +302,6 @@ class Memory(Unique, abc.ABC):
         if copy:
             raise BufferError("the memory is shared as it is; copy it on your side")
         on_host = device[0] == dlpack.CPU
-        interface = numpy_interface(self, on_host=on_host)
         if not on_host and stream != -1:
             if stream == 0:
                 raise ValueError("stream=0 is ambiguous: the legacy default stream is 1, the per-thread one 2")
@@ -250,7 +309,10 @@ class Memory(Unique, abc.ABC):
             handle = dlpack.LEGACY_STREAM if stream is None else stream
             if handle != ours.handle:
                 Stream.of_handle(ours.device, handle, self).wait(ours)
-        return dlpack.capsule(self, interface, device)
+        part = dlpack.part(self, self.address, self.nbytes, device)
+        if self._read_only(on_host=on_host):
+            part.flags.writeable = False
+        return part.__dlpack__() if max_version is None else part.__dlpack__(max_version=max_version)
 
     @property
     def _door(self) -> Door:
@@ -298,6 +360,22 @@ class BufferView(Memory):
         self._parent = parent
         self._offset = offset
         self._nbytes = nbytes
+
+    @property
+    def _ptr(self) -> int | None:
+        parent = self._parent
+        whole = parent._ptr
+        if whole is None or self._offset + self._nbytes > parent._nbytes:
+            return None
+        return int(whole) + self._offset
+
+    @property
+    def _stream(self) -> Stream:  # type: ignore[override]
+        return self._parent._stream
+
+    @property
+    def _home(self) -> int | None:  # type: ignore[override]
+        return self._parent._home
 
     @property
     def address(self) -> int:
@@ -473,6 +551,46 @@ def viewed(memory: Memory) -> tuple[Memory, int]:
         offset += memory._offset
         memory = memory._parent
     return memory, offset
+
+
+def _copied(target: Any, source: Any, ours: Memory, stream: StreamLike | None) -> bool:
+    """The fast path of copies, one side of which is ``ours``; whether it was taken."""
+    ptr, home = ours._ptr, ours._home
+    if ptr is None or home is None:
+        return False
+    own = ours._stream
+    ordered: Any = own if stream is None else stream
+    door, nbytes = own._door, ours._nbytes
+    handle = direct_handle(ordered, door)
+    # An empty array has no address that the driver would take.
+    if handle is None or not nbytes or ordered.device.ordinal != home:
+        return False
+    writing = target is ours
+    other = source if writing else target
+    if type(other) is np.ndarray:
+        flags = other.flags
+        if other.nbytes != nbytes or not flags.c_contiguous:
+            return False
+        if writing:
+            name = "cuMemcpyHtoDAsync"
+            result = door.cuMemcpyHtoDAsync(ptr, other, nbytes, handle)[0]
+        elif flags.writeable:
+            name = "cuMemcpyDtoHAsync"
+            result = door.cuMemcpyDtoHAsync(other, ptr, nbytes, handle)[0]
+        else:
+            return False
+    elif type(other) in _kinds:
+        there = other._ptr
+        if there is None or other._home != home or other._nbytes != nbytes or other._stream._door is not door:
+            return False
+        name = "cuMemcpyAsync"
+        to, of = (ptr, there) if writing else (there, ptr)
+        result = door.cuMemcpyAsync(to, of, nbytes, handle)[0]
+    else:
+        return False
+    if result and (result != _WRONG_CONTEXT or int(door.call("cuCtxGetCurrent")) in (0, int(door.context(home)))):
+        raise error_from(result, name, ours._access_hint(ordered))
+    return not result
 
 
 def copy_bytes(target: CopySide, source: CopySide, stream: Stream) -> None:

@@ -88,6 +88,41 @@ class EventLike(Protocol):
 _LEGACY = 1
 _PER_THREAD = 2
 _DEFAULT_HANDLES = (0, _LEGACY, _PER_THREAD)
+_INVALID_HANDLE = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
+_NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
+
+
+class _Spares(list[Any]):
+    """A stream's events (``CUevent``) that were closed, for it to record again.
+
+    Making an event costs twice as much as recording one, and may wait for the device where the driver has to make room.
+    A stream that waits goes on waiting for what the event stood for when it was told to (``cuStreamWaitEvent``).
+    """
+
+    __slots__ = ("open",)
+
+    most = 8
+
+    def __init__(self) -> None:
+        self.open = True
+
+    def take_back(self, raw: Any, door: Door) -> None:
+        """Keep an event."""
+        self.append(raw)
+        if not self.open:  # closed meanwhile, by another thread
+            self.end(door)
+
+    def end(self, door: Door) -> None:
+        """Destroy them all, and take no more."""
+        self.open = False
+        while self:
+            try:
+                raw = self.pop()
+            except IndexError:  # another thread took it
+                return
+            result = door.driver.cuEventDestroy(raw)[0]
+            if result:
+                refused_to_end(door, "cuEventDestroy", raw, result)
 
 
 class Stream(Closes):
@@ -111,6 +146,7 @@ class Stream(Closes):
         "_last",
         "_raw",
         "_sees_all",
+        "_spare",
         "device",
     )
 
@@ -130,6 +166,7 @@ class Stream(Closes):
         self._default = False
         self._sees_all = False
         self._last: Event | None = None
+        self._spare = _Spares()
         self._in_use = threading.RLock()
         """Held by who closes the stream, and by what uses it on other threads than its owner's."""
         # What fast paths use: the handle where it can go straight to the driver, and the door to compare with theirs.
@@ -246,11 +283,36 @@ class Stream(Closes):
     def record(self, event: Event | None = None, *, timing: bool = False) -> Event:
         """Record an event after the work queued so far, and return it (``cuEventRecord``).
 
-        ``event`` is recorded again if given; otherwise one is made, which can measure time if ``timing``.
+        ``event`` is recorded again if given; otherwise one is made, which can measure time if ``timing``. Events that
+        were made here and closed are used again.
         """
+        handle, spare = self._handle, self._spare
+        if event is None and handle is not None and spare and not timing:
+            again = Event.__new__(Event)
+            again.device = self.device
+            again.interprocess = False
+            again._door = door = self._door
+            again._capture = None
+            again._spare = spare
+            try:
+                again._raw = spare.pop()
+            except IndexError:  # another thread took it
+                return self._record_slowly(None, timing)
+            result = door.cuEventRecord(again._raw, handle)[0]
+            if not result:
+                return again
+            # It may be one of a context that was reset: it is destroyed, and a new one made.
+            again._spare = None
+            if result != _INVALID_HANDLE:
+                raise error_from(result, "cuEventRecord")
+        return self._record_slowly(event, timing)
+
+    def _record_slowly(self, event: Event | None, timing: bool) -> Event:
         raw = self._checked_raw()
         if event is None:
             event = Event(self.device, timing=timing)
+            if self._handle is not None and not timing:
+                event._spare = self._spare
         elif not isinstance(event, Event):
             raise TypeError(f"event must be an Event, not {type(event).__name__} ({event!r})")
         elif event._door is not self._door:
@@ -265,6 +327,17 @@ class Stream(Closes):
 
         Events of cuda.core and of the bindings are taken too. The host does not wait (``cuStreamWaitEvent``).
         """
+        handle = self._handle
+        if type(other) is Event and other._capture is None and other._door is self._door:
+            raw = other._raw
+            if raw is not None and handle is not None:
+                result = self._door.cuStreamWaitEvent(handle, raw, 0)[0]
+                if result:
+                    raise error_from(result, "cuStreamWaitEvent")
+                return
+        self._wait_slowly(other)
+
+    def _wait_slowly(self, other: Event | EventLike | StreamLike) -> None:
         self._checked_raw()
         foreign = _foreign_event(other)
         if foreign is not None:
@@ -285,11 +358,20 @@ class Stream(Closes):
         This is also where the driver sees that frees have run: it makes their memory available to every stream and
         gives back what exceeds the release threshold.
         """
-        self._call("cuStreamSynchronize")
+        handle = self._handle
+        if handle is None:
+            self._call("cuStreamSynchronize")
+        else:
+            result = self._door.cuStreamSynchronize(handle)[0]
+            if result:
+                raise error_from(result, "cuStreamSynchronize")
         work(self._door)
 
     def query(self) -> bool:
         """Whether all work queued so far is done (``cuStreamQuery``)."""
+        handle = self._handle
+        if handle is not None:
+            return _is_done(self._door.cuStreamQuery(handle)[0], "cuStreamQuery")
         try:
             self._call("cuStreamQuery")
         except NotReadyError:
@@ -357,6 +439,7 @@ class Stream(Closes):
                 return
             # Buffers that remain need to know when the stream's work was done, to be freed after it.
             self._last = self.record()
+            self._spare.end(self._door)
             destroy = self._door.driver.cuStreamDestroy
             self._forbid_direct()
             # From here to the driver nothing is called that a signal handler could interrupt.
@@ -379,6 +462,7 @@ class Stream(Closes):
             # Buffers of the same garbage cycle may come after their stream.
             self._closed = True
             self._forbid_direct()
+            self._spare.end(self._door)
             result = self._door.driver.cuStreamDestroy(raw)[0]
             if result:
                 refused_to_end(self._door, "cuStreamDestroy", raw, result)
@@ -389,6 +473,15 @@ class Stream(Closes):
         what = {0: "legacy default", _LEGACY: "legacy default", _PER_THREAD: "per-thread default"}.get(int(self._raw))
         state = " closed" if self._closed else " capturing" if self._capture else ""
         return f"<Stream {what or hex(int(self._raw))} of device {self.device.ordinal}{state}>"
+
+
+def _is_done(result: Any, call: str) -> bool:
+    """What the answer to a query means."""
+    if not result:
+        return True
+    if result == _NOT_READY:
+        return False
+    raise error_from(result, call)
 
 
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -411,7 +504,7 @@ class Event(Closes):
         Whether other processes can open it; such an event cannot measure time.
     """
 
-    __slots__ = ("__weakref__", "_capture", "_door", "_raw", "device", "interprocess")
+    __slots__ = ("__weakref__", "_capture", "_door", "_raw", "_spare", "device", "interprocess")
 
     interprocess: bool
     """Whether other processes can open it."""
@@ -435,6 +528,7 @@ class Event(Closes):
             self._door.create(self, "_raw", "cuEventCreate", flags)
 
     def _adopt(self, device: Device, interprocess: bool) -> None:
+        self._spare: _Spares | None = None
         self.device: Device = device
         self.interprocess = interprocess
         self._door = device._door
@@ -464,11 +558,7 @@ class Event(Closes):
 
     def query(self) -> bool:
         """Whether the work before the event is done; True if it was never recorded (``cuEventQuery``)."""
-        try:
-            self._door.call("cuEventQuery", self._checked_raw())
-        except NotReadyError:
-            return False
-        return True
+        return _is_done(self._door.cuEventQuery(self._checked_raw())[0], "cuEventQuery")
 
     def synchronize(self) -> None:
         """Block the host until the work before the event is done (``cuEventSynchronize``)."""
@@ -496,11 +586,25 @@ class Event(Closes):
 
     def close(self) -> None:
         """Destroy the event (``cuEventDestroy``); streams that wait for it go on waiting. Idempotent."""
-        self._door.give_back(self, "cuEventDestroy")
+        if not self._kept_for_later():
+            self._door.give_back(self, "cuEventDestroy")
+
+    def _kept_for_later(self) -> bool:
+        """Leave the driver's event for the next record, where it can be; whether that was done."""
+        spare = self._spare
+        if spare is None or not spare.open or self._capture is not None or len(spare) >= spare.most:
+            return False
+        self._door.check_process()
+        # No call between the two, so that two threads do not both take it.
+        raw = self._raw
+        self._raw = None
+        if raw is not None:
+            spare.take_back(raw, self._door)
+        return True
 
     def __del__(self) -> None:
         raw = getattr(self, "_raw", None)
-        if raw is None or not self._door.usable:
+        if raw is None or not self._door.usable or self._kept_for_later():
             return
         # What else is in the same garbage cycle may still look at it.
         self._raw = None

@@ -10,7 +10,15 @@ from streamalloc.core.arguments import FABRIC_NEEDS, check_location, door_of, lo
 from streamalloc.core.buffer import Allocator, Buffer, read_or_none
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
-from streamalloc.core.errors import ClosedError, PeerAccessError, PendingFreesWarning, refused, size_text, undoing
+from streamalloc.core.errors import (
+    ClosedError,
+    PeerAccessError,
+    PendingFreesWarning,
+    error_from,
+    refused,
+    size_text,
+    undoing,
+)
 from streamalloc.core.later import later_of, work
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import (
@@ -41,6 +49,10 @@ __all__ = ["MemoryPool", "allocate"]
 OutOfMemoryPolicy = Literal["raise", "sync-trim-retry"]
 _POLICIES = ("raise", "sync-trim-retry")
 
+_RESERVED = cuda.CUmemPool_attribute.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT
+_RESERVED_HIGH = cuda.CUmemPool_attribute.CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH
+_USED = cuda.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT
+_USED_HIGH = cuda.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_HIGH
 _POOL_HANDLE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
 
 # The step in which driver 580 grows pools; only used to tell memory that waits for a synchronisation from rounding.
@@ -127,11 +139,11 @@ class MemoryPool(Allocator, Closes):
                 self.attributes.release_threshold = release_threshold
 
     def _open(self, door: Door, raw: Any, location: MemLocation, allocation_type: MemAllocationType) -> None:
+        self.location = location
+        self.allocation_type = allocation_type
         self._bind(door, door.driver.cuMemAllocFromPoolAsync, raw)
         self.properties = None
         self._closed = False
-        self.location = location
-        self.allocation_type = allocation_type
         self.on_oom = "raise"
         pools_of(door).alive[int(raw)] = self
 
@@ -229,14 +241,19 @@ class MemoryPool(Allocator, Closes):
 
         Frees that waited for other processes, and can be made by now, are made first.
         """
-        work(self._door)
-        attributes = self.attributes
-        return PoolStatistics(
-            attributes.reserved_mem_current,
-            attributes.reserved_mem_high,
-            attributes.used_mem_current,
-            attributes.used_mem_high,
-        )
+        door = self._door
+        work(door)
+        raw, read = self._checked_raw(), door.cuMemPoolGetAttribute
+        result, reserved = read(raw, _RESERVED)
+        if not result:
+            result, reserved_high = read(raw, _RESERVED_HIGH)
+        if not result:
+            result, used = read(raw, _USED)
+        if not result:
+            result, used_high = read(raw, _USED_HIGH)
+        if result:
+            raise error_from(result, "cuMemPoolGetAttribute")
+        return tuple.__new__(PoolStatistics, (int(reserved), int(reserved_high), int(used), int(used_high)))
 
     def reset_peaks(self) -> None:
         """Set both high-water marks to what is reserved and used now."""
@@ -439,8 +456,8 @@ class CurrentPool(Allocator):
     def __init__(self, device: Device) -> None:
         door = door_of(device, None)
         function = door.driver.cuMemAllocAsync
-        self._bind(door, lambda nbytes, _, stream: function(nbytes, stream), None)
         self.location: MemLocation = device.location
+        self._bind(door, lambda nbytes, _, stream: function(nbytes, stream), None)
 
     @staticmethod
     def of(device: Device) -> CurrentPool:

@@ -62,14 +62,14 @@ class VirtualBuffer(Memory, Closes):
     release is released later. Not to be used from several threads at once.
     """
 
-    __slots__ = ("__weakref__", "_device", "_evicted", "_mapped", "_nbytes", "_rights", "_stream", "range")
+    __slots__ = ("__weakref__", "_device", "_evicted", "_given_stream", "_mapped", "_nbytes", "_rights", "range")
 
     def _open(
         self, device: Device, capacity: int, alignment: int, address: int, rights: Rights, stream: StreamLike | None
     ) -> None:
         """Reserve the addresses; everything else is still to come."""
         self._device = device
-        self._stream = None if stream is None else as_stream(stream, device._door)
+        self._given_stream = None if stream is None else as_stream(stream, device._door)
         self._rights = rights
         self._mapped = 0
         self._nbytes = 0
@@ -117,7 +117,7 @@ class VirtualBuffer(Memory, Closes):
     @property
     def stream(self) -> Stream:
         """The stream that orders operations which name no other; by default the device's default stream."""
-        return self._device.default_stream if self._stream is None else self._stream
+        return self._device.default_stream if self._given_stream is None else self._given_stream
 
     @property
     def location(self) -> MemLocation:

@@ -97,6 +97,7 @@ def test_work_on_a_stream_takes_the_stream_s_context(rig: Rig) -> None:
     def call() -> None:
         assert said(raw.cuMemsetD8Async(pointer, 1, 64, stream)) == "SUCCESS"
         assert said(raw.cuMemcpyDtoDAsync(pointer, pointer, 64, stream)) == "SUCCESS"
+        assert said(raw.cuMemcpyHtoDAsync(pointer, np.ones(64, np.uint8), 64, stream)) == "SUCCESS"
         assert said(raw.cuMemcpyDtoHAsync(host, pointer, 64, stream)) == "SUCCESS"
         assert said(raw.cuMemcpyAsync(pointer, pointer, 64, stream)) == "SUCCESS"
         assert said(raw.cuStreamSynchronize(stream)) == "SUCCESS"

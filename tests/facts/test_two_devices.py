@@ -147,6 +147,16 @@ class TestPool:
         host = np.zeros(4, np.uint8)
         assert said(pair.raw.cuMemcpyDtoHAsync(host, pooled, 4, pair.streams[1])) == "INVALID_VALUE"
 
+    def test_copies_under_the_other_device_s_context(self, pair: Pair, pool: Any) -> None:
+        """What decides is the current context, not that of the stream."""
+        mine, host = pair.rig.allocate(pool, 64, pair.streams[0]), np.zeros(64, np.uint8)
+        pair.use(1)
+        raw, stream = pair.raw, pair.streams[0]
+        assert said(raw.cuMemcpyAsync(mine, mine, 64, stream)) == "INVALID_VALUE"
+        assert said(raw.cuMemcpyHtoDAsync(mine, host, 64, stream)) == "INVALID_VALUE"
+        assert said(raw.cuMemcpyDtoHAsync(host, mine, 64, stream)) == "INVALID_VALUE"
+        assert pair.fill(mine, 0) == "SUCCESS"
+
     def test_a_grant_is_for_existing_memory_too(self, pair: Pair, pool: Any, pooled: Any, plain: Any) -> None:
         assert pair.rig.grant(pool, (DEVICE, 1, READWRITE)) == "SUCCESS"
         assert pair.rig.access_flags(pool, DEVICE, 1) == READWRITE

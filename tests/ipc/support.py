@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import time
 import types
 import warnings
@@ -45,8 +46,14 @@ class interrupts:
         self._over = False
 
     def __enter__(self) -> None:
+        # A finaliser that was stopped: the hook of pytest, which takes long, would be stopped as well.
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
         self._before = signal.signal(signal.SIGALRM, self._handle)
         signal.setitimer(signal.ITIMER_REAL, self._longest)
+
+    def _unraisable(self, found: Any) -> None:
+        if found.exc_type is not Interrupted:
+            self._hook(found)
 
     def _handle(self, _: int, frame: types.FrameType | None) -> None:
         if self._over:
@@ -60,6 +67,7 @@ class interrupts:
         self._over = True
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, self._before)
+        sys.unraisablehook = self._hook
         return kind is Interrupted
 
 

@@ -122,12 +122,13 @@ class SlotMemory(BufferView):
 
     __slots__ = ("_base", "_held", "_stream", "index")
 
+    _ptr = None  # It is usable only while it is held, which the slow path looks at.
     index: int
     """Which slot of the ring it is."""
 
     def __init__(self, memory: Memory, stream: Stream, index: int, offset: int, nbytes: int) -> None:
         super().__init__(memory, offset, nbytes)
-        self._stream = stream
+        self._stream = stream  # type: ignore[misc]
         self.index = index
         self._base = memory.address + offset
         self._held = False
