@@ -99,6 +99,8 @@ class MemAccess(_Named, enum.IntEnum):
 
 def checked_size(name: str, value: object, largest: int = (1 << 64) - 1) -> int:
     """``value`` as a number of bytes, or a ``TypeError``/``ValueError`` that names the argument and the rule."""
+    if type(value) is int and 0 <= value <= largest:
+        return value
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer number of bytes, not {type(value).__name__} ({value!r})")
     size = int(value.__index__())

@@ -163,7 +163,8 @@ class Stream(Closes):
         self._door = device._door
         self._capture: Capture | None = None
         self._closed = True
-        self._default = False
+        # Before it has the handle: who drops what was interrupted from here on must not destroy a default stream.
+        self._default = raw is not None and int(raw) in _DEFAULT_HANDLES
         self._sees_all = False
         self._last: Event | None = None
         self._spare = _Spares()

@@ -4,6 +4,7 @@ from streamalloc.vmm.address_range import AddressRange, Mapping, RangeView
 from streamalloc.vmm.dma_buf import dma_buf
 from streamalloc.vmm.growable import GrowableBuffer, StripedBuffer, stripe
 from streamalloc.vmm.physical_memory import PhysicalMemory
+from streamalloc.vmm.recycler import MemoryRecycler, RecyclerStatistics
 from streamalloc.vmm.sparse import MipTail, SparseArray, TilePool
 from streamalloc.vmm.virtual_buffer import Eviction, VirtualBuffer
 
@@ -12,9 +13,11 @@ __all__ = [
     "Eviction",
     "GrowableBuffer",
     "Mapping",
+    "MemoryRecycler",
     "MipTail",
     "PhysicalMemory",
     "RangeView",
+    "RecyclerStatistics",
     "SparseArray",
     "StripedBuffer",
     "TilePool",

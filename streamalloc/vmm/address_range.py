@@ -10,7 +10,7 @@ import functools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any
 
 from typing_extensions import Self
 
@@ -24,6 +24,7 @@ from streamalloc.core.errors import (
     CudaError,
     OutOfMemoryError,
     attach,
+    error_from,
     size_text,
     undo_all,
     undoing,
@@ -36,32 +37,30 @@ from streamalloc.driver import Driver
 from streamalloc.vmm.access import Access, Place, Rights, rights_of, structs_of
 from streamalloc.vmm.allocations import MappedBytes, OwnsNode, Reservation
 from streamalloc.vmm.generic_handle import GenericAllocation
-from streamalloc.vmm.waiting import After, accessing, wait
+from streamalloc.vmm.waiting import After, accessing, wait, wait_for_users
 
 __all__ = ["AddressRange", "LoneMapping", "Mapping", "MappingEntry", "RangeView", "mappings_text"]
 
 # What driver 580 wants the size, the hint and the places of mappings in a range to be multiples of, wherever the memory
 # is; memory says its own granularity when it is mapped.
 GRANULARITY = 2 << 20
+_BEGINNING, _END = attrgetter("offset"), attrgetter("stop")
 
 
-class MappingEntry(NamedTuple):
+class MappingEntry:
     """One mapping as its range keeps it: the memory, and what there is to undo."""
 
-    memory: GenericAllocation
-    node: MappedBytes
+    __slots__ = ("memory", "node", "offset", "stop")
+
+    def __init__(self, memory: GenericAllocation, node: MappedBytes) -> None:
+        self.memory: GenericAllocation = memory
+        self.node: MappedBytes = node
+        self.offset: int = node.offset
+        self.stop: int = node.offset + node.nbytes
 
     @property
     def live(self) -> bool:
         return not self.node.gone
-
-    @property
-    def offset(self) -> int:
-        return self.node.offset
-
-    @property
-    def stop(self) -> int:
-        return self.node.offset + self.node.nbytes
 
     @property
     def rights(self) -> Rights:
@@ -264,7 +263,7 @@ class AddressRange(OwnsNode):
         self._check_own()
         entries = self._within(start, stop)
         if entries:
-            wait(after, self._door, accessing(mapped.rights for mapped in entries))
+            wait_for_users(after, self._door, (mapped.rights for mapped in entries))
             self._unmap(entries)
 
     def close(self) -> None:
@@ -309,7 +308,7 @@ class AddressRange(OwnsNode):
         if self._node.stale:
             self._node.stale = False
             try:
-                self._entries = [entry for entry in self._entries if entry.live]
+                self._entries = [entry for entry in self._entries if not entry.node.gone]
             except BaseException:
                 self._node.stale = True
                 raise
@@ -317,26 +316,28 @@ class AddressRange(OwnsNode):
 
     def _map(self, memory: GenericAllocation, offset: int, rights: Rights | None = None) -> MappingEntry:
         """Map memory and give access to it: both, or neither."""
-        address = self.address
-        raw = memory._checked_raw()
-        granularity = memory._granularity
-        if offset % granularity:
-            raise ValueError(f"offset={offset}: allowed are multiples of the granularity, {size_text(granularity)}")
-        if address % granularity:
-            raise ValueError(f"{self!r} is not aligned for {memory!r}: reserve it with alignment={granularity}")
-        end = offset + memory.nbytes
-        if end > self.nbytes:
-            raise ValueError(f"offset={offset}: {size_text(memory.nbytes)} end outside of {self!r}")
-        for entry in self._touching(offset, end):
-            raise ValueError(f"offset={offset}: {entry.memory!r} is mapped at {self!r} there")
-        node = MappedBytes(self._node, memory._node, offset, memory.nbytes)
+        address = int(self._checked_raw())
+        raw, handle, nbytes, granularity = memory._checked_raw(), memory._node, memory.nbytes, memory._granularity
+        end = offset + nbytes
+        if offset % granularity or address % granularity or end > self.nbytes:
+            self._check_fits(memory, offset)
+        entries = self._table()
+        at = len(entries)
+        if entries and entries[-1].stop > offset:
+            for other in self._touching(offset, end):
+                raise ValueError(f"offset={offset}: {other.memory!r} is mapped at {self!r} there")
+            at = bisect_left(entries, offset, key=_BEGINNING)
+        node = MappedBytes(self._node, handle, offset, nbytes)
         entry = MappingEntry(memory, node)
         try:
             # In the table before it is mapped, so that an interrupt between the two loses nothing.
-            self._entries.insert(bisect_left(self._entries, offset, key=attrgetter("offset")), entry)
-            node.link(memory._node)
-            self._door.call("cuMemMap", address + offset, memory.nbytes, 0, raw, 0)
-            self._grant((entry,), rights or {})
+            entries.insert(at, entry)
+            node.link(handle)
+            result = handle.allocations.map(address + offset, nbytes, 0, raw, 0)[0]
+            if result:
+                raise error_from(result, "cuMemMap")
+            if rights:
+                self._grant((entry,), rights)
         except BaseException as first:
             if isinstance(first, CudaError) and first.call == "cuMemMap":
                 node.unmapped()
@@ -349,14 +350,28 @@ class AddressRange(OwnsNode):
             raise
         return entry
 
-    def _grant(self, entries: Sequence[MappingEntry], rights: Rights) -> None:
-        """Set access of mappings that lie side by side."""
+    def _check_fits(self, memory: GenericAllocation, offset: int) -> None:
+        """Raise where memory cannot be mapped at an offset, whatever else is mapped."""
+        granularity = memory._granularity
+        if offset % granularity:
+            raise ValueError(f"offset={offset}: allowed are multiples of the granularity, {size_text(granularity)}")
+        if self.address % granularity:
+            raise ValueError(f"{self!r} is not aligned for {memory!r}: reserve it with alignment={granularity}")
+        raise ValueError(f"offset={offset}: {size_text(memory.nbytes)} end outside of {self!r}")
+
+    def _grant(self, entries: Sequence[MappingEntry], rights: Rights, structs: list[Any] | None = None) -> None:
+        """Set access of mappings that lie side by side. ``structs`` are the driver's form of ``rights``."""
         if not (entries and rights):
             return
-        start, structs = entries[0].offset, structs_of(rights)
-        self._door.call("cuMemSetAccess", self.address + start, entries[-1].stop - start, structs, len(structs))
+        start = entries[0].offset
+        if structs is None:
+            structs = structs_of(rights)
+        set_access = self._node.allocations.set_access
+        result = set_access(int(self._checked_raw()) + start, entries[-1].stop - start, structs, len(structs))[0]
+        if result:
+            raise error_from(result, "cuMemSetAccess")
         for entry in entries:
-            entry.rights.update(rights)
+            entry.node.rights.update(rights)
 
     def _set_rights(self, entries: Sequence[MappingEntry], rights: Rights, after: After) -> None:
         for entry in entries:
@@ -386,7 +401,9 @@ class AddressRange(OwnsNode):
     def _unmap_run(self, run: list[MappingEntry]) -> None:
         start, stop = run[0].offset, run[-1].stop
         try:
-            self._door.call("cuMemUnmap", self.address + start, stop - start)
+            result = self._node.allocations.unmap(int(self._checked_raw()) + start, stop - start)[0]
+            if result:
+                raise error_from(result, "cuMemUnmap")
             for entry in run:
                 entry.node.unmapped()
         except CudaError:
@@ -396,12 +413,19 @@ class AddressRange(OwnsNode):
             for entry in run:
                 (entry.node.release if entry.live else entry.node.unmapped)()
             raise
+        finally:
+            # Memory that was closed, and goes back to a recycler now that it is unmapped.
+            allocations = self._node.allocations
+            if allocations.order.ready:
+                allocations.order.pass_on(allocations.drop)
+                allocations.work()
 
     def _touching(self, start: int, stop: int) -> list[MappingEntry]:
         """The mappings that a part of the range touches."""
         entries = self._table()
-        first = bisect_right(entries, start, key=attrgetter("stop"))
-        return entries[first : bisect_left(entries, stop, key=attrgetter("offset"))] if start < stop else []
+        if start >= stop or not entries or entries[-1].stop <= start:
+            return []
+        return entries[bisect_right(entries, start, key=_END) : bisect_left(entries, stop, key=_BEGINNING)]
 
     def _bounds(self, start: int, stop: int | None) -> tuple[int, int]:
         begin, end = checked_size("start", start), self.nbytes if stop is None else checked_size("stop", stop)
@@ -607,7 +631,7 @@ class Mapping(RangeView, Closes):
         """Unmap it (``cuMemUnmap``) once ``after`` has passed, see :class:`AddressRange`; idempotent."""
         if self._mapped.live:
             self._check_own()
-            wait(after, self._door, accessing((self._mapped.rights,)))
+            wait_for_users(after, self._door, (self._mapped.rights,))
             self.range._unmap((self._mapped,))
 
     def _check_own(self) -> None:

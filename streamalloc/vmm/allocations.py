@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterable
-from typing import Any
+from itertools import starmap
+from typing import Any, ClassVar, Protocol
 
 from streamalloc.core.device import Device
-from streamalloc.core.door import Door, PerDriver
+from streamalloc.core.door import Door, PerDriver, refuse_after_fork
 from streamalloc.core.errors import (
     ClosedError,
     CudaError,
     DeviceLostError,
     InvalidContextError,
     InvalidValueError,
+    error_from,
     undo_all,
 )
 from streamalloc.core.later import Deferred, Later, later_of, work
@@ -39,17 +42,19 @@ __all__ = [
 class AllocationState:
     """What all objects for one driver handle know of it."""
 
-    __slots__ = ("bindings", "exported", "handle", "handles", "imported", "mappings", "teams")
+    __slots__ = ("bindings", "elsewhere", "exported", "handle", "handles", "imported", "mappings", "teams")
 
     def __init__(self) -> None:
         self.handle: int = 0
         """The driver's."""
         self.exported: bool = False
+        self.elsewhere: bool = False
+        """Whether others may use the memory otherwise, without a handle that is known here."""
         self.imported: bool = False
         """Whether another process made it."""
         self.handles: dict[AllocationHandle, None] = {}
         """One for each object that holds it."""
-        self.mappings: dict[Node, None] = {}
+        self.mappings: dict[MappedBytes, None] = {}
         self.bindings: dict[Any, None] = {}
         """Where it is bound to multicast objects."""
         self.teams: dict[Node, None] = {}
@@ -62,7 +67,7 @@ class HandleNode(Node):
     __slots__ = ("_raw", "allocations")
 
     def __init__(self, allocations: Allocations, kind: Kind) -> None:
-        super().__init__(kind)
+        Node.__init__(self, kind)
         self.allocations: Allocations = allocations
         self._raw: Any = None
 
@@ -89,12 +94,14 @@ class OwnsNode(Closes):
     @property
     def closed(self) -> bool:
         """Whether it was closed."""
-        return self._node.raw is None or self._node.given_up
+        node = self._node
+        return node._raw is None or node.given_up
 
     def _checked_raw(self) -> Any:
-        if self.closed:
+        node = self._node
+        if node._raw is None or node.given_up:
             raise ClosedError(f"{self!r} was closed")
-        return self._node.raw
+        return node._raw
 
     def __del__(self) -> None:
         node: HandleNode | None = getattr(self, "_node", None)
@@ -107,8 +114,11 @@ class AllocationHandle(HandleNode):
 
     __slots__ = ("state", "users")
 
+    outlasts_mappings: ClassVar[bool] = False
+    """Whether it is released after all mappings of the memory; else it may go before them."""
+
     def __init__(self, allocations: Allocations, kind: Kind) -> None:
-        super().__init__(allocations, kind)
+        HandleNode.__init__(self, allocations, kind)
         self.users: tuple[int, ...] = ()
         """Devices whose work may use it without a mapping."""
         self.state: AllocationState = AllocationState()
@@ -116,9 +126,10 @@ class AllocationHandle(HandleNode):
 
     def known(self) -> None:
         """The driver has given the handle: what is known of it holds for this object, too."""
-        self.state.handle = int(self._raw)
-        before = self.allocations.by_handle.setdefault(self.state.handle, self.state)
-        if before is self.state:
+        state = self.state
+        state.handle = int(self._raw)
+        before = self.allocations.by_handle.setdefault(state.handle, state)
+        if before is state:
             return
         before.imported = before.imported or self.state.imported
         self.state = before
@@ -186,7 +197,7 @@ class MappedBytes(Node):
     __slots__ = ("nbytes", "offset", "reservation", "rights", "state")
 
     def __init__(self, reservation: Reservation, handle: AllocationHandle, offset: int, nbytes: int) -> None:
-        super().__init__(Kind.OBJECT_MAPPING if handle.kind is Kind.OBJECT else Kind.MAPPING)
+        Node.__init__(self, Kind.OBJECT_MAPPING if handle.kind is Kind.OBJECT else Kind.MAPPING)
         self.reservation: Reservation = reservation
         self.state: AllocationState = handle.state
         self.offset: int = offset
@@ -197,10 +208,11 @@ class MappedBytes(Node):
         """Put the range behind it, and it behind or before what has to do with multicast."""
         order = self.reservation.allocations.order
         order.relate(self, self.reservation)
-        if self.kind is Kind.OBJECT_MAPPING:
+        if handle.waits:
+            for first in order.before(handle, Kind.BINDING if self.kind is Kind.OBJECT_MAPPING else Kind.OBJECT):
+                order.relate(first, self)
+        if handle.outlasts_mappings or self.kind is Kind.OBJECT_MAPPING:
             order.relate(self, handle)
-        for first in order.before(handle, Kind.BINDING if self.kind is Kind.OBJECT_MAPPING else Kind.OBJECT):
-            order.relate(first, self)
         self.state.mappings[self] = None
 
     @property
@@ -223,9 +235,11 @@ class MappedBytes(Node):
 
     def forget(self) -> None:
         """The memory has one mapping less, and the range."""
+        state = self.state
         self.reservation.stale = True
-        self.state.mappings.pop(self, None)
-        self.reservation.allocations.forget(self.state)
+        state.mappings.pop(self, None)
+        if not state.handles:
+            self.reservation.allocations.forget(state)
 
 
 class QueuedWork(Node):
@@ -248,17 +262,71 @@ class QueuedWork(Node):
             self.gone = True  # no work is left
 
 
-class Allocations:
-    """What :mod:`streamalloc.vmm` keeps for one driver."""
+class KeepsMemory(Protocol):
+    """What keeps physical memory for whoever needs some."""
 
-    __slots__ = ("by_handle", "door", "later", "order")
+    def make_room(self) -> int:
+        """Give back what is kept; how many bytes."""
+
+
+class Allocations:
+    """What :mod:`streamalloc.vmm` keeps for one driver.
+
+    Where memory is mapped, the driver's functions are bound beforehand, as everywhere on fast paths. None of them needs
+    a current context.
+    """
+
+    __slots__ = (
+        "__weakref__", "_create", "by_handle", "door", "keepers", "later", "map", "order", "release", "set_access",
+        "unmap",
+    )  # fmt: skip
 
     def __init__(self, door: Door) -> None:
         self.door: Door = door
+        self._create: Any = door.driver.cuMemCreate
+        self.map: Any = door.driver.cuMemMap
+        self.set_access: Any = door.driver.cuMemSetAccess
+        self.unmap: Any = door.driver.cuMemUnmap
+        self.release: Any = door.driver.cuMemRelease
+        self.keepers: weakref.WeakSet[KeepsMemory] = weakref.WeakSet()
         self.later: Later = later_of(door)
         self.order: ReleaseOrder = ReleaseOrder()
         self.by_handle: dict[int, AllocationState] = {}
         """What is held or mapped, by the driver's handle."""
+        door.shut_with_me(self)
+
+    def _shut_after_fork(self) -> None:
+        self._create = self.map = self.set_access = self.unmap = self.release = refuse_after_fork
+
+    def create(self, handle: AllocationHandle, nbytes: int, properties: Any, hint: str = "") -> None:
+        """Make physical memory, and keep the driver's handle (``cuMemCreate``).
+
+        Raises
+        ------
+        CudaError
+            The driver refused.
+        """
+        answers: list[tuple[Any, Any]] = []
+        calls = starmap(self._create, ((nbytes, properties, 0),))
+        # The call is made by an operator: Python looks for no signals until the handle is kept.
+        answers += calls
+        result, raw = answers[0]
+        if not result:
+            handle._raw = raw
+            return
+        raise error_from(result, "cuMemCreate", hint)
+
+    def note_elsewhere(self, address: int, nbytes: int) -> None:
+        """Others may use what is mapped at these addresses from now on, and nothing here tells until when."""
+        for state in list(self.by_handle.values()):
+            for mapping in list(state.mappings):
+                begin = int(mapping.reservation.raw) + mapping.offset
+                if begin < address + nbytes and address < begin + mapping.nbytes:
+                    state.elsewhere = True
+
+    def make_room(self) -> int:
+        """Give back the physical memory that is kept for whoever needs some; how many bytes."""
+        return sum(keeper.make_room() for keeper in tuple(self.keepers))
 
     def forget(self, state: AllocationState) -> None:
         """Forget what is neither held nor mapped any more: the driver uses handles again."""
@@ -293,7 +361,7 @@ class Allocations:
         node.given_up = True
         try:
             self.order.attempt(node)
-            if node.gone:
+            if node.gone and self.order.ready:
                 self.settle()
         except BaseException as error:
             if not node.gone:

@@ -7,6 +7,7 @@ import resource
 from streamalloc.core.fd import Fd
 from streamalloc.core.memory import Memory, check_usable
 from streamalloc.driver.internal import cuda
+from streamalloc.vmm.allocations import allocations_of
 
 __all__ = ["dma_buf"]
 
@@ -40,5 +41,6 @@ def dma_buf(memory: Memory, *, pcie: bool = False) -> Fd:
         raise ValueError(f"{memory!r} does not consist of host pages of {_PAGE} bytes, as a DMA-BUF does")
     flags = int(cuda.CUmemRangeFlags.CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE) if pcie else 0
     kind = cuda.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+    allocations_of(memory._door).note_elsewhere(memory.address, memory.nbytes)
     with memory.stream.device.current():
         return Fd(int(memory._door.call("cuMemGetHandleForAddressRange", memory.address, memory.nbytes, kind, flags)))

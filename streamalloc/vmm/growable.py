@@ -10,9 +10,10 @@ from streamalloc.core.errors import PeerAccessError, refused, size_text, undoing
 from streamalloc.core.properties import MemAllocationProp, MemHandleType, checked_size
 from streamalloc.core.stream import StreamLike
 from streamalloc.vmm.access import Access
-from streamalloc.vmm.physical_memory import MemorySpec, properties_for
+from streamalloc.vmm.physical_memory import properties_for
+from streamalloc.vmm.recycler import MemoryRecycler, spec_for
 from streamalloc.vmm.virtual_buffer import ChunkSpec, VirtualBuffer, device_rights
-from streamalloc.vmm.waiting import After, accessing, wait
+from streamalloc.vmm.waiting import After, wait_for_users
 
 __all__ = ["GrowableBuffer", "StripedBuffer", "stripe"]
 
@@ -43,6 +44,10 @@ class GrowableBuffer(VirtualBuffer):
         As for :class:`AddressRange`.
     stream
         The stream that orders operations which name no other; default: the device's default stream.
+    recycler
+        Where its physical memory comes from and returns to, of the same device; its properties are the buffer's, and
+        none are given beside it. Growing after shrinking then asks the driver for no memory. The bytes of recycled
+        memory are those of whoever had it before.
 
     Raises
     ------
@@ -70,9 +75,11 @@ class GrowableBuffer(VirtualBuffer):
         alignment: int = 0,
         address: int = 0,
         stream: StreamLike | None = None,
+        recycler: MemoryRecycler | None = None,
     ) -> None:
         check_device("device", device)
-        self._spec = MemorySpec(device._door, properties_for(device, handle_types, compressible, gpu_direct_rdma))
+        prop = properties_for(device, handle_types, compressible, gpu_direct_rdma)
+        self._spec = spec_for(recycler, device._door, prop, asked=bool(handle_types or compressible or gpu_direct_rdma))
         most = checked_size("capacity", capacity)
         if not most:
             raise ValueError("capacity=0: a buffer needs at least one byte of addresses")
@@ -114,9 +121,12 @@ class GrowableBuffer(VirtualBuffer):
         self._check_usable()
         needed = self._spec.round_up(size)
         if needed > self._mapped:
-            step = self._chunk or needed - self._mapped
-            places = range(self._mapped, needed, step)
-            self._put([ChunkSpec(at, min(step, needed - at), self._spec) for at in places])
+            at, step = self._mapped, needed - self._mapped
+            if not 0 < self._chunk < step:
+                self._put((ChunkSpec(at, step, self._spec),))
+            else:
+                places = range(at, needed, self._chunk)
+                self._put([ChunkSpec(at, min(self._chunk, needed - at), self._spec) for at in places])
             self._mapped = needed
         elif needed < self._mapped:
             self._shrink(needed, size, after)
@@ -131,7 +141,7 @@ class GrowableBuffer(VirtualBuffer):
         # A chunk of which something stays cannot be cut.
         spare = [entry for entry in self.range._touching(needed, self._mapped) if entry.offset >= needed]
         if spare:
-            wait(after, self._door, accessing(entry.rights for entry in spare))
+            wait_for_users(after, self._door, (entry.rights for entry in spare))
             self._cut(spare[0].offset, size)
 
     def _checked(self, name: str, value: int, most: int) -> int:
@@ -162,6 +172,7 @@ def stripe(
     alignment: int = 0,
     address: int = 0,
     stream: StreamLike | None = None,
+    recyclers: Sequence[MemoryRecycler] | None = None,
 ) -> StripedBuffer:
     """One contiguous buffer, an equal part of it on each of several devices, accessible from all of them.
 
@@ -180,6 +191,8 @@ def stripe(
         As for :class:`AddressRange`.
     stream
         The stream that orders operations which name no other; default: the first device's default stream.
+    recyclers
+        Where the physical memory comes from and returns to, one for each device; as for :class:`GrowableBuffer`.
 
     Raises
     ------
@@ -198,7 +211,18 @@ def stripe(
     if not size:
         raise ValueError("nbytes=0: a striped buffer has at least one byte")
     _check_peers(devices)
-    specs = [MemorySpec(first._door, properties_for(device, handle_types, compressible, False)) for device in devices]
+    given: Sequence[MemoryRecycler | None] = [None] * len(devices) if recyclers is None else recyclers
+    if len(given) != len(devices):
+        raise ValueError(f"recyclers={recyclers!r}: there must be one for each of {len(devices)} devices")
+    specs = [
+        spec_for(
+            recycler,
+            first._door,
+            properties_for(device, handle_types, compressible, False),
+            asked=bool(handle_types or compressible),
+        )
+        for device, recycler in zip(devices, given, strict=True)
+    ]
     step = max(spec.round_up(-(-size // len(devices))) for spec in specs)
     rights = device_rights(access, first._door, devices=devices)
     buffer = StripedBuffer.__new__(StripedBuffer)

@@ -21,6 +21,7 @@ from streamalloc.core.properties import (
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
 from streamalloc.vmm.access import Rights
+from streamalloc.vmm.allocations import AllocationHandle, Allocations, allocations_of
 from streamalloc.vmm.generic_handle import GenericAllocation
 from streamalloc.vmm.release_order import Kind
 
@@ -34,13 +35,14 @@ _POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
 class MemorySpec:
     """How to make physical memory of one kind: its properties, checked once, and its granularity."""
 
-    __slots__ = ("door", "granularity", "hint", "prop", "struct")
+    __slots__ = ("__weakref__", "allocations", "door", "granularity", "hint", "prop", "struct")
 
     def __init__(self, door: Door, prop: MemAllocationProp, *, found: bool = False) -> None:
         """``found``: of memory that there is, perhaps of a device that this process does not see."""
         if not found:
             self._check(door, prop)
         self.door: Door = door
+        self.allocations: Allocations = allocations_of(door)
         self.prop: MemAllocationProp = prop
         self.struct: Any = prop.to_driver()
         """The driver's form of the properties."""
@@ -78,11 +80,48 @@ class MemorySpec:
         """The smallest size that memory of this kind can have and that holds ``nbytes``."""
         return -(-nbytes // self.granularity) * self.granularity
 
+    def checked(self, nbytes: int, *, round_up: bool = False) -> int:
+        """A size that a user asks for; ``ValueError`` where no memory of this kind has it."""
+        size = checked_size("nbytes", nbytes)
+        if round_up:
+            size = self.round_up(size)
+        if not size or size % self.granularity:
+            allowed = f"multiples of the granularity, {size_text(self.granularity)}; round_up=True rounds"
+            raise ValueError(f"nbytes={nbytes}: allowed are {allowed}")
+        return size
+
     def make(self, nbytes: int) -> PhysicalMemory:
         """Physical memory of this kind; ``nbytes`` is a multiple of the granularity."""
         memory = PhysicalMemory.__new__(PhysicalMemory)
         memory._make(self, nbytes)
         return memory
+
+    def new_handle(self) -> AllocationHandle:
+        """What holds the driver's handle of new memory."""
+        return AllocationHandle(self.allocations, Kind.MEMORY)
+
+    def obtain(self, handle: AllocationHandle, nbytes: int) -> None:
+        """Have ``handle`` hold memory (``cuMemCreate``).
+
+        Raises
+        ------
+        OutOfMemoryError
+            There is none, also once what is kept for others was given back.
+        """
+        allocations = self.allocations
+        allocations.work()
+        try:
+            allocations.create(handle, nbytes, self.struct, self.hint)
+        except OutOfMemoryError as error:
+            # What was dropped may have waited for work that is done by now.
+            if not (allocations.work() + allocations.make_room()):
+                raise self.out_of_memory(error, nbytes) from None
+        else:
+            return
+        try:
+            allocations.create(handle, nbytes, self.struct, self.hint)
+        except OutOfMemoryError as error:
+            raise self.out_of_memory(error, nbytes) from None
 
     def out_of_memory(self, error: OutOfMemoryError, nbytes: int) -> OutOfMemoryError:
         """The error with the device's figures, and told from address space that has run out."""
@@ -173,27 +212,19 @@ class PhysicalMemory(GenericAllocation):
         round_up: bool = False,
         driver: Driver | None = None,
     ) -> None:
-        size = checked_size("nbytes", nbytes)
+        checked_size("nbytes", nbytes)
         prop = properties_for(where, handle_types, compressible, gpu_direct_rdma, tile_pool)
         spec = MemorySpec(door_of(where, driver), prop)
-        if round_up:
-            size = spec.round_up(size)
-        if not size or size % spec.granularity:
-            allowed = f"multiples of the granularity, {size_text(spec.granularity)}; round_up=True rounds"
-            raise ValueError(f"nbytes={nbytes}: allowed are {allowed}")
-        self._make(spec, size)
+        self._make(spec, spec.checked(nbytes, round_up=round_up))
 
     def _make(self, spec: MemorySpec, nbytes: int) -> None:
+        self._door = spec.door
+        self.nbytes = nbytes
         self._set_spec(spec)
-        self._prepare(spec.door, nbytes, Kind.MEMORY)
-        for last in (False, True):
-            try:
-                self._create("cuMemCreate", nbytes, spec.struct, 0, hint=spec.hint)
-                return
-            except OutOfMemoryError as error:
-                # What was dropped may have waited for work that is done by now.
-                if last or not self._node.allocations.work():
-                    raise spec.out_of_memory(error, nbytes) from None
+        # The owner is there before the handle, so that an interrupt between the two loses nothing.
+        handle = self._node = spec.new_handle()
+        spec.obtain(handle, nbytes)
+        handle.known()
 
     @staticmethod
     def granularity(

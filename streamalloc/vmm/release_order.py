@@ -55,6 +55,11 @@ class Node:
         self._first: dict[Node, None] = {}
         self._then: dict[Node, None] = {}
 
+    @property
+    def waits(self) -> bool:
+        """Whether others have to go before it."""
+        return bool(self._first)
+
     def give_up(self) -> None:
         """Its owner was dropped. May be called again."""
         self.given_up = True
@@ -112,9 +117,10 @@ class ReleaseOrder:
         mine = False
         try:
             with self._lock:
-                # What has gone already may still be here, where taking it out of the way was interrupted.
-                for first in [first for first in node._first if first.gone]:
-                    self._unlink(first, node)
+                if node._first:
+                    # What has gone already may still be here, where taking it out of the way was interrupted.
+                    for first in [first for first in node._first if first.gone]:
+                        self._unlink(first, node)
                 waits = bool(node._first)
                 if not (waits or node.gone or node._busy):
                     mine = node._busy = True
@@ -135,6 +141,11 @@ class ReleaseOrder:
                 self._unlink(node, then)
             for first in list(node._first):
                 self._unlink(first, node)
+
+    @property
+    def ready(self) -> bool:
+        """Whether there are nodes for :meth:`pass_on`."""
+        return bool(self._ready)
 
     def pass_on(self, take: Callable[[Node], object]) -> None:
         """Call ``take``, which makes no use of this object, for each node that can go now."""

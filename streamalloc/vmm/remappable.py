@@ -12,7 +12,7 @@ from streamalloc.core.stream import StreamLike
 from streamalloc.vmm.access import Rights
 from streamalloc.vmm.generic_handle import GenericAllocation
 from streamalloc.vmm.virtual_buffer import VirtualBuffer, close_quietly
-from streamalloc.vmm.waiting import accessing, wait
+from streamalloc.vmm.waiting import wait_for_users
 
 __all__ = ["RemappableBuffer"]
 
@@ -67,7 +67,7 @@ class RemappableBuffer(VirtualBuffer):
             entries = list(self.range._table())
             staying, going = entries[:same], entries[same:]
             if going:
-                wait(None, self._door, accessing(entry.rights for entry in going))
+                wait_for_users(None, self._door, (entry.rights for entry in going))
             before = self._names, self._mapped, self._nbytes
             end = staying[-1].stop if staying else 0
             self._names, self._mapped, self._nbytes = wanted[:same], end, min(nbytes, max(end - self._offset, 0))

@@ -17,12 +17,12 @@ from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
 from streamalloc.core.stream import Stream, StreamLike, as_stream, refuse_capture
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import reachable_from
-from streamalloc.vmm.access import Access, Rights, rights_of
+from streamalloc.vmm.access import Access, Rights, rights_of, structs_of
 from streamalloc.vmm.address_range import AddressRange, Mapping, MappingEntry
 from streamalloc.vmm.allocations import allocations_of
 from streamalloc.vmm.generic_handle import GenericAllocation
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
-from streamalloc.vmm.waiting import After, accessing, wait
+from streamalloc.vmm.waiting import After, wait_for_users
 
 __all__ = ["ChunkSpec", "Eviction", "VirtualBuffer", "close_quietly"]
 
@@ -62,7 +62,9 @@ class VirtualBuffer(Memory, Closes):
     release is released later. Not to be used from several threads at once.
     """
 
-    __slots__ = ("__weakref__", "_device", "_evicted", "_given_stream", "_mapped", "_nbytes", "_rights", "range")
+    __slots__ = (
+        "__weakref__", "_device", "_evicted", "_given_stream", "_mapped", "_nbytes", "_rights", "_structs", "range",
+    )  # fmt: skip
 
     def _open(
         self, device: Device, capacity: int, alignment: int, address: int, rights: Rights, stream: StreamLike | None
@@ -71,6 +73,8 @@ class VirtualBuffer(Memory, Closes):
         self._device = device
         self._given_stream = None if stream is None else as_stream(stream, device._door)
         self._rights = rights
+        self._structs = structs_of(rights)
+        """What the driver takes for :attr:`_rights`."""
         self._mapped = 0
         self._nbytes = 0
         self._evicted: Eviction | None = None
@@ -171,7 +175,9 @@ class VirtualBuffer(Memory, Closes):
         entries = self.range._table()
         if rights and entries:
             self.range._set_rights(entries, rights, after)
-        self._rights = {where: allowed for where, allowed in {**self._rights, **rights}.items() if allowed}
+        kept = {where: allowed for where, allowed in {**self._rights, **rights}.items() if allowed}
+        # Nothing is called between these two.
+        self._structs, self._rights = structs_of(kept), kept
 
     def evict(
         self, backup: MemoryPool | Memory | None = None, *, stream: StreamLike | None = None, after: After = None
@@ -219,7 +225,7 @@ class VirtualBuffer(Memory, Closes):
             if len(memory._state.handles) > 1:
                 raise InUseError(f"{memory!r} is held by another PhysicalMemory, too: close that")
         ordered = self._copying_stream(stream)
-        wait(after, self._door, accessing(entry.rights for entry in entries))
+        wait_for_users(after, self._door, (entry.rights for entry in entries))
         copy = self._backup(backup, ordered)
         own = isinstance(backup, MemoryPool)
         try:
@@ -304,7 +310,7 @@ class VirtualBuffer(Memory, Closes):
             return
         entries = list(self.range._table())
         if entries:
-            wait(after, self._door, accessing(entry.rights for entry in entries))
+            wait_for_users(after, self._door, (entry.rights for entry in entries))
             self._cut(0, 0)
         evicted = self._evicted
         self._evicted = None
@@ -321,21 +327,32 @@ class VirtualBuffer(Memory, Closes):
             return []
         start = chunks[0].offset
         self._trim(start)
-        with undoing(lambda: self._trim(start)):
+        # Not by undoing(), which takes a third as long as all that it is about.
+        try:
             return self._map_all(start, (chunk.spec.make(chunk.nbytes) for chunk in chunks))
+        except BaseException as first:
+            try:
+                self._trim(start)
+            except Exception as later:
+                attach(first, later)
+            raise
 
     def _map_all(self, at: int, memories: Iterable[GenericAllocation]) -> list[MappingEntry]:
         """Map memories side by side and give access to them."""
+        range = self.range
         made = []
         for memory in memories:
-            made.append(self.range._map(memory, at))
+            made.append(range._map(memory, at))
             at = made[-1].stop
-        self.range._grant(made, self._rights)
+        range._grant(made, self._rights, self._structs)
         return made
 
     def _trim(self, start: int) -> None:
         """Unmap what is mapped from an offset on, where nothing is the buffer's: a call that failed has left it."""
-        self._discard(self.range._touching(start, self.range.nbytes))
+        range = self.range
+        table = range._table()
+        if table and table[-1].stop > start:
+            self._discard(range._touching(start, range.nbytes))
 
     def _cut(self, mapped: int, nbytes: int) -> None:
         """Keep ``mapped`` bytes, where a chunk ends. Where the driver refuses to unmap, the buffer is as it was."""
@@ -379,8 +396,9 @@ class VirtualBuffer(Memory, Closes):
             raise ClosedError(f"{self!r} was closed")
 
     def _check_usable(self) -> None:
-        self._check_open()
-        if self._evicted:
+        if self.range.closed:
+            self._check_open()
+        if self._evicted is not None:
             raise EvictedError(f"{self!r} is evicted: restore() it before it is used")
 
     def _read_only(self, on_host: bool) -> bool:

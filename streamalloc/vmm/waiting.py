@@ -11,7 +11,7 @@ from streamalloc.core.later import later_of, work
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
 from streamalloc.core.stream import Event, StreamLike, as_stream
 
-__all__ = ["After", "accessing", "wait"]
+__all__ = ["After", "accessing", "wait", "wait_for_users"]
 
 After: TypeAlias = Event | StreamLike | Iterable[Any] | None
 """What must have passed: an event, a stream, or several of them; nothing (``()``); or None for all work of the devices
@@ -26,6 +26,11 @@ def accessing(access: Iterable[dict[MemLocation, MemAccess]]) -> set[int]:
         for location, flags in record.items()
         if flags and location.type is MemLocationType.DEVICE
     }
+
+
+def wait_for_users(after: After, door: Door, access: Iterable[dict[MemLocation, MemAccess]]) -> None:
+    """Block the host until ``after`` has passed; for None until all devices with access have done all their work."""
+    wait(after, door, accessing(access) if after is None else ())
 
 
 def wait(after: After, door: Door, devices: Iterable[int]) -> None:

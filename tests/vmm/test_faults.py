@@ -63,10 +63,13 @@ class BufferCase(Case):
     pages_after = 2
     unused = 0
     """How much of the last page is not the buffer's."""
+    recycler: vmm.MemoryRecycler | None = None
 
     def prepare(self) -> None:
         nbytes = self.pages * PAGE - self.unused
-        self.buffer = vmm.GrowableBuffer(self.device, 8 * PAGE, nbytes, chunk=PAGE, access=self.devices[1:])
+        self.buffer = vmm.GrowableBuffer(
+            self.device, 8 * PAGE, nbytes, chunk=PAGE, access=self.devices[1:], recycler=self.recycler
+        )
         for page in range(self.pages):
             for at in self.marks(page):
                 self.buffer[at : at + 8].fill(page + 1)
@@ -91,7 +94,8 @@ class BufferCase(Case):
         assert len(self.account.left["address range"]) == 1
 
     def check_handles(self, pages: int) -> None:
-        assert len(self.account.left.get("physical memory", ())) == pages
+        kept = 0 if self.recycler is None else self.recycler.statistics().pieces
+        assert len(self.account.left.get("physical memory", ())) == pages + kept
 
     def check_done(self) -> None:
         self.check_mapped(self.pages_after)
@@ -100,6 +104,21 @@ class BufferCase(Case):
 
     def end(self) -> None:
         self.buffer.close()
+
+
+class Recycling(BufferCase):
+    """The same with a recycler that has two pages to spare."""
+
+    def prepare(self) -> None:
+        self.recycler = vmm.MemoryRecycler(self.device, 3 * PAGE)
+        for memory in [self.recycler.take(PAGE) for _ in range(self.pages + 2)]:
+            memory.close()
+        super().prepare()
+
+    def end(self) -> None:
+        super().end()
+        assert self.recycler is not None and self.recycler.statistics().kept == 3 * PAGE
+        self.recycler.close()
 
 
 class Make(Case):
@@ -557,16 +576,107 @@ class Stripe(Case):
         self.buffer.close()
 
 
+class GrowRecycling(Recycling, Grow):
+    # What is kept goes back then, and the driver is asked once more.
+    survived = frozenset({"cuMemCreate"})
+
+    def end(self) -> None:
+        Grow.end(self)
+
+
+class ShrinkRecycling(Recycling, Shrink):
+    """Beyond the limit, what was kept longest is released."""
+
+
+class EvictRecycling(Recycling, EvictToPool):
+    pass
+
+
+class RestoreRecycling(Recycling, RestoreFromPool):
+    pass
+
+
+class Take(Case):
+    """One piece that is kept, and one that is new."""
+
+    survived = frozenset({"cuMemCreate"})
+
+    def prepare(self) -> None:
+        self.recycler = vmm.MemoryRecycler(self.device, 4 * PAGE)
+        for size in (1, 2):
+            self.recycler.take(size * PAGE).close()
+
+    def step(self) -> None:
+        self.memories = [self.recycler.take(PAGE) for _ in range(2)]
+
+    def check_done(self) -> None:
+        assert len({memory.handle for memory in self.memories}) == 2
+        assert len(self.account.left["physical memory"]) == 2 + self.recycler.statistics().pieces
+
+    def end(self) -> None:
+        self.memories.clear()
+        self.recycler.close()
+
+
+class Trim(Case):
+    def prepare(self) -> None:
+        self.recycler = vmm.MemoryRecycler(self.device, 4 * PAGE)
+        for memory in [self.recycler.take(PAGE) for _ in range(3)]:
+            memory.close()
+
+    def step(self) -> None:
+        self.recycler.trim(PAGE)
+
+    def check_done(self) -> None:
+        assert self.recycler.statistics()[:2] == (PAGE, 1)
+        assert len(self.account.left["physical memory"]) == 1
+
+    def check_failed(self, failed: str) -> None:
+        """What was refused is released later, which asking for the figures does."""
+        self.check_done()
+
+    def end(self) -> None:
+        self.recycler.close()
+
+
+class UnmapRecycled(Case):
+    """Memory that was closed while it was mapped comes back when it is unmapped."""
+
+    survived = frozenset({"cuMemRelease"})
+
+    def prepare(self) -> None:
+        self.recycler = vmm.MemoryRecycler(self.device, PAGE)
+        self.range = vmm.AddressRange(2 * PAGE, driver=self.account.driver)
+        for offset in (0, PAGE):
+            with self.recycler.take(PAGE) as memory:
+                self.range.map(memory, offset, access=self.devices)
+
+    def step(self) -> None:
+        self.range.unmap()
+
+    def check_done(self) -> None:
+        assert self.account.mapped == {}
+        assert self.recycler.statistics()[:2] == (PAGE, 1)
+
+    def end(self) -> None:
+        self.range.unmap()
+        self.range.close()
+        self.recycler.close()
+
+
 CASES = [
     Make, Grow, GrowFromNothing, Shrink, ShrinkAfterStream, ShrinkAway, Evict, EvictToPool, EvictToMemory, Restore,
     RestoreFromPool, RestoreOnAnotherStream, Close, CloseEvicted, LowerAccess, Reserve, Create, Find, Map, Unmap,
-    UnmapOne, SetAccess, Revoke, Free, Release, Stripe,
+    UnmapOne, SetAccess, Revoke, Free, Release, Stripe, GrowRecycling, ShrinkRecycling, EvictRecycling,
+    RestoreRecycling, Take, Trim, UnmapRecycled,
 ]  # fmt: skip
 WITH_PEERS = [
     pytest.param(kind, 2, marks=pytest.mark.gpus(2))
     for kind in (Make, Grow, EvictToPool, RestoreFromPool, SetAccess, Stripe)
 ]
-DROPPED = [Make, Grow, Shrink, EvictToPool, RestoreFromPool, CloseEvicted, Find, Map, Unmap, Stripe]
+DROPPED = [
+    Make, Grow, Shrink, EvictToPool, RestoreFromPool, CloseEvicted, Find, Map, Unmap, Stripe, RestoreRecycling, Take,
+]  # fmt: skip
 
 
 def calls_of(machine: Any, kind: type[Case], count: int) -> range:

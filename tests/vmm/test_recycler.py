@@ -1,0 +1,428 @@
+"""Physical memory that is kept for whoever needs some next."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
+from streamalloc.testing import Gate
+from tests.support import Account, read
+from tests.vmm.support import HOST, PAGE, READWRITE, assert_unique
+
+LIMIT = 8 * PAGE
+POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
+
+
+@pytest.fixture
+def account(machine: Any) -> Account:
+    return Account(machine)
+
+
+@pytest.fixture
+def device(account: Account) -> sa.Device:
+    return account.device
+
+
+@pytest.fixture
+def recycler(device: sa.Device) -> vmm.MemoryRecycler:
+    return vmm.MemoryRecycler(device, LIMIT)
+
+
+def made(account: Account) -> int:
+    return len(account.calls("cuMemCreate"))
+
+
+def released(account: Account) -> int:
+    return len(account.calls("cuMemRelease"))
+
+
+class TestTake:
+    def test_what_was_closed_is_taken_again(self, account: Account, recycler: vmm.MemoryRecycler) -> None:
+        memory = recycler.take(PAGE)
+        handle = memory.handle
+        memory.close()
+        assert recycler.statistics() == (PAGE, 1, 0, 1, 0)
+        again = recycler.take(PAGE)
+        assert again.handle == handle and not again.closed
+        assert memory.closed and again is not memory
+        assert made(account) == 1 and released(account) == 0
+        assert recycler.statistics() == vmm.RecyclerStatistics(kept=0, pieces=0, recycled=1, made=1, released=0)
+
+    def test_what_was_dropped_is_taken_again(self, account: Account, recycler: vmm.MemoryRecycler) -> None:
+        memory = recycler.take(PAGE)
+        handle = memory.handle
+        del memory
+        gc.collect()
+        assert recycler.take(PAGE).handle == handle
+        assert made(account) == 1
+
+    def test_another_size_is_new(self, account: Account, recycler: vmm.MemoryRecycler) -> None:
+        recycler.take(2 * PAGE).close()
+        memory = recycler.take(PAGE)
+        assert memory.nbytes == PAGE and made(account) == 2
+        assert recycler.statistics().kept == 2 * PAGE
+
+    def test_it_has_the_properties_of_the_recycler(self, device: sa.Device) -> None:
+        with vmm.MemoryRecycler(device, LIMIT, handle_types=POSIX) as recycler:
+            for _ in range(2):
+                memory = recycler.take(PAGE)
+                assert memory.properties == recycler.properties
+                assert memory.properties.requested_handle_types == POSIX
+                assert memory.location == recycler.location == device.location
+                memory.close()
+            assert recycler.statistics().recycled == 1
+
+    def test_host_memory(self, account: Account) -> None:
+        with vmm.MemoryRecycler(HOST, LIMIT, driver=account.driver) as recycler:
+            recycler.take(1, round_up=True).close()
+            assert recycler.take(recycler.granularity).location == HOST
+            assert recycler.statistics().recycled == 1
+
+    def test_the_old_object_stays_closed(self, device: sa.Device, recycler: vmm.MemoryRecycler) -> None:
+        memory = recycler.take(PAGE)
+        memory.close()
+        again = recycler.take(PAGE)
+        memory.close()
+        assert not again.closed
+        with pytest.raises(sa.ClosedError):
+            vmm.AddressRange(PAGE, driver=device.driver).map(memory)
+
+    def test_the_bytes_are_those_that_it_had(self, device: sa.Device, recycler: vmm.MemoryRecycler) -> None:
+        with vmm.AddressRange(PAGE, driver=device.driver) as addresses:
+            for value in (None, 5):
+                memory = recycler.take(PAGE)
+                mapping = addresses.map(memory, access=device)
+                if value is None:
+                    mapping.fill(5)
+                    device.synchronize()
+                else:
+                    assert np.all(read(mapping) == value)
+                mapping.close()
+                memory.close()
+
+    @pytest.mark.parametrize("nbytes", [0, 1, PAGE + 1, -PAGE])
+    def test_sizes_that_there_are_not(self, recycler: vmm.MemoryRecycler, nbytes: int) -> None:
+        with pytest.raises(ValueError, match="nbytes="):
+            recycler.take(nbytes)
+
+    def test_arguments(self, account: Account, device: sa.Device) -> None:
+        with pytest.raises(TypeError, match="limit must be an integer"):
+            vmm.MemoryRecycler(device, "much")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="where must be"):
+            vmm.MemoryRecycler("device", LIMIT)  # type: ignore[arg-type]
+        tiles = sa.MemAllocationProp(location=device.location, alloc_flags=sa.MemAllocFlags(usage=1))
+        with pytest.raises(ValueError, match="tile pools are not recycled"):
+            vmm.MemoryRecycler(tiles, LIMIT, driver=account.driver)
+        assert_unique(vmm.MemoryRecycler(device, LIMIT))
+
+
+class TestBound:
+    def test_what_was_kept_longest_goes_first(self, account: Account, device: sa.Device) -> None:
+        recycler = vmm.MemoryRecycler(device, 3 * PAGE)
+        memories = [recycler.take(size * PAGE) for size in (2, 1, 1)]
+        handles = [memory.handle for memory in memories]
+        for memory in memories:
+            memory.close()
+        assert recycler.statistics() == (2 * PAGE, 2, 0, 3, 1)
+        (call,) = [call for call in account.traced.calls if call.name == "cuMemRelease"]
+        assert int(call.args[0]) == handles[0]
+
+    def test_more_than_the_limit_is_not_kept(self, account: Account, recycler: vmm.MemoryRecycler) -> None:
+        recycler.take(PAGE).close()
+        recycler.take(LIMIT + PAGE).close()
+        assert recycler.statistics() == (PAGE, 1, 0, 2, 1)
+
+    def test_nothing_is_kept_with_a_limit_of_nothing(self, account: Account, device: sa.Device) -> None:
+        recycler = vmm.MemoryRecycler(device, 0)
+        recycler.take(PAGE).close()
+        assert account.left == {} and recycler.statistics() == (0, 0, 0, 1, 1)
+
+    def test_trim(self, account: Account, device: sa.Device, recycler: vmm.MemoryRecycler) -> None:
+        free = device.memory_info().free
+        for memory in [recycler.take(PAGE) for _ in range(4)]:
+            memory.close()
+        assert recycler.trim(keep=2 * PAGE) == 2 * PAGE
+        assert recycler.statistics() == (2 * PAGE, 2, 0, 4, 2)
+        assert recycler.trim() == 2 * PAGE and recycler.trim() == 0
+        assert account.left == {} and device.memory_info().free == free
+
+    def test_close(self, account: Account, recycler: vmm.MemoryRecycler) -> None:
+        kept, used = recycler.take(PAGE), recycler.take(PAGE)
+        kept.close()
+        recycler.close()
+        recycler.close()
+        assert recycler.closed and "closed" in repr(recycler)
+        assert account.left == {"physical memory": [used.handle]}
+        with pytest.raises(sa.ClosedError):
+            recycler.take(PAGE)
+        with pytest.raises(sa.ClosedError):
+            vmm.GrowableBuffer(account.device, PAGE, recycler=recycler)
+        used.close()
+        assert account.left == {}
+
+    def test_dropping_it_gives_back_what_it_keeps(self, account: Account, device: sa.Device) -> None:
+        recycler = vmm.MemoryRecycler(device, LIMIT)
+        used = recycler.take(PAGE)
+        recycler.take(PAGE).close()
+        del recycler
+        gc.collect()
+        # What is out would come back to it.
+        assert not used.closed
+        used.close()
+        del used
+        gc.collect()
+        assert account.left == {}
+
+    def test_a_cycle_that_has_all_of_it(self, account: Account, device: sa.Device) -> None:
+        recycler: Any = vmm.MemoryRecycler(device, LIMIT)
+        things: list[Any] = [recycler, recycler.take(PAGE), vmm.GrowableBuffer(device, PAGE, PAGE, recycler=recycler)]
+        recycler.take(2 * PAGE).close()
+        things.append(things)
+        del recycler, things
+        gc.collect()
+        device.synchronize()
+        assert account.left == {}
+
+
+class TestNotRecycled:
+    """What others may hold goes back to the driver."""
+
+    def test_exported(self, account: Account, device: sa.Device) -> None:
+        recycler = vmm.MemoryRecycler(device, LIMIT, handle_types=POSIX)
+        memory = recycler.take(PAGE)
+        memory.export().close()  # type: ignore[union-attr]
+        memory.close()
+        assert recycler.statistics() == (0, 0, 0, 1, 1) and account.left == {}
+
+    def test_exported_by_another_object(self, account: Account, device: sa.Device) -> None:
+        recycler = vmm.MemoryRecycler(device, LIMIT, handle_types=POSIX)
+        with vmm.AddressRange(PAGE, driver=device.driver) as addresses:
+            memory = recycler.take(PAGE)
+            addresses.map(memory, access=device)
+            with vmm.PhysicalMemory.at(addresses.address, driver=device.driver) as other:
+                other.export().close()  # type: ignore[union-attr]
+            memory.close()
+        assert recycler.statistics().kept == 0 and account.left == {}
+
+    def test_held_by_another_object(self, account: Account, recycler: vmm.MemoryRecycler, device: sa.Device) -> None:
+        with vmm.AddressRange(PAGE, driver=device.driver) as addresses:
+            memory = recycler.take(PAGE)
+            addresses.map(memory, access=device)
+            other = vmm.PhysicalMemory.at(addresses.address, driver=device.driver)
+            addresses.unmap()
+            memory.close()
+            assert recycler.statistics().kept == 0
+            assert account.left["physical memory"] == [other.handle]
+            other.close()
+        assert account.left == {}
+
+    def test_with_a_dma_buf(self, account: Account, recycler: vmm.MemoryRecycler, device: sa.Device) -> None:
+        if not device.supports.dma_buf:
+            pytest.skip("no DMA-BUF here")
+        with vmm.GrowableBuffer(device, 4 * PAGE, 2 * PAGE, chunk=PAGE, recycler=recycler) as buffer:
+            vmm.dma_buf(buffer[PAGE : 2 * PAGE]).close()
+        assert recycler.statistics() == (PAGE, 1, 0, 2, 1)
+
+    def test_shared(self, account: Account, device: sa.Device) -> None:
+        recycler = vmm.MemoryRecycler(device, LIMIT, handle_types=POSIX)
+        from streamalloc import ipc
+
+        with vmm.GrowableBuffer(device, 4 * PAGE, PAGE, recycler=recycler) as buffer:
+            shared = ipc.share(buffer)
+            buffer.grow(PAGE)
+        # The chunk that came later was not shared.
+        assert recycler.statistics() == (PAGE, 1, 0, 2, 1)
+        del shared
+
+
+class TestMapped:
+    def test_closed_while_it_is_mapped(self, account: Account, recycler: vmm.MemoryRecycler, device: sa.Device) -> None:
+        with vmm.AddressRange(2 * PAGE, driver=device.driver) as addresses:
+            memory = recycler.take(PAGE)
+            handle = memory.handle
+            addresses.map(memory, access=device)
+            addresses.map(memory, PAGE, access=device)
+            memory.close()
+            assert memory.closed and recycler.statistics().kept == 0
+            addresses.unmap(0, PAGE)
+            assert recycler.statistics().kept == 0
+            addresses.unmap(PAGE)
+            assert recycler.statistics().kept == PAGE
+        assert recycler.take(PAGE).handle == handle
+
+    @pytest.mark.parametrize("what", ["memory", "range"])
+    def test_dropped_while_work_uses_it(
+        self, account: Account, recycler: vmm.MemoryRecycler, device: sa.Device, what: str
+    ) -> None:
+        stream, gate = device.create_stream(), Gate(device)
+        addresses: Any = vmm.AddressRange(PAGE, driver=device.driver)
+        memory: Any = recycler.take(PAGE)
+        mapping: Any = addresses.map(memory, access=device)
+        gate.hold(stream)
+        mapping.fill(7, stream)
+        if what == "memory":
+            memory.close()
+        del memory, mapping, addresses
+        gc.collect()
+        assert recycler.statistics().kept == 0
+        other = recycler.take(PAGE)
+        assert made(account) == 2, "handed out while the fill is still to come"
+        gate.open()
+        stream.synchronize()
+        assert recycler.statistics().kept == PAGE
+        other.close()
+        stream.close()
+        gate.close()
+
+    def test_a_page_table(self, account: Account, recycler: vmm.MemoryRecycler, device: sa.Device) -> None:
+        """Pages that come and go all day: after the first round the driver makes none."""
+        with vmm.AddressRange(8 * PAGE, driver=device.driver) as addresses:
+            for turn in range(5):
+                for page in range(8):
+                    addresses.map(recycler.take(PAGE), page * PAGE, access=device)
+                for page in (3, 1, 0, 2, 7, 6, 5, 4):
+                    addresses.unmap(page * PAGE, (page + 1) * PAGE)
+                assert made(account) == 8, turn
+        assert recycler.statistics() == (8 * PAGE, 8, 32, 8, 0)
+        recycler.close()
+        assert account.left == {}
+
+
+class TestBuffers:
+    def test_shrink_and_grow(self, account: Account, recycler: vmm.MemoryRecycler, device: sa.Device) -> None:
+        with vmm.GrowableBuffer(device, 8 * PAGE, chunk=PAGE, recycler=recycler) as buffer:
+            for _ in range(3):
+                buffer.resize(4 * PAGE)
+                buffer.fill(3)
+                buffer.resize(PAGE)
+                assert np.all(read(buffer) == 3)
+            assert made(account) == 4 and released(account) == 0
+            assert buffer.mappings[0].access(device) == READWRITE
+        assert recycler.statistics() == (4 * PAGE, 4, 6, 4, 0)
+        recycler.close()
+        assert account.left == {}
+
+    def test_evict_and_restore(self, account: Account, recycler: vmm.MemoryRecycler, device: sa.Device) -> None:
+        with (
+            sa.MemoryPool(HOST, driver=account.driver) as pool,
+            vmm.GrowableBuffer(device, 4 * PAGE, 2 * PAGE, chunk=PAGE, recycler=recycler) as buffer,
+        ):
+            pool.set_access(device, READWRITE)
+            buffer.fill(9)
+            buffer.evict(pool)
+            assert recycler.statistics().kept == 2 * PAGE
+            buffer.restore()
+            assert np.all(read(buffer) == 9)
+        assert made(account) == 2
+
+    def test_one_buffer_has_what_another_gave_up(
+        self, account: Account, recycler: vmm.MemoryRecycler, device: sa.Device
+    ) -> None:
+        one, other = (vmm.GrowableBuffer(device, 4 * PAGE, chunk=PAGE, recycler=recycler) for _ in range(2))
+        for _ in range(4):
+            one.resize(2 * PAGE)
+            one.close() if one.closed else one.resize(0)
+            other.resize(2 * PAGE)
+            other.resize(0)
+        assert made(account) == 2
+        one.close()
+        other.close()
+
+    @pytest.mark.gpus(2)
+    def test_a_striped_buffer(self, account: Account) -> None:
+        devices = [sa.Device(ordinal, driver=account.driver) for ordinal in range(2)]
+        recyclers = [vmm.MemoryRecycler(device, LIMIT) for device in devices]
+        for _ in range(3):
+            with vmm.stripe(2 * PAGE, devices, recyclers=recyclers) as buffer:
+                buffer.fill(1)
+        assert [recycler.statistics()[2:] for recycler in recyclers] == [(2, 1, 0), (2, 1, 0)]
+        with pytest.raises(ValueError, match="was asked for"):
+            vmm.stripe(2 * PAGE, devices, recyclers=recyclers[::-1])
+        with pytest.raises(ValueError, match="one for each of 2 devices"):
+            vmm.stripe(2 * PAGE, devices, recyclers=recyclers[:1])
+
+    def test_properties_are_those_of_the_recycler(self, account: Account, device: sa.Device) -> None:
+        with vmm.MemoryRecycler(device, LIMIT, handle_types=POSIX) as recycler:
+            with vmm.GrowableBuffer(device, PAGE, PAGE, recycler=recycler) as buffer:
+                assert buffer.properties == recycler.properties
+            with pytest.raises(ValueError, match="give the properties to it alone"):
+                vmm.GrowableBuffer(device, PAGE, recycler=recycler, gpu_direct_rdma=True)
+        with pytest.raises(ValueError, match="was asked for"):
+            vmm.GrowableBuffer(device, PAGE, recycler=vmm.MemoryRecycler(HOST, LIMIT, driver=account.driver))
+        with pytest.raises(TypeError, match="recycler must be a MemoryRecycler"):
+            vmm.GrowableBuffer(device, PAGE, recycler=device)  # type: ignore[arg-type]
+        stranger = vmm.MemoryRecycler(sa.Device(0, driver=sd.simulated()), LIMIT)
+        with pytest.raises(ValueError, match="another driver"):
+            vmm.GrowableBuffer(device, PAGE, recycler=stranger)
+
+
+class TestOutOfMemory:
+    """What is kept goes back where somebody else finds no memory."""
+
+    @pytest.mark.simulated_only("a device of this size")
+    def test_other_memory(self) -> None:
+        device = sa.Device(0, driver=sd.simulated(memory=16 * PAGE))
+        recycler = vmm.MemoryRecycler(device, 16 * PAGE)
+        for memory in [recycler.take(PAGE) for _ in range(12)]:
+            memory.close()
+        with vmm.GrowableBuffer(device, 16 * PAGE, 8 * PAGE) as buffer:
+            buffer.fill(1)
+            assert recycler.statistics().kept == 0
+            with pytest.raises(sa.OutOfMemoryError) as told:
+                recycler.take(32 * PAGE)
+            assert told.value.requested == 32 * PAGE
+
+    def test_once_more_and_not_again(self, machine: Any) -> None:
+        account = Account(machine)
+        recycler = vmm.MemoryRecycler(account.device, LIMIT)
+        recycler.take(2 * PAGE).close()
+        failing = sd.faulty(machine, "cuMemCreate", 1, result="CUDA_ERROR_OUT_OF_MEMORY")
+        device = sa.Device(0, driver=failing)
+        with pytest.raises(sa.OutOfMemoryError):  # there is nothing that could be given back
+            vmm.PhysicalMemory(PAGE, device)
+
+
+def test_threads(account: Account, device: sa.Device) -> None:
+    """Each piece has one owner, however many threads take and close, and the bound holds."""
+    recycler = vmm.MemoryRecycler(device, 6 * PAGE)
+    out: dict[int, int] = {}
+    wrong: list[object] = []
+
+    def run(seed: int) -> None:
+        try:
+            for turn in range(150):
+                memory = recycler.take((1 + (turn + seed) % 2) * PAGE)
+                if out.setdefault(memory.handle, seed) != seed:
+                    wrong.append(memory)
+                handle = memory.handle
+                if turn % 16 == 0:
+                    recycler.trim(keep=2 * PAGE)
+                del out[handle]
+                if turn % 3:
+                    memory.close()
+                del memory
+                if recycler.statistics().kept > 12 * PAGE:
+                    wrong.append(recycler.statistics())
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    device.synchronize()
+    figures = recycler.statistics()
+    assert figures.recycled + figures.made == 8 * 150 and figures.kept <= recycler.limit
+    assert figures.made - figures.released == figures.pieces
+    assert len(account.left.get("physical memory", ())) == figures.pieces
+    recycler.close()
+    assert account.left == {}
