@@ -5,6 +5,7 @@ from streamalloc.vmm.dma_buf import dma_buf
 from streamalloc.vmm.growable import GrowableBuffer, StripedBuffer, stripe
 from streamalloc.vmm.physical_memory import PhysicalMemory
 from streamalloc.vmm.recycler import MemoryRecycler, RecyclerStatistics
+from streamalloc.vmm.sleep import SleepGroup, Tagged
 from streamalloc.vmm.sparse import MipTail, SparseArray, TilePool
 from streamalloc.vmm.virtual_buffer import Eviction, VirtualBuffer
 
@@ -18,8 +19,10 @@ __all__ = [
     "PhysicalMemory",
     "RangeView",
     "RecyclerStatistics",
+    "SleepGroup",
     "SparseArray",
     "StripedBuffer",
+    "Tagged",
     "TilePool",
     "VirtualBuffer",
     "dma_buf",

@@ -24,7 +24,7 @@ from streamalloc.vmm.generic_handle import GenericAllocation
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
 from streamalloc.vmm.waiting import After, wait_for_users
 
-__all__ = ["ChunkSpec", "Eviction", "VirtualBuffer", "close_quietly"]
+__all__ = ["ChunkSpec", "Eviction", "VirtualBuffer", "close_quietly", "copying_stream"]
 
 
 class ChunkSpec(NamedTuple):
@@ -180,7 +180,12 @@ class VirtualBuffer(Memory, Closes):
         self._structs, self._rights = structs_of(kept), kept
 
     def evict(
-        self, backup: MemoryPool | Memory | None = None, *, stream: StreamLike | None = None, after: After = None
+        self,
+        backup: MemoryPool | Memory | None = None,
+        *,
+        stream: StreamLike | None = None,
+        after: After = None,
+        shared: bool = False,
     ) -> None:
         """Give the physical memory back; the addresses stay reserved. Blocks the host until the bytes are safe.
 
@@ -194,14 +199,17 @@ class VirtualBuffer(Memory, Closes):
         after
             What must have passed before: events, streams, ``()`` for nothing; by default all work of the devices that
             have access.
+        shared
+            It was exported, and every importer has closed it, as have descriptors that hold its handles. Nobody checks
+            that: memory that is open elsewhere is not free then, and keeps its bytes.
 
         Raises
         ------
         EvictedError
             It is evicted already.
         InUseError
-            Some of the memory was exported, is mapped elsewhere too or bound to a multicast object: giving it back here
-            would free nothing.
+            Some of the memory was exported (and ``shared`` is False), is mapped elsewhere too or bound to a multicast
+            object: giving it back here would free nothing.
         OutOfMemoryError
             There is no memory for the backup. Nothing has changed.
         CaptureError
@@ -209,21 +217,7 @@ class VirtualBuffer(Memory, Closes):
         TypeError, ValueError
             ``backup`` is of another driver or size, or its pool gives the device no access.
         """
-        self._check_open()
-        if self._evicted:
-            raise EvictedError(f"{self!r} is evicted already")
-        self._trim(self._mapped)
-        entries = list(self.range._table())
-        allocations_of(self._door).work()
-        for memory in (entry.memory for entry in entries):
-            if memory.exported:
-                raise InUseError(f"{memory!r} was exported: importers would keep it, and the old bytes")
-            if memory.mapping_count > 1:
-                raise InUseError(f"{memory!r} is mapped in {memory.mapping_count} places: unmap the others")
-            if memory._state.bindings:
-                raise InUseError(f"{memory!r} is bound to a multicast object, which would keep it: unbind it")
-            if len(memory._state.handles) > 1:
-                raise InUseError(f"{memory!r} is held by another PhysicalMemory, too: close that")
+        entries = self._evictable(shared=shared)
         ordered = self._copying_stream(stream)
         wait_for_users(after, self._door, (entry.rights for entry in entries))
         copy = self._backup(backup, ordered)
@@ -232,19 +226,47 @@ class VirtualBuffer(Memory, Closes):
             if copy is not None and self._nbytes:
                 copy.copy_from(self, ordered)
                 ordered.synchronize()
-            chunks = tuple(
-                ChunkSpec(entry.offset, entry.memory.nbytes, entry.memory._spec)
-                for entry in entries
-                if isinstance(entry.memory, PhysicalMemory)
-            )
-            # From here on the bytes are in the copy. What an interrupt leaves mapped goes when the buffer is restored.
-            self._evicted = Eviction(chunks, copy, own)
-            self._discard(entries)
+            self._give_back(entries, copy, own)
         except BaseException as first:
-            if isinstance(first, CudaError) or self._evicted is None:
-                self._evicted = None
-                if own and isinstance(copy, Buffer):
-                    close_quietly(copy, first)
+            if self._evicted is None and own and isinstance(copy, Buffer):
+                close_quietly(copy, first)
+            raise
+
+    def _evictable(self, *, shared: bool) -> list[MappingEntry]:
+        """What is mapped; raises where it cannot be given back."""
+        self._check_open()
+        if self._evicted:
+            raise EvictedError(f"{self!r} is evicted already")
+        self._trim(self._mapped)
+        entries = list(self.range._table())
+        allocations_of(self._door).work()
+        for memory in (entry.memory for entry in entries):
+            if memory.exported and not shared:
+                why = "importers would keep it, and the old bytes; shared=True says that all of them have closed it"
+                raise InUseError(f"{memory!r} was exported: {why}")
+            if memory.mapping_count > 1:
+                raise InUseError(f"{memory!r} is mapped in {memory.mapping_count} places: unmap the others")
+            if memory._state.bindings:
+                raise InUseError(f"{memory!r} is bound to a multicast object, which would keep it: unbind it")
+            if len(memory._state.handles) > 1:
+                raise InUseError(f"{memory!r} is held by another PhysicalMemory, too: close that")
+        return entries
+
+    def _give_back(self, entries: Sequence[MappingEntry], copy: Memory | None, own: bool) -> None:
+        """Unmap and release the memory, whose bytes are in the copy. Where the driver refuses, the buffer is as it was.
+
+        What an interrupt leaves mapped goes when the buffer is restored.
+        """
+        chunks = tuple(
+            ChunkSpec(entry.offset, entry.memory.nbytes, entry.memory._spec)
+            for entry in entries
+            if isinstance(entry.memory, PhysicalMemory)
+        )
+        self._evicted = Eviction(chunks, copy, own)
+        try:
+            self._discard(entries)
+        except CudaError:
+            self._evicted = None
             raise
 
     def restore(self, *, stream: StreamLike | None = None) -> None:
@@ -288,9 +310,7 @@ class VirtualBuffer(Memory, Closes):
                     raise
 
     def _copying_stream(self, stream: StreamLike | None) -> Stream:
-        ordered = self.stream if stream is None else as_stream(stream, self._door)
-        refuse_capture(ordered, "cuMemUnmap", "memory cannot be evicted or restored in a capture")
-        return ordered
+        return copying_stream(self.stream if stream is None else stream, self._door)
 
     def _copy_back(self, backup: Memory, made: Sequence[MappingEntry], stream: Stream) -> None:
         writer = stream.device.location
@@ -423,6 +443,13 @@ class VirtualBuffer(Memory, Closes):
         state = "evicted" if self._evicted else f"{size_text(self._mapped)} mapped"
         room = f"{state} of {size_text(self.capacity)} [{range_.draw(16)}]"
         return f"<{type(self).__name__} of {size_text(self._nbytes)} at {self.address:#x}, {room}>"
+
+
+def copying_stream(stream: StreamLike, door: Door) -> Stream:
+    """A stream for what is evicted or restored."""
+    ordered = as_stream(stream, door)
+    refuse_capture(ordered, "cuMemUnmap", "memory cannot be evicted or restored in a capture")
+    return ordered
 
 
 def close_quietly(one: Closes, first: BaseException | None = None) -> None:

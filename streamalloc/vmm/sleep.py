@@ -1,0 +1,361 @@
+"""Groups of buffers that sleep: their memory goes back to the driver together, and comes back together."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+
+from streamalloc.core.arguments import check_device
+from streamalloc.core.buffer import Buffer
+from streamalloc.core.device import Device
+from streamalloc.core.door import Door
+from streamalloc.core.errors import CudaError, EvictedError, size_text, undoing
+from streamalloc.core.memory import Memory
+from streamalloc.core.ownership import Closes
+from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size
+from streamalloc.core.stream import Stream, StreamLike
+from streamalloc.pool import MemoryPool
+from streamalloc.vmm.address_range import MappingEntry
+from streamalloc.vmm.growable import GrowableBuffer
+from streamalloc.vmm.virtual_buffer import Eviction, VirtualBuffer, copying_stream
+from streamalloc.vmm.waiting import After, wait_for_users
+
+__all__ = ["SleepGroup", "Tagged"]
+
+_KEEP = (1 << 64) - 1
+# Backups lie at multiples of this in the memory that they share, as allocations do.
+_ALIGNMENT = 512
+
+
+class SleepGroup(Closes):
+    """Virtual buffers that give their physical memory back together and get it back together, at the same addresses.
+
+    Each has a tag, such as ``"weights"``. :meth:`sleep` and :meth:`wake` take all buffers, or those of some tags. They
+    do it for all of them or for none: a call that fails leaves every buffer as it was, with its bytes, and can be made
+    again. What was captured into graphs stays valid, as no address changes.
+
+    The group knows its buffers as long as somebody holds them; a buffer that is closed or dropped leaves it. Not to be
+    used from several threads at once, but for :meth:`allocate`.
+
+    Parameters
+    ----------
+    device
+        Whose memory :meth:`allocate` gives, and whose default stream copies where no stream is named.
+    backup
+        A pool in host memory, to which the device has access, for the bytes that are kept. Default: one of the group's
+        own, which keeps what it has once got, as pinning memory takes longer than a copy: ``group.backup.trim()`` gives
+        it back.
+    handle_types
+        How the memory that :meth:`allocate` gives can be shared with other processes.
+    """
+
+    __slots__ = ("_backup", "_copies", "_handle_types", "_members", "_own", "device")
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        backup: MemoryPool | None = None,
+        handle_types: MemHandleType = MemHandleType.NONE,
+    ) -> None:
+        check_device("device", device)
+        self.device: Device = device
+        """The device that it allocates from."""
+        self._backup = backup
+        self._own = False
+        self._handle_types = handle_types
+        self._members: weakref.WeakKeyDictionary[VirtualBuffer, str] = weakref.WeakKeyDictionary()
+        # The copies of sleeping buffers, and what lies in them.
+        self._copies: list[tuple[Buffer, weakref.WeakSet[VirtualBuffer]]] = []
+
+    @property
+    def location(self) -> MemLocation:
+        """Where :meth:`allocate` takes memory."""
+        return self.device.location
+
+    @property
+    def backup(self) -> MemoryPool:
+        """The pool in host memory that takes the bytes; made when it is first asked for."""
+        if self._backup is None:
+            pool = MemoryPool(MemLocation.host(), release_threshold=_KEEP, driver=self.device.driver)
+            with undoing(pool.close):
+                pool.set_access(self.device, MemAccess.READWRITE)
+            self._backup, self._own = pool, True
+        return self._backup
+
+    def allocate(self, nbytes: int, stream: StreamLike | None = None, *, tag: str = "") -> VirtualBuffer:
+        """A buffer of its own that belongs to the group; it can be used at once.
+
+        Parameters
+        ----------
+        nbytes
+            Size in bytes; physical memory is rounded up to the granularity.
+        stream
+            The stream that orders operations which name no other.
+        tag
+            What :meth:`sleep` and :meth:`wake` know it by.
+
+        Raises
+        ------
+        OutOfMemoryError
+            There is no memory.
+        """
+        size = checked_size("nbytes", nbytes)
+        buffer = GrowableBuffer(self.device, max(size, 1), size, handle_types=self._handle_types, stream=stream)
+        self._members[buffer] = tag
+        return buffer
+
+    def tagged(self, tag: str) -> Tagged:
+        """The group as an allocator whose buffers have this tag: for ``streamalloc.interop.torch.use``."""
+        return Tagged(self, tag)
+
+    def add(self, buffer: VirtualBuffer, tag: str = "") -> None:
+        """Take a buffer into the group, or give it another tag.
+
+        Raises
+        ------
+        TypeError, ValueError
+            It is no virtual buffer, or of another driver.
+        """
+        if not isinstance(buffer, VirtualBuffer):
+            raise TypeError(f"buffer must be a GrowableBuffer or another VirtualBuffer, not {buffer!r}")
+        if buffer._door is not self._door:
+            raise ValueError(f"{buffer!r} belongs to another driver than the group")
+        self._members[buffer] = tag
+
+    def remove(self, buffer: VirtualBuffer) -> None:
+        """Take a buffer out of the group, which must be awake.
+
+        Raises
+        ------
+        EvictedError
+            It sleeps.
+        """
+        if buffer.evicted:
+            raise EvictedError(f"{buffer!r} sleeps, and its bytes are the group's: wake() it first")
+        self._members.pop(buffer, None)
+
+    @property
+    def buffers(self) -> dict[VirtualBuffer, str]:
+        """The buffers in the order in which they came, with their tags."""
+        return {buffer: tag for buffer, tag in list(self._members.items()) if not buffer.closed}
+
+    @property
+    def asleep(self) -> bool:
+        """Whether a buffer of it sleeps."""
+        return any(buffer.evicted for buffer in self.buffers)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """How much physical memory its buffers have now, in bytes."""
+        return sum(buffer.mapped_bytes for buffer in self.buffers)
+
+    def sleep(
+        self,
+        *tags: str,
+        keep: bool | Collection[str] = True,
+        shared: bool = False,
+        stream: StreamLike | None = None,
+        after: After = None,
+    ) -> int:
+        """Give the memory of all buffers back, or of those with these tags; how many bytes that are.
+
+        The host waits until the bytes that are kept are in host memory. Buffers that sleep already go on doing so.
+
+        Parameters
+        ----------
+        tags
+            Whose buffers; they are taken in this order. None means all, in the order in which they came.
+        keep
+            Whether their bytes are kept in host memory, or the tags of which they are.
+        shared
+            Memory that was shared is taken as well: every importer has closed it. Nobody checks that. One that has not
+            keeps the old memory, which is not free then.
+        stream
+            The stream that copies; default: the device's default stream.
+        after
+            What must have passed before, as for :meth:`VirtualBuffer.evict`.
+
+        Raises
+        ------
+        InUseError
+            A buffer cannot give its memory back, as for :meth:`VirtualBuffer.evict`.
+        OutOfMemoryError
+            There is no host memory for the bytes.
+        KeyError
+            No buffer has such a tag.
+        CudaError
+            The driver refused. In all these cases nothing has changed.
+        """
+        chosen = [(buffer, tag) for buffer, tag in self._chosen(tags) if not buffer.evicted]
+        entries = {buffer: buffer._evictable(shared=shared) for buffer, _ in chosen}
+        ordered = self._copying_stream(stream)
+        wait_for_users(after, self._door, (entry.rights for several in entries.values() for entry in several))
+        with contextlib.ExitStack() as undo:
+            copies: dict[VirtualBuffer, Memory] = {}
+            made = []
+            for tag in dict.fromkeys(tag for _, tag in chosen):
+                if keep if isinstance(keep, bool) else tag in keep:
+                    buffers = [buffer for buffer, one in chosen if one == tag and buffer.nbytes]
+                    whole = self._copy(buffers, ordered, copies, undo)
+                    made += [(whole, weakref.WeakSet(buffers))] if whole is not None else []
+            if copies:
+                ordered.synchronize()
+            given = 0
+            for buffer, several in entries.items():
+                undo.callback(self._wake_again, buffer, ordered)
+                buffer._give_back(several, copies.get(buffer), own=False)
+                given += buffer.eviction.nbytes if buffer.eviction else 0
+            self._copies += made
+            undo.pop_all()
+        return given
+
+    def _copy(
+        self,
+        buffers: Sequence[VirtualBuffer],
+        stream: Stream,
+        copies: dict[VirtualBuffer, Memory],
+        undo: contextlib.ExitStack,
+    ) -> Buffer | None:
+        """Queue copies of buffers into one piece of host memory, which pinning and freeing are quicker for."""
+        places = []
+        end = 0
+        for buffer in buffers:
+            places.append(end)
+            end = -(-(end + buffer.nbytes) // _ALIGNMENT) * _ALIGNMENT
+        if not end:
+            return None
+        whole = self.backup.allocate(end, stream)
+        undo.callback(whole.close)
+        undo.callback(stream.synchronize)
+        for buffer, place in zip(buffers, places, strict=True):
+            copies[buffer] = part = whole[place : place + buffer.nbytes]
+            part.copy_from(buffer, stream)
+        return whole
+
+    @staticmethod
+    def _wake_again(buffer: VirtualBuffer, stream: Stream) -> None:
+        if buffer.evicted:
+            buffer.restore(stream=stream)
+            stream.synchronize()
+
+    def wake(self, *tags: str, stream: StreamLike | None = None) -> int:
+        """Give all buffers that sleep memory and bytes again, or those with these tags; how many bytes of memory.
+
+        The copies are in stream order: use the bytes on ``stream`` or after it. Bytes that were not kept are undefined.
+
+        Parameters
+        ----------
+        tags
+            Whose buffers, in this order; none for all.
+        stream
+            The stream that copies; default: the device's default stream.
+
+        Raises
+        ------
+        OutOfMemoryError
+            There is not enough memory. All of them sleep as before, with their bytes, and it can be tried again.
+        KeyError
+            No buffer has such a tag.
+        CudaError
+            The driver refused, likewise.
+        """
+        asleep = {buffer: buffer.eviction for buffer, _ in self._chosen(tags)}
+        sleeping = {buffer: eviction for buffer, eviction in asleep.items() if eviction is not None}
+        ordered = self._copying_stream(stream)
+        with contextlib.ExitStack() as undo:
+            made: dict[VirtualBuffer, list[MappingEntry]] = {}
+            # First memory for all of them: that it runs out is what is likely to fail.
+            for buffer, eviction in sleeping.items():
+                made[buffer] = entries = buffer._put(eviction.pieces)
+                undo.callback(self._sleep_again, buffer, eviction, entries)
+            undo.callback(ordered.synchronize)
+            for buffer, eviction in sleeping.items():
+                buffer._evicted = None
+                if eviction.backup is not None:
+                    buffer._copy_back(eviction.backup, made[buffer], ordered)
+            undo.pop_all()
+        self._free_copies(ordered)
+        return sum(eviction.nbytes for eviction in sleeping.values())
+
+    @staticmethod
+    def _sleep_again(buffer: VirtualBuffer, eviction: Eviction, entries: Sequence[MappingEntry]) -> None:
+        buffer._evicted = eviction
+        buffer._discard(entries)
+
+    def _free_copies(self, stream: Stream) -> None:
+        """Free the copies of which no part is of a buffer that sleeps."""
+        needed = []
+        for whole, buffers in self._copies:
+            if any(buffer.evicted for buffer in list(buffers)):
+                needed.append((whole, buffers))
+            else:
+                try:
+                    whole.free(stream)
+                except CudaError:
+                    # It is freed on a stream of its own when it is dropped, which knows nothing of the copies.
+                    stream.synchronize()
+        self._copies = needed
+
+    def _chosen(self, tags: Sequence[str]) -> Iterator[tuple[VirtualBuffer, str]]:
+        buffers = self.buffers
+        unknown = [tag for tag in tags if tag not in buffers.values()]
+        if unknown:
+            raise KeyError(f"no buffer has the tag {unknown[0]!r}: there are {sorted(set(buffers.values()))}")
+        if not tags:
+            return iter(buffers.items())
+        return iter([(buffer, tag) for wanted in tags for buffer, tag in buffers.items() if tag == wanted])
+
+    def _copying_stream(self, stream: StreamLike | None) -> Stream:
+        return copying_stream(self.device.default_stream if stream is None else stream, self._door)
+
+    def close(self) -> None:
+        """Let the buffers go, which stay as they are, and close the pool for backups if it is the group's own.
+
+        The bytes of buffers that sleep stay until those are closed.
+        """
+        self._members.clear()
+        self._copies.clear()
+        if self._own and self._backup is not None:
+            self._backup.close()
+            self._backup, self._own = None, False
+
+    @property
+    def _door(self) -> Door:
+        return self.device._door
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "_members"):
+            return f"<{type(self).__name__} that could not be made>"
+        buffers = self.buffers
+        state = f"{sum(buffer.evicted for buffer in buffers)} asleep, {size_text(self.mapped_bytes)} mapped"
+        return f"<{type(self).__name__} of {len(buffers)} buffers, {state}>"
+
+
+class Tagged:
+    """An allocator whose buffers belong to a :class:`SleepGroup` by one tag: made by :meth:`SleepGroup.tagged`."""
+
+    __slots__ = ("group", "tag")
+
+    def __init__(self, group: SleepGroup, tag: str) -> None:
+        self.group: SleepGroup = group
+        """The group that its buffers belong to."""
+        self.tag: str = tag
+        """Their tag."""
+
+    @property
+    def location(self) -> MemLocation:
+        """Where the memory is."""
+        return self.group.location
+
+    def allocate(self, nbytes: int, stream: StreamLike | None = None) -> VirtualBuffer:
+        """As :meth:`SleepGroup.allocate`, with the tag."""
+        return self.group.allocate(nbytes, stream, tag=self.tag)
+
+    @property
+    def _door(self) -> Door:
+        return self.group._door
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.tag!r} of {self.group!r}>"

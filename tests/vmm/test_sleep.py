@@ -1,0 +1,247 @@
+"""Groups of virtual buffers that sleep and wake together."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
+from tests.support import MiB, filled, shows
+
+
+@pytest.fixture
+def group(device: sa.Device) -> Iterator[vmm.SleepGroup]:
+    with vmm.SleepGroup(device) as group:
+        yield group
+
+
+def buffers(group: vmm.SleepGroup, *tags: str) -> list[vmm.VirtualBuffer]:
+    """A buffer of 2 MiB and some bytes for each tag, with a pattern of its own."""
+    made = []
+    for seed, tag in enumerate(tags):
+        made.append(group.allocate(2 * MiB + 100, tag=tag))
+        filled(made[-1], seed)
+    return made
+
+
+class TestSleepAndWake:
+    def test_bytes_and_addresses_come_back(self, device: sa.Device, group: vmm.SleepGroup) -> None:
+        several = buffers(group, "a", "b", "a")
+        device.synchronize()
+        addresses = [buffer.address for buffer in several]
+        free = device.memory_info().free
+        assert group.mapped_bytes == 12 * MiB
+        assert group.sleep() == 12 * MiB
+        assert device.memory_info().free == free + 12 * MiB
+        assert group.asleep and group.mapped_bytes == 0 and all(buffer.evicted for buffer in several)
+        with pytest.raises(sa.EvictedError):
+            several[0].fill(1)
+        assert group.wake() == 12 * MiB
+        assert group.mapped_bytes == 12 * MiB
+        assert [buffer.address for buffer in several] == addresses
+        assert all(shows(buffer, seed) for seed, buffer in enumerate(several))
+
+    def test_copies_are_freed_when_all_that_is_in_them_is_awake(self, group: vmm.SleepGroup) -> None:
+        buffers(group, "a", "b")
+        kept = buffers(group, "a", "b", "b")
+        group.sleep()
+        used = group.backup.statistics().used
+        assert used >= 3 * (2 * MiB + 100)
+        group.wake("a")
+        assert 0 < group.backup.statistics().used < used
+        group.wake("b")
+        group.device.synchronize()
+        assert group.backup.statistics().used == 0
+        assert all(shows(buffer, seed) for seed, buffer in enumerate(kept))
+
+    def test_only_what_is_to_be_kept_is_copied(self, group: vmm.SleepGroup) -> None:
+        weights, cache = buffers(group, "weights", "cache")
+        group.sleep(keep={"weights"})
+        assert weights.eviction and weights.eviction.backup is not None
+        assert cache.eviction and cache.eviction.backup is None
+        group.wake()
+        assert shows(weights, 0)
+        cache.fill(3)
+        cache.stream.synchronize()
+
+    def test_without_copies_no_host_memory_is_taken(self, device: sa.Device) -> None:
+        with sa.MemoryPool(sa.MemLocation.host()) as pool:
+            group = vmm.SleepGroup(device, backup=pool)
+            several = buffers(group, "a", "a")
+            group.sleep(keep=False)
+            assert pool.statistics().used_high == 0
+            group.wake()
+            assert len(several) == 2 and group.mapped_bytes == 8 * MiB
+
+    def test_again_and_again(self, group: vmm.SleepGroup) -> None:
+        several = buffers(group, "a", "b")
+        for _ in range(3):
+            group.sleep("b", "a")
+            assert group.sleep() == 0
+            group.wake("b")
+            group.wake()
+            assert group.wake() == 0
+        assert all(shows(buffer, seed) for seed, buffer in enumerate(several))
+
+    def test_empty_buffers_and_empty_groups(self, group: vmm.SleepGroup) -> None:
+        assert group.sleep() == group.wake() == 0
+        empty = group.allocate(0)
+        group.sleep()
+        group.wake()
+        assert empty.nbytes == 0
+
+    def test_what_queued_work_uses_is_waited_for(self, device: sa.Device, group: vmm.SleepGroup) -> None:
+        (buffer,) = buffers(group, "a")
+        with device.create_stream() as stream:
+            device.synchronize()
+            for value in range(20):
+                buffer.fill(value, stream)
+            group.sleep()
+            group.wake()
+            read = np.zeros(buffer.nbytes, np.uint8)
+            buffer.copy_to(read)
+            buffer.stream.synchronize()
+            assert (read == 19).all()
+
+    def test_graphs_stay_valid(self, device: sa.Device, group: vmm.SleepGroup, stream: sa.Stream) -> None:
+        (buffer,) = buffers(group, "a")
+        device.synchronize()
+        with stream.capture() as graph:
+            buffer[0:4096].fill(7, stream)
+            buffer[4096:8192].copy_from(buffer[0:4096], stream)
+        group.sleep()
+        group.wake()
+        graph.launch(stream)
+        stream.synchronize()
+        read = np.zeros(buffer.nbytes, np.uint8)
+        buffer.copy_to(read)
+        buffer.stream.synchronize()
+        assert (read[:8192] == 7).all()
+
+
+class TestMembers:
+    def test_other_buffers_join(self, device: sa.Device, group: vmm.SleepGroup) -> None:
+        with vmm.GrowableBuffer(device, 8 * MiB, 4 * MiB) as buffer, vmm.stripe(4 * MiB, [device]) as striped:
+            group.add(buffer, "mine")
+            group.add(striped)
+            filled(buffer, 5)
+            assert group.sleep("mine") == 4 * MiB
+            assert buffer.evicted and not striped.evicted
+            with pytest.raises(sa.EvictedError, match="wake"):
+                group.remove(buffer)
+            group.wake()
+            assert shows(buffer, 5)
+            group.remove(buffer)
+            assert group.buffers == {striped: ""}
+
+    def test_what_is_dropped_or_closed_leaves(self, device: sa.Device, group: vmm.SleepGroup) -> None:
+        several = buffers(group, "a", "b", "c")
+        group.sleep()
+        several.pop()
+        gc.collect()
+        several[0].close()
+        assert list(group.buffers.values()) == ["b"]
+        group.wake()
+        assert shows(several[1], 1)
+        device.synchronize()
+        assert group.backup.statistics().used == 0
+
+    def test_an_allocator_for_each_tag(self, device: sa.Device, group: vmm.SleepGroup, stream: sa.Stream) -> None:
+        source = group.tagged("weights")
+        buffer = source.allocate(100, stream)
+        assert group.buffers == {buffer: "weights"}
+        assert source.location == device.location and buffer.stream is stream
+
+    def test_unknown_tags(self, group: vmm.SleepGroup) -> None:
+        several = buffers(group, "a")
+        for call in (group.sleep, group.wake):
+            with pytest.raises(KeyError, match=r"'b'.*\['a'\]"):
+                call("b")
+        assert not several[0].evicted
+
+    @pytest.mark.parametrize("wrong", [None, 5, "a"])
+    def test_other_things_are_refused(self, group: vmm.SleepGroup, wrong: Any) -> None:
+        with pytest.raises(TypeError, match="VirtualBuffer"):
+            group.add(wrong)
+
+
+class TestAllOrNothing:
+    def test_a_buffer_that_cannot_sleep(self, device: sa.Device, group: vmm.SleepGroup) -> None:
+        several = buffers(group, "a", "b")
+        shared = vmm.GrowableBuffer(
+            device, 2 * MiB, 2 * MiB, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR
+        )
+        group.add(shared, "c")
+        memory = shared.mappings[0].memory
+        with memory.export():  # type: ignore[union-attr]
+            pass
+        with pytest.raises(sa.InUseError, match="shared=True"):
+            group.sleep()
+        assert not group.asleep and all(shows(buffer, seed) for seed, buffer in enumerate(several))
+        # Whoever had it has closed it.
+        filled(shared, 9)
+        assert group.sleep(shared=True) == 10 * MiB
+        group.wake()
+        assert shows(shared, 9)
+
+    def test_no_host_memory_for_the_copies(self, device: sa.Device) -> None:
+        with sa.MemoryPool(sa.MemLocation.host(), max_size=4 * MiB) as pool:
+            pool.set_access(device, sa.MemAccess.READWRITE)
+            group = vmm.SleepGroup(device, backup=pool)
+            several = [group.allocate(32 * MiB, tag=tag) for tag in "ab"]
+            for seed, buffer in enumerate(several):
+                filled(buffer, seed)
+            with pytest.raises(sa.OutOfMemoryError):
+                group.sleep()
+            assert not group.asleep and all(shows(buffer, seed) for seed, buffer in enumerate(several))
+            assert pool.statistics().used == 0
+
+    @pytest.mark.parametrize("call", ["cuMemUnmap", "cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemcpyAsync"])
+    def test_a_refusal_of_any_call(self, machine: Any, call: str) -> None:
+        met = set()
+        for nth in range(1, 30):
+            driver: Any = sd.faulty(machine, call, nth=nth)
+            group = vmm.SleepGroup(sa.Device(0, driver=driver))
+            try:
+                several = buffers(group, "a", "b", "c")
+            except sa.CudaError:
+                continue
+            for step in (group.sleep, group.wake):
+                before = group.asleep
+                try:
+                    step()
+                except sa.CudaError:
+                    met.add(step.__name__)
+                    assert {buffer.evicted for buffer in several} == {before}
+                    step()
+                assert {buffer.evicted for buffer in several} == {not before}
+            if not driver.failed:
+                break
+            assert all(shows(buffer, seed) for seed, buffer in enumerate(several))
+        else:
+            raise AssertionError("the calls never end")
+        assert met
+
+    @pytest.mark.simulated_only("takes all memory of the device")
+    def test_no_memory_to_wake_up(self) -> None:
+        machine = sd.simulated(memory=64 * MiB)
+        device = sa.Device(0, driver=machine)
+        group = vmm.SleepGroup(device)
+        several = [group.allocate(10 * MiB, tag=tag) for tag in "abc"]
+        for seed, buffer in enumerate(several):
+            filled(buffer, seed)
+        group.sleep()
+        taken = vmm.PhysicalMemory(40 * MiB, device)
+        for _ in range(2):
+            with pytest.raises(sa.OutOfMemoryError):
+                group.wake()
+            assert all(buffer.evicted for buffer in several) and group.mapped_bytes == 0
+        taken.close()
+        group.wake()
+        assert all(shows(buffer, seed) for seed, buffer in enumerate(several))
