@@ -54,7 +54,7 @@ from streamalloc.core.properties import (
 )
 from streamalloc.core.stream import Event, Stream, StreamLike
 from streamalloc.driver import DriverNotFoundError, ForkedProcessError
-from streamalloc.pool import MemoryPool, PoolAttributes, PoolStatistics, allocate
+from streamalloc.pool import CacheStatistics, CachingAllocator, MemoryPool, PoolAttributes, PoolStatistics, allocate
 
 if TYPE_CHECKING:
     from streamalloc import interop, ipc, multicast, traces, vmm
@@ -68,6 +68,8 @@ __all__ = [
     "AddressSpaceError",
     "Buffer",
     "BufferView",
+    "CacheStatistics",
+    "CachingAllocator",
     "Capabilities",
     "CaptureError",
     "ClosedError",

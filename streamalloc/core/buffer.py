@@ -35,6 +35,7 @@ __all__ = [
     "PlainBuffer",
     "SharedState",
     "StillImported",
+    "past_caches",
     "pool_of",
     "read_or_none",
     "set_shared",
@@ -343,23 +344,31 @@ class Buffer(Memory, Closes):
             raise ClosedError(f"this buffer of {size_text(self._nbytes)} was freed already")
         self._allocator._door.check_process()
         ordered = self._ordered_on(stream)
-        raw = ordered._checked_raw()
+        ordered._checked_raw()
         if ordered._capture is not None and not self._belongs_to(ordered._capture):
             raise refused(CaptureError, "cuMemFreeAsync", _FOREIGN_IN_CAPTURE)
         state = shared_state(self)
         if state is not None:
             state.free(self, ordered, still_imported, timeout)
-            return
+        else:
+            self._free_on(ordered)
+
+    def _free_on(self, ordered: Stream) -> None:
+        """Free the memory, which was not shared, on a stream that has been looked at."""
         with ordered._context():
             ptr = self._ptr
             self._ptr = None
-            result = self._allocator._free(ptr, raw)[0]
+            result = self._allocator._free(ptr, ordered._raw)[0]
             if result:
                 self._ptr = ptr
                 raise self._refused(result, ordered)
 
     def _belongs_to(self, capture: Capture) -> bool:
         return False
+
+    def _past_caches(self) -> Buffer:
+        """What holds the memory so that a free gives it back to the driver."""
+        return self
 
     def _refused(self, result: Any, stream: Stream) -> Exception:
         if result.name == "CUDA_ERROR_INVALID_VALUE" and stream.capturing:
@@ -381,6 +390,23 @@ class Buffer(Memory, Closes):
     def __enter__(self) -> Self:
         self._live()
         return self
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "_ptr"):
+            return f"<{type(self).__name__} that could not be made>"
+        where = "freed" if self.freed else f"at {int(self._live()):#x}"
+        return f"<{type(self).__name__} of {self._nbytes} bytes {where}, {self.location}>"
+
+
+class PlainBuffer(Buffer):
+    """What :meth:`Allocator.allocate` makes: a :class:`Buffer` whose making runs no Python function.
+
+    It is freed when it is dropped.
+    """
+
+    __slots__ = ()
+
+    __init__ = object.__init__
 
     def __del__(self) -> None:
         try:
@@ -408,20 +434,6 @@ class Buffer(Memory, Closes):
             finally:
                 stream._in_use.release()
         later_of(door).hand_in(_FreeDropped(door, ptr, stream))
-
-    def __repr__(self) -> str:
-        if not hasattr(self, "_ptr"):
-            return f"<{type(self).__name__} that could not be made>"
-        where = "freed" if self.freed else f"at {int(self._live()):#x}"
-        return f"<{type(self).__name__} of {self._nbytes} bytes {where}, {self.location}>"
-
-
-class PlainBuffer(Buffer):
-    """What :meth:`Allocator.allocate` makes: a :class:`Buffer` whose making runs no Python function."""
-
-    __slots__ = ()
-
-    __init__ = object.__init__
 
 
 PlainBuffer.__name__ = PlainBuffer.__qualname__ = "Buffer"
@@ -468,9 +480,6 @@ class GraphBuffer(Buffer):
     def _belongs_to(self, capture: Capture) -> bool:
         return capture is self._capture
 
-    def __del__(self) -> None:
-        pass
-
 
 class _FreeDropped(Deferred):
     """The free of a buffer that was dropped and could not be freed at once."""
@@ -506,6 +515,14 @@ class _FreeDropped(Deferred):
 def pool_of(buffer: Buffer) -> object:
     """The pool that a buffer's memory is in."""
     return buffer._allocator._pool_of(buffer)
+
+
+def past_caches(buffer: Buffer) -> Buffer:
+    """What holds a buffer's memory so that a free gives it back to the driver: the buffer itself, or one behind it.
+
+    Memory of a cache leaves that for good; freeing the buffer frees the one behind it.
+    """
+    return buffer._past_caches()
 
 
 def shared_state(buffer: Buffer) -> SharedState | None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Union, cast
 
 from streamalloc.core.door import Door
-from streamalloc.core.errors import CaptureError, ClosedError, NotReadyError, error_from, refused
-from streamalloc.core.later import refused_to_end, work
+from streamalloc.core.errors import CaptureError, ClosedError, CudaError, NotReadyError, error_from, refused
+from streamalloc.core.later import Deferred, later_of, refused_to_end, work
 from streamalloc.core.ownership import Closes
 from streamalloc.driver.internal import cuda
 
@@ -88,6 +89,7 @@ class EventLike(Protocol):
 _LEGACY = 1
 _PER_THREAD = 2
 _DEFAULT_HANDLES = (0, _LEGACY, _PER_THREAD)
+_NO_LISTS: Mapping[object, Any] = MappingProxyType({})
 _INVALID_HANDLE = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
 _NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
 
@@ -140,10 +142,12 @@ class Stream(Closes):
         "_default",
         "_direct",
         "_door",
+        "_endings",
         "_foreign",
         "_handle",
         "_in_use",
         "_last",
+        "_lists",
         "_raw",
         "_sees_all",
         "_spare",
@@ -174,6 +178,10 @@ class Stream(Closes):
         self._handle: Any = None
         self._direct: Door | None = None
         self._raw = raw
+        self._lists: Mapping[object, Any] = _NO_LISTS
+        """By cache, the lists of memory for this stream that fast paths take from; none where they may not."""
+        self._endings: tuple[Deferred, ...] = ()
+        """What ends before the stream is closed."""
 
     def _open(self, *, non_blocking: bool = False) -> None:
         number = int(self._raw)
@@ -208,6 +216,7 @@ class Stream(Closes):
     def _forbid_direct(self) -> None:
         self._handle = None
         self._direct = None
+        self._lists = _NO_LISTS
 
     @property
     def handle(self) -> int:
@@ -438,6 +447,11 @@ class Stream(Closes):
         with self._in_use:
             if self.closed:  # by another thread meanwhile
                 return
+            for item in self._endings:
+                # Where the driver refuses, it is tried again later.
+                with contextlib.suppress(CudaError):
+                    later_of(self._door).end(item)
+            self._endings = ()
             # Buffers that remain need to know when the stream's work was done, to be freed after it.
             self._last = self.record()
             self._spare.end(self._door)

@@ -8,7 +8,7 @@ free has run. One that is closed before that waits in the queue of :mod:`streama
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door, PerDriver
@@ -21,21 +21,32 @@ from streamalloc.driver.internal import BINDINGS_VERSION, cuda, enum_member, ver
 if TYPE_CHECKING:
     from streamalloc.core.buffer import Allocator
 
-__all__ = ["PoolEnd", "Pools", "existing_pool", "pools_of", "set_current_pool"]
+__all__ = ["OverPool", "PoolEnd", "Pools", "existing_pool", "pools_of", "set_current_pool"]
 
 _ATTRIBUTES = cuda.CUmemPool_attribute
+
+
+class OverPool(Protocol):
+    """What keeps memory of a pool, and gives it back before the pool ends."""
+
+    @property
+    def pool(self) -> Allocator: ...
+
+    def close(self) -> None: ...
 
 
 class Pools:
     """The pools of one driver that this process knows: ``pools_of(door)``."""
 
-    __slots__ = ("alive", "closed", "current")
+    __slots__ = ("alive", "caches", "closed", "current")
 
     def __init__(self, _: Door) -> None:
         self.alive: weakref.WeakValueDictionary[int, Allocator] = weakref.WeakValueDictionary()
         """The pool objects, by driver handle."""
         self.current: weakref.WeakValueDictionary[int, Allocator] = weakref.WeakValueDictionary()
         """What allocates from whichever pool is current, by device."""
+        self.caches: weakref.WeakSet[OverPool] = weakref.WeakSet()
+        """The caches over any of the pools."""
         self.closed: set[int] = set()
         """Driver handles of closed pools that the driver has not destroyed yet."""
 

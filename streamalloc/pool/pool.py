@@ -393,6 +393,9 @@ class MemoryPool(Allocator, Closes):
         """
         if self._closed or self._end is None:
             return
+        for cache in tuple(pools_of(self._door).caches):
+            if cache.pool is self:
+                cache.close()
         self._end.close()
         self._shut()
         work(self._door)

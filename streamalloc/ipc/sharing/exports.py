@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
-from streamalloc.core.buffer import Buffer, GraphBuffer, pool_of, set_shared, shared_state
+from streamalloc.core.buffer import Buffer, GraphBuffer, past_caches, pool_of, set_shared, shared_state
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door, PerDriver, door_behind
 from streamalloc.core.errors import error_from, size_text
@@ -219,6 +219,7 @@ class Exports:
 
     def lease(self, buffer: Buffer) -> Lease:
         """The lease of a buffer, which frees it from now on."""
+        buffer = past_caches(buffer)
         lease = shared_state(buffer)
         if not isinstance(lease, Lease):
             with self._lock:

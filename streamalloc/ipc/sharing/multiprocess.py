@@ -27,6 +27,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from streamalloc.core.buffer import PlainBuffer
+from streamalloc.core.cached import CachedBuffer
 from streamalloc.core.door import door_behind
 from streamalloc.core.fd import Fd
 from streamalloc.core.memory import BufferView
@@ -41,7 +42,8 @@ from streamalloc.vmm import GrowableBuffer, Mapping, PhysicalMemory, RangeView, 
 __all__ = ["KINDS", "reduce"]
 
 KINDS = (
-    MemoryPool, PlainBuffer, BufferView, PhysicalMemory, Mapping, RangeView, GrowableBuffer, StripedBuffer, Event
+    MemoryPool, PlainBuffer, CachedBuffer, BufferView, PhysicalMemory, Mapping, RangeView, GrowableBuffer,
+    StripedBuffer, Event,
 )  # fmt: skip
 """What goes through :mod:`multiprocessing`, by just these classes. Other pickles of a driver resource mean nothing."""
 

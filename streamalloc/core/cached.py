@@ -1,0 +1,373 @@
+"""Allocate and free of memory that a cache keeps: the fast paths, and who has which block.
+
+The shape is that of :mod:`streamalloc.core.buffer`. The plain case takes a block off a list of its stream, or puts it
+back there; no driver is asked. Whatever is not plain finds no list, and falls through to the slow path.
+
+A :class:`Block` is in exactly one place: a list, a buffer, or the hands of a thread. Taking it off a list and putting
+it back is one step that no thread and no signal handler can divide. A block that is dropped, with its buffer or by an
+interrupt, is told of by a weak reference, for which no Python function runs (:class:`Blocks`).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from typing import Protocol
+
+from streamalloc.core.buffer import Allocator, Buffer, PlainBuffer, SharedState, StillImported, shared_state
+from streamalloc.core.later import Deferred, later_of
+from streamalloc.core.stream import Stream, StreamLike, direct_handle
+from streamalloc.driver.internal import cuda
+
+__all__ = [
+    "Block",
+    "Blocks",
+    "CachedAllocator",
+    "CachedBuffer",
+    "Shelf",
+    "end_with_stream",
+    "endings_of",
+    "forbid_lists",
+    "give_lists",
+    "leave_stream",
+]
+
+_DEFER: StillImported = "defer"
+
+
+class Block(cuda.CUdeviceptr):  # type: ignore[misc]  # the bindings have no types
+    """The address of memory that a cache has, as the driver takes it."""
+
+    __slots__ = ("__weakref__", "home")
+
+    home: list[Block] | None
+    """Where a free on its own stream puts it; None where only the slow path may free it."""
+
+
+class Shelf(Protocol):
+    """Where blocks of one size and one stream belong."""
+
+    blocks: list[Block]
+    nbytes: int
+
+    def returned(self) -> None:
+        """A dropped block was put back into the list."""
+
+
+class _Watch(weakref.ref[Block]):
+    """A weak reference to a block, which knows how to make it again."""
+
+    __slots__ = ("address", "shelf")
+
+    address: int
+    shelf: Shelf
+
+
+class Blocks:
+    """The memory that a cache has of a pool, in lists and in buffers."""
+
+    __slots__ = ("__weakref__", "_mending", "_pool", "_watches", "dropped")
+
+    def __init__(self, pool: Allocator) -> None:
+        self._pool = pool
+        self._watches: dict[int, _Watch] = {}
+        """By address."""
+        self.dropped: deque[_Watch] = deque()
+        """What was dropped, oldest first."""
+        self._mending = threading.RLock()
+        """Held while dropped blocks are made again: calls nothing that waits, and no finaliser takes it."""
+
+    def __len__(self) -> int:
+        """How many blocks there are, dropped ones included."""
+        return len(self._watches)
+
+    def take_over(self, plain: Buffer, shelf: Shelf) -> Block:
+        """Make a block of a plain buffer's memory. The buffer counts as freed."""
+        block, watch = self._new(int(plain._ptr), shelf)
+        # No call from here on that a signal handler could interrupt.
+        self._watches[watch.address] = watch
+        plain._ptr = None
+        return block
+
+    def hand_over(self, block: Block, stream: Stream) -> Buffer:
+        """Make a plain buffer of a block's memory. It is freed on ``stream``, and when it is dropped."""
+        plain = self._plain(0, stream)
+        pointer = cuda.CUdeviceptr(int(block))
+        address = int(block)
+        del self._watches[address]
+        plain._ptr = pointer
+        return plain
+
+    def move(self, block: Block, shelf: Shelf) -> None:
+        """Let a block that the caller has belong to another shelf."""
+        watch = self._watches[int(block)]
+        blocks = shelf.blocks
+        watch.shelf = shelf
+        block.home = blocks
+
+    def size_of(self, block: Block) -> int:
+        """The size of the blocks of its shelf."""
+        return self._watches[int(block)].shelf.nbytes
+
+    def mend(self) -> None:
+        """Put blocks that were dropped back into their lists."""
+        dropped, watches = self.dropped, self._watches
+        while dropped:
+            with self._mending:
+                if not dropped:
+                    return
+                old = dropped[0]
+                shelf, address = old.shelf, old.address
+                block, watch = self._new(address, shelf)
+                blocks, returned = shelf.blocks, shelf.returned
+                # Not where its memory was handed over, or where who interrupted this was here, too.
+                if address in watches and watches[address] is old:
+                    watches[address] = watch
+                    blocks.append(block)
+                    returned()
+                else:
+                    # Its block is dropped in turn; nobody needs to know.
+                    watch = old
+                if dropped and dropped[0] is old:
+                    del dropped[0]
+
+    def bar(self) -> None:
+        """Let all blocks that are in buffers go through the slow path when they are freed."""
+        for watch in tuple(self._watches.values()):
+            block = watch()
+            if block is not None:
+                block.home = None
+
+    def leave(self, buffer: CachedBuffer) -> Buffer:
+        """Make a plain buffer of a cached one's memory, which from then on frees it: for memory that is shared."""
+        state = shared_state(buffer)
+        if isinstance(state, _Behind):
+            return state.plain
+        block = buffer._ptr
+        if block is None:
+            return buffer
+        plain = self._plain(buffer._nbytes, buffer._stream)
+        pointer = cuda.CUdeviceptr(int(block))
+        address = int(block)
+        behind = (_Behind(plain), pointer)
+        if buffer._ptr is block:
+            del self._watches[address]
+            plain._ptr = pointer
+            buffer._shared = behind
+            buffer._ptr = None
+        return plain
+
+    def _new(self, address: int, shelf: Shelf) -> tuple[Block, _Watch]:
+        block = Block(address)
+        block.home = shelf.blocks
+        watch = _Watch(block, self.dropped.append)
+        watch.address = address
+        watch.shelf = shelf
+        return block, watch
+
+    def _plain(self, nbytes: int, stream: Stream) -> PlainBuffer:
+        plain: PlainBuffer = PlainBuffer()
+        plain._nbytes = nbytes
+        plain._stream = stream
+        plain._allocator = self._pool
+        plain._shared = None
+        plain._ptr = None
+        return plain
+
+
+class CachedAllocator(Allocator):
+    """An allocator that has lists of memory on the streams it was used with."""
+
+    __slots__ = ("_blocks", "_key")
+
+    _key: object
+    """What its lists are found by in a stream."""
+    _blocks: Blocks
+
+    def allocate(self, nbytes: int, stream: StreamLike) -> Buffer:
+        """Allocate in stream order, from the cache if it has something: otherwise as :meth:`MemoryPool.allocate`.
+
+        Parameters
+        ----------
+        nbytes
+            Size in bytes; 0 gives a valid empty buffer. Addresses are multiples of 512 bytes.
+        stream
+            The stream that orders the allocation. Only open streams of this library that are neither captured nor
+            default streams have cached memory.
+
+        Returns
+        -------
+        Buffer
+            Freed on such a stream, or dropped, its memory goes back to the cache. While ``stream`` is being captured,
+            a :class:`GraphBuffer`, which belongs to the graph.
+
+        Raises
+        ------
+        OutOfMemoryError
+            There is no memory, nor would there be if the cache gave back all it has; or the limit does not allow it.
+        TypeError, ValueError
+            The size is no integer or out of range; the stream is none, or of another driver.
+        ClosedError
+            The cache, its pool or the stream was closed.
+        """
+        if type(nbytes) is int:
+            try:
+                block = stream._lists[self._key][(nbytes - 1) >> 9].pop()  # type: ignore[union-attr]
+            except (LookupError, AttributeError, TypeError):
+                pass
+            else:
+                # An interrupt from here on drops the block, which is made again then.
+                buffer: CachedBuffer = CachedBuffer()
+                buffer._ptr = block
+                buffer._nbytes = nbytes
+                buffer._stream = stream  # type: ignore[assignment]
+                buffer._allocator = self
+                buffer._shared = None
+                return buffer
+            if self._blocks.dropped:
+                self._blocks.mend()
+                back = self._taken(nbytes, stream)
+                if back is not None:
+                    return self._wrap(back, nbytes, stream)  # type: ignore[arg-type]
+        return self._allocate_slowly(nbytes, stream)
+
+    def _taken(self, nbytes: int, stream: StreamLike) -> Block | None:
+        """A block as the fast path takes it; None where there is none."""
+        try:
+            block: Block = stream._lists[self._key][(nbytes - 1) >> 9].pop()  # type: ignore[union-attr]
+        except (LookupError, AttributeError, TypeError):
+            return None
+        return block
+
+    def _wrap(self, block: Block, nbytes: int, stream: Stream) -> Buffer:
+        """A buffer for a block that the caller has."""
+        buffer: CachedBuffer = CachedBuffer()
+        buffer._ptr = block
+        buffer._nbytes = nbytes
+        buffer._stream = stream
+        buffer._allocator = self
+        buffer._shared = None
+        return buffer
+
+    def _shelf_for(self, block: Block, stream: Stream) -> Shelf | None:
+        """Where a block goes that is freed on ``stream``; None where the driver gets it back."""
+        raise NotImplementedError
+
+    def _put_back(self, buffer: CachedBuffer, ordered: Stream) -> None:
+        """The slow path of a free, after the checks."""
+        block = buffer._ptr
+        shelf = self._shelf_for(block, ordered)
+        if shelf is not None:
+            self._blocks.move(block, shelf)
+            home = shelf.blocks
+            # Taken before it is put back, so that two threads that free the same buffer do so once.
+            if buffer._ptr is block:
+                buffer._ptr = None
+                home.append(block)
+                shelf.returned()
+            return
+        # As for memory that is shared: where the driver refuses, the buffer still has it.
+        self._blocks.leave(buffer)
+        buffer.free(ordered)
+
+
+class CachedBuffer(Buffer):
+    """A buffer whose memory goes back to a cache, when it is freed or dropped."""
+
+    __slots__ = ()
+
+    __init__ = object.__init__
+
+    _allocator: CachedAllocator
+
+    def free(
+        self,
+        stream: StreamLike | None = None,
+        still_imported: StillImported = _DEFER,
+        timeout: float | None = None,
+    ) -> None:
+        """Free the memory in stream order: later work must not use it; earlier work may.
+
+        It goes to the cache of the stream, and is handed out again on that stream only, or once all that the stream
+        has queued so far is done. On a stream without a cache (captured, a default stream, of another library) it goes
+        back to the pool (``cuMemFreeAsync``). Arguments and errors are those of :meth:`Buffer.free`.
+        """
+        block = self._ptr
+        if (
+            stream is None
+            and still_imported is _DEFER
+            and block is not None
+            and self._stream._handle is not None
+            and block.home is not None
+        ):
+            # Nothing is called between these that a signal handler could interrupt: the memory is freed once.
+            self._ptr = None
+            block.home.append(block)
+            return
+        self._free_slowly(stream, still_imported, timeout)
+
+    def _free_on(self, ordered: Stream) -> None:
+        # Freed to a list, or past the cache.
+        self._allocator._put_back(self, ordered)
+
+    def _past_caches(self) -> Buffer:
+        return self._allocator._blocks.leave(self)
+
+
+CachedBuffer.__name__ = CachedBuffer.__qualname__ = "Buffer"
+
+
+class _Behind(SharedState):
+    """Frees memory that has left the cache by the plain buffer that has it now."""
+
+    __slots__ = ("plain",)
+
+    def __init__(self, plain: Buffer) -> None:
+        self.plain: Buffer = plain
+
+    def free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
+        try:
+            self.plain.free(stream, still_imported, timeout)
+        finally:
+            if self.plain.freed:
+                buffer._shared = None
+
+    def drop(self, buffer: Buffer) -> None:
+        """Nothing to do: the plain buffer is dropped, too."""
+
+
+# -- what caches need of streams -----------------------------------------------------------------------------
+
+
+def give_lists(stream: Stream, key: object, lists: dict[int, list[Block]]) -> None:
+    """Let the fast path find a cache's lists for a stream, unless that is captured, closed or a default stream."""
+    if key in stream._lists:
+        return
+    stream._lists = {**stream._lists, key: lists}
+    # A capture may just have begun.
+    if direct_handle(stream, stream._door) is None:
+        stream._forbid_direct()
+
+
+def forbid_lists(stream: Stream) -> None:
+    """Let nothing go past the slow path on a stream any more, as in a forked child."""
+    stream._forbid_direct()
+
+
+def end_with_stream(stream: Stream, item: Deferred) -> None:
+    """Have ``item`` end before the stream is closed, or after it was dropped."""
+    later_of(stream._door).end_with(stream, item)
+    stream._endings += (item,)
+
+
+def endings_of(stream: Stream) -> tuple[Deferred, ...]:
+    """What ends with a stream."""
+    return stream._endings
+
+
+def leave_stream(stream: Stream, key: object, item: Deferred) -> None:
+    """Forget the lists of a cache, and what was to end with the stream."""
+    stream._endings = tuple(other for other in stream._endings if other is not item)
+    if key in stream._lists:
+        stream._lists = {other: lists for other, lists in stream._lists.items() if other is not key}

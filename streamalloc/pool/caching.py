@@ -1,0 +1,524 @@
+"""A cache over a pool: memory that was freed is handed out again without asking the driver.
+
+Each stream has a list of free blocks for each size class (:class:`_Shelf`). What was freed on a stream may be handed
+out on it at once, as the driver's own pools do. It goes to another stream only after an event that was recorded behind
+the free has passed (:class:`_Mark`). The fast path counts nothing: figures are those of the pool, and what lies in the
+lists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from streamalloc.core.buffer import Buffer, PlainBuffer
+from streamalloc.core.cached import (
+    Block,
+    Blocks,
+    CachedAllocator,
+    end_with_stream,
+    endings_of,
+    forbid_lists,
+    give_lists,
+    leave_stream,
+)
+from streamalloc.core.device import Device
+from streamalloc.core.door import Door, door_behind
+from streamalloc.core.errors import ClosedError, OutOfMemoryError, refused, size_text
+from streamalloc.core.later import Deferred, later_of
+from streamalloc.core.ownership import Closes
+from streamalloc.core.properties import MemLocation, checked_size
+from streamalloc.core.stream import (
+    Event,
+    Stream,
+    StreamLike,
+    as_stream,
+    direct_handle,
+    order_after_context,
+    ordered_after,
+    sees_all_work,
+)
+from streamalloc.pool.ending import pools_of
+from streamalloc.pool.pool import MemoryPool
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["CacheStatistics", "CachingAllocator"]
+
+LARGEST = 1 << 20
+"""Where classes end by default: the driver's pools are hardly slower, and waste nothing."""
+_UNIT = 512
+
+
+class CacheStatistics(NamedTuple):
+    """What a cache and its pool hold, in bytes, and how often the pool was asked."""
+
+    reserved: int
+    """Memory that the pool holds of its device or host."""
+    reserved_high: int
+    """The most it held since the last reset."""
+    used: int
+    """Memory of the pool that is allocated: in use or cached. Sizes are those of the classes."""
+    used_high: int
+    """The most that was allocated since the last reset."""
+    in_use: int
+    """Memory of the pool that is allocated and not cached."""
+    cached: int
+    """Memory that was freed and can be handed out again."""
+    misses: int
+    """How often the cache had nothing and took memory from the pool."""
+
+
+def class_size(nbytes: int) -> int:
+    """The size of the blocks for ``nbytes``: multiples of 512 bytes, and of an eighth of the power of two below."""
+    step = max(_UNIT, 1 << max((nbytes - 1).bit_length() - 4, 0))
+    return -(-nbytes // step) * step
+
+
+class _Mark:
+    """Blocks of a shelf that all streams may have once an event has passed."""
+
+    __slots__ = ("blocks", "event")
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self.event: Event | None = None
+        """Recorded after the last block was put in; None until then: only their own stream may have them."""
+
+
+class _Shelf:
+    """The free blocks of one size class and one stream."""
+
+    __slots__ = ("blocks", "lane", "marks", "nbytes")
+
+    def __init__(self, lane: _Lane, nbytes: int) -> None:
+        self.lane = lane
+        self.nbytes = nbytes
+        self.blocks: list[Block] = []
+        """What the fast path takes from."""
+        self.marks: list[_Mark] = []
+        """Blocks that other streams wait for."""
+
+    def returned(self) -> None:
+        """A block was put back on the slow path: where nobody takes it any more, it is given back."""
+        if self.lane.ended:
+            later_of(self.lane.door).hand_in(self.lane)
+
+    def take(self) -> Block | None:
+        """A block for the shelf's own stream."""
+        for blocks in (self.blocks, *(mark.blocks for mark in tuple(self.marks))):
+            with contextlib.suppress(IndexError):
+                return blocks.pop()
+        return None
+
+    def spare(self) -> Block | None:
+        """A block for any other stream. If there is none yet, those that are free now will be."""
+        for mark in tuple(self.marks):
+            if mark.event is None or (mark.blocks and not mark.event.query()):
+                return None
+            with contextlib.suppress(IndexError):
+                return mark.blocks.pop()
+            with contextlib.suppress(ValueError):
+                self.marks.remove(mark)
+        if self.blocks:
+            self._mark()
+        return None
+
+    def _mark(self) -> None:
+        stream = self.lane.stream()
+        if stream is None or direct_handle(stream, self.lane.door) is None:
+            return
+        mark = _Mark()
+        self.marks.append(mark)
+        with contextlib.suppress(IndexError):
+            while True:
+                mark.blocks.append(self.blocks.pop())
+        with ordered_after(stream) as ordered:
+            if ordered is stream:
+                mark.event = stream.record()
+
+    @property
+    def count(self) -> int:
+        """How many blocks are free."""
+        return len(self.blocks) + sum(len(mark.blocks) for mark in tuple(self.marks))
+
+
+class _Lane(Deferred):
+    """The shelves of one stream. It ends when the stream is closed or dropped, or the cache is closed."""
+
+    __slots__ = ("__weakref__", "_blocks", "_key", "device", "door", "ended", "lists", "shelves", "stream")
+
+    def __init__(self, cache: _Cache, stream: Stream) -> None:
+        self.door: Door = door_behind(stream)
+        self.device: Device = stream.device
+        self.stream: weakref.ref[Stream] = weakref.ref(stream)
+        self.ended = False
+        self.shelves: dict[int, _Shelf] = {}
+        """By size class."""
+        self.lists: dict[int, list[Block]] = {}
+        """Their lists for the fast path, by the requested size in units."""
+        self._blocks = cache.blocks
+        self._key = cache.key
+        self.door.shut_with_me(self)
+
+    def shelf(self, nbytes: int) -> _Shelf:
+        """The shelf for a size."""
+        size = class_size(nbytes)
+        shelf = self.shelves.get(size) or self.shelves.setdefault(size, _Shelf(self, size))
+        if not self.ended:
+            self.lists[(nbytes - 1) >> 9] = shelf.blocks
+        return shelf
+
+    def attempt(self) -> bool:
+        self.ended = True
+        self.lists.clear()
+        self._blocks.mend()
+        stream = self.stream()
+        if stream is not None and not stream.closed and direct_handle(stream, self.door) is None:
+            return False  # It is being captured.
+        self.flush()
+        if stream is not None:
+            leave_stream(stream, self._key, self)
+        return not self.cached
+
+    def flush(self) -> int:
+        """Give the free blocks back to the pool, in stream order; how many."""
+        if not any(shelf.count for shelf in tuple(self.shelves.values())):
+            return 0
+        given = 0
+        with self._ordered() as ordered:
+            for shelf in tuple(self.shelves.values()):
+                while (block := shelf.take()) is not None:
+                    plain = self._blocks.hand_over(block, ordered)
+                    del block
+                    plain.free()
+                    given += 1
+        return given
+
+    @contextlib.contextmanager
+    def _ordered(self) -> Iterator[Stream]:
+        """The stream, or one that comes after its work."""
+        stream = self.stream()
+        if stream is not None:
+            with ordered_after(stream) as ordered:
+                yield ordered
+            return
+        with self.device.create_stream() as substitute:
+            order_after_context(substitute)
+            yield substitute
+
+    @property
+    def cached(self) -> int:
+        """Bytes that are free."""
+        return sum(shelf.nbytes * shelf.count for shelf in tuple(self.shelves.values()))
+
+    def _shut_after_fork(self) -> None:
+        self.lists.clear()
+        stream = self.stream()
+        if stream is not None:
+            forbid_lists(stream)
+
+
+class _Cache(Deferred):
+    """What there is of a cache apart from the object that users have, and its end when that is closed or dropped."""
+
+    __slots__ = ("_counting", "blocks", "closed", "door", "key", "lanes", "misses", "pool")
+
+    def __init__(self, pool: MemoryPool) -> None:
+        self.pool = pool
+        self.door: Door = door_behind(pool)
+        self.blocks = Blocks(pool)
+        self.key: object = object()
+        self.closed = False
+        self.lanes: dict[_Lane, None] = {}
+        self.misses = 0
+        self._counting = threading.RLock()
+
+    def count(self) -> None:
+        """Count a miss."""
+        with self._counting:
+            self.misses += 1
+
+    def attempt(self) -> bool:
+        self.closed = True
+        self.blocks.bar()
+        self.blocks.mend()
+        for lane in tuple(self.lanes):
+            # Where it has ended, there may be blocks that were dropped since.
+            later_of(self.door).end(lane)
+        return not len(self.blocks)
+
+    def lane(self, stream: Stream) -> _Lane:
+        """The lane of a stream of our own."""
+        for item in endings_of(stream):
+            if isinstance(item, _Lane) and item in self.lanes and not item.ended:
+                break
+        else:
+            item = _Lane(self, stream)
+            end_with_stream(stream, item)
+            self.lanes[item] = None
+        give_lists(stream, self.key, item.lists)
+        return item
+
+    def live(self) -> list[_Lane]:
+        """The lanes that have not ended."""
+        for lane in tuple(self.lanes):
+            if lane.ended:
+                self.lanes.pop(lane, None)
+        return list(self.lanes)
+
+    @property
+    def capturing(self) -> bool:
+        """Whether a capture is under way, which the driver's answers about other streams might break."""
+        return bool(later_of(self.door).paused)
+
+    def take(self, lane: _Lane, shelf: _Shelf) -> Block | None:
+        """A free block: of the stream's own, else of one whose work with it is done."""
+        self.blocks.mend()
+        block = shelf.take()
+        if block is not None or self.capturing:
+            return block
+        for other in self.live():
+            theirs = other.shelves.get(shelf.nbytes)
+            if theirs is None or other is lane:
+                continue
+            block = theirs.spare()
+            if block is not None:
+                self.blocks.move(block, shelf)
+                return block
+        return None
+
+    def flush(self) -> int:
+        """Give free blocks back to the pool; how many. None while a capture is under way, which that might break.
+
+        Nothing is waited for: with the streams that have nothing to do the host synchronises, so that the driver sees
+        the frees; those of others are pending.
+        """
+        self.blocks.mend()
+        given = 0
+        for lane in () if self.capturing else self.live():
+            stream = lane.stream()
+            if stream is None or direct_handle(stream, self.door) is None:
+                continue  # It ends by itself, or it is being captured.
+            idle = _idle(stream)
+            here = lane.flush()
+            given += here
+            if here and idle:
+                stream.synchronize()
+        return given
+
+    @property
+    def cached(self) -> int:
+        """Bytes that are free."""
+        self.blocks.mend()
+        return sum(lane.cached for lane in self.live())
+
+
+def _idle(stream: Stream) -> bool:
+    """Whether synchronising with a stream waits for nothing."""
+    return stream.query() and (sees_all_work(stream) or stream.device.default_stream.query())
+
+
+class CachingAllocator(CachedAllocator, Closes):
+    """A cache of free memory over a pool, for programs that allocate and free all the time.
+
+    It is used like the pool: same :meth:`allocate`, same :class:`Buffer`. Memory that was freed on a stream is handed
+    out again on that stream without asking the driver. Another stream gets it once the driver has seen the stream pass
+    the free (``cuEventQuery``), and so only where it has none of its own.
+
+    Sizes are rounded up to classes: multiples of 512 bytes up to 8 KiB, then eight classes to each power of two. Beyond
+    4 KiB at most a ninth of a block is wasted. A block is never split, nor do neighbours
+    become one: what is cached serves its own class only, until it is given back. Larger sizes than ``largest``
+    are not cached; the pool has its own order for them, without rounding.
+
+    What the cache does not keep is allocated from the pool and freed to it: on default streams and streams of other
+    libraries, of which nobody can tell when they end, and in captures, where it becomes a node of the graph. A buffer
+    that is shared with other processes leaves the cache for good: its free waits for importers as ever.
+
+    When memory runs out, the cache gives back what it has and tries again. A stream that is closed or dropped gives its
+    memory back, too. Threads may use one cache at the same time.
+
+    Parameters
+    ----------
+    pool
+        The pool that the memory is of. Give it a release threshold, or it returns memory to the device at every
+        synchronisation; what is cached counts as used there.
+    largest
+        The largest size in bytes that is cached.
+    limit
+        The most bytes of the pool that may be used, cached memory included; 0 for no limit but the pool's own
+        ``max_size``. Threads that allocate at the same moment may exceed it by what they ask for.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``pool`` is no pool, or a size is none.
+    ClosedError
+        The pool was closed.
+    """
+
+    __slots__ = ("_cache", "_limit", "largest")
+
+    largest: int
+    """The largest size in bytes that is cached."""
+
+    def __init__(self, pool: MemoryPool, *, largest: int = LARGEST, limit: int = 0) -> None:
+        if not isinstance(pool, MemoryPool):
+            raise TypeError(f"pool must be a MemoryPool, not {type(pool).__name__} ({pool!r})")
+        self.largest = checked_size("largest", largest)
+        self._limit = checked_size("limit", limit)
+        if pool.closed:
+            raise ClosedError(f"{pool!r} was closed")
+        door = door_behind(pool)
+        self._cache = cache = _Cache(pool)
+        self._blocks = cache.blocks
+        self._key = cache.key
+        self.location: MemLocation = pool.location
+        self._bind(door, door.driver.cuMemAllocFromPoolAsync, None)
+        later_of(door).end_with(self, cache)
+        pools_of(door).caches.add(self)
+
+    @property
+    def pool(self) -> MemoryPool:
+        """The pool that the memory is of."""
+        return self._cache.pool
+
+    @property
+    def limit(self) -> int:
+        """The most bytes of the pool that may be used, cached memory included; 0 for none. It can be assigned."""
+        return self._limit
+
+    @limit.setter
+    def limit(self, nbytes: int) -> None:
+        self._limit = checked_size("limit", nbytes)
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called, or the pool was closed."""
+        return self._cache.closed
+
+    def statistics(self) -> CacheStatistics:
+        """The pool's own figures, and what of it is cached and in use."""
+        cached = self._cache.cached
+        own = self.pool.statistics()
+        return CacheStatistics(*own, max(own.used - cached, 0), cached, self._cache.misses)
+
+    def reset_peaks(self) -> None:
+        """Set the pool's high-water marks to what is reserved and used now."""
+        self.pool.reset_peaks()
+
+    def trim(self, keep: int = 0) -> int:
+        """Give what is cached back to the pool, and trim that (:meth:`MemoryPool.trim`); says how many bytes came back.
+
+        The host waits for no stream. Where one still has work to do, what was freed on it is pending, and a
+        :class:`PendingFreesWarning` says so: synchronise with it and trim again.
+        """
+        checked_size("keep", keep)
+        self._check_open()
+        self._cache.flush()
+        return self.pool.trim(keep)
+
+    def close(self) -> None:
+        """Give back what is cached, and keep nothing any more; idempotent. Live buffers stay, and go to the pool."""
+        if self._cache.closed:
+            return
+        self._cache.closed = True
+        later_of(self._door).end(self._cache)
+
+    # -- the slow path ---------------------------------------------------------------------------------------
+
+    def _allocate_slowly(self, nbytes: int, stream: StreamLike) -> Buffer:
+        cache = self._cache
+        if type(nbytes) is int and nbytes > self.largest and not (self._limit or cache.closed):
+            # As fast as the pool itself, or nearly.
+            try:
+                return cache.pool.allocate(nbytes, stream)
+            except OutOfMemoryError:
+                pass
+        self._check_open()
+        if not isinstance(stream, Stream) or direct_handle(stream, self._door) is None:
+            stream = as_stream(stream, self._door)
+            size = checked_size("nbytes", nbytes)
+            return self._ask(size, stream, size)
+        size = checked_size("nbytes", nbytes)
+        if not 0 < size <= self.largest:
+            return self._ask(size, stream, size)
+        lane = cache.lane(stream)
+        shelf = lane.shelf(size)
+        block = cache.take(lane, shelf)
+        if block is None:
+            plain = self._ask(shelf.nbytes, stream, size)
+            if type(plain) is not PlainBuffer or plain.nbytes != shelf.nbytes:
+                return plain
+            cache.count()
+            block = self._blocks.take_over(plain, shelf)
+        if lane.ended or cache.closed:
+            block.home = None
+        return self._wrap(block, size, stream)
+
+    def _ask(self, nbytes: int, stream: Stream, least: int) -> Buffer:
+        """A buffer of the pool of ``nbytes``, or of ``least`` where there is no room for more.
+
+        Where memory runs out, cached memory is given back first.
+        """
+        if self._limit and (direct_handle(stream, self._door) is not None or not stream.capturing):
+            nbytes = self._within_limit(nbytes, least)
+        allocate = self.pool.allocate
+        try:
+            return allocate(nbytes, stream)
+        except OutOfMemoryError:
+            freed = self._cache.flush()
+            if not freed and nbytes == least:
+                raise
+        if freed:
+            try:
+                return allocate(nbytes, stream)
+            except OutOfMemoryError:
+                if nbytes == least:
+                    raise
+        return allocate(least, stream)
+
+    def _within_limit(self, nbytes: int, least: int) -> int:
+        """How much may be allocated by the limit, ``nbytes`` or ``least``."""
+        for make_room in (self._cache.flush, int):
+            used = self.pool.attributes.used_mem_current
+            for size in (nbytes, least):
+                if used + size <= self._limit:
+                    return size
+            make_room()
+        why = f"the limit of {size_text(self._limit)} leaves no room for {size_text(least)}"
+        error = refused(OutOfMemoryError, "cuMemAllocFromPoolAsync", why)
+        error.requested, error.used, error.limit = least, used, self._limit
+        raise error
+
+    def _shelf_for(self, block: Block, stream: Stream) -> _Shelf | None:
+        cache = self._cache
+        if cache.closed or direct_handle(stream, self._door) is None:
+            return None
+        return cache.lane(stream).shelf(self._blocks.size_of(block))
+
+    def _check_open(self) -> None:
+        if self._cache.closed:
+            raise ClosedError(f"{self!r} was closed")
+
+    def _pool_of(self, buffer: Buffer) -> object:
+        return self.pool
+
+    def _reachable_from(self, device: Device) -> bool:
+        return self.pool._reachable_from(device)
+
+    def _is_managed(self) -> bool:
+        return self.pool.managed
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "location"):
+            return f"<{type(self).__name__} that could not be made>"
+        return f"<CachingAllocator over {self.pool!r}{' closed' if self.closed else ''}>"

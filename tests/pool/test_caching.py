@@ -1,0 +1,860 @@
+"""The cache over a pool: who gets which memory when, what comes back, and that errors are those of the pool."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections.abc import Callable, Iterator
+from subprocess import CompletedProcess
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc.pool.caching import class_size
+from streamalloc.testing import Gate, settle
+from tests.support import GROWTH, KEEP, MiB, executed, holds, names
+
+SIZE = 4096
+
+
+@pytest.fixture
+def cache(pool: sa.MemoryPool) -> Iterator[sa.CachingAllocator]:
+    with sa.CachingAllocator(pool) as cache:
+        yield cache
+
+
+@pytest.fixture
+def other(device: sa.Device) -> Iterator[sa.Stream]:
+    with device.create_stream() as stream:
+        yield stream
+
+
+@pytest.fixture
+def traced(machine: Any) -> Any:
+    return sd.traced(machine)
+
+
+def asked(driver: Any) -> list[str]:
+    """The calls by which memory came and went."""
+    return names(driver, "cuMemAllocFromPoolAsync", "cuMemFreeAsync", "cuMemAllocAsync")
+
+
+class TestReuse:
+    def test_without_asking_the_driver(self, traced: Any) -> None:
+        device = sa.Device(0, driver=traced)
+        with device.create_stream() as stream, sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache:
+            first = cache.allocate(SIZE, stream)
+            address = first.address
+            first.free()
+            del traced.calls[:]
+            for _ in range(5):
+                with cache.allocate(SIZE, stream) as buffer:
+                    assert (buffer.address, buffer.nbytes) == (address, SIZE)
+            assert traced.calls == []
+
+    def test_is_a_buffer_like_any_other(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+        for _ in range(2):
+            with cache.allocate(1000, stream) as buffer:
+                assert isinstance(buffer, sa.Buffer) and type(buffer).__name__ == "Buffer"
+                assert (buffer.nbytes, buffer.stream, buffer.owner) == (1000, stream, cache.pool)
+                assert buffer.location == cache.location and buffer.device_accessible and not buffer.host_accessible
+                buffer.fill(7)
+                assert holds(buffer, 7) and holds(buffer[10:20], 7)
+                assert buffer.__cuda_array_interface__["data"] == (buffer.address, False)
+                assert "1000 bytes at 0x" in repr(buffer)
+            assert buffer.freed and "freed" in repr(buffer)
+            with pytest.raises(sa.ClosedError, match="was freed"):
+                _ = buffer.address
+
+    def test_on_the_stream_of_the_free(self, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream) -> None:
+        buffer = cache.allocate(SIZE, stream)
+        address = buffer.address
+        buffer.free(other)
+        with cache.allocate(SIZE, other) as again, cache.allocate(SIZE, stream) as fresh:
+            assert again.address == address != fresh.address
+
+    def test_not_on_another_stream_before_its_free_has_passed(
+        self, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream, gate: Gate
+    ) -> None:
+        gate.hold(stream)
+        buffer = cache.allocate(SIZE, stream)
+        address = buffer.address
+        buffer.free()
+        kept = [cache.allocate(SIZE, other) for _ in range(5)]
+        assert address not in [one.address for one in kept]
+        gate.open()
+        assert executed(stream)
+        with cache.allocate(SIZE, other) as late:
+            assert late.address == address
+        for one in kept:
+            one.free()
+
+    def test_its_own_stream_has_it_while_others_wait(
+        self, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream, gate: Gate
+    ) -> None:
+        buffer = cache.allocate(SIZE, stream)
+        address = buffer.address
+        gate.hold(stream)
+        buffer.free()
+        with cache.allocate(SIZE, other):  # which has an event recorded
+            mine = cache.allocate(SIZE, stream)
+            assert mine.address == address
+            gate.open()
+            assert executed(stream)
+            with cache.allocate(SIZE, other) as theirs:  # the event has passed, and the memory is in use again
+                assert theirs.address != address
+            mine.free()
+
+    def test_what_was_freed_after_the_event_needs_another(
+        self, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream, gate: Gate
+    ) -> None:
+        first, second = cache.allocate(SIZE, stream), cache.allocate(SIZE, stream)
+        early, late = first.address, second.address
+        first.free()
+        held = [cache.allocate(SIZE, other)]
+        assert executed(stream)
+        gate.hold(stream)
+        second.free()
+        held += [cache.allocate(SIZE, other) for _ in range(4)]
+        addresses = [one.address for one in held]
+        assert early in addresses and late not in addresses
+        gate.open()
+        for one in held:
+            one.free()
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_nothing_is_overwritten(self, device: sa.Device, pool: sa.MemoryPool, seed: int) -> None:
+        """Random work on streams that gates hold: what each buffer held until its free is what was written there."""
+        choose = random.Random(seed)
+        streams = [device.create_stream() for _ in range(3)]
+        read: list[tuple[int, np.ndarray[Any, Any]]] = []
+        live: list[tuple[int, sa.Buffer]] = []
+        with sa.CachingAllocator(pool) as cache, sa.MemoryPool(sa.MemLocation.host(), driver=device.driver) as host:
+            host.set_access(device, sa.MemAccess.READWRITE)
+            targets = []
+            gates = [Gate(device) for _ in streams]
+            for number in range(120):
+                step = choose.random()
+                if step < 0.15:
+                    which = choose.randrange(3)
+                    gates[which].hold(streams[which])
+                elif step < 0.3:
+                    gates[choose.randrange(3)].open()
+                elif step < 0.65 or not live:
+                    buffer = cache.allocate(choose.choice((500, 3000, 4096)), choose.choice(streams))
+                    buffer.fill(number)
+                    live.append((number, buffer))
+                else:
+                    value, buffer = live.pop(choose.randrange(len(live)))
+                    target = host.allocate(buffer.nbytes, buffer.stream)
+                    target.copy_from(buffer, buffer.stream)
+                    targets.append(target)
+                    read.append((value, target.as_array()))
+                    end = choose.random()
+                    if end < 0.3:
+                        user = choose.choice(streams)
+                        user.wait(buffer.stream)
+                        buffer.free(user)
+                    elif end < 0.8:
+                        buffer.free()
+                    del buffer
+            for gate in gates:
+                gate.open()
+            for gate in gates:
+                gate.close()
+            device.synchronize()
+            assert all((array == value).all() for value, array in read) and len(read) > 20
+            for _, buffer in live:
+                assert holds(buffer, _)
+                buffer.free()
+            read.clear()
+            for target in targets:
+                target.free()
+            for one in streams:
+                one.close()
+            assert pool.statistics().used == 0
+
+
+class TestSizes:
+    def test_classes(self) -> None:
+        before = 0
+        for size in range(1, 70_000, 37):
+            block = class_size(size)
+            assert block >= size and block % 512 == 0 and block >= before
+            assert block - size < max(512, size / 8)
+            assert class_size(block) == block
+            before = block
+        assert [class_size(size) for size in (1, 512, 513, 8192, 8193, 1 << 20, (1 << 20) + 1)] == [
+            512, 512, 1024, 8192, 9216, 1 << 20, (1 << 20) + (1 << 17)
+        ]  # fmt: skip
+
+    def test_of_one_class_share_memory(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+        with cache.allocate(8193, stream) as buffer:
+            address = buffer.address
+        for size in (9216, 9000, 8200):
+            with cache.allocate(size, stream) as buffer:
+                assert (buffer.address, buffer.nbytes) == (address, size)
+        with cache.allocate(8192, stream) as smaller, cache.allocate(9217, stream) as larger:
+            assert address not in (smaller.address, larger.address)
+
+    def test_nothing(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+        for _ in range(2):
+            with cache.allocate(0, stream) as buffer:
+                assert (buffer.address, buffer.nbytes) == (0, 0)
+
+    @pytest.mark.parametrize("kind", [np.int64, np.uint16])
+    def test_numpy_integers(self, cache: sa.CachingAllocator, stream: sa.Stream, kind: Any) -> None:
+        for _ in range(2):
+            with cache.allocate(kind(700), stream) as buffer:
+                assert buffer.nbytes == 700 and type(buffer.nbytes) is int
+        assert cache.statistics().misses == 1
+
+    def test_larger_ones_are_the_pool_s_own(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with sa.CachingAllocator(pool, largest=SIZE) as cache:
+            cache.allocate(SIZE, stream).free()
+            assert cache.statistics().cached == SIZE
+            cache.allocate(SIZE + 1, stream).free()
+            assert cache.statistics().cached == SIZE
+            with cache.allocate(SIZE + 1, stream):
+                assert cache.statistics().in_use == SIZE + 1
+
+    @pytest.mark.parametrize(
+        ("named", "error"),
+        [({"largest": -1}, ValueError), ({"limit": -1}, ValueError), ({"largest": 1.5}, TypeError)],
+        ids=str,
+    )
+    def test_bad_ones(self, pool: sa.MemoryPool, named: Any, error: type[Exception]) -> None:
+        with pytest.raises(error, match=next(iter(named))):
+            sa.CachingAllocator(pool, **named)
+
+    def test_only_over_pools(self, pool: sa.MemoryPool, cache: sa.CachingAllocator) -> None:
+        for thing in (cache, None, "pool"):
+            with pytest.raises(TypeError, match="pool must be a MemoryPool"):
+                sa.CachingAllocator(thing)  # type: ignore[arg-type]
+
+
+def _freed(allocate: Callable[[int, sa.Stream], sa.Buffer], stream: sa.Stream) -> sa.Buffer:
+    buffer = allocate(SIZE, stream)
+    buffer.free()
+    return buffer
+
+
+def _in_a_capture(buffer: sa.Buffer, stream: sa.Stream) -> None:
+    with stream.capture():
+        buffer.free()
+
+
+def _closed(stream: sa.Stream) -> sa.Stream:
+    with stream.device.create_stream() as closed:
+        pass
+    return closed
+
+
+# What is done wrong, with something to allocate from and a stream.
+MISTAKES: dict[str, Callable[[Any, sa.Stream], object]] = {
+    "a negative size": lambda from_, stream: from_.allocate(-1, stream),
+    "a very negative size": lambda from_, stream: from_.allocate(-(1 << 70), stream),
+    "a size beyond all": lambda from_, stream: from_.allocate(1 << 64, stream),
+    "a size that no device has": lambda from_, stream: from_.allocate(1 << 50, stream),
+    "True": lambda from_, stream: from_.allocate(True, stream),
+    "a float": lambda from_, stream: from_.allocate(4096.0, stream),
+    "text": lambda from_, stream: from_.allocate("4096", stream),
+    "no stream": lambda from_, stream: from_.allocate(SIZE, None),
+    "a list for a stream": lambda from_, stream: from_.allocate(SIZE, []),
+    "a stream of another driver": lambda from_, stream: from_.allocate(
+        SIZE, sa.Device(0, driver=sd.traced(stream.device.driver)).default_stream
+    ),
+    "a closed stream": lambda from_, stream: from_.allocate(SIZE, _closed(stream)),
+    "a second free": lambda from_, stream: _freed(from_.allocate, stream).free(),
+    "a free on a closed stream": lambda from_, stream: from_.allocate(SIZE, stream).free(_closed(stream)),
+    "a free after its stream was closed": lambda from_, stream: _on_its_own(from_).free(),
+    "a free on nothing": lambda from_, stream: from_.allocate(SIZE, stream).free(7),
+    "a free with a policy that is none": lambda from_, stream: from_.allocate(SIZE, stream).free(None, "never"),
+    "a free in a capture": lambda from_, stream: _in_a_capture(from_.allocate(SIZE, stream), stream),
+    "use after free": lambda from_, stream: _freed(from_.allocate, stream).fill(1),
+}
+
+
+def _on_its_own(allocator: Any) -> Any:
+    with sa.Device(0).create_stream() as stream:
+        return allocator.allocate(SIZE, stream)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_errors_are_those_of_the_pool(
+    pool: sa.MemoryPool, cache: sa.CachingAllocator, stream: sa.Stream, name: str
+) -> None:
+    """Also where the cache has memory of the size in question."""
+    for _ in range(3):
+        cache.allocate(SIZE, stream).free()
+        cache.allocate(1, stream).free()
+    told = []
+    for allocator in (pool, cache):
+        with pytest.raises(Exception) as caught:
+            MISTAKES[name](allocator, stream)
+        text = str(caught.value).split("0x")[0].split(" [bytes")[0]
+        told.append((type(caught.value), text, getattr(caught.value, "requested", None)))
+    assert told[0] == told[1]
+    assert not isinstance(caught.value.__context__, (LookupError, AttributeError))  # of the fast path
+
+
+class TestComesBack:
+    def test_by_trim(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+        buffers = [cache.allocate(size, stream) for size in range(1, 60_000, 1777)]
+        total = sum(class_size(buffer.nbytes) for buffer in buffers)
+        kept = buffers.pop()
+        for buffer in buffers:
+            buffer.free()
+        cached = total - class_size(kept.nbytes)
+        figures = cache.statistics()
+        assert (figures.used, figures.cached, figures.in_use) == (total, cached, total - cached)
+        assert figures[:4] == cache.pool.statistics()
+        kept.free()
+        stream.synchronize()
+        assert cache.trim() == GROWTH
+        assert cache.pool.statistics()[::2] == (0, 0) and cache.statistics().cached == 0
+        cache.reset_peaks()
+        assert cache.statistics()[:4] == (0, 0, 0, 0)
+
+    def test_by_trim_from_every_stream(self, device: sa.Device, cache: sa.CachingAllocator) -> None:
+        streams = [device.create_stream(blocking=number % 2 == 0) for number in range(4)]
+        for buffer in [cache.allocate(MiB, stream) for stream in streams]:
+            buffer.free()
+        assert cache.statistics().cached == 4 * MiB
+        device.synchronize()
+        assert cache.trim(0) == GROWTH
+        assert cache.pool.statistics().reserved == 0
+        for stream in streams:
+            stream.close()
+
+    def test_trim_waits_for_nothing(self, cache: sa.CachingAllocator, stream: sa.Stream, gate: Gate) -> None:
+        buffer = cache.allocate(MiB, stream)
+        gate.hold(stream)
+        buffer.free()
+        with pytest.warns(sa.PendingFreesWarning):
+            assert cache.trim() == 0
+        assert cache.pool.statistics().used == 0
+        gate.open()
+        stream.synchronize()
+        assert cache.trim() == GROWTH
+
+    def test_trim_keeps_what_it_is_told(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+        cache.allocate(SIZE, stream).free()
+        assert cache.trim(keep=GROWTH) == 0 and cache.pool.statistics()[::2] == (GROWTH, 0)
+        with pytest.raises(ValueError, match="keep"):
+            cache.trim(-1)
+
+    def test_when_the_stream_is_closed(self, device: sa.Device, cache: sa.CachingAllocator, gate: Gate) -> None:
+        stream = device.create_stream()
+        kept = cache.allocate(SIZE, stream)
+        gate.hold(stream)
+        cache.allocate(SIZE, stream).free()
+        stream.close()
+        assert cache.statistics().cached == 0 and cache.pool.statistics().used == SIZE
+        with pytest.raises(sa.ClosedError, match="was closed"):
+            cache.allocate(SIZE, stream)
+        kept.close()
+        assert cache.pool.statistics().used == 0
+        gate.open()
+
+    def test_when_the_stream_is_dropped(self, device: sa.Device, cache: sa.CachingAllocator, gate: Gate) -> None:
+        stream = device.create_stream()
+        buffer = cache.allocate(SIZE, stream)
+        gate.hold(stream)
+        del buffer
+        cache.allocate(SIZE, stream).free()
+        assert cache.statistics().cached == SIZE
+        del stream
+        gc.collect()
+        assert cache.pool.statistics().used == 0 and cache.statistics().cached == 0
+        gate.open()
+
+    def test_when_the_cache_is_closed(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        cache = sa.CachingAllocator(pool)
+        kept, dropped = cache.allocate(SIZE, stream), cache.allocate(SIZE, stream)
+        cache.allocate(SIZE, stream).free()
+        assert not cache.closed
+        cache.close()
+        cache.close()
+        assert cache.closed and "closed" in repr(cache) and pool.statistics().used == 2 * SIZE
+        for use in (lambda: cache.allocate(SIZE, stream), cache.trim, cache.__enter__):
+            with pytest.raises(sa.ClosedError, match=r"CachingAllocator.*was closed"):
+                use()  # type: ignore[operator]
+        kept.fill(3)
+        assert holds(kept, 3)
+        kept.free()
+        assert pool.statistics().used == SIZE
+        del dropped
+        assert pool.statistics().used == 0 and not pool.closed
+
+    def test_when_the_cache_is_dropped(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        cache = sa.CachingAllocator(pool)
+        kept = cache.allocate(SIZE, stream)
+        cache.allocate(700, stream).free()
+        cache.allocate(9000, stream)  # dropped at once
+        del cache
+        assert pool.statistics().used == SIZE + 1024 + 9216
+        kept.free()
+        del kept
+        gc.collect()
+        assert pool.statistics().used == 0
+
+    def test_when_its_pool_is_closed(self, traced: Any) -> None:
+        device = sa.Device(0, driver=traced)
+        with device.create_stream() as stream:
+            pool = sa.MemoryPool(device)
+            cache = sa.CachingAllocator(pool)
+            kept = cache.allocate(SIZE, stream)
+            cache.allocate(SIZE, stream).free()
+            pool.close()
+            assert cache.closed
+            with pytest.raises(sa.ClosedError):
+                cache.allocate(SIZE, stream)
+            with pytest.raises(sa.ClosedError):
+                sa.CachingAllocator(pool)
+            kept.free()
+            stream.synchronize()
+            assert names(traced, "cuMemPoolDestroy") == ["cuMemPoolDestroy"]
+
+    def test_nothing_of_a_cache_stays_with_its_stream(self, device: sa.Device, stream: sa.Stream) -> None:
+        before = len(stream._endings)
+        for _ in range(3):
+            with sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache:
+                cache.allocate(SIZE, stream).free()
+        assert len(stream._endings) == before and not stream._lists
+
+
+class TestDropped:
+    def test_goes_back_to_its_list(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+        buffer = cache.allocate(SIZE, stream)
+        address = buffer.address
+        for _ in range(5):
+            del buffer
+            buffer = cache.allocate(SIZE, stream)
+            assert buffer.address == address
+        assert cache.statistics().misses == 1
+
+    def test_in_a_cycle(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+        for _ in range(3):
+            ring: list[object] = [cache.allocate(SIZE, stream)]
+            ring.append(ring)
+            del ring
+            gc.collect()
+        assert cache.statistics()[4:] == (0, SIZE, 1)
+
+    def test_with_its_stream_and_its_cache(self, pool: sa.MemoryPool, device: sa.Device) -> None:
+        stream = device.create_stream()
+        cache = sa.CachingAllocator(pool)
+        ring: list[object] = [stream, cache, cache.allocate(SIZE, stream), cache.allocate(SIZE, stream)]
+        cache.allocate(700, stream).free()
+        ring.append(ring)
+        del ring, stream, cache
+        gc.collect()
+        device.synchronize()
+        assert pool.statistics().used == 0
+
+    def test_views_keep_it(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+        view = cache.allocate(SIZE, stream)[8:16]
+        address = view.address
+        with cache.allocate(SIZE, stream) as buffer:
+            assert buffer.address != address - 8
+
+    def test_makes_no_call(self, traced: Any) -> None:
+        device = sa.Device(0, driver=traced)
+        with device.create_stream() as stream, sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache:
+            buffer = cache.allocate(SIZE, stream)
+            with stream.capture():
+                del traced.calls[:]
+                del buffer
+                gc.collect()
+                assert traced.calls == []
+            cache.allocate(SIZE, stream).free()
+            assert cache.statistics().misses == 1
+
+    def test_after_its_stream_was_closed(self, cache: sa.CachingAllocator, device: sa.Device) -> None:
+        stream = device.create_stream()
+        buffer = cache.allocate(SIZE, stream)
+        stream.close()
+        del buffer
+        assert cache.statistics().used == 0
+
+
+class TestStepsAside:
+    def test_in_a_capture(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+        cache.allocate(SIZE, stream).free()
+        with stream.capture() as graph:
+            inside = cache.allocate(SIZE, stream)
+            assert type(inside) is sa.GraphBuffer
+            inside.fill(1)
+            inside.free()
+        assert graph.nodes == ["MEM_ALLOC", "MEMSET", "MEM_FREE"]
+        graph.launch(stream)
+        stream.synchronize()
+        assert cache.statistics()[4:] == (0, SIZE, 1)
+        cache.allocate(SIZE, stream).free()
+        assert cache.statistics().misses == 1
+        graph.close()
+        stream.device.graph_memory.trim()
+
+    def test_while_another_stream_is_captured(
+        self, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream
+    ) -> None:
+        cache.allocate(SIZE, other).free()
+        with stream.capture("relaxed") as graph, cache.allocate(SIZE, other), cache.allocate(SIZE, other):
+            pass
+        assert graph.nodes == []
+        graph.close()
+
+    @pytest.mark.parametrize("default", ["default_stream", "per_thread_stream"])
+    def test_on_default_streams(
+        self, device: sa.Device, cache: sa.CachingAllocator, stream: sa.Stream, default: str
+    ) -> None:
+        with cache.allocate(SIZE, getattr(device, default)) as buffer:
+            buffer.fill(5)
+            assert holds(buffer, 5)
+        assert cache.statistics()[4:] == (0, 0, 0)
+        cache.allocate(SIZE, stream).free(getattr(device, default))
+        assert cache.statistics()[4:6] == (0, 0)
+
+    def test_on_streams_of_other_libraries(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+        class Theirs:
+            def __cuda_stream__(self) -> tuple[int, int]:
+                return (0, stream.handle)
+
+        with cache.allocate(SIZE, Theirs()) as buffer:  # type: ignore[arg-type]
+            buffer.fill(5)
+            assert holds(buffer, 5)
+        cache.allocate(SIZE, stream).free(Theirs())  # type: ignore[arg-type]
+        assert cache.statistics()[4:6] == (0, 0)
+
+    def test_for_a_pool_that_is_closed_after_a_capture(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+        kept = cache.allocate(SIZE, stream)
+        cache.allocate(SIZE, stream).free()
+        with stream.capture() as graph:
+            cache.close()
+        graph.close()
+        assert cache.pool.statistics().used == SIZE
+        kept.free()
+        assert cache.pool.statistics().used == 0
+
+
+class TestLimits:
+    def test_of_the_pool(self, device: sa.Device, stream: sa.Stream, other: sa.Stream) -> None:
+        """Where memory runs out, what is cached comes back first."""
+        with sa.MemoryPool(device, max_size=GROWTH) as pool, sa.CachingAllocator(pool) as cache:
+            buffers = [cache.allocate(MiB, stream) for _ in range(32)]
+            with pytest.raises(sa.OutOfMemoryError) as caught:
+                cache.allocate(MiB, stream)
+            assert caught.value.requested == MiB and caught.value.limit == GROWTH
+            for buffer in buffers:
+                buffer.free()
+            stream.synchronize()
+            assert cache.statistics().cached == GROWTH
+            with cache.allocate(GROWTH, stream):
+                assert cache.statistics().cached == 0
+            with cache.allocate(3 * SIZE, other):
+                assert cache.statistics().in_use == 3 * SIZE
+
+    def test_the_last_bytes_are_not_rounded(self, device: sa.Device, stream: sa.Stream) -> None:
+        with sa.MemoryPool(device, max_size=GROWTH) as pool, sa.CachingAllocator(pool, largest=GROWTH) as cache:
+            size = 9 * MiB + 512
+            with cache.allocate(size, stream), cache.allocate(size, stream), cache.allocate(size, stream) as last:
+                assert last.nbytes == size and pool.statistics().used <= GROWTH
+
+    def test_of_its_own(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with sa.CachingAllocator(pool, limit=10 * SIZE) as cache:
+            buffers = [cache.allocate(SIZE, stream) for _ in range(10)]
+            for size in (1, SIZE, 2 * MiB):
+                with pytest.raises(sa.OutOfMemoryError, match="the limit of 40 KiB") as caught:
+                    cache.allocate(size, stream)
+                error = caught.value
+                assert (error.requested, error.used, error.limit) == (size, 10 * SIZE, 10 * SIZE)
+                assert not error.asked
+            buffers.pop().free()
+            with cache.allocate(SIZE, stream):
+                pass
+            with cache.allocate(600, stream):  # which makes the cache give back the 4 KiB
+                assert cache.statistics().cached == 0
+            cache.limit = 0
+            with cache.allocate(2 * MiB, stream):
+                assert cache.limit == 0
+            with stream.capture() as graph:  # the memory of graphs is not of the pool
+                cache.limit = 1
+                cache.allocate(MiB, stream).free()
+            graph.close()
+            for buffer in buffers:
+                buffer.free()
+
+    def test_memory_held_by_a_gate_is_not_waited_for(self, device: sa.Device, stream: sa.Stream, gate: Gate) -> None:
+        with sa.MemoryPool(device, max_size=GROWTH) as pool, sa.CachingAllocator(pool, largest=GROWTH) as cache:
+            pool.attributes.reuse_allow_internal_dependencies = False
+            buffer = cache.allocate(GROWTH, stream)
+            gate.hold(stream)
+            buffer.free()
+            with device.create_stream() as second:
+                with pytest.raises(sa.OutOfMemoryError):
+                    cache.allocate(2 * MiB, second)
+                gate.open()
+                stream.synchronize()
+                with cache.allocate(2 * MiB, second):
+                    pass
+
+
+class TestWhere:
+    def test_the_default_pool(self, device: sa.Device, stream: sa.Stream) -> None:
+        pool = sa.MemoryPool.default(device)
+        before = pool.statistics().used
+        with sa.CachingAllocator(pool) as cache:
+            cache.allocate(SIZE, stream).free()
+            assert pool.statistics().used == before + SIZE
+            with cache.allocate(SIZE, stream):
+                assert cache.statistics().misses == 1
+        assert pool.statistics().used == before
+
+    def test_host_memory(self, device: sa.Device, stream: sa.Stream) -> None:
+        with sa.MemoryPool(sa.MemLocation.host(), driver=device.driver) as pool, sa.CachingAllocator(pool) as cache:
+            for _ in range(2):
+                with cache.allocate(SIZE, stream) as buffer:
+                    stream.synchronize()
+                    assert buffer.host_accessible and cache.location.on_host
+                    buffer.as_array()[:] = 3
+            assert cache.statistics().misses == 1
+
+    @pytest.mark.gpus(2)
+    def test_another_device(self, device: sa.Device, peer: sa.Device, stream: sa.Stream) -> None:
+        with sa.MemoryPool(peer) as pool, sa.CachingAllocator(pool) as cache, peer.create_stream() as theirs:
+            for one in (theirs, stream):
+                for _ in range(2):
+                    with cache.allocate(SIZE, one) as buffer:
+                        assert buffer.location == peer.location
+                        assert buffer.device_accessible == (one is theirs)
+            assert cache.statistics().misses == 2
+
+    def test_several_caches_on_one_stream(self, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with sa.MemoryPool(device) as second, sa.CachingAllocator(pool) as one, sa.CachingAllocator(second) as two:
+            first, last = one.allocate(SIZE, stream), two.allocate(SIZE, stream)
+            addresses = [first.address, last.address]
+            first.free()
+            last.free()
+            assert [cache.allocate(SIZE, stream).address for cache in (one, two)] == addresses
+
+
+class _Owners:
+    """Who has which address; a second owner is an error."""
+
+    def __init__(self) -> None:
+        self._at: dict[int, object] = {}
+
+    def enter(self, buffer: sa.Buffer) -> None:
+        token = object()
+        assert self._at.setdefault(buffer.address, token) is token, "handed out twice"
+
+    def leave(self, buffer: sa.Buffer) -> None:
+        del self._at[buffer.address]
+
+
+def _use(
+    cache: sa.CachingAllocator, streams: list[sa.Stream], owners: _Owners, times: int, seed: int, wrong: list[Any]
+) -> None:
+    choose = random.Random(seed).random
+    mine: list[sa.Buffer] = []
+    sizes = (1, 600, 4096, 4096, 9000)
+    try:
+        for _ in range(times):
+            stream = streams[int(choose() * len(streams))]
+            if choose() < 0.5 or not mine:
+                buffer = cache.allocate(sizes[int(choose() * len(sizes))], stream)
+                owners.enter(buffer)
+                mine.append(buffer)
+            else:
+                buffer = mine.pop(int(choose() * len(mine)))
+                owners.leave(buffer)
+                end = choose()
+                if end < 0.6:
+                    buffer.free()
+                elif end < 0.8:
+                    buffer.free(stream)
+                elif end < 0.9:
+                    ring: list[object] = [buffer]
+                    ring.append(ring)
+                    del ring
+            del buffer
+            if len(mine) > 20:
+                owners.leave(mine[0])
+                mine.pop(0).free()
+        for buffer in mine:
+            owners.leave(buffer)
+            buffer.free()
+    except BaseException as error:
+        wrong.append(error)
+
+
+def _many_threads(device: sa.Device, pool: sa.MemoryPool, times: int) -> None:
+    streams = [device.create_stream() for _ in range(3)]
+    owners, wrong = _Owners(), []  # type: ignore[var-annotated]
+    with sa.CachingAllocator(pool) as cache:
+        arguments = [(cache, streams, owners, times, seed, wrong) for seed in range(16)]
+        threads = [threading.Thread(target=_use, args=one) for one in arguments]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        gc.collect()
+        assert cache.statistics().in_use == 0 and cache.statistics().cached > 0
+        device.synchronize()
+        cache.trim()
+        assert pool.statistics()[::2] == (0, 0)
+    for stream in streams:
+        stream.close()
+
+
+def test_many_threads(device: sa.Device, pool: sa.MemoryPool) -> None:
+    _many_threads(device, pool, 300)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_many_threads_for_long(device: sa.Device, pool: sa.MemoryPool) -> None:
+    _many_threads(device, pool, 1_000_000)
+
+
+def test_one_buffer_is_freed_once(cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+    for _ in range(20):
+        buffer = cache.allocate(SIZE, stream)
+        barrier = threading.Barrier(4)
+        results: list[object] = []
+
+        def free(buffer: sa.Buffer = buffer, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait()
+            try:
+                results.append(buffer.free())  # type: ignore[func-returns-value]  # noqa: B023
+            except BaseException as error:
+                results.append(type(error))  # noqa: B023
+
+        threads = [threading.Thread(target=free) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert results.count(None) == 1 and results.count(sa.ClosedError) == 3
+    assert cache.statistics()[4:] == (0, SIZE, 1)
+
+
+class TestFaults:
+    def test_a_free_that_the_driver_refuses(self, machine: Any) -> None:
+        """On a default stream, so past the cache: the buffer lives on."""
+        driver = sd.faulty(machine, "cuMemFreeAsync", result="CUDA_ERROR_UNKNOWN")
+        device = sa.Device(0, driver=driver)
+        with device.create_stream() as stream, sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache:
+            buffer = cache.allocate(SIZE, stream)
+            with pytest.raises(sa.CudaError, match="cuMemFreeAsync"):
+                buffer.free(device.default_stream)
+            assert not buffer.freed and buffer.address
+            buffer.free()
+            assert buffer.freed and pool.statistics().used == 0
+
+    def test_a_flush_that_the_driver_refuses(self, machine: Any) -> None:
+        driver = sd.faulty(machine, "cuMemFreeAsync", 2, result="CUDA_ERROR_UNKNOWN")
+        device = sa.Device(0, driver=driver)
+        with device.create_stream() as stream, sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache:
+            for buffer in [cache.allocate(SIZE, stream) for _ in range(5)]:
+                buffer.free()
+            with pytest.raises(sa.CudaError, match="cuMemFreeAsync"):
+                cache.trim()
+            cache.trim()
+            assert pool.statistics().used == 0 and cache.statistics().cached == 0
+
+    def test_an_event_that_the_driver_refuses(self, machine: Any) -> None:
+        driver = sd.faulty(machine, "cuEventRecord", result="CUDA_ERROR_UNKNOWN")
+        device = sa.Device(0, driver=driver)
+        stream, other = device.create_stream(), device.create_stream()
+        with sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache, stream, other:
+            cache.allocate(SIZE, stream).free()
+            with pytest.raises(sa.CudaError, match="cuEventRecord"):
+                cache.allocate(SIZE, other)
+            with cache.allocate(SIZE, stream), cache.allocate(SIZE, other):
+                assert cache.statistics().misses == 2
+
+    def test_memory_that_cannot_be_had(self, machine: Any) -> None:
+        driver = sd.faulty(machine, "cuMemAllocFromPoolAsync", result="CUDA_ERROR_UNKNOWN")
+        device = sa.Device(0, driver=driver)
+        with device.create_stream() as stream, sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache:
+            with pytest.raises(sa.CudaError, match="cuMemAllocFromPoolAsync"):
+                cache.allocate(SIZE, stream)
+            assert cache.statistics()[4:] == (0, 0, 0)
+
+
+FORK = """
+import gc, os, sys, warnings
+import streamalloc as sa, streamalloc.driver as sd
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and newer say that threads and forks do not mix
+driver = sd.traced(sd.simulated())
+device = sa.Device(0, driver=driver)
+stream = device.create_stream()
+pool = sa.MemoryPool(device)
+cache = sa.CachingAllocator(pool)
+buffers = [cache.allocate(64, stream) for _ in range(3)]
+buffers.pop().free()
+before = len(driver.calls)
+child = os.fork()
+if child == 0:
+    kinds = []
+    for use in (
+        lambda: cache.allocate(64, stream),
+        lambda: buffers[0].free(),
+        lambda: buffers[0].fill(1),
+        lambda: cache.trim(),
+        lambda: cache.statistics(),
+        lambda: sa.CachingAllocator(pool).allocate(64, stream),
+    ):
+        try: print(use())
+        except Exception as error: kinds.append(type(error).__name__)
+    del buffers, cache, pool, stream, device, use
+    gc.collect()
+    print(sorted(set(kinds)), len(driver.calls) - before, flush=True)
+    sys.exit(0)
+_, status = os.waitpid(child, 0)
+assert len(driver.calls) == before
+cache.allocate(64, stream).free()
+assert len(driver.calls) == before
+print(os.waitstatus_to_exitcode(status), cache.statistics().misses)
+"""
+
+
+@pytest.mark.simulated_only("a process with a real driver should not fork")
+def test_fork(python: Callable[..., CompletedProcess[str]]) -> None:
+    done = python(FORK)
+    assert (done.stdout, done.stderr) == ("['ForkedProcessError'] 0\n0 3\n", "")
+
+
+EXIT = """
+import streamalloc as sa
+device = sa.Device(0); stream = device.create_stream(); pool = sa.MemoryPool(device, release_threshold=1 << 30)
+cache = sa.CachingAllocator(pool)
+buffers = [cache.allocate(64, stream) for _ in range(3)]
+buffers.pop().free()
+buffers.append(buffers)
+"""
+
+
+def test_interpreter_exit(python: Callable[..., CompletedProcess[str]]) -> None:
+    done = python(EXIT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_half_made() -> None:
+    assert "could not be made" in repr(sa.CachingAllocator.__new__(sa.CachingAllocator))
+
+
+def test_keeps_what_the_pool_keeps(device: sa.Device, stream: sa.Stream) -> None:
+    """Nothing is held back of a device once all is closed."""
+    with sa.MemoryPool(device, release_threshold=KEEP) as pool, sa.CachingAllocator(pool) as cache:
+        cache.allocate(SIZE, stream).free()
+    stream.synchronize()
+    settle()
+    assert pool.closed and cache.closed
