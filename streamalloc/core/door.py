@@ -37,14 +37,24 @@ T = TypeVar("T")
 DIRECT = (
     "cuEventQuery",
     "cuEventRecord",
+    "cuMemCreate",
+    "cuMemMap",
+    "cuMemPoolExportPointer",
     "cuMemPoolGetAttribute",
+    "cuMemPoolImportPointer",
+    "cuMemSetAccess",
+    "cuMemUnmap",
     "cuMemcpyAsync",
     "cuMemcpyDtoHAsync",
     "cuMemcpyHtoDAsync",
     "cuMemsetD8Async",
+    "cuPointerGetAttribute",
     "cuStreamQuery",
     "cuStreamSynchronize",
     "cuStreamWaitEvent",
+    "cuStreamWaitValue32",
+    "cuStreamWriteValue32",
+    "cuThreadExchangeStreamCaptureMode",
 )
 """The driver functions that fast paths call; an allocator has its own two."""
 
@@ -79,14 +89,24 @@ class Door:
     """True in a forked child: no call goes through any more."""
     cuEventQuery: Any
     cuEventRecord: Any
+    cuMemCreate: Any
+    cuMemMap: Any
+    cuMemPoolExportPointer: Any
     cuMemPoolGetAttribute: Any
+    cuMemPoolImportPointer: Any
+    cuMemSetAccess: Any
+    cuMemUnmap: Any
     cuMemcpyAsync: Any
     cuMemcpyDtoHAsync: Any
     cuMemcpyHtoDAsync: Any
     cuMemsetD8Async: Any
+    cuPointerGetAttribute: Any
     cuStreamQuery: Any
     cuStreamSynchronize: Any
     cuStreamWaitEvent: Any
+    cuStreamWaitValue32: Any
+    cuStreamWriteValue32: Any
+    cuThreadExchangeStreamCaptureMode: Any
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver

@@ -333,7 +333,7 @@ class AddressRange(OwnsNode):
             # In the table before it is mapped, so that an interrupt between the two loses nothing.
             entries.insert(at, entry)
             node.link(handle)
-            result = handle.allocations.map(address + offset, nbytes, 0, raw, 0)[0]
+            result = self._door.cuMemMap(address + offset, nbytes, 0, raw, 0)[0]
             if result:
                 raise error_from(result, "cuMemMap")
             if rights:
@@ -366,8 +366,9 @@ class AddressRange(OwnsNode):
         start = entries[0].offset
         if structs is None:
             structs = structs_of(rights)
-        set_access = self._node.allocations.set_access
-        result = set_access(int(self._checked_raw()) + start, entries[-1].stop - start, structs, len(structs))[0]
+        result = self._door.cuMemSetAccess(
+            int(self._checked_raw()) + start, entries[-1].stop - start, structs, len(structs)
+        )[0]
         if result:
             raise error_from(result, "cuMemSetAccess")
         for entry in entries:
@@ -401,7 +402,7 @@ class AddressRange(OwnsNode):
     def _unmap_run(self, run: list[MappingEntry]) -> None:
         start, stop = run[0].offset, run[-1].stop
         try:
-            result = self._node.allocations.unmap(int(self._checked_raw()) + start, stop - start)[0]
+            result = self._door.cuMemUnmap(int(self._checked_raw()) + start, stop - start)[0]
             if result:
                 raise error_from(result, "cuMemUnmap")
             for entry in run:

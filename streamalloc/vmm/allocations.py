@@ -10,7 +10,7 @@ from itertools import starmap
 from typing import Any, ClassVar, Protocol
 
 from streamalloc.core.device import Device
-from streamalloc.core.door import Door, PerDriver, refuse_after_fork
+from streamalloc.core.door import Door, PerDriver
 from streamalloc.core.errors import (
     ClosedError,
     CudaError,
@@ -270,33 +270,17 @@ class KeepsMemory(Protocol):
 
 
 class Allocations:
-    """What :mod:`streamalloc.vmm` keeps for one driver.
+    """What :mod:`streamalloc.vmm` keeps for one driver."""
 
-    Where memory is mapped, the driver's functions are bound beforehand, as everywhere on fast paths. None of them needs
-    a current context.
-    """
-
-    __slots__ = (
-        "__weakref__", "_create", "by_handle", "door", "keepers", "later", "map", "order", "release", "set_access",
-        "unmap",
-    )  # fmt: skip
+    __slots__ = ("by_handle", "door", "keepers", "later", "order")
 
     def __init__(self, door: Door) -> None:
         self.door: Door = door
-        self._create: Any = door.driver.cuMemCreate
-        self.map: Any = door.driver.cuMemMap
-        self.set_access: Any = door.driver.cuMemSetAccess
-        self.unmap: Any = door.driver.cuMemUnmap
-        self.release: Any = door.driver.cuMemRelease
         self.keepers: weakref.WeakSet[KeepsMemory] = weakref.WeakSet()
         self.later: Later = later_of(door)
         self.order: ReleaseOrder = ReleaseOrder()
         self.by_handle: dict[int, AllocationState] = {}
         """What is held or mapped, by the driver's handle."""
-        door.shut_with_me(self)
-
-    def _shut_after_fork(self) -> None:
-        self._create = self.map = self.set_access = self.unmap = self.release = refuse_after_fork
 
     def create(self, handle: AllocationHandle, nbytes: int, properties: Any, hint: str = "") -> None:
         """Make physical memory, and keep the driver's handle (``cuMemCreate``).
@@ -307,7 +291,7 @@ class Allocations:
             The driver refused.
         """
         answers: list[tuple[Any, Any]] = []
-        calls = starmap(self._create, ((nbytes, properties, 0),))
+        calls = starmap(self.door.cuMemCreate, ((nbytes, properties, 0),))
         # The call is made by an operator: Python looks for no signals until the handle is kept.
         answers += calls
         result, raw = answers[0]

@@ -10,8 +10,9 @@ from streamalloc.core.errors import PeerAccessError, refused, size_text, undoing
 from streamalloc.core.properties import MemAllocationProp, MemHandleType, checked_size
 from streamalloc.core.stream import StreamLike
 from streamalloc.vmm.access import Access
+from streamalloc.vmm.address_range import MappingEntry
 from streamalloc.vmm.physical_memory import properties_for
-from streamalloc.vmm.recycler import MemoryRecycler, spec_for
+from streamalloc.vmm.recycler import MemoryRecycler, RecyclingSpec, spec_for
 from streamalloc.vmm.virtual_buffer import ChunkSpec, VirtualBuffer, device_rights
 from streamalloc.vmm.waiting import After, wait_for_users
 
@@ -46,8 +47,9 @@ class GrowableBuffer(VirtualBuffer):
         The stream that orders operations which name no other; default: the device's default stream.
     recycler
         Where its physical memory comes from and returns to, of the same device; its properties are the buffer's, and
-        none are given beside it. Growing after shrinking then asks the driver for no memory. The bytes of recycled
-        memory are those of whoever had it before.
+        none are given beside it. What the buffer shrinks by stays mapped, behind its end, until somebody else takes it
+        or the recycler gives it back, so that growing again needs no driver call. The bytes of recycled memory are
+        those of whoever had it before.
 
     Raises
     ------
@@ -59,7 +61,7 @@ class GrowableBuffer(VirtualBuffer):
         An argument breaks a rule; the message names it.
     """
 
-    __slots__ = ("_chunk", "_spec")
+    __slots__ = ("_chunk", "_recycler", "_spec")
 
     def __init__(
         self,
@@ -80,6 +82,7 @@ class GrowableBuffer(VirtualBuffer):
         check_device("device", device)
         prop = properties_for(device, handle_types, compressible, gpu_direct_rdma)
         self._spec = spec_for(recycler, device._door, prop, asked=bool(handle_types or compressible or gpu_direct_rdma))
+        self._recycler = self._spec if isinstance(self._spec, RecyclingSpec) else None
         most = checked_size("capacity", capacity)
         if not most:
             raise ValueError("capacity=0: a buffer needs at least one byte of addresses")
@@ -121,8 +124,12 @@ class GrowableBuffer(VirtualBuffer):
         self._check_usable()
         needed = self._spec.round_up(size)
         if needed > self._mapped:
+            if self._recycler is not None:
+                self._have_back(needed, self._recycler)
             at, step = self._mapped, needed - self._mapped
-            if not 0 < self._chunk < step:
+            if not step:
+                pass
+            elif not 0 < self._chunk < step:
                 self._put((ChunkSpec(at, step, self._spec),))
             else:
                 places = range(at, needed, self._chunk)
@@ -137,12 +144,34 @@ class GrowableBuffer(VirtualBuffer):
         self.resize(self._nbytes + checked_size("nbytes", nbytes))
 
     def _shrink(self, needed: int, size: int, after: After) -> None:
-        self._trim(self._mapped)
         # A chunk of which something stays cannot be cut.
         spare = [entry for entry in self.range._touching(needed, self._mapped) if entry.offset >= needed]
-        if spare:
-            wait_for_users(after, self._door, (entry.rights for entry in spare))
-            self._cut(spare[0].offset, size)
+        if not spare:
+            return
+        wait_for_users(after, self._door, (entry.rights for entry in spare))
+        if self._recycler is not None:
+            before = self._mapped, self._nbytes
+            # First, as others may unmap it as soon as it is offered.
+            self._mapped, self._nbytes = spare[0].offset, size
+            if self._recycler.offer(spare):
+                return
+            self._mapped, self._nbytes = before
+        self._cut(spare[0].offset, size)
+
+    def _have_back(self, needed: int, recycler: RecyclingSpec) -> None:
+        """Take back what was offered when the buffer shrank, and lies where it is to grow."""
+        for entry in self.range._touching(self._mapped, needed):
+            if entry.offset != self._mapped or entry.stop > needed or not recycler.claim(entry.memory._node):
+                return
+            self._mapped = entry.stop
+            recycler.recycled += 1
+
+    def _reclaim(self, entries: Sequence[MappingEntry]) -> Sequence[MappingEntry]:
+        if self._recycler is None:
+            return entries
+        for entry in entries:
+            self._recycler.claim(entry.memory._node)
+        return [entry for entry in entries if entry.live]
 
     def _checked(self, name: str, value: int, most: int) -> int:
         size = checked_size(name, value)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from typing_extensions import Self
@@ -16,11 +18,12 @@ from streamalloc.core.later import Deferred, later_of
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAllocationProp, MemHandleType, MemLocation, checked_size
 from streamalloc.driver import Driver
-from streamalloc.vmm.allocations import AllocationHandle
+from streamalloc.vmm.address_range import MappingEntry
+from streamalloc.vmm.allocations import AllocationHandle, MappedBytes
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory, properties_for
 from streamalloc.vmm.release_order import Kind
 
-__all__ = ["MemoryRecycler", "RecyclerStatistics", "spec_for"]
+__all__ = ["MemoryRecycler", "RecyclerStatistics", "RecyclingSpec", "spec_for"]
 
 _TILE_POOL = 1
 
@@ -46,8 +49,9 @@ class MemoryRecycler(Closes):
     It has memory of one kind: of one place, made with the same properties. :meth:`take` gives what it has, or else asks
     the driver. What was taken comes back by itself once it is closed or dropped *and* unmapped everywhere, whoever
     mapped it; unmapping waits for work that uses it, see :class:`AddressRange`, so that nobody gets memory that is
-    still in use. :class:`GrowableBuffer` and :func:`stripe` take from it, too: then growing again after shrinking, and
-    restoring after an eviction, ask for no new memory.
+    still in use. :class:`GrowableBuffer` and :func:`stripe` take from it, too: restoring after an eviction then asks
+    for no new memory. What a growable buffer shrinks by is kept where it is mapped, until somebody else takes it or it
+    goes back to the driver: growing again needs no driver call.
 
     Memory that was exported, for which there is a DMA-BUF, which another :class:`PhysicalMemory` holds too, or which is
     bound to a multicast object, goes back to the driver instead. Other code that has retained the driver's handle by
@@ -210,17 +214,39 @@ class Kept(Deferred):
             later_of(self._door).hand_in(self)
 
 
+class Spare:
+    """Memory that a buffer has shrunk by, and has mapped still. It can have it back."""
+
+    __slots__ = ("handle", "mapping", "nbytes")
+
+    def __init__(self, handle: RecycledHandle, mapping: MappedBytes) -> None:
+        self.handle: RecycledHandle = handle
+        self.mapping: MappedBytes = mapping
+        self.nbytes: int = handle.nbytes
+
+
 class RecycledHandle(AllocationHandle):
     """A handle that goes to a recycler once nobody uses the memory any more."""
 
-    __slots__ = ("nbytes", "recycler")
+    __slots__ = ("ends", "nbytes", "recycler", "spare")
 
     outlasts_mappings: ClassVar[bool] = True
 
     def __init__(self, recycler: RecyclingSpec) -> None:
-        super().__init__(recycler.allocations, Kind.MEMORY)
+        AllocationHandle.__init__(self, recycler.allocations, Kind.MEMORY)
         self.recycler: RecyclingSpec = recycler
         self.nbytes: int = 0
+        self.spare: Spare | None = None
+        """As what the recycler has it while it is mapped."""
+        self.ends: bool = False
+        """Whether it is to be given back to the driver."""
+
+    def only_here(self) -> bool:
+        """Whether nobody else can have the memory, as far as can be known."""
+        state = self.state
+        if state.exported or state.elsewhere or state.bindings or state.teams:
+            return False
+        return len(state.handles) == 1 and self in state.handles
 
     def release(self) -> None:
         """Keep it for others, or ``cuMemRelease``."""
@@ -233,10 +259,11 @@ class RecyclingSpec(MemorySpec):
     """Makes memory of one kind, or takes what it keeps. It stays as long as memory that may come back to it.
 
     Handles are moved by lines that call nothing: no other thread and no signal handler comes between them, so that each
-    handle has one owner at any time, and no lock is needed.
+    handle has one owner at any time. The lock is held where something is unmapped that belongs to a buffer, which must
+    not map anything there meanwhile.
     """
 
-    __slots__ = ("by_size", "closed", "kept", "limit", "made", "order", "recycled", "released")
+    __slots__ = ("_lock", "by_size", "closed", "kept", "limit", "made", "order", "recycled", "released", "spares")
 
     def __init__(self, door: Door, prop: MemAllocationProp, limit: int) -> None:
         super().__init__(door, prop)
@@ -246,8 +273,11 @@ class RecyclingSpec(MemorySpec):
         """How many bytes there are."""
         self.by_size: dict[int, deque[Kept]] = {}
         """What is kept, of each size the longest first."""
-        self.order: dict[Kept, None] = {}
+        self.spares: dict[int, dict[Spare, None]] = {}
+        """What buffers can have back, by size."""
+        self.order: dict[Kept | Spare, None] = {}
         """All of it, what was kept longest first."""
+        self._lock = threading.RLock()
         self.recycled: int = 0
         self.made: int = 0
         self.released: int = 0
@@ -264,6 +294,9 @@ class RecyclingSpec(MemorySpec):
         handle.nbytes = nbytes
         self.allocations.work()
         kept = self.by_size.get(nbytes)
+        if not kept and self.spares.get(nbytes):
+            self._unmap_one(nbytes)
+            kept = self.by_size.get(nbytes)
         if kept:
             one = kept[-1]
             del kept[-1]
@@ -279,13 +312,12 @@ class RecyclingSpec(MemorySpec):
     def keep(self, handle: RecycledHandle) -> bool:
         """Take a handle over, if others may have the memory; whether they may."""
         state, nbytes = handle.state, handle.nbytes
-        if self.closed or nbytes > self.limit or handle._raw is None:
+        if handle.spare is not None:  # its buffer was dropped
+            self.claim(handle)
+        if self.closed or handle.ends or nbytes > self.limit or handle._raw is None:
             return False
-        if state.exported or state.elsewhere or state.mappings or state.bindings or state.teams:
+        if state.mappings or not handle.only_here():
             return False
-        for other in state.handles:
-            if other is not handle:
-                return False
         known = self.allocations.by_handle
         one = Kept(self.door, nbytes)
         pieces = self.by_size.setdefault(nbytes, deque())
@@ -308,12 +340,11 @@ class RecyclingSpec(MemorySpec):
         first: CudaError | None = None
         try:
             while self.kept > most:
-                one = self._take_longest()
+                one = self._longest()
                 if one is None:
                     break
-                given += one.nbytes
                 try:
-                    later_of(self.door).end(one)
+                    given += self._give_back(one)
                 except CudaError as error:
                     first = first or error
             if first is not None:
@@ -333,16 +364,89 @@ class RecyclingSpec(MemorySpec):
         with contextlib.suppress(CudaError):
             self.trim(most)
 
-    def _take_longest(self) -> Kept | None:
-        """Take what was kept longest, to be released."""
-        # Nothing here is a call: a thread that is faster leaves nothing half done.
+    def _longest(self) -> Kept | Spare | None:
         for one in self.order:
-            del self.by_size[one.nbytes][0]
-            del self.order[one]
-            self.kept -= one.nbytes
-            self.released += 1
             return one
         return None
+
+    def _give_back(self, one: Kept | Spare) -> int:
+        """Give back what was kept longest; how many bytes. Another thread may have been faster."""
+        if isinstance(one, Spare):
+            with self._lock:
+                if not self.claim(one.handle):
+                    return 0
+                one.handle.ends = True
+                self._unmap(one)
+            return one.nbytes
+        # Nothing is called from here on until it has left both tables.
+        if one not in self.order:
+            return 0
+        del self.by_size[one.nbytes][0]
+        del self.order[one]
+        self.kept -= one.nbytes
+        self.released += 1
+        later_of(self.door).end(one)
+        return one.nbytes
+
+    # -- what stays mapped -----------------------------------------------------------------------------------
+
+    def offer(self, entries: Sequence[MappingEntry]) -> bool:
+        """Keep memory of a buffer that has shrunk where it is mapped; whether that can be done with all of it.
+
+        Its work was waited for, and the buffer does not use it unless it claims it.
+        """
+        if self.closed:
+            return False
+        offered: list[tuple[RecycledHandle, MappedBytes]] = []
+        for entry in entries:
+            handle = entry.memory._node
+            if not isinstance(handle, RecycledHandle) or handle.recycler is not self or handle.given_up:
+                return False
+            if handle.nbytes > self.limit or len(handle.state.mappings) != 1 or not handle.only_here():
+                return False
+            offered.append((handle, entry.node))
+        for handle, mapping in offered:
+            spare = Spare(handle, mapping)
+            spares = self.spares.setdefault(spare.nbytes, {})
+            # Nothing is called from here on.
+            spares[spare] = None
+            self.order[spare] = None
+            self.kept += spare.nbytes
+            handle.spare = spare
+        self._trim_quietly(0 if self.closed else self.limit)
+        return True
+
+    def claim(self, handle: AllocationHandle) -> bool:
+        """Have memory back that was offered; False where somebody else has it, and it is unmapped by now."""
+        with self._lock:
+            spare = handle.spare if isinstance(handle, RecycledHandle) else None
+            if spare is None:
+                return False
+            # Nothing is called from here on.
+            del self.spares[spare.nbytes][spare]
+            del self.order[spare]
+            self.kept -= spare.nbytes
+            spare.handle.spare = None
+            return True
+
+    def _unmap_one(self, nbytes: int) -> None:
+        """Unmap memory of this size that a buffer could have back, for somebody else."""
+        with self._lock, contextlib.suppress(CudaError):
+            for spare in self.spares[nbytes]:
+                self.claim(spare.handle)
+                self._unmap(spare)
+                return
+
+    def _unmap(self, spare: Spare) -> None:
+        """Unmap memory that was claimed. What the driver refuses is left to the buffer."""
+        allocations = self.allocations
+        allocations.end(spare.mapping)
+        if spare.mapping.gone:
+            try:
+                allocations.end(spare.handle)
+            except CudaError:
+                allocations.drop(spare.handle)
+                raise
 
 
 def spec_for(recycler: MemoryRecycler | None, door: Door, prop: MemAllocationProp, *, asked: bool) -> MemorySpec:

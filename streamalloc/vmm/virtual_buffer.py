@@ -111,7 +111,7 @@ class VirtualBuffer(Memory, Closes):
     @property
     def mappings(self) -> tuple[Mapping, ...]:
         """The chunks that it is made of, in the order of addresses; the buffer unmaps them."""
-        return self.range.mappings
+        return tuple(Mapping(self.range, entry) for entry in self.range._touching(0, self._mapped))
 
     @property
     def device(self) -> Device:
@@ -387,9 +387,14 @@ class VirtualBuffer(Memory, Closes):
     def _discard(self, entries: Sequence[MappingEntry]) -> None:
         """Unmap memory, and release it: what the driver refuses to release is released later."""
         if entries:
+            entries = self._reclaim(entries)
             self.range._unmap(entries)
             for entry in entries:
                 close_quietly(entry.memory)
+
+    def _reclaim(self, entries: Sequence[MappingEntry]) -> Sequence[MappingEntry]:
+        """What is this buffer's to unmap of mappings that others may have been offered."""
+        return entries
 
     def _backup(self, backup: MemoryPool | Memory | None, stream: Stream) -> Memory | None:
         if backup is None:

@@ -309,6 +309,130 @@ class TestBuffers:
         recycler.close()
         assert account.left == {}
 
+    def test_what_a_buffer_shrinks_by_stays_mapped(
+        self, account: Account, recycler: vmm.MemoryRecycler, device: sa.Device
+    ) -> None:
+        with vmm.GrowableBuffer(device, 8 * PAGE, 4 * PAGE, chunk=PAGE, recycler=recycler) as buffer:
+            buffer.fill(4)
+            for size in (3, 2):
+                buffer.resize(size * PAGE)
+                assert buffer.mapped_bytes == size * PAGE and len(buffer.mappings) == size
+            assert recycler.statistics().kept == 2 * PAGE
+            before = len(account.calls("cuMemMap", "cuMemUnmap", "cuMemSetAccess"))
+            buffer.resize(4 * PAGE)
+            assert len(account.calls("cuMemMap", "cuMemUnmap", "cuMemSetAccess")) == before
+            assert np.all(read(buffer) == 4) and buffer.mapped_bytes == 4 * PAGE
+            assert recycler.statistics() == (0, 0, 2, 4, 0)
+
+    def test_until_somebody_takes_it(self, account: Account, recycler: vmm.MemoryRecycler, device: sa.Device) -> None:
+        with vmm.GrowableBuffer(device, 8 * PAGE, 4 * PAGE, chunk=PAGE, recycler=recycler) as buffer:
+            buffer.resize(PAGE)
+            taken = recycler.take(PAGE)
+            assert made(account) == 4 and len(account.mapped) == 3 and taken.mapping_count == 0
+            assert recycler.statistics().kept == 2 * PAGE
+            buffer.resize(4 * PAGE)
+            assert made(account) == 5 and len(account.mapped) == 4
+            assert taken.handle not in {mapping.memory.handle for mapping in buffer.mappings}
+            buffer.fill(1)
+            taken.close()
+
+    def test_until_it_is_trimmed(self, account: Account, recycler: vmm.MemoryRecycler, device: sa.Device) -> None:
+        with vmm.GrowableBuffer(device, 8 * PAGE, 4 * PAGE, chunk=PAGE, recycler=recycler) as buffer:
+            buffer.resize(PAGE)
+            assert recycler.trim(keep=2 * PAGE) == PAGE
+            assert len(account.mapped) == 3 and released(account) == 1
+            recycler.close()
+            assert len(account.mapped) == 1 and released(account) == 3
+            buffer.resize(2 * PAGE)
+            buffer.resize(0)
+            assert account.mapped == {} and "physical memory" not in account.left
+
+    def test_beyond_the_limit(self, account: Account, device: sa.Device) -> None:
+        recycler = vmm.MemoryRecycler(device, 2 * PAGE)
+        with vmm.GrowableBuffer(device, 8 * PAGE, 4 * PAGE, chunk=PAGE, recycler=recycler) as buffer:
+            buffer.resize(0)
+            assert len(account.mapped) == 2 and recycler.statistics() == (2 * PAGE, 2, 0, 4, 2)
+            buffer.resize(4 * PAGE)
+            buffer.fill(1)
+        assert recycler.statistics().kept == 2 * PAGE
+
+    def test_access_is_set_anew(self, account: Account, recycler: vmm.MemoryRecycler, device: sa.Device) -> None:
+        """What stays mapped has the access of before."""
+        with vmm.GrowableBuffer(device, 8 * PAGE, 2 * PAGE, chunk=PAGE, recycler=recycler) as buffer:
+            buffer.resize(PAGE)
+            buffer.set_access(device, sa.MemAccess.READ)
+            buffer.resize(2 * PAGE)
+            assert [mapping.access(device) for mapping in buffer.mappings] == [sa.MemAccess.READ] * 2
+
+    @pytest.mark.parametrize("chunk", [0, PAGE])
+    def test_other_sizes(self, account: Account, recycler: vmm.MemoryRecycler, device: sa.Device, chunk: int) -> None:
+        with vmm.GrowableBuffer(device, 8 * PAGE, chunk=chunk, recycler=recycler) as buffer:
+            sizes = (1, 3, 7, 3, 5, 1, 8, 0, 2, 8, 4, 6, 3, 1, 7, 0)
+            for size in sizes:
+                old = buffer.nbytes
+                buffer.resize(size * PAGE - size)
+                if buffer.nbytes > old:
+                    buffer[old:].fill(size)
+                assert size * PAGE <= buffer.mapped_bytes <= 8 * PAGE
+                assert buffer.mapped_bytes == sum(mapping.nbytes for mapping in buffer.mappings)
+        assert account.mapped == {}
+        recycler.close()
+        assert account.left == {}
+
+    def test_exported_memory_does_not_stay(self, account: Account, device: sa.Device) -> None:
+        recycler = vmm.MemoryRecycler(device, LIMIT, handle_types=POSIX)
+        with vmm.GrowableBuffer(device, 8 * PAGE, 2 * PAGE, chunk=PAGE, recycler=recycler) as buffer:
+            buffer.mappings[1].memory.export().close()  # type: ignore[union-attr]
+            buffer.resize(0)
+            assert account.mapped == {} and recycler.statistics() == (PAGE, 1, 0, 2, 1)
+
+    def test_dropped_with_memory_that_it_could_have_back(
+        self, account: Account, recycler: vmm.MemoryRecycler, device: sa.Device
+    ) -> None:
+        buffer: Any = vmm.GrowableBuffer(device, 8 * PAGE, 4 * PAGE, chunk=PAGE, recycler=recycler)
+        buffer.resize(PAGE)
+        del buffer
+        gc.collect()
+        taken = recycler.take(PAGE)
+        device.synchronize()
+        assert recycler.statistics().kept == 3 * PAGE and account.mapped == {} and made(account) <= 5
+        taken.close()
+        recycler.close()
+        assert account.left == {}
+
+    def test_threads(self, account: Account, device: sa.Device) -> None:
+        """Each thread has a buffer; all take what the others shrink by."""
+        recycler = vmm.MemoryRecycler(device, 5 * PAGE)
+        wrong: list[object] = []
+
+        def run(seed: int) -> None:
+            try:
+                with vmm.GrowableBuffer(device, 8 * PAGE, chunk=PAGE, recycler=recycler) as buffer:
+                    for turn in range(60):
+                        size = (turn * (seed + 3)) % 6
+                        buffer.resize(size * PAGE, after=())
+                        if size:
+                            buffer.fill(seed)
+                            if not np.all(read(buffer[-8:]) == seed):
+                                wrong.append((seed, turn))
+                        if turn % 20 == seed:
+                            recycler.trim(PAGE)
+                    device.synchronize()
+            except BaseException as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        assert account.mapped == {}
+        figures = recycler.statistics()
+        assert figures.made - figures.released == figures.pieces and figures.kept <= 5 * PAGE
+        recycler.close()
+        assert account.left == {}
+
     def test_evict_and_restore(self, account: Account, recycler: vmm.MemoryRecycler, device: sa.Device) -> None:
         with (
             sa.MemoryPool(HOST, driver=account.driver) as pool,
@@ -328,7 +452,7 @@ class TestBuffers:
         one, other = (vmm.GrowableBuffer(device, 4 * PAGE, chunk=PAGE, recycler=recycler) for _ in range(2))
         for _ in range(4):
             one.resize(2 * PAGE)
-            one.close() if one.closed else one.resize(0)
+            one.resize(0)
             other.resize(2 * PAGE)
             other.resize(0)
         assert made(account) == 2

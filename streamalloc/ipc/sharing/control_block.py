@@ -40,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.core.device import Device
-from streamalloc.core.door import Door, refuse_after_fork
+from streamalloc.core.door import Door
 from streamalloc.core.errors import CudaError, error_from, undoing
 from streamalloc.core.fd import Fd
 from streamalloc.core.stream import Stream, direct_handle, refuse_capture, sees_all_work, stream_call
@@ -207,10 +207,6 @@ class ControlBlock:
         self._address = 0
         self._slots: dict[int, SlotWords] = {}
         self._importers: dict[tuple[int, int], ImporterWords] = {}
-        self._exchange: Any = door.driver.cuThreadExchangeStreamCaptureMode
-        self._query: Any = door.driver.cuStreamQuery
-        self._write: Any = door.driver.cuStreamWriteValue32
-        self._wait: Any = door.driver.cuStreamWaitValue32
         with undoing(self._own.close), Device(0, driver=door.driver).current():
             # Before the call, as an interrupt may come after it.
             self._raw = self._address = base
@@ -332,41 +328,41 @@ class ControlBlock:
         The host does so where the stream has no work left (``cuStreamQuery``), as a store of the device's has to travel
         both ways; else the stream (``cuStreamWriteValue32``).
         """
-        handle = direct_handle(stream, self.door)
+        door = self.door
+        handle = direct_handle(stream, door)
         if handle is None:
-            if not checked:
-                refuse_capture(stream, "cuStreamWriteValue32", _NOT_IN_A_CAPTURE)
-            if sees_all_work(stream):
-                with self.door.relaxed():
-                    idle = stream.query()
-                if idle:
-                    word.value = value
-                    return
-            stream_call(stream, "cuStreamWriteValue32", word.pointer, value, 0)
+            self._tell_slowly(stream, word, value, checked)
             return
         if sees_all_work(stream):
-            result = self._asked(handle)
+            # Asked in this mode, it breaks no capture of another stream.
+            failed, mode = door.cuThreadExchangeStreamCaptureMode(_RELAXED)
+            if failed:
+                raise error_from(failed, "cuThreadExchangeStreamCaptureMode")
+            try:
+                result = door.cuStreamQuery(handle)[0]
+            finally:
+                failed = door.cuThreadExchangeStreamCaptureMode(mode)[0]
+            if failed:
+                raise error_from(failed, "cuThreadExchangeStreamCaptureMode")
             if not result:
                 word.value = value
                 return
             if result != _NOT_READY:
                 raise error_from(result, "cuStreamQuery")
-        result = self._write(handle, word.pointer, value, 0)[0]
+        result = door.cuStreamWriteValue32(handle, word.pointer, value, 0)[0]
         if result:
             raise error_from(result, "cuStreamWriteValue32")
 
-    def _asked(self, handle: Any) -> Any:
-        """What ``cuStreamQuery`` says of a stream; asked in this mode, it breaks no capture of another one."""
-        mode = self._exchange(_RELAXED)
-        if mode[0]:
-            raise error_from(mode[0], "cuThreadExchangeStreamCaptureMode")
-        try:
-            result = self._query(handle)[0]
-        finally:
-            failed = self._exchange(mode[1])[0]
-        if failed:
-            raise error_from(failed, "cuThreadExchangeStreamCaptureMode")
-        return result
+    def _tell_slowly(self, stream: Stream, word: Word, value: int, checked: bool) -> None:
+        if not checked:
+            refuse_capture(stream, "cuStreamWriteValue32", _NOT_IN_A_CAPTURE)
+        if sees_all_work(stream):
+            with self.door.relaxed():
+                idle = stream.query()
+            if idle:
+                word.value = value
+                return
+        stream_call(stream, "cuStreamWriteValue32", word.pointer, value, 0)
 
     def wait(self, stream: Stream, word: Word, value: int) -> None:
         """Have a stream wait until a word is at a value or beyond (``cuStreamWaitValue32``)."""
@@ -375,7 +371,7 @@ class ControlBlock:
             refuse_capture(stream, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
             stream_call(stream, "cuStreamWaitValue32", word.pointer, value, _AT_LEAST)
             return
-        result = self._wait(handle, word.pointer, value, _AT_LEAST)[0]
+        result = self.door.cuStreamWaitValue32(handle, word.pointer, value, _AT_LEAST)[0]
         if result:
             raise error_from(result, "cuStreamWaitValue32")
 
@@ -454,7 +450,6 @@ class ControlBlock:
                 self._expected.pop((slot, wanted), None)
 
     def _shut_after_fork(self) -> None:
-        self._exchange = self._query = self._write = self._wait = refuse_after_fork
         # A child that keeps the lock would make its dead parent count as alive.
         self._own.close()
 

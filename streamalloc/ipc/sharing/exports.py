@@ -174,7 +174,6 @@ class Exports:
         self.endpoint: bytes = _NOWHERE
         """Where other processes may ask for handles; zeros until :meth:`serve` is called."""
         self.version: int = int(door.call("cuDriverGetVersion"))
-        self._export_pointer: Any = door.driver.cuMemPoolExportPointer
         self._routes: weakref.WeakKeyDictionary[MemoryPool, _Route] = weakref.WeakKeyDictionary()
         self._uuids: dict[int, bytes] = {}
         self._handles: weakref.WeakKeyDictionary[PhysicalMemory, dict[MemHandleType, Fd | bytes]]
@@ -250,7 +249,7 @@ class Exports:
 
     def pointer(self, address: int) -> bytes:
         """The driver's export data of an allocation (``cuMemPoolExportPointer``)."""
-        result, data = self._export_pointer(address)
+        result, data = self.door.cuMemPoolExportPointer(address)
         if result:
             raise error_from(result, "cuMemPoolExportPointer", _NOT_EXPORTABLE)
         return opaque_bytes(data)

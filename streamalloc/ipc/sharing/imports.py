@@ -213,8 +213,6 @@ class Importer:
         self.imports: dict[bytes, _Import] = {}
         self.ways: dict[bytes, _PoolWay] = {}
         """How allocations are opened whose descriptors begin so, once one of them was."""
-        self.import_pointer: Any = door.driver.cuMemPoolImportPointer
-        self._attribute: Any = door.driver.cuPointerGetAttribute
         self.version: int = int(door.call("cuDriverGetVersion"))
         self._devices: dict[bytes, Device] = {}
         self._dropped: SimpleQueue[bool] = SimpleQueue()
@@ -339,7 +337,7 @@ class Importer:
 
     def size_at(self, address: int) -> int:
         """How many bytes the driver has there (``cuPointerGetAttribute``)."""
-        result, size = self._attribute(_RANGE_SIZE, address)
+        result, size = self.door.cuPointerGetAttribute(_RANGE_SIZE, address)
         if result:
             raise error_from(result, "cuPointerGetAttribute")
         return int(size)
@@ -550,7 +548,7 @@ class _PoolWay:
 
     def acquire(self, held: _Import) -> None:
         """Import an allocation by the driver's export data (``cuMemPoolImportPointer``)."""
-        result, held._raw = self.importer.import_pointer(self.pool._raw, self._data.filled(held.key))
+        result, held._raw = self.importer.door.cuMemPoolImportPointer(self.pool._raw, self._data.filled(held.key))
         if result:
             held._raw = None
             raise error_from(result, "cuMemPoolImportPointer", _BAD_POINTER)
