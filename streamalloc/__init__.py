@@ -38,7 +38,7 @@ from streamalloc.core.errors import (
     SystemNotReadyError,
 )
 from streamalloc.core.fd import Fd
-from streamalloc.core.memory import BufferView, Memory
+from streamalloc.core.memory import BufferView, Memory, TypedView
 from streamalloc.core.properties import (
     MemAccess,
     MemAccessDesc,
@@ -121,6 +121,7 @@ __all__ = [
     "Stream",
     "StreamLike",
     "SystemNotReadyError",
+    "TypedView",
     "allocate",
     "driver",
     "interop",

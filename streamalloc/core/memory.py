@@ -10,6 +10,7 @@ state: a pointer, a size and a stream, see :attr:`Memory._ptr`.
 from __future__ import annotations
 
 import abc
+import math
 import operator
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from typing_extensions import Self
 
-__all__ = ["BufferView", "CopySide", "Memory", "check_usable", "copy_bytes", "numpy_interface", "viewed"]
+__all__ = ["BufferView", "CopySide", "Memory", "TypedView", "check_usable", "copy_bytes", "numpy_interface", "viewed"]
 
 # The pattern widths that the driver can fill with, in bytes, and the function for each.
 _FILLS = {1: "cuMemsetD8Async", 2: "cuMemsetD16Async", 4: "cuMemsetD32Async"}
@@ -190,6 +191,25 @@ class Memory(Unique, abc.ABC):
         flat = np.asarray(self).view(dtype)
         return flat if shape is None else flat.reshape(shape)
 
+    def view_as(self, dtype: npt.DTypeLike, shape: tuple[int, ...] | None = None) -> TypedView:
+        """The memory as an array of a type and shape, on a device or on the host: what other libraries see of it then.
+
+        Parameters
+        ----------
+        dtype
+            The type of the elements, as numpy says it.
+        shape
+            The sizes of the dimensions, in C order; one of them may be -1, for what the size leaves. Default: one
+            dimension.
+
+        Raises
+        ------
+        TypeError, ValueError
+            The elements are Python objects, do not fill the memory exactly, or are not aligned in it.
+        """
+        kind, sizes = _array_form(self, dtype, shape)
+        return TypedView(self, kind, sizes)
+
     def view(self, start: int = 0, stop: int | None = None) -> BufferView:
         """The bytes from ``start`` to ``stop`` as memory of their own; also written ``memory[start:stop]``."""
         return self[start:stop]
@@ -290,6 +310,11 @@ class Memory(Unique, abc.ABC):
                 part: Any = window[first : first + self._nbytes]
                 part.memory = self
                 return part.__dlpack__() if max_version is None else part.__dlpack__(max_version=max_version)
+        part = self._ordered_part(stream, dl_device, copy)
+        return part.__dlpack__() if max_version is None else part.__dlpack__(max_version=max_version)
+
+    def _ordered_part(self, stream: int | None, dl_device: tuple[int, int] | None, copy: bool | None) -> Any:
+        """An array of bytes that DLPack exports as the memory; ``stream`` waits for ours, see :meth:`__dlpack__`."""
         self._check_usable()
         unreadable = self._unreadable()
         if unreadable:
@@ -312,7 +337,7 @@ class Memory(Unique, abc.ABC):
         part = dlpack.part(self, self.address, self.nbytes, device)
         if self._read_only(on_host=on_host):
             part.flags.writeable = False
-        return part.__dlpack__() if max_version is None else part.__dlpack__(max_version=max_version)
+        return part
 
     @property
     def _door(self) -> Door:
@@ -437,6 +462,84 @@ class BufferView(Memory):
 
     def __repr__(self) -> str:
         return f"<BufferView of bytes {self._offset}:{self._offset + self._nbytes} of {self._parent!r}>"
+
+
+class TypedView(BufferView):
+    """Memory as an array: what :meth:`Memory.view_as` makes.
+
+    The array interfaces and DLPack export its type and shape, and :func:`streamalloc.ipc.share` sends them along.
+    Sizes, slices and copies are of bytes, as for all memory.
+    """
+
+    __slots__ = ("dtype", "shape")
+
+    dtype: np.dtype[Any]
+    """The type of the elements."""
+    shape: tuple[int, ...]
+    """The sizes of the dimensions, in C order."""
+
+    def __init__(self, parent: Memory, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        super().__init__(parent, 0, parent.nbytes)
+        self.dtype = dtype
+        self.shape = shape
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Version 3 of the CUDA array interface, to be used in order after :attr:`stream`."""
+        return super().__cuda_array_interface__ | {"shape": self.shape, "typestr": self.dtype.str}
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """Version 3 of numpy's array interface, so that ``numpy.asarray`` makes no copy of host memory."""
+        form = {"shape": self.shape, "typestr": self.dtype.str}
+        if self.dtype.names is not None:
+            form["descr"] = self.dtype.descr
+        return super().__array_interface__ | form
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """The memory as a DLPack capsule, without a copy; see :meth:`Memory.__dlpack__`.
+
+        Raises
+        ------
+        BufferError
+            Also where DLPack has no such type.
+        """
+        part = self._ordered_part(stream, dl_device, copy).view(self.dtype).reshape(self.shape)
+        part.memory = self
+        return part.__dlpack__() if max_version is None else part.__dlpack__(max_version=max_version)
+
+    def as_array(self, dtype: npt.DTypeLike | None = None, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
+        """The memory itself as a numpy array, where the host can reach it; of its own type and shape by default."""
+        form = (self.dtype, self.shape) if dtype is None and shape is None else (dtype or self.dtype, shape)
+        return self._parent.as_array(*form)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.dtype} {self.shape} of {self._parent!r}>"
+
+
+def _array_form(memory: Memory, dtype: npt.DTypeLike, shape: tuple[int, ...] | None) -> tuple[Any, tuple[int, ...]]:
+    """A type and a shape that memory has exactly."""
+    kind = np.dtype(dtype)
+    if kind.hasobject or not kind.itemsize:
+        raise TypeError(f"dtype={dtype!r}: memory of devices has elements of a size, and no Python objects")
+    count, rest = divmod(memory.nbytes, kind.itemsize)
+    sizes = [-1] if shape is None else [operator.index(size) for size in shape]
+    if -1 in sizes:
+        place = sizes.index(-1)
+        others = math.prod(sizes[:place] + sizes[place + 1 :])
+        sizes[place] = count // others if others > 0 else -1
+    if rest or min(sizes, default=0) < 0 or math.prod(sizes) != count:
+        raise ValueError(f"shape={shape} of {kind} does not fill the {memory.nbytes} bytes of {memory!r}")
+    if memory.address % kind.alignment:
+        raise ValueError(f"{memory!r} is not aligned for {kind}, which lies at multiples of {kind.alignment} bytes")
+    return kind, tuple(sizes)
 
 
 def numpy_interface(memory: Memory, *, on_host: bool = True) -> dict[str, Any]:

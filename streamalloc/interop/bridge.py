@@ -11,7 +11,7 @@ end of a ``with`` block, ends it: what the library allocates later is its own ag
 stays valid, and returns to where it came from when the library frees it. Bridges to one library are stopped in the
 opposite order of their starts. A bridge that is dropped goes on.
 
-The rules of callbacks, which :class:`Sources` and :func:`hold` keep:
+The rules of callbacks, which :class:`Sources` and :class:`Ledger` keep:
 
 * Memory is allocated on the stream that the library says, and freed in the order of that stream, on whichever thread
   and with whichever device current the library lets go of it. Nothing synchronises the host.
@@ -28,7 +28,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
-from streamalloc.core.buffer import Buffer, GraphBuffer
+from streamalloc.core.buffer import Buffer, GraphBuffer, PlainBuffer
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door, PerDriver, door_behind
 from streamalloc.core.errors import CudaError
@@ -45,8 +45,9 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["Bridge", "FreeAfterAll", "Ledger", "Source", "Sources", "hold", "library"]
+__all__ = ["Bridge", "FreeAfterAll", "Ledger", "Source", "Sources", "give_back", "library"]
 
+_RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _PER_THREAD = int(cuda.CU_STREAM_PER_THREAD)
 _LEGACY = int(cuda.CU_STREAM_LEGACY)
 
@@ -159,7 +160,7 @@ class Sources:
         A source is no allocator of device memory, or two are of one device or of different drivers.
     """
 
-    __slots__ = ("_capturing", "_last", "_streams", "by_device", "door")
+    __slots__ = ("_capturing", "_last", "_streams", "by_device", "door", "exchange")
 
     def __init__(self, sources: Iterable[Source]) -> None:
         self.by_device: dict[int, Source] = {}
@@ -180,6 +181,8 @@ class Sources:
         self.door: Door = doors.pop()
         """The driver's."""
         self._capturing: Any = self.door.driver.cuStreamIsCapturing
+        self.exchange: Any = self.door.driver.cuThreadExchangeStreamCaptureMode
+        """The driver function that says which calls break a capture."""
         # One Stream for each that the library uses now; the last of each device stays, to be found at once.
         self._streams: weakref.WeakValueDictionary[tuple[int, int], Stream] = weakref.WeakValueDictionary()
         self._last: dict[int, _Used] = {}
@@ -233,6 +236,13 @@ class Sources:
         aside.synchronize()
         return memory
 
+    def hold(self, memory: Memory) -> object:
+        """What a library keeps as long as it uses memory, and drops to free it in stream order."""
+        # What a capture allocated is its graph's, and virtual memory is unmapped once its users' work is done.
+        if type(memory) is not PlainBuffer and (not isinstance(memory, Buffer) or isinstance(memory, GraphBuffer)):
+            return memory
+        return _Held(cast("Buffer", memory), self)
+
     def stream(self, ordinal: int, handle: int, owner: object = None) -> Stream:
         """A stream of the library as one of ours; ``owner`` is kept as long as memory was allocated on it."""
         return self._use(ordinal, handle, owner).stream
@@ -252,30 +262,37 @@ class Sources:
         return ", ".join(map(repr, self.by_device.values()))
 
 
-def hold(memory: Memory) -> object:
-    """What a library keeps as long as it uses memory, and drops to free it in stream order."""
-    if isinstance(memory, Buffer) and not isinstance(memory, GraphBuffer) and memory.stream.is_default:
-        return _Held(memory)
-    return memory
-
-
 class _Held:
-    """A buffer that a library allocated on a default stream.
+    """A buffer that a library has, and frees by dropping this, on whatever thread and with whatever device current.
 
-    Such a stream's handle means nothing without a context, and that of the per-thread one is another stream on each
-    thread: what is dropped has to be freed on the one that it was allocated on.
+    The handle of a default stream means nothing without a context, and that of the per-thread one is another stream on
+    each thread: what is dropped has to be freed on the one that it was allocated on.
     """
 
-    __slots__ = ("_buffer", "_thread")
+    __slots__ = ("_buffer", "_sources", "_thread")
 
-    def __init__(self, buffer: Buffer) -> None:
+    def __init__(self, buffer: Buffer, sources: Sources) -> None:
         self._buffer = buffer
-        self._thread = threading.get_ident()
+        # None for the plain case: a stream that is the same everywhere.
+        self._thread = threading.get_ident() if buffer.stream.is_default else None
+        self._sources = sources
 
     def __del__(self) -> None:
-        buffer = getattr(self, "_buffer", None)
-        if buffer is not None:
-            give_back(buffer, self._thread)
+        sources = getattr(self, "_sources", None)
+        if sources is None or not sources.door.usable:
+            return
+        if self._thread is not None:
+            give_back(self._buffer, self._thread)
+            return
+        # In the relaxed mode it breaks no capture of other code that may be under way on this thread.
+        exchange = sources.exchange
+        mode = exchange(_RELAXED)[1]
+        try:
+            self._buffer.free()
+        except Exception:
+            give_back(self._buffer)
+        finally:
+            exchange(mode)
 
 
 def give_back(buffer: Buffer, thread: int | None = None) -> None:

@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 from streamalloc.core.errors import OutOfMemoryError
-from streamalloc.interop.bridge import Bridge, Source, Sources, hold, library
+from streamalloc.interop.bridge import Bridge, Source, Sources, library
 
 __all__ = ["CuPyCallback", "CuPyHandles", "use"]
 
@@ -78,6 +78,7 @@ class CuPyCallback(Bridge):
 def _allocator(cupy: Any, sources: Sources) -> Any:
     get_stream, get_device = cupy.cuda.get_current_stream, cupy.cuda.device.get_device_id
     pointer, unowned = cupy.cuda.MemoryPointer, cupy.cuda.UnownedMemory
+    hold = sources.hold
 
     def allocate(nbytes: int) -> Any:
         stream = get_stream()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import ctypes
+import os
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -169,9 +170,13 @@ def _report(error: BaseException, where: object) -> None:
 
 def _release_lock(torch: Any) -> None:
     """Have PyTorch call us without its lock, beside what else its allocator was told."""
-    settings = torch._C._accelerator_getAllocatorSettings()
+    # PyTorch 2.10 has these names; before, what it was told at its start is all that can be known.
+    told = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    tell = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    environment = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    settings = environment if told is None else told()
     if _RELEASE_LOCK not in settings:
-        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (settings, f"{_RELEASE_LOCK}:True"))))
+        tell(",".join(filter(None, (settings, f"{_RELEASE_LOCK}:True"))))
 
 
 def _immortal(thing: Any) -> Any:

@@ -7,6 +7,7 @@ from streamalloc.ipc.sharing.exports import Shared, send, serve, share
 from streamalloc.ipc.sharing.imports import (
     DriverVersionWarning,
     Imported,
+    ImportedArray,
     ImportedBuffer,
     ImportedPool,
     ImportedRange,
@@ -42,6 +43,7 @@ __all__ = [
     "Flags",
     "GroupError",
     "Imported",
+    "ImportedArray",
     "ImportedBuffer",
     "ImportedPool",
     "ImportedRange",

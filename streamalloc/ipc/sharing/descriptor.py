@@ -7,11 +7,25 @@ versions, ranges and a checksum are checked here, the device and the size of wha
 from __future__ import annotations
 
 import enum
+import math
+import re
 import struct
 import zlib
 from typing import NamedTuple
 
-__all__ = ["HEAD_BYTES", "MOST_CHUNKS", "Chunk", "Descriptor", "Flags", "Mechanism", "head_of", "joined", "with_hold"]
+__all__ = [
+    "HEAD_BYTES",
+    "MOST_CHUNKS",
+    "Chunk",
+    "Descriptor",
+    "Flags",
+    "Mechanism",
+    "check_array",
+    "head_of",
+    "joined",
+    "with_array",
+    "with_hold",
+]
 
 
 class Mechanism(enum.IntEnum):
@@ -54,7 +68,10 @@ MOST_CHUNKS = 2048
 """The most chunks of physical memory in one descriptor."""
 _MOST_PAYLOAD = 256
 _MOST_BYTES = 1 << 48
-_FLAGS = 0xF
+_FLAGS = 0x1F
+# A type as numpy writes it: byte order, kind, size in bytes.
+_TYPE = re.compile(r"[<>|]([biufcV])([1-9][0-9]{0,3})")
+_MOST_DIMENSIONS = 16
 _HANDLE_TYPES = (0, 1, FABRIC)
 
 
@@ -79,6 +96,8 @@ class Flags:
     """The slot is the allocation's lease, and importers say there when they open and close it."""
     GROWABLE = 4
     """``base_size`` is a capacity, and later descriptors of this origin may have more chunks."""
+    ARRAY = 16
+    """The part that is shared is an array: its type and shape are the end of the payload."""
 
 
 def head_of(mechanism: Mechanism, names: tuple[bytes, ...], pool_mark: int, extra: int) -> bytes:
@@ -101,6 +120,40 @@ def with_hold(data: bytes, hold: int) -> bytes:
     body[HEAD_BYTES] |= Flags.HELD
     _HOLD.pack_into(body, HEAD_BYTES + _HOLD_AT, hold)
     return bytes(body) + _CHECK.pack(zlib.crc32(body))
+
+
+def check_array(dtype: str, shape: tuple[int, ...]) -> None:
+    """Raise ``ValueError`` where an array of this type, as numpy writes it, and shape does not travel."""
+    if not _TYPE.fullmatch(dtype) or len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(
+            f"an array of {dtype} with {len(shape)} dimensions does not travel: allowed are plain numbers and bytes in "
+            f"at most {_MOST_DIMENSIONS} dimensions; share the memory itself"
+        )
+
+
+def with_array(data: bytes, dtype: str, shape: tuple[int, ...]) -> bytes:
+    """The same descriptor, whose part is an array that :func:`check_array` takes."""
+    described = Descriptor.from_bytes(data)
+    return described._replace(flags=described.flags | Flags.ARRAY, dtype=dtype, shape=shape).to_bytes()
+
+
+def _packed_array(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """A type and a shape as the end of a payload: the type's text, the sizes, how many sizes, and the text's length."""
+    return dtype.encode() + struct.pack(f"<{len(shape)}QBB", *shape, len(shape), len(dtype))
+
+
+def _parted(payload: bytes, size: int) -> tuple[bytes, str, tuple[int, ...]]:
+    """A payload without the type and shape at its end, and these, of an array of ``size`` bytes."""
+    dimensions, letters = payload[-2:] if len(payload) >= 2 else (_MOST_DIMENSIONS + 1, 0)
+    start = len(payload) - 2 - 8 * dimensions - letters
+    if dimensions > _MOST_DIMENSIONS or start < 0:
+        raise ValueError("the descriptor is damaged: its array has no place")
+    dtype = payload[start : start + letters].decode("ascii", "replace")
+    shape = struct.unpack_from(f"<{dimensions}Q", payload, start + letters)
+    found = _TYPE.fullmatch(dtype)
+    if found is None or math.prod(shape) * int(found[2]) != size:
+        raise ValueError(f"the descriptor's array of {dtype!r} and {shape} is none of {size} bytes")
+    return payload[:start], dtype, shape
 
 
 class Descriptor(NamedTuple):
@@ -134,6 +187,8 @@ class Descriptor(NamedTuple):
         and its value in the upper ones. 0 means none.
     pool_mark
         The same for the word that changes when the pool has ended.
+    dtype, shape
+        With :attr:`Flags.ARRAY` the type and shape of the part that is shared.
     """
 
     mechanism: Mechanism
@@ -154,6 +209,8 @@ class Descriptor(NamedTuple):
     chunks: tuple[Chunk, ...] = ()
     hold: int = 0
     pool_mark: int = 0
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
 
     @property
     def head(self) -> bytes:
@@ -166,9 +223,10 @@ class Descriptor(NamedTuple):
             packed = b"".join(_FABRIC_CHUNK.pack(*chunk) for chunk in self.chunks)
         else:
             packed = b"".join(_CHUNK.pack(chunk.id, chunk.nbytes) for chunk in self.chunks)
-        rest = self.payload + packed
+        payload = self.payload + (_packed_array(self.dtype, self.shape) if self.flags & Flags.ARRAY else b"")
+        rest = payload + packed
         head = head_of(self.mechanism, self[1:5], self.pool_mark, len(rest))
-        return joined(head, (*self[5:14], self.hold), len(self.payload), len(self.chunks), rest)
+        return joined(head, (*self[5:14], self.hold), len(payload), len(self.chunks), rest)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Descriptor:
@@ -216,5 +274,9 @@ class Descriptor(NamedTuple):
             chunks = tuple(Chunk(*form.unpack_from(data, at + place * form.size)) for place in range(count))
             if any(not 0 < chunk.nbytes <= _MOST_BYTES for chunk in chunks):
                 raise ValueError("a chunk of the descriptor has no size, or too large a one")
+        payload, dtype = data[_BODY:at], ""
+        shape: tuple[int, ...] = ()
+        if flags & Flags.ARRAY:
+            payload, dtype, shape = _parted(payload, size)
         # What cls() comes down to, at a third of its cost.
-        return tuple.__new__(cls, (kind, *names, *numbers[:9], data[_BODY:at], chunks, hold, pool_mark))
+        return tuple.__new__(cls, (kind, *names, *numbers[:9], payload, chunks, hold, pool_mark, dtype, shape))

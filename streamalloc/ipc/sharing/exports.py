@@ -16,7 +16,7 @@ from streamalloc.core.door import Door, PerDriver, door_behind
 from streamalloc.core.errors import error_from, size_text
 from streamalloc.core.fd import Fd
 from streamalloc.core.later import work
-from streamalloc.core.memory import BufferView, CopySide, check_usable, viewed
+from streamalloc.core.memory import BufferView, CopySide, TypedView, check_usable, viewed
 from streamalloc.core.properties import MemHandleType, MemLocationType
 from streamalloc.core.stream import Event, Stream, StreamLike, as_stream, direct_handle, refuse_capture
 from streamalloc.driver import default as default_driver
@@ -455,7 +455,18 @@ def _share_view(view: BufferView, asked: _Asked) -> Shared:
         return _share_part(parent, offset, view.nbytes, asked)
     if isinstance(parent, (VirtualBuffer, RangeView)):
         return _share_range(parent, asked, offset, view.nbytes)
+    if isinstance(parent, (ImportedBuffer, ImportedRange)):
+        return _refuse_imported(view, asked)
     raise ValueError(f"{view!r} cannot be shared: share the memory itself in the process that owns it")
+
+
+def _share_array(view: TypedView, asked: _Asked) -> Shared:
+    # numpy writes a structure as bytes of its size, which would come out as just that.
+    dtype = view.dtype.str if view.dtype.names is None else str(view.dtype)
+    wire.check_array(dtype, view.shape)
+    shared = _share_view(view, asked)
+    shared._data = wire.with_array(shared._data, dtype, view.shape)
+    return shared
 
 
 def _share_part(buffer: Buffer, offset: int, size: int, asked: _Asked) -> Shared:
@@ -627,6 +638,7 @@ _HOW: dict[type | tuple[type, ...], Callable[[Any, _Asked], Shared]] = {
     Buffer: _share_buffer,
     MemoryPool: _share_pool,
     (ImportedBuffer, ImportedPool, ImportedRange): _refuse_imported,
+    TypedView: _share_array,
     BufferView: _share_view,
     PhysicalMemory: _share_physical,
     (RangeView, VirtualBuffer): _share_range,

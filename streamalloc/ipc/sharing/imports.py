@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
+import numpy as np
 from typing_extensions import TypeVar
 
 from streamalloc.core.device import Device
@@ -32,7 +33,7 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.fd import Fd
 from streamalloc.core.later import Deferred, later_of, work
-from streamalloc.core.memory import Memory
+from streamalloc.core.memory import Memory, TypedView
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation
 from streamalloc.core.stream import (
@@ -394,12 +395,12 @@ class _Import:
             raise ValueError("the descriptor speaks of a lease, and has none")
 
 
-Imported: TypeAlias = "ImportedBuffer | ImportedRange | ImportedPool | PhysicalMemory | Event"
+Imported: TypeAlias = "ImportedArray | ImportedBuffer | ImportedRange | ImportedPool | PhysicalMemory | Event"
 """What :func:`open` gives."""
 
 T = TypeVar(
     "T",
-    bound="ImportedBuffer | ImportedRange | ImportedPool | PhysicalMemory | Event",
+    bound="ImportedArray | ImportedBuffer | ImportedRange | ImportedPool | PhysicalMemory | Event",
     default="ImportedBuffer | ImportedRange",
 )
 
@@ -433,9 +434,10 @@ def open(
 
     Returns
     -------
-    ImportedBuffer, ImportedRange, PhysicalMemory, ImportedPool or Event
-        As what was shared. Of an allocation that is open here already, one more object for the same memory. A growable
-        buffer that has grown is the same object, grown.
+    ImportedArray, ImportedBuffer, ImportedRange, PhysicalMemory, ImportedPool or Event
+        As what was shared: an array for what :meth:`Memory.view_as` made, unless ``kind`` is another. Of an allocation
+        that is open here already, one more object for the same memory. A growable buffer that has grown is the same
+        object, grown.
 
     Raises
     ------
@@ -461,10 +463,13 @@ def open(
         described = Descriptor.from_bytes(data)
         if way is not None:
             ordered = _prepared(importer, described, way.device, stream)
-            return _open_allocation(way, described, ordered)  # type: ignore[return-value]
+            opened = _open_allocation(way, described, ordered)
+            return _as_shared(opened, described, kind)  # type: ignore[return-value]
         opener, gives = _MECHANISMS[described.mechanism]
         if described.mechanism is Mechanism.PHYSICAL and described.origin == bytes(16):
             gives = PhysicalMemory
+        if described.flags & Flags.ARRAY and kind in (None, ImportedArray):
+            gives = ImportedArray
         if kind is not None and not issubclass(gives, kind):
             raise TypeError(f"kind={kind.__name__}: what was shared is opened as {gives.__name__}")
         if handles:
@@ -472,7 +477,7 @@ def open(
         given.endpoint = described.endpoint
         device = importer.device(described, stream)
         ordered = _prepared(importer, described, device, stream)
-        return opener(importer, described, device, ordered, given)  # type: ignore[return-value]
+        return _as_shared(opener(importer, described, device, ordered, given), described, kind)  # type: ignore[return-value]
     finally:
         # Also that by which a message holds the allocation: last of all.
         given.close()
@@ -871,6 +876,35 @@ class ImportedBuffer(Memory, Closes):
             return f"<{type(self).__name__} that could not be opened>"
         where = "closed" if self._held is None else f"at {self.address:#x}, {self.location}"
         return f"<{type(self).__name__} of {self._nbytes} bytes {where}>"
+
+
+class ImportedArray(TypedView, Closes):
+    """An array of another process, of the type and shape that it was shared with: made by :func:`open`.
+
+    :attr:`owner` is the imported memory. Closing either closes both.
+    """
+
+    __slots__ = ()
+
+    _parent: ImportedBuffer | ImportedRange
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._parent.closed
+
+    def close(self, stream: StreamLike | None = None) -> None:
+        """Let go of the memory after the work of ``stream``, as the memory itself does. Idempotent."""
+        self._parent.close(stream)
+
+
+def _as_shared(opened: Imported, described: Descriptor, kind: type[object] | None) -> Imported:
+    """What was opened as the array that it was shared as."""
+    if not described.flags & Flags.ARRAY or kind not in (None, ImportedArray):
+        return opened
+    if not isinstance(opened, (ImportedBuffer, ImportedRange)):
+        raise ValueError(f"the descriptor says that {opened!r} is an array")
+    return ImportedArray(opened, np.dtype(described.dtype), described.shape)
 
 
 class ImportedPool:

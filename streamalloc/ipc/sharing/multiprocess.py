@@ -30,7 +30,7 @@ from streamalloc.core.buffer import PlainBuffer
 from streamalloc.core.cached import CachedBuffer
 from streamalloc.core.door import door_behind
 from streamalloc.core.fd import Fd
-from streamalloc.core.memory import BufferView
+from streamalloc.core.memory import BufferView, TypedView
 from streamalloc.core.stream import Event
 from streamalloc.driver import default as default_driver
 from streamalloc.ipc.sharing.exports import serve, share
@@ -42,7 +42,7 @@ from streamalloc.vmm import GrowableBuffer, Mapping, PhysicalMemory, RangeView, 
 __all__ = ["KINDS", "reduce"]
 
 KINDS = (
-    MemoryPool, PlainBuffer, CachedBuffer, BufferView, PhysicalMemory, Mapping, RangeView, GrowableBuffer,
+    MemoryPool, PlainBuffer, CachedBuffer, BufferView, TypedView, PhysicalMemory, Mapping, RangeView, GrowableBuffer,
     StripedBuffer, Event,
 )  # fmt: skip
 """What goes through :mod:`multiprocessing`, by just these classes. Other pickles of a driver resource mean nothing."""
