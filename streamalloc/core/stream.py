@@ -85,6 +85,7 @@ class EventLike(Protocol):
     @property
     def is_done(self) -> bool: ...
 
+
 # Handles that name a stream of whichever context is current, rather than one stream (driver API, "Stream handles").
 _LEGACY = 1
 _PER_THREAD = 2
@@ -270,9 +271,7 @@ class Stream(Closes):
             The stream is being captured: the driver would end the capture.
         """
         if self._capture is not None:
-            raise refused(
-                CaptureError, "cuStreamGetFlags", "it would end the capture of the stream; ask afterwards"
-            )
+            raise refused(CaptureError, "cuStreamGetFlags", "it would end the capture of the stream; ask afterwards")
         return not int(self._call("cuStreamGetFlags")) & int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
 
     def _checked_raw(self) -> Any:

@@ -363,9 +363,7 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._held)
 
-    def allocate(
-        self, nbytes: int, ordinal: int, handle: int, owner: object = None, *, in_capture: bool = True
-    ) -> int:
+    def allocate(self, nbytes: int, ordinal: int, handle: int, owner: object = None, *, in_capture: bool = True) -> int:
         """Memory as :meth:`Sources.allocate` gives it, kept here; where it begins."""
         memory = self.sources.allocate(nbytes, ordinal, handle, owner, in_capture=in_capture)
         address = memory.address
