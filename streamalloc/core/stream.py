@@ -204,9 +204,17 @@ class Stream(Closes):
         return stream
 
     @classmethod
-    def of_handle(cls, device: Device, handle: int, owner: object) -> Self:
-        """A stream of ``device`` that other code made and ``owner`` keeps; closing it leaves the driver's alone."""
-        return cls(device, cuda.CUstream(handle), foreign=owner)
+    def of_handle(cls, device: Device, handle: int, owner: object, *, direct: bool = False) -> Self:
+        """A stream of ``device`` that other code made and ``owner`` keeps; closing it leaves the driver's alone.
+
+        ``direct``: calls may go straight to the driver as on one of ours, and allocations be cached for it. Whoever
+        uses it looks before whether it is being captured. It makes no difference for default streams.
+        """
+        stream = cls(device, cuda.CUstream(handle), foreign=owner)
+        if direct and not stream._default:
+            stream._handle = stream._raw
+            stream._direct = stream._door
+        return stream
 
     def _allow_direct(self) -> None:
         # Other code may capture its own streams without our knowing, so those are looked at each time.
