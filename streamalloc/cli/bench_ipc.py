@@ -1,4 +1,4 @@
-"""The benchmark's section about sharing: handing a buffer to another process, and hearing that it is done with it.
+"""The benchmark's row about sharing: handing a buffer to another process, and hearing that it is done with it.
 
 The other process is a new interpreter; it takes part in one contender at a time. It takes what it is handed, says so,
 and does nothing else.
@@ -22,12 +22,11 @@ from typing import Any, cast
 import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.cli.choice import KEEP_ALL
-from streamalloc.cli.figures import SPREAD, TO_RAW, Column, Section, against, begun, ratio, show_table, spread
-from streamalloc.cli.measuring import Bench, Call, Unavailable, prepared, rotated, step_times, value_of
+from streamalloc.cli.libraries import CudaCore, library
+from streamalloc.cli.measuring import Bench, Call, Row, Setup, Target, Unavailable, step_times, value_of
 from streamalloc.cli.peer import POSIX, Here, Peer, can_share_pools, environment
-from streamalloc.cli.terminal import Terminal
 
-__all__ = ["SECTIONS", "WAYS", "Other", "answer_queue", "cuda_core"]
+__all__ = ["ROWS", "Other", "answer_queue"]
 
 SIZE = 1 << 20
 SLOTS = 8
@@ -41,7 +40,7 @@ _SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Contender:
+class HandOffs:
     """One way to hand something to another process: ``begin(count)`` and ``end()`` stand around the calls of ``once``.
 
     Where ``streaming``, only all hand-offs together have a time, as many are on their way at once.
@@ -52,8 +51,9 @@ class Contender:
     end: Call
     streaming: bool = False
 
-    def median(self, count: int) -> float:
-        """Microseconds of a hand-off: the median of ``count``, or where they stream the mean of more of them."""
+    def measure(self, number: int) -> float:
+        """Microseconds of a hand-off: the median of so many, or where they stream the mean of more of them."""
+        count = max(number, _LEAST)
         if not self.streaming:
             self.begin(count)
             times = step_times(self.once, count)
@@ -77,11 +77,15 @@ class Stage:
     pool: sa.MemoryPool
     way: str
     """What the other process calls it."""
-    resources: contextlib.ExitStack
 
-    def served(self, once: Call, streaming: bool = False) -> Contender:
+    @property
+    def resources(self) -> contextlib.ExitStack:
+        """What lives as long as the row is measured."""
+        return self.bench.resources
+
+    def served(self, once: Call, streaming: bool = False) -> HandOffs:
         """A contender of which the other process has the other half."""
-        return Contender(once, lambda count: self.peer.begin("serve", self.way, count), self.peer.result, streaming)
+        return HandOffs(once, lambda count: self.peer.begin("serve", self.way, count), self.peer.result, streaming)
 
     def pipe(self, *arguments: str, fds: Sequence[ipc.Fd | int] = ()) -> Any:
         """This end of a pipe of multiprocessing, of which the other process has been given the other end."""
@@ -90,16 +94,6 @@ class Stage:
         with theirs:
             self.peer.ask("set_up", self.way, *arguments, fds=[theirs.fileno(), *fds])
         return ours
-
-
-def cuda_core() -> tuple[Any, Any, Any]:
-    """cuda.core, its device and a stream of it."""
-    core = importlib.import_module("cuda.core")
-    if not hasattr(core, "DeviceMemoryResource"):  # older versions have it elsewhere
-        core = importlib.import_module("cuda.core.experimental")
-    device = core.Device(0)
-    device.set_current()
-    return core, device, device.create_stream()
 
 
 def _connection(here: Here) -> Any:
@@ -124,7 +118,7 @@ def _opened(driver: Any, shared: bytes) -> Any:
 # --- the contenders, each with what the other process does for one hand-off -----------------------------------------
 
 
-def pipe(stage: Stage) -> Contender:
+def pipe(stage: Stage) -> HandOffs:
     """A round trip of 200 bytes, without any memory."""
     ours = stage.pipe()
 
@@ -140,7 +134,7 @@ def _serve_pipe(here: Here) -> Call:
     return lambda: connection.send_bytes(connection.recv_bytes())
 
 
-def raw(stage: Stage) -> Contender:
+def raw(stage: Stage) -> HandOffs:
     """As one would write it by hand: the driver's functions, two events and a pipe."""
     driver = stage.bench.driver
     kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -197,7 +191,7 @@ def _serve_raw(here: Here, shared: str) -> Call:
     return once
 
 
-def ours(stage: Stage) -> Contender:
+def ours(stage: Stage) -> HandOffs:
     """With a ready word and a lease."""
     channel, theirs = ipc.Channel.pair()
     stage.resources.enter_context(channel)
@@ -225,10 +219,11 @@ def _serve_ours(here: Here) -> Call:
     return once
 
 
-def cuda_core_buffer(stage: Stage) -> Contender:
+def cuda_core_buffer(stage: Stage) -> HandOffs:
     """cuda.core with its pool sent beforehand; it has neither events nor leases."""
-    core, device, stream = cuda_core()
-    resource = core.DeviceMemoryResource(device, core.DeviceMemoryResourceOptions(ipc_enabled=True))
+    cuda = library(CudaCore, stage.bench)
+    resource = cuda.core.DeviceMemoryResource(cuda.device, cuda.core.DeviceMemoryResourceOptions(ipc_enabled=True))
+    stream = cuda.stream
     stage.resources.callback(resource.close)
     ours = stage.pipe(fds=[int(resource.allocation_handle)])
 
@@ -243,7 +238,10 @@ def cuda_core_buffer(stage: Stage) -> Contender:
 
 def _serve_cuda_core(here: Here) -> Call:
     connection = _connection(here)
-    core, device, stream = cuda_core()
+    core = importlib.import_module("cuda.core")
+    device = core.Device(0)
+    device.set_current()
+    stream = device.create_stream()
     resource = core.DeviceMemoryResource.from_allocation_handle(device, here.handles[1].fileno())
     open_ = core.Buffer.from_ipc_descriptor
 
@@ -254,7 +252,7 @@ def _serve_cuda_core(here: Here) -> Call:
     return once
 
 
-def _through_queue(stage: Stage, make: Callable[[], Any]) -> Contender:
+def _through_queue(stage: Stage, make: Callable[[], Any]) -> HandOffs:
     """Things go through a queue to a process of multiprocessing, as it alone can be given one."""
     spawn = multiprocessing.get_context("spawn")
     things, answers = spawn.SimpleQueue(), spawn.SimpleQueue()
@@ -282,7 +280,7 @@ def _through_queue(stage: Stage, make: Callable[[], Any]) -> Contender:
         answers.close()
 
     stage.resources.callback(end)
-    return Contender(once, lambda count: None, lambda: None)
+    return HandOffs(once, lambda count: None, lambda: None)
 
 
 def answer_queue(things: Any, answers: Any) -> None:
@@ -294,12 +292,12 @@ def answer_queue(things: Any, answers: Any) -> None:
         answers.put(True)
 
 
-def our_queue(stage: Stage) -> Contender:
+def our_queue(stage: Stage) -> HandOffs:
     """A buffer as an item of a queue of multiprocessing."""
     return _through_queue(stage, lambda: stage.pool.allocate(SIZE, stage.bench.stream))
 
 
-def torch_queue(stage: Stage) -> Contender:
+def torch_queue(stage: Stage) -> HandOffs:
     """A tensor as an item of such a queue, by torch.multiprocessing."""
     torch = importlib.import_module("torch")
     importlib.import_module("torch.multiprocessing")
@@ -324,7 +322,7 @@ def _consumer(here: Here) -> ipc.RingConsumer:
     return ipc.Ring.consumer(ipc.Channel.from_fd(here.handles[0]), stream=here.stream, timeout=_SECONDS)
 
 
-def ring_item(stage: Stage) -> Contender:
+def ring_item(stage: Stage) -> HandOffs:
     """One item through a ring, and the consumer's word that it has it."""
     replies, theirs = ipc.Channel.pair()
     stage.resources.enter_context(replies)
@@ -350,7 +348,7 @@ def _serve_ring_item(here: Here) -> Call:
     return once
 
 
-def ring_stream(stage: Stage) -> Contender:
+def ring_stream(stage: Stage) -> HandOffs:
     """Items one after the other, as fast as the consumer gives their slots back."""
     producer = _producer(stage)
 
@@ -366,46 +364,28 @@ def _serve_ring_stream(here: Here) -> Call:
     return lambda: ring.next().release()
 
 
-@dataclass(frozen=True)
-class Target:
-    """How a row should compare with another one."""
+# --- the row --------------------------------------------------------------------------------------------------------
 
-    to: str
-    at_most: float | None = None
-    """Times that row's time."""
-    at_least: float | None = None
-    """Times as fast as that row."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """A row; ``setup`` makes its contender, and where it raises, the row says why there is no figure."""
-
-    name: str
-    setup: Callable[[Stage], Contender]
-    serve: Callable[..., Call] | None = None
-    """Makes what the other process does for one hand-off."""
-    other: bool = False
-    """Another library: it needs a GPU, and to be installed."""
-    targets: tuple[Target, ...] = ()
-
-
-PIPE = "200 bytes through a pipe and back"
 RAW = "raw calls and a pipe, results checked"
+PIPE = "200 bytes through a pipe and back"
+OURS = "streamalloc share and open"
 CUDA_CORE = "cuda.core, its pool sent beforehand"
-TORCH = "torch.multiprocessing queue"
+QUEUE = "streamalloc, multiprocessing queue"
+TORCH = "PyTorch, multiprocessing queue"
+RING = "streamalloc Ring, one item and a reply"
 STREAMING = f"streamalloc Ring, streaming, {SLOTS} slots"
-OURS = (Target(RAW, at_most=1.3), Target(CUDA_CORE, at_most=1.1))
-WAYS = (
-    Way(PIPE, pipe, _serve_pipe),
-    Way(RAW, raw, _serve_raw),
-    Way("streamalloc share and open", ours, _serve_ours, targets=OURS),
-    Way(CUDA_CORE, cuda_core_buffer, _serve_cuda_core, other=True),
-    Way("streamalloc, multiprocessing queue", our_queue, targets=(Target(TORCH, at_least=3),)),
-    Way(TORCH, torch_queue, other=True),
-    Way("streamalloc Ring, one item and a reply", ring_item, _serve_ring_item, targets=(Target(PIPE, at_most=1.2),)),
-    Way(STREAMING, ring_stream, _serve_ring_stream, targets=(Target(CUDA_CORE, at_least=3),)),
-)
+
+# What makes each way's half here, and what makes the other process's; none where that has a process of its own.
+WAYS: dict[str, tuple[Callable[[Stage], HandOffs], Callable[..., Call] | None]] = {
+    RAW: (raw, _serve_raw),
+    PIPE: (pipe, _serve_pipe),
+    OURS: (ours, _serve_ours),
+    CUDA_CORE: (cuda_core_buffer, _serve_cuda_core),
+    QUEUE: (our_queue, None),
+    TORCH: (torch_queue, None),
+    RING: (ring_item, _serve_ring_item),
+    STREAMING: (ring_stream, _serve_ring_stream),
+}
 
 
 class Other(Here):
@@ -413,7 +393,7 @@ class Other(Here):
 
     def set_up(self, name: str, *arguments: Any) -> None:
         """Take part in a way."""
-        serve = next(way.serve for way in WAYS if way.name == name)
+        serve = WAYS[name][1]
         assert serve is not None
         self.opened[name] = serve(self, *arguments)
 
@@ -425,79 +405,36 @@ class Other(Here):
         self.stream.synchronize()
 
 
-# --- how it is timed ------------------------------------------------------------------------------------------------
-
-
-def measure_sharing(bench: Bench) -> dict[str, Any]:
-    """Hand-offs between two processes, by each way."""
+def _need(bench: Bench) -> None:
+    """The other process, and the pool that is shared with it, for all ways."""
     if not can_share_pools(bench.device) or not bench.device.supports.stream_memory_operations:
         raise Unavailable("this device's pools cannot be shared between processes")
-    with contextlib.ExitStack() as resources:
-        peer = resources.enter_context(Peer(bench.chosen.driver, __name__))
-        pool = sa.MemoryPool(bench.device, handle_types=POSIX, release_threshold=KEEP_ALL)
-        resources.enter_context(pool)
-
-        def setup(way: Way) -> Contender:
-            contender = way.setup(Stage(bench, peer, pool, way.name, resources))
-            contender.median(_LEAST)
-            return contender
-
-        ready, missing = prepared(bench, WAYS, setup)
-        times = _timed(bench, {way.name: contender for way, contender in ready})
-        bench.device.synchronize()
-    rows = []
-    for way, _ in ready:
-        found = spread(times[way.name])
-        compared = [_compared(bench, target, way, times) for target in way.targets if target.to in times]
-        to_raw = ratio(times[way.name], times[RAW])
-        row = {"ratio_to_raw": to_raw, "per_second": 1e6 / found["median_us"], "compared": compared}
-        rows.append({"name": way.name, **found, **row})
-    return {"bytes": SIZE, "rows": [*rows, *missing]}
+    peer = bench.resources.enter_context(Peer(bench.chosen.driver, __name__))
+    pool = sa.MemoryPool(bench.device, handle_types=POSIX, release_threshold=KEEP_ALL)
+    bench.sharing = peer, bench.resources.enter_context(pool)
 
 
-def _timed(bench: Bench, contenders: dict[str, Contender]) -> dict[str, list[float]]:
-    """Microseconds a hand-off, by way and round."""
-    slowest = max(contender.median(_LEAST * 2) for contender in contenders.values())
-    count = max(_LEAST, min(_MOST, int(bench.effort.block * 1e6 / slowest)))
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for name in rotated(list(contenders), bench.effort.rounds):
-        bench.device.synchronize()
-        times[name].append(contenders[name].median(count))
-    return times
+def _staged(name: str) -> Setup:
+    def setup(bench: Bench) -> HandOffs:
+        peer, pool = bench.sharing
+        return WAYS[name][0](Stage(bench, peer, pool, name))
+
+    return setup
 
 
-def _compared(bench: Bench, target: Target, way: Way, times: dict[str, list[float]]) -> dict[str, Any]:
-    values, base = times[way.name], times[target.to]
-    if target.at_most is not None:
-        found, wanted = {"times_the_time": ratio(values, base)}, {"at_most": target.at_most}
-    else:
-        found, wanted = {"times_as_fast": ratio(base, values)}, {"at_least": target.at_least or 0.0}
-    # Targets are for a GPU.
-    return {"to": target.to, **found, **({} if bench.chosen.is_simulated else wanted)}
-
-
-# --- how it is shown ------------------------------------------------------------------------------------------------
-
-
-def show_sharing(terminal: Terminal, result: dict[str, Any]) -> None:
-    """Hand-offs between two processes."""
-    if not begun(terminal, "Hand{} to another process, and hear that it is done", " {bytes}", result):
-        return
-    figures = [column._replace(shown=",.1f") for column in SPREAD]
-    a_second = Column("a second", "per_second", ",.0f")
-    show_table(terminal, "microseconds", result["rows"], *figures, a_second, TO_RAW._replace(target=""))
-    for row in result["rows"]:
-        for compared in row.get("compared", ()):
-            terminal.line(f"  {row['name']}: {_shown(terminal, compared)}")
-
-
-def _shown(terminal: Terminal, compared: dict[str, Any]) -> str:
-    if "times_the_time" in compared:
-        times, limit, what, sign = compared["times_the_time"], compared.get("at_most"), "times the time of", "<="
-    else:
-        times, limit, what, sign = compared["times_as_fast"], compared.get("at_least"), "times as fast as", ">="
-    figure, target = against(terminal, times, limit, as_target=sign + " {:g}")
-    return f"{figure} {what} {compared['to']}" + (f" (target: {target})" if target else "")
-
-
-SECTIONS = (Section("sharing", measure_sharing, show_sharing),)
+ROWS = (
+    Row(
+        "share",
+        "Hand 1 MiB to another process, and hear that it is done",
+        {name: _staged(name) for name in WAYS},
+        (
+            Target(OURS, 1.3, RAW),
+            Target(OURS, 1.1, CUDA_CORE),
+            Target(QUEUE, 1 / 3, TORCH),
+            Target(RING, 1.2, PIPE),
+            Target(STREAMING, 1 / 3, CUDA_CORE),
+        ),
+        most=_MOST,
+        need=_need,
+    ),
+)

@@ -1,25 +1,25 @@
-"""The benchmark's sections about virtual memory: growth in steps and to the whole device, evict and restore."""
+"""The benchmark's rows about virtual memory: growth, shrinking and growing again, eviction, symmetric memory."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import itertools
-import statistics
 import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.choice import KEEP_ALL, host_pool_location
-from streamalloc.cli.figures import SPREAD, TO_RAW, Column, Section, against, begun, ratio, show_table, spread
-from streamalloc.cli.measuring import Bench, Call, Unavailable, step_times, value_of
-from streamalloc.cli.terminal import Terminal
+from streamalloc.cli.measuring import Bench, Row, Setup, Target, Unavailable, step_times, value_of
 from streamalloc.core.errors import size_text
+from streamalloc.multicast import SymmetricMemory
 
-__all__ = ["SECTIONS"]
+__all__ = ["ROWS"]
 
+RAW = "raw calls, results checked"
+OURS = "streamalloc"
 STEPS = 16
 STEP = 64 << 20
 # A simulated driver copies with the CPU.
@@ -30,36 +30,54 @@ DEVICE_STEP = 1 << 30
 DEVICE_RESERVE = 4 << 30
 # Enough to find the speed of copies.
 PINNED = 2 << 30
+SYMMETRIC = 1 << 20
+_MILLI = 1e3
 
 
 # --- growth ---------------------------------------------------------------------------------------------------------
 
 
+class RawRange:
+    """Addresses in which memory is mapped step by step with the bindings' functions, results checked."""
+
+    def __init__(self, bench: Bench, count: int, nbytes: int) -> None:
+        self._driver = driver = bench.driver
+        self._create, self._map, self._set = driver.cuMemCreate, driver.cuMemMap, driver.cuMemSetAccess
+        self._nbytes = nbytes
+        self._size = count * nbytes
+        self._properties = sa.MemAllocationProp(location=bench.device.location).to_driver()
+        self._descriptors = [sa.MemAccessDesc(bench.device.location, sa.MemAccess.READWRITE).to_driver()]
+        self._handles: list[Any] = []
+        self._start = self._end = int(value_of(driver.cuMemAddressReserve(self._size, 0, 0, 0)))
+
+    def grow(self) -> None:
+        """Create, map and set access."""
+        self._handles.append(value_of(self._create(self._nbytes, self._properties, 0)))
+        value_of(self._map(self._end, self._nbytes, 0, self._handles[-1], 0))
+        value_of(self._set(self._end, self._nbytes, self._descriptors, 1))
+        self._end += self._nbytes
+
+    def shrink(self, keep: int = 0) -> None:
+        """Wait for the device, unmap, and release, down to so many steps."""
+        value_of(self._driver.cuCtxSynchronize())
+        left = self._start + keep * self._nbytes
+        if self._end > left:
+            value_of(self._driver.cuMemUnmap(left, self._end - left))
+        self._end = left
+        for handle in self._handles[keep:]:
+            value_of(self._driver.cuMemRelease(handle))
+        del self._handles[keep:]
+
+    def close(self) -> None:
+        """Give back everything."""
+        self.shrink()
+        value_of(self._driver.cuMemAddressFree(self._start, self._size))
+
+
 def raw_growth(bench: Bench, count: int, nbytes: int) -> list[float]:
-    """Create, map and set access with the bindings, results checked; microseconds of each step."""
-    driver = bench.driver
-    create, map_, set_access = driver.cuMemCreate, driver.cuMemMap, driver.cuMemSetAccess
-    properties = sa.MemAllocationProp(location=bench.device.location).to_driver()
-    descriptors = [sa.MemAccessDesc(bench.device.location, sa.MemAccess.READWRITE).to_driver()]
-    handles: list[Any] = []
-    start = int(value_of(driver.cuMemAddressReserve(count * nbytes, 0, 0, 0)))
-    end = start
-
-    def step() -> None:
-        nonlocal end
-        handles.append(value_of(create(nbytes, properties, 0)))
-        value_of(map_(end, nbytes, 0, handles[-1], 0))
-        value_of(set_access(end, nbytes, descriptors, 1))
-        end += nbytes
-
-    try:
-        return step_times(step, count)
-    finally:
-        if end > start:
-            driver.cuMemUnmap(start, end - start)
-        for handle in handles:
-            driver.cuMemRelease(handle)
-        driver.cuMemAddressFree(start, count * nbytes)
+    """Microseconds of each step by hand."""
+    with contextlib.closing(RawRange(bench, count, nbytes)) as memory:
+        return step_times(memory.grow, count)
 
 
 def our_growth(bench: Bench, count: int, nbytes: int) -> list[float]:
@@ -90,144 +108,154 @@ def copied_growth(bench: Bench, count: int, nbytes: int) -> list[float]:
             driver.cuMemFree(held)
 
 
-_WAYS: dict[str, Callable[[Bench, int, int], list[float]]] = {
-    "raw calls, results checked": raw_growth,
-    "streamalloc grow": our_growth,
-    "cuMemAlloc, copy and cuMemFree": copied_growth,
-}
+class Growth:
+    """Growing something from nothing, which is given back untimed: microseconds of all steps."""
+
+    def __init__(self, steps: Callable[[], list[float]]) -> None:
+        self._steps = steps
+        self.extra: dict[str, float] = {}
+        """Microseconds of the first, a median and the last step, the last time."""
+
+    def measure(self, number: int) -> float:
+        """Grow once."""
+        found = self._steps()
+        self.extra = {"first": found[0], "step": sorted(found)[len(found) // 2], "last": found[-1]}
+        return sum(found)
 
 
-def in_turns(contenders: Sequence[Callable[[], list[float]]], rounds: int) -> list[list[list[float]]]:
-    """What each of some functions answers, by function and round.
+def _grown(grow: Callable[[Bench, int, int], list[float]], *, whole_device: bool = False) -> Setup:
+    def setup(bench: Bench) -> Growth:
+        if whole_device:
+            count = _device_steps(bench)
+            return Growth(functools.partial(grow, bench, count, DEVICE_STEP))
+        return Growth(functools.partial(grow, bench, STEPS, _step(bench)))
 
-    They run once beforehand, and then in all orders by turns: how long the driver takes to make memory depends on who
-    gave memory back just before.
-    """
-    for contender in contenders:
-        contender()
-    found: list[list[list[float]]] = [[] for _ in contenders]
-    orders = itertools.cycle(itertools.permutations(range(len(contenders))))
-    for order in itertools.islice(orders, rounds):
-        for at in order:
-            found[at].append(contenders[at]())
-    return found
+    return setup
 
 
-def _grown(
-    bench: Bench, names: Sequence[str], count: int, nbytes: int, rounds: int
-) -> tuple[list[dict[str, Any]], list[list[float]]]:
-    """A row for each way to grow by so many steps of so many bytes; and the microseconds of all steps, by round."""
-    found = in_turns([functools.partial(_WAYS[name], bench, count, nbytes) for name in names], rounds)
-    totals = [[sum(steps) for steps in runs] for runs in found]
-    rows: list[dict[str, Any]] = [
-        {
-            "name": name,
-            **spread(total),
-            "first_us": statistics.median(steps[0] for steps in runs),
-            "step_us": statistics.median(statistics.median(steps) for steps in runs),
-            "last_us": statistics.median(steps[-1] for steps in runs),
-            "ratio_to_raw": ratio(total, totals[0]),
-        }
-        for name, runs, total in zip(names, found, totals, strict=True)
-    ]
-    if not bench.chosen.is_simulated:
-        rows[1]["target_ratio"] = 1.1
-    return rows, totals
+def _step(bench: Bench) -> int:
+    return STEP_SIMULATED if bench.chosen.is_simulated else STEP
 
 
-def measure_growth(bench: Bench) -> dict[str, Any]:
-    """Growing a buffer in steps: raw calls, the library, and copying into larger memory."""
+def _device_steps(bench: Bench) -> int:
+    return (bench.device.memory_info().free - DEVICE_RESERVE) // DEVICE_STEP
+
+
+def _need_whole_device(bench: Bench) -> None:
     bench.need_virtual_memory()
-    nbytes = STEP_SIMULATED if bench.chosen.is_simulated else STEP
-    rows, (_, ours, copied) = _grown(bench, list(_WAYS), STEPS, nbytes, bench.effort.growths)
-    target = {} if bench.chosen.is_simulated else {"target_times_faster": 10}
-    faster = ratio(copied, ours)
-    return {"steps": STEPS, "step_bytes": nbytes, "rows": rows, "times_faster_than_copying": faster, **target}
-
-
-def measure_whole_device(bench: Bench) -> dict[str, Any]:
-    """Growing a buffer to nearly all memory that is free; whether its size so far makes a step slower."""
-    bench.need_virtual_memory()
-    count = (bench.device.memory_info().free - DEVICE_RESERVE) // DEVICE_STEP
-    if count < 2:
+    if _device_steps(bench) < 2:
         raise Unavailable(f"less than {size_text(DEVICE_RESERVE + 2 * DEVICE_STEP)} of the device's memory are free")
-    rows, _ = _grown(bench, list(_WAYS)[:2], count, DEVICE_STEP, bench.effort.whole_devices)
-    return {"steps": count, "step_bytes": DEVICE_STEP, "rows": rows}
+
+
+def raw_regrowth(bench: Bench) -> Any:
+    """Shrink by half and grow again, in steps as before."""
+    memory = bench.resources.enter_context(contextlib.closing(RawRange(bench, STEPS, _step(bench))))
+    for _ in range(STEPS):
+        memory.grow()
+
+    def again() -> None:
+        memory.shrink(STEPS // 2)
+        for _ in range(STEPS // 2):
+            memory.grow()
+
+    return again
+
+
+def our_regrowth(bench: Bench, *, recycling: bool) -> Any:
+    """The same with a growable buffer, whose memory may come from a recycler."""
+    nbytes = _step(bench)
+    recycler = None
+    if recycling:
+        recycler = bench.resources.enter_context(vmm.MemoryRecycler(bench.device, STEPS * nbytes))
+    buffer = vmm.GrowableBuffer(bench.device, STEPS * nbytes, stream=bench.stream, recycler=recycler)
+    bench.resources.enter_context(buffer)
+    for _ in range(STEPS):
+        buffer.grow(nbytes)
+
+    def again() -> None:
+        buffer.resize(STEPS // 2 * nbytes)
+        for _ in range(STEPS // 2):
+            buffer.grow(nbytes)
+
+    return again
 
 
 # --- evict and restore ----------------------------------------------------------------------------------------------
 
 
-def measure_eviction(bench: Bench) -> dict[str, Any]:
-    """Evicting and restoring a buffer, beside copies between the device and pinned memory in the same rounds."""
-    bench.need_virtual_memory()
+class Moving:
+    """Milliseconds of one of two calls that undo each other, the other one untimed; ``scale`` for other sizes."""
+
+    def __init__(self, call: Callable[[], object], undo: Callable[[], object], nbytes: int, scale: float = 1.0) -> None:
+        self._call = call
+        self._undo = undo
+        self._nbytes = nbytes
+        self._scale = scale
+        self.extra: dict[str, float] = {}
+        """GB a second, the last time."""
+
+    def measure(self, number: int) -> float:
+        """Move once, and back."""
+        seconds = timeit.timeit(self._call, number=1) * self._scale
+        self._undo()
+        if self._nbytes:
+            self.extra = {"gb_per_s": self._nbytes / seconds / 1e9}
+        return seconds * _MILLI
+
+
+def _nothing() -> None:
+    pass
+
+
+def _pinned_copy(bench: Bench, *, to_host: bool) -> Moving:
+    nbytes = _evicted(bench)
+    size = min(nbytes, PINNED)
+    driver, stream = bench.driver, bench.raw_stream
+    pinned = value_of(driver.cuMemHostAlloc(size, 0))
+    bench.resources.callback(driver.cuMemFreeHost, pinned)
+    buffer = bench.resources.enter_context(vmm.GrowableBuffer(bench.device, size, size, stream=bench.stream))
+    ends = [driver.CUdeviceptr(int(pinned)), driver.CUdeviceptr(buffer.address)]
+    target, source = ends if to_host else reversed(ends)
+
+    def copy() -> None:
+        value_of(driver.cuMemcpyAsync(target, source, size, stream))
+        value_of(driver.cuStreamSynchronize(stream))
+
+    return Moving(copy, _nothing, nbytes, nbytes / size)
+
+
+def _eviction(bench: Bench, *, restore: bool, keep: bool) -> Moving:
+    """Evict a buffer, with or without a copy in a pool that has its memory already, or restore it."""
     location = host_pool_location(bench.device)
     if location is None:
         raise Unavailable("there are no pools in host memory here")
-    nbytes = _fitting(bench)
-    pinned_bytes = min(nbytes, PINNED)
-    driver, stream = bench.driver, bench.stream
-    pinned = value_of(driver.cuMemHostAlloc(pinned_bytes, 0))
-    try:
-        with (
-            sa.MemoryPool(location, release_threshold=KEEP_ALL) as pool,
-            vmm.GrowableBuffer(bench.device, nbytes, nbytes, stream=stream) as buffer,
-        ):
-            pool.set_access(bench.device, sa.MemAccess.READWRITE)
-            buffer.fill(0x5A)
-            host, on_device = driver.CUdeviceptr(int(pinned)), driver.CUdeviceptr(buffer.address)
+    nbytes = _evicted(bench)
+    pool = sa.MemoryPool(location, release_threshold=KEEP_ALL)
+    bench.resources.enter_context(pool)
+    pool.set_access(bench.device, sa.MemAccess.READWRITE)
+    buffer = bench.resources.enter_context(vmm.GrowableBuffer(bench.device, nbytes, nbytes, stream=bench.stream))
+    buffer.fill(0x5A)
 
-            def copy(target: Any, source: Any) -> None:
-                value_of(driver.cuMemcpyAsync(target, source, pinned_bytes, bench.raw_stream))
-                stream.synchronize()
+    def evict() -> None:
+        buffer.evict(pool if keep else None)
 
-            def restore() -> None:
-                buffer.restore()
-                stream.synchronize()
+    def back() -> None:
+        buffer.restore()
+        bench.stream.synchronize()
 
-            ways: tuple[tuple[str, Call, int], ...] = (
-                ("copy from device to pinned memory", lambda: copy(host, on_device), pinned_bytes),
-                ("copy from pinned memory to device", lambda: copy(on_device, host), pinned_bytes),
-                ("evict, copy in a warm host pool", lambda: buffer.evict(pool), nbytes),
-                ("restore from it", restore, nbytes),
-                ("evict, bytes given up", buffer.evict, 0),
-                ("restore without them", restore, 0),
-            )
-            seconds = _rounds([call for _, call, _ in ways], bench.effort.evictions)
-    finally:
-        driver.cuMemFreeHost(pinned)
-    rows: list[dict[str, Any]] = []
-    rates: list[list[float]] = []
-    for (name, _, moved), values in zip(ways, seconds, strict=True):
-        rows.append({"name": name, "ms": statistics.median(values) * 1e3})
-        if moved:
-            rates.append([moved / one / 1e9 for one in values])
-            rows[-1]["gb_per_s"] = statistics.median(rates[-1])
-    for at in (2, 3):
-        rows[at]["ratio_to_pinned"] = ratio(rates[at], rates[at - 2])
-        if not bench.chosen.is_simulated:
-            rows[at]["target_ratio"] = 0.8
-    return {"bytes": nbytes, "pinned_bytes": pinned_bytes, "rows": rows}
+    if restore:
+        evict()
+        return Moving(back, evict, nbytes if keep else 0)
+    return Moving(evict, back, nbytes if keep else 0)
 
 
-def _rounds(calls: Sequence[Call], rounds: int) -> list[list[float]]:
-    """Seconds that each of some calls takes, by call and round; always one after the other, and once beforehand.
-
-    The first round fills the pool, and touches the memory for the first time.
-    """
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds + 1):
-        for at, call in enumerate(calls):
-            times[at].append(timeit.timeit(call, number=1))
-    return [values[1:] for values in times]
-
-
-def _fitting(bench: Bench) -> int:
+def _evicted(bench: Bench) -> int:
     """How large a buffer to evict: as the effort says, unless device or host have less to spare."""
     if bench.chosen.is_simulated:
         return min(bench.effort.evicted, EVICTED_SIMULATED)
     size = bench.effort.evicted
-    spare = min(bench.device.memory_info().free, _free_host_memory()) // 2
+    # Each way has a buffer of its own, and those that keep the bytes as much on the host.
+    spare = min(bench.device.memory_info().free, _free_host_memory()) // 8
     while size > spare and size > 32 << 20:
         size //= 2
     return size
@@ -240,46 +268,126 @@ def _free_host_memory() -> int:
     return int(amounts.get("MemAvailable", "0").split()[0]) << 10
 
 
-# --- how it is shown ------------------------------------------------------------------------------------------------
+# --- symmetric memory -----------------------------------------------------------------------------------------------
 
 
-def show_growth(terminal: Terminal, result: dict[str, Any]) -> None:
-    """Growth in steps."""
-    if not begun(terminal, "Grow a buffer{}", " by {steps} x {step_bytes}", result):
-        return
-    figures = [column._replace(shown=",.0f") for column in SPREAD]
-    show_table(terminal, "microseconds", result["rows"], *figures, TO_RAW)
-    times, target = result["times_faster_than_copying"], result.get("target_times_faster")
-    figure, wanted = against(terminal, times, target, ".1f", ">= {:g}")
-    terminal.line(f"  growing is {figure} times as fast as copying{wanted and f' (target: {wanted})'}")
+def _team(bench: Bench) -> list[sa.Device]:
+    devices = sa.Device.all(bench.device.driver)[:2]
+    if len(devices) < 2 or not (devices[0].can_access(devices[1]) and devices[1].can_access(devices[0])):
+        raise Unavailable("it needs two devices that reach each other's memory")
+    bench.need_virtual_memory()
+    return devices
 
 
-def show_whole_device(terminal: Terminal, result: dict[str, Any]) -> None:
-    """Growth to the whole device."""
-    title = "Grow a buffer to nearly all free memory of the device{}"
-    if begun(terminal, title, ", {steps} x {step_bytes}", result):
-        show_table(
-            terminal,
-            "microseconds",
-            result["rows"],
-            Column("in all", "median_us", ",.0f"),
-            Column("first step", "first_us", ",.1f"),
-            Column("median step", "step_us", ",.1f"),
-            Column("last step", "last_us", ",.1f"),
-            TO_RAW,
-        )
+def raw_symmetric(bench: Bench) -> Any:
+    """By hand, results checked: a part on each of two devices, mapped side by side for both, zeroed pads, tables."""
+    driver, devices = bench.driver, _team(bench)
+    properties = [sa.MemAllocationProp(location=device.location) for device in devices]
+    granule = max(vmm.PhysicalMemory.granularity(one, driver=bench.device.driver) for one in properties)
+    # Room for signal pads and tables behind the users' bytes.
+    size = -(-(SYMMETRIC + 8192) // granule) * granule
+    made = [one.to_driver() for one in properties]
+    access = [sa.MemAccessDesc(device.location, sa.MemAccess.READWRITE).to_driver() for device in devices]
+    streams = [driver.CUstream(bench.resources.enter_context(one.create_stream()).handle) for one in devices]
+    table = (1).to_bytes(16, "little")
+
+    def once() -> None:
+        handles = [value_of(driver.cuMemCreate(size, one, 0)) for one in made]
+        start = int(value_of(driver.cuMemAddressReserve(size * 2, 0, 0, 0)))
+        for at, handle in enumerate(handles):
+            value_of(driver.cuMemMap(start + at * size, size, 0, handle, 0))
+        value_of(driver.cuMemSetAccess(start, size * 2, access, 2))
+        for at, device in enumerate(devices):
+            with device.current():
+                pad = start + at * size + SYMMETRIC
+                value_of(driver.cuMemsetD8Async(pad, 0, 4496, streams[at]))
+                for number in range(2):
+                    value_of(driver.cuMemcpyHtoDAsync(pad + 4608 + 64 * number, table, 16, streams[at]))
+                value_of(driver.cuStreamSynchronize(streams[at]))
+        for device in devices:
+            with device.current():
+                value_of(driver.cuCtxSynchronize())
+        value_of(driver.cuMemUnmap(start, size * 2))
+        for handle in handles:
+            value_of(driver.cuMemRelease(handle))
+        value_of(driver.cuMemAddressFree(start, size * 2))
+
+    return once
 
 
-def show_eviction(terminal: Terminal, result: dict[str, Any]) -> None:
-    """Evict and restore."""
-    if begun(terminal, "Evict and restore{}", " {bytes}", result):
-        to_pinned = Column("/ pinned", "ratio_to_pinned", target="target_ratio", as_target=">= {:g} x pinned")
-        figures = (Column("ms", "ms"), Column("GB/s", "gb_per_s", ",.1f"))
-        show_table(terminal, "", result["rows"], *figures, to_pinned)
+def our_symmetric(bench: Bench) -> Any:
+    """With the library, without multicast."""
+    devices = _team(bench)
+
+    def once() -> None:
+        SymmetricMemory.local(SYMMETRIC, devices, multicast=False).close()
+
+    return once
 
 
-SECTIONS = (
-    Section("growth", measure_growth, show_growth),
-    Section("growth_to_the_whole_device", measure_whole_device, show_whole_device),
-    Section("eviction", measure_eviction, show_eviction),
+TO_PINNED = "copy from device to pinned memory"
+FROM_PINNED = "copy from pinned memory to device"
+EVICT = "streamalloc evict, copy in a warm host pool"
+RESTORE = "streamalloc restore from it"
+RECYCLED = "streamalloc, with a MemoryRecycler"
+COPIED = "cuMemAlloc, copy and cuMemFree"
+
+ROWS = (
+    Row(
+        "growth",
+        f"Grow a buffer by {STEPS} steps of {size_text(STEP)}",
+        {RAW: _grown(raw_growth), OURS: _grown(our_growth), COPIED: _grown(copied_growth)},
+        (Target(OURS, 1.1, RAW),),
+        1,
+        rounds="growths",
+        need=Bench.need_virtual_memory,
+    ),
+    Row(
+        "regrowth",
+        f"Shrink a buffer of {STEPS} steps by half, and grow it again",
+        {
+            RAW: raw_regrowth,
+            OURS: functools.partial(our_regrowth, recycling=False),
+            RECYCLED: functools.partial(our_regrowth, recycling=True),
+        },
+        (Target(RECYCLED, 0.5, RAW),),
+        1,
+        rounds="growths",
+        need=Bench.need_virtual_memory,
+    ),
+    Row(
+        "whole_device",
+        f"Grow a buffer to nearly all free memory of the device, in steps of {size_text(DEVICE_STEP)}",
+        {RAW: _grown(raw_growth, whole_device=True), OURS: _grown(our_growth, whole_device=True)},
+        (Target(OURS, 1.1, RAW),),
+        1,
+        rounds="whole_devices",
+        need=_need_whole_device,
+    ),
+    Row(
+        "eviction",
+        "Evict and restore; copies of as many bytes",
+        {
+            TO_PINNED: functools.partial(_pinned_copy, to_host=True),
+            FROM_PINNED: functools.partial(_pinned_copy, to_host=False),
+            EVICT: functools.partial(_eviction, restore=False, keep=True),
+            RESTORE: functools.partial(_eviction, restore=True, keep=True),
+            "streamalloc evict, bytes given up": functools.partial(_eviction, restore=False, keep=False),
+            "streamalloc restore without them": functools.partial(_eviction, restore=True, keep=False),
+        },
+        (Target(EVICT, 1.25, TO_PINNED), Target(RESTORE, 1.25, FROM_PINNED)),
+        1,
+        "ms",
+        "evictions",
+        bases={RESTORE: FROM_PINNED},
+        need=Bench.need_virtual_memory,
+    ),
+    Row(
+        "symmetric",
+        f"SymmetricMemory.local of {size_text(SYMMETRIC)} on two devices, made and closed",
+        {RAW: raw_symmetric, OURS: our_symmetric},
+        (Target(OURS, 1.5, RAW),),
+        20,
+        need=lambda bench: _team(bench),
+    ),
 )

@@ -1,96 +1,113 @@
-"""The figures of the benchmark: how they are summed up, and how they are shown."""
+"""How the benchmark's figures are shown: a table for each row, the targets, and a picture of all."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-import numpy as np
-
-from streamalloc.cli.measuring import Bench
 from streamalloc.cli.terminal import Terminal
-from streamalloc.core.errors import size_text
 
-__all__ = ["SPREAD", "TO_RAW", "Column", "Section", "against", "begun", "ratio", "show_table", "spread"]
+__all__ = ["draw", "missed", "show_row", "show_targets"]
 
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, 10th and 90th percentile."""
-    low, middle, high = np.percentile(values, (10, 50, 90))
-    return {"median_us": float(middle), "p10_us": float(low), "p90_us": float(high)}
-
-
-def ratio(values: Sequence[float], base: Sequence[float]) -> float:
-    """The median of each round's ratio."""
-    return statistics.median(value / one for value, one in zip(values, base, strict=True))
-
-
-def against(
-    terminal: Terminal, value: float, target: float | None, shown: str = ",.2f", as_target: str = "<= {:g}"
-) -> tuple[str, str]:
-    """A figure, coloured by whether it meets its target, and the target; both plain where there is none."""
-    figure = format(value, shown)
-    if target is None:
-        return figure, ""
-    met = value <= target if as_target.startswith("<=") else value >= target
-    return terminal.good(figure) if met else terminal.odd(figure), as_target.format(target)
+# Further figures, as the heads of their columns, and how they are shown.
+_EXTRA = {
+    "first": ("first step", ",.1f"),
+    "step": ("median step", ",.1f"),
+    "last": ("last step", ",.1f"),
+    "gb_per_s": ("GB/s", ",.1f"),
+    "reserved_over_used": ("reserved / used", ".3f"),
+    "driver_calls": ("driver calls", ",d"),
+    "failures": ("failed", ",d"),
+}
+_UNITS = {"us": "microseconds", "ms": "milliseconds", "bytes": "bytes"}
 
 
-class Section(NamedTuple):
-    """A part of the benchmark."""
-
-    key: str
-    """Its name in the report."""
-    measure: Callable[[Bench], Any]
-    show: Callable[[Terminal, Any], None]
-
-
-class Column(NamedTuple):
-    """A column of figures."""
-
-    head: str
-    key: str
-    shown: str = ",.2f"
-    """A figure's format."""
-    target: str = ""
-    """The key of the target, in rows that have one."""
-    as_target: str = "<= {:g}"
-    """How the target is shown: with ``<=`` or ``>=`` first."""
-
-
-SPREAD = (Column("median", "median_us"), Column("p10", "p10_us"), Column("p90", "p90_us"))
-TO_RAW = Column("/ raw", "ratio_to_raw", target="target_ratio", as_target="<= {:g} x raw")
-
-
-def begun(terminal: Terminal, title: str, of: str, result: Mapping[str, Any]) -> bool:
-    """The heading of a section, with ``of`` what was measured; whether it was, and if not, why."""
-    available = "unavailable" not in result
-    known = {key: size_text(value) if key.endswith("bytes") else value for key, value in result.items()}
-    terminal.heading(title.format(of.format_map(known) if available else ""))
-    if not available:
-        terminal.paragraph(f"not measured: {result['unavailable']}")
-    return available
-
-
-def show_table(
-    terminal: Terminal, head: str, rows: Sequence[Mapping[str, Any]], *columns: Column, names: int = 0
-) -> None:
-    """Rows with a name and figures, and below them why others have no figures; ``names`` is the names' least width."""
-    targets = any(column.target for column in columns)
-    shown = []
-    for row in (row for row in rows if "unavailable" not in row):
-        cells, target = [row["name"].ljust(names)], ""
-        for column in columns:
-            figure = wanted = ""
-            if column.key in row:
-                of_row = row.get(column.target)
-                figure, wanted = against(terminal, row[column.key], of_row, column.shown, column.as_target)
-            cells.append(figure)
-            target = wanted or target
-        shown.append([*cells, target] if targets else cells)
-    header = [head, *(column.head for column in columns), *(["target"] if targets else [])]
-    terminal.table(shown, header=header, align="l" + "r" * len(columns))
+def show_row(terminal: Terminal, report: Mapping[str, Any], names: int) -> None:
+    """A row's table, with names of at least ``names`` columns, and its targets."""
+    terminal.heading(report["title"])
+    if "unavailable" in report:
+        terminal.paragraph(f"not measured: {report['unavailable']}")
+        return
+    rows = [row for row in report["rows"] if "unavailable" not in row]
+    extra = [key for key in _EXTRA if any(key in row for row in rows)]
+    places = ",.0f" if report["unit"] != "us" or max(row["median"] for row in rows) >= 1000 else ",.2f"
+    if report["unit"] == "ms" and min(row["median"] for row in rows) < 100:
+        places = ",.2f"
+    header = [_UNITS[report["unit"]], "median", "p10", "p90", "ratio", *(_EXTRA[key][0] for key in extra)]
+    cells = []
     for row in rows:
+        spread = [format(row[key], places) for key in ("median", "p10", "p90")]
+        ratio = format(row["ratio_to_raw"], ",.2f") if "ratio_to_raw" in row else ""
+        cells.append([row["name"].ljust(names), *spread, ratio, *(_figure(row, key) for key in extra)])
+    terminal.table(cells, header=header, align="l" + "r" * (len(header) - 1))
+    for row in report["rows"]:
         if "unavailable" in row:
             terminal.paragraph(f"{row['name']}: not measured ({row['unavailable']})")
+    for target in (one for one in report["targets"] if one["found"] is not None):
+        mark = terminal.good("met") if target["met"] else terminal.odd("missed")
+        terminal.paragraph(f"{mark}: {_told(target, report['unit'])}")
+
+
+def _figure(row: Mapping[str, Any], key: str) -> str:
+    return format(row[key], _EXTRA[key][1]) if key in row else ""
+
+
+def _told(target: Mapping[str, Any], unit: str) -> str:
+    """A target and what was found, in words."""
+    least = "at_least" in target
+    limit = target["at_least" if least else "at_most"]
+    what = f"{_EXTRA[target['figure']][0]} of " if target["figure"] in _EXTRA else ""
+    measure = f" times {target['to']}" if target["to"] else f" {unit}"
+    wanted = f"target: {'>=' if least else '<='} {limit:.3g}"
+    return f"{what}{target['of']} {target['found']:.3g}{measure} ({wanted})"
+
+
+def missed(reports: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """The targets that were missed, each with its row."""
+    return ((report, target) for report in reports for target in report["targets"] if target["met"] is False)
+
+
+def show_targets(terminal: Terminal, reports: Sequence[Mapping[str, Any]]) -> None:
+    """How many targets were met, which were missed, and how many need what is not here."""
+    found = [target["met"] for report in reports for target in report["targets"]]
+    if not found:
+        return
+    unknown = f", {found.count(None)} not measured" if None in found else ""
+    terminal.heading(f"Targets: {found.count(True)} met, {found.count(False)} missed{unknown}")
+    for report, target in missed(reports):
+        terminal.paragraph(f"{report['key']}: {_told(target, report['unit'])}")
+
+
+def draw(reports: Sequence[Mapping[str, Any]], path: str, title: str) -> None:
+    """A picture of all ratios: a line for each row, a point for each way. It needs matplotlib."""
+    matplotlib = importlib.import_module("matplotlib")
+    figure_of = importlib.import_module("matplotlib.figure").Figure
+    shown = [one for one in reports if sum("ratio_to_raw" in row for row in one["rows"]) > 1]
+    colours = dict(zip(_families(shown), matplotlib.color_sequences["tab10"], strict=False))
+    figure = figure_of(figsize=(10, 1.5 + 0.4 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    for at, report in enumerate(shown):
+        for row in report["rows"]:
+            if "ratio_to_raw" in row:
+                family = _family(row["name"])
+                axes.plot(row["ratio_to_raw"], at, "o", color=colours[family], alpha=0.8, label=family)
+    axes.axvline(1, color="0.6", linewidth=1, zorder=0)
+    axes.set(xscale="log", xlabel="time, as a ratio to the first way of the row", title=title)
+    axes.set_yticks(range(len(shown)), [report["title"] for report in shown])
+    axes.invert_yaxis()
+    # A name for each colour, once.
+    handles = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    axes.legend(handles.values(), handles.keys(), loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path)
+
+
+def _families(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = (row["name"] for report in reports for row in report["rows"])
+    return list(dict.fromkeys(map(_family, names)))
+
+
+def _family(name: str) -> str:
+    """What a way belongs to: a library, or raw calls and whatever else the row is compared with."""
+    word = name.replace(",", " ").split()[0]
+    return word if word in ("streamalloc", "cuda.core", "CuPy", "PyTorch", "RMM", "C") else "raw calls and others"

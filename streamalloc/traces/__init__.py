@@ -5,7 +5,7 @@ A :class:`Trace` comes from a file (:func:`load`), from the calls of :func:`stre
 made up (:func:`training`, :func:`serving`). :func:`replay` runs it on a pool or on another library's allocator.
 """
 
-from streamalloc.traces.replaying import Replayed, replay
+from streamalloc.traces.replaying import Figures, Replay, Replayed, figures, prepare, replay
 from streamalloc.traces.sources import from_calls, from_pytorch, from_rmm, load
 from streamalloc.traces.subjects import ALLOCATORS
 from streamalloc.traces.trace import Event, Trace, TraceFormatError
@@ -15,13 +15,17 @@ __all__ = [
     "ALLOCATORS",
     "WORKLOADS",
     "Event",
+    "Figures",
+    "Replay",
     "Replayed",
     "Trace",
     "TraceFormatError",
+    "figures",
     "from_calls",
     "from_pytorch",
     "from_rmm",
     "load",
+    "prepare",
     "replay",
     "serving",
     "training",

@@ -8,12 +8,13 @@ its stream waits for the other first, as a program would have to do.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from streamalloc.core.buffer import Allocator
 from streamalloc.core.device import Device
@@ -21,12 +22,26 @@ from streamalloc.driver import traced
 from streamalloc.traces.subjects import ALLOCATORS, Subject, of_allocator
 from streamalloc.traces.trace import Trace
 
-__all__ = ["Replay", "Replayed", "replay"]
+__all__ = ["Figures", "Replay", "Replayed", "figures", "prepare", "replay"]
 
 # How many events are replayed between two looks at the clock: progress is shown there, outside of the time.
 _CHUNK = 8192
 
 Progress = Callable[[int], object]
+
+
+class Figures(NamedTuple):
+    """What a replay shows that is not timed; see :class:`Replayed`."""
+
+    failures: int
+    peak_used: int
+    peak_reserved: int | None
+    driver_calls: int | None
+
+    @property
+    def reserved_over_used(self) -> float | None:
+        """Peak reserved over peak used."""
+        return None if self.peak_reserved is None else self.peak_reserved / max(self.peak_used, 1)
 
 
 @dataclass(frozen=True)
@@ -58,7 +73,7 @@ class Replayed:
     @property
     def reserved_over_used(self) -> float | None:
         """Peak reserved over peak used."""
-        return None if self.peak_reserved is None else self.peak_reserved / max(self.peak_used, 1)
+        return Figures(self.failures, self.peak_used, self.peak_reserved, self.driver_calls).reserved_over_used
 
 
 class Replay:
@@ -134,8 +149,8 @@ class Replay:
                 live[slot] = None
                 free(thing)
 
-    def measure(self) -> tuple[int, int | None, int | None]:
-        """Replay it once and look at the allocator after each allocation; peak used, peak reserved, driver calls."""
+    def figures(self) -> Figures:
+        """Replay it once and look at the allocator after each allocation."""
         subject, live = self._subject, self._live
         self.failures = 0
         used = most_used = most_reserved = calls = 0
@@ -158,7 +173,33 @@ class Replay:
                     if subject.reserved:
                         most_reserved = max(most_reserved, subject.reserved())
         self._free_rest()
-        return most_used, most_reserved if subject.reserved else None, calls if subject.calls else None
+        reserved = most_reserved if subject.reserved else None
+        return Figures(self.failures, most_used, reserved, calls if subject.calls else None)
+
+
+@contextlib.contextmanager
+def prepare(trace: Trace, on: str | Allocator, device: Device) -> Iterator[Replay]:
+    """A trace that can be replayed on an allocator as often as is liked; by name, on one that is made for it.
+
+    The context of ``device`` is current in the ``with`` block.
+    """
+    make = ALLOCATORS[on].make if isinstance(on, str) else functools.partial(of_allocator, on)
+    with contextlib.ExitStack() as resources:
+        resources.enter_context(device.current())
+        resources.callback(device.synchronize)
+        subject = make(device, trace.streams, resources)
+        # What was freed has come back before what it came from is closed.
+        resources.callback(device.synchronize)
+        yield Replay(trace, subject)
+
+
+def figures(trace: Trace, on: str | Allocator, device: Device) -> Figures:
+    """Replay a trace once, look at the allocator after each allocation, and say what that showed."""
+    # The library's own allocators take the driver of their device, which can count.
+    if isinstance(on, str) and not ALLOCATORS[on].other:
+        device = Device(device.ordinal, driver=traced(device.driver))
+    with prepare(trace, on, device) as prepared:
+        return prepared.figures()
 
 
 def replay(
@@ -192,33 +233,14 @@ def replay(
     KeyError
         There is no allocator of this name.
     """
-    device = Device(0) if device is None else device
     if rounds < 1:
         raise ValueError(f"rounds={rounds}: at least one")
+    device = Device(0) if device is None else device
     title = ALLOCATORS[on].title if isinstance(on, str) else repr(on)
-
-    def begin(device: Device, resources: contextlib.ExitStack) -> Replay:
-        resources.enter_context(device.current())
-        resources.callback(device.synchronize)
-        if not isinstance(on, str):
-            return Replay(trace, of_allocator(on, device, trace.streams, resources))
-        return Replay(trace, ALLOCATORS[on].make(device, trace.streams, resources))
-
-    # The library's own allocators take the driver of their device, which can count.
-    counted = device
-    if isinstance(on, str) and not ALLOCATORS[on].other:
-        counted = Device(device.ordinal, driver=traced(device.driver))
-    with contextlib.ExitStack() as resources:
-        found = begin(counted, resources)
-        used, reserved, calls = found.measure()
-        failures = found.failures
-        counted.synchronize()
-    with contextlib.ExitStack() as resources:
-        prepared = begin(device, resources)
+    found = figures(trace, on, device)
+    with prepare(trace, on, device) as prepared:
         seconds = []
         for _ in range(rounds + 1):
             device.synchronize()
             seconds.append(prepared.run(progress))
-        device.synchronize()
-    median = statistics.median(seconds[1:])
-    return Replayed(title, len(trace.events), median, seconds[0], failures, used, reserved, calls)
+    return Replayed(title, len(trace.events), statistics.median(seconds[1:]), seconds[0], *found)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-from streamalloc.core.buffer import Allocator, Buffer
+from streamalloc.core.buffer import Allocator
 from streamalloc.core.device import Device
 from streamalloc.core.errors import OutOfMemoryError
 from streamalloc.driver import Traced
-from streamalloc.pool import MemoryPool
+from streamalloc.pool import CachingAllocator, MemoryPool
 
 __all__ = ["ALLOCATORS", "Entry", "Subject", "of_allocator"]
 
@@ -48,8 +49,8 @@ def of_allocator(allocator: Allocator, device: Device, streams: int, resources: 
     return Subject(
         [resources.enter_context(device.create_stream()) for _ in range(streams)],
         allocator.allocate,
-        Buffer.free,
-        Buffer.free,
+        operator.methodcaller("free"),
+        lambda buffer, stream: buffer.free(stream),
         OutOfMemoryError,
         _reserved_by(allocator),
         (lambda: len(driver.calls)) if isinstance(driver, Traced) else None,
@@ -77,10 +78,7 @@ def _pool(device: Device, streams: int, resources: contextlib.ExitStack) -> Subj
 
 
 def _cached(device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
-    caching = getattr(importlib.import_module("streamalloc.pool"), "CachingAllocator", None)
-    if caching is None:
-        raise ImportError("this version has no CachingAllocator")
-    allocator = resources.enter_context(caching(_new_pool(device, resources)))
+    allocator = resources.enter_context(CachingAllocator(_new_pool(device, resources)))
     return of_allocator(allocator, device, streams, resources)
 
 

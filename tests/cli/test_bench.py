@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import dataclasses
+import functools
 import json
+import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 import streamalloc.driver as sd
-from streamalloc.cli import bench, bench_ipc, bench_vmm, measuring
+from streamalloc import traces
+from streamalloc.cli import (
+    bench,
+    bench_calls,
+    bench_host,
+    bench_ipc,
+    bench_traces,
+    bench_vmm,
+    c_loop,
+    figures,
+    main,
+    measuring,
+)
 from streamalloc.cli.choice import Chosen
+from streamalloc.cli.measuring import Effort, Row, Target, Unavailable
+from streamalloc.cli.terminal import Terminal
+from streamalloc.traces import Event, Trace
 from tests.cli.conftest import Complete, Run, complete, without
 
-SHORT = measuring.Effort(
+SHORT = Effort(
     rounds=2,
     block=0.0002,
     live=(10, 100, 200),
@@ -24,20 +45,22 @@ SHORT = measuring.Effort(
     whole_devices=1,
     evictions=1,
     evicted=4 << 20,
+    replays=1,
 )
-ALL_SECTIONS = bench.SECTIONS
+SMALL = Trace((Event("allocate", 0, 4096, 0, 0, 0), Event("free", 0, 4096, 0, 0, 1)))
 ALL_ROWS = bench.ROWS
-# Other libraries change the default pool, and the environment.
-OWN_ROWS = tuple(row for row in ALL_ROWS if not row.other)
-OWN_WAYS = tuple(way for way in bench_ipc.WAYS if not way.other)
+
+
+def own(row: Row) -> Row:
+    """The row without other libraries, which change the default pool, and the environment."""
+    return dataclasses.replace(row, ways={name: way for name, way in row.ways.items() if not measuring.is_other(name)})
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short measurement of what virtual memory costs."""
-    monkeypatch.setattr(bench, "ROWS", OWN_ROWS)
+    """A short measurement of the library alone."""
+    monkeypatch.setattr(bench, "ROWS", tuple(map(own, ALL_ROWS)))
     monkeypatch.setattr(bench, "QUICK", SHORT)
-    monkeypatch.setattr(bench, "SECTIONS", bench_vmm.SECTIONS)
 
 
 class Measured(NamedTuple):
@@ -45,69 +68,116 @@ class Measured(NamedTuple):
 
     run: Complete
     report: Any
+    rows: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def whole(on_cuda: bool, primary_contexts: None, tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    """All sections, measured once for the tests that only read what was found."""
+    """All rows, measured once for the tests that only read what was found."""
     target = tmp_path_factory.mktemp("bench") / "bench.json"
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("ROWS", OWN_ROWS), ("QUICK", SHORT)):
-            patch.setattr(bench, name, value)
-        patch.setattr(bench_ipc, "WAYS", OWN_WAYS)
+        patch.setattr(bench, "ROWS", tuple(map(own, ALL_ROWS)))
+        patch.setattr(bench, "QUICK", SHORT)
+        patch.setattr(bench_traces, "_made", lambda name: SMALL)
         run = complete(on_cuda, "bench", "--quick", "--json", str(target))
-    return Measured(run, json.loads(target.read_text()))
+    report = json.loads(target.read_text())
+    return Measured(run, report, {row["key"]: row for row in report["rows"]})
 
 
-def test_tables_and_json(whole: Measured) -> None:
-    (code, text, _), report = whole
+def test_every_way_of_every_row_is_in_the_table_and_the_report(whole: Measured) -> None:
+    assert whole.run.code == 0
+    assert whole.report["quick"] is True
+    assert list(whole.rows) == [row.key for row in ALL_ROWS]
+    for row in map(own, ALL_ROWS):
+        found = whole.rows[row.key]
+        assert f"\n{row.title}\n" in whole.run.text
+        measured = {one["name"]: one for one in found["rows"]}
+        if "unavailable" in found:
+            assert (row.key, measured) == ("symmetric", {})  # on one GPU
+            continue
+        assert next(iter(row.ways)) in measured
+        for name, one in measured.items():
+            assert 0 < one["p10"] <= one["median"] <= one["p90"]
+            assert one["ratio_to_raw"] > 0
+            assert f"\n  {name}  " in whole.run.text
+        assert measured[next(iter(row.ways))]["ratio_to_raw"] == 1
+
+
+def test_goals_have_their_targets() -> None:
+    """What the library wants to reach, as it is written down."""
+    ours, raw, cached = bench_calls.OURS, bench_calls.RAW, bench_calls.CACHED
+    limits = {(row.key, one.of, one.to, one.figure): one.limit for row in ALL_ROWS for one in row.targets}
+    assert {key: limits[key, ours, raw, ""] for key in ("pair", "fill", "order", "statistics")} == {
+        "pair": 1.25,
+        "fill": 1.35,
+        "order": 1.35,
+        "statistics": 1.35,
+    }
+    assert limits["pair", cached, bench_calls.C_LOOP, ""] == 0.75
+    assert limits["pair", cached, bench_calls.CUPY_CACHING, ""] == 1
+    copies = ("copy", "to_numpy", "from_numpy")
+    assert [limits[key, ours, raw, ""] for key in copies] == [1.2, 1.2, 1.5]
+    assert [limits[key, ours, "", ""] for key in ("dlpack", "interface", "view")] == [0.6, 0.4, 0.6]
+    assert limits["growth", ours, bench_vmm.RAW, ""] == 1.1
+    assert limits["regrowth", bench_vmm.RECYCLED, bench_vmm.RAW, ""] == 0.5
+    assert limits["share", bench_ipc.OURS, bench_ipc.CUDA_CORE, ""] == 1.1
+    assert limits["symmetric", ours, bench_vmm.RAW, ""] == 1.5
+    assert limits["import", bench_host.OURS, bench_host.BASE, ""] == 1.2
+    assert limits["live", "streamalloc, 1,000,000 alive", "streamalloc, 10 alive", "ratio_to_raw"] == 1.15
+    for trace in traces.WORKLOADS:
+        for other in bench_traces.OTHERS:
+            for figure in ("", "reserved_over_used"):
+                assert limits[f"replay_{trace}", bench_traces.OURS, other, figure] == 1
+
+
+@pytest.mark.parametrize("row", ALL_ROWS, ids=lambda row: row.key)
+def test_targets_name_ways_of_their_row(row: Row) -> None:
+    names = {name for target in row.targets for name in (target.of, target.to)} | {*row.bases, *row.bases.values()}
+    assert names - {""} <= set(row.ways)
+    assert hasattr(SHORT, row.rounds)
+
+
+def test_further_figures(whole: Measured) -> None:
+    growth = whole.rows["growth"]["rows"][1]
+    assert growth["first"] > 0 and growth["last"] > 0
+    eviction = whole.rows["eviction"]["rows"]
+    assert ["gb_per_s" in row for row in eviction] == [True] * 4 + [False] * 2
+    replayed = {row["name"]: row for row in whole.rows["replay_serving"]["rows"]}
+    assert replayed["streamalloc MemoryPool"]["driver_calls"] == 2
+    assert replayed["streamalloc MemoryPool"]["peak_used"] == 4096
+    assert 0 < whole.rows["host_memory"]["rows"][1]["median"] < 1000
+
+
+def test_leaves_nothing_behind(whole: Measured) -> None:
+    assert whole.run.left == {}
+
+
+def test_choice_of_rows(machine: Any, run: Run) -> None:
+    code, text = run("bench", "--quick", "--rows", "DLPack", "-k", "view")
     assert code == 0
-    assert report["quick"] is True
-
-    own = [row for row in bench.ROWS if not row.other]
-    measured = {(row["group"], row["name"]): row for row in report["rows"]}
-    for row in own:
-        found = measured[row.group.title, row.name]
-        assert 0 < found["p10_us"] <= found["median_us"] <= found["p90_us"]
-        assert found["ratio_to_raw"] > 0
-        assert f"\n  {row.name}  " in text
-    for group in bench.GROUPS:
-        assert f"\n{group.title}\n" in text
-        first = next(row for row in own if row.group is group)
-        assert measured[group.title, first.name]["ratio_to_raw"] == 1
-
-    assert [one["live"] for one in report["live_buffers"]][:2] == [10, 100]
-    assert report["live_buffers"][0]["added_ratio"] == 1
-    assert 0 < report["host_memory"]["bytes"] < 1000
-    assert report["import_time"]["rows"][1]["ratio"] > 0
-
-    for key in ("growth", "growth_to_the_whole_device"):
-        rows = report[key]["rows"]
-        assert [row["name"] for row in rows][:2] == ["raw calls, results checked", "streamalloc grow"]
-        assert rows[0]["ratio_to_raw"] == 1
-        assert all(0 < row["p10_us"] <= row["median_us"] <= row["p90_us"] for row in rows)
-    assert report["growth"]["times_faster_than_copying"] > 0
-    assert all(row["first_us"] > 0 and row["last_us"] > 0 for row in report["growth_to_the_whole_device"]["rows"])
-    eviction = report["eviction"]["rows"]
-    assert [("gb_per_s" in row, "ratio_to_pinned" in row) for row in eviction] == [
-        *[(True, False)] * 2,
-        *[(True, True)] * 2,
-        *[(False, False)] * 2,
-    ]
-    for row in (*report["growth"]["rows"], *report["growth_to_the_whole_device"]["rows"], *eviction):
-        assert f"\n  {row['name']}  " in text
+    titles = {row.title for row in ALL_ROWS if f"\n{row.title}\n" in text}
+    assert titles == {row.title for row in ALL_ROWS if row.key in ("dlpack", "view")}
 
 
-def test_target_stands_beside_the_pair(whole: Measured, on_cuda: bool) -> None:
-    pair = next(row for row in whole.report["rows"] if row["name"] == "streamalloc")
-    assert (pair.get("target_ratio"), pair.get("target_us")) == ((1.35, None) if on_cuda else (None, 25.0))
+def test_no_such_row(machine: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "-k", "abacus"]) == 2
+    assert "no row has abacus; there are pair, drop, fill" in capsys.readouterr().err
 
 
-def test_targets_of_virtual_memory_are_for_a_gpu(whole: Measured, on_cuda: bool) -> None:
-    report = whole.report
-    rows = [*report["growth"]["rows"], *report["growth_to_the_whole_device"]["rows"], *report["eviction"]["rows"]]
-    assert [row["target_ratio"] for row in rows if "target_ratio" in row] == ([1.1, 1.1, 0.8, 0.8] if on_cuda else [])
-    assert ("target_times_faster" in report["growth"]) == on_cuda
+def test_picture(machine: Any, run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    code, _ = run("bench", "--quick", "-k", "view", "-k", "fill", "--plot", str(tmp_path / "bench.svg"))
+    assert code == 0
+    drawn = (tmp_path / "bench.svg").read_text()
+    assert drawn.count("<!-- Fill 4 KiB -->") == 1
+
+
+def test_picture_without_matplotlib(
+    machine: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", "--quick", "-k", "view", "--plot", "nowhere.png"]) == 2
+    assert "--plot needs matplotlib" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("attribute", ["VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HOST_MEMORY_POOLS_SUPPORTED"])
@@ -115,60 +185,25 @@ def test_what_cannot_be_measured_says_why(machine: Any, run: Run, tmp_path: Path
     target = tmp_path / "bench.json"
     of_nodes = "HOST_NUMA_MEMORY_POOLS_SUPPORTED"
     with sd.use(without(machine, *{attribute, of_nodes} if "POOLS" in attribute else {attribute})):
-        code, text = run("bench", "--quick", "--json", str(target))
+        code, text = run("bench", "--quick", "-k", "growth", "-k", "eviction", "--json", str(target))
     assert code == 0
-    report = json.loads(target.read_text())
-    assert report["eviction"]["unavailable"] in text
-    assert ("unavailable" in report["growth"]) == ("POOLS" not in attribute)
+    rows = {row["key"]: row for row in json.loads(target.read_text())["rows"]}
+    if "POOLS" in attribute:
+        evict = {row["name"]: row for row in rows["eviction"]["rows"]}[bench_vmm.EVICT]
+        assert evict["unavailable"] in text
+        assert "unavailable" not in rows["growth"]
+    else:
+        assert text.count("not measured: this device's memory cannot be mapped by hand") == 3
 
 
-def test_leaves_nothing_behind(whole: Measured) -> None:
-    assert whole.run.left == {}
-
-
-def test_sharing(whole: Measured, on_cuda: bool) -> None:
-    text = whole.run.text
-    rows = {row["name"]: row for row in whole.report["sharing"]["rows"]}
-    assert list(rows) == [way.name for way in OWN_WAYS]
-    for name, row in rows.items():
-        assert 0 < row["p10_us"] <= row["median_us"] <= row["p90_us"]
-        assert row["per_second"] == pytest.approx(1e6 / row["median_us"])
-        assert f"\n  {name}  " in text
-    assert rows[bench_ipc.RAW]["ratio_to_raw"] == 1
-    (to_raw,) = rows["streamalloc share and open"]["compared"]
-    assert (to_raw["to"], to_raw.get("at_most")) == (bench_ipc.RAW, 1.3 if on_cuda else None)
-    assert to_raw["times_the_time"] == rows["streamalloc share and open"]["ratio_to_raw"]
-    assert ("target: <= 1.2" in text) == on_cuda
-
-
-def test_other_library_that_cannot_share(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(_: bench_ipc.Stage) -> bench_ipc.Contender:
-        raise ImportError("no such library")
-
-    def failing(_: bench_ipc.Stage) -> bench_ipc.Contender:
-        raise RuntimeError("built for another version")
-
-    ways = (
-        *bench_ipc.WAYS[:3],
-        bench_ipc.Way(bench_ipc.CUDA_CORE, failing, other=True),
-        bench_ipc.Way(bench_ipc.TORCH, absent, other=True),
-    )
-    monkeypatch.setattr(bench_ipc, "WAYS", ways)
-    with contextlib.ExitStack() as resources:
-        found = bench_ipc.measure_sharing(measuring.Bench(OnAGpu(machine), SHORT, resources))
-    rows = {row["name"]: row for row in found["rows"]}
-    assert bench_ipc.TORCH not in rows
-    assert rows[bench_ipc.CUDA_CORE]["unavailable"] == "RuntimeError: built for another version"
-    ours = rows["streamalloc share and open"]
-    assert [one["to"] for one in ours["compared"]] == [bench_ipc.RAW]
-
-
-def test_device_whose_pools_cannot_be_shared(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "SECTIONS", bench_ipc.SECTIONS)
+def test_device_whose_pools_cannot_be_shared(machine: Any, run: Run) -> None:
     with sd.use(without(machine, "MEMPOOL_SUPPORTED_HANDLE_TYPES")):
-        code, text = run("bench", "--quick")
+        code, text = run("bench", "--quick", "-k", "share")
     assert code == 0
     assert "not measured: this device's pools cannot be shared between processes" in text
+
+
+# --- how it is measured, by stand-ins -------------------------------------------------------------------------------
 
 
 class OnAGpu(Chosen):
@@ -179,33 +214,157 @@ class OnAGpu(Chosen):
         return False
 
 
-def test_library_that_is_absent_or_fails(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(_: measuring.Bench) -> measuring.Call:
-        raise ImportError("no such library")
+class Fixed:
+    """Takes as long as it is told, by turns."""
 
-    def failing(_: measuring.Bench) -> measuring.Call:
-        raise RuntimeError("built for another version")
+    def __init__(self, *values: float, **extra: float) -> None:
+        self.values = list(values)
+        self.extra = extra
 
-    rows = (
-        *(row for row in bench.ROWS if not row.other and row.group is bench.PAIR),
-        bench.Row(bench.PAIR, "absent", absent, other=True),
-        bench.Row(bench.PAIR, "failing", failing, other=True),
-    )
-    monkeypatch.setattr(bench, "ROWS", rows)
-    monkeypatch.setattr(bench, "GROUPS", (bench.PAIR,))
+    def measure(self, number: int) -> float:
+        self.values.append(self.values.pop(0))
+        return self.values[-1]
+
+
+def fixed(*values: float, **extra: float) -> Callable[[Any], Any]:
+    return lambda bench: Fixed(*values, **extra)
+
+
+def raising(error: Exception) -> Callable[[Any], Any]:
+    def setup(bench: Any) -> Any:
+        raise error
+
+    return setup
+
+
+def measured(machine: Any, row: Row, chosen: type[Chosen] = OnAGpu) -> dict[str, Any]:
     with contextlib.ExitStack() as resources:
-        found = bench.measure_rows(measuring.Bench(OnAGpu(machine), SHORT, resources))
-    names = {row["name"]: row for row in found}
-    assert "absent" not in names
-    assert names["failing"]["unavailable"] == "RuntimeError: built for another version"
+        return measuring.measured(measuring.Bench(chosen(machine), SHORT, resources), row)
+
+
+row_of = functools.partial(Row, "row", "A row", most=1)
+
+
+def test_medians_ratios_and_targets(machine: Any) -> None:
+    # The first call of each is made beforehand: with two values, rounds begin with the second.
+    row = row_of(
+        {"raw": fixed(2, 4), "ours": fixed(3, 8, size=6.0), "PyTorch": fixed(1, 1, size=2.0)},
+        (
+            Target("ours", 1.7, "raw"),
+            Target("ours", 1.8, "raw"),
+            Target("ours", 5.5),
+            Target("ours", 3.0, "PyTorch", "size"),
+            Target("ours", 7.0, figure="size", at_least=True),
+            Target("ours", 1.0, "absent"),
+            Target("raw", 1.0, figure="size"),
+            Target("ours", 1.0, simulated=True),
+        ),
+    )
+    found = measured(machine, row)
+    raw, ours, _ = found["rows"]
+    assert (raw["median"], raw["ratio_to_raw"]) == (3, 1)
+    assert (ours["median"], ours["ratio_to_raw"], ours["size"]) == (5.5, (8 / 4 + 3 / 2) / 2, 6)
+    assert [(one["found"], one["met"]) for one in found["targets"]] == [
+        (1.75, False),
+        (1.75, True),
+        (5.5, True),
+        (3.0, True),
+        (6.0, False),
+        (None, None),
+        (None, None),
+    ]
+
+
+def test_other_bases(machine: Any) -> None:
+    row = row_of({"a": fixed(2), "b": fixed(6), "c": fixed(18)}, bases={"c": "b"})
+    assert [one["ratio_to_raw"] for one in measured(machine, row)["rows"]] == [1, 3, 3]
+
+
+def test_libraries_that_are_absent_or_fail(machine: Any) -> None:
+    ways = {
+        "raw": fixed(1),
+        "CuPy": raising(ImportError("no such library")),
+        "PyTorch, cached": raising(RuntimeError("built for another version")),
+        "streamalloc": raising(Unavailable("not here")),
+    }
+    found = measured(machine, row_of(ways))
+    rows = {one["name"]: one for one in found["rows"]}
+    assert set(rows) == {"raw", "PyTorch, cached", "streamalloc"}
+    assert rows["PyTorch, cached"]["unavailable"] == "RuntimeError: built for another version"
+    assert rows["streamalloc"]["unavailable"] == "not here"
+    with pytest.raises(RuntimeError, match="ours"):
+        measured(machine, row_of({"raw": raising(RuntimeError("ours"))}))
 
 
 @pytest.mark.simulated_only("other libraries are measured where there is a GPU")
 def test_other_libraries_are_not_measured_without_a_gpu(
     machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "ROWS", ALL_ROWS)
-    monkeypatch.setattr(bench, "SECTIONS", tuple(one for one in ALL_SECTIONS if one.key == "rows"))
-    text = run("bench", "--quick")[1]
-    assert text.splitlines()[0].startswith("running on the simulated driver")
-    assert not [row.name for row in ALL_ROWS if row.other and row.name in text]
+    monkeypatch.setattr(bench, "ROWS", (row_of({"raw": fixed(1), "CuPy": raising(AssertionError("asked"))}),))
+    assert "CuPy" not in run("bench")[1]
+
+
+@pytest.mark.parametrize(("limit", "strict", "code"), [(1, True, 1), (2, True, 0), (1, False, 0)])
+def test_strict(
+    machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch, limit: float, strict: bool, code: int
+) -> None:
+    targets = tuple(Target("ours", limit, "raw", simulated=simulated) for simulated in (False, True))
+    monkeypatch.setattr(bench, "ROWS", (row_of({"raw": fixed(2), "ours": fixed(3)}, targets),))
+    found, text = run("bench", *(["--strict"] if strict else []))
+    assert found == code
+    assert f"Targets: {limit - 1} met, {2 - limit} missed\n" in text
+    assert (f"row: ours 1.5 times raw (target: <= {limit})" in text) == (limit == 1)
+
+
+def test_target_beside_what_is_not_there(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = tuple(Target("ours", 1, "CuPy", simulated=simulated) for simulated in (False, True))
+    ways = {"ours": fixed(3), "CuPy": raising(ImportError("not there"))}
+    monkeypatch.setattr(bench, "ROWS", (row_of(ways, targets),))
+    code, text = run("bench", "--strict")
+    assert code == 0
+    assert "Targets: 0 met, 0 missed, 1 not measured" in text
+
+
+def test_rounds_are_in_many_orders() -> None:
+    orders = list(measuring._orders("abc", 60))
+    assert all(sorted(order) == ["a", "b", "c"] for order in orders)
+    assert len({tuple(order) for order in orders}) == 6
+
+
+def test_table_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    figures.show_row(Terminal(), {"title": "A row", "unavailable": "no reason"}, 0)
+    assert capsys.readouterr().out == "\nA row\n  not measured: no reason\n"
+
+
+def test_loop_of_c(tmp_path: Path) -> None:
+    """It is compiled, and calls what it is given; the functions here are stand-ins for the driver's."""
+    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        pytest.skip("there is no C compiler")
+    calls: list[Any] = []
+
+    def allocate(target: Any, size: int, pool: int, stream: int) -> int:
+        target[0] = 1000 + len(calls)
+        calls.append((size, pool, stream))
+        return 0
+
+    def free(pointer: int, stream: int) -> int:
+        calls.append((pointer, stream))
+        return len(calls) > 4  # the third is refused
+
+    kind, number = ctypes.c_void_p, ctypes.c_ulonglong
+    functions = (
+        ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(number), ctypes.c_size_t, kind, kind)(allocate),
+        ctypes.CFUNCTYPE(ctypes.c_int, number, kind)(free),
+    )
+    loop = c_loop.CLoop(c_loop.compiled(), *(ctypes.cast(one, kind) for one in functions), 5, 7)
+    assert loop.measure(2) > 0
+    assert calls == [(4096, 5, 7), (1000, 7), (4096, 5, 7), (1002, 7)]
+    with pytest.raises(RuntimeError, match="answered an error"):
+        loop.measure(1)
+
+
+def test_loop_of_c_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    c_loop.compiled.cache_clear()
+    with pytest.raises(Unavailable, match="no C compiler: cc, gcc, clang"):
+        c_loop.compiled()

@@ -81,7 +81,8 @@ def test_whoever_else_imports_nvidia_s_packages_does_not_use_the_bindings() -> N
 
 def test_nothing_reaches_the_bindings_by_another_way() -> None:
     for path in SOURCES:
-        if _relative(path).startswith("driver/"):
+        # The benchmark compares with a loop of C, which calls the driver past the bindings.
+        if _relative(path).startswith(("driver/", "cli/c_loop")):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):

@@ -75,8 +75,7 @@ def test_figures_by_hand() -> None:
     fake = Fake()
     prepared = Replay(FOUR, fake.subject())
     # 100, 150, 50, 80, 30 bytes are used; the memory is never used again, so that 100, 150, 180 are reserved.
-    assert prepared.measure() == (150, 180, 5)
-    assert prepared.failures == 0
+    assert prepared.figures() == (0, 150, 180, 5)
     assert fake.log == [*LOG, ("free", 30, None)]
     assert FOUR.peak == 150
 
@@ -89,8 +88,7 @@ def test_without_memory() -> None:
     assert prepared.failures == 2
     assert fake.log == [*LOG[:4]]
     fake.had = 0
-    assert prepared.measure() == (100, 100, 4)
-    assert prepared.failures == 2
+    assert prepared.figures() == (2, 100, 100, 4)
 
 
 def test_other_errors_are_errors_and_what_was_allocated_is_freed() -> None:
@@ -146,6 +144,14 @@ class TestOurs:
         assert found.microseconds_per_event == found.seconds * 1e6 / 6
         assert found.allocator == "streamalloc MemoryPool"
 
+    def test_a_cache_asks_the_driver_less(self, device: sa.Device) -> None:
+        trace = trace_of((0, 8192), (0, 8192), (1, 8192), (1, 8192), (2, 8192), (3, 100, 1))
+        found = traces.replay(trace, "cached", device, rounds=1)
+        assert (found.peak_used, found.failures) == (8292, 0)
+        # At least one call for each of what is alive at once, and fewer than two for each allocation.
+        assert found.driver_calls is not None and 2 <= found.driver_calls < 8
+        assert found.peak_reserved == 32 * MiB
+
     def test_the_raw_calls_have_the_same_figures(self, device: sa.Device) -> None:
         trace = trace_of((0, 20 * MiB), (1, 20 * MiB, 1), (0, 20 * MiB, 1), (2, 10 * MiB), (1, 20 * MiB, 1))
         ours, raw = (traces.replay(trace, name, device, rounds=1) for name in ("pool", "raw"))
@@ -163,7 +169,7 @@ class TestOurs:
 
     def test_nothing_stays(self, machine: Any) -> None:
         driver = sd.checked(machine)
-        for name in ("pool", "raw"):
+        for name in ("pool", "cached", "raw"):
             traces.replay(trace_of((0, 20 * MiB), (1, 100, 1)), name, sa.Device(0, driver=driver), rounds=1)
         sa.Device(0, driver=driver).synchronize()
         driver.assert_nothing_left()

@@ -1,0 +1,54 @@
+"""The benchmark's rows about whole programs: the two made-up traces, replayed on every allocator that is there."""
+
+from __future__ import annotations
+
+import functools
+
+from streamalloc import traces
+from streamalloc.cli.measuring import Bench, Row, Setup, Target
+
+__all__ = ["ROWS"]
+
+OURS = traces.ALLOCATORS["cached"].title
+OTHERS = tuple(traces.ALLOCATORS[name].title for name in ("pytorch", "cupy"))
+
+
+class Replayed:
+    """Milliseconds of a replay; beside that, what the first one showed of the allocator."""
+
+    def __init__(self, replay: traces.Replay, figures: traces.Figures) -> None:
+        self._replay = replay
+        found = {**figures._asdict(), "reserved_over_used": figures.reserved_over_used}
+        self.extra = {name: value for name, value in found.items() if value is not None}
+
+    def measure(self, number: int) -> float:
+        """Replay it once."""
+        return self._replay.run() * 1e3
+
+
+def _on(name: str, trace: str) -> Setup:
+    def setup(bench: Bench) -> Replayed:
+        made = _made(trace)
+        figures = traces.figures(made, name, bench.device)
+        return Replayed(bench.resources.enter_context(traces.prepare(made, name, bench.device)), figures)
+
+    return setup
+
+
+@functools.cache
+def _made(name: str) -> traces.Trace:
+    return traces.WORKLOADS[name]()
+
+
+ROWS = tuple(
+    Row(
+        f"replay_{trace}",
+        f"Replay of a trace like {trace}",
+        {entry.title: _on(name, trace) for name, entry in traces.ALLOCATORS.items()},
+        tuple(Target(OURS, 1.0, other, figure) for other in OTHERS for figure in ("", "reserved_over_used")),
+        1,
+        "ms",
+        "replays",
+    )
+    for trace in traces.WORKLOADS
+)

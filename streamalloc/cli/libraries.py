@@ -1,0 +1,72 @@
+"""Other libraries as the benchmark uses them: what each is set up with, made when a row first asks for it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from streamalloc.cli.measuring import SIZE, Bench
+
+__all__ = ["CuPy", "CudaCore", "PyTorch", "Rmm", "library"]
+
+
+class CudaCore:
+    """cuda.core: a device, a stream and a pool of its own."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.core: Any = importlib.import_module("cuda.core")
+        if not hasattr(self.core, "DeviceMemoryResource"):  # older versions have it elsewhere
+            self.core = importlib.import_module("cuda.core.experimental")
+        self.device: Any = self.core.Device(0)
+        self.device.set_current()
+        self.stream: Any = self.device.create_stream()
+        self.resource: Any = self.core.DeviceMemoryResource(self.device, self.core.DeviceMemoryResourceOptions())
+
+    def buffer(self) -> Any:
+        """4 KiB."""
+        return self.resource.allocate(SIZE, stream=self.stream)
+
+
+class CuPy:
+    """CuPy, with a stream that is its current one from then on."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.cupy: Any = importlib.import_module("cupy")
+        self.stream: Any = bench.shared.enter_context(self.cupy.cuda.Stream(non_blocking=True))
+
+    def array(self) -> Any:
+        """4 KiB."""
+        return self.cupy.zeros(SIZE, self.cupy.uint8)
+
+
+class PyTorch:
+    """PyTorch with CUDA, with a stream that is its current one from then on."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.torch: Any = importlib.import_module("torch")
+        if not self.torch.cuda.is_available():
+            raise ImportError("torch without CUDA")
+        self.device: Any = self.torch.device("cuda", 0)
+        self.stream: Any = self.torch.cuda.Stream(self.device)
+        bench.shared.enter_context(self.torch.cuda.stream(self.stream))
+
+    def tensor(self) -> Any:
+        """4 KiB."""
+        return self.torch.zeros(SIZE, dtype=self.torch.uint8, device=self.device)
+
+
+class Rmm:
+    """RMM, over the driver's pools."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.mr: Any = importlib.import_module("rmm.mr")
+        self.stream: Any = importlib.import_module("rmm.pylibrmm.stream").Stream()
+        self.resource: Any = self.mr.CudaAsyncMemoryResource()
+
+
+def library(kind: Callable[[Bench], Any], bench: Bench) -> Any:
+    """A library's things, made once for a benchmark."""
+    if kind not in bench.libraries:
+        bench.libraries[kind] = kind(bench)
+    return bench.libraries[kind]
