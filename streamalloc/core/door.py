@@ -166,9 +166,7 @@ class Door:
             raise error_from(answer[0], name, hint if isinstance(hint, str) else hint())
         return None if len(answer) == 1 else answer[1] if len(answer) == 2 else answer[1:]
 
-    def create(
-        self, owner: object, attribute: str, name: str, *args: Any, hint: str | Callable[[], str] = ""
-    ) -> None:
+    def create(self, owner: object, attribute: str, name: str, *args: Any, hint: str | Callable[[], str] = "") -> None:
         """Call driver function ``name``, which makes something, and keep that in ``owner.attribute`` at once.
 
         A signal handler that raises does not lose it. Errors as for :meth:`call`; the attribute is set only on success.

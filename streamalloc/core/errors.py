@@ -108,7 +108,6 @@ class NotSupportedError(CudaError):
     """The device, the driver or the bindings cannot do this; the message says what is needed and what was found."""
 
 
-
 class NotPermittedError(CudaError):
     """The operating system or the driver's security model forbids it (``CUDA_ERROR_NOT_PERMITTED``)."""
 

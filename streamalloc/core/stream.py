@@ -85,6 +85,7 @@ class EventLike(Protocol):
     @property
     def is_done(self) -> bool: ...
 
+
 # Handles that name a stream of whichever context is current, rather than one stream (driver API, "Stream handles").
 _LEGACY = 1
 _PER_THREAD = 2
@@ -203,9 +204,17 @@ class Stream(Closes):
         return stream
 
     @classmethod
-    def of_handle(cls, device: Device, handle: int, owner: object) -> Self:
-        """A stream of ``device`` that other code made and ``owner`` keeps; closing it leaves the driver's alone."""
-        return cls(device, cuda.CUstream(handle), foreign=owner)
+    def of_handle(cls, device: Device, handle: int, owner: object, *, direct: bool = False) -> Self:
+        """A stream of ``device`` that other code made and ``owner`` keeps; closing it leaves the driver's alone.
+
+        ``direct``: calls may go straight to the driver as on one of ours, and allocations be cached for it. Whoever
+        uses it looks before whether it is being captured. It makes no difference for default streams.
+        """
+        stream = cls(device, cuda.CUstream(handle), foreign=owner)
+        if direct and not stream._default:
+            stream._handle = stream._raw
+            stream._direct = stream._door
+        return stream
 
     def _allow_direct(self) -> None:
         # Other code may capture its own streams without our knowing, so those are looked at each time.
@@ -270,9 +279,7 @@ class Stream(Closes):
             The stream is being captured: the driver would end the capture.
         """
         if self._capture is not None:
-            raise refused(
-                CaptureError, "cuStreamGetFlags", "it would end the capture of the stream; ask afterwards"
-            )
+            raise refused(CaptureError, "cuStreamGetFlags", "it would end the capture of the stream; ask afterwards")
         return not int(self._call("cuStreamGetFlags")) & int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
 
     def _checked_raw(self) -> Any:

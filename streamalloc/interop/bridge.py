@@ -29,6 +29,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from streamalloc.core.buffer import Buffer, GraphBuffer, PlainBuffer
+from streamalloc.core.cached import CachedBuffer
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door, PerDriver, door_behind
 from streamalloc.core.errors import CudaError
@@ -125,20 +126,6 @@ class Bridge(Closes, abc.ABC):
     def __repr__(self) -> str:
         state = "started" if getattr(self, "_undo", None) is not None else "stopped"
         return f"<{type(self).__module__}.{type(self).__name__}, {state}, from {getattr(self, 'sources', None)!r}>"
-
-
-class _LibraryStream(Stream):
-    """A stream of another library on which calls go straight to the driver, as on one of ours.
-
-    Other code may capture its streams without our knowing; whoever uses this looks first.
-    """
-
-    __slots__ = ()
-
-    def _allow_direct(self) -> None:
-        if not (self._default or self._closed):
-            self._handle = self._raw
-            self._direct = self._door
 
 
 class _Used(NamedTuple):
@@ -253,7 +240,7 @@ class Sources:
         stream = self._streams.get(key)
         if stream is None:
             # A stream that nobody else keeps would count as one of ours.
-            stream = _LibraryStream.of_handle(self.device(ordinal), key[1], owner or self)
+            stream = Stream.of_handle(self.device(ordinal), key[1], owner or self, direct=True)
             self._streams[key] = stream
         used = self._last[ordinal] = _Used(handle, stream, None if stream.is_default else raw_handle(stream))
         return used
@@ -283,6 +270,11 @@ class _Held:
             return
         if self._thread is not None:
             give_back(self._buffer, self._thread)
+            return
+        if type(self._buffer) is CachedBuffer:
+            # In the plain case that asks no driver.
+            with contextlib.suppress(CudaError):
+                self._buffer.free()
             return
         # In the relaxed mode it breaks no capture of other code that may be under way on this thread.
         exchange = sources.exchange
@@ -363,9 +355,7 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._held)
 
-    def allocate(
-        self, nbytes: int, ordinal: int, handle: int, owner: object = None, *, in_capture: bool = True
-    ) -> int:
+    def allocate(self, nbytes: int, ordinal: int, handle: int, owner: object = None, *, in_capture: bool = True) -> int:
         """Memory as :meth:`Sources.allocate` gives it, kept here; where it begins."""
         memory = self.sources.allocate(nbytes, ordinal, handle, owner, in_capture=in_capture)
         address = memory.address

@@ -54,6 +54,7 @@ class SymmetricBuffer(BufferView):
     __slots__ = ("_device", "_keeper")
 
     _ptr = None  # It has a stream and an owner of its own, which the slow path looks at.
+
     def __init__(self, keeper: SymmetricMemory, mapping: Mapping, start: int, nbytes: int, device: Device) -> None:
         super().__init__(mapping, start, nbytes)
         self._keeper = keeper

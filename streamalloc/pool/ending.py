@@ -134,9 +134,7 @@ class PoolEnd(Deferred):
         if not self._number(_ATTRIBUTES.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT):
             return True
         if not self._frees:
-            self._frees = [
-                context_event(Device(ordinal, driver=self._door.driver)) for ordinal in self._door.ordinals
-            ]
+            self._frees = [context_event(Device(ordinal, driver=self._door.driver)) for ordinal in self._door.ordinals]
         passed = all(event.query() for event in self._frees)
         if passed:
             self._frees = []

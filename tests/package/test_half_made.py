@@ -42,9 +42,7 @@ def unraisable(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_there_are_owners() -> None:
-    assert {"Buffer", "Stream", "Event", "Graph", "AddressRange", "PhysicalMemory"} <= set(
-        map(_name, OWNERS)
-    )
+    assert {"Buffer", "Stream", "Event", "Graph", "AddressRange", "PhysicalMemory"} <= set(map(_name, OWNERS))
 
 
 @pytest.mark.parametrize("kind", OWNERS, ids=_name)

@@ -174,9 +174,7 @@ class TestMembers:
 class TestAllOrNothing:
     def test_a_buffer_that_cannot_sleep(self, device: sa.Device, group: vmm.SleepGroup) -> None:
         several = buffers(group, "a", "b")
-        shared = vmm.GrowableBuffer(
-            device, 2 * MiB, 2 * MiB, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR
-        )
+        shared = vmm.GrowableBuffer(device, 2 * MiB, 2 * MiB, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR)
         group.add(shared, "c")
         memory = shared.mappings[0].memory
         with memory.export():  # type: ignore[union-attr]

@@ -1,8 +1,8 @@
-"""The parts of a pool's address line: blocks, and the gaps that free ones form."""
+"""The parts of a pool's address line: blocks, and the shelves on which free ones lie."""
 
 from __future__ import annotations
 
-import enum
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 
 
@@ -11,110 +11,68 @@ def round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-class State(enum.Enum):
-    USED = "used"
-    READY = "ready"
-    PENDING = "pending"
-    VOID = "void"
-    GONE = "gone"  # merged into a neighbour: no longer part of the line
+USED = -1
+"""The owner of a block that is not free."""
+HEAP = 0
+"""The owner of a block that is free for everybody. Any other owner is a stream, by its number."""
 
 
 class Block:
-    """A part of the line; ``stream`` and ``seq`` say which free a pending block waits for."""
+    """A part of the line. One that a stream left is free once the stream has come to ``seq``."""
 
-    __slots__ = ("gap", "next", "prev", "seq", "size", "start", "state", "stream", "waits")
+    __slots__ = ("next", "owner", "prev", "seq", "size", "stamp", "start")
 
-    def __init__(self, start: int, size: int, state: State) -> None:
+    def __init__(self, start: int, size: int, owner: int = HEAP, seq: int = 0) -> None:
         self.start: int = start
         self.size: int = size
-        self.state: State = state
-        self.stream: int = 0
-        self.seq: int = 0
+        self.owner: int = owner
+        self.seq: int = seq
+        self.stamp: int = 0  # when it was put on its shelf
         self.prev: Block | None = None
         self.next: Block | None = None
-        self.gap: Gap | None = None  # kept on the first and the last block of a gap only
-        self.waits: dict[int, int] = {}  # of a used block: the frees its stream must be made to wait for
 
     @property
     def end(self) -> int:
         return self.start + self.size
 
-    @property
-    def is_free(self) -> bool:
-        return self.state is State.READY or self.state is State.PENDING
-
     def __repr__(self) -> str:
-        owner = f" by {self.stream}@{self.seq}" if self.state is State.PENDING else ""
-        return f"<Block {self.start:#x}+{self.size:#x} {self.state.value}{owner}>"
+        owner = {USED: "used", HEAP: "free"}.get(self.owner, f"left by {self.owner}@{self.seq}")
+        return f"<Block {self.start:#x}+{self.size:#x} {owner}>"
 
 
-class Gap:
-    """A run of neighbouring free blocks: how many are pending in each stream, and how many are ready."""
+class Shelf:
+    """Free blocks of one owner by size; of equal ones that which has been there longest comes first."""
 
-    __slots__ = ("first", "kind", "last", "pending", "ready", "size")
+    def __init__(self) -> None:
+        self._keys: list[int] = []
+        self._blocks: dict[int, Block] = {}
 
-    def __init__(self, first: Block, last: Block) -> None:
-        self.first: Block = first
-        self.last: Block = last
-        self.size: int = 0
-        self.ready: int = 0
-        self.pending: dict[int, int] = {}
-        self.kind: Kind = READY
+    def __len__(self) -> int:
+        return len(self._keys)
 
-    def count(self, block: Block, by: int = 1) -> None:
-        self.size += block.size * by
-        if block.state is State.READY:
-            self.ready += by
-            return
-        left = self.pending.get(block.stream, 0) + by
-        if left:
-            self.pending[block.stream] = left
-        else:
-            del self.pending[block.stream]
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._blocks.values())
 
-    def classify(self) -> Kind:
-        if not self.pending:
-            return READY
-        if len(self.pending) > 1:
-            return SEVERAL
-        (stream,) = self.pending
-        return (stream, self.ready > 0)
+    def put(self, block: Block, stamp: int) -> None:
+        block.stamp = stamp
+        self._blocks[stamp] = block
+        insort(self._keys, block.size << 64 | stamp)
 
+    def remove(self, block: Block) -> None:
+        del self._blocks[block.stamp]
+        del self._keys[bisect_left(self._keys, block.size << 64 | block.stamp)]
 
-Kind = tuple[int, bool]
-"""Whose pending blocks a gap holds (a stream, or one of the two below), and whether ready blocks lie between
-them.
-"""
-READY: Kind = (-1, True)
-SEVERAL: Kind = (-2, True)
+    def fitting(self, size: int) -> Iterator[Block]:
+        """The blocks of at least ``size`` bytes, the best fit first."""
+        for at in range(bisect_left(self._keys, size << 64), len(self._keys)):
+            yield self._blocks[self._keys[at] & _STAMP]
 
-Found = tuple[int, int, Block]
-"""A run that can serve: its size, its address, its first block. The least one is the best fit."""
+    def best(self, size: int, usable: Callable[[Block], bool] | None = None) -> Block | None:
+        """The first of :meth:`fitting` that is ``usable``."""
+        if usable is None:
+            at = bisect_left(self._keys, size << 64)
+            return self._blocks[self._keys[at] & _STAMP] if at < len(self._keys) else None
+        return next((block for block in self.fitting(size) if usable(block)), None)
 
 
-ADDRESS_MASK = (1 << 64) - 1
-
-
-def rank(size: int, start: int) -> int:
-    """Orders gaps by size, then by address, as one number: cheaper to compare than a pair."""
-    return size << 64 | start
-
-
-def runs(gap: Gap, usable: Callable[[Block], bool]) -> Iterator[Found]:
-    """The longest runs of usable blocks within a gap."""
-    first: Block | None = None
-    size = 0
-    block: Block | None = gap.first
-    while block is not None:
-        if usable(block):
-            if first is None:
-                first, size = block, 0
-            size += block.size
-        elif first is not None:
-            yield size, first.start, first
-            first = None
-        if block is gap.last:
-            break
-        block = block.next
-    if first is not None:
-        yield size, first.start, first
+_STAMP = (1 << 64) - 1

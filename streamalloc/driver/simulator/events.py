@@ -75,6 +75,7 @@ class Event:
     def record_in(self, stream: Stream, after: tuple[tuple[Stream, int], ...] = ()) -> None:
         """Record after all that is in ``stream`` now, and after ``after``."""
         record = Record(stream, self.shared)
-        record.seq = stream.submit(record, after)
-        record.clock = {**stream.clock, stream.id: record.seq}
+        clock = stream.clock if stream.peers is not None else dict(stream.clock)
+        record.seq = stream.submit(record, after, clock)
+        record.clock = {**clock, stream.id: record.seq}
         self.record, self.capture, self.nodes = record, None, []

@@ -9,6 +9,8 @@ from .memory import Bank, Physical
 from .supply import Space, Supply
 
 _SMALL_SPACE = 16 << 30
+_NOBODY = -2
+"""In place of a stream."""
 
 
 def _nothing(_stream: int) -> int:
@@ -19,8 +21,8 @@ class Heap:
     """The plain memory of one place: small allocations share blocks, large ones have their own."""
 
     def __init__(self, name: str, supply: Supply, bank: Bank) -> None:
-        self._small = Space(name, supply, bank, BLOCK, _SMALL_SPACE)
-        self._large = Space(name, supply, bank, BLOCK)
+        self._small = Space(name, supply, bank, _SMALL_SPACE, BLOCK)
+        self._large = Space(name, supply, bank, bank.total + bank.total // 4 + BLOCK, BLOCK)  # with room for holes
         self._supply = supply
 
     def allocate(self, size: int) -> tuple[int, Block] | None:
@@ -29,19 +31,20 @@ class Heap:
         return got or self._allocate_in(self._large, round_up(size, BLOCK))
 
     def _allocate_in(self, space: Space, size: int) -> tuple[int, Block] | None:
-        block = space.line.take(size, 0, _nothing)
+        line = space.line
+        block = line.find(size, _NOBODY, None, _nothing)
         if block is None:
-            ranges = space.line.plan(size, 0, _nothing)
-            needed = sum(length for _, length in ranges)
+            return None
+        missing = line.missing(block, size)
+        if missing:
+            needed = len(missing) * line.chunk
             if needed > space.bank.free:
                 self._supply.make_room(space.bank, needed)
-            if not ranges or needed > space.bank.free:
+            if needed > space.bank.free:
                 return None
             with operating_system(only_memory=True):
-                for start, length in ranges:
-                    space.back(start, length)
-            block = space.line.take(size, 0, _nothing)
-            assert block is not None
+                space.back(missing)
+        block = line.carve(block, size)
         return space.base + block.start, block
 
     def locate(self, address: int) -> tuple[Physical, int]:
@@ -55,7 +58,7 @@ class Heap:
     def free(self, address: int, block: Block) -> None:
         space = self._space(address)
         space.line.free_ready(block)
-        space.release(lambda reserved: True)
+        space.release(0)
 
     def close(self) -> None:
         self._small.close()

@@ -173,20 +173,20 @@ class Machine:
         context.forget(stream)
         if not stream.queue:
             # Destroying a stream that has nothing left to do shows its frees, as synchronising would (test_reuse).
-            self.synchronize({stream.id: stream.seq}, lambda: True)
+            self.synchronize(stream.done_with(), lambda: True, told=False)
         self.timeline.retire(stream)
         if len(context.retired) > len(self.timeline.streams) + 8:
             # Streams that have something left to do, or frees that the host has not seen: others need no clock.
             awaited = {*self.timeline.streams, *self.pools.pending_streams()}
             context.retired = {number: seq for number, seq in context.retired.items() if number in awaited}
 
-    def synchronize(self, clock: Clock, finished: Callable[[], bool]) -> None:
+    def synchronize(self, clock: Clock, finished: Callable[[], bool], told: bool = True) -> None:
         """Wait until ``finished()``; then the host knows ``clock``, and pools give up what they may."""
         if not finished():
             self.timeline.wait(finished)
         host = self.timeline.host
         merge(host, clock)
-        self.pools.settle(host)
+        self.pools.settle(host, told)
         for gone in [number for number in clock if number not in self.timeline.streams]:
             host.pop(gone, None)
 

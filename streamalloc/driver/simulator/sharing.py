@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from .allocations import Allocation, Allocations, OpenedMemory, PoolMemory
-from .blocks import Block, State
+from .blocks import USED, Block
 from .constants import BLOCK, HANDLE_BYTES, Location, Place
 from .contexts import Context, Device
 from .errors import Fault, NotModelled, Result, check, need, not_modelled, operating_system
@@ -99,9 +99,7 @@ class Sharing:
     _opened: dict[tuple[int, ...], Opening] = field(default_factory=dict)
     """By what the handle says."""
     _own_tables: list[EventTable] = field(default_factory=list)
-    _tables: WeakValueDictionary[tuple[int, ...], EventTable] = field(
-        default_factory=WeakValueDictionary
-    )
+    _tables: WeakValueDictionary[tuple[int, ...], EventTable] = field(default_factory=WeakValueDictionary)
 
     def recognise(self, fd: int, kind: str) -> Label:
         """What a descriptor is that should be a pool or memory of this machine; with memory goes a multicast object."""
@@ -167,7 +165,7 @@ class Sharing:
         there = self.allocations.overlapping(address, address + size)
         if not there:
             pool.imports += 1
-            self.allocations.add(PoolMemory(address, size, pool.device, None, pool, Block(offset, size, State.USED)))
+            self.allocations.add(PoolMemory(address, size, pool.device, None, pool, Block(offset, size, USED)))
         elif (there[0].base, there[0].size) != (address, size):
             raise NotModelled("importing memory while something is imported that was freed by its owner before")
         return address

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from .allocator import Line
@@ -35,6 +35,12 @@ class Supply:
             if space is not asking and space.bank is bank:
                 space.trim(0)
 
+    def trim(self, bank: Bank, asking: Space) -> None:
+        """Take from pools all that they hold in reserve."""
+        for space in self.pools.values():
+            if space is not asking and space.bank is bank:
+                space.trim(0)
+
     def is_mapped(self, address: int, size: int) -> bool:
         """False for simulated memory that is gone by now; true for memory that is not simulated."""
         return self.arenas.find(address) is None or self.is_backed(address, size)
@@ -57,10 +63,8 @@ class Supply:
 class Space:
     """A line of addresses, the memory under it, and the bank that memory is taken from."""
 
-    def __init__(self, name: str, supply: Supply, bank: Bank, chunk: int = CHUNK, limit: int = 1 << 47) -> None:
-        # room for what the bank has, and for holes; at most ``limit``
-        capacity = min(round_up(bank.total + bank.total // 4 + chunk, chunk), limit)
-        self.line: Line = Line(capacity, chunk)
+    def __init__(self, name: str, supply: Supply, bank: Bank, capacity: int, chunk: int = CHUNK) -> None:
+        self.line: Line = Line(round_up(capacity, chunk), chunk)
         self.bank = bank
         self._name = name
         self._arenas = supply.arenas
@@ -84,26 +88,43 @@ class Space:
             self._arenas.add(self._arena.reservation)
         return self._arena
 
-    def back(self, start: int, size: int) -> None:
-        """Put physical memory under a void of the line."""
-        self._open().back(start, size)
-        self.line.back(start, size)
-        self.bank.used += size
+    def back(self, chunks: list[int]) -> None:
+        """Put memory under chunks of the line."""
+        for first, count in _runs(chunks):
+            self._open().back(first * self.line.chunk, count * self.line.chunk)
+            self.line.back(range(first, first + count))
+            self.bank.used += count * self.line.chunk
 
-    def release(self, may: Callable[[int], bool]) -> None:
-        """Give physical memory back while ``may(reserved)``."""
-        for start, size in self.line.release(may):
-            self._open().release(start, size)
-            self.bank.used -= size
+    def give_up(self, chunks: list[int]) -> None:
+        """Give back the memory under chunks of the line."""
+        for first, count in _runs(chunks):
+            self._open().release(first * self.line.chunk, count * self.line.chunk)
+            self.line.unback(range(first, first + count))
+            self.bank.used -= count * self.line.chunk
+
+    def release(self, keep: int) -> None:
+        """Give up what is free for everybody, lowest addresses first, until at most ``keep`` bytes are left."""
+        excess = -(-(self.line.reserved - keep) // self.line.chunk)
+        if excess > 0:
+            self.give_up(self.line.spare()[:excess])
 
     def trim(self, keep: int) -> None:
-        """Give up what is free, but keep at least ``keep`` bytes."""
-        self.release(lambda reserved: reserved - self.line.chunk >= keep)
+        """Give up what is free for everybody, but keep at least ``keep`` bytes."""
+        self.release(keep + self.line.chunk - 1)
 
     def close(self) -> None:
         self.bank.used -= self.line.reserved
-        self.line.reserved = 0
+        self.line.unback_all()
         if self._arena is not None:
             self._arenas.remove(self._arena.reservation)
             self._arena.close()
             self._arena = None
+
+
+def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """The runs of ascending numbers, each as its first and its length."""
+    start = 0
+    for at in range(1, len(numbers) + 1):
+        if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
+            yield numbers[start], at - start
+            start = at

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from streamalloc.driver.simulator.allocator import Line
-from streamalloc.driver.simulator.blocks import Block, Gap, State, rank
+from streamalloc.driver.simulator.blocks import HEAP, USED, Block
 from streamalloc.driver.simulator.constants import CHUNK
 from tests.support import MiB
 
@@ -23,57 +23,43 @@ def everything(_stream: int) -> int:
     return 1 << 62
 
 
-def take(line: Line, size: int, stream: int = 1, reach: object = nothing) -> Block:
-    """Allocate, growing where that is needed."""
-    assert callable(reach)
-    block = line.take(size, stream, reach)
-    if block is None:
-        for start, length in line.plan(size, stream, reach):
-            line.back(start, length)
-        block = line.take(size, stream, reach)
+def take(line: Line, size: int, stream: int = 1, done: object = nothing, ordered: object = None) -> Block:
+    """Allocate, with memory under it."""
+    assert callable(done) and (ordered is None or callable(ordered))
+    block = line.find(size, stream, ordered, done)
     assert block is not None
-    return block
+    line.back(line.missing(block, size))
+    return line.carve(block, size)
+
+
+def takes(line: Line, *sizes: float) -> list[Block]:
+    return [take(line, int(size * MiB)) for size in sizes]
 
 
 def validate(line: Line) -> None:
     """Everything that must hold between two operations."""
-    position = reserved = 0
+    position = 0
     previous: Block | None = None
-    gaps: dict[int, Gap] = {}
-    gap: Gap | None = None
+    shelved = []
     for block in line.blocks():
         assert block.start == position and block.size > 0 and block.prev is previous
-        assert block.state is not State.GONE
         position = block.end
-        if block.state is not State.VOID:
-            reserved += block.size
-        if previous is not None and block.state in (State.READY, State.VOID):
-            assert previous.state is not block.state, "neighbours that should have been merged"
-        if block.state is State.PENDING:
-            assert block in line._pending[block.stream]
-        if block.is_free:
-            if gap is None:
-                gap = gaps[block.start] = Gap(block, block)
-            gap.last = block
-            gap.count(block)
-            if block.state is State.READY and block.size >= line.chunk:
-                assert block in line._roomy
-        else:
-            gap = None
+        if previous is not None and block.owner != USED:
+            assert previous.owner != block.owner, "neighbours that should have been one"
+        if block.owner != HEAP:
+            assert not line.missing(block, block.size)
+        if block.owner > HEAP:
+            assert block in set(line._left[block.owner])
+        if block.owner != USED and (block.owner != HEAP or block.next is not None):
+            shelved.append(block)
         previous = block
-    assert position == line.capacity
-    assert reserved == line.reserved
-    assert set(gaps) == set(line._gaps)
-    for start, expected in gaps.items():
-        found = line._gaps[start]
-        assert (found.first, found.last, found.size) == (expected.first, expected.last, expected.size)
-        assert (found.ready, found.pending, found.kind) == (
-            expected.ready,
-            expected.pending,
-            expected.classify(),
-        )
-        assert rank(found.size, start) in line._index[found.kind]
-    assert sum(map(len, line._index.values())) == len(gaps)
+    assert position == line.capacity and line._last is previous
+    assert len(line._heap) + sum(map(len, line._left.values())) == len(shelved)
+    for shelf in (line._heap, *line._left.values()):
+        assert list(shelf.fitting(1)) == sorted(shelf, key=lambda block: (block.size, block.stamp))
+    for chunk in line.spare():
+        inside = [block for block in line.blocks() if block.start < (chunk + 1) * line.chunk]
+        assert all(block.owner == HEAP for block in inside if block.end > chunk * line.chunk)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -90,108 +76,123 @@ def test_random_use_keeps_the_line_consistent(seed: int) -> None:
         stream = dice.choice((1, 2, 3))
         action = dice.random()
         if action < 0.45:
-            size = dice.choice((1, 2, 5, 17, 70, 130))
-            block = line.take(size, stream, reach)
-            if block is None:
-                for start, length in line.plan(size, stream, reach):
-                    line.back(start, length)
-                block = line.take(size, stream, reach)
+            block = line.find(dice.choice((1, 2, 5, 17, 70, 130)), stream, dice.choice((None, reach)), reach)
             if block is not None:
-                assert not block.waits
-                live.append(block)
+                size = min(block.size, dice.choice((1, 2, 5, 17)))
+                line.back(line.missing(block, size))
+                live.append(line.carve(block, size))
         elif action < 0.75 and live:
             done[stream] += 1
             line.free(live.pop(dice.randrange(len(live))), stream, done[stream])
         elif action < 0.8 and live:
             line.free_ready(live.pop())
         elif action < 0.9:
-            line.settle(stream, done[stream] - dice.choice((0, 0, 2)))
+            line.settle(lambda stream: done[stream] - 1)
         elif action < 0.95:
-            line.release(lambda reserved: reserved > 128)
+            line.unback(line.spare()[: dice.choice((1, 3))])
         else:
-            block = line.take(20, stream, reach, wait=True)
+            block = line.find_left(1)
             if block is not None:
-                assert all(seq > reach(other) for other, seq in block.waits.items())
-                live.append(block)
+                live.append(line.carve(block, 1))
         validate(line)
 
 
-def test_growth_uses_the_free_tail() -> None:
+def test_growth_uses_the_free_end() -> None:
     line = Line(1 << 40)
-    assert take(line, 20 * MiB).start == 0
-    assert take(line, 40 * MiB).start == 20 * MiB
+    assert [block.start // MiB for block in takes(line, 20, 40)] == [0, 20]
     assert line.reserved == 64 * MiB
 
 
-def test_best_fit_then_lowest_address() -> None:
+def test_best_fit_then_longest_free() -> None:
     line = Line(1 << 40)
-    blocks = [take(line, size * MiB) for size in (5, 1, 3, 1, 5, 1)]
-    for block in blocks[::2]:
+    blocks = takes(line, 5, 1, 3, 1, 5, 1)
+    for block in (blocks[4], blocks[2], blocks[0]):
         line.free_ready(block)
-    assert take(line, 2 * MiB).start == 6 * MiB
-    assert take(line, 4 * MiB).start == 0
-    assert take(line, 4 * MiB).start == 10 * MiB
+    assert [block.start // MiB for block in takes(line, 2, 4, 4)] == [6, 10, 0]
 
 
-def test_pending_memory_is_for_its_own_stream_until_seen() -> None:
-    line = Line(CHUNK)
-    line.free(take(line, 20 * MiB), 1, 1)
-    assert line.take(20 * MiB, 2, nothing) is None
-    assert line.settle(1, 0) is False
-    assert line.take(20 * MiB, 2, nothing) is None
-    assert line.settle(1, 1) is True
-    block = line.take(20 * MiB, 2, nothing)
-    assert block is not None and block.start == 0
-
-
-def test_own_pending_memory_merges_with_ready_memory() -> None:
-    line = Line(CHUNK)
-    line.free(take(line, 20 * MiB), 1, 1)
-    assert line.take(32 * MiB, 2, nothing) is None
-    assert take(line, 32 * MiB).start == 0
-
-
-def test_waiting_names_the_frees_to_wait_for() -> None:
-    line = Line(CHUNK)
-    one, two = take(line, 16 * MiB), take(line, 16 * MiB)
-    line.free(one, 1, 7)
-    line.free(two, 2, 9)
-    block = line.take(32 * MiB, 3, lambda stream: 7 if stream == 1 else 0, wait=True)
-    assert block is not None and block.waits == {2: 9}
-
-
-def test_own_memory_goes_before_completed_memory_of_others() -> None:
+def test_the_end_of_the_line_comes_last_however_well_it_fits() -> None:
     line = Line(1 << 40)
-    own, _, other, _ = (take(line, size * MiB) for size in (8, 1, 5, 1))
+    large, _ = takes(line, 22, 1)
+    line.free_ready(large)
+    assert take(line, 9 * MiB).start == 0
+
+
+def test_left_memory_is_for_its_own_stream_until_seen() -> None:
+    line = Line(CHUNK)
+    line.free(take(line, 20 * MiB), 1, 1)
+    assert line.find(20 * MiB, 2, None, nothing) is None
+    assert line.settle(nothing) is False
+    assert line.find(20 * MiB, 2, None, nothing) is None
+    assert line.settle(lambda stream: 1) is True
+    assert take(line, 20 * MiB, 2).start == 0
+
+
+def test_own_memory_goes_first_and_does_not_join_others() -> None:
+    line = Line(1 << 40)
+    own, _, other, _ = takes(line, 8, 1, 5, 1)
     line.free(own, 1, 1)
     line.free(other, 2, 1)
     assert take(line, 4 * MiB, 1, everything).start == 0
+    assert take(line, 5 * MiB, 1, nothing).start == 15 * MiB
 
 
-def test_released_holes_are_backed_again() -> None:
+def test_what_a_stream_left_side_by_side_is_one() -> None:
     line = Line(1 << 40)
-    large, small = take(line, 64 * MiB), take(line, 1 * MiB)
+    for seq, block in enumerate(takes(line, 8, 8, 1)[:2], 1):
+        line.free(block, 1, seq)
+    assert line.find(16 * MiB, 2, None, lambda stream: 1).start == 17 * MiB  # type: ignore[union-attr]
+    assert take(line, 16 * MiB, 2, lambda stream: 2).start == 0
+
+
+def test_streams_are_looked_at_in_the_order_of_their_first_use() -> None:
+    line = Line(1 << 40)
+    first, _, second, _ = take(line, 8 * MiB, 5), take(line, MiB, 5), take(line, 4 * MiB, 3), take(line, MiB, 3)
+    line.free(second, 3, 1)
+    line.free(first, 5, 1)
+    assert take(line, 4 * MiB, 9, everything).start == 0
+
+
+def test_what_is_done_joins_where_none_of_it_is_large_enough() -> None:
+    line = Line(CHUNK)
+    one, two, _ = takes(line, 8, 8, 16)
+    line.free(one, 1, 1)
+    line.free(two, 2, 1)
+    assert line.find(16 * MiB, 3, None, nothing) is None
+    assert take(line, 16 * MiB, 3, everything).start == 0
+
+
+def test_blocks_without_memory_come_after_what_others_left() -> None:
+    line = Line(1 << 40)
+    large, _, left, _ = takes(line, 64, 1, 8, 1)
     line.free_ready(large)
-    assert line.release(lambda reserved: True) == [(0, 64 * MiB)]
-    assert line.reserved == 32 * MiB
-    validate(line)
-    assert take(line, 64 * MiB).start == 0
-    assert line.reserved == 96 * MiB
-    assert small.start == 64 * MiB
-    validate(line)
+    line.unback(line.spare()[:1])
+    line.free(left, 2, 1)
+    assert take(line, 4 * MiB, 1, everything).start == 65 * MiB
+    assert take(line, 4 * MiB, 1, nothing).start == 0
 
 
-def test_release_takes_the_highest_chunks_first_and_only_whole_ones() -> None:
+def test_spare_chunks_are_whole_and_lowest_first() -> None:
     line = Line(1 << 40)
-    first, rest = take(line, 1 * MiB), take(line, 120 * MiB)
+    _, rest, _ = takes(line, 1, 120, 1)
     line.free_ready(rest)
-    assert line.release(lambda reserved: reserved > 64 * MiB) == [(64 * MiB, 64 * MiB)]
-    assert line.release(lambda reserved: True) == [(32 * MiB, 32 * MiB)]
-    assert line.release(lambda reserved: True) == []
-    line.free_ready(first)
-    assert line.release(lambda reserved: True) == [(0, 32 * MiB)]
-    assert line.reserved == 0
-    validate(line)
+    assert line.spare() == [1, 2]
+    block = line.find(70 * MiB, 1, None, nothing)
+    assert block is not None and line.spare((block, 70 * MiB)) == []
+    line.unback([1, 2])
+    assert line.reserved == 64 * MiB and line.spare() == []
+    assert line.missing(block, 70 * MiB) == [1, 2]
+
+
+def test_streams_that_are_gone_are_forgotten_once_they_left_nothing() -> None:
+    line = Line(1 << 40)
+    block = take(line, 4096, 7)
+    line.free(block, 7, 1)
+    line.forget(lambda stream: True)
+    assert line.streams == 1
+    line.settle(everything)
+    line.forget(lambda stream: True)
+    assert line.streams == 0
 
 
 def test_many_holes_cost_no_scan() -> None:
@@ -204,5 +205,5 @@ def test_many_holes_cost_no_scan() -> None:
         line.free(take(line, 8192, 2), 2, seq + 1)
         line.free(take(line, 4096, 1), 1, 20_000 + seq)
     assert time.perf_counter() - start < 0.5
-    line.settle(1, 1 << 40)
+    line.settle(everything)
     validate(line)

@@ -110,10 +110,11 @@ class PoolCalls(Calls):
         self._unsafe_during_capture()
         found = self._pool(pool)
         field = _NUMBERS[name]
-        if field != "threshold":  # the highest so far can be forgotten
-            check(field.endswith("_high") and not number)
-            number = getattr(found, field.removesuffix("_high"))
-        setattr(found, field, number)
+        if field == "threshold":
+            found.set_threshold(number)
+            return
+        check(field.endswith("_high") and not number)  # the highest so far can be forgotten
+        setattr(found, field, getattr(found, field.removesuffix("_high")))
 
     def cuMemPoolTrimTo(self, pool: Any, minBytesToKeep: Size) -> None:
         self._unsafe_during_capture()

@@ -81,7 +81,7 @@ class StreamCalls(Calls):
         stream = self._stream(hStream)
         self._spoil([stream.capture])
         self._unsafe_during_capture()
-        clock = stream.now()
+        clock = stream.done_with()
         goals = [(stream, stream.seq)] + [(peer, peer.seq) for peer in stream.peers or ()]
         self._machine.synchronize(clock, lambda: all(s.done >= seq for s, seq in goals))
         stream.context.check()
@@ -133,7 +133,8 @@ class StreamCalls(Calls):
         elif record is not None and record.stream is not stream:
             stream.submit(Operation(), ((record.stream, record.seq),))
             live = self._machine.timeline.streams
-            merge(stream.clock, {number: seq for number, seq in record.clock.items() if number in live})
+            if not event.flags & EventFlag.INTERPROCESS:  # pools do not see what these order (H200: test_placements)
+                merge(stream.clock, {number: seq for number, seq in record.clock.items() if number in live})
 
     def cuStreamWaitValue32(self, stream: Any, addr: Any, value: Word32, flags: Any) -> None:
         self._wait_value(stream, addr, value, flags, 32)
@@ -256,7 +257,10 @@ class StreamCalls(Calls):
             return
         record = event.record
         if record is not None:
-            self._machine.synchronize(record.clock, lambda: record.complete)
+            if event.flags & EventFlag.INTERPROCESS:
+                self._machine.timeline.wait(lambda: record.complete)
+            else:
+                self._machine.synchronize(record.clock, lambda: record.complete)
             record.stream.context.check()
 
     def cuEventElapsedTime(self, hStart: Any, hEnd: Any) -> float:
