@@ -13,8 +13,9 @@ from streamalloc.driver.real import real
 from streamalloc.driver.selection import default, set_default, simulated, use
 
 if TYPE_CHECKING:
+    from streamalloc.driver.checker import Checked, DriverMisuseError, Hazard, checked
     from streamalloc.driver.protocol import Driver
-    from streamalloc.driver.wrappers import Call, Checked, DriverMisuseError, Faulty, Traced, checked, faulty, traced
+    from streamalloc.driver.wrappers import Call, Faulty, Traced, faulty, traced
 
 __all__ = [
     "Call",
@@ -24,6 +25,7 @@ __all__ = [
     "DriverNotFoundError",
     "Faulty",
     "ForkedProcessError",
+    "Hazard",
     "Traced",
     "checked",
     "default",
@@ -39,9 +41,8 @@ __all__ = [
 # Imported when first used: a program without a wrapper does not wait for them.
 _LATER = {
     "Driver": "protocol",
-    **dict.fromkeys(
-        ("Call", "Checked", "DriverMisuseError", "Faulty", "Traced", "checked", "faulty", "traced"), "wrappers"
-    ),
+    **dict.fromkeys(("Call", "Faulty", "Traced", "faulty", "traced"), "wrappers"),
+    **dict.fromkeys(("Checked", "DriverMisuseError", "Hazard", "checked"), "checker"),
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,7 +17,7 @@ from streamalloc.driver.real import real
 if TYPE_CHECKING:
     from streamalloc.driver.protocol import Driver
 
-__all__ = ["default", "set_default", "simulated", "use"]
+__all__ = ["as_asked", "default", "set_default", "simulated", "use"]
 
 _in_use: contextvars.ContextVar[Driver | None] = contextvars.ContextVar("streamalloc_driver", default=None)
 _for_all_threads: Driver | None = None
@@ -138,11 +139,40 @@ def default() -> Driver:
     ValueError
         ``STREAMALLOC_DRIVER`` holds something else.
     """
+    return as_asked(_chosen()) if _CHECK else _chosen()
+
+
+def _chosen() -> Driver:
     chosen = _in_use.get() or _for_all_threads
     if chosen is not None:
         return chosen
     text = os.environ.get("STREAMALLOC_DRIVER") or "cuda"
     return _simulated_by_default.get(text) or _from_environment(text)
+
+
+# What to do with hazards, where all drivers are to be checked; "1" is the same as "report".
+_CHECK = os.environ.get("STREAMALLOC_CHECK", "")
+_checked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def as_asked(driver: Driver) -> Driver:
+    """The driver, or :func:`streamalloc.driver.checked` around it where ``STREAMALLOC_CHECK`` asks for that.
+
+    ``STREAMALLOC_CHECK`` is ``1`` or ``report``, ``warn``, ``raise``, or ``0``. Hazards are printed as they are found,
+    and leaks at the end of the process.
+    """
+    if _CHECK in ("", "0"):
+        return driver
+    from streamalloc.driver.checker import Checked, checked
+
+    if isinstance(driver, Checked):
+        return driver
+    found = _checked.get(id(driver))
+    if found is None:
+        made = checked(driver, cast("Any", "report" if _CHECK == "1" else _CHECK))
+        made.prints = True
+        found = _checked.setdefault(id(driver), made)
+    return cast("Driver", found)
 
 
 def set_default(driver: Driver | None) -> None:

@@ -96,7 +96,7 @@ class TestChecked:
 
     def test_a_second_free_does_not_reach_the_driver(self, machine: Any) -> None:
         driver = sd.traced(machine)
-        checked = sd.checked(driver)
+        checked = sd.checked(driver, on="raise")
         device = sa.Device(0, driver=checked)
         with device.create_stream() as stream, sa.MemoryPool(device) as pool:
             address = pool.allocate(64, stream).address  # freed as it is dropped
@@ -238,7 +238,7 @@ def test_a_finaliser_in_the_middle_of_an_observation(machine: Any) -> None:
             super().__setitem__(key, count)
             gc.collect()
 
-    driver._live = Collects(driver._live)
+    driver._state.account._live = Collects(driver._state.account._live)
     for _ in range(3):
         cycle: list[object] = [device.create_stream(), device.create_event()]
         cycle.append(cycle)

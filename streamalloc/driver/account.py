@@ -1,0 +1,85 @@
+"""What is made and what ends it: handles and addresses that are released twice or never."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+__all__ = ["ENDERS", "MAKERS", "Account"]
+
+# A maker's handle is the first value of its answer; an ender's is its first argument.
+_RESOURCES = {
+    "device memory": ("cuMemAlloc cuMemAllocManaged cuMemAllocPitch", "cuMemFree cuMemFreeAsync"),
+    "pool allocation": ("cuMemAllocAsync cuMemAllocFromPoolAsync cuMemPoolImportPointer", "cuMemFreeAsync cuMemFree"),
+    "pinned memory": ("cuMemHostAlloc cuMemAllocHost", "cuMemFreeHost"),
+    "pool": ("cuMemPoolCreate", "cuMemPoolDestroy"),
+    "stream": ("cuStreamCreate cuStreamCreateWithPriority", "cuStreamDestroy"),
+    "event": ("cuEventCreate cuIpcOpenEventHandle", "cuEventDestroy"),
+    "graph": ("cuStreamEndCapture cuGraphCreate", "cuGraphDestroy"),
+    "executable graph": ("cuGraphInstantiate", "cuGraphExecDestroy"),
+    # also of multicast objects, whose handles are of the same kind
+    "physical memory": (
+        "cuMemCreate cuMulticastCreate cuMemRetainAllocationHandle cuMemImportFromShareableHandle",
+        "cuMemRelease",
+    ),
+    "memory of another process": ("cuIpcOpenMemHandle", "cuIpcCloseMemHandle"),
+    "address range": ("cuMemAddressReserve", "cuMemAddressFree"),
+    "array": ("cuArray3DCreate", "cuArrayDestroy"),
+    "mipmapped array": ("cuMipmappedArrayCreate", "cuMipmappedArrayDestroy"),
+}
+MAKERS = {name: kind for kind, (makers, _) in _RESOURCES.items() for name in makers.split()}
+"""The kind of what a function makes."""
+ENDERS = {
+    name: [kind for kind, (_, also) in _RESOURCES.items() if name in also.split()]
+    for _, enders in _RESOURCES.values()
+    for name in enders.split()
+}
+"""The kinds of what a function ends."""
+
+
+class Account:
+    """How many owners each handle or address has."""
+
+    def __init__(self) -> None:
+        self._live: Counter[tuple[str, int]] = Counter()
+        self._graph_memory: set[int] = set()
+
+    def may_end(self, name: str, handle: int) -> bool:
+        """Whether something with this handle lives that a call may end."""
+        return handle in self._graph_memory or any(self._live[kind, handle] > 0 for kind in ENDERS[name])
+
+    def note(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], captured: bool) -> None:
+        """A call has succeeded; ``captured``: it went into a graph."""
+        if name in MAKERS:
+            handle = int(answer[1])
+            if handle and captured:
+                self._graph_memory.add(handle)
+            elif handle:
+                # An address may be handed out again once a graph that owned it is gone.
+                self._graph_memory.discard(handle)
+                self._live[MAKERS[name], handle] += 1
+        elif name in ENDERS:
+            handle = int(args[0] or 0)
+            for kind in ENDERS[name]:
+                if self._live[kind, handle]:
+                    self._live[kind, handle] -= 1
+                    break
+        elif name == "cuMemMap":
+            self._live["mapping", int(args[0])] += 1
+        elif name == "cuMemUnmap":
+            # of whole mappings: all that begin in the range
+            start, size = int(args[0]), int(args[1])
+            for key in [key for key in self._live if key[0] == "mapping" and 0 <= key[1] - start < size]:
+                del self._live[key]
+
+    def outstanding(self) -> dict[str, list[int]]:
+        """What was made and not released, by kind."""
+        live: dict[str, list[int]] = {}
+        for (kind, handle), count in sorted(self._live.items()):
+            if count > 0:
+                live.setdefault(kind, []).append(handle)
+        return live
+
+
+COUNTED = frozenset((*MAKERS, *ENDERS, "cuMemMap", "cuMemUnmap"))
+"""The calls that change an account."""

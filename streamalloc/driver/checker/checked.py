@@ -1,0 +1,399 @@
+"""The driver that checks: it passes calls on, and tells what they mean by the table of :mod:`.calls`."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import sys
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from streamalloc.driver.account import COUNTED, ENDERS
+from streamalloc.driver.bindings import cuda
+from streamalloc.driver.checker.calls import RULES, Steps
+from streamalloc.driver.checker.reports import DriverMisuseError, Hazard
+from streamalloc.driver.checker.stacks import here
+from streamalloc.driver.checker.state import State
+from streamalloc.driver.wrappers import Function, Wrapper
+
+if TYPE_CHECKING:
+    from streamalloc.driver.protocol import Driver as _Interface
+else:
+    _Interface = object
+
+__all__ = ["Checked", "On", "checked"]
+
+On: TypeAlias = Literal["raise", "report", "warn"]
+_ON = ("raise", "report", "warn")
+_KEPT = 1000
+_INVALID = (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
+
+POISON_ALLOCATED, POISON_FREED = 0xCB, 0xDB
+"""What bytes hold that nobody has written yet, and that were freed."""
+
+_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class Checked(Wrapper):
+    """A driver that finds what stream order does not allow: :func:`checked`."""
+
+    prints: bool = False
+    """Whether hazards are printed as they are found."""
+
+    def __init__(self, driver: _Interface, on: On, poison: bool) -> None:
+        super().__init__(driver)
+        self.hazards: list[Hazard] = []
+        """What was found so far, in order, the same thing at the same place once. It may be cleared."""
+        self._on = on
+        self._poison = poison
+        # One thread at a time; who has it, as a finaliser may run in the middle of an observation.
+        self._lock = threading.Lock()
+        self._holder = 0
+        self._postponed: deque[Callable[[], None]] = deque()
+        self._found: list[Hazard] = []
+        self._shown: set[tuple[Any, ...]] = set()
+        self._state = State(driver, self._found.append)
+        self._host_functions: dict[int, Any] = {}
+        _alive.add(self)
+
+    # -- calls -----------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "cuLaunchHostFunc":
+            function = self._watched_host_function(super().__getattr__(name))
+            setattr(self, name, function)
+            return function
+        if name == "multimem_launch":
+            return self._watched_multimem(getattr(self._wrapped, name))
+        return super().__getattr__(name)
+
+    def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        rule = RULES.get(name)
+        if rule is None and name not in COUNTED:
+            return _keeps_convention(name, function(*args))
+        if self._holder == threading.get_ident():
+            # A finaliser, in the middle of an observation of this thread.
+            answer = _keeps_convention(name, function(*args))
+            self._postponed.append(lambda: self._late(name, args, answer))
+            return answer
+        steps = None if rule is None else rule(self._state, name, args)
+        with self._turn():
+            refused = self._before(name, args, steps)
+        if refused is not None:
+            self._deliver()
+            return refused
+        self._deliver(lambda: steps and self._send(steps, _INVALID))
+        if self._poison and name in _POISONED:
+            self._poison_before(name, args)
+        answer = _keeps_convention(name, function(*args))
+        with self._turn():
+            self._after(name, args, answer, steps)
+        self._deliver()
+        if self._poison and not answer[0] and name in _POISONED:
+            self._poison_after(name, args, answer)
+        return answer
+
+    def _turn(self) -> _Turn:
+        return _Turn(self)
+
+    def _before(self, name: str, args: tuple[Any, ...], steps: Steps | None) -> tuple[Any, ...] | None:
+        state = self._state
+        if state.timeline.held:
+            state.look()
+        if name in ENDERS:
+            handle = int(args[0] or 0) if args else 0
+            if handle and not state.account.may_end(name, handle):
+                return self._refuse(name, handle)
+        return None if steps is None else next(steps)
+
+    def _refuse(self, name: str, handle: int) -> tuple[Any, ...]:
+        kinds = " or ".join(ENDERS[name])
+        range_ = self._state.addresses.find(handle)
+        places = [("this call", here())]
+        if range_ is not None and range_.ended is not None:
+            places += [("freed", range_.ended.stack), ("allocated", range_.stack)]
+        hazard = Hazard(
+            "double free",
+            f"{name}({handle:#x}): no live {kinds} has this handle",
+            "end it once; what others have made is theirs to end",
+            handle,
+            0 if range_ is None else range_.size,
+            places=tuple(places),
+        )
+        if self._on == "raise":
+            raise DriverMisuseError(str(hazard), hazard)
+        self._found.append(hazard)
+        return _INVALID
+
+    def _after(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], steps: Steps | None) -> None:
+        if not answer[0] and name in COUNTED:
+            stream = args[-1] if name in ("cuMemAllocAsync", "cuMemAllocFromPoolAsync") else None
+            state = self._state
+            captured = bool(state.captures) and stream is not None and state.stream(stream) in state.captures
+            state.account.note(name, args, answer, captured)
+        if steps is not None:
+            self._send(steps, answer)
+
+    @staticmethod
+    def _send(steps: Steps, answer: tuple[Any, ...]) -> None:
+        try:
+            steps.send(answer)
+        except StopIteration:
+            return
+
+    def _late(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
+        rule = RULES.get(name)
+        steps = None if rule is None else rule(self._state, name, args)
+        if steps is not None:
+            next(steps)
+        self._after(name, args, answer, steps)
+
+    # -- what was found --------------------------------------------------------------------------------------
+
+    def _keep(self) -> list[Hazard]:
+        """Put what was found where it belongs; what has to be shown now."""
+        fresh = []
+        while self._found:
+            hazard = self._found.pop(0)
+            key = (hazard.kind, hazard.address, *(stack for _, stack in hazard.places))
+            if key not in self._shown and len(self.hazards) < _KEPT:
+                self._shown.add(key)
+                self.hazards.append(hazard)
+                fresh.append(hazard)
+        return fresh
+
+    def _deliver(self, take_back: Callable[[], object] | None = None) -> None:
+        if not self._found:
+            return
+        fresh = self._keep()
+        if self.prints:
+            for hazard in fresh:
+                print(hazard, file=sys.stderr)
+        if self._on == "warn":
+            for hazard in fresh:
+                warnings.warn(str(hazard), RuntimeWarning, 4)
+        elif self._on == "raise" and fresh:
+            if take_back is not None:
+                with self._turn():
+                    take_back()
+            raise DriverMisuseError(str(fresh[0]), fresh[0])
+
+    # -- what is told ----------------------------------------------------------------------------------------
+
+    def used(self, address: int, nbytes: int, stream: Any, write: bool) -> None:
+        """Say that work of another library, in a stream by its handle, uses memory; None: the host itself does."""
+        if self._holder == threading.get_ident():
+            return
+        with self._turn():
+            if self._state.timeline.held:
+                self._state.look()
+            if stream is None:
+                self._state.use_on_host(address, nbytes, write)
+            else:
+                self._state.use_on_device(stream, address, nbytes, write)
+        self._deliver()
+
+    def outstanding(self) -> dict[str, list[int]]:
+        """What was made through this driver and not released, by kind: driver handles or addresses.
+
+        A ``"mapping"`` is there from ``cuMemMap`` to ``cuMemUnmap``, by its address.
+        """
+        with self._turn():
+            return self._state.account.outstanding()
+
+    def leaks(self) -> list[Hazard]:
+        """A hazard for all memory that was not given back, with the place where it was allocated."""
+        with self._turn():
+            return self._state.leaks()
+
+    def assert_nothing_left(self, besides: Iterable[str] = ()) -> None:
+        """Raise :class:`DriverMisuseError` if anything is outstanding, except of the kinds in ``besides``."""
+        left = {kind: handles for kind, handles in self.outstanding().items() if kind not in set(besides)}
+        if left:
+            shown = "; ".join(f"{len(handles)} {kind}" for kind, handles in left.items())
+            raise DriverMisuseError(f"not released: {shown} ({left})")
+
+    def finish(self) -> list[Hazard]:
+        """Judge what waits for words and events that never came, and add leaks; all hazards.
+
+        At the end of the process it is called by itself, unless hazards raise, and what that finds is printed.
+        """
+        with self._turn():
+            self._state.close()
+            self._found += self._state.leaks()
+        self._keep()
+        return self.hazards
+
+    # -- calls that are more than passed on ------------------------------------------------------------------
+
+    def _watched_host_function(self, launch: Function) -> Function:
+        def function(stream: Any, fn: Any, data: Any) -> tuple[Any, ...]:
+            with self._turn():
+                told = self._state.host_function(stream)
+            if told is None:
+                return launch(stream, fn, data)
+            begins, ends = told
+            theirs = _HOST_FUNCTION(int(fn))
+
+            def run(given: int | None) -> None:
+                with self._turn():
+                    begins()
+                try:
+                    theirs(given)
+                finally:
+                    with self._turn():
+                        ends()
+                    self._host_functions.pop(pointer, None)
+
+            ours = _HOST_FUNCTION(run)
+            pointer = ctypes.cast(ours, ctypes.c_void_p).value or 0
+            self._host_functions[pointer] = ours
+            answer = launch(stream, cuda.CUhostFn(pointer), data)
+            if answer[0]:
+                self._host_functions.pop(pointer, None)
+                with self._turn():
+                    ends()
+            return answer
+
+        return function
+
+    def _watched_multimem(self, launch: Any) -> Any:
+        def function(stream: Any, kernel: Callable[[Any], None]) -> tuple[Any, ...]:
+            watched: list[tuple[int, int, bool]] = []
+            answer: tuple[Any, ...] = launch(stream, lambda there: kernel(_WatchedLaunch(there, watched)))
+            if not answer[0]:
+                with self._turn():
+                    self._state.act(stream, "multimem_launch", watched, here(), atomic=True)
+                self._deliver()
+            return answer
+
+        return function
+
+    # -- poison ----------------------------------------------------------------------------------------------
+
+    def _poison_before(self, name: str, args: tuple[Any, ...]) -> None:
+        if name == "cuMemFreeAsync":
+            found = self._state.addresses.find(int(args[0] or 0))
+            if found is not None and found.kind == "allocation":
+                self._write_poison(found.base, found.size, args[1], POISON_FREED)
+
+    def _poison_after(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
+        if name != "cuMemFreeAsync" and int(answer[1]):
+            self._write_poison(int(answer[1]), int(args[0]), args[-1], POISON_ALLOCATED)
+
+    def _write_poison(self, address: int, size: int, stream: Any, value: int) -> None:
+        # In the stream of the allocation or the free, so in no other order than theirs.
+        state = self._state
+        handle = 0 if stream is None else int(stream)
+        found = state.streams.get(handle)
+        context = None if found is None else found.context
+        if found is not None and found in state.captures:
+            return
+        if context:
+            self._wrapped.cuCtxPushCurrent(cuda.CUcontext(context))
+        try:
+            self._wrapped.cuMemsetD8Async(address, value, size, stream)
+        finally:
+            if context:
+                self._wrapped.cuCtxPopCurrent()
+
+
+_POISONED = frozenset(("cuMemAllocAsync", "cuMemAllocFromPoolAsync", "cuMemFreeAsync"))
+
+
+class _Turn:
+    """One thread at a time; what finalisers have done meanwhile is noted before the next one."""
+
+    __slots__ = ("_nested", "_owner")
+
+    def __init__(self, owner: Checked) -> None:
+        self._owner = owner
+        self._nested = False
+
+    def __enter__(self) -> None:
+        owner = self._owner
+        me = threading.get_ident()
+        if owner._holder == me:
+            self._nested = True
+            return
+        owner._lock.acquire()
+        owner._holder = me
+
+    def __exit__(self, *_: object) -> None:
+        if self._nested:
+            return
+        owner = self._owner
+        try:
+            while owner._postponed:
+                owner._postponed.popleft()()
+        finally:
+            owner._holder = 0
+            owner._lock.release()
+
+
+class _WatchedLaunch:
+    """What stands for a kernel works with this, and what it touches is noted."""
+
+    def __init__(self, there: Any, watched: list[tuple[int, int, bool]]) -> None:
+        self._there = there
+        self._watched = watched
+
+    def update(self, address: int, size: int, apply: Any) -> None:
+        self._there.update(address, size, apply)
+        self._watched.append((address, size, True))
+
+    def gather(self, target: int, address: int, size: int, combine: Any) -> None:
+        self._there.gather(target, address, size, combine)
+        self._watched += [(address, size, False), (target, size, True)]
+
+
+def _keeps_convention(name: str, answer: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not isinstance(answer, tuple) or not answer or not isinstance(answer[0], cuda.CUresult):
+        raise DriverMisuseError(f"{name} answered {answer!r}, not a tuple that starts with a CUresult")
+    return answer
+
+
+_alive: weakref.WeakSet[Checked] = weakref.WeakSet()
+
+
+@atexit.register
+def _at_exit() -> None:
+    for one in tuple(_alive):
+        shown = len(one.hazards)
+        for hazard in one.finish()[shown:] if one._on != "raise" else ():
+            print(hazard, file=sys.stderr)
+
+
+def checked(driver: _Interface, on: On = "report", poison: bool = False) -> Checked:
+    """A driver that finds what stream order does not allow, and what is released twice or never.
+
+    It follows what comes before what (streams, events, synchronisation, host functions, words that streams wait for,
+    captures), which memory every call touches, and when that memory lives. So it finds a missing dependency also where
+    the run happened to go well. Kernels of other libraries are not seen: tell of them with ``buffer.used(stream)``.
+
+    Parameters
+    ----------
+    driver
+        Any driver.
+    on
+        What to do with a :class:`Hazard`: ``"report"`` collects it in ``hazards``, ``"warn"`` warns with a
+        ``RuntimeWarning`` as well, ``"raise"`` raises a :class:`DriverMisuseError`, for a wrong free or unmap before
+        that reaches the driver. A second release of the same thing never reaches the driver; where it does not raise,
+        its answer is ``CUDA_ERROR_INVALID_VALUE``.
+    poison
+        Fill memory of pools with 0xCB when it is allocated and with 0xDB when it is freed, in stream order.
+
+    Returns
+    -------
+    Checked
+        It also keeps account: ``outstanding()`` lists what was not released, ``leaks()`` says where that was allocated,
+        and ``assert_nothing_left()`` raises where there is any. Mappings of memory are counted as well. Memory that a
+        capture makes belongs to its graph and is not counted.
+    """
+    if on not in _ON:
+        raise ValueError(f"on={on!r}: allowed are {', '.join(map(repr, _ON))}")
+    return Checked(driver, on, bool(poison))  # type: ignore[abstract]  # it looks functions up

@@ -1,0 +1,328 @@
+"""What comes before what: vector clocks with one component for each stream and host thread. Pure Python, no driver.
+
+A stream *enters* an operation when all that comes before it is known. Usually that is when the call is made. Where a
+stream waits for something that has not been seen yet (a word that nobody has written, an event behind such a wait, a
+host function), what follows in it is kept until then, so that operations are judged in an order that is possible.
+
+What one host thread has learned, all threads know from then on: Python gives threads many ways to tell each other, of
+which nothing is seen here. What the host has synchronised with comes before all that it does later.
+
+The driver orders more than a program asks for, such as an allocation after the free whose memory it gets. That order
+is kept apart: :attr:`Clock.seen` holds it, :attr:`Clock.known` does not.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+__all__ = ["BY_CHOICE", "CERTAIN", "UNORDERED", "Actor", "Clock", "Obstacle", "Stream", "Timeline"]
+
+UNORDERED, BY_CHOICE, CERTAIN = range(3)
+"""Whether one thing comes before another: no; in this run, as the driver chose; always."""
+
+
+def _raise(known: dict[int, int], other: dict[int, int]) -> None:
+    for number, time in other.items():
+        if known.get(number, 0) < time:
+            known[number] = time
+
+
+class Clock:
+    """All that comes before a point: of each actor, by its number, the time of the last operation."""
+
+    __slots__ = ("known", "seen")
+
+    def __init__(self, known: dict[int, int] | None = None, seen: dict[int, int] | None = None) -> None:
+        self.known: dict[int, int] = {} if known is None else known
+        """By what the program has asked for."""
+        self.seen: dict[int, int] | None = seen
+        """By the driver's choices, too; None where they add nothing."""
+
+    def copy(self) -> Clock:
+        """The same, for keeping."""
+        return Clock(self.known.copy(), None if self.seen is None else self.seen.copy())
+
+    def learn(self, other: Clock) -> None:
+        """All that comes before the other comes before this."""
+        if self.seen is not None:
+            _raise(self.seen, other.known if other.seen is None else other.seen)
+        elif other.seen is not None:
+            self.seen = self.known.copy()
+            _raise(self.seen, other.seen)
+        _raise(self.known, other.known)
+
+    def learn_by_choice(self, other: Clock) -> None:
+        """The same, because the driver has chosen so."""
+        if self.seen is None:
+            self.seen = self.known.copy()
+        _raise(self.seen, other.known if other.seen is None else other.seen)
+
+    def tick(self, number: int, time: int) -> None:
+        """An actor has come to a time."""
+        self.known[number] = time
+        if self.seen is not None:
+            self.seen[number] = time
+
+    def common(self, other: Clock) -> Clock:
+        """What comes before either of the two, whichever it is."""
+        known = {number: min(time, other.known.get(number, 0)) for number, time in self.known.items()}
+        if self.seen is None and other.seen is None:
+            return Clock(known)
+        mine, theirs = self.seen or self.known, other.seen or other.known
+        return Clock(known, {number: min(time, theirs.get(number, 0)) for number, time in mine.items()})
+
+    def order(self, number: int, time: int) -> int:
+        """Whether an operation comes before: one of the three constants of this module."""
+        if self.known.get(number, 0) >= time:
+            return CERTAIN
+        return BY_CHOICE if self.seen is not None and self.seen.get(number, 0) >= time else UNORDERED
+
+
+class Actor:
+    """Whoever does things one after the other: a stream or a host thread."""
+
+    __slots__ = ("name", "number", "time")
+
+    def __init__(self, number: int, name: str) -> None:
+        self.number = number
+        self.name = name
+        self.time: int = 0
+
+    def __repr__(self) -> str:
+        return f"<{self.name}, {self.time} operations>"
+
+
+class Obstacle:
+    """What streams wait for and nobody has seen yet; over once it was.
+
+    ``source`` is the stream in which it will come about; None where the host brings it about.
+    """
+
+    __slots__ = ("clock", "source", "waiters")
+
+    def __init__(self, source: Stream | None = None) -> None:
+        self.source = source
+        self.clock: Clock | None = None
+        """All that comes before what follows; None until it is over."""
+        self.waiters: list[Stream] = []
+
+    @property
+    def over(self) -> bool:
+        """Whether it is no obstacle any more."""
+        return self.clock is not None
+
+
+Action = Callable[["Stream"], None]
+
+
+class Stream(Actor):
+    """A stream, and what comes before its next operation."""
+
+    __slots__ = ("clock", "context", "heard", "heard_legacy", "legacy", "obstacle", "peers", "queue")
+
+    def __init__(self, number: int, name: str, context: object) -> None:
+        super().__init__(number, name)
+        self.context = context
+        self.clock: Clock = Clock()
+        self.heard: int = -1
+        """How much of what the host knows it has heard of."""
+        self.legacy: Stream | None = None
+        """The legacy stream of its context, where the two wait for each other."""
+        self.heard_legacy: int = 0
+        self.peers: dict[Stream, int] | None = None
+        """Of a legacy stream: the streams that wait for it and it for them, and how much it has heard of each."""
+        self.obstacle: Obstacle | None = None
+        self.queue: deque[tuple[Clock | None, Action]] = deque()
+        """What it will do behind the obstacle, and what the host knew when it asked for that."""
+
+
+class Timeline:
+    """All streams, and what the host knows of them."""
+
+    def __init__(self) -> None:
+        self.host: Clock = Clock()
+        self.held: dict[Stream, None] = {}
+        """The streams with an obstacle."""
+        self._version = 0
+        self._numbers = 0
+        self._streams: dict[Stream, None] = {}
+        self._retired: list[Stream] = []
+        self._gone: set[int] = set()
+        self._ready: deque[Stream] = deque()
+        self._draining = False
+
+    # -- actors ----------------------------------------------------------------------------------------------
+
+    def _number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def thread(self, name: str) -> Actor:
+        """A host thread."""
+        return Actor(self._number(), name)
+
+    def stream(self, name: str, context: object = None, legacy: Stream | None = None) -> Stream:
+        """A stream. ``legacy``: the legacy stream that it waits for and that waits for it."""
+        made = Stream(self._number(), name, context)
+        self._streams[made] = None
+        made.legacy = legacy
+        if legacy is not None:
+            if legacy.peers is None:
+                legacy.peers = {}
+            legacy.peers[made] = 0
+        return made
+
+    def retire(self, stream: Stream) -> None:
+        """Nothing will be queued in a stream any more."""
+        if stream.legacy is not None and stream.legacy.peers is not None and stream.obstacle is None:
+            # All that it did comes before what the legacy stream does next.
+            stream.legacy.clock.learn(stream.clock)
+            del stream.legacy.peers[stream]
+        self._retired.append(stream)
+
+    # -- order -----------------------------------------------------------------------------------------------
+
+    def order(self, clock: Clock, number: int, time: int) -> int:
+        """Whether an operation of an actor comes before what has this clock."""
+        found = clock.order(number, time)
+        # A stream is gone when the host knows all that it did, and with it everything that is queued since.
+        return CERTAIN if not found and number in self._gone else found
+
+    def submit(self, stream: Stream, action: Action) -> None:
+        """Have a stream do something: ``action(stream)`` is called when its clock says all that comes before."""
+        legacy = stream.legacy
+        if self.held:
+            if legacy is not None and legacy.obstacle is not None:
+                self._wait(stream, self._mark(legacy))
+            for peer in tuple(stream.peers or ()):
+                if peer.obstacle is not None:
+                    self._wait(stream, self._mark(peer))
+            if stream.obstacle is not None:
+                stream.queue.append((self.host.copy(), action))
+                return
+        if stream.heard != self._version:
+            stream.clock.learn(self.host)
+            stream.heard = self._version
+        self._enter(stream)
+        action(stream)
+
+    def _enter(self, stream: Stream) -> None:
+        legacy = stream.legacy
+        if legacy is not None:
+            if stream.heard_legacy < legacy.time:
+                stream.clock.learn(legacy.clock)
+                stream.heard_legacy = legacy.time
+        elif stream.peers:
+            for peer, heard in stream.peers.items():
+                if heard < peer.time:
+                    stream.clock.learn(peer.clock)
+                    stream.peers[peer] = peer.time
+        time = stream.time = stream.time + 1
+        stream.clock.tick(stream.number, time)
+
+    def _wait(self, stream: Stream, obstacle: Obstacle) -> None:
+        """Have a stream wait, behind what it waits for already."""
+        if stream.obstacle is not None:
+            stream.queue.append((None, lambda stream: self._meet(stream, obstacle)))
+        else:
+            self._meet(stream, obstacle)
+
+    def _meet(self, stream: Stream, obstacle: Obstacle) -> None:
+        if obstacle.clock is not None:
+            stream.clock.learn(obstacle.clock)
+        else:
+            stream.obstacle = obstacle
+            obstacle.waiters.append(stream)
+            self.held[stream] = None
+
+    def _mark(self, stream: Stream) -> Obstacle:
+        """The end of what a held stream has queued."""
+        mark = Obstacle(stream)
+        stream.queue.append((None, lambda stream: self.end(mark, stream.clock)))
+        return mark
+
+    def record(self, stream: Stream) -> Obstacle:
+        """A mark after all that a stream has queued; over when the stream gets there."""
+        mark = Obstacle(stream)
+        self.submit(stream, lambda stream: self.end(mark, stream.clock))
+        return mark
+
+    def wait(self, stream: Stream, obstacle: Obstacle) -> None:
+        """Have a stream wait until an obstacle is over."""
+        self.submit(stream, lambda stream: self._meet(stream, obstacle))
+
+    # -- obstacles -------------------------------------------------------------------------------------------
+
+    def end(self, obstacle: Obstacle, clock: Clock) -> None:
+        """An obstacle is over; what follows comes after all of ``clock``."""
+        if obstacle.clock is not None:
+            return
+        obstacle.clock = clock.copy()
+        for stream in obstacle.waiters:
+            stream.obstacle = None
+            self.held.pop(stream, None)
+            stream.clock.learn(obstacle.clock)
+            self._ready.append(stream)
+        obstacle.waiters.clear()
+        if not self._draining:
+            self._drain()
+
+    def _drain(self) -> None:
+        self._draining = True
+        try:
+            while self._ready:
+                stream = self._ready.popleft()
+                while stream.obstacle is None and stream.queue:
+                    host, action = stream.queue.popleft()
+                    if host is not None:
+                        stream.clock.learn(host)
+                        self._enter(stream)
+                    action(stream)
+        finally:
+            self._draining = False
+
+    def force(self, stream: Stream, but: Callable[[Obstacle], bool] = lambda obstacle: False) -> None:
+        """The host has seen that a stream has nothing left to do, so that whatever it waited for is over."""
+        while stream.obstacle is not None and not but(stream.obstacle):
+            self._force(stream.obstacle)
+
+    def _force(self, obstacle: Obstacle) -> None:
+        source = obstacle.source
+        while source is not None and obstacle.clock is None and source.obstacle is not None:
+            self._force(source.obstacle)
+        self.end(obstacle, self.host)
+
+    def force_mark(self, obstacle: Obstacle) -> None:
+        """The host has seen that an obstacle is over."""
+        if obstacle.clock is None:
+            self._force(obstacle)
+
+    # -- the host --------------------------------------------------------------------------------------------
+
+    def act(self, thread: Actor) -> None:
+        """A host thread does something itself, at its time from now on."""
+        thread.time += 1
+        self.host.tick(thread.number, thread.time)
+        self._version += 1
+
+    def tell(self, clock: Clock) -> None:
+        """The host knows that all of ``clock`` has happened."""
+        self.host.learn(clock)
+        self._version += 1
+        if len(self._retired) > 32:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Let go of the streams that were destroyed and that the host knows to have nothing left to do."""
+        known = self.host.known
+        over = [one for one in self._retired if not one.queue and known.get(one.number, 0) >= one.time]
+        self._retired = [one for one in self._retired if one not in over]
+        numbers = {one.number for one in over}
+        self._gone |= numbers
+        for stream in over:
+            del self._streams[stream]
+        for clock in (self.host, *(stream.clock for stream in self._streams)):
+            for times in (clock.known, clock.seen or {}):
+                for number in numbers & times.keys():
+                    del times[number]

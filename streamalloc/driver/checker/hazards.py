@@ -1,0 +1,454 @@
+"""Who uses which bytes when, and what of it has no order. Pure Python over :mod:`.clocks`, no driver.
+
+A :class:`Range` is a range of addresses with its life: an allocation, a mapping, an import. It stands for physical
+:class:`Bytes`, which others may stand for as well: mappings of one handle, views, imports in the process that exports,
+replicas of a multicast object. Uses are kept with the bytes, as intervals, so that all who reach the same bytes meet.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from streamalloc.driver.checker.clocks import BY_CHOICE, CERTAIN, Actor, Clock, Stream, Timeline
+from streamalloc.driver.checker.reports import Hazard
+from streamalloc.driver.checker.stacks import Stack
+
+__all__ = ["Access", "Addresses", "Binding", "Bytes", "Judge", "Moment", "Piece", "Range", "size_text"]
+
+
+class Moment:
+    """One operation: who, when, what, and where in the program."""
+
+    __slots__ = ("actor", "stack", "time", "what")
+
+    def __init__(self, actor: Actor, what: str, stack: Stack) -> None:
+        self.actor = actor
+        self.time: int = actor.time
+        self.what = what
+        self.stack = stack
+
+    def __repr__(self) -> str:
+        return f"<{self.what} of {self.actor.name} at {self.time}>"
+
+
+class Access(Moment):
+    """An operation that reads or writes."""
+
+    __slots__ = ("atomic", "write")
+
+    def __init__(self, actor: Actor, what: str, stack: Stack, write: bool, atomic: bool = False) -> None:
+        super().__init__(actor, what, stack)
+        self.write = write
+        self.atomic = atomic
+        """Whether it and others of its kind may come in any order."""
+
+
+class _Segment:
+    """Bytes with the same uses: the last write, and the reads since."""
+
+    __slots__ = ("end", "reads", "start", "write")
+
+    def __init__(self, start: int, end: int, write: Access | None = None) -> None:
+        self.start = start
+        self.end = end
+        self.write = write
+        self.reads: dict[int, Access] = {}
+
+    def cut(self, at: int) -> _Segment:
+        """Make two of it; the second one."""
+        rest = _Segment(at, self.end, self.write)
+        rest.reads = self.reads.copy()
+        self.end = at
+        return rest
+
+
+Order = Callable[[Clock, int, int], int]
+
+
+class Bytes:
+    """Physical memory, and the latest uses of each part."""
+
+    __slots__ = ("_segments", "_starts")
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._segments: list[_Segment] = []
+
+    def touch(self, start: int, end: int, access: Access, clock: Clock, order: Order) -> list[tuple[Access, int]]:
+        """Note a use of the bytes from ``start`` to ``end``; the earlier uses that do not certainly come before it."""
+        segments = self._segments
+        if len(segments) == 1 and segments[0].start == start and segments[0].end == end:
+            chosen = segments
+        else:
+            chosen = self._between(start, end)
+        found: dict[Access, int] = {}
+        number, write = access.actor.number, access.write
+        for segment in chosen:
+            before = segment.write
+            if before is not None and before.actor.number != number:
+                ordered = order(clock, before.actor.number, before.time)
+                if ordered != CERTAIN:
+                    found[before] = ordered
+            if write:
+                for read in segment.reads.values():
+                    if read.actor.number != number:
+                        ordered = order(clock, read.actor.number, read.time)
+                        if ordered != CERTAIN:
+                            found[read] = ordered
+                segment.write = access
+                if segment.reads:
+                    segment.reads = {}
+            else:
+                segment.reads[number] = access
+        if write and len(chosen) > 1:
+            first = bisect_left(self._starts, start)
+            self._starts[first : first + len(chosen)] = [start]
+            segments[first : first + len(chosen)] = [_Segment(start, end, access)]
+        return list(found.items())
+
+    def _between(self, start: int, end: int) -> list[_Segment]:
+        """The segments of a range, cut at its ends, with new ones where there were none."""
+        starts, segments = self._starts, self._segments
+        at = bisect_right(starts, start) - 1
+        if at < 0 or segments[at].end <= start:
+            at += 1
+        elif segments[at].start < start:
+            self._insert(at + 1, segments[at].cut(start))
+            at += 1
+        first, position = at, start
+        while position < end:
+            if at == len(segments) or segments[at].start > position:
+                upto = end if at == len(segments) else min(end, segments[at].start)
+                self._insert(at, _Segment(position, upto))
+            elif segments[at].end > end:
+                self._insert(at + 1, segments[at].cut(end))
+            position = segments[at].end
+            at += 1
+        return segments[first:at]
+
+    def _insert(self, at: int, segment: _Segment) -> None:
+        self._starts.insert(at, segment.start)
+        self._segments.insert(at, segment)
+
+
+@dataclass
+class Binding:
+    """Bytes under a part of a multicast object."""
+
+    offset: int
+    size: int
+    bytes: Bytes
+    start: int
+
+
+@dataclass(eq=False)
+class Range:
+    """Addresses that stand for bytes, from their beginning to their end."""
+
+    base: int
+    size: int
+    kind: str
+    """What they are, in words."""
+    bytes: Bytes = field(default_factory=Bytes)
+    offset: int = 0
+    """Where in the bytes they begin."""
+    stack: Stack = ()
+    born: Moment | None = None
+    """The allocation in stream order; None where the host has made it."""
+    ended: Moment | None = None
+    """The free, or the end of a mapping."""
+    freed_after: Clock | None = None
+    """What comes before a free in stream order."""
+    pending: bool = False
+    """Allocated in a stream that has not come so far, or by a graph that was not launched."""
+    last: dict[int, Access] = field(default_factory=dict)
+    """The latest use of each actor."""
+    previous: Range | None = None
+    """Who had the same memory before."""
+    grants: dict[int, int] | None = None
+    """What devices may do: 1 read, 3 write; None where anybody may."""
+    bindings: list[Binding] | None = None
+    """Of a mapping of a multicast object: what is bound to the object."""
+    imports: list[Range] = field(default_factory=list)
+    """The same memory as other imports in this process have it."""
+    @property
+    def end(self) -> int:
+        """Behind the last address."""
+        return self.base + self.size
+
+    def physical(self, low: int, high: int) -> list[tuple[Bytes, int, int]]:
+        """The bytes behind a part of the addresses."""
+        start, end = low - self.base + self.offset, high - self.base + self.offset
+        if self.bindings is None:
+            return [(self.bytes, start, end)]
+        found = []
+        for one in self.bindings:
+            first, last = max(start, one.offset), min(end, one.offset + one.size)
+            if first < last:
+                found.append((one.bytes, first - one.offset + one.start, last - one.offset + one.start))
+        return found
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {size_text(self.size)} at {self.base:#x}"
+
+
+Piece = tuple[Range, int, int]
+"""Addresses of a range: from the first to behind the last."""
+
+
+def size_text(nbytes: int) -> str:
+    """A size as people read it."""
+    for step, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= step and nbytes % step == 0:
+            return f"{nbytes // step} {unit}"
+    return f"{nbytes} byte{'' if nbytes == 1 else 's'}"
+
+
+class Addresses:
+    """The ranges of an address space, those that have ended included until others take their place."""
+
+    def __init__(self) -> None:
+        self._at: dict[int, Range] = {}
+        self._bases: list[int] = []
+
+    def add(self, made: Range) -> None:
+        """Add a range, in place of what was there."""
+        for old in self.overlapping(made.base, made.end):
+            if made.previous is None and old.ended is not None:
+                made.previous = old
+                # One generation is enough to tell whose memory it was.
+                old.previous = None
+            self._remove(old)
+        at = bisect_left(self._bases, made.base)
+        self._bases.insert(at, made.base)
+        self._at[made.base] = made
+
+    def _remove(self, old: Range) -> None:
+        del self._at[old.base]
+        del self._bases[bisect_left(self._bases, old.base)]
+
+    def find(self, address: int) -> Range | None:
+        """The range that an address is in."""
+        found = self._at.get(address)
+        if found is not None:
+            return found
+        at = bisect_right(self._bases, address) - 1
+        if at < 0:
+            return None
+        found = self._at[self._bases[at]]
+        return found if address < found.end else None
+
+    def overlapping(self, start: int, end: int) -> list[Range]:
+        """The ranges that have a byte between two addresses, in order."""
+        first = max(bisect_right(self._bases, start) - 1, 0)
+        found = []
+        for base in self._bases[first : bisect_left(self._bases, end)]:
+            one = self._at[base]
+            if one.end > start:
+                found.append(one)
+        return found
+
+    def pieces(self, start: int, size: int) -> list[Piece]:
+        """What is known of some addresses."""
+        found = self._at.get(start)
+        if found is not None and size <= found.size:
+            return [(found, start, start + size)] if size else []
+        end = start + size
+        return [(one, max(start, one.base), min(end, one.end)) for one in self.overlapping(start, end)]
+
+    def living(self) -> list[Range]:
+        """All that have not ended."""
+        return [one for one in self._at.values() if one.ended is None]
+
+
+class Judge:
+    """Notes what is done to ranges, and tells ``found`` of each hazard."""
+
+    def __init__(self, timeline: Timeline, found: Callable[[Hazard], None]) -> None:
+        self.timeline = timeline
+        self._found = found
+
+    # -- life ------------------------------------------------------------------------------------------------
+
+    def allocate(self, made: Range, stream: Stream) -> None:
+        """A stream has come to an allocation."""
+        made.born = Moment(stream, "allocation", made.stack)
+        made.pending = False
+        previous = made.previous
+        if previous is not None and previous.ended is not None and previous.ended.actor is not stream:
+            ended = previous.ended
+            if self.timeline.order(stream.clock, ended.actor.number, ended.time) != CERTAIN:
+                # The driver gives memory out only when, or so that, its free comes first.
+                stream.clock.learn_by_choice(previous.freed_after or Clock({ended.actor.number: ended.time}))
+
+    def free(self, range_: Range, actor: Actor, clock: Clock, what: str, stack: Stack, ending: str = "") -> None:
+        """An actor frees or, where ``ending`` says so, unmaps or releases memory."""
+        order = self.timeline.order
+        born = range_.born
+        by_host = not isinstance(actor, Stream)
+        if range_.ended is not None:
+            self._tell(
+                "double free",
+                f"{what} of {range_}, which {range_.ended.actor.name} had freed already",
+                "free it once",
+                range_,
+                (("this call", stack), ("freed", range_.ended.stack)),
+            )
+            return
+        if born is not None and not ending:
+            ordered = CERTAIN if born.actor is actor else order(clock, born.actor.number, born.time)
+            if ordered != CERTAIN or range_.pending:
+                self._tell(
+                    "free before allocation",
+                    f"{what} on {actor.name} of {range_}, which does not come after its allocation on "
+                    f"{born.actor.name}",
+                    _edge(born, actor, by_host),
+                    range_,
+                    (("this call", stack), ("allocated", range_.stack)),
+                    ordered,
+                )
+        for use in range_.last.values():
+            if use.actor is actor:
+                continue
+            ordered = order(clock, use.actor.number, use.time)
+            if ordered != CERTAIN:
+                self._tell(
+                    f"{ending} while in use" if ending else "free racing a use",
+                    f"{what} on {actor.name} of {range_}, which {use.what} of {use.actor.name} may still be using",
+                    _edge(use, actor, by_host),
+                    range_,
+                    (("this call", stack), ("used", use.stack), ("allocated", range_.stack)),
+                    ordered,
+                )
+        for other in range_.imports:
+            over = other.ended
+            if other.kind.startswith("import") and (
+                over is None or (over.actor is not actor and not order(clock, over.actor.number, over.time))
+            ):
+                self._tell(
+                    "free before the importer's",
+                    f"{what} on {actor.name} of {range_}, which is imported at {other.base:#x} and not freed there",
+                    "free the imported pointer first"
+                    if over is None
+                    else _edge(over, actor, by_host),
+                    range_,
+                    (("this call", stack), ("imported", other.stack)),
+                )
+        range_.ended = Moment(actor, what, stack)
+        range_.freed_after = None if by_host else clock.copy()
+
+    # -- use -------------------------------------------------------------------------------------------------
+
+    def use(self, pieces: Iterable[Piece], access: Access, clock: Clock, device: int | None = None) -> None:
+        """An actor reads or writes addresses. ``device`` is given where nobody else checks its rights."""
+        actor, number, order = access.actor, access.actor.number, self.timeline.order
+        by_host = not isinstance(actor, Stream)
+        for range_, low, high in pieces:
+            if range_.ended is not None:
+                self._after_end(range_, access, clock)
+                continue
+            born = range_.born
+            if born is not None and (born.actor is not actor or range_.pending):
+                ordered = order(clock, born.actor.number, born.time)
+                if ordered != CERTAIN or range_.pending:
+                    self._before_birth(range_, born, access, clock, ordered)
+            needed = 3 if access.write else 1
+            if device is not None and range_.grants is not None and needed & ~range_.grants.get(device, 0):
+                self._tell(
+                    "access without a grant",
+                    f"{access.what} of {actor.name} {'writes' if access.write else 'reads'} {range_}, to which device "
+                    f"{device} has {'only read access' if range_.grants.get(device) else 'no access'}",
+                    f"grant device {device} access (cuMemSetAccess, cuMemPoolSetAccess)",
+                    range_,
+                    (("this call", access.stack), ("allocated", range_.stack)),
+                )
+            range_.last[number] = access
+            for memory, start, end in range_.physical(low, high):
+                for before, ordered in memory.touch(start, end, access, clock, order):
+                    if not (access.atomic and before.atomic):
+                        self._race(range_, before, access, by_host, ordered)
+
+    def _race(self, range_: Range, before: Access, access: Access, by_host: bool, ordered: int) -> None:
+        actor = access.actor
+        self._tell(
+            "race",
+            f"{access.what} of {actor.name} {'writes' if access.write else 'reads'} what {before.what} of "
+            f"{before.actor.name} {'writes' if before.write else 'reads'}, in no order: {range_}",
+            _edge(before, actor, by_host),
+            range_,
+            (("this call", access.stack), ("used", before.stack), ("allocated", range_.stack)),
+            ordered,
+        )
+
+    def _after_end(self, range_: Range, access: Access, clock: Clock) -> None:
+        ended = range_.ended
+        assert ended is not None
+        actor = access.actor
+        after = ended.actor is actor or self.timeline.order(clock, ended.actor.number, ended.time)
+        places = (("this call", access.stack), ("freed", ended.stack), ("allocated", range_.stack))
+        if after:
+            self._tell(
+                "use after free",
+                f"{access.what} of {actor.name} uses {range_}, which {ended.what} of {ended.actor.name} ended before",
+                f"end the memory ({ended.what}) after this use",
+                range_,
+                places,
+            )
+        else:
+            self._tell(
+                "free racing a use",
+                f"{access.what} of {actor.name} uses {range_}, which {ended.actor.name} frees at the same time",
+                _edge(access, ended.actor, not isinstance(ended.actor, Stream)),
+                range_,
+                places,
+            )
+
+    def _before_birth(self, range_: Range, born: Moment, access: Access, clock: Clock, ordered: int) -> None:
+        actor, previous = access.actor, range_.previous
+        places = [("this call", access.stack), ("allocated", range_.stack)]
+        if previous is not None and previous.ended is not None and not ordered:
+            first = previous.born
+            if first is not None and (
+                first.actor is actor or self.timeline.order(clock, first.actor.number, first.time)
+            ):
+                ended = previous.ended
+                self._tell(
+                    "reuse race",
+                    f"{access.what} of {actor.name} uses memory that {ended.actor.name} has freed and that is now "
+                    f"{range_}, allocated on {born.actor.name}",
+                    f"free it after this use: {_edge(access, ended.actor, not isinstance(ended.actor, Stream))}",
+                    range_,
+                    (*places, ("freed", ended.stack)),
+                )
+                return
+        self._tell(
+            "use before allocation",
+            f"{access.what} of {actor.name} uses {range_}, which is allocated on {born.actor.name} in no order with "
+            "that",
+            _edge(born, actor, not isinstance(actor, Stream)),
+            range_,
+            places,
+            ordered,
+        )
+
+    def _tell(
+        self,
+        kind: str,
+        what: str,
+        remedy: str,
+        range_: Range,
+        places: Iterable[tuple[str, Stack]],
+        ordered: int = 0,
+    ) -> None:
+        self._found(Hazard(kind, what, remedy, range_.base, range_.size, ordered != BY_CHOICE, tuple(places)))
+
+
+def _edge(before: Moment, later: Actor, by_host: bool) -> str:
+    """The missing edge in words."""
+    if by_host:
+        return f"the host must synchronise with {before.actor.name} after its {before.what}"
+    if not isinstance(before.actor, Stream):
+        return f"{before.actor.name} must do its {before.what} before the work of {later.name} is queued"
+    return f"{later.name} must wait for an event recorded on {before.actor.name} after its {before.what}"
