@@ -15,6 +15,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.core.capabilities import imex_channels
 from streamalloc.driver.bindings import BINDINGS_VERSION
+from streamalloc.driver.internal import as_asked
 from streamalloc.testing import settle
 from tests.fixtures import *  # noqa: F403
 from tests.support import makes_no_multicast_object
@@ -129,7 +130,8 @@ def machine(request: pytest.FixtureRequest, on_cuda: bool, primary_contexts: Non
     fabric = True if request.node.get_closest_marker("fabric") else None
     lasting = on_cuda or request.config.getoption("--one-machine")
     simulated = _lasting if lasting else sd.simulated
-    driver: Any = sd.real() if on_cuda else simulated(devices=count, fabric=fabric)
+    # Checked where STREAMALLOC_CHECK says so.
+    driver: Any = as_asked(sd.real() if on_cuda else simulated(devices=count, fabric=fabric))
     with sd.use(driver):
         yield driver
     if lasting:

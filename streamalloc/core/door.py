@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 from streamalloc.core.errors import LOST, CudaError, attach, error_from, unsupported
 from streamalloc.driver import ForkedProcessError
-from streamalloc.driver.internal import BINDINGS_VERSION, cuda, version_that_added
+from streamalloc.driver.internal import BINDINGS_VERSION, as_asked, cuda, version_that_added
 
 if TYPE_CHECKING:
     from streamalloc.driver import Driver
@@ -81,12 +81,15 @@ class Door:
         "_state",
         "driver",
         "forked",
+        "used",
     )
 
     driver: Driver
     """The driver itself, for code that binds its functions."""
     forked: bool
     """True in a forked child: no call goes through any more."""
+    used: Callable[[int, int, Any, bool], None] | None
+    """Told of uses that are no calls of the driver, where it checks the order of all."""
     cuEventQuery: Any
     cuEventRecord: Any
     cuMemCreate: Any
@@ -111,6 +114,7 @@ class Door:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.forked = False
+        self.used = getattr(driver, "used", None)
         self._contexts: dict[int, Any] = {}
         self._state: dict[object, Any] = {}
         self._hot: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -130,6 +134,7 @@ class Door:
         """
         if not callable(getattr(driver, "cuInit", None)):
             raise TypeError(f"driver must have the functions of cuda.bindings.driver, which {driver!r} does not")
+        driver = as_asked(driver)
         with _doors_lock:
             door = _doors.get(id(driver))
             if door is None:

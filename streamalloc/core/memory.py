@@ -210,6 +210,36 @@ class Memory(Unique, abc.ABC):
         kind, sizes = _array_form(self, dtype, shape)
         return TypedView(self, kind, sizes)
 
+    def used(self, stream: StreamLike | None = None, *, write: bool = True, on_host: bool = False) -> None:
+        """Tell a driver that checks stream order of a use that it does not see, such as a kernel of another library.
+
+        With any other driver nothing happens; see :func:`streamalloc.driver.checked`.
+
+        Parameters
+        ----------
+        stream
+            The stream that the kernel was queued on (default: the memory's own).
+        write
+            Whether the memory is written, and not only read.
+        on_host
+            The CPU itself uses the memory now, in no stream.
+
+        Raises
+        ------
+        ClosedError
+            The memory was freed.
+        """
+        address = self.address
+        told = self._door.used
+        if told is None:
+            return
+        if on_host:
+            told(address, self.nbytes, None, write)
+            return
+        ordered = self.stream if stream is None else as_stream(stream, self._door)
+        with ordered._context():
+            told(address, self.nbytes, ordered._checked_raw(), write)
+
     def view(self, start: int = 0, stop: int | None = None) -> BufferView:
         """The bytes from ``start`` to ``stop`` as memory of their own; also written ``memory[start:stop]``."""
         return self[start:stop]
@@ -333,7 +363,10 @@ class Memory(Unique, abc.ABC):
             ours = self.stream
             handle = dlpack.LEGACY_STREAM if stream is None else stream
             if handle != ours.handle:
-                Stream.of_handle(ours.device, handle, self).wait(ours)
+                theirs = Stream.of_handle(ours.device, handle, self)
+                theirs.wait(ours)
+                if self._door.used is not None:
+                    self.used(theirs, write=False)
         part = dlpack.part(self, self.address, self.nbytes, device)
         if self._read_only(on_host=on_host):
             part.flags.writeable = False

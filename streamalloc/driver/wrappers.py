@@ -6,6 +6,7 @@ once per function. What is not a driver function (the enum and struct classes) c
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter_ns

@@ -509,15 +509,22 @@ class State:
     # -- the end ---------------------------------------------------------------------------------------------
 
     def leaks(self) -> list[Hazard]:
-        """Memory that is there and was not given back."""
+        """Memory that is there and was not given back: one for each place that allocated it."""
+        places: dict[tuple[str, Stack], list[Range]] = {}
+        for one in self.addresses.living():
+            if not one.pending and one.kind != "registered memory":
+                places.setdefault((one.kind, one.stack), []).append(one)
         return [
             Hazard(
-                "leak", f"{one} was not given back", "free it, or let it go, before the end", one.base, one.size,
-                places=(("allocated", one.stack),),
+                "leak",
+                f"{ranges[0]} was not given back" + (f", and {len(ranges) - 1} more" if len(ranges) > 1 else ""),
+                "free it, or let it go, before the end",
+                ranges[0].base,
+                sum(one.size for one in ranges),
+                places=(("allocated", stack),),
             )
-            for one in self.addresses.living()
-            if not one.pending and one.kind != "registered memory"
-        ]  # fmt: skip
+            for (_, stack), ranges in places.items()
+        ]
 
     def close(self) -> None:
         """Judge what is held, as if all of it had happened, and take entries back."""
