@@ -17,7 +17,7 @@ from streamalloc.driver.checker.capture import Capture, Node
 from streamalloc.driver.checker.clocks import Stream
 from streamalloc.driver.checker.hazards import Binding, Range
 from streamalloc.driver.checker.stacks import from_package, here
-from streamalloc.driver.checker.state import Event, Physical, State, Touch
+from streamalloc.driver.checker.state import Event, Physical, State, Touch, address_of
 
 __all__ = ["RULES", "Steps"]
 
@@ -59,18 +59,18 @@ def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1, waits: 
         answer = yield None
         if answer[0]:
             return
-        size = int(args[size_at])
-        touched = ((args[source_at], size, False), (args[0], size, True))
+        size, target = int(args[size_at]), address_of(args[0])
+        touched = ((args[source_at], size, False), (target, size, True))
         stream = state.act(0 if stream_at is None else args[stream_at], name, touched, here())
-        if waits or (stream_at is not None and size and _is_pageable(state, args[0]) and stream not in state.captures):
+        if waits or (stream_at is not None and size and _is_pageable(state, target) and stream not in state.captures):
             state.host_knows(stream)
 
     return rule
 
 
-def _is_pageable(state: State, address: Any) -> bool:
+def _is_pageable(state: State, address: int) -> bool:
     """Whether the driver does not know some memory, which it then copies to before the call returns."""
-    if state.addresses.find(_number(address)) is not None:
+    if state.addresses.find(address) is not None:
         return False
     ask = getattr(state.driver, "cuPointerGetAttribute", None)
     return ask is None or bool(ask(_MEMORY_TYPE, address)[0])

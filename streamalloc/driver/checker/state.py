@@ -33,6 +33,14 @@ _WORDS: dict[int, Any] = {32: ctypes.c_uint32, 64: ctypes.c_uint64}
 _WRITES_KEPT = 16
 
 
+def address_of(pointer: Any) -> int:
+    """The address that a call was given; 0 for an object of the host that is no array, as it is no memory of ours."""
+    if isinstance(pointer, (bytes, bytearray, memoryview)):
+        return 0
+    interface = getattr(pointer, "__array_interface__", None)
+    return int(pointer or 0) if interface is None else int(interface["data"][0])
+
+
 class Event:
     """An event, and its latest recording."""
 
@@ -218,7 +226,7 @@ class State:
         """A stream is to read and write memory."""
         stream = self.stream(handle)
         pieces = [
-            (piece, write) for at, size, write in touched for piece in self.addresses.pieces(int(at or 0), int(size))
+            (piece, write) for at, size, write in touched for piece in self.addresses.pieces(address_of(at), int(size))
         ]
         capture = self.captures.get(stream) if self.captures else None
         if capture is not None:
@@ -258,9 +266,7 @@ class State:
             capture.use(stream, pieces, "a kernel", stack)
             return
         device = self.devices.get(stream)
-        self.timeline.submit(
-            stream, lambda stream: self.touch(stream, pieces, "a kernel", stack, device=device)
-        )
+        self.timeline.submit(stream, lambda stream: self.touch(stream, pieces, "a kernel", stack, device=device))
 
     def allocate(self, address: int, size: int, handle: Any, grants: dict[int, int] | None, stack: Stack) -> Range:
         """Memory was allocated in stream order."""
