@@ -11,12 +11,13 @@ BIN       := $(VENV)/bin
 BASE      := $(VENV)/.installed
 TEST      := $(VENV)/.installed-test
 NOTEBOOKS := $(VENV)/.installed-notebooks
+DOCS      := $(VENV)/.installed-docs
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help tour test test-gpu lint bench notebooks clean
+.PHONY: help tour test test-gpu lint bench notebooks docs clean
 
 help: ## Print this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1:/p' $(MAKEFILE_LIST) | awk -F: '{ printf "%-18s%s\n", $$1, $$2 }'
@@ -40,6 +41,9 @@ bench: $(BASE) ## Measure the package beside the raw calls
 notebooks: $(NOTEBOOKS) ## Run the notebooks again and keep their new outputs
 	STREAMALLOC_DRIVER=simulated $(BIN)/python -m jupyter execute --inplace $(ARGS) notebooks/*.ipynb
 
+docs: $(DOCS) ## Build the documentation into build/docs
+	STREAMALLOC_DRIVER=simulated $(BIN)/python -m sphinx --fail-on-warning --keep-going -d build/doctrees $(ARGS) notebooks build/docs
+
 clean: ## Remove the virtual environment, builds and caches
 	test ! -f $(VENV)/pyvenv.cfg || rm -rf $(VENV)
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
@@ -48,8 +52,9 @@ clean: ## Remove the virtual environment, builds and caches
 $(BASE):      PACKAGE := .
 $(TEST):      PACKAGE := .[test]
 $(NOTEBOOKS): PACKAGE := .[notebooks]
+$(DOCS):      PACKAGE := .[docs]
 
-$(BASE) $(TEST) $(NOTEBOOKS): pyproject.toml $(VENV)/.created
+$(BASE) $(TEST) $(NOTEBOOKS) $(DOCS): pyproject.toml $(VENV)/.created
 	@echo "Installing $(PACKAGE) into $(VENV)"
 	@$(BIN)/python -m pip install --quiet --editable '$(PACKAGE)'
 	@touch $@
