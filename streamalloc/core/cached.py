@@ -13,9 +13,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from typing import Protocol
+from typing import Any, Protocol
 
 from streamalloc.core.buffer import Allocator, Buffer, PlainBuffer, SharedState, StillImported, shared_state
+from streamalloc.core.door import Door
 from streamalloc.core.later import Deferred, later_of
 from streamalloc.core.stream import Stream, StreamLike, direct_handle
 from streamalloc.driver.internal import cuda
@@ -67,10 +68,12 @@ class _Watch(weakref.ref[Block]):
 class Blocks:
     """The memory that a cache has of a pool, in lists and in buffers."""
 
-    __slots__ = ("__weakref__", "_mending", "_pool", "_watches", "dropped")
+    __slots__ = ("__weakref__", "_mending", "_pool", "_watches", "dropped", "held")
 
     def __init__(self, pool: Allocator) -> None:
         self._pool = pool
+        self.held = 0
+        """Bytes of all blocks. No thread can come between reading and writing it, as no function is called there."""
         self._watches: dict[int, _Watch] = {}
         """By address."""
         self.dropped: deque[_Watch] = deque()
@@ -85,8 +88,10 @@ class Blocks:
     def take_over(self, plain: Buffer, shelf: Shelf) -> Block:
         """Make a block of a plain buffer's memory. The buffer counts as freed."""
         block, watch = self._new(int(plain._ptr), shelf)
+        nbytes = shelf.nbytes
         # No call from here on that a signal handler could interrupt.
         self._watches[watch.address] = watch
+        self.held += nbytes
         plain._ptr = None
         return block
 
@@ -95,9 +100,24 @@ class Blocks:
         plain = self._plain(0, stream)
         pointer = cuda.CUdeviceptr(int(block))
         address = int(block)
+        nbytes = self._watches[address].shelf.nbytes
         del self._watches[address]
+        self.held -= nbytes
         plain._ptr = pointer
         return plain
+
+    def free(self, block: Block, raw: Any) -> tuple[Any]:
+        """Give a block back to the driver (``cuMemFreeAsync``): its answer. It stays where that is refused."""
+        address = int(block)
+        watch = self._watches[address]
+        nbytes = watch.shelf.nbytes
+        del self._watches[address]
+        self.held -= nbytes
+        answer: tuple[Any] = self._pool._free(address, raw)
+        if answer[0]:
+            self._watches[address] = watch
+            self.held += nbytes
+        return answer
 
     def move(self, block: Block, shelf: Shelf) -> None:
         """Let a block that the caller has belong to another shelf."""
@@ -151,8 +171,10 @@ class Blocks:
         pointer = cuda.CUdeviceptr(int(block))
         address = int(block)
         behind = (_Behind(plain), pointer)
+        nbytes = self.size_of(block)
         if buffer._ptr is block:
             del self._watches[address]
+            self.held -= nbytes
             plain._ptr = pointer
             buffer._shared = behind
             buffer._ptr = None
@@ -239,6 +261,14 @@ class CachedAllocator(Allocator):
         except (LookupError, AttributeError, TypeError):
             return None
         return block
+
+    def _over(self, blocks: Blocks, key: object, door: Door) -> None:
+        """What takes the place of binding driver functions."""
+        self._blocks = blocks
+        self._key = key
+        self._bind(door, None, None)
+        # ``Buffer.free`` called by that name: it goes past the lists.
+        self._free = blocks.free
 
     def _wrap(self, block: Block, nbytes: int, stream: Stream) -> Buffer:
         """A buffer for a block that the caller has."""

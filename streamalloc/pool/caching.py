@@ -8,8 +8,8 @@ lists.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,7 +20,6 @@ from streamalloc.core.cached import (
     Blocks,
     CachedAllocator,
     end_with_stream,
-    endings_of,
     forbid_lists,
     give_lists,
     leave_stream,
@@ -49,9 +48,18 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheStatistics", "CachingAllocator"]
 
-LARGEST = 1 << 20
-"""Where classes end by default: the driver's pools are hardly slower, and waste nothing."""
+LARGEST = 8 << 20
+"""Where classes end by default."""
 _UNIT = 512
+_FIT = 2
+"""How many times as large as asked for a free block may be that is handed out."""
+_SOME = 8
+"""How many blocks a stream takes of another one at once."""
+_LEAST = 32 << 20
+_SLACK = 4
+"""More may be held than ever was in use at once by so many bytes, or by this power of a half."""
+_BULK = 6
+"""What is given back at a time, as a power of a half of what may be held."""
 
 
 class CacheStatistics(NamedTuple):
@@ -109,24 +117,36 @@ class _Shelf:
             later_of(self.lane.door).hand_in(self.lane)
 
     def take(self) -> Block | None:
-        """A block for the shelf's own stream."""
-        for blocks in (self.blocks, *(mark.blocks for mark in tuple(self.marks))):
-            with contextlib.suppress(IndexError):
-                return blocks.pop()
-        return None
+        """A block for the shelf's own stream, which has what others wait for, too."""
+        blocks = self.blocks
+        if self.marks and not blocks:
+            for mark in tuple(self.marks):
+                with contextlib.suppress(IndexError):
+                    while True:
+                        blocks.append(mark.blocks.pop())
+                with contextlib.suppress(ValueError):
+                    self.marks.remove(mark)
+        try:
+            return blocks.pop()
+        except IndexError:
+            return None
 
-    def spare(self) -> Block | None:
-        """A block for any other stream. If there is none yet, those that are free now will be."""
+    def spare(self) -> list[Block]:
+        """Some blocks for any other stream. If there are none yet, some that are free now will be."""
         for mark in tuple(self.marks):
             if mark.event is None or (mark.blocks and not mark.event.query()):
-                return None
+                return []
+            some: list[Block] = []
             with contextlib.suppress(IndexError):
-                return mark.blocks.pop()
+                for _ in range(_SOME):
+                    some.append(mark.blocks.pop())
+            if some:
+                return some
             with contextlib.suppress(ValueError):
                 self.marks.remove(mark)
         if self.blocks:
             self._mark()
-        return None
+        return []
 
     def _mark(self) -> None:
         stream = self.lane.stream()
@@ -135,8 +155,8 @@ class _Shelf:
         mark = _Mark()
         self.marks.append(mark)
         with contextlib.suppress(IndexError):
-            while True:
-                mark.blocks.append(self.blocks.pop())
+            for _ in range(-(-len(self.blocks) // 2)):
+                mark.blocks.append(self.blocks.pop(0))
         with ordered_after(stream) as ordered:
             if ordered is stream:
                 mark.event = stream.record()
@@ -150,7 +170,9 @@ class _Shelf:
 class _Lane(Deferred):
     """The shelves of one stream. It ends when the stream is closed or dropped, or the cache is closed."""
 
-    __slots__ = ("__weakref__", "_blocks", "_key", "device", "door", "ended", "lists", "shelves", "stream")
+    __slots__ = (
+        "__weakref__", "_blocks", "_key", "_sizes", "device", "door", "ended", "lists", "shelves", "stream",
+    )  # fmt: skip
 
     def __init__(self, cache: _Cache, stream: Stream) -> None:
         self.door: Door = door_behind(stream)
@@ -159,6 +181,8 @@ class _Lane(Deferred):
         self.ended = False
         self.shelves: dict[int, _Shelf] = {}
         """By size class."""
+        self._sizes: list[int] = []
+        """The classes in order."""
         self.lists: dict[int, list[Block]] = {}
         """Their lists for the fast path, by the requested size in units."""
         self._blocks = cache.blocks
@@ -168,10 +192,28 @@ class _Lane(Deferred):
     def shelf(self, nbytes: int) -> _Shelf:
         """The shelf for a size."""
         size = class_size(nbytes)
-        shelf = self.shelves.get(size) or self.shelves.setdefault(size, _Shelf(self, size))
+        shelf = self.shelves.get(size)
+        if shelf is None:
+            shelf = self.shelves.setdefault(size, _Shelf(self, size))
+            self._sizes = sorted(self.shelves)
         if not self.ended:
             self.lists[(nbytes - 1) >> 9] = shelf.blocks
         return shelf
+
+    def larger(self, shelf: _Shelf, nbytes: int) -> Block | None:
+        """A block of a larger class. The fast path goes on taking these for the size, until there are none."""
+        sizes, most = self._sizes, _FIT * shelf.nbytes
+        for at in range(bisect.bisect_right(sizes, shelf.nbytes), len(sizes)):
+            if sizes[at] > most:
+                break
+            blocks = self.shelves[sizes[at]].blocks
+            if blocks:
+                with contextlib.suppress(IndexError):
+                    block = blocks.pop()
+                    if not self.ended:
+                        self.lists[(nbytes - 1) >> 9] = blocks
+                    return block
+        return None
 
     def attempt(self) -> bool:
         self.ended = True
@@ -180,23 +222,25 @@ class _Lane(Deferred):
         stream = self.stream()
         if stream is not None and not stream.closed and direct_handle(stream, self.door) is None:
             return False  # It is being captured.
-        self.flush()
+        self.give_back()
         if stream is not None:
             leave_stream(stream, self._key, self)
         return not self.cached
 
-    def flush(self) -> int:
-        """Give the free blocks back to the pool, in stream order; how many."""
-        if not any(shelf.count for shelf in tuple(self.shelves.values())):
-            return 0
+    def give_back(self, enough: int = 1 << 64) -> int:
+        """Give free blocks back to the pool in stream order, the largest first, until it is enough; how many bytes."""
         given = 0
+        shelves = self.shelves
+        free = [shelf for size in reversed(self._sizes) if (shelf := shelves[size]).blocks or shelf.marks]
+        if not free:
+            return given
         with self._ordered() as ordered:
-            for shelf in tuple(self.shelves.values()):
-                while (block := shelf.take()) is not None:
+            for shelf in free:
+                while given < enough and (block := shelf.take()) is not None:
                     plain = self._blocks.hand_over(block, ordered)
                     del block
                     plain.free()
-                    given += 1
+                    given += shelf.nbytes
         return given
 
     @contextlib.contextmanager
@@ -226,7 +270,7 @@ class _Lane(Deferred):
 class _Cache(Deferred):
     """What there is of a cache apart from the object that users have, and its end when that is closed or dropped."""
 
-    __slots__ = ("_counting", "blocks", "closed", "door", "key", "lanes", "misses", "pool")
+    __slots__ = ("_most", "blocks", "closed", "door", "key", "lane_of", "lanes", "misses", "pool")
 
     def __init__(self, pool: MemoryPool) -> None:
         self.pool = pool
@@ -235,13 +279,11 @@ class _Cache(Deferred):
         self.key: object = object()
         self.closed = False
         self.lanes: dict[_Lane, None] = {}
+        self.lane_of: dict[int, _Lane] = {}
+        """The latest of them, by the identity of its stream: another object may have that later."""
         self.misses = 0
-        self._counting = threading.RLock()
-
-    def count(self) -> None:
-        """Count a miss."""
-        with self._counting:
-            self.misses += 1
+        self._most = 0
+        """How much may be held before what is free is given back."""
 
     def attempt(self) -> bool:
         self.closed = True
@@ -254,46 +296,50 @@ class _Cache(Deferred):
 
     def lane(self, stream: Stream) -> _Lane:
         """The lane of a stream of our own."""
-        for item in endings_of(stream):
-            if isinstance(item, _Lane) and item in self.lanes and not item.ended:
-                break
-        else:
-            item = _Lane(self, stream)
-            end_with_stream(stream, item)
-            self.lanes[item] = None
-        give_lists(stream, self.key, item.lists)
-        return item
+        lane = self.lane_of.get(id(stream))
+        if lane is None or lane.ended or lane.stream() is not stream:
+            lane = _Lane(self, stream)
+            end_with_stream(stream, lane)
+            self.lanes[lane] = None
+            self.lane_of[id(stream)] = lane
+        give_lists(stream, self.key, lane.lists)
+        return lane
 
     def live(self) -> list[_Lane]:
         """The lanes that have not ended."""
-        for lane in tuple(self.lanes):
-            if lane.ended:
+        if not self.closed:
+            for lane in [lane for lane in tuple(self.lanes) if lane.ended]:
                 self.lanes.pop(lane, None)
-        return list(self.lanes)
+                for number in [number for number, other in tuple(self.lane_of.items()) if other is lane]:
+                    self.lane_of.pop(number, None)
+        return [lane for lane in tuple(self.lanes) if not lane.ended]
 
     @property
     def capturing(self) -> bool:
         """Whether a capture is under way, which the driver's answers about other streams might break."""
         return bool(later_of(self.door).paused)
 
-    def take(self, lane: _Lane, shelf: _Shelf) -> Block | None:
-        """A free block: of the stream's own, else of one whose work with it is done."""
-        self.blocks.mend()
-        block = shelf.take()
+    def take(self, lane: _Lane, shelf: _Shelf, nbytes: int) -> Block | None:
+        """A free block for a size: of the stream's own, a larger one, or one of a stream whose work with it is done."""
+        if self.blocks.dropped:
+            self.blocks.mend()
+        block = shelf.take() or lane.larger(shelf, nbytes)
         if block is not None or self.capturing:
             return block
-        for other in self.live():
+        for other in self.live() if len(self.lanes) > 1 else ():
             theirs = other.shelves.get(shelf.nbytes)
             if theirs is None or other is lane:
                 continue
-            block = theirs.spare()
-            if block is not None:
+            some = theirs.spare()
+            for block in some:
                 self.blocks.move(block, shelf)
-                return block
+            if some:
+                shelf.blocks += some[1:]
+                return some[0]
         return None
 
     def flush(self) -> int:
-        """Give free blocks back to the pool; how many. None while a capture is under way, which that might break.
+        """Give free blocks back to the pool; how many bytes. None while a capture is under way, which it might break.
 
         Nothing is waited for: with the streams that have nothing to do the host synchronises, so that the driver sees
         the frees; those of others are pending.
@@ -305,11 +351,27 @@ class _Cache(Deferred):
             if stream is None or direct_handle(stream, self.door) is None:
                 continue  # It ends by itself, or it is being captured.
             idle = _idle(stream)
-            here = lane.flush()
+            here = lane.give_back()
             given += here
             if here and idle:
                 stream.synchronize()
         return given
+
+    def keep_small(self, nbytes: int) -> None:
+        """Before more is held than ever was in use at once, give back what is free: the largest blocks first."""
+        held = self.blocks.held
+        if held + nbytes <= self._most or self.capturing:
+            return
+        need = nbytes + (self._most >> _BULK)
+        for lane in self.live():
+            stream = lane.stream()
+            if stream is not None and direct_handle(stream, self.door) is not None:
+                need -= lane.give_back(need)
+            if need <= 0:
+                break
+        held = self.blocks.held
+        if held + nbytes > self._most:
+            self._most = held + nbytes + max(_LEAST, held >> _SLACK)
 
     @property
     def cached(self) -> int:
@@ -326,21 +388,23 @@ def _idle(stream: Stream) -> bool:
 class CachingAllocator(CachedAllocator, Closes):
     """A cache of free memory over a pool, for programs that allocate and free all the time.
 
-    It is used like the pool: same :meth:`allocate`, same :class:`Buffer`. Memory that was freed on a stream is handed
-    out again on that stream without asking the driver. Another stream gets it once the driver has seen the stream pass
-    the free (``cuEventQuery``), and so only where it has none of its own.
+    It is used like the pool: same :meth:`allocate`, same :class:`Buffer`. Memory that was freed on a stream, or
+    dropped, is handed out again on that stream without asking the driver. Another stream gets it once the driver has
+    seen the stream pass the free (``cuEventQuery``), and only where it has none of its own.
 
-    Sizes are rounded up to classes: multiples of 512 bytes up to 8 KiB, then eight classes to each power of two. Beyond
-    4 KiB at most a ninth of a block is wasted. A block is never split, nor do neighbours
-    become one: what is cached serves its own class only, until it is given back. Larger sizes than ``largest``
-    are not cached; the pool has its own order for them, without rounding.
+    Sizes are rounded up to classes: multiples of 512 bytes up to 8 KiB, then eight classes to each power of two, so
+    that at most a ninth of a block is wasted from 4 KiB on. Where a class has no free block, one of up to twice the
+    size is handed out. Blocks are never split, nor do neighbours become one. So that this does not fragment the pool,
+    the cache gives the largest free blocks back before it takes more than ever was in use at once, and 32 MiB or a
+    sixteenth. Sizes above ``largest`` are not cached: the driver's pool orders them itself and rounds nothing.
 
-    What the cache does not keep is allocated from the pool and freed to it: on default streams and streams of other
-    libraries, of which nobody can tell when they end, and in captures, where it becomes a node of the graph. A buffer
-    that is shared with other processes leaves the cache for good: its free waits for importers as ever.
+    Some memory goes past the cache, and comes from the pool and returns to it as without one: on default streams and
+    streams of other libraries, as nobody tells when these end; and in captures, where allocations become nodes of the
+    graph. A buffer that is shared with other processes leaves the cache for good: its free waits for importers as ever.
 
-    When memory runs out, the cache gives back what it has and tries again. A stream that is closed or dropped gives its
-    memory back, too. Threads may use one cache at the same time.
+    When memory runs out, the cache gives back all that is free and tries again. A stream that is closed or dropped
+    gives its memory back, too. Threads may use one cache at the same time. Handles for other processes, access and
+    attributes are the :attr:`pool`'s.
 
     Parameters
     ----------
@@ -375,10 +439,8 @@ class CachingAllocator(CachedAllocator, Closes):
             raise ClosedError(f"{pool!r} was closed")
         door = door_behind(pool)
         self._cache = cache = _Cache(pool)
-        self._blocks = cache.blocks
-        self._key = cache.key
         self.location: MemLocation = pool.location
-        self._bind(door, door.driver.cuMemAllocFromPoolAsync, None)
+        self._over(cache.blocks, cache.key, door)
         later_of(door).end_with(self, cache)
         pools_of(door).caches.add(self)
 
@@ -432,68 +494,56 @@ class CachingAllocator(CachedAllocator, Closes):
     # -- the slow path ---------------------------------------------------------------------------------------
 
     def _allocate_slowly(self, nbytes: int, stream: StreamLike) -> Buffer:
-        cache = self._cache
-        if type(nbytes) is int and nbytes > self.largest and not (self._limit or cache.closed):
-            # As fast as the pool itself, or nearly.
-            try:
-                return cache.pool.allocate(nbytes, stream)
-            except OutOfMemoryError:
-                pass
         self._check_open()
-        if not isinstance(stream, Stream) or direct_handle(stream, self._door) is None:
-            stream = as_stream(stream, self._door)
-            size = checked_size("nbytes", nbytes)
-            return self._ask(size, stream, size)
-        size = checked_size("nbytes", nbytes)
+        cache = self._cache
+        if type(stream) is not Stream or direct_handle(stream, cache.door) is None:
+            stream = as_stream(stream, cache.door)
+            return self._ask(checked_size("nbytes", nbytes), stream)
+        size = nbytes if type(nbytes) is int and 0 < nbytes <= self.largest else checked_size("nbytes", nbytes)
         if not 0 < size <= self.largest:
-            return self._ask(size, stream, size)
+            return self._ask(size, stream)
         lane = cache.lane(stream)
         shelf = lane.shelf(size)
-        block = cache.take(lane, shelf)
+        block = cache.take(lane, shelf, size)
         if block is None:
-            plain = self._ask(shelf.nbytes, stream, size)
-            if type(plain) is not PlainBuffer or plain.nbytes != shelf.nbytes:
-                return plain
-            cache.count()
+            cache.keep_small(shelf.nbytes)
+            if self._limit and self.pool.attributes.used_mem_current + shelf.nbytes > self._limit:
+                return self._ask(size, stream)
+            try:
+                plain = cache.pool.allocate(shelf.nbytes, stream)
+            except OutOfMemoryError:
+                plain = None
+            if plain is None or type(plain) is not PlainBuffer:
+                return self._ask(size, stream)
+            cache.misses += 1
             block = self._blocks.take_over(plain, shelf)
         if lane.ended or cache.closed:
             block.home = None
         return self._wrap(block, size, stream)
 
-    def _ask(self, nbytes: int, stream: Stream, least: int) -> Buffer:
-        """A buffer of the pool of ``nbytes``, or of ``least`` where there is no room for more.
-
-        Where memory runs out, cached memory is given back first.
-        """
-        if self._limit and (direct_handle(stream, self._door) is not None or not stream.capturing):
-            nbytes = self._within_limit(nbytes, least)
-        allocate = self.pool.allocate
+    def _ask(self, nbytes: int, stream: Stream) -> Buffer:
+        """A buffer that is the pool's own. Where memory runs out, what is cached is given back first."""
+        cache = self._cache
+        if self._limit and (direct_handle(stream, cache.door) is not None or not stream.capturing):
+            self._keep_limit(nbytes)
         try:
-            return allocate(nbytes, stream)
+            return cache.pool.allocate(nbytes, stream)
         except OutOfMemoryError:
-            freed = self._cache.flush()
-            if not freed and nbytes == least:
+            if not cache.flush():
                 raise
-        if freed:
-            try:
-                return allocate(nbytes, stream)
-            except OutOfMemoryError:
-                if nbytes == least:
-                    raise
-        return allocate(least, stream)
+        return cache.pool.allocate(nbytes, stream)
 
-    def _within_limit(self, nbytes: int, least: int) -> int:
-        """How much may be allocated by the limit, ``nbytes`` or ``least``."""
-        for make_room in (self._cache.flush, int):
-            used = self.pool.attributes.used_mem_current
-            for size in (nbytes, least):
-                if used + size <= self._limit:
-                    return size
-            make_room()
-        why = f"the limit of {size_text(self._limit)} leaves no room for {size_text(least)}"
-        error = refused(OutOfMemoryError, "cuMemAllocFromPoolAsync", why)
-        error.requested, error.used, error.limit = least, used, self._limit
-        raise error
+    def _keep_limit(self, nbytes: int) -> None:
+        attributes = self.pool.attributes
+        if attributes.used_mem_current + nbytes <= self._limit:
+            return
+        self._cache.flush()
+        used = attributes.used_mem_current
+        if used + nbytes > self._limit:
+            why = f"the limit of {size_text(self._limit)} leaves no room for {size_text(nbytes)}"
+            error = refused(OutOfMemoryError, "cuMemAllocFromPoolAsync", why)
+            error.requested, error.used, error.limit = nbytes, used, self._limit
+            raise error
 
     def _shelf_for(self, block: Block, stream: Stream) -> _Shelf | None:
         cache = self._cache
