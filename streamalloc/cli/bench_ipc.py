@@ -35,7 +35,7 @@ MESSAGE = b"m" * 200
 HANDLE_BYTES = 64
 
 # Of one contender in one round: hand-offs at least and at most, and how many more a stream of them has.
-_LEAST, _MOST, _STREAM = 5, 500, 10
+_LEAST, _MOST, _STREAM = 20, 500, 5
 _SECONDS = 60.0
 
 

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from streamalloc.cli.measuring import is_other
 from streamalloc.cli.terminal import Terminal
 
 __all__ = ["draw", "missed", "show_row", "show_targets"]
@@ -20,6 +21,8 @@ _EXTRA = {
     "driver_calls": ("driver calls", ",d"),
     "failures": ("failed", ",d"),
 }
+# What targets are of, where that is no time.
+_FIGURES = {"ratio_to_raw": "the ratio of ", "reserved_over_used": "reserved / used of "}
 _UNITS = {"us": "microseconds", "ms": "milliseconds", "bytes": "bytes"}
 
 
@@ -57,7 +60,7 @@ def _told(target: Mapping[str, Any], unit: str) -> str:
     """A target and what was found, in words."""
     least = "at_least" in target
     limit = target["at_least" if least else "at_most"]
-    what = f"{_EXTRA[target['figure']][0]} of " if target["figure"] in _EXTRA else ""
+    what = _FIGURES.get(target["figure"], target["figure"])
     measure = f" times {target['to']}" if target["to"] else f" {unit}"
     wanted = f"target: {'>=' if least else '<='} {limit:.3g}"
     return f"{what}{target['of']} {target['found']:.3g}{measure} ({wanted})"
@@ -85,13 +88,18 @@ def draw(reports: Sequence[Mapping[str, Any]], path: str, title: str) -> None:
     figure_of = importlib.import_module("matplotlib.figure").Figure
     shown = [one for one in reports if sum("ratio_to_raw" in row for row in one["rows"]) > 1]
     colours = dict(zip(_families(shown), matplotlib.color_sequences["tab10"], strict=False))
-    figure = figure_of(figsize=(10, 1.5 + 0.4 * len(shown)), layout="constrained")
+    figure = figure_of(figsize=(13, 1.5 + 0.4 * len(shown)), layout="constrained")
     axes = figure.subplots()
     for at, report in enumerate(shown):
         for row in report["rows"]:
             if "ratio_to_raw" in row:
                 family = _family(row["name"])
                 axes.plot(row["ratio_to_raw"], at, "o", color=colours[family], alpha=0.8, label=family)
+        first = report["rows"][0]["name"]
+        for target in report["targets"]:
+            if target["to"] == first and not target["figure"]:
+                limit = target.get("at_most", target.get("at_least"))
+                axes.plot(limit, at, "|", color="black", markersize=14, label="target")
     axes.axvline(1, color="0.6", linewidth=1, zorder=0)
     axes.set(xscale="log", xlabel="time, as a ratio to the first way of the row", title=title)
     axes.set_yticks(range(len(shown)), [report["title"] for report in shown])
@@ -109,5 +117,6 @@ def _families(reports: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _family(name: str) -> str:
     """What a way belongs to: a library, or raw calls and whatever else the row is compared with."""
-    word = name.replace(",", " ").split()[0]
-    return word if word in ("streamalloc", "cuda.core", "CuPy", "PyTorch", "RMM", "C") else "raw calls and others"
+    if "streamalloc" in name:
+        return "streamalloc"
+    return name.replace(",", " ").split()[0] if is_other(name) else "raw calls, and what else rows begin with"

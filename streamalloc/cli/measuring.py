@@ -261,19 +261,24 @@ def _ready(bench: Bench, row: Row) -> tuple[dict[str, Contender], list[dict[str,
 
 def _times(bench: Bench, row: Row, ready: dict[str, Contender]) -> dict[str, list[float]]:
     """How much each way took, by way and round."""
-    number = 1
-    if row.most > 1:
-        for contender in ready.values():
-            contender.measure(min(row.most, 50))
-        bench.device.synchronize()
-        slowest = max(timeit.timeit(functools.partial(one.measure, 20), number=1) / 20 for one in ready.values())
-        number = max(1, min(row.most, int(bench.effort.block / slowest)))
+    numbers = {name: _number(bench, row, contender) for name, contender in ready.items()}
     times: dict[str, list[float]] = {name: [] for name in ready}
     for names in _orders(list(ready), getattr(bench.effort, row.rounds)):
         for name in names:
             bench.device.synchronize()
-            times[name].append(ready[name].measure(number))
+            times[name].append(ready[name].measure(numbers[name]))
     return times
+
+
+def _number(bench: Bench, row: Row, contender: Contender) -> int:
+    """How often a way is done in a block, so that the blocks of all take about as long."""
+    if row.most == 1:
+        return 1
+    contender.measure(min(row.most, 50))
+    bench.device.synchronize()
+    once = timeit.timeit(lambda: contender.measure(20), number=1) / 20
+    bench.device.synchronize()
+    return max(1, min(row.most, int(bench.effort.block / once)))
 
 
 def _orders(items: Sequence[T], rounds: int) -> Iterator[Sequence[T]]:

@@ -89,9 +89,9 @@ class Replay:
                 own[event.id] = event.stream
                 steps.append((event.nbytes, event.id, subject.streams[event.stream]))
             else:
-                # No stream: the allocation's own. No size: a free.
-                other = None if own[event.id] == event.stream else subject.streams[event.stream]
-                steps.append((-1, event.id, other))
+                # No size: a free. No streams: on the allocation's own.
+                streams = subject.streams[own[event.id]], subject.streams[event.stream]
+                steps.append((-1, event.id, None if own[event.id] == event.stream else streams))
         # Numbers are no indices: a part of a recording begins anywhere.
         slots = {number: slot for slot, number in enumerate(own)}
         self._live: list[Any] = [None] * len(slots)
@@ -105,6 +105,7 @@ class Replay:
     def run(self, progress: Progress | None = None) -> float:
         """Replay it once, and free what is left; the seconds of the replay without that."""
         self.failures = 0
+        self._subject.begin()
         total = 0
         collecting = gc.isenabled()
         gc.disable()
@@ -138,7 +139,7 @@ class Replay:
                 if stream is None:
                     free(thing)
                 else:
-                    free_on(thing, stream)
+                    free_on(thing, *stream)
                 thing = None
         return clock() - start
 
@@ -153,6 +154,7 @@ class Replay:
         """Replay it once and look at the allocator after each allocation."""
         subject, live = self._subject, self._live
         self.failures = 0
+        subject.begin()
         used = most_used = most_reserved = calls = 0
         sizes = [0] * len(live)
         for chunk in self._chunks:

@@ -22,6 +22,10 @@ _KEEP_ALL = 2**64 - 1
 _RMM_BEGINS = 32 << 20
 
 
+def _nothing() -> None:
+    """Needs no beginning."""
+
+
 @dataclass
 class Subject:
     """An allocator as :func:`~streamalloc.traces.replay` uses it: functions, so that little time is spent around them.
@@ -34,13 +38,15 @@ class Subject:
     """Called with a size and a stream."""
     free: Callable[[Any], object]
     """Frees what ``allocate`` returned on its own stream. Replaying drops its reference before."""
-    free_on: Callable[[Any, Any], object]
-    """Frees it on another stream."""
+    free_on: Callable[[Any, Any, Any], object]
+    """Frees it on another stream: called with its own and the other one as well."""
     out_of_memory: type[Exception] | tuple[type[Exception], ...] = MemoryError
     reserved: Callable[[], int] | None = None
     """Bytes that the allocator has of the driver; None where it cannot tell."""
     calls: Callable[[], int] | None = None
     """Driver calls so far; None where they cannot be counted."""
+    begin: Callable[[], object] = _nothing
+    """Called before each replay."""
 
 
 def of_allocator(allocator: Allocator, device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
@@ -50,7 +56,7 @@ def of_allocator(allocator: Allocator, device: Device, streams: int, resources: 
         [resources.enter_context(device.create_stream()) for _ in range(streams)],
         allocator.allocate,
         operator.methodcaller("free"),
-        lambda buffer, stream: buffer.free(stream),
+        lambda buffer, own, other: buffer.free(other),
         OutOfMemoryError,
         _reserved_by(allocator),
         (lambda: len(driver.calls)) if isinstance(driver, Traced) else None,
@@ -101,8 +107,8 @@ def _raw(device: Device, streams: int, resources: contextlib.ExitStack) -> Subje
         if error:
             raise RuntimeError(error)
 
-    def free_on(thing: tuple[Any, Any], stream: Any) -> None:
-        free((thing[0], stream))
+    def free_on(thing: tuple[Any, Any], own: Any, other: Any) -> None:
+        free((thing[0], other))
 
     handles = [driver.CUstream(stream.handle) for stream in found.streams]
     return Subject(handles, allocate, free, free_on, MemoryError, found.reserved, found.calls)
@@ -134,7 +140,7 @@ def _cuda_core(device: Device, streams: int, resources: contextlib.ExitStack) ->
         [theirs.create_stream() for _ in range(streams)],
         take,
         close,
-        close,
+        lambda buffer, own, other: close(buffer, other),
         MemoryError,
         None if attributes is None else lambda: int(attributes.reserved_mem_current),
     )
@@ -152,21 +158,26 @@ def _cupy(device: Device, streams: int, resources: contextlib.ExitStack, *, driv
     resources.enter_context(theirs[0] if theirs else cupy.cuda.Stream(non_blocking=True))
     pool = cupy.cuda.MemoryAsyncPool() if driver_pool else cupy.cuda.MemoryPool()
     malloc = pool.malloc
-    used = theirs[0] if theirs else None
+    used: Any = None
 
-    def allocate(nbytes: int, stream: Any) -> tuple[Any, Any]:
+    def begin() -> None:
+        # Somebody else may have changed the current stream since.
+        nonlocal used
+        used = None
+
+    def allocate(nbytes: int, stream: Any) -> Any:
         nonlocal used
         if stream is not used:
             stream.use()
             used = stream
-        return malloc(nbytes), stream
+        return malloc(nbytes)
 
-    def free_on(thing: tuple[Any, Any], stream: Any) -> None:
-        thing[1].wait_event(stream.record())
+    def free_on(thing: Any, own: Any, other: Any) -> None:
+        own.wait_event(other.record())
 
     out_of_memory = (cupy.cuda.memory.OutOfMemoryError, cupy.cuda.runtime.CUDARuntimeError)
     resources.callback(pool.free_all_blocks)
-    return Subject(theirs, allocate, _drop, free_on, out_of_memory, pool.total_bytes)
+    return Subject(theirs, allocate, _drop, free_on, out_of_memory, pool.total_bytes, begin=begin)
 
 
 def _rmm(device: Device, streams: int, resources: contextlib.ExitStack, *, pool: bool = False) -> Subject:
@@ -185,7 +196,7 @@ def _rmm(device: Device, streams: int, resources: contextlib.ExitStack, *, pool:
         [stream() for _ in range(streams)],
         allocate,
         lambda thing: give(*thing),
-        lambda thing, stream: give(thing[0], thing[1], stream),
+        lambda thing, own, other: give(thing[0], thing[1], other),
         MemoryError,
         resource.pool_size if pool else None,
     )
@@ -211,22 +222,14 @@ def _torch(device: Device, streams: int, resources: contextlib.ExitStack) -> Sub
         def take(nbytes: int, stream: int) -> int:
             return int(whole(nbytes, device.ordinal, stream))
 
-    # On a stream of its own, memory is what allocate returned; the others need to know whose it is.
-    owners: dict[int, int] = {}
-
-    def allocate(nbytes: int, stream: int) -> int:
-        address = int(take(nbytes, stream))
-        owners[address] = stream
-        return address
-
-    def free_on(address: int, stream: int) -> None:
-        by_handle[owners[address]].wait_event(by_handle[stream].record_event())
+    def free_on(address: int, own: int, other: int) -> None:
+        by_handle[own].wait_event(by_handle[other].record_event())
         give(address)
 
     before = int(torch.cuda.memory_reserved(device.ordinal))
     return Subject(
         [stream.cuda_stream for stream in theirs],
-        take if streams < 2 else allocate,
+        take,
         give,
         free_on,
         torch.cuda.OutOfMemoryError,

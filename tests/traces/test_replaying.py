@@ -46,12 +46,16 @@ class Fake:
         self.had += nbytes
         return [nbytes]
 
-    def free(self, thing: list[Any], stream: str | None = None) -> None:
-        self.log.append(("free", thing.pop(), stream))
+    def free(self, thing: list[Any]) -> None:
+        self.log.append(("free", thing.pop(), None))
+
+    def free_on(self, thing: list[Any], own: str, other: str) -> None:
+        assert own != other
+        self.log.append(("free", thing.pop(), other))
 
     def subject(self) -> Subject:
         reserved, calls = (lambda: self.had), (lambda: len(self.log))
-        return Subject(["one", "two"], self.allocate, self.free, self.free, MemoryError, reserved, calls)
+        return Subject(["one", "two"], self.allocate, self.free, self.free_on, MemoryError, reserved, calls)
 
 
 FOUR = trace_of((5, 100), (2, 50, 1), (5, 100, 1), (9, 30), (2, 50, 1))
@@ -124,7 +128,7 @@ def test_frees_by_the_last_reference() -> None:
 
     looks: list[list[int]] = []
 
-    def look(_: object, __: object = None) -> None:
+    def look(thing: object, own: object, other: object) -> None:
         looks.append(sorted(alive))
 
     subject = Subject([0, 1], Thing, lambda thing: None, look)
@@ -329,7 +333,7 @@ def fake_cuda_core(peer: Peer) -> dict[str, Any]:
 PEERS: dict[str, tuple[Callable[[Peer], dict[str, Any]], list[Any]]] = {
     "cupy": (
         fake_cupy,
-        [("use", 1), ("wait", 0, 1), ("free", 1), ("use", 0), ("free", 2), ("free", 3)],
+        [("use", 0), ("use", 1), ("wait", 0, 1), ("free", 1), ("use", 0), ("free", 2), ("free", 3)],
     ),
     "pytorch": (fake_torch, [("wait", 70, 71), ("free", 1), ("free", 2), ("free", 3)]),
     "rmm": (fake_rmm, [("free", 1, 100, 1), ("free", 2, 50, 1), ("free", 3, 30, 0)]),
