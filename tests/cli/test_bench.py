@@ -49,6 +49,8 @@ SHORT = Effort(
 )
 SMALL = Trace((Event("allocate", 0, 4096, 0, 0, 0), Event("free", 0, 4096, 0, 0, 1)))
 ALL_ROWS = bench.ROWS
+# The checker of what a run leaves behind has books of its own, in memory of the host.
+CHECKED_ROWS = tuple(row for row in ALL_ROWS if row.key != "host_memory")
 
 
 def own(row: Row) -> Row:
@@ -76,9 +78,12 @@ def whole(on_cuda: bool, primary_contexts: None, tmp_path_factory: pytest.TempPa
     """All rows, measured once for the tests that only read what was found."""
     target = tmp_path_factory.mktemp("bench") / "bench.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench, "ROWS", tuple(map(own, ALL_ROWS)))
+        patch.setattr(bench, "ROWS", tuple(map(own, CHECKED_ROWS)))
         patch.setattr(bench, "QUICK", SHORT)
         patch.setattr(bench_traces, "_made", lambda name: SMALL)
+        patch.setattr(bench_vmm, "STEPS", 4)
+        patch.setattr(bench_ipc, "_LEAST", 5)
+        patch.setattr(bench_host, "_IMPORT", "print(0.1)  # instead of import {}")
         run = complete(on_cuda, "bench", "--quick", "--json", str(target))
     report = json.loads(target.read_text())
     return Measured(run, report, {row["key"]: row for row in report["rows"]})
@@ -87,8 +92,8 @@ def whole(on_cuda: bool, primary_contexts: None, tmp_path_factory: pytest.TempPa
 def test_every_way_of_every_row_is_in_the_table_and_the_report(whole: Measured) -> None:
     assert whole.run.code == 0
     assert whole.report["quick"] is True
-    assert list(whole.rows) == [row.key for row in ALL_ROWS]
-    for row in map(own, ALL_ROWS):
+    assert list(whole.rows) == [row.key for row in CHECKED_ROWS]
+    for row in map(own, CHECKED_ROWS):
         found = whole.rows[row.key]
         assert f"\n{row.title}\n" in whole.run.text
         measured = {one["name"]: one for one in found["rows"]}
@@ -145,7 +150,14 @@ def test_further_figures(whole: Measured) -> None:
     replayed = {row["name"]: row for row in whole.rows["replay_serving"]["rows"]}
     assert replayed["streamalloc MemoryPool"]["driver_calls"] == 2
     assert replayed["streamalloc MemoryPool"]["peak_used"] == 4096
-    assert 0 < whole.rows["host_memory"]["rows"][1]["median"] < 1000
+
+
+def test_host_memory(machine: Any, run: Run, tmp_path: Path) -> None:
+    code, _ = run("bench", "--quick", "-k", "host_memory", "--json", str(tmp_path / "bench.json"))
+    assert code == 0
+    (row,) = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    pointer, buffer = row["rows"]
+    assert 0 < pointer["median"] < buffer["median"] < 1000
 
 
 def test_leaves_nothing_behind(whole: Measured) -> None:
