@@ -8,5 +8,6 @@ from __future__ import annotations
 
 from streamalloc.interop import cuda_core, cupy, jax, numba, rmm, torch
 from streamalloc.interop.bridge import Bridge, Source
+from streamalloc.interop.loans import Borrowed, borrow
 
-__all__ = ["Bridge", "Source", "cuda_core", "cupy", "jax", "numba", "rmm", "torch"]
+__all__ = ["Borrowed", "Bridge", "Source", "borrow", "cuda_core", "cupy", "jax", "numba", "rmm", "torch"]

@@ -81,6 +81,10 @@ def library(name: str, extra: str = "") -> Any:
         ) from None
 
 
+# Those that go on though nobody has them any more.
+_started: set[Bridge] = set()
+
+
 class Bridge(Closes, abc.ABC):
     """Another library allocates from our memory, from :meth:`start` to :meth:`stop`."""
 
@@ -108,11 +112,13 @@ class Bridge(Closes, abc.ABC):
             with contextlib.ExitStack() as undo:
                 self._install(undo)
                 self._undo = undo.pop_all()
+            _started.add(self)
         return self
 
     def stop(self) -> None:
         """Have the library allocate as it did before. Idempotent."""
         undo, self._undo = self._undo, None
+        _started.discard(self)
         if undo is not None:
             undo.close()
 

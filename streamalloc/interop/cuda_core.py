@@ -6,10 +6,13 @@ import contextlib
 from typing import Any
 
 from streamalloc.core.errors import OutOfMemoryError
+from streamalloc.core.memory import Memory
+from streamalloc.core.stream import StreamLike
 from streamalloc.interop.bridge import Bridge, Ledger, Source, Sources, library
+from streamalloc.interop.loans import Borrowed, Lent, borrow
 from streamalloc.pool import MemoryPool
 
-__all__ = ["CudaCoreBridge", "resource", "use"]
+__all__ = ["CudaCoreBridge", "buffer", "memory", "resource", "use"]
 
 
 def use(*sources: Source, callbacks: bool = False) -> Bridge:
@@ -122,3 +125,18 @@ def _error(error: OutOfMemoryError) -> Exception:
         return error
     made: Exception = kind(f"{error.name}: {error}")
     return made
+
+
+def buffer(memory: Memory, stream: StreamLike) -> Any:
+    """A buffer of cuda.core over memory of ours, which it keeps alive.
+
+    ``stream`` uses it: it waits for what the memory's stream has queued, and that waits for it when the buffer has
+    gone. Join other streams to it before.
+    """
+    lent = Lent(memory.view_as("u1"), stream)
+    return library("cuda.core", "bridges-cuda-core").Buffer.from_handle(lent.address, lent.nbytes, owner=lent)
+
+
+def memory(buffer: Any, stream: StreamLike, *, lender: StreamLike | None = None) -> Borrowed:
+    """A buffer of cuda.core as memory of ours, for ``stream``; see :func:`borrow`."""
+    return borrow(buffer, stream, lender=lender)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from streamalloc.core.errors import OutOfMemoryError
-from streamalloc.interop.bridge import Bridge, Source, Sources, library
+import numpy.typing as npt
 
-__all__ = ["CuPyCallback", "CuPyHandles", "use"]
+from streamalloc.core.errors import OutOfMemoryError
+from streamalloc.core.memory import Memory
+from streamalloc.core.stream import StreamLike
+from streamalloc.interop.bridge import Bridge, Source, Sources, library
+from streamalloc.interop.loans import Borrowed, Lent, borrow, form
+
+__all__ = ["CuPyCallback", "CuPyHandles", "array", "memory", "use"]
 
 
 def use(*sources: Source, callbacks: bool = False) -> Bridge:
@@ -91,3 +96,38 @@ def _allocator(cupy: Any, sources: Sources) -> Any:
         return pointer(unowned(memory.address, nbytes, hold(memory), ordinal), 0)
 
     return allocate
+
+
+def array(
+    memory: Memory,
+    dtype: npt.DTypeLike | None = None,
+    shape: tuple[int, ...] | None = None,
+    *,
+    stream: StreamLike | None = None,
+) -> Any:
+    """A CuPy array over memory of ours, which it keeps alive.
+
+    Parameters
+    ----------
+    memory
+        Device memory.
+    dtype, shape
+        As for :meth:`Memory.view_as`. Default: those of a typed view, else bytes.
+    stream
+        The stream that uses the array; default: CuPy's current one. It waits for what the memory's stream has queued,
+        and that waits for it when the array has gone. Join other streams to it before.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The memory has no such form.
+    """
+    cupy = library("cupy")
+    lent = Lent(form(memory, dtype, shape), cupy.cuda.get_current_stream() if stream is None else stream)
+    unowned = cupy.cuda.UnownedMemory(lent.address, lent.nbytes, lent, lent.location.id)
+    return cupy.ndarray(lent.shape, lent.dtype, cupy.cuda.MemoryPointer(unowned, 0))
+
+
+def memory(array: Any, stream: StreamLike) -> Borrowed:
+    """A CuPy array as memory of ours, for ``stream``; CuPy's current stream is the lender's, see :func:`borrow`."""
+    return borrow(array, stream, lender=library("cupy").cuda.get_current_stream())

@@ -11,17 +11,21 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy.typing as npt
+
 from streamalloc.core.buffer import Buffer
 from streamalloc.core.device import Device
 from streamalloc.core.door import door_behind
 from streamalloc.core.errors import OutOfMemoryError
 from streamalloc.core.later import later_of, work
 from streamalloc.core.memory import Memory
+from streamalloc.core.stream import Stream, StreamLike
 from streamalloc.driver.internal import cuda as bindings
 from streamalloc.interop.bridge import Bridge, FreeAfterAll, Source, Sources, library
+from streamalloc.interop.loans import Borrowed, Lent, borrow, form
 from streamalloc.pool import MemoryPool
 
-__all__ = ["NumbaCallback", "use"]
+__all__ = ["NumbaCallback", "array", "memory", "use"]
 
 
 def use(*sources: Source) -> Bridge:
@@ -52,12 +56,22 @@ class NumbaCallback(Bridge):
 
     def _install(self, undo: contextlib.ExitStack) -> None:
         numba = library("numba.cuda.cudadrv.driver", "bridges-numba")
+        devices = library("numba.cuda.cudadrv.devices", "bridges-numba")
         manager = manager_class(lambda context: self.sources)
         before = numba._memory_manager
+        managers = {id(context): context.memory_manager for context in _contexts(devices)}
+
+        def restore() -> None:
+            numba._memory_manager = before
+            numba._ensure_memory_manager()
+            for context in _contexts(devices):
+                if isinstance(context.memory_manager, manager):
+                    known = managers.get(id(context))
+                    context.memory_manager = known or numba._memory_manager(context=context)
+
+        undo.callback(restore)
         numba.set_memory_manager(manager)
-        undo.callback(setattr, numba, "_memory_manager", before)
-        for context in _contexts(library("numba.cuda.cudadrv.devices", "bridges-numba")):
-            undo.callback(setattr, context, "memory_manager", context.memory_manager)
+        for context in _contexts(devices):
             context.memory_manager = manager(context=context)
 
 
@@ -107,6 +121,42 @@ def manager_class(sources_of: Callable[[Any], Sources]) -> Any:
             return 1
 
     return Manager
+
+
+def array(
+    memory: Memory,
+    dtype: npt.DTypeLike | None = None,
+    shape: tuple[int, ...] | None = None,
+    *,
+    stream: StreamLike | None = None,
+) -> Any:
+    """A Numba device array over memory of ours, which it keeps alive.
+
+    Parameters
+    ----------
+    memory
+        Device memory.
+    dtype, shape
+        As for :meth:`Memory.view_as`. Default: those of a typed view, else bytes.
+    stream
+        The stream that uses the array; default: the legacy default stream, which is Numba's. It waits for what the
+        memory's stream has queued, and that waits for it when the array has gone. Join other streams to it before.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The memory has no such form.
+    """
+    numba = library("numba.cuda", "bridges-numba")
+    lent = Lent(form(memory, dtype, shape), memory.stream.device.default_stream if stream is None else stream)
+    # Without a stream in it, for which Numba would have the host wait.
+    interface = {key: value for key, value in lent.__cuda_array_interface__.items() if key != "stream"}
+    return numba.from_cuda_array_interface(interface, owner=lent, sync=False)
+
+
+def memory(array: Any, stream: Stream) -> Borrowed:
+    """A Numba device array as memory of ours, for ``stream``; the legacy default stream is the lender's."""
+    return borrow(array, stream, lender=stream.device.default_stream)
 
 
 def _let_go(held: list[Memory]) -> None:

@@ -11,14 +11,18 @@ import contextlib
 import ctypes
 import os
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 from streamalloc.core.errors import OutOfMemoryError
+from streamalloc.core.memory import Memory
+from streamalloc.core.stream import StreamLike
 from streamalloc.interop.bridge import Bridge, Ledger, Source, Sources, library
+from streamalloc.interop.loans import Borrowed, Lent, borrow, form
 from streamalloc.interop.rmm import RMMBridge
 
-__all__ = ["TorchBridge", "use"]
+__all__ = ["TorchBridge", "memory", "tensor", "use"]
 
 _ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
@@ -29,8 +33,9 @@ _RELEASE_LOCK = "release_lock_on_cudamalloc"
 def use(*sources: Source, rmm: bool = False) -> TorchBridge:
     """Have PyTorch allocate what this thread makes from our memory.
 
-    Other threads are not routed, those that run backward passes among them: what they make stays in PyTorch's own
-    memory. ``torch.cuda.use_mem_pool(bridge.pool)`` routes another thread.
+    Other threads are not routed, those that run backward passes among them: what they make is in PyTorch's own memory.
+    PyTorch routes one thread at a time to a pool: once the bridge is stopped, ``torch.cuda.use_mem_pool(bridge.pool)``
+    routes another.
 
     Parameters
     ----------
@@ -160,12 +165,47 @@ class Callbacks:
 def _report(error: BaseException, where: object) -> None:
     """Tell of an exception that cannot go on to the caller, which is C code."""
     if isinstance(error, KeyboardInterrupt):
-        _thread.interrupt_main()  # Python raises it again, once the C code has returned
+        # Again in a moment: the main thread raises it as soon as it runs Python, which here is in the midst of C code.
+        timer = threading.Timer(0.002, _thread.interrupt_main)
+        timer.daemon = True
+        timer.start()
         return
     details = SimpleNamespace(
         exc_type=type(error), exc_value=error, exc_traceback=error.__traceback__, err_msg=None, object=where
     )
     sys.unraisablehook(details)
+
+
+def tensor(memory: Memory, dtype: Any = None, shape: tuple[int, ...] | None = None) -> Any:
+    """A tensor over memory of ours, which it keeps alive.
+
+    PyTorch's current stream waits for what the memory's stream has queued, and that waits for it when the tensor has
+    gone. Join other streams to it before.
+
+    Parameters
+    ----------
+    memory
+        Device memory.
+    dtype, shape
+        As for :meth:`Memory.view_as`; a type of PyTorch is taken, too, such as ``torch.bfloat16``, which numpy does not
+        have. Default: those of a typed view, else bytes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The memory has no such form.
+    """
+    torch = library("torch")
+    if isinstance(dtype, torch.dtype):
+        flat = torch.from_dlpack(Lent(memory.view_as("u1"), None)).view(dtype)
+        return flat if shape is None else flat.view(shape)
+    return torch.from_dlpack(Lent(form(memory, dtype, shape), None))
+
+
+def memory(tensor: Any, stream: StreamLike) -> Borrowed:
+    """A tensor as memory of ours, for ``stream``; PyTorch's current stream is the lender's, see :func:`borrow`."""
+    lender = library("torch").cuda.current_stream(tensor.device)
+    return borrow(tensor.detach(), stream, lender=lender)
 
 
 def _release_lock(torch: Any) -> None:

@@ -1,0 +1,323 @@
+"""Memory in the hands of another library, in stream order both ways.
+
+*Lent* is memory of ours that a library uses as an array: its stream waits for what ours has queued, and when it lets
+the array go, our stream waits for what its stream has queued by then. *Borrowed* is an array of a library that is used
+as memory of ours: the other way round. The host waits for nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streamalloc.core.door import Door, door_behind
+from streamalloc.core.errors import ClosedError, size_text
+from streamalloc.core.later import Deferred, later_of, work
+from streamalloc.core.memory import Memory, TypedView
+from streamalloc.core.ownership import Closes
+from streamalloc.core.properties import MemLocation
+from streamalloc.core.stream import Event, Stream, StreamLike, as_stream, context_event, ordered_after
+from streamalloc.driver import Driver
+from streamalloc.driver import default as default_driver
+
+__all__ = ["Borrowed", "Lent", "borrow", "form"]
+
+_PER_THREAD = 2
+_CUDA = 2
+
+
+def form(memory: Memory, dtype: npt.DTypeLike | None, shape: tuple[int, ...] | None) -> TypedView:
+    """Memory as an array: of its own form where none is named and it has one, else bytes."""
+    if dtype is None and shape is None and isinstance(memory, TypedView):
+        return memory
+    return memory.view_as(np.uint8 if dtype is None else dtype, shape)
+
+
+class Lent(TypedView):
+    """An array over memory of ours that a library keeps as long as it uses it.
+
+    ``stream`` is the library's stream that uses it, made to wait for ours at once; None where the library says it when
+    it takes the array (DLPack). What else uses the array has to be joined to that stream before the array is dropped.
+    """
+
+    __slots__ = ("_user",)
+
+    def __init__(self, view: TypedView, user: StreamLike | None) -> None:
+        super().__init__(view, view.dtype, view.shape)
+        self._user: Stream | None = None
+        if user is not None:
+            ordered = as_stream(user, self._door)
+            ordered.wait(self.stream)
+            self._user = ordered
+        work(self._door)
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """As for all memory; the stream is the one that the memory is used on."""
+        capsule = super().__dlpack__(stream=stream, max_version=max_version, dl_device=dl_device, copy=copy)
+        if self._user is None and stream not in (-1, None, _PER_THREAD):
+            device = self.stream.device
+            self._user = Stream.of_handle(device, stream, device)
+        return capsule
+
+    def __del__(self) -> None:
+        memory = getattr(self, "_parent", None)
+        if memory is None or not hasattr(self, "_user"):
+            return
+        door = self._door
+        if door.usable:
+            later_of(door).hand_in(_LoanEnd(memory, self._user))
+
+    def __repr__(self) -> str:
+        return super().__repr__() if hasattr(self, "_user") else f"<{type(self).__name__} that could not be made>"
+
+
+class _LoanEnd(Deferred):
+    """The end of a loan: the memory's stream waits for its user's before the memory may be freed."""
+
+    __slots__ = ("_memory", "_user")
+
+    def __init__(self, memory: Memory, user: Stream | None) -> None:
+        self._memory: Memory | None = memory
+        self._user = user
+
+    def attempt(self) -> bool:
+        memory = self._memory
+        if memory is None:
+            return True
+        ours, user = memory.stream, self._user
+        if ours.capturing or (user is not None and user.capturing):
+            return False
+        if not ours.closed:
+            if user is None:
+                # Nobody said which stream: all of them.
+                with context_event(ours.device) as event:
+                    ours.wait(event)
+            elif user.handle != ours.handle:
+                ours.wait(user)
+        self._memory = None
+        return True
+
+
+# -- arrays of other libraries ---------------------------------------------------------------------------------------
+
+
+class _Tensor(ctypes.Structure):
+    """The beginning of ``DLManagedTensor`` (``dlpack.h``)."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+_pointer_in = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+# The kinds of numpy by DLPack's codes; what numpy has no type for is bytes.
+_KINDS = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}
+
+
+class Borrowed(Memory, Closes):
+    """An array of another library as memory of ours: made by :func:`borrow`.
+
+    Operations are queued on :attr:`stream`, which waits for what the library had queued. :meth:`close` has the
+    library's stream wait for ours, and lets go of the array; dropping it does so later.
+    """
+
+    __slots__ = ("__weakref__", "_address", "_array", "_keep", "_lender", "_location", "_nbytes", "_stream", "dtype",
+                 "shape")  # fmt: skip
+
+    dtype: np.dtype[Any]
+    """The type of the elements."""
+    shape: tuple[int, ...]
+    """The sizes of the dimensions."""
+
+    def __init__(self, array: Any, stream: Stream, lender: Stream | None) -> None:
+        self._keep: Any = None
+        self._array = array
+        self._stream = stream
+        self._lender = lender
+        self._address, self.dtype, self.shape, self._keep, device = _taken(array, stream, lender)
+        self._location = MemLocation.device(device)
+        self._nbytes = self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def address(self) -> int:
+        """Where the array begins.
+
+        Raises
+        ------
+        ClosedError
+            It was closed.
+        """
+        self._check_usable()
+        return int(self._address)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self._nbytes
+
+    @property
+    def stream(self) -> Stream:
+        """The stream of ours that it was borrowed for."""
+        return self._stream
+
+    @property
+    def location(self) -> MemLocation:
+        """The device that has the memory."""
+        return self._location
+
+    @property
+    def owner(self) -> object:
+        """The library's array; None after :meth:`close`."""
+        return self._array
+
+    @property
+    def device_accessible(self) -> bool:
+        """True: a device uses it."""
+        return True
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._keep is None
+
+    def close(self) -> None:
+        """Let go of the array: the library's stream waits for what ours has queued. Idempotent.
+
+        Where the library does not say its stream, the array is kept until the work is done.
+        """
+        keep, array = self._keep, self._array
+        self._keep = self._array = None
+        if keep is not None:
+            later_of(self._door).end(_Return(self._stream, self._lender, (keep, array)))
+            work(self._door)
+
+    def _check_usable(self) -> None:
+        if self._keep is None:
+            raise ClosedError(f"this borrowed array of {size_text(self._nbytes)} was closed")
+
+    def __del__(self) -> None:
+        keep = getattr(self, "_keep", None)
+        if keep is not None and self._door.usable:
+            later_of(self._door).hand_in(_Return(self._stream, self._lender, (keep, self._array)))
+
+    def __repr__(self) -> str:
+        if getattr(self, "_keep", None) is None:
+            return f"<{type(self).__name__} that was closed>"
+        return f"<{type(self).__name__} {self.dtype} {self.shape} at {self._address:#x}, {self.location}>"
+
+
+class _Return(Deferred):
+    """Lets go of a library's array once that is in order."""
+
+    __slots__ = ("_array", "_event", "_lender", "_stream")
+
+    def __init__(self, stream: Stream, lender: Stream | None, array: object) -> None:
+        self._stream = stream
+        self._lender = lender
+        self._array = array
+        self._event: Event | None = None
+
+    def attempt(self) -> bool:
+        if self._array is None:
+            return True
+        if self._event is None:
+            if self._stream.capturing or (self._lender is not None and self._lender.capturing):
+                return False
+            with ordered_after(self._stream) as ordered:
+                self._event = ordered.record()
+        if self._lender is not None:
+            self._lender.wait(self._event)
+        elif not self._event.query():
+            return False
+        self._array = None
+        return True
+
+
+def borrow(
+    array: Any, stream: StreamLike, *, lender: StreamLike | None = None, driver: Driver | None = None
+) -> Borrowed:
+    """An array or tensor of another library as memory of ours, without a copy, with its type and shape.
+
+    Parameters
+    ----------
+    array
+        Anything in device memory with ``__dlpack__`` or ``__cuda_array_interface__`` that is contiguous.
+    stream
+        The stream that uses it. It waits for what the library has queued on its own current stream.
+    lender
+        The library's stream, which waits for ours when the memory is closed, so that the array may be dropped or
+        written at once. None: the array is kept until our work is done.
+    driver
+        The driver to use where ``stream`` is none of ours.
+
+    Raises
+    ------
+    TypeError, ValueError
+        It is no array in device memory, or not contiguous.
+    """
+    if isinstance(stream, Stream):
+        door = door_behind(stream)
+    else:
+        door = Door.of(driver if driver is not None else default_driver())
+    work(door)
+    ordered = as_stream(stream, door)
+    return Borrowed(array, ordered, None if lender is None else as_stream(lender, door))
+
+
+def _taken(
+    array: Any, stream: Stream, lender: Stream | None
+) -> tuple[int, np.dtype[Any], tuple[int, ...], Any, int]:
+    """Address, type, shape, what keeps the memory, and device of an array, for which ``stream`` waits."""
+    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+        kind, device = array.__dlpack_device__()
+        if int(kind) != _CUDA:
+            raise ValueError(f"{type(array).__name__} is not in device memory: DLPack device type {int(kind)}")
+        capsule = array.__dlpack__(stream=stream.handle or 1)
+        tensor = _Tensor.from_address(_pointer_in(capsule, b"dltensor"))
+        shape = tuple(tensor.shape[: tensor.ndim])
+        strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else None
+        _check_dense(array, shape, strides, 1)
+        size = tensor.bits * tensor.lanes // 8
+        dtype = np.dtype(f"{_KINDS.get(tensor.code, 'V') if tensor.lanes == 1 else 'V'}{size}")
+        return (tensor.data or 0) + tensor.byte_offset, dtype, shape, capsule, int(device)
+    interface = getattr(array, "__cuda_array_interface__", None)
+    if interface is None:
+        raise TypeError(f"array must have __dlpack__ or __cuda_array_interface__, which {type(array).__name__} has not")
+    dtype, shape = np.dtype(interface["typestr"]), tuple(interface["shape"])
+    _check_dense(array, shape, interface.get("strides"), dtype.itemsize)
+    handle = interface.get("stream")
+    if handle is not None:
+        stream.wait(Stream.of_handle(stream.device, int(handle), array))
+    elif lender is not None:
+        stream.wait(lender)
+    return int(interface["data"][0]), dtype, shape, interface, stream.device.ordinal
+
+
+def _check_dense(array: Any, shape: tuple[int, ...], strides: Any, step: int) -> None:
+    if strides is None or 0 in shape:
+        return
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != step:
+            raise ValueError(f"{type(array).__name__} is not contiguous: strides {tuple(strides)} of shape {shape}")
+        step *= size

@@ -1,0 +1,47 @@
+"""Each library under test: a stand-in on the simulated driver, the library itself on the real one, if it is there."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+from tests.interop.libraries import LIBRARIES, MODULES, Library
+from tests.interop.standins import STANDINS
+
+Get = Callable[[str], Library]
+
+
+@pytest.fixture
+def get(machine: Any, device: sa.Device, on_cuda: bool) -> Iterator[Get]:
+    """Gives a library by its name; skips the test where it is not installed."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def get(name: str) -> Library:
+            module = MODULES.get(name, name)
+            if on_cuda:
+                pytest.importorskip(module, reason=f"{module} is not installed")
+                if name == "numba":
+                    pytest.importorskip("numba.cuda")
+            else:
+                for imported, standin in STANDINS[name](machine).items():
+                    patch.setitem(sys.modules, imported, standin)
+            return LIBRARIES[name](importlib.import_module(module))
+
+        yield get
+
+
+@pytest.fixture(params=sorted(LIBRARIES))
+def library(request: pytest.FixtureRequest, get: Get) -> Library:
+    """Each library."""
+    return get(request.param)
+
+
+@pytest.fixture(params=["cupy", "cuda_core", "rmm", "torch"])
+def ordered(request: pytest.FixtureRequest, get: Get) -> Library:
+    """Each library that says on which stream it allocates."""
+    return get(request.param)

@@ -1,0 +1,619 @@
+"""Small stand-ins for other libraries, with the protocols that the bridges use, on the driver under test.
+
+What they do beside is as little as the tests need: streams, arrays of bytes that can be filled and read, and the way in
+which each library takes and gives back memory. The same tests run on the libraries themselves on GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+
+class Calls:
+    """The driver's calls as such a library makes them: on device 0, or the one that is current on the thread."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+        self._local = threading.local()
+        self._contexts: dict[int, Any] = {}
+        self("cuInit", 0)
+
+    @property
+    def device(self) -> int:
+        return getattr(self._local, "device", 0)
+
+    @device.setter
+    def device(self, ordinal: int) -> None:
+        self._local.device = ordinal
+
+    def __call__(self, name: str, *args: Any) -> Any:
+        result, *values = getattr(self.driver, name)(*args)
+        if result:
+            raise RuntimeError(f"{name}: {result.name}")
+        return values[0] if len(values) == 1 else values
+
+    def here(self, name: str, *args: Any) -> Any:
+        """A call under the context of the device that is current."""
+        ordinal = self.device
+        if ordinal not in self._contexts:
+            self._contexts[ordinal] = self("cuDevicePrimaryCtxRetain", ordinal)
+        self("cuCtxPushCurrent", self._contexts[ordinal])
+        try:
+            return self(name, *args)
+        finally:
+            self("cuCtxPopCurrent")
+
+    def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
+        self.here("cuMemsetD8Async", address, value, nbytes, stream)
+
+    def write(self, address: int, data: Any, stream: int) -> None:
+        data = np.ascontiguousarray(data)
+        self.here("cuMemcpyHtoDAsync", address, data, data.nbytes, stream)
+
+    def read(self, address: int, nbytes: int, stream: int) -> Any:
+        data = np.zeros(nbytes, np.uint8)
+        self.here("cuMemcpyDtoHAsync", data, address, nbytes, stream)
+        self.here("cuStreamSynchronize", stream)
+        return data
+
+    def non_blocking(self) -> int:
+        return int(self.here("cuStreamCreate", 1))
+
+
+class _Owner:
+    """What keeps memory."""
+
+
+class FakeStream:
+    """A stream that a library made."""
+
+    def __init__(self, calls: Calls, handle: int | None = None) -> None:
+        self.calls = calls
+        self.device_id = calls.device
+        self.ptr = calls.non_blocking() if handle is None else handle
+        self.made = handle is None
+
+    def synchronize(self) -> None:
+        self.calls.here("cuStreamSynchronize", self.ptr)
+
+    def __del__(self) -> None:
+        if self.made:
+            self.calls.driver.cuStreamDestroy(self.ptr)
+
+
+# -- CuPy ------------------------------------------------------------------------------------------------------------
+
+
+def cupy(driver: Any) -> dict[str, ModuleType]:
+    calls = Calls(driver)
+    local = threading.local()
+
+    class Stream(FakeStream):
+        def __init__(self, non_blocking: bool = False, handle: int | None = None) -> None:
+            super().__init__(calls, handle)
+
+        def __enter__(self) -> Stream:
+            local.streams = [*getattr(local, "streams", ()), self]
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            local.streams = local.streams[:-1]
+
+    Stream.null = Stream(handle=0)  # type: ignore[attr-defined]
+    Stream.ptds = Stream(handle=2)  # type: ignore[attr-defined]
+
+    class ExternalStream(Stream):
+        def __init__(self, ptr: int) -> None:
+            super().__init__(handle=ptr)
+
+    def get_current_stream() -> Any:
+        streams = getattr(local, "streams", ())
+        return streams[-1] if streams else Stream.null  # type: ignore[attr-defined]
+
+    class Device:
+        def __init__(self, ordinal: int) -> None:
+            self.id = ordinal
+
+        def __enter__(self) -> None:
+            self.before, calls.device = calls.device, self.id
+
+        def __exit__(self, *_: object) -> None:
+            calls.device = self.before
+
+    class OutOfMemoryError(MemoryError):
+        def __init__(self, size: int, total: int, limit: int = 0) -> None:
+            super().__init__(f"Out of memory allocating {size:,} bytes (allocated so far: {total:,} bytes)")
+
+    class UnownedMemory:
+        def __init__(self, ptr: int, size: int, owner: object, device_id: int = -1) -> None:
+            if device_id < 0 and ptr == 0:
+                raise RuntimeError("UnownedMemory requires explicit device ID for a null pointer.")
+            self.ptr, self.size, self.device_id, self._owner = ptr, size, device_id, owner
+
+    class MemoryPointer:
+        def __init__(self, mem: Any, offset: int) -> None:
+            self.mem, self.ptr = mem, mem.ptr + offset
+
+    class MemoryAsync:
+        def __init__(self, size: int, stream: Any) -> None:
+            self.size, self.device_id, self.ptr = size, calls.device, 0
+            self.stream_ref = weakref.ref(stream)
+            if size:
+                self.ptr = int(calls.here("cuMemAllocAsync", size, stream.ptr))
+
+        def __del__(self) -> None:
+            if self.ptr:
+                calls.here("cuMemFreeAsync", self.ptr, (self.stream_ref() or get_current_stream()).ptr)
+
+    class MemoryAsyncPool:
+        def __init__(self, pool_handles: Any) -> None:
+            everything = (1 << 64) - 1
+            attribute = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+            for ordinal, handle in enumerate(pool_handles):
+                calls("cuDeviceSetMemPool", ordinal, driver.CUmemoryPool(handle))
+                calls("cuMemPoolSetAttribute", driver.CUmemoryPool(handle), attribute, driver.cuuint64_t(everything))
+
+        def malloc(self, size: int) -> Any:
+            try:
+                return MemoryPointer(MemoryAsync(-(-size // 512) * 512, get_current_stream()), 0)
+            except RuntimeError as error:
+                raise OutOfMemoryError(size, 0) from error
+
+    def malloc(size: int) -> Any:
+        pointer = int(calls.here("cuMemAlloc", size)) if size else 0
+        owner = _Owner()
+        weakref.finalize(owner, driver.cuMemFree, pointer)
+        return MemoryPointer(UnownedMemory(pointer, size, owner, calls.device), 0)
+
+    state = SimpleNamespace(allocator=malloc)
+
+    def set_allocator(allocator: Any) -> None:
+        state.allocator = allocator
+
+    class NdArray:
+        def __init__(self, shape: Any, dtype: Any, memptr: Any) -> None:
+            self.shape, self.dtype, self.data = shape, np.dtype(dtype), memptr
+            self.nbytes = math.prod(shape) * self.dtype.itemsize
+
+        def fill(self, value: int) -> None:
+            calls.fill(self.data.ptr, value, self.nbytes, get_current_stream().ptr)
+
+        def get(self) -> Any:
+            read = calls.read(self.data.ptr, self.nbytes, get_current_stream().ptr)
+            return read.view(self.dtype).reshape(self.shape)
+
+        @property
+        def __cuda_array_interface__(self) -> dict[str, Any]:
+            return {"shape": self.shape, "typestr": self.dtype.str, "data": (self.data.ptr, False), "strides": None,
+                    "version": 3, "stream": get_current_stream().ptr or 1}  # fmt: skip
+
+    def empty(size: int, dtype: Any = np.uint8) -> Any:
+        return NdArray((size,), dtype, state.allocator(size * np.dtype(dtype).itemsize))
+
+    module: Any = ModuleType("cupy")
+    module.uint8, module.empty, module.ndarray = np.uint8, empty, NdArray
+    module.cuda = SimpleNamespace(
+        Stream=Stream, ExternalStream=ExternalStream, Device=Device, get_current_stream=get_current_stream,
+        MemoryPointer=MemoryPointer,
+        UnownedMemory=UnownedMemory, MemoryAsyncPool=MemoryAsyncPool, set_allocator=set_allocator,
+        get_allocator=lambda: state.allocator, device=SimpleNamespace(get_device_id=lambda: calls.device),
+        memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
+        runtime=SimpleNamespace(getDeviceCount=lambda: int(calls("cuDeviceGetCount"))),
+    )  # fmt: skip
+    return {"cupy": module}
+
+
+# -- Numba -----------------------------------------------------------------------------------------------------------
+
+
+def numba(driver: Any) -> dict[str, ModuleType]:
+    calls = Calls(driver)
+
+    class CudaAPIError(RuntimeError):
+        def __init__(self, code: int, message: str) -> None:
+            super().__init__(code, message)
+            self.code = code
+
+    class HostOnlyCUDAMemoryManager:
+        def __init__(self, *, context: Any) -> None:
+            self.context = context
+
+        def reset(self) -> None: ...
+
+    class NumbaCUDAMemoryManager(HostOnlyCUDAMemoryManager):
+        interface_version = 1
+
+        def memalloc(self, size: int) -> Any:
+            pointer = int(calls.here("cuMemAlloc", size))
+            return MemoryPointer(self.context, pointer, size, finalizer=lambda: driver.cuMemFree(pointer))
+
+    class MemoryPointer:
+        def __init__(self, context: Any, pointer: Any, size: int, owner: Any = None, finalizer: Any = None) -> None:
+            self.device_pointer, self.size = int(pointer), size
+            if finalizer is not None:
+                self._finalizer = weakref.finalize(self, finalizer)
+
+    class Context:
+        def __init__(self) -> None:
+            self.device = SimpleNamespace(id=0)
+            ensure_memory_manager()
+            self.memory_manager = numba_driver._memory_manager(context=self)
+
+        def get_memory_info(self) -> Any:
+            return self.memory_manager.get_memory_info()
+
+        def reset(self) -> None:
+            self.memory_manager.reset()
+
+    def ensure_memory_manager() -> None:
+        numba_driver._memory_manager = numba_driver._memory_manager or NumbaCUDAMemoryManager
+
+    def set_memory_manager(manager: Any) -> None:
+        assert manager(context=None).interface_version == 1
+        numba_driver._memory_manager = manager
+
+    class DeviceArray:
+        def __init__(self, size: int, memory: Any) -> None:
+            self.size, self.gpu_data = size, memory
+
+        def copy_to_device(self, data: Any) -> None:
+            calls.write(self.gpu_data.device_pointer, data, 1)
+
+        def copy_to_host(self) -> Any:
+            return calls.read(self.gpu_data.device_pointer, self.size, 1)
+
+        @property
+        def __cuda_array_interface__(self) -> dict[str, Any]:
+            return {"shape": (self.size,), "typestr": "|u1", "data": (self.gpu_data.device_pointer, False),
+                    "strides": None, "version": 3}  # fmt: skip
+
+    def current_context() -> Any:
+        if gpu.primary_context is None:
+            gpu.primary_context = Context()
+        return gpu.primary_context
+
+    def from_cuda_array_interface(interface: Any, owner: Any, sync: bool) -> Any:
+        assert "stream" not in interface and sync is False
+        nbytes = math.prod(interface["shape"]) * np.dtype(interface["typestr"]).itemsize
+        pointer = MemoryPointer(None, interface["data"][0], nbytes)
+        pointer.owner = owner  # type: ignore[attr-defined]
+        return DeviceArray(nbytes, pointer)
+
+    gpu = SimpleNamespace(primary_context=None)
+    cuda: Any = ModuleType("numba.cuda")
+    cuda.HostOnlyCUDAMemoryManager, cuda.MemoryPointer = HostOnlyCUDAMemoryManager, MemoryPointer
+    cuda.MemoryInfo = lambda free, total: SimpleNamespace(free=free, total=total)
+    cuda.current_context = current_context
+    cuda.from_cuda_array_interface = from_cuda_array_interface
+    cuda.device_array = lambda size, dtype=np.uint8: DeviceArray(size, current_context().memory_manager.memalloc(size))
+    numba_driver: Any = ModuleType("numba.cuda.cudadrv.driver")
+    numba_driver._memory_manager, numba_driver.set_memory_manager = None, set_memory_manager
+    numba_driver.CudaAPIError, numba_driver._ensure_memory_manager = CudaAPIError, ensure_memory_manager
+    devices: Any = ModuleType("numba.cuda.cudadrv.devices")
+    devices.gpus = SimpleNamespace(lst=[gpu])
+    package: Any = ModuleType("numba")
+    package.cuda = cuda
+    return {"numba": package, "numba.cuda": cuda, "numba.cuda.cudadrv": ModuleType("numba.cuda.cudadrv"),
+            "numba.cuda.cudadrv.driver": numba_driver, "numba.cuda.cudadrv.devices": devices}  # fmt: skip
+
+
+# -- PyTorch ---------------------------------------------------------------------------------------------------------
+
+
+def torch(driver: Any) -> dict[str, ModuleType]:
+    calls = Calls(driver)
+    local = threading.local()
+    settings = [""]
+    mutex = threading.RLock()  # the allocator's
+    recording: list[Any] = []
+    allocate_type = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+    free_type = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+    segment_size = 2 << 20
+
+    class OutOfMemoryError(RuntimeError): ...
+
+    class CustomAllocator:
+        def __init__(self, allocate: int, free: int) -> None:
+            # From native code: Python's lock is let go of for the call, and taken in the callback.
+            self.allocate, self.free = allocate_type(allocate), free_type(free)
+
+    class MemPool:
+        """Segments of 2 MiB, or of the size of a large tensor; one tensor in each at a time."""
+
+        def __init__(self, allocator: Any) -> None:
+            self.allocator = allocator
+            self.segments: dict[int, dict[str, int]] = {}
+
+        def take(self, nbytes: int, stream: int) -> int:
+            size = -(-nbytes // segment_size) * segment_size
+            with mutex:
+                for address, segment in self.segments.items():
+                    fits = segment["total_size"] == size and segment["stream"] == stream
+                    if fits and not segment["allocated_size"]:
+                        segment["allocated_size"] = nbytes
+                        return address
+            with contextlib.nullcontext() if "release_lock_on_cudamalloc:True" in settings[0] else mutex:
+                address = self.allocator.allocate(size, calls.device, stream or None) or 0
+            if not address:
+                raise OutOfMemoryError("CUDA out of memory.")
+            with mutex:
+                self.segments[address] = {"total_size": size, "allocated_size": nbytes, "stream": stream}
+            return address
+
+        def give(self, address: int) -> None:
+            with mutex:
+                self.segments[address]["allocated_size"] = 0
+
+        def snapshot(self, include_traces: bool = True) -> list[dict[str, int]]:
+            return list(self.segments.values())
+
+        def __del__(self) -> None:
+            with mutex:
+                for address, segment in self.segments.items():
+                    self.allocator.free(address, segment["total_size"], 0, segment["stream"] or None)
+
+    @contextlib.contextmanager
+    def use_mem_pool(pool: Any, device: int = 0) -> Iterator[None]:
+        if pool in recording:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        recording.append(pool)
+        before, local.pool = getattr(local, "pool", None), pool
+        try:
+            yield
+        finally:
+            local.pool = before
+            recording.remove(pool)
+
+    class Tensor:
+        device = SimpleNamespace(type="cuda", index=0)
+
+        def __init__(self, size: int, address: int, let_go: Callable[[], object], keep: object = None) -> None:
+            self.size, self.address, self.keep = size, address, keep
+            weakref.finalize(self, let_go)
+
+        def data_ptr(self) -> int:
+            return self.address
+
+        def detach(self) -> Tensor:
+            return self
+
+        def fill_(self, value: int) -> Tensor:
+            calls.fill(self.address, value, self.size, current_stream().cuda_stream)
+            return self
+
+        def cpu(self) -> Any:
+            read = calls.read(self.address, self.size, current_stream().cuda_stream)
+            return SimpleNamespace(numpy=lambda: read)
+
+        @property
+        def __cuda_array_interface__(self) -> dict[str, Any]:
+            return {"shape": (self.size,), "typestr": "|u1", "data": (self.address, False), "strides": None,
+                    "version": 2}  # fmt: skip
+
+    def empty(size: int, dtype: Any = None, device: str = "cuda") -> Tensor:
+        pool = getattr(local, "pool", None)
+        if pool is not None:
+            address = pool.take(size, current_stream().cuda_stream)
+            return Tensor(size, address, lambda: pool.give(address))
+        address = int(calls.here("cuMemAlloc", size))
+        return Tensor(size, address, lambda: driver.cuMemFree(address))
+
+    class Stream(FakeStream):
+        def __init__(self, handle: int | None = None) -> None:
+            super().__init__(calls, handle)
+            self.cuda_stream = self.ptr
+            del self.ptr
+
+        def synchronize(self) -> None:
+            calls.here("cuStreamSynchronize", self.cuda_stream)
+
+        def __del__(self) -> None:
+            """PyTorch's streams are of a pool of its own, and stay."""
+
+    null = Stream(0)
+
+    def current_stream(device: Any = None) -> Any:
+        return getattr(local, "stream", null)
+
+    @contextlib.contextmanager
+    def on(stream: Any) -> Iterator[None]:
+        before, local.stream = current_stream(), stream
+        try:
+            yield
+        finally:
+            local.stream = before
+
+    def from_dlpack(array: Any) -> Tensor:
+        capsule = array.__dlpack__(stream=current_stream().cuda_stream or 1)
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        address = ctypes.c_void_p.from_address(pointer(capsule, b"dltensor")).value or 0
+        return Tensor(array.nbytes, address, lambda: None, capsule)
+
+    module: Any = ModuleType("torch")
+    module.uint8, module.dtype, module.empty, module.from_dlpack = "uint8", type("dtype", (), {}), empty, from_dlpack
+    module.OutOfMemoryError = OutOfMemoryError
+    module._C = SimpleNamespace(
+        _cuda_customAllocator=CustomAllocator,
+        _accelerator_getAllocatorSettings=lambda: settings[0],
+        _accelerator_setAllocatorSettings=lambda text: settings.__setitem__(0, text),
+    )
+    module.cuda = SimpleNamespace(
+        MemPool=MemPool, use_mem_pool=use_mem_pool, Stream=Stream, stream=on, current_stream=current_stream,
+        device=lambda ordinal: contextlib.nullcontext(),
+    )  # fmt: skip
+    return {"torch": module}
+
+
+# -- RMM -------------------------------------------------------------------------------------------------------------
+
+
+def rmm(driver: Any) -> dict[str, ModuleType]:
+    calls = Calls(driver)
+
+    class Stream(FakeStream):
+        def __init__(self, handle: int | None = None) -> None:
+            super().__init__(calls, handle)
+
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return (0, self.ptr)
+
+    null = Stream(0)
+
+    class CudaMemoryResource:
+        def allocate(self, nbytes: int, stream: Any) -> int:
+            return int(calls.here("cuMemAlloc", nbytes)) if nbytes else 0
+
+        def deallocate(self, address: int, nbytes: int, stream: Any) -> None:
+            calls.here("cuMemFree", address)
+
+    class CudaAsyncViewMemoryResource:
+        def __init__(self, pool_handle: Any) -> None:
+            assert isinstance(pool_handle, driver.CUmemoryPool)
+            self.pool = pool_handle
+
+        def allocate(self, nbytes: int, stream: Any) -> int:
+            try:
+                return int(calls.here("cuMemAllocFromPoolAsync", nbytes, self.pool, stream.ptr)) if nbytes else 0
+            except RuntimeError as error:
+                raise MemoryError(str(error)) from None
+
+        def deallocate(self, address: int, nbytes: int, stream: Any) -> None:
+            calls.here("cuMemFreeAsync", address, stream.ptr)
+
+    class CallbackMemoryResource:
+        def __init__(self, allocate_func: Any, deallocate_func: Any) -> None:
+            # RMM makes a new stream object of the handle for each call.
+            self.allocate = lambda nbytes, stream: allocate_func(nbytes, Stream(stream.ptr))
+            self.deallocate = lambda at, nbytes, stream: deallocate_func(at, nbytes, Stream(stream.ptr))
+
+    resources: dict[int, Any] = {0: CudaMemoryResource()}
+
+    class DeviceBuffer:
+        def __init__(self, size: int, stream: Any = null) -> None:
+            self.resource, self.size, self.stream = resources[0], size, stream
+            self.ptr = 0
+            self.ptr = self.resource.allocate(size, stream)
+
+        def copy_from_host(self, data: Any, stream: Any = null) -> None:
+            calls.write(self.ptr, data, stream.ptr)
+
+        def copy_to_host(self, stream: Any = null) -> Any:
+            return calls.read(self.ptr, self.size, stream.ptr)
+
+        def __del__(self) -> None:
+            if self.ptr:
+                self.resource.deallocate(self.ptr, self.size, self.stream)
+
+    module: Any = ModuleType("rmm")
+    module.DeviceBuffer = DeviceBuffer
+    module.mr = SimpleNamespace(
+        CudaAsyncViewMemoryResource=CudaAsyncViewMemoryResource, CallbackMemoryResource=CallbackMemoryResource,
+        get_per_device_resource=resources.__getitem__, set_per_device_resource=resources.__setitem__,
+    )  # fmt: skip
+    module.pylibrmm = SimpleNamespace(stream=SimpleNamespace(Stream=Stream))
+    return {"rmm": module}
+
+
+# -- cuda.core -------------------------------------------------------------------------------------------------------
+
+
+def cuda_core(driver: Any) -> dict[str, ModuleType]:
+    calls = Calls(driver)
+
+    class CUDAError(Exception): ...
+
+    class Stream(FakeStream):
+        def __init__(self) -> None:
+            super().__init__(calls)
+
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return (0, self.ptr)
+
+        def sync(self) -> None:
+            self.synchronize()
+
+    class MemoryResource: ...
+
+    class Buffer:
+        def __init__(self, ptr: int, size: int, mr: Any, owner: Any, stream: Any) -> None:
+            self.handle, self.size, self.memory_resource, self._owner, self._stream = ptr, size, mr, owner, stream
+
+        @staticmethod
+        def from_handle(ptr: int, size: int, mr: Any = None, owner: Any = None, *, stream: Any = None) -> Buffer:
+            assert (mr is None) != (owner is None)
+            return Buffer(ptr, size, mr, owner, stream)
+
+        def fill(self, value: int, *, stream: Any) -> None:
+            calls.fill(self.handle, value, self.size, stream.ptr)
+
+        def close(self, stream: Any = None) -> None:
+            resource, self.memory_resource = self.memory_resource, None
+            if resource is not None:
+                resource.deallocate(self.handle, self.size, stream=stream or self._stream)
+
+        def __del__(self) -> None:
+            self.close()
+
+        @property
+        def __cuda_array_interface__(self) -> dict[str, Any]:
+            return {"shape": (self.size,), "typestr": "|u1", "data": (self.handle, False), "version": 3}
+
+    class DeviceMemoryResource(MemoryResource):
+        def __init__(self, device: Any) -> None:
+            self.handle = calls("cuDeviceGetMemPool", device.device_id)
+            self.is_handle_owned = False
+
+        def allocate(self, size: int, *, stream: Any) -> Buffer:
+            try:
+                pointer = int(calls("cuMemAllocFromPoolAsync", size, self.handle, stream.ptr))
+            except RuntimeError as error:
+                raise CUDAError(str(error)) from None
+            return Buffer(pointer, size, self, None, stream)
+
+        def deallocate(self, ptr: int, size: int, *, stream: Any) -> None:
+            calls("cuMemFreeAsync", ptr, stream.ptr)
+
+    resources: dict[int, Any] = {}
+
+    class Device:
+        def __init__(self, ordinal: int = 0) -> None:
+            self.device_id = ordinal
+
+        def set_current(self) -> None: ...
+
+        def create_stream(self) -> Stream:
+            return Stream()
+
+        @property
+        def memory_resource(self) -> Any:
+            return resources.setdefault(self.device_id, DeviceMemoryResource(self))
+
+        @memory_resource.setter
+        def memory_resource(self, resource: Any) -> None:
+            resources[self.device_id] = resource
+
+        def allocate(self, size: int, *, stream: Any) -> Any:
+            return self.memory_resource.allocate(size, stream=stream)
+
+    module: Any = ModuleType("cuda.core")
+    module.Device, module.Buffer, module.MemoryResource = Device, Buffer, MemoryResource
+    module.DeviceMemoryResource = DeviceMemoryResource
+    utils: Any = ModuleType("cuda.core._utils.cuda_utils")
+    utils.CUDAError = CUDAError
+    return {"cuda.core": module, "cuda.core._utils": ModuleType("cuda.core._utils"),
+            "cuda.core._utils.cuda_utils": utils}  # fmt: skip
+
+
+STANDINS: dict[str, Callable[[Any], dict[str, ModuleType]]] = {
+    "cupy": cupy, "numba": numba, "torch": torch, "rmm": rmm, "cuda_core": cuda_core,
+}  # fmt: skip

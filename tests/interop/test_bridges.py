@@ -1,0 +1,460 @@
+"""Libraries that allocate from our memory: from handles of pools, and by callbacks."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import interop, vmm
+from streamalloc.testing import Gate
+from tests.interop.conftest import Get
+from tests.interop.libraries import Library
+from tests.support import KEEP, MiB
+
+N = 2 * MiB
+
+
+@pytest.fixture
+def cache(pool: sa.MemoryPool) -> Iterator[sa.CachingAllocator]:
+    with sa.CachingAllocator(pool) as cache:
+        yield cache
+
+
+@pytest.fixture
+def watchdog() -> Iterator[None]:
+    faulthandler.dump_traceback_later(60, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+def used(pool: sa.MemoryPool) -> int:
+    gc.collect()
+    return pool.statistics().used
+
+
+class TestStartAndStop:
+    @pytest.mark.parametrize("callbacks", [False, True], ids=["handles", "callbacks"])
+    def test_memory_comes_from_the_pool_and_goes_back(
+        self, library: Library, pool: sa.MemoryPool, device: sa.Device, callbacks: bool
+    ) -> None:
+        before = library.make(N)
+        assert used(pool) == 0
+        with library.use(pool, callbacks=callbacks) as bridge:
+            assert "started" in repr(bridge)
+            array = library.make(N)
+            assert used(pool) >= N
+            library.fill(array, 7)
+            assert library.holds(array, 7)
+        assert "stopped" in repr(bridge) and not bridge.started
+        inside = used(pool)
+        after = library.make(N)
+        assert used(pool) == inside and library.holds(array, 7)
+        library.fill(array, 9)
+        assert library.holds(array, 9)
+        del array, before, after
+        gc.collect()
+        library.finish(bridge)
+        device.synchronize()
+        assert used(pool) == 0
+
+    def test_one_call_each(self, library: Library, pool: sa.MemoryPool, device: sa.Device) -> None:
+        bridge = library.use(pool, callbacks=False)
+        assert bridge.start() is bridge
+        array = library.make(N)
+        bridge.stop()
+        bridge.stop()
+        other = library.make(N)
+        bridge.start()
+        again = library.make(N)
+        library.finish(bridge)
+        del array, other, again
+        gc.collect()
+        device.synchronize()
+
+    def test_pools_are_as_before(self, get: Get, pool: sa.MemoryPool, device: sa.Device) -> None:
+        library = get("cupy")
+        pool.attributes.release_threshold = 5 * MiB
+        current = sa.MemoryPool.current(device)
+        threshold = current.attributes.release_threshold
+        with library.use(pool, callbacks=False):
+            assert sa.MemoryPool.current(device) is pool
+        assert pool.attributes.release_threshold == 5 * MiB
+        assert sa.MemoryPool.current(device) is current and current.attributes.release_threshold == threshold
+
+    def test_inside_each_other(self, library: Library, device: sa.Device) -> None:
+        with sa.MemoryPool(device) as one, sa.MemoryPool(device) as two:
+            outer = library.use(one, callbacks=True)
+            inner = library.use(two, callbacks=True)
+            arrays = [library.make(N)]
+            assert (used(one), used(two) >= N) == (0, True)
+            inner.stop()
+            arrays.append(library.make(N))
+            assert used(one) >= N
+            arrays.clear()
+            gc.collect()
+            for bridge in (inner, outer):
+                library.finish(bridge)
+            device.synchronize()
+
+    def test_it_goes_on_when_it_is_dropped(self, library: Library, pool: sa.MemoryPool, device: sa.Device) -> None:
+        bridge = weakref.ref(library.use(pool, callbacks=True))
+        gc.collect()
+        array = library.make(N)
+        assert used(pool) >= N
+        kept = bridge()
+        assert kept is not None
+        del array
+        library.finish(kept)
+        device.synchronize()
+
+
+class TestSources:
+    @pytest.mark.parametrize("wrong", [None, 5, "pool"])
+    def test_other_things(self, wrong: Any) -> None:
+        for use in (interop.cupy.use, interop.numba.use, interop.torch.use, interop.rmm.use, interop.cuda_core.use):
+            with pytest.raises(TypeError, match="allocator"):
+                use(wrong)
+
+    def test_none_two_of_a_device_and_host_memory(self, device: sa.Device, pool: sa.MemoryPool) -> None:
+        with pytest.raises(ValueError, match="at least one"):
+            interop.cupy.use()
+        with pytest.raises(ValueError, match="both of device 0"):
+            interop.cupy.use(pool, sa.MemoryPool.default(device))
+        with sa.MemoryPool(sa.MemLocation.host()) as host, pytest.raises(ValueError, match="not in device memory"):
+            interop.cupy.use(host)
+
+    def test_of_different_drivers(self, pool: sa.MemoryPool) -> None:
+        other = sa.Device(1, driver=sd.simulated(devices=2))
+        with sa.MemoryPool(other) as second, pytest.raises(ValueError, match="different drivers"):
+            interop.cupy.use(pool, second)
+
+    @pytest.mark.gpus(2)
+    def test_one_for_each_device(self, get: Get, pool: sa.MemoryPool, peer: sa.Device) -> None:
+        library = get("cupy")
+        with sa.MemoryPool(peer) as second:
+            for callbacks in (False, True):
+                with library.use(pool, second, callbacks=callbacks):
+                    with library.module.cuda.Device(1):
+                        array = library.make(N)
+                        assert (used(pool), used(second)) == (0, N)
+                    del array
+                    assert used(second) == 0
+            with library.use(pool, callbacks=True), library.module.cuda.Device(1), pytest.raises(ValueError, match="1"):
+                library.make(N)
+
+    def test_a_library_that_is_not_there(self, pool: sa.MemoryPool, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(__import__("sys").modules, "cupy", None)
+        with pytest.raises(ModuleNotFoundError, match="bridges-cupy"):
+            interop.cupy.use(pool)
+
+
+class TestOrder:
+    @pytest.mark.parametrize("callbacks", [False, True], ids=["handles", "callbacks"])
+    def test_what_is_dropped_is_used_again_after_its_last_use(
+        self, ordered: Library, device: sa.Device, gate: Gate, callbacks: bool
+    ) -> None:
+        """A held stream, an array of it dropped on another thread, and another stream that would get its memory."""
+        with sa.MemoryPool(device, release_threshold=KEEP) as pool:
+            bridge = ordered.use(pool, callbacks=callbacks)
+            one, two = ordered.stream(), ordered.stream()
+            gate.hold(one)
+            box = [ordered.make(N, one)]
+            if ordered.fills_without_waiting:
+                ordered.fill(box[0], 1, one)
+            thread = threading.Thread(target=box.clear)
+            thread.start()
+            thread.join()
+            gc.collect()
+            other = ordered.make(N, two)
+            if ordered.fills_without_waiting:
+                ordered.fill(other, 2, two)
+            gate.open()
+            device.synchronize()
+            assert not ordered.fills_without_waiting or ordered.holds(other, 2, two)
+            del other
+            gc.collect()
+            ordered.finish(bridge)
+            device.synchronize()
+            assert used(pool) == 0
+
+    @pytest.mark.gpus(2)
+    def test_dropped_with_another_device_current(self, get: Get, pool: sa.MemoryPool, device: sa.Device) -> None:
+        library = get("cupy")
+        with library.use(pool, callbacks=True):
+            arrays = [library.make(N), library.make(N, library.stream())]
+            with library.module.cuda.Device(1):
+                arrays.clear()
+                gc.collect()
+        device.synchronize()
+        assert used(pool) == 0
+
+    def test_per_thread_streams(self, get: Get, pool: sa.MemoryPool, device: sa.Device, gate: Gate) -> None:
+        """The handle is the same, the stream another: the free waits for the thread that allocated."""
+        library = get("cupy")
+        ptds = library.module.cuda.Stream.ptds
+        with library.use(pool, callbacks=True):
+            box: list[Any] = []
+            with device.current():
+                gate.hold(device.per_thread_stream)
+                box.append(library.make(N, ptds))
+                thread = threading.Thread(target=box.clear)
+                thread.start()
+                thread.join()
+                # It is freed with the next synchronisation at the latest, after this thread's work.
+                gate.open()
+                device.synchronize()
+            assert used(pool) == 0
+            mine = library.make(N, ptds)
+            del mine
+            assert used(pool) == 0
+
+    def test_a_stream_that_is_dropped_before_its_arrays(self, get: Get, pool: sa.MemoryPool, device: sa.Device) -> None:
+        library = get("cupy")
+        with library.use(pool, callbacks=True):
+            stream = library.stream()
+            array = library.make(N, stream)
+            library.fill(array, 3, stream)
+            del stream
+            gc.collect()
+            assert library.holds(array, 3)
+            del array
+        device.synchronize()
+        assert used(pool) == 0
+
+    def test_numba_memory_is_freed_after_all_work(self, get: Get, pool: sa.MemoryPool, gate: Gate) -> None:
+        """Also after that of a non-blocking stream, of which Numba never told."""
+        library = get("numba")
+        device = gate.device
+        with library.use(pool, callbacks=True), device.create_stream() as outside:
+            array = library.make(N)
+            gate.hold(outside)
+            memory = interop.borrow(array, outside)
+            memory.fill(1)
+            del array, memory
+            gc.collect()
+            other = library.make(N)
+            gate.open()
+            library.fill(other, 2)
+            device.synchronize()
+            assert library.holds(other, 2)
+
+
+class TestOutOfMemory:
+    @pytest.mark.parametrize("callbacks", [False, True], ids=["handles", "callbacks"])
+    def test_is_the_library_s_own_error(self, library: Library, device: sa.Device, callbacks: bool) -> None:
+        with sa.MemoryPool(device, max_size=64 * MiB, release_threshold=KEEP) as pool:
+            bridge = library.use(pool, callbacks=callbacks)
+            kept = library.make(N)
+            with pytest.raises(library.ends_with):
+                library.make(512 * MiB)
+            # It goes on afterwards.
+            library.fill(kept, 5)
+            other = library.make(N)
+            assert library.holds(kept, 5)
+            del kept, other
+            gc.collect()
+            library.finish(bridge)
+            device.synchronize()
+
+    def test_pytorch_s_bridge_knows_why(self, get: Get, device: sa.Device) -> None:
+        library = get("torch")
+        with sa.MemoryPool(device, max_size=64 * MiB) as pool:
+            bridge = library.use(pool, callbacks=True)
+            assert bridge.refusal is None  # type: ignore[attr-defined]
+            with pytest.raises(library.ends_with):
+                library.make(512 * MiB)
+            assert bridge.refusal.requested == 512 * MiB  # type: ignore[attr-defined]
+            library.finish(bridge)
+
+
+class Broken:
+    """An allocator that fails by more than a lack of memory."""
+
+    def __init__(self, pool: sa.MemoryPool, error: BaseException) -> None:
+        self.location = pool.location
+        self._door = pool._door
+        self.error = error
+
+    def allocate(self, nbytes: int, stream: Any) -> Any:
+        raise self.error
+
+
+class TestExceptions:
+    def test_never_get_into_c_code(self, get: Get, pool: sa.MemoryPool, monkeypatch: pytest.MonkeyPatch) -> None:
+        library = get("torch")
+        seen: list[Any] = []
+        monkeypatch.setattr("sys.unraisablehook", seen.append)
+        broken = Broken(pool, ZeroDivisionError("broken"))
+        with library.use(broken, callbacks=True), pytest.raises(library.ends_with):
+            library.make(N)
+        assert {type(one.exc_value) for one in seen} == {ZeroDivisionError}
+
+    def test_an_interrupt_comes_after_the_c_code(self, get: Get, pool: sa.MemoryPool) -> None:
+        library = get("torch")
+        with library.use(Broken(pool, KeyboardInterrupt()), callbacks=True), pytest.raises(library.ends_with):
+            library.make(N)
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(500):
+                time.sleep(0.01)
+
+    def test_of_python_callers_go_on_to_them(self, get: Get, pool: sa.MemoryPool) -> None:
+        library = get("cupy")
+        broken = Broken(pool, ZeroDivisionError("broken"))
+        with library.use(broken, callbacks=True), pytest.raises(ZeroDivisionError):
+            library.make(N)
+
+
+class TestKindsOfMemory:
+    def test_from_the_cache(self, library: Library, cache: sa.CachingAllocator, device: sa.Device) -> None:
+        with library.use(cache, callbacks=False) as bridge:
+            stream = library.stream()
+            for value in range(5):
+                array = library.make(N, stream)
+                library.fill(array, value, stream)
+                assert library.holds(array, value, stream)
+                del array
+        gc.collect()
+        library.finish(bridge)
+        device.synchronize()
+
+    def test_the_cache_serves_streams_of_libraries(
+        self, get: Get, machine: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        traced: Any = sd.traced(machine)
+        device = sa.Device(0, driver=traced)
+        with sa.MemoryPool(device, release_threshold=KEEP) as pool, sa.CachingAllocator(pool) as cache:
+            library = get("cupy")
+            with library.use(cache, callbacks=False):
+                stream = library.stream()
+                addresses = set()
+                for _ in range(5):
+                    array = library.make(100_000, stream)
+                    addresses.add(array.data.ptr)
+                    del array
+            assert len(addresses) == 1
+            assert [call.name for call in traced.calls].count("cuMemAllocFromPoolAsync") == 1
+
+    def test_virtual_memory(self, library: Library, device: sa.Device) -> None:
+        group = vmm.SleepGroup(device)
+        with library.use(group.tagged("weights"), callbacks=True) as bridge:
+            stream = library.stream()
+            array = library.make(N, stream)
+            library.fill(array, 6, stream)
+            assert library.holds(array, 6, stream)
+            device.synchronize()
+            group.sleep()
+            assert group.mapped_bytes == 0
+            group.wake()
+            device.synchronize()
+            assert library.holds(array, 6, stream)
+            del array
+        gc.collect()
+        library.finish(bridge)
+        device.synchronize()
+        assert group.mapped_bytes == 0
+
+
+class TestCaptures:
+    def test_cupy_memory_is_the_graph_s(self, get: Get, pool: sa.MemoryPool, device: sa.Device) -> None:
+        library = get("cupy")
+        with library.use(pool, callbacks=True), device.create_stream() as stream:
+            theirs = library.module.cuda.ExternalStream(stream.handle)
+            with stream.capture("relaxed") as graph:
+                array = library.make(N, theirs)
+                library.fill(array, 4, theirs)
+            graph.launch(stream)
+            assert library.holds(array, 4, theirs)
+            del array
+            stream.synchronize()
+
+    def test_pytorch_gets_ordinary_memory(self, get: Get, pool: sa.MemoryPool, device: sa.Device) -> None:
+        """Which stays when the graph is launched again, and is there at once."""
+        library = get("torch")
+        bridge = library.use(pool, callbacks=True)
+        with device.create_stream() as stream:
+            sources = bridge.sources
+            with stream.capture("relaxed") as graph:
+                memory = sources.allocate(N, 0, stream.handle, in_capture=False)
+                memory.fill(8, stream)
+            assert type(memory).__name__ != "GraphBuffer" and used(pool) == N
+            for _ in range(2):
+                graph.launch(stream)
+            stream.synchronize()
+            del memory
+        library.finish(bridge)
+
+
+class TestThreads:
+    def test_that_allocate_while_others_drop(
+        self, library: Library, pool: sa.MemoryPool, device: sa.Device, watchdog: None
+    ) -> None:
+        bridge = library.use(pool, callbacks=True)
+        if library.name == "torch":
+            bridge.stop()  # it is for this thread
+        end = time.monotonic() + 0.3
+        errors: list[BaseException] = []
+        counts = itertools.count()
+
+        def work() -> None:
+            try:
+                with device.current(), library.routed(bridge):
+                    stream = library.stream()
+                    kept: list[Any] = []
+                    while time.monotonic() < end:
+                        kept.append(library.make((1 + next(counts) % 5) * 300_000, stream))
+                        if len(kept) > 8:
+                            del kept[::2]
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+        gc.collect()
+        library.finish(bridge)
+        device.synchronize()
+        device.synchronize()
+        assert used(pool) == 0
+
+
+LIVE = """
+import streamalloc as sa
+from streamalloc import interop
+import streamalloc.driver as sd
+from tests.interop.standins import STANDINS
+from tests.interop.libraries import LIBRARIES, MODULES
+import importlib, sys, os
+if os.environ["STREAMALLOC_DRIVER"] != "cuda":
+    driver = sd.default()
+    for imported, standin in STANDINS[{name!r}](driver).items():
+        sys.modules[imported] = standin
+device = sa.Device(0)
+pool = sa.MemoryPool(device, release_threshold=1 << 40)
+library = LIBRARIES[{name!r}](importlib.import_module(MODULES.get({name!r}, {name!r})))
+bridge = library.use(pool, callbacks=True)
+stream = library.stream()
+live = [library.make(1 << 20), library.make(1 << 20, stream)]
+class Cycle: pass
+cycle = Cycle()
+cycle.cycle, cycle.array = cycle, library.make(1 << 20, stream)
+"""
+
+
+@pytest.mark.parametrize("name", ["cupy", "numba", "torch", "rmm", "cuda_core"])
+def test_a_process_ends_with_live_arrays(get: Get, python: Callable[..., Any], name: str) -> None:
+    get(name)  # or the test is skipped
+    done = python(LIVE.format(name=name))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -1,0 +1,209 @@
+"""Memory of ours as arrays of libraries, and their arrays as memory of ours, in stream order both ways."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+from streamalloc import interop
+from streamalloc.testing import Gate
+from tests.interop.conftest import Get
+from tests.support import MiB, holds, pending, read
+
+
+def used(pool: sa.MemoryPool, device: sa.Device) -> int:
+    gc.collect()
+    device.synchronize()
+    return pool.statistics().used
+
+
+class TestLent:
+    def test_form(self, get: Get, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device) -> None:
+        library = get("cupy")
+        buffer = pool.allocate(64, stream)
+        buffer.fill(5)
+        for memory, arguments, shape in (
+            (buffer, (), (64,)),
+            (buffer, (np.float32, (4, -1)), (4, 4)),
+            (buffer.view_as(np.int16, (2, 16)), (), (2, 16)),
+        ):
+            array = interop.cupy.array(memory, *arguments)
+            assert array.shape == shape and library.holds(array, 5)
+            assert array.data.ptr == buffer.address
+        del array, memory, buffer
+        assert used(pool, device) == 0
+
+    @pytest.mark.parametrize("name", ["cupy", "torch", "numba", "cuda_core"])
+    def test_lives_as_long_as_the_array(
+        self, get: Get, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device, name: str
+    ) -> None:
+        library = get(name)
+        lend: dict[str, Callable[[Any], Any]] = {
+            "cupy": interop.cupy.array,
+            "torch": interop.torch.tensor,
+            "numba": interop.numba.array,
+            "cuda_core": lambda memory: interop.cuda_core.buffer(memory, library.default),  # type: ignore[attr-defined]
+        }
+        buffer = pool.allocate(1000, stream)
+        buffer.fill(9)
+        array = lend[name](buffer)
+        del buffer
+        assert used(pool, device) == 1000
+        assert library.holds(array, 9)
+        library.fill(array, 4)
+        assert library.holds(array, 4)
+        del array
+        assert used(pool, device) == 0
+
+    def test_the_library_waits_for_us(
+        self, get: Get, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device, gate: Gate
+    ) -> None:
+        library = get("cupy")
+        theirs = library.stream()
+        buffer = pool.allocate(4096, stream)
+        gate.hold(stream)
+        buffer.fill(1)
+        array = interop.cupy.array(buffer, stream=theirs)
+        library.fill(array, 2, theirs)
+        with device.create_stream() as probe:
+            probe.wait(theirs)
+            assert pending(probe)
+            gate.open()
+            probe.synchronize()
+        assert holds(buffer, 2)
+
+    def test_the_free_comes_after_the_library_s_last_use(
+        self, get: Get, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device, gate: Gate
+    ) -> None:
+        library = get("cupy")
+        theirs = library.stream()
+        buffer = pool.allocate(MiB, stream)
+        buffer.fill(1)
+        array = interop.cupy.array(buffer, stream=theirs)
+        gate.hold(theirs)
+        library.fill(array, 2, theirs)
+        del array, buffer
+        gc.collect()
+        # A point of work: our stream waits for theirs, and then the memory is free.
+        pool.statistics()
+        other = pool.allocate(MiB, stream)
+        other.fill(3)
+        assert pending(stream)
+        gate.open()
+        device.synchronize()
+        assert holds(other, 3)
+        other.free()
+        assert used(pool, device) == 0
+
+    def test_nothing_is_done_in_a_capture(
+        self, get: Get, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device
+    ) -> None:
+        get("cupy")
+        array = interop.cupy.array(pool.allocate(MiB, stream))
+        with stream.capture("relaxed") as graph:
+            del array
+            gc.collect()
+        assert graph is not None
+        assert used(pool, device) == 0
+
+
+class TestBorrowed:
+    @pytest.mark.parametrize("name", ["cupy", "torch", "numba"])
+    def test_reads_and_writes(self, get: Get, stream: sa.Stream, name: str) -> None:
+        library = get(name)
+        array = library.make(4096)
+        library.fill(array, 6)
+        with getattr(interop, name).memory(array, stream) as memory:
+            assert isinstance(memory, interop.Borrowed) and (memory.dtype.str, memory.shape) == ("|u1", (4096,))
+            assert memory.nbytes == 4096 and memory.owner is not None and memory.location == sa.MemLocation.device(0)
+            assert (read(memory) == 6).all()
+            memory.fill(7)
+        assert memory.closed
+        memory.close()
+        with pytest.raises(sa.ClosedError):
+            memory.fill(1)
+        assert library.holds(array, 7)
+
+    def test_we_wait_for_the_library(self, get: Get, stream: sa.Stream, gate: Gate) -> None:
+        library = get("cupy")
+        theirs = library.stream()
+        array = library.make(4096, theirs)
+        gate.hold(theirs)
+        library.fill(array, 1, theirs)
+        with theirs:
+            memory = interop.cupy.memory(array, stream)
+        assert pending(stream)
+        gate.open()
+        assert (read(memory) == 1).all()
+
+    def test_the_library_waits_for_us_at_the_end(self, get: Get, stream: sa.Stream, gate: Gate) -> None:
+        library = get("cupy")
+        device, theirs = gate.device, library.stream()
+        array = library.make(4096, theirs)
+        with theirs:
+            memory = interop.cupy.memory(array, stream)
+        gate.hold(stream)
+        memory.fill(1)
+        memory.close()
+        library.fill(array, 2, theirs)
+        with device.create_stream() as probe:
+            probe.wait(theirs)
+            assert pending(probe)
+            gate.open()
+            probe.synchronize()
+        assert library.holds(array, 2, theirs)
+
+    def test_without_a_lender_the_array_is_kept_until_our_work_is_done(
+        self, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate, device: sa.Device
+    ) -> None:
+        with device.create_stream() as other:
+            buffer = pool.allocate(64, other)
+            memory = interop.borrow(buffer, stream)
+            gate.hold(stream)
+            memory.fill(3)
+            del buffer
+            memory.close()
+            gc.collect()
+            assert pool.statistics().used == 64
+            gate.open()
+            device.synchronize()
+            assert pool.statistics().used == 0
+
+    def test_dropped(self, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device) -> None:
+        memory = interop.borrow(pool.allocate(64, stream).view_as(np.float32, (4, 4)), stream)
+        assert (memory.dtype.str, memory.shape) == ("<f4", (4, 4)) and "float32 (4, 4)" in repr(memory)
+        assert used(pool, device) == 64
+        del memory
+        assert used(pool, device) == 0
+
+    @pytest.mark.parametrize("thing", [None, 5, b"bytes"])
+    def test_no_array(self, stream: sa.Stream, thing: Any) -> None:
+        with pytest.raises(TypeError, match="__dlpack__"):
+            interop.borrow(thing, stream)
+
+    def test_host_memory_is_refused(self, stream: sa.Stream) -> None:
+        with pytest.raises(ValueError, match="not in device memory"):
+            interop.borrow(np.zeros(4), stream)
+
+    @pytest.mark.parametrize(("shape", "strides"), [((4, 4), (4, 16)), ((8,), (8,)), ((2, 3, 4), (48, 12, 4))])
+    def test_strides(self, pool: sa.MemoryPool, stream: sa.Stream, shape: Any, strides: Any) -> None:
+        buffer = pool.allocate(1024, stream)
+
+        with pytest.raises(ValueError, match="contiguous"):
+            interop.borrow(_array(buffer, shape, strides), stream)
+
+    def test_dense_strides(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        buffer = pool.allocate(96, stream)
+
+        assert interop.borrow(_array(buffer, (2, 1, 12), (48, 999, 4)), stream).nbytes == 96
+
+
+def _array(memory: sa.Memory, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    interface = {"shape": shape, "strides": strides, "typestr": "<f4", "version": 3, "data": (memory.address, False)}
+    return SimpleNamespace(__cuda_array_interface__=interface)
