@@ -255,8 +255,8 @@ def _serve_cuda_core(here: Here) -> Call:
 def _through_queue(stage: Stage, make: Callable[[], Any]) -> HandOffs:
     """Things go through a queue to a process of multiprocessing, as it alone can be given one."""
     spawn = multiprocessing.get_context("spawn")
-    things, answers = spawn.SimpleQueue(), spawn.SimpleQueue()
-    process = spawn.Process(target=answer_queue, args=(things, answers), daemon=True)
+    things, (answers, theirs) = spawn.SimpleQueue(), spawn.Pipe()
+    process = spawn.Process(target=answer_queue, args=(things, theirs), daemon=True)
     # A process of multiprocessing inherits the environment.
     before = dict(os.environ)
     os.environ.update(environment(stage.bench.chosen.driver))
@@ -265,11 +265,15 @@ def _through_queue(stage: Stage, make: Callable[[], Any]) -> HandOffs:
     finally:
         os.environ.clear()
         os.environ.update(before)
+        theirs.close()
 
     def once() -> None:
         thing = make()
         things.put(thing)
-        answers.get()
+        # Ends with EOFError where the other process has.
+        if not answers.poll(_SECONDS):
+            raise TimeoutError("the other process does not answer")
+        answers.recv_bytes()
         if isinstance(thing, sa.Buffer):
             thing.free()
 
@@ -289,7 +293,7 @@ def answer_queue(things: Any, answers: Any) -> None:
         if hasattr(thing, "close"):
             thing.close()
         del thing
-        answers.put(True)
+        answers.send_bytes(b"k")
 
 
 def our_queue(stage: Stage) -> HandOffs:

@@ -27,6 +27,9 @@ __all__ = ["FORMAT", "Action", "Event", "Trace", "TraceFormatError", "opened", "
 
 FORMAT = "streamalloc trace"
 VERSION = 1
+# An event as JSON: action and numbers need no escapes.
+_LINE = '["%s", %d, %d, %d, %d, %d]\n'
+_LEVEL = 6
 _GZIP = b"\x1f\x8b"
 # What the driver takes: sizes and handles have 64 bits, and nothing has half of that.
 _MOST = (1 << 63) - 1
@@ -126,9 +129,10 @@ class Trace:
         """Write it to a file; compressed where the name ends in ``.gz``. Equal traces make equal files."""
         path = Path(path)
         header = {"format": FORMAT, "version": VERSION, "source": self.source, "skipped": dict(self.skipped)}
-        lines = "".join(json.dumps(one) + "\n" for one in (header, *self.events)).encode("ascii")
+        lines = [json.dumps(header) + "\n", *(_LINE % event for event in self.events)]
+        content = "".join(lines).encode("ascii")
         # A compressed file would have the time in it.
-        path.write_bytes(gzip.compress(lines, mtime=0) if path.suffix == ".gz" else lines)
+        path.write_bytes(gzip.compress(content, _LEVEL, mtime=0) if path.suffix == ".gz" else content)
 
     def __repr__(self) -> str:
         peak = size_text(self.peak)
@@ -143,23 +147,25 @@ class _Rules:
         self._seen: set[int] = set()
 
     def take(self, event: Event) -> None:
-        if event.action not in ("allocate", "free"):
-            raise ValueError(f"action {event.action!r}: allowed are 'allocate' and 'free'")
-        for name, value in zip(event._fields[1:], event[1:], strict=True):
+        action, number, nbytes, *_ = event
+        if action not in ("allocate", "free"):
+            raise ValueError(f"action {action!r}: allowed are 'allocate' and 'free'")
+        for value in event[1:]:
             if type(value) is not int or not 0 <= value <= _MOST:
+                name = event._fields[1 + [value is one for one in event[1:]].index(True)]
                 raise ValueError(f"{name}={value!r}: it has to be an integer from 0 to 2**63 - 1")
-        if event.action == "allocate":
-            if event.id in self._seen:
-                raise ValueError(f"allocation {event.id} was made before")
-            self._seen.add(event.id)
-            self._alive[event.id] = event.nbytes
+        if action == "allocate":
+            if number in self._seen:
+                raise ValueError(f"allocation {number} was made before")
+            self._seen.add(number)
+            self._alive[number] = nbytes
             return
-        nbytes = self._alive.pop(event.id, None)
-        if nbytes is None:
-            known = event.id in self._seen
-            raise ValueError(f"allocation {event.id} {'was freed before' if known else 'is unknown'}")
-        if nbytes != event.nbytes:
-            raise ValueError(f"a free of {event.nbytes} bytes, but allocation {event.id} has {nbytes}")
+        allocated = self._alive.pop(number, None)
+        if allocated is None:
+            known = number in self._seen
+            raise ValueError(f"allocation {number} {'was freed before' if known else 'is unknown'}")
+        if nbytes != allocated:
+            raise ValueError(f"a free of {nbytes} bytes, but allocation {number} has {allocated}")
 
 
 def _event_of(value: Any) -> Event:
