@@ -138,6 +138,10 @@ class Capture:
     def invalidate(self) -> None:
         self.valid = False
 
+    @property
+    def running(self) -> bool:
+        return self in self._graphs.captures
+
     def behind(self, stream: Stream) -> list[Node]:
         """The nodes that the next one of ``stream`` will depend on."""
         return self._frontier.get(stream, [])
@@ -181,7 +185,6 @@ class Capture:
 
     def join(self, stream: Stream, event: Event) -> None:
         """``stream`` waits for an event that was recorded in this capture: it takes part from now on."""
-        check(self in self._graphs.captures, Result.CUDA_ERROR_CAPTURED_EVENT)
         check(self.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
         if stream.capture is not None and stream.capture is not self:
             stream.capture.invalidate()

@@ -158,7 +158,7 @@ class VirtualMemory:
         is not waited for, and fails when it gets there (observed on H200: test_mappings).
         """
         end = address + size
-        check(size and address % GRANULARITY == 0 and size % GRANULARITY == 0)
+        check(size)  # nothing has to be aligned (observed on H200: test_mappings)
         self.timeline.run_down()  # first of all: other threads may map and unmap meanwhile
         segments = self._segments(address, end)
         check(segments and segments[-1][2] == end)
@@ -183,9 +183,9 @@ class VirtualMemory:
         return mappings
 
     def whole_span(self, address: int, size: int) -> list[Mapping]:
-        """The same, for a range of whole mappings."""
-        mappings = self.span(address, size)
-        check(mappings[0].base == address and mappings[-1].end == address + size)
+        """The mappings of a range that begins with one and ends with one; between them may be holes."""
+        mappings = self.mappings.overlapping(address, address + size)
+        check(mappings and mappings[0].base == address and mappings[-1].end == address + size)
         return mappings
 
     # -- the end ---------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from ..timeline import Call, Stream
 from .base import Calls
 
 _USAGE_FLAGS = 0xFFFF
-_LARGEST_MAX_SIZE = 1 << 47
+_TOO_LARGE_MAX_SIZE = 1 << 46
 
 _SWITCHES = {
     "CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES": "follow_events",
@@ -52,7 +52,7 @@ class PoolCalls(Calls):
             check(handle_types & ~(Handle.POSIX_FD | Handle.FABRIC) == 0)
             check(not (place.type == Location.HOST and handle_types))
             check(usage & ~_USAGE_FLAGS == 0)
-            check(max_size <= _LARGEST_MAX_SIZE, Result.CUDA_ERROR_OUT_OF_MEMORY)
+            check(max_size < _TOO_LARGE_MAX_SIZE, Result.CUDA_ERROR_OUT_OF_MEMORY)
         return cuda.CUmemoryPool(self._machine.pools.create(place, kind, handle_types, max_size).handle)
 
     def _is_place(self, place: Place) -> bool:
@@ -130,20 +130,27 @@ class PoolCalls(Calls):
         if found.managed:
             return
         for place, flags in wanted:
+            self._check_device_access(found, place, flags)
+        self._unsafe_during_capture()
+        for place, flags in wanted:
             self._check_access(found, place, flags)
         for place, flags in wanted:
             if place.type == Location.DEVICE and place.id != found.device:
                 found.access[place.id] = flags
 
-    def _check_access(self, pool: Pool | ImportedPool, place: Place, flags: int) -> None:
-        if place.type == Location.DEVICE:
+    def _check_device_access(self, pool: Pool | ImportedPool, place: Place, flags: int) -> None:
+        if place.type == Location.DEVICE and flags != READ:
             check(0 <= place.id < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
             check(not (place.id == pool.device and flags == NO_ACCESS), Result.CUDA_ERROR_INVALID_DEVICE)
-            check(flags != READ, Result.CUDA_ERROR_NOT_SUPPORTED)
-        else:
-            check(place.type in (Location.HOST, Location.HOST_NUMA))
+
+    @staticmethod
+    def _check_access(pool: Pool | ImportedPool, place: Place, flags: int) -> None:
+        check(flags != READ, Result.CUDA_ERROR_NOT_SUPPORTED)
+        if place.type != Location.DEVICE:
             # the host's own access is fixed: all of a host pool, nothing of a device pool
-            check(pool.device is None and flags == READ_WRITE, Result.CUDA_ERROR_NOT_SUPPORTED)
+            check(pool.device is None, Result.CUDA_ERROR_NOT_SUPPORTED)
+            check(place.type in (Location.HOST, Location.HOST_NUMA))
+            check(flags == READ_WRITE, Result.CUDA_ERROR_NOT_SUPPORTED)
 
     def cuMemPoolGetAccess(self, memPool: Any, location: Any) -> Any:
         place = arguments.place(arguments.struct("location", location, cuda.CUmemLocation))
@@ -218,7 +225,7 @@ class PoolCalls(Calls):
             return 0
         not_modelled(pool.managed, "allocating from a managed pool")
         if captured:
-            check(pool.device is not None, Result.CUDA_ERROR_NOT_SUPPORTED)
+            check(pool.device is not None and not pool.handle_types, Result.CUDA_ERROR_NOT_SUPPORTED)
             return int(stream.capture.allocate(size, pool, stream))
         address, block = pool.take(size, stream)
         machine.allocations.add(PoolMemory(address, size, pool.device, stream.context, pool, block))

@@ -187,7 +187,7 @@ class SharingCalls(Calls):
 
     def cuIpcGetEventHandle(self, event: EventHandle) -> Any:
         found = self._machine.events.get(event)
-        self._not_during_capture()
+        self._machine.current()
         if found is None:
             raise Fault(Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)  # as every call with a destroyed event
         check(found.flags & EventFlag.INTERPROCESS and not found.opened, Result.CUDA_ERROR_INVALID_HANDLE)

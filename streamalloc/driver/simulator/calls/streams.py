@@ -24,6 +24,8 @@ _EVENT_FLAGS = {f for f in range(8) if not f & EventFlag.INTERPROCESS or f & Eve
 # How a word is compared with the value that is waited for, by flag.
 _GEQ, _EQ, _AND, _NOR = range(4)
 _FLUSH = 1 << 30
+_EXTERNAL = 1
+"""CU_EVENT_WAIT_EXTERNAL: in a capture, wait for what is recorded elsewhere by the time of a launch."""
 
 
 def _comparison(flag: int, bits: int) -> Callable[[int, int], bool]:
@@ -56,8 +58,8 @@ class StreamCalls(Calls):
 
     def _create_stream(self, flags: Any, priority: int) -> Any:
         value = arguments.unsigned_int(flags)
-        context = self._machine.current()
         check(value in (0, _NON_BLOCKING))
+        context = self._machine.current()
         return cuda.CUstream(context.create_stream(value != _NON_BLOCKING, priority).handle)
 
     def cuStreamDestroy(self, hStream: Any) -> None:
@@ -114,9 +116,14 @@ class StreamCalls(Calls):
 
     def cuStreamWaitEvent(self, hStream: Any, hEvent: Any, Flags: UnsignedInt) -> None:
         stream, event = self._stream(hStream), self._event(hEvent)
-        check(Flags in (0, 1))
-        if event.shared is not None and stream.capture is not None:
-            raise NotModelled("waiting for an event of several processes during a stream capture")
+        check(Flags in (0, _EXTERNAL))
+        check(event.capture is None or event.capture.running)
+        check(not Flags or stream.capture is not None, Result.CUDA_ERROR_ILLEGAL_STATE)
+        self._refuse_shared(event, stream)
+        if Flags:
+            check(self._captured(stream))
+            stream.capture.add("WAIT_EVENT", Until(lambda: event.complete), stream)
+            return
         if event.capture is not None:
             event.capture.join(stream, event)
             return
@@ -135,6 +142,13 @@ class StreamCalls(Calls):
             live = self._machine.timeline.streams
             if not event.flags & EventFlag.INTERPROCESS:  # pools do not see what these order (H200: test_placements)
                 merge(stream.clock, {number: seq for number, seq in record.clock.items() if number in live})
+
+    @staticmethod
+    def _refuse_shared(event: Event, stream: Stream) -> None:
+        """A capture cannot have events of several processes."""
+        if stream.capture is not None and event.flags & EventFlag.INTERPROCESS:
+            stream.capture.invalidate()
+            raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
 
     def cuStreamWaitValue32(self, stream: Any, addr: Any, value: Word32, flags: Any) -> None:
         self._wait_value(stream, addr, value, flags, 32)
@@ -233,15 +247,19 @@ class StreamCalls(Calls):
         event, stream = self._event(hEvent), self._stream(hStream)
         check(stream.context is event.context, Result.CUDA_ERROR_INVALID_HANDLE)
         if self._machine.graphs.captures and self._captured(stream):
-            if event.shared is not None:
-                raise NotModelled("recording an event of several processes during a stream capture")
+            self._refuse_shared(event, stream)
             stream.capture.record(event, stream)
         else:
             event.record_in(stream)
 
+    def _check_captured(self, event: Event) -> None:
+        """An event that was recorded in a capture last cannot be asked, not even once that has ended."""
+        check(event.capture is None or event.capture.running)
+        self._spoil([event.capture], Result.CUDA_ERROR_CAPTURED_EVENT)
+
     def cuEventQuery(self, hEvent: Any) -> None:
         event = self._event(hEvent)
-        self._spoil([event.capture], Result.CUDA_ERROR_CAPTURED_EVENT)
+        self._check_captured(event)
         self._unsafe_during_capture()
         if not event.complete and not self._machine.timeline.seeded:
             self._machine.timeline.pump()
@@ -249,7 +267,7 @@ class StreamCalls(Calls):
 
     def cuEventSynchronize(self, hEvent: Any) -> None:
         event = self._event(hEvent)
-        self._spoil([event.capture], Result.CUDA_ERROR_CAPTURED_EVENT)
+        self._check_captured(event)
         self._unsafe_during_capture()
         elsewhere = event.elsewhere
         if elsewhere is not None:
