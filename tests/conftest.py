@@ -1,92 +1,74 @@
-"""Fixtures that run every test on either driver: ``pytest --driver=simulated`` (default) or ``--driver=cuda``."""
+"""The package's plugin, as this suite uses it: ``pytest --driver=simulated`` (default) or ``--driver=cuda``."""
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc.core.capabilities import imex_channels
 from streamalloc.driver.bindings import BINDINGS_VERSION
-from streamalloc.driver.internal import as_asked
-from streamalloc.testing import settle
 from tests.fixtures import *  # noqa: F403
 from tests.support import makes_no_multicast_object
 
+# By name, as the package need not be installed. pytester is for the tests of the plugin.
+pytest_plugins = ["pytest_streamalloc", "pytester"]
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--driver",
-        choices=("simulated", "cuda"),
-        default="simulated",
-        help="which driver the tests run on (default: simulated)",
-    )
-    parser.addoption(
-        "--one-machine",
-        action="store_true",
-        help="run all tests on one simulated machine, which keeps what they leave, as GPUs do",
-    )
+    short = {"--driver": "store", "--one-machine": "store_true"}
+    for name, action in short.items():
+        long = f"streamalloc{name[1:].replace('-', '_')}"
+        parser.addoption(name, dest=long, action=action, default=None, help=f"the same as --{long.replace('_', '-')}")
     parser.addoption("--soak", action="store_true", help="run the tests that take minutes, too")
+
+
+# This suite's names for the arguments of the plugin's mark.
+_SHORT: dict[str, Callable[..., dict[str, Any]]] = {
+    "gpus": lambda count: {"devices": count},
+    "fabric": lambda: {"fabric": True},
+    "managed": lambda: {"managed": True},
+    "multicast": lambda: {"multicast": True},
+    "simulated_only": lambda reason: {"simulated_only": reason},
+}
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    for mark in item.iter_markers():
+        if mark.name in _SHORT:
+            item.add_marker(pytest.mark.streamalloc(**_SHORT[mark.name](*mark.args)))
+        elif mark.name == "bindings" and _version(BINDINGS_VERSION) < _version(mark.args[0]):
+            item.add_marker(pytest.mark.skip(reason=f"needs cuda-bindings {mark.args[0]}, found {BINDINGS_VERSION}"))
 
 
 def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
 
 
-def _real_device_count() -> int:
-    driver: Any = sd.real()
-    (result,) = driver.cuInit(0)
-    if result:
-        return 0
-    return int(driver.cuDeviceGetCount()[1])
+def _on_cuda(config: pytest.Config) -> bool:
+    # Not before pytest has loaded it itself.
+    from pytest_streamalloc import driver_under_test
+
+    return driver_under_test(config) == "cuda"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    on_cuda = config.getoption("--driver") == "cuda"
-    present = _real_device_count() if on_cuda else 0
-    if on_cuda:
+    if _on_cuda(config):
         # They read what a process shows in which nothing has happened yet.
         items.sort(key=lambda item: "facts" not in item.path.parts)
     if not config.getoption("--soak") and "soak" not in config.getoption("markexpr"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("soak")])
         items[:] = [item for item in items if not item.get_closest_marker("soak")]
-    for item in items:
-        for mark in item.iter_markers():
-            reason = _why_skipped(mark, on_cuda, present)
-            if reason:
-                item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def _why_skipped(mark: pytest.Mark, on_cuda: bool, present: int) -> str | None:
-    """Why a test with this mark cannot run here, or None where it can."""
-    if mark.name == "bindings" and _version(BINDINGS_VERSION) < _version(mark.args[0]):
-        return f"needs cuda-bindings {mark.args[0]}, found {BINDINGS_VERSION}"
-    if not on_cuda:
-        return None
-    if mark.name == "simulated_only":
-        return f"simulated only: {mark.args[0]}"
-    if mark.name == "gpus" and present < mark.args[0]:
-        return f"needs {mark.args[0]} GPUs, found {present}"
-    if mark.name == "fabric" and not any(os.access(path, os.R_OK | os.W_OK) for path in imex_channels()):
-        return "needs an IMEX channel that this user may open"
-    if mark.name == "managed" and os.environ.get("STREAMALLOC_TEST_MANAGED") != "1":
-        return "managed allocations run only with STREAMALLOC_TEST_MANAGED=1"
-    if mark.name == "multicast" and os.environ.get("STREAMALLOC_TEST_MULTICAST") != "1":
-        return "multicast objects are made on real hardware only with STREAMALLOC_TEST_MULTICAST=1"
-    return None
 
 
 @pytest.fixture(scope="session")
 def on_cuda(request: pytest.FixtureRequest) -> bool:
     """Whether the real driver is under test (for tests of the door itself; no other test may branch on it)."""
-    return bool(request.config.getoption("--driver") == "cuda")
+    return _on_cuda(request.config)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -106,40 +88,15 @@ def quick_collections() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="session")
-def primary_contexts(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Keeps the real devices' primary contexts from test to test: making one takes longer than most tests."""
-    count = _real_device_count() if request.config.getoption("--driver") == "cuda" else 0
-    driver: Any = sd.real() if count else None
-    for ordinal in range(count):
-        assert driver.cuDevicePrimaryCtxRetain(ordinal)[0] == 0
-    yield
-    for ordinal in range(count):
-        driver.cuDevicePrimaryCtxRelease(ordinal)
-
-
-_lasting = functools.cache(sd.simulated)
-
-
 @pytest.fixture
-def machine(request: pytest.FixtureRequest, on_cuda: bool, primary_contexts: None) -> Iterator[Any]:
+def machine(streamalloc_machine: Any) -> Any:
     """The driver under test, as a user would name it; a fresh machine for each test where it is simulated."""
-    mark = request.node.get_closest_marker("gpus")
-    count = mark.args[0] if mark else 1
-    # None: as a real machine without an IMEX channel.
-    fabric = True if request.node.get_closest_marker("fabric") else None
-    lasting = on_cuda or request.config.getoption("--one-machine")
-    simulated = _lasting if lasting else sd.simulated
-    # Checked where STREAMALLOC_CHECK says so.
-    driver: Any = as_asked(sd.real() if on_cuda else simulated(devices=count, fabric=fabric))
-    with sd.use(driver):
-        yield driver
-    if lasting:
-        # What a test dropped must not be freed in the middle of the next one, which may be measuring.
-        gc.collect()
-        for ordinal in range(sa.Device.count(driver)):
-            sa.Device(ordinal, driver=driver).synchronize()
-        settle()
+    return streamalloc_machine
+
+
+@pytest.fixture(scope="session")
+def primary_contexts(streamalloc_primary_contexts: None) -> None:
+    """Keeps the real devices' primary contexts from test to test."""
 
 
 @pytest.fixture

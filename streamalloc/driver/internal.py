@@ -1,6 +1,7 @@
 """What the rest of the package takes of the driver beside its public names: the bindings, and how they differ, and the
 driver that the environment asks for."""
 
+from streamalloc.driver.account import COUNTED, Account
 from streamalloc.driver.bindings import (
     BINDINGS_VERSION,
     OpaqueStruct,
@@ -13,18 +14,22 @@ from streamalloc.driver.bindings import (
     read_handle_types,
     version_that_added,
 )
-from streamalloc.driver.selection import as_asked
+from streamalloc.driver.selection import as_asked, default_of_threads, read_choice
 
 __all__ = [
     "BINDINGS_VERSION",
+    "COUNTED",
+    "Account",
     "OpaqueStruct",
     "as_asked",
     "check_name",
     "cuda",
+    "default_of_threads",
     "enum_member",
     "handle_types_member",
     "opaque_bytes",
     "opaque_struct",
+    "read_choice",
     "read_handle_types",
     "version_that_added",
 ]

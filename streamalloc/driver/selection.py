@@ -17,7 +17,7 @@ from streamalloc.driver.real import real
 if TYPE_CHECKING:
     from streamalloc.driver.protocol import Driver
 
-__all__ = ["as_asked", "default", "set_default", "simulated", "use"]
+__all__ = ["as_asked", "default", "default_of_threads", "read_choice", "set_default", "simulated", "use"]
 
 _in_use: contextvars.ContextVar[Driver | None] = contextvars.ContextVar("streamalloc_driver", default=None)
 _for_all_threads: Driver | None = None
@@ -90,12 +90,14 @@ _SETTINGS: dict[str, Callable[[str], object]] = {
 _simulated_by_default: dict[str, Driver] = {}
 
 
-def _from_environment(text: str) -> Driver:
+def read_choice(text: str, given_as: str) -> tuple[str, dict[str, Any]]:
+    """What a text such as ``simulated:devices=4,seed=7`` chooses: ``"cuda"`` or ``"simulated"``, and the arguments of
+    :func:`simulated`. ``given_as`` is the option or variable that it was given as, for the error."""
     kind, _, settings = text.partition(":")
     if text == "cuda":
-        return real()
+        return kind, {}
     if kind != "simulated":
-        raise ValueError(f"STREAMALLOC_DRIVER={text!r}: allowed are cuda, simulated, and {_FORMS}")
+        raise ValueError(f"{given_as}={text!r}: allowed are cuda, simulated, and {_FORMS}")
     chosen: dict[str, Any] = {}
     for setting in settings.split(",") if settings else ():
         name, equals, value = setting.partition("=")
@@ -105,9 +107,16 @@ def _from_environment(text: str) -> Driver:
             chosen[name] = _SETTINGS[name](value)
         except (KeyError, ValueError):
             known = f"allowed are {_FORMS}, with settings {', '.join(_SETTINGS)}"
-            raise ValueError(f"STREAMALLOC_DRIVER={text!r}: {setting!r} is no setting; {known}") from None
+            raise ValueError(f"{given_as}={text!r}: {setting!r} is no setting; {known}") from None
+    return kind, chosen
+
+
+def _from_environment(text: str) -> Driver:
+    kind, settings = read_choice(text, "STREAMALLOC_DRIVER")
+    if kind == "cuda":
+        return real()
     # Two threads may be here at once: the machine of one of them goes, before anybody has seen it.
-    return _simulated_by_default.setdefault(text, simulated(**chosen))
+    return _simulated_by_default.setdefault(text, simulated(**settings))
 
 
 _FORMS = "simulated:4 (devices), simulated:devices=4,seed=7"
@@ -182,6 +191,11 @@ def set_default(driver: Driver | None) -> None:
     """
     global _for_all_threads
     _for_all_threads = driver
+
+
+def default_of_threads() -> Driver | None:
+    """What :func:`set_default` has set."""
+    return _for_all_threads
 
 
 @contextlib.contextmanager

@@ -155,6 +155,7 @@ _VALUES = {
     "cuStreamEndCapture": 1,
     "cuGraphInstantiate": 1,
     "cuEventElapsedTime": 1,
+    "cuThreadExchangeStreamCaptureMode": 1,
 }
 
 

@@ -1,0 +1,357 @@
+"""A pytest plugin: tests of GPU memory that run on a simulated machine, or on the real one by an option.
+
+It comes with the package and is there in every run of pytest; it imports nothing of streamalloc before a test asks for
+a machine, and patches nothing. A test that takes ``streamalloc_machine`` has a machine of its own, which is the
+default driver while it runs, also in threads::
+
+    import streamalloc as sa
+
+    def test_pool(streamalloc_machine):
+        device = sa.Device(0)
+        with sa.MemoryPool(device) as pool, pool.allocate(1 << 20, device.create_stream()) as buffer:
+            buffer.fill(7)
+
+A mark says what a test needs: ``@pytest.mark.streamalloc(devices=2)``. The simulated machine has it; on a real one
+without it the test is skipped. The arguments are
+
+``devices=n``
+    how many devices (1).
+``fabric=True``
+    fabric handles: an IMEX channel on real hardware.
+``managed=True``, ``multicast=True``
+    managed memory, multicast objects. As others may share what these use, they run on real hardware only with
+    ``STREAMALLOC_TEST_MANAGED=1`` and ``STREAMALLOC_TEST_MULTICAST=1``.
+``simulated_only="why"``
+    skips the test on the real driver, for this reason.
+``machine=dict(memory=1 << 30)``
+    further arguments of :func:`streamalloc.driver.simulated`, for the simulated machine.
+``leaks=True``
+    fails the test where it has made something that is not released when it ends, and says where that was made.
+
+The mark of a test goes before that of its class, and that before its module's (``pytestmark``).
+
+Options, each also an ini option without the dashes in front and with underscores:
+
+``--streamalloc-driver=simulated``
+    or ``cuda``, or with settings as ``STREAMALLOC_DRIVER`` has them: ``simulated:devices=2,seed=7``.
+``--streamalloc-leaks``
+    as if all tests were marked ``leaks=True``.
+``--streamalloc-one-machine``
+    all tests use one simulated machine, which keeps what they leave, as GPUs do.
+
+A test that takes ``streamalloc_faults`` can have driver calls refused::
+
+    def test_all_or_nothing(streamalloc_faults):
+        streamalloc_faults.fail("cuMemMap", nth=2)
+        with pytest.raises(sa.OutOfMemoryError):
+            ...
+
+In CI without a GPU nothing has to be set up; on a runner with GPUs: ``pytest --streamalloc-driver=cuda``. Without
+entry points (``PYTEST_DISABLE_PLUGIN_AUTOLOAD=1``, a package that is not installed): ``-p pytest_streamalloc``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from streamalloc.driver import Driver
+    from streamalloc.testing import Faults
+
+__all__ = ["driver_under_test"]
+
+_MARK = "streamalloc"
+_failed = pytest.StashKey[bool]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    # Named explicitly, so that a suite can have a shorter option for the same.
+    group = parser.getgroup("streamalloc", "GPU memory on simulated or real devices")
+    group.addoption(
+        "--streamalloc-driver",
+        dest="streamalloc_driver",
+        metavar="DRIVER",
+        help="what tests run on: simulated, simulated:devices=2,seed=7, or cuda (default: simulated)",
+    )
+    group.addoption(
+        "--streamalloc-one-machine",
+        dest="streamalloc_one_machine",
+        action="store_true",
+        default=None,
+        help="run all tests on one simulated machine, which keeps what they leave, as GPUs do",
+    )
+    group.addoption(
+        "--streamalloc-leaks",
+        dest="streamalloc_leaks",
+        action="store_true",
+        default=None,
+        help="fail tests that do not release what they make, and say where it was made",
+    )
+    parser.addini("streamalloc_driver", "what tests run on, as the option of this name says", default="simulated")
+    parser.addini("streamalloc_one_machine", "run all tests on one simulated machine", type="bool", default=False)
+    parser.addini("streamalloc_leaks", "fail tests that do not release what they make", type="bool", default=False)
+
+
+def _option(config: pytest.Config, name: str) -> Any:
+    given = config.getoption(name)
+    return config.getini(name) if given is None else given
+
+
+def driver_under_test(config: pytest.Config) -> str:
+    """Which driver the tests run on: ``"cuda"`` or ``"simulated"``."""
+    return _choice(config)[0]
+
+
+def _choice(config: pytest.Config) -> tuple[str, dict[str, Any]]:
+    text: str = _option(config, "streamalloc_driver")
+    if text in ("cuda", "simulated"):
+        return text, {}
+    from streamalloc.driver.internal import read_choice
+
+    try:
+        return read_choice(text, "streamalloc_driver")
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    arguments = ", ".join(f"{name}=..." for name in _TYPES)
+    config.addinivalue_line("markers", f"{_MARK}({arguments}): what a test of GPU memory needs (pytest_streamalloc)")
+    _choice(config)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    kind, settings = _choice(config)
+    words = [f"{kind} driver"]
+    if kind == "cuda":
+        from streamalloc.driver import DriverNotFoundError
+        from streamalloc.testing import machines
+
+        try:
+            words = [machines.describe_real()]
+        except DriverNotFoundError:
+            words = ["no CUDA driver found"]
+    elif settings:
+        words.append(", ".join(f"{name}={value}" for name, value in settings.items()))
+    if _option(config, "streamalloc_one_machine"):
+        words.append("one machine for all tests")
+    if _option(config, "streamalloc_leaks"):
+        words.append("leaks fail tests")
+    return f"streamalloc: {', '.join(words)}"
+
+
+# --- what tests need
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The arguments of the mark."""
+
+    devices: int | None = None
+    fabric: bool = False
+    managed: bool = False
+    multicast: bool = False
+    simulated_only: str = ""
+    machine: dict[str, Any] = field(default_factory=dict)
+    leaks: bool | None = None
+
+
+_TYPES: dict[str, type] = {
+    "devices": int,
+    "fabric": bool,
+    "managed": bool,
+    "multicast": bool,
+    "simulated_only": str,
+    "machine": dict,
+    "leaks": bool,
+}
+
+
+def _needs(node: pytest.Item | pytest.Collector) -> Needs:
+    """What the marks of a test, a class or a module say together; the closest goes first."""
+    found: dict[str, Any] = {}
+    for mark in node.iter_markers(_MARK):
+        for name, value in mark.kwargs.items():
+            kind = _TYPES.get(name)
+            if kind is None:
+                raise pytest.UsageError(f"{node.nodeid}: {_MARK}({name}=...): allowed are {', '.join(_TYPES)}")
+            if not isinstance(value, kind) or (isinstance(value, int) and kind is int and value < 1):
+                wanted = "a number of at least 1" if name == "devices" else f"of type {kind.__name__}"
+                raise pytest.UsageError(f"{node.nodeid}: {_MARK}({name}={value!r}): must be {wanted}")
+            found.setdefault(name, value)
+        if mark.args:
+            raise pytest.UsageError(f"{node.nodeid}: {_MARK}({mark.args[0]!r}): takes arguments by name only")
+    return Needs(**found)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    on_cuda = driver_under_test(config) == "cuda"
+    for item in items:
+        if item.get_closest_marker(_MARK) is None:
+            continue
+        needs = _needs(item)  # also where it says nothing here: a wrong mark is told of everywhere
+        reason = _why_skipped(needs) if on_cuda else None
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_skipped(needs: Needs) -> str | None:
+    if needs.simulated_only:
+        return f"simulated only: {needs.simulated_only}"
+    from streamalloc.driver import DriverNotFoundError
+    from streamalloc.testing import machines
+
+    try:
+        return machines.missing_for(needs.devices or 1, needs.fabric, needs.managed, needs.multicast)
+    except DriverNotFoundError as error:
+        raise pytest.UsageError(f"--streamalloc-driver=cuda: {error}") from None
+
+
+def _needs_of_all(request: pytest.FixtureRequest) -> Needs:
+    """What a machine has to have for all tests that use it: with a scope, those of the whole class, module or run."""
+    own = _needs(request.node)
+    if isinstance(request.node, pytest.Item):
+        return own
+    name = request.fixturename
+    users = [_needs(item) for item in request.session.items
+             if request.node in item.listchain() and name in getattr(item, "fixturenames", ())]  # fmt: skip
+    return Needs(
+        devices=max((one.devices for one in (own, *users) if one.devices), default=None),
+        fabric=any(one.fabric for one in (own, *users)),
+        machine=own.machine,
+        leaks=own.leaks,
+    )
+
+
+# --- machines
+
+
+def _settings(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The arguments of the simulated machine that a test gets."""
+    needs = _needs_of_all(request)
+    settings = {**_choice(request.config)[1], **needs.machine}
+    if needs.devices is not None:
+        settings["devices"] = needs.devices
+    if needs.fabric:
+        settings["fabric"] = True
+    return settings
+
+
+def _machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
+    import streamalloc.driver as sd
+    from streamalloc.driver.internal import as_asked
+    from streamalloc.testing import machines
+
+    on_cuda = driver_under_test(request.config) == "cuda"
+    lasting = on_cuda or _option(request.config, "streamalloc_one_machine")
+    if on_cuda:
+        request.getfixturevalue("streamalloc_primary_contexts")
+        driver = machines.real()
+    else:
+        driver = (machines.lasting if lasting else sd.simulated)(**_settings(request))
+    driver = as_asked(driver)  # checked where STREAMALLOC_CHECK says so
+    leaks = _needs(request.node).leaks
+    accounts = None
+    if _option(request.config, "streamalloc_leaks") if leaks is None else leaks:
+        from streamalloc.testing.leaks import Accounts
+
+        driver = accounts = Accounts(driver)  # type: ignore[abstract]  # it looks functions up
+    faults = None
+    if request.scope == "function" and "streamalloc_faults" in request.fixturenames:
+        from streamalloc.testing import Faults
+
+        driver = faults = Faults(driver)  # type: ignore[abstract]
+    with machines.by_default(driver):
+        yield driver
+    if faults is not None:
+        faults.stop()
+    # The traceback of a failed test keeps alive what it has made.
+    failed = request.node.stash.get(_failed, False)
+    if accounts is not None:
+        _forget_values(request.node)
+    if lasting or (accounts is not None and not failed):
+        machines.rest(driver)
+    if accounts is not None and not failed:
+        from streamalloc.testing.leaks import leak_report
+
+        left = accounts.leaks()
+        if left:
+            pytest.fail(leak_report(left), pytrace=False)
+
+
+def _forget_values(node: Any) -> None:
+    """Let go of what fixtures of a test gave that have ended: pytest does so after all of them."""
+    values = getattr(node, "funcargs", {})
+    fixtures = getattr(getattr(node, "_fixtureinfo", None), "name2fixturedefs", {})
+    for name in [name for name in values if name in fixtures and fixtures[name][-1].cached_result is None]:
+        del values[name]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    report = yield
+    if report.failed:
+        for node in item.listchain():
+            node.stash[_failed] = True
+    return report
+
+
+@pytest.fixture
+def streamalloc_machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
+    """The driver that tests run on, which is the default in the test: a machine of its own where it is simulated."""
+    yield from _machine(request)
+
+
+@pytest.fixture(scope="class")
+def streamalloc_machine_class(request: pytest.FixtureRequest) -> Iterator[Driver]:
+    """As streamalloc_machine, one for all tests of a class."""
+    yield from _machine(request)
+
+
+@pytest.fixture(scope="module")
+def streamalloc_machine_module(request: pytest.FixtureRequest) -> Iterator[Driver]:
+    """As streamalloc_machine, one for all tests of a module."""
+    yield from _machine(request)
+
+
+@pytest.fixture(scope="session")
+def streamalloc_machine_session(request: pytest.FixtureRequest) -> Iterator[Driver]:
+    """As streamalloc_machine, one for the whole run."""
+    yield from _machine(request)
+
+
+@pytest.fixture(scope="session")
+def streamalloc_primary_contexts(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Keeps the primary contexts of real devices from test to test: making one takes longer than most tests."""
+    from streamalloc.testing import machines
+
+    count = machines.real_devices() if driver_under_test(request.config) == "cuda" else 0
+    driver: Any = machines.real() if count else None
+    for ordinal in range(count):
+        assert not driver.cuDevicePrimaryCtxRetain(ordinal)[0]
+    yield
+    for ordinal in range(count):
+        driver.cuDevicePrimaryCtxRelease(ordinal)
+
+
+@pytest.fixture
+def streamalloc_faults(request: pytest.FixtureRequest) -> Faults:
+    """Has calls of the test's machine refused: ``streamalloc_faults.fail("cuMemCreate", nth=2)``, ``.stop()``."""
+    if "streamalloc_faults" not in request.node.fixturenames:
+        raise pytest.UsageError("streamalloc_faults: the test has to name it, so that its machine is made with it")
+    machine: Faults = request.getfixturevalue("streamalloc_machine")
+    return machine
+
+
+@pytest.fixture
+def streamalloc_environment(request: pytest.FixtureRequest, streamalloc_machine: Driver) -> dict[str, str]:
+    """The variables of another process that is to use the test's machine: ``env={**os.environ, **these}``."""
+    from streamalloc.testing import machines
+
+    if driver_under_test(request.config) == "cuda":
+        return {"STREAMALLOC_DRIVER": "cuda"}
+    return {"STREAMALLOC_DRIVER": machines.as_text(_settings(request))}

@@ -1,0 +1,109 @@
+"""Tests that fail where something was made and not released: what it is, and where it was made."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from streamalloc.driver import Driver, Traced
+from streamalloc.driver.internal import COUNTED, Account
+
+__all__ = ["Accounts", "Leak", "leak_report"]
+
+_PACKAGE = str(Path(__file__).resolve().parent.parent)
+# Whoever runs the test is not a part of it.
+_RUNNERS = ("_pytest", "pluggy", "unittest", "threading")
+_DEPTH = 24
+
+
+class Leak(NamedTuple):
+    """Something that was made and not released."""
+
+    kind: str
+    """What it is, such as ``"stream"``."""
+    handle: int
+    """The driver's handle or address."""
+    call: str
+    """The driver function that made it."""
+    place: tuple[tuple[str, int, str], ...]
+    """Where that was: file, line and function, the innermost call last, without those of this package."""
+
+    def __str__(self) -> str:
+        lines = [f"{self.kind} {self.handle:#x} ({self.call})"]
+        for file, line, function in self.place:
+            lines.append(f"  {file}:{line}: in {function}")
+            text = linecache.getline(file, line).strip()
+            if text:
+                lines.append(f"      {text}")
+        return "\n".join(lines)
+
+
+def leak_report(leaks: Sequence[Leak]) -> str:
+    """What was not released, in words."""
+    things = "1 thing was" if len(leaks) == 1 else f"{len(leaks)} things were"
+    return "\n".join([f"{things} made here and not released:", *map(str, leaks)])
+
+
+class Accounts(Traced):
+    """A driver that keeps account of what is made and released, and where it was made.
+
+    Memory that a capture makes belongs to its graph and is not counted.
+
+    Parameters
+    ----------
+    driver
+        Any driver.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        super().__init__(driver, None)
+        # Taken again by the same thread where a finaliser runs in the middle of an observation.
+        self._lock = threading.RLock()
+        self._account = Account()
+        self._made: dict[int, tuple[str, tuple[tuple[str, int, str], ...]]] = {}
+
+    def _observe(self, name: str, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if name not in COUNTED:
+            answer: tuple[Any, ...] = function(*args)
+            return answer
+        captured = name in ("cuMemAllocAsync", "cuMemAllocFromPoolAsync") and self._captures(args[-1])
+        answer = function(*args)
+        if not answer[0]:
+            with self._lock:
+                self._account.note(name, args, answer, captured)
+                if name == "cuMemMap" or len(answer) > 1:
+                    handle = int(args[0] if name == "cuMemMap" else answer[1])
+                    self._made.pop(handle, None)  # what had this handle before; the order is that of the making
+                    self._made[handle] = (name, _here())
+        return answer
+
+    def _captures(self, stream: Any) -> bool:
+        answer = self._wrapped.cuStreamIsCapturing(stream)
+        return not answer[0] and int(answer[1]) != 0
+
+    def leaks(self) -> list[Leak]:
+        """What was made through this driver and not released, in the order in which it was made."""
+        with self._lock:
+            order = {handle: number for number, handle in enumerate(self._made)}
+            left = [Leak(kind, handle, *self._made.get(handle, ("", ())))
+                    for kind, handles in self._account.outstanding().items() for handle in handles]  # fmt: skip
+            return sorted(left, key=lambda leak: order.get(leak.handle, 0))
+
+
+def _here() -> tuple[tuple[str, int, str], ...]:
+    """The calls that have led here from the test, without those of this package."""
+    frame = sys._getframe(1)
+    found: list[tuple[str, int, str]] = []
+    while frame is not None and len(found) < _DEPTH:
+        module = frame.f_globals.get("__name__", "").partition(".")[0]
+        if module in _RUNNERS:
+            if found:
+                break
+        elif not frame.f_code.co_filename.startswith(_PACKAGE):
+            found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(reversed(found))

@@ -1,0 +1,95 @@
+"""Machines for tests: a fresh simulated one, one that lasts, or the real one. What pytest's plugin is made of."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from streamalloc import driver as sd
+from streamalloc.core.capabilities import imex_channels
+from streamalloc.core.device import Device
+from streamalloc.driver import Driver, set_default, simulated, use
+from streamalloc.driver.internal import default_of_threads
+from streamalloc.testing.settling import settle
+
+__all__ = ["as_text", "by_default", "describe_real", "lasting", "missing_for", "real", "real_devices", "rest"]
+
+_lasting = functools.cache(simulated)
+
+
+def lasting(**settings: Any) -> Driver:
+    """The one simulated machine of this process with these settings."""
+    return _lasting(**settings)
+
+
+def as_text(settings: dict[str, Any]) -> str:
+    """What ``STREAMALLOC_DRIVER`` has to be, so that another process simulates the machine with these settings."""
+    pairs = (f"{name}={int(value) if isinstance(value, bool) else value}" for name, value in settings.items())
+    return ":".join(filter(None, ["simulated", ",".join(pairs)]))
+
+
+@contextlib.contextmanager
+def by_default(driver: Driver) -> Iterator[None]:
+    """Make a driver the default in a block, also for threads that are started there."""
+    before = default_of_threads()
+    with use(driver):
+        set_default(driver)
+        try:
+            yield
+        finally:
+            set_default(before)
+
+
+def rest(driver: Driver) -> None:
+    """Wait for a machine's devices, and end what was dropped: nothing of this test happens in the next one."""
+    gc.collect()
+    for ordinal in range(Device.count(driver)):
+        Device(ordinal, driver=driver).synchronize()
+    settle()
+
+
+def real() -> Driver:
+    """The machine's own driver."""
+    return sd.real()
+
+
+def real_devices() -> int:
+    """How many GPUs there are.
+
+    Raises
+    ------
+    DriverNotFoundError
+        This machine has no CUDA driver.
+    """
+    driver = real()
+    (result,) = driver.cuInit(0)
+    return 0 if result else int(driver.cuDeviceGetCount()[1])
+
+
+def describe_real() -> str:
+    """What the machine's own driver is, and which GPUs it has."""
+    driver = real()
+    if not real_devices():
+        return "CUDA driver, no GPU"
+    _, number = driver.cuDriverGetVersion()
+    names = [device.name for device in Device.all(driver)]
+    shown = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    return f"CUDA {number // 1000}.{number % 1000 // 10} driver, {shown}"
+
+
+def missing_for(devices: int, fabric: bool, managed: bool, multicast: bool) -> str | None:
+    """Why a test with these needs cannot run on the real driver, or None where it can."""
+    present = real_devices()
+    if present < devices:
+        return f"needs {devices} GPUs, found {present}" if devices > 1 else "needs a GPU, found none"
+    if fabric and not any(os.access(path, os.R_OK | os.W_OK) for path in imex_channels()):
+        return "needs an IMEX channel that this user may open"
+    if managed and os.environ.get("STREAMALLOC_TEST_MANAGED") != "1":
+        return "managed allocations run only with STREAMALLOC_TEST_MANAGED=1"
+    if multicast and os.environ.get("STREAMALLOC_TEST_MULTICAST") != "1":
+        return "multicast objects are made on real hardware only with STREAMALLOC_TEST_MULTICAST=1"
+    return None

@@ -1,0 +1,424 @@
+"""The pytest plugin, as a project that uses streamalloc has it."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import streamalloc.driver as sd
+from streamalloc.driver.internal import default_of_threads
+from streamalloc.testing import leaks, machines
+from tests.processes import finished
+
+assert leaks  # imported here, as what a run of pytest in this process imports is forgotten at its end
+
+Run = Callable[..., pytest.RunResult]
+
+IMPORTS = """\
+import pytest
+import streamalloc as sa
+import streamalloc.driver as sd
+"""
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a file of tests as a project of its own."""
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    sd.simulated()
+
+    def run(source: str, *arguments: str) -> pytest.RunResult:
+        pytester.makepyfile(IMPORTS + textwrap.dedent(source))
+        before = default_of_threads()
+        result = pytester.runpytest_inprocess("-p", "pytest_streamalloc", "-rs", "--strict-markers", *arguments)
+        assert default_of_threads() is before
+        return result
+
+    return run
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A machine that stands for real hardware with one GPU."""
+    driver = sd.simulated()
+    monkeypatch.setattr(machines, "real", lambda: driver)
+    for name in ("MULTICAST", "MANAGED"):
+        monkeypatch.delenv(f"STREAMALLOC_TEST_{name}", raising=False)
+    return driver
+
+
+class TestMachines:
+    def test_each_test_has_its_own(self, run: Run) -> None:
+        result = run("""
+            seen = []
+
+            @pytest.mark.parametrize("number", range(3))
+            def test_one(streamalloc_machine, number):
+                assert streamalloc_machine not in seen and sa.Device.count() == 1
+                seen.append(streamalloc_machine)
+                with sa.MemoryPool(sa.Device(0)) as pool:
+                    assert pool.statistics().used_high == 0
+                    pool.allocate(1 << 20, sa.Device(0).create_stream())
+
+            def test_it_is_the_default_of_threads_too(streamalloc_machine):
+                from concurrent.futures import ThreadPoolExecutor
+
+                assert sd.default() is streamalloc_machine
+                with ThreadPoolExecutor(1) as pool:
+                    assert pool.submit(sd.default).result() is streamalloc_machine
+
+            def test_not_without_the_fixture():
+                assert sd.default.__module__ and sd.selection.default_of_threads() is None
+        """)
+        result.assert_outcomes(passed=5)
+
+    @pytest.mark.parametrize("scope", ["class", "module", "session"])
+    def test_twins_last(self, run: Run, scope: str) -> None:
+        result = run(f"""
+            seen = set()
+
+            class TestIt:
+                @pytest.mark.streamalloc(devices=3)
+                def test_first(self, streamalloc_machine_{scope}):
+                    seen.add(streamalloc_machine_{scope})
+
+                # It has what all of its tests need.
+                @pytest.mark.streamalloc(devices=2, fabric=True)
+                def test_second(self, streamalloc_machine_{scope}):
+                    seen.add(streamalloc_machine_{scope})
+                    assert len(seen) == 1 and sa.Device.count() == 3
+                    assert sa.Device(0).supports.fabric_handles
+                    assert sd.default() is streamalloc_machine_{scope}
+
+                def test_own_inside(self, streamalloc_machine_{scope}, streamalloc_machine):
+                    assert sd.default() is streamalloc_machine is not streamalloc_machine_{scope}
+
+                def test_outside_again(self, streamalloc_machine_{scope}):
+                    assert sd.default() is streamalloc_machine_{scope} and len(seen) == 1
+        """)
+        result.assert_outcomes(passed=4)
+
+    def test_what_marks_say(self, run: Run) -> None:
+        result = run("""
+            pytestmark = pytest.mark.streamalloc(devices=2, machine={"memory": 1 << 30})
+
+            def test_module(streamalloc_machine):
+                assert sa.Device.count() == 2 and sa.Device(1).total_memory == 1 << 30
+
+            @pytest.mark.streamalloc(devices=4)
+            def test_own(streamalloc_machine):
+                assert sa.Device.count() == 4 and sa.Device(3).total_memory == 1 << 30
+
+            @pytest.mark.streamalloc(machine={"memory": 2 << 30})
+            class TestIt:
+                def test_class(self, streamalloc_machine):
+                    assert sa.Device.count() == 2 and sa.Device(1).total_memory == 2 << 30
+
+            @pytest.mark.streamalloc(simulated_only="no reason")
+            def test_here(streamalloc_machine):
+                pass
+        """)
+        result.assert_outcomes(passed=4)
+
+    def test_settings_of_the_option(self, run: Run) -> None:
+        result = run(
+            """
+            def test_default(streamalloc_machine, streamalloc_environment):
+                assert sa.Device.count() == 2
+                assert streamalloc_environment == {"STREAMALLOC_DRIVER": "simulated:devices=2,seed=7"}
+
+            @pytest.mark.streamalloc(devices=3, fabric=True)
+            def test_mark(streamalloc_machine, streamalloc_environment, monkeypatch):
+                assert sa.Device.count() == 3
+                monkeypatch.setenv("STREAMALLOC_DRIVER", streamalloc_environment["STREAMALLOC_DRIVER"])
+                sd.set_default(None)
+                import contextvars
+                other = contextvars.Context().run(sd.default)  # as in another process
+                assert other is not streamalloc_machine
+                uuids = [[one.uuid for one in sa.Device.all(driver)] for driver in (other, streamalloc_machine)]
+                assert uuids[0] == uuids[1]
+            """,
+            "--streamalloc-driver=simulated:2,seed=7",
+        )
+        result.assert_outcomes(passed=2)
+        result.stdout.fnmatch_lines(["streamalloc: simulated driver, devices=2, seed=7"])
+
+    def test_one_machine_for_all(self, run: Run) -> None:
+        result = run(
+            """
+            seen = []
+
+            @pytest.mark.parametrize("number", range(2))
+            def test_one(streamalloc_machine, number):
+                seen.append(streamalloc_machine)
+                assert seen == [streamalloc_machine] * (number + 1)
+            """,
+            "--streamalloc-one-machine",
+        )
+        result.assert_outcomes(passed=2)
+        result.stdout.fnmatch_lines(["streamalloc: simulated driver, one machine for all tests"])
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            ("device=2", "streamalloc(device=...): allowed are devices, fabric"),
+            ("devices=0", "streamalloc(devices=0): must be a number of at least 1"),
+            ("fabric=1", "streamalloc(fabric=1): must be of type bool"),
+            ("2", "streamalloc(2): takes arguments by name only"),
+        ],
+    )
+    def test_in_a_mark(self, run: Run, arguments: str, words: str) -> None:
+        result = run(f"""
+            @pytest.mark.streamalloc({arguments})
+            def test_it():
+                pass
+        """)
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+        assert words in result.stderr.str() + result.stdout.str()
+
+    def test_in_the_option(self, run: Run) -> None:
+        for text in ("abacus", "simulated:colour=red"):
+            result = run("", f"--streamalloc-driver={text}")
+            assert result.ret == pytest.ExitCode.USAGE_ERROR
+            assert f"streamalloc_driver='{text}'" in result.stderr.str()
+
+
+class TestRealDriver:
+    def test_what_is_skipped(self, run: Run, one_gpu: Any) -> None:
+        result = run(
+            """
+            def test_runs(streamalloc_machine, streamalloc_environment):
+                assert streamalloc_environment == {"STREAMALLOC_DRIVER": "cuda"}
+                assert sa.Device(0).name == "NVIDIA H200"
+
+            @pytest.mark.parametrize("number", [
+                pytest.param(0, marks=pytest.mark.streamalloc(devices=2)),
+                pytest.param(1, marks=pytest.mark.streamalloc(multicast=True)),
+                pytest.param(2, marks=pytest.mark.streamalloc(managed=True)),
+                pytest.param(3, marks=pytest.mark.streamalloc(simulated_only="it is small", machine={"memory": 1})),
+                pytest.param(4, marks=pytest.mark.streamalloc(fabric=True)),
+            ])
+            def test_it(streamalloc_machine, number):
+                assert False
+            """,
+            "-o",
+            "streamalloc_driver=cuda",
+        )
+        result.assert_outcomes(passed=1, skipped=5)
+        result.stdout.fnmatch_lines(
+            [
+                "streamalloc: CUDA 13.0 driver, 1 x NVIDIA H200",
+                "SKIPPED * needs 2 GPUs, found 1",
+                "SKIPPED * with STREAMALLOC_TEST_MULTICAST=1",
+                "SKIPPED * with STREAMALLOC_TEST_MANAGED=1",
+                "SKIPPED * simulated only: it is small",
+                "SKIPPED * needs an IMEX channel that this user may open",
+            ]
+        )
+
+    def test_on_request(self, run: Run, one_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("STREAMALLOC_TEST_MULTICAST", "1")
+        source = """
+            @pytest.mark.streamalloc(multicast=True)
+            def test_it(streamalloc_machine):
+                pass
+        """
+        run(source, "--streamalloc-driver=cuda").assert_outcomes(passed=1)
+
+    def test_where_there_is_none(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        def nothing() -> Any:
+            raise sd.DriverNotFoundError("nothing there")
+
+        monkeypatch.setattr(machines, "real", nothing)
+        source = """
+            @pytest.mark.streamalloc(devices=1)
+            def test_it(streamalloc_machine):
+                pass
+        """
+        result = run(source, "--streamalloc-driver=cuda")
+        result.stdout.fnmatch_lines(["streamalloc: no CUDA driver found"])
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+        assert "--streamalloc-driver=cuda: nothing there" in result.stderr.str() + result.stdout.str()
+
+
+LEAKY = """
+def made():
+    return sa.MemoryPool(sa.Device(0))
+
+kept = []
+
+def test_leaks(streamalloc_machine):
+    kept.append(made())
+    kept.append(kept[0].allocate(4096, sa.Device(0).default_stream))
+
+def test_releases(streamalloc_machine, stream):
+    with sa.MemoryPool(sa.Device(0)) as pool:
+        pool.allocate(4096, stream)
+        pool.allocate(4096, stream).free()
+
+def test_fails(streamalloc_machine):
+    kept.append(made())
+    assert False
+
+@pytest.mark.streamalloc(leaks=False)
+def test_may_leak(streamalloc_machine):
+    kept.append(made())
+
+@pytest.fixture
+def stream(streamalloc_machine):
+    return sa.Device(0).create_stream()
+"""
+
+
+class TestLeaks:
+    def test_of_all_tests(self, run: Run) -> None:
+        result = run(LEAKY, "--streamalloc-leaks")
+        result.assert_outcomes(passed=3, failed=1, errors=1)
+        result.stdout.fnmatch_lines(
+            [
+                "streamalloc: simulated driver, leaks fail tests",
+                "*ERROR at teardown of test_leaks*",
+                "2 things were made here and not released:",
+                "pool 0x* (cuMemPoolCreate)",
+                "  *test_of_all_tests.py:11: in test_leaks",
+                "      kept.append(made())",
+                "  *test_of_all_tests.py:6: in made",
+                "      return sa.MemoryPool(sa.Device(0))",
+                "pool allocation 0x* (cuMemAllocFromPoolAsync)",
+                "  *test_of_all_tests.py:12: in test_leaks",
+                "      kept.append(kept[[]0[]].allocate(4096, sa.Device(0).default_stream))",
+            ],
+            consecutive=False,
+        )
+        assert result.stdout.str().count("ERROR at teardown") == 1
+
+    def test_of_marked_tests(self, run: Run) -> None:
+        result = run("""
+            kept = []
+
+            def make():
+                kept.append(sa.Device(0).create_stream())
+
+            def test_not_looked_at(streamalloc_machine):
+                make()
+
+            @pytest.mark.streamalloc(leaks=True)
+            def test_looked_at(streamalloc_machine):
+                make()
+
+            @pytest.mark.streamalloc(leaks=True)
+            class TestAll:
+                def test_first(self, streamalloc_machine_class):
+                    make()
+
+                def test_last(self, streamalloc_machine_class):
+                    assert sa.Device(0).create_stream()
+        """)
+        result.assert_outcomes(passed=4, errors=2)
+        for name in ("test_looked_at", "TestAll.test_last"):
+            result.stdout.fnmatch_lines([f"*ERROR at teardown of {name}*"])
+        assert result.stdout.str().count("1 thing was made here and not released") == 2
+
+    def test_of_faulty_machines(self, run: Run) -> None:
+        result = run(
+            """
+            def test_it(streamalloc_faults):
+                streamalloc_faults.fail("cuStreamCreateWithPriority", nth=2)
+                device = sa.Device(0)
+                made = device.create_stream()
+                with pytest.raises(sa.OutOfMemoryError):
+                    device.create_stream()
+                # The end of the test is not refused anything.
+                streamalloc_faults.fail("cuCtxSynchronize", times=100, result="CUDA_ERROR_UNKNOWN")
+            """,
+            "--streamalloc-leaks",
+        )
+        result.assert_outcomes(passed=1)
+
+
+class TestFaults:
+    def test_refuses_what_it_is_told_to(self, run: Run) -> None:
+        result = run("""
+            @pytest.fixture
+            def device(streamalloc_machine):
+                return sa.Device(0)
+
+            def test_it(device, streamalloc_faults):
+                assert sd.default() is streamalloc_faults is device.driver
+                before = device.create_stream()
+                streamalloc_faults.fail("cuMemPoolCreate", nth=2, times=2, result="CUDA_ERROR_NOT_SUPPORTED")
+                pools = [sa.MemoryPool(device)]
+                for _ in range(2):
+                    with pytest.raises(sa.NotSupportedError):
+                        sa.MemoryPool(device)
+                assert streamalloc_faults.failed == ["cuMemPoolCreate"] * 2
+                pools.append(sa.MemoryPool(device))
+
+                streamalloc_faults.fail(1, result="CUDA_ERROR_INVALID_VALUE")  # of what was made before
+                with pytest.raises(sa.InvalidValueError):
+                    before.synchronize()
+                assert len(streamalloc_faults.seen) == len(streamalloc_faults.failed) == 1
+
+                streamalloc_faults.fail("cuMemPoolCreate")
+                streamalloc_faults.stop()
+                pools.append(sa.MemoryPool(device))
+                assert streamalloc_faults.failed == []
+
+            def test_another_test_has_none(streamalloc_machine):
+                assert not hasattr(streamalloc_machine, "failed")
+
+            @pytest.mark.parametrize("call, others, words", [
+                ("cuMemPoolMake", {}, "cuMemPoolMake.*no driver function"),
+                ("cuMemCreate", {"result": "CUDA_BAD"}, "CUDA_BAD.*no CUresult"),
+                ("cuMemCreate", {"nth": 0}, "nth=0"),
+                ("cuMemCreate", {"times": 0}, "times=0"),
+                (0, {}, "call=0"),
+            ])
+            def test_mistakes(streamalloc_faults, call, others, words):
+                with pytest.raises(ValueError, match=words):
+                    streamalloc_faults.fail(call, **others)
+        """)
+        result.assert_outcomes(passed=7)
+
+    def test_has_to_be_named(self, run: Run) -> None:
+        result = run("""
+            def test_it(streamalloc_machine, request):
+                request.getfixturevalue("streamalloc_faults")
+        """)
+        result.assert_outcomes(failed=1)
+        result.stdout.fnmatch_lines(["*the test has to name it*"])
+
+
+def test_a_run_without_machines_imports_nothing(pytester: pytest.Pytester) -> None:
+    """It is loaded in every run of pytest, whatever is tested there."""
+    pytester.makeconftest("""
+        import sys
+
+        def pytest_sessionfinish(session):
+            heavy = {"numpy", "cuda", "streamalloc"} & {name.partition(".")[0] for name in sys.modules}
+            print("imported:", sorted(heavy))
+    """)
+    pytester.makepyfile("""
+        import pytest
+
+        def test_anything():
+            pass
+
+        @pytest.mark.streamalloc(devices=2)
+        def test_marked():
+            pass
+    """)
+    done = finished(
+        [sys.executable, "-m", "pytest", "-q", "-p", "pytest_streamalloc", "-p", "no:cacheprovider", pytester.path],
+        PYTEST_ADDOPTS=None,
+        PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
+    )
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
+    assert "imported: []" in done.stdout
