@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from pathlib import Path
+from typing import Any
 
 from sphinx.application import Sphinx
 
@@ -44,6 +45,9 @@ AREAS = {
     "streamalloc.driver": "Drivers",
     "streamalloc.testing": "Testing",
 }
+# Classes of Python's own whose members need no description here.
+_FOREIGN = "object, BaseException, Exception, RuntimeError, tuple, int, str, Enum, Generic, ABC, Protocol"
+_MEMBERS = ["    :members:", f"    :inherited-members: {_FOREIGN}", "    :show-inheritance:"]
 REFERENCE = Path(__file__).parent / "docs" / "reference"
 
 
@@ -60,10 +64,17 @@ def write_reference(app: Sphinx) -> None:
                 continue
             described.add(id(thing))
             kind = "class" if inspect.isclass(thing) else "function" if callable(thing) else "data"
-            members = ["    :members:", "    :show-inheritance:"] if kind == "class" else []
+            members = _MEMBERS if kind == "class" else []
             text += ["```{eval-rst}", f".. auto{kind}:: {name}.{public}", *members, "```", ""]
         (REFERENCE / f"{name}.md").write_text("\n".join(text))
 
 
+def hide_refusals(*arguments: Any) -> tuple[str, str | None] | None:
+    """No signature for classes that users do not make."""
+    signature, returned = arguments[-2:]
+    return ("", returned) if signature and signature.startswith("(*_") else None
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("autodoc-process-signature", hide_refusals)
     app.connect("builder-inited", write_reference)
