@@ -21,7 +21,7 @@ from streamalloc.core.door import Door
 from streamalloc.core.errors import ClosedError, error_from
 from streamalloc.core.ownership import Unique
 from streamalloc.core.properties import MemLocation, MemLocationType
-from streamalloc.core.stream import Stream, StreamLike, as_stream, direct_handle
+from streamalloc.core.stream import Stream, StreamLike, as_stream, direct_handle, order_handle_after
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -363,10 +363,9 @@ class Memory(Unique, abc.ABC):
             ours = self.stream
             handle = dlpack.LEGACY_STREAM if stream is None else stream
             if handle != ours.handle:
-                theirs = Stream.of_handle(ours.device, handle, self)
-                theirs.wait(ours)
+                order_handle_after(handle, ours)
                 if self._door.used is not None:
-                    self.used(theirs, write=False)
+                    self.used(Stream.of_handle(ours.device, handle, self), write=False)
         part = dlpack.part(self, self.address, self.nbytes, device)
         if self._read_only(on_host=on_host):
             part.flags.writeable = False

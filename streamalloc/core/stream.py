@@ -40,6 +40,7 @@ __all__ = [
     "direct_handle",
     "opened_event",
     "order_after_context",
+    "order_handle_after",
     "ordered_after",
     "raw_handle",
     "refuse_capture",
@@ -786,6 +787,18 @@ def ordered_after(stream: Stream) -> Iterator[Stream]:
 def order_after_context(stream: Stream) -> None:
     """Let later work of a stream wait for all that its device's context has queued so far."""
     stream.wait(context_event(stream.device))
+
+
+def order_handle_after(handle: int, ours: Stream) -> None:
+    """Let later work of a stream that other code names by its handle wait for all that ``ours`` has queued."""
+    door = ours._door
+    if handle in _DEFAULT_HANDLES or ours._handle is None:
+        Stream.of_handle(ours.device, handle, None).wait(ours)
+        return
+    event = ours.record()  # alive until the other stream waits: the driver's is used again after that
+    result = door.cuStreamWaitEvent(cuda.CUstream(handle), event._raw, 0)[0]
+    if result:
+        raise error_from(result, "cuStreamWaitEvent")
 
 
 def context_event(device: Device) -> Event:
