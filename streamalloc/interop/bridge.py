@@ -193,7 +193,7 @@ class Sources:
     def allocate(
         self, nbytes: int, ordinal: int, handle: int, owner: object = None, *, in_capture: bool = True
     ) -> Memory:
-        """Memory of a device for a stream of the library, of which ``owner`` keeps the driver's handle valid.
+        """Memory of a device for a stream of the library. ``owner`` keeps the driver's handle valid; None: nobody does.
 
         While the stream is being captured the memory belongs to the graph; unless ``in_capture`` is False, then it is
         ordinary memory, which can be used at once.
@@ -237,7 +237,7 @@ class Sources:
         return _Held(cast("Buffer", memory), self)
 
     def stream(self, ordinal: int, handle: int, owner: object = None) -> Stream:
-        """A stream of the library as one of ours; ``owner`` is kept as long as memory was allocated on it."""
+        """A stream of the library as one of ours; ``owner`` is kept as long as memory that was allocated on it."""
         return self._use(ordinal, handle, owner).stream
 
     def _use(self, ordinal: int, handle: int, owner: object) -> _Used:
@@ -245,8 +245,10 @@ class Sources:
         key = ordinal, handle or _LEGACY
         stream = self._streams.get(key)
         if stream is None:
-            # A stream that nobody else keeps would count as one of ours.
-            stream = Stream.of_handle(self.device(ordinal), key[1], owner or self, direct=True)
+            # What a cache keeps for a stream is freed on it in the end: only where we keep the stream itself. A pool
+            # keeps nothing. (A stream without any owner would count as one of ours.)
+            direct = owner is not None or isinstance(self.by_device.get(ordinal), MemoryPool)
+            stream = Stream.of_handle(self.device(ordinal), key[1], owner or self, direct=direct)
             self._streams[key] = stream
         used = self._last[ordinal] = _Used(handle, stream, None if stream.is_default else raw_handle(stream))
         return used

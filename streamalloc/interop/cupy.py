@@ -83,13 +83,14 @@ class CuPyCallback(Bridge):
 def _allocator(cupy: Any, sources: Sources) -> Any:
     get_stream, get_device = cupy.cuda.get_current_stream, cupy.cuda.device.get_device_id
     pointer, unowned = cupy.cuda.MemoryPointer, cupy.cuda.UnownedMemory
-    hold = sources.hold
+    hold, own = sources.hold, cupy.cuda.Stream
 
     def allocate(nbytes: int) -> Any:
         stream = get_stream()
         ordinal = get_device()
         try:
-            memory = sources.allocate(nbytes, ordinal, stream.ptr, stream)
+            # One that CuPy did not make may end whatever we keep.
+            memory = sources.allocate(nbytes, ordinal, stream.ptr, stream if type(stream) is own else None)
         except OutOfMemoryError as error:
             total = -1 if error.used is None else error.used
             raise cupy.cuda.memory.OutOfMemoryError(nbytes, total, error.limit or 0) from error
