@@ -22,7 +22,7 @@ _EXTRA = {
     "failures": ("failed", ",d"),
 }
 # What targets are of, where that is no time.
-_FIGURES = {"ratio_to_raw": "the ratio of ", "reserved_over_used": "reserved / used of "}
+_FIGURES = {"ratio_to_raw": "ratio to the raw calls ", "reserved_over_used": "reserved / used "}
 _UNITS = {"us": "microseconds", "ms": "milliseconds", "bytes": "bytes"}
 
 
@@ -60,10 +60,10 @@ def _told(target: Mapping[str, Any], unit: str) -> str:
     """A target and what was found, in words."""
     least = "at_least" in target
     limit = target["at_least" if least else "at_most"]
-    what = _FIGURES.get(target["figure"], target["figure"])
-    measure = f" times {target['to']}" if target["to"] else f" {unit}"
-    wanted = f"target: {'>=' if least else '<='} {limit:.3g}"
-    return f"{what}{target['of']} {target['found']:.3g}{measure} ({wanted})"
+    what = _FIGURES.get(target["figure"], "")
+    beside = f" times {'that of ' if what else ''}{target['to']}" if target["to"] else "" if what else f" {unit}"
+    found = f"{what}{target['found']:.3g}{beside}"
+    return f"{target['of']}: {found} (target: {'>=' if least else '<='} {limit:.3g})"
 
 
 def missed(reports: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
@@ -79,7 +79,7 @@ def show_targets(terminal: Terminal, reports: Sequence[Mapping[str, Any]]) -> No
     unknown = f", {found.count(None)} not measured" if None in found else ""
     terminal.heading(f"Targets: {found.count(True)} met, {found.count(False)} missed{unknown}")
     for report, target in missed(reports):
-        terminal.paragraph(f"{report['key']}: {_told(target, report['unit'])}")
+        terminal.paragraph(f"{report['key']} - {_told(target, report['unit'])}")
 
 
 def draw(reports: Sequence[Mapping[str, Any]], path: str, title: str) -> None:

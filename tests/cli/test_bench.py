@@ -325,7 +325,7 @@ def test_strict(
     found, text = run("bench", *(["--strict"] if strict else []))
     assert found == code
     assert f"Targets: {limit - 1} met, {2 - limit} missed\n" in text
-    assert (f"row: ours 1.5 times raw (target: <= {limit})" in text) == (limit == 1)
+    assert (f"row - ours: 1.5 times raw (target: <= {limit})" in text) == (limit == 1)
 
 
 def test_target_beside_what_is_not_there(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,6 +341,22 @@ def test_rounds_are_in_many_orders() -> None:
     orders = list(measuring._orders("abc", 60))
     assert all(sorted(order) == ["a", "b", "c"] for order in orders)
     assert len({tuple(order) for order in orders}) == 6
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ({"to": "raw", "figure": "", "at_most": 1.25}, "ours: 1.5 times raw (target: <= 1.25)"),
+        ({"to": "", "figure": "", "at_most": 0.6}, "ours: 1.5 us (target: <= 0.6)"),
+        (
+            {"to": "other", "figure": "reserved_over_used", "at_most": 1.0},
+            "ours: reserved / used 1.5 times that of other (target: <= 1)",
+        ),
+        ({"to": "", "figure": "ratio_to_raw", "at_least": 2.0}, "ours: ratio to the raw calls 1.5 (target: >= 2)"),
+    ],
+)
+def test_targets_in_words(target: dict[str, Any], words: str) -> None:
+    assert figures._told({"of": "ours", "found": 1.5, **target}, "us") == words
 
 
 def test_table_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
