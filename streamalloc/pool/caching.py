@@ -51,7 +51,7 @@ __all__ = ["CacheStatistics", "CachingAllocator"]
 LARGEST = 8 << 20
 """Where classes end by default."""
 _UNIT = 512
-_FIT = 2
+_FIT = 3
 """How many times as large as asked for a free block may be that is handed out."""
 _SOME = 8
 """How many blocks a stream takes of another one at once."""
@@ -171,7 +171,8 @@ class _Lane(Deferred):
     """The shelves of one stream. It ends when the stream is closed or dropped, or the cache is closed."""
 
     __slots__ = (
-        "__weakref__", "_blocks", "_key", "_sizes", "device", "door", "ended", "lists", "shelves", "stream",
+        "__weakref__", "_blocks", "_key", "_shelf_of", "_sizes", "device", "door", "ended", "lists", "shelves",
+        "stream",
     )  # fmt: skip
 
     def __init__(self, cache: _Cache, stream: Stream) -> None:
@@ -183,6 +184,8 @@ class _Lane(Deferred):
         """By size class."""
         self._sizes: list[int] = []
         """The classes in order."""
+        self._shelf_of: dict[int, _Shelf] = {}
+        """The shelf of its own for each requested size in units, whichever list the fast path takes from now."""
         self.lists: dict[int, list[Block]] = {}
         """Their lists for the fast path, by the requested size in units."""
         self._blocks = cache.blocks
@@ -191,13 +194,14 @@ class _Lane(Deferred):
 
     def shelf(self, nbytes: int) -> _Shelf:
         """The shelf for a size."""
-        size = class_size(nbytes)
-        shelf = self.shelves.get(size)
+        unit = (nbytes - 1) >> 9
+        shelf = self._shelf_of.get(unit)
         if shelf is None:
-            shelf = self.shelves.setdefault(size, _Shelf(self, size))
+            size = class_size(nbytes)
+            shelf = self._shelf_of[unit] = self.shelves.setdefault(size, _Shelf(self, size))
             self._sizes = sorted(self.shelves)
         if not self.ended:
-            self.lists[(nbytes - 1) >> 9] = shelf.blocks
+            self.lists[unit] = shelf.blocks
         return shelf
 
     def larger(self, shelf: _Shelf, nbytes: int) -> Block | None:
@@ -270,7 +274,7 @@ class _Lane(Deferred):
 class _Cache(Deferred):
     """What there is of a cache apart from the object that users have, and its end when that is closed or dropped."""
 
-    __slots__ = ("_most", "blocks", "closed", "door", "key", "lane_of", "lanes", "misses", "pool")
+    __slots__ = ("_most", "_room", "blocks", "closed", "door", "key", "lane_of", "lanes", "misses", "pool")
 
     def __init__(self, pool: MemoryPool) -> None:
         self.pool = pool
@@ -283,7 +287,9 @@ class _Cache(Deferred):
         """The latest of them, by the identity of its stream: another object may have that later."""
         self.misses = 0
         self._most = 0
-        """How much may be held before what is free is given back."""
+        """How much of the pool may be used before what is free is given back."""
+        self._room = 0
+        """How much may be allocated before it has to be looked at how much is used."""
 
     def attempt(self) -> bool:
         self.closed = True
@@ -324,9 +330,9 @@ class _Cache(Deferred):
         if self.blocks.dropped:
             self.blocks.mend()
         block = shelf.take() or lane.larger(shelf, nbytes)
-        if block is not None or self.capturing:
+        if block is not None or len(self.lanes) < 2 or self.capturing:
             return block
-        for other in self.live() if len(self.lanes) > 1 else ():
+        for other in self.live():
             theirs = other.shelves.get(shelf.nbytes)
             if theirs is None or other is lane:
                 continue
@@ -358,20 +364,23 @@ class _Cache(Deferred):
         return given
 
     def keep_small(self, nbytes: int) -> None:
-        """Before more is held than ever was in use at once, give back what is free: the largest blocks first."""
-        held = self.blocks.held
-        if held + nbytes <= self._most or self.capturing:
+        """Before so much more of the pool is used than ever was in use at once, give the largest free blocks back."""
+        self._room -= nbytes
+        if self._room >= 0 or self.capturing:
             return
-        need = nbytes + (self._most >> _BULK)
-        for lane in self.live():
-            stream = lane.stream()
-            if stream is not None and direct_handle(stream, self.door) is not None:
-                need -= lane.give_back(need)
-            if need <= 0:
-                break
-        held = self.blocks.held
-        if held + nbytes > self._most:
-            self._most = held + nbytes + max(_LEAST, held >> _SLACK)
+        attributes = self.pool.attributes
+        used = attributes.used_mem_current
+        need = used + nbytes - self._most
+        if need > 0:
+            need += self._most >> _BULK
+            for lane in self.live():
+                stream = lane.stream()
+                if need > 0 and stream is not None and direct_handle(stream, self.door) is not None:
+                    need -= lane.give_back(need)
+            used = attributes.used_mem_current
+            if used + nbytes > self._most:
+                self._most = used + nbytes + max(_LEAST, used >> _SLACK)
+        self._room = self._most - used - nbytes
 
     @property
     def cached(self) -> int:
@@ -393,10 +402,11 @@ class CachingAllocator(CachedAllocator, Closes):
     seen the stream pass the free (``cuEventQuery``), and only where it has none of its own.
 
     Sizes are rounded up to classes: multiples of 512 bytes up to 8 KiB, then eight classes to each power of two, so
-    that at most a ninth of a block is wasted from 4 KiB on. Where a class has no free block, one of up to twice the
-    size is handed out. Blocks are never split, nor do neighbours become one. So that this does not fragment the pool,
-    the cache gives the largest free blocks back before it takes more than ever was in use at once, and 32 MiB or a
-    sixteenth. Sizes above ``largest`` are not cached: the driver's pool orders them itself and rounds nothing.
+    that at most a ninth of a block is wasted from 4 KiB on. Where a class has no free block, one of up to three times
+    the size is handed out. Blocks are never split, nor do neighbours become one. So that this does not fragment the
+    pool, the cache gives the largest free blocks back before more of the pool is used than ever was in use at once,
+    and 32 MiB or a sixteenth. Sizes above ``largest`` are not cached: the driver's pool orders them itself and rounds
+    nothing.
 
     Some memory goes past the cache, and comes from the pool and returns to it as without one: on default streams and
     streams of other libraries, as nobody tells when these end; and in captures, where allocations become nodes of the
@@ -526,6 +536,7 @@ class CachingAllocator(CachedAllocator, Closes):
         cache = self._cache
         if self._limit and (direct_handle(stream, cache.door) is not None or not stream.capturing):
             self._keep_limit(nbytes)
+        cache.keep_small(nbytes)
         try:
             return cache.pool.allocate(nbytes, stream)
         except OutOfMemoryError:
