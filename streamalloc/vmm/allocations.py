@@ -290,15 +290,14 @@ class Allocations:
         CudaError
             The driver refused.
         """
-        answers: list[tuple[Any, Any]] = []
+        answers: list[tuple[Any, ...]] = []
         calls = starmap(self.door.cuMemCreate, ((nbytes, properties, 0),))
         # The call is made by an operator: Python looks for no signals until the handle is kept.
         answers += calls
-        result, raw = answers[0]
-        if not result:
-            handle._raw = raw
+        if not answers[0][0]:
+            handle._raw = answers[0][1]
             return
-        raise error_from(result, "cuMemCreate", hint)
+        raise error_from(answers[0][0], "cuMemCreate", hint)
 
     def note_elsewhere(self, address: int, nbytes: int) -> None:
         """Others may use what is mapped at these addresses from now on, and nothing here tells until when."""

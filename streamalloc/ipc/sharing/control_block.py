@@ -335,13 +335,13 @@ class ControlBlock:
             return
         if sees_all_work(stream):
             # Asked in this mode, it breaks no capture of another stream.
-            failed, mode = door.cuThreadExchangeStreamCaptureMode(_RELAXED)
-            if failed:
-                raise error_from(failed, "cuThreadExchangeStreamCaptureMode")
+            mode = door.cuThreadExchangeStreamCaptureMode(_RELAXED)
+            if mode[0]:
+                raise error_from(mode[0], "cuThreadExchangeStreamCaptureMode")
             try:
                 result = door.cuStreamQuery(handle)[0]
             finally:
-                failed = door.cuThreadExchangeStreamCaptureMode(mode)[0]
+                failed = door.cuThreadExchangeStreamCaptureMode(mode[1])[0]
             if failed:
                 raise error_from(failed, "cuThreadExchangeStreamCaptureMode")
             if not result:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -84,6 +85,9 @@ _NO_BLOCK = bytes(16)
 _RANGE_SIZE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
 # How often a call that may wait for the device is made again where the driver refuses it.
 _TRIES = 5
+# Seconds until it is looked again whether the devices have nothing to do; and when, after asking.
+_IDLE_PAUSE = 0.02
+_LOOKS = (0.0, 0.00005, 0.0002)
 
 
 class DriverVersionWarning(UserWarning):
@@ -146,24 +150,49 @@ class Handles:
             fd.close()
 
 
-class _OnThread(Deferred):
-    """A call that may wait for the device, made on a thread of its own. A second call of it does nothing."""
+class _OnceIdle(Deferred):
+    """A call that waits for the devices, made on a thread of its own. A second call of it does nothing.
 
-    __slots__ = ("_call",)
+    While it waits, the driver makes other threads wait that need the context, such as for a new event (driver 580). And
+    a stream may wait for what this process has yet to do, or to tell another process: then nobody would ever go on. So
+    the call is made at a moment when the devices have nothing to do.
+    """
 
-    def __init__(self, call: Callable[[], object]) -> None:
+    __slots__ = ("_call", "_door", "_then")
+
+    def __init__(self, door: Door, call: Callable[[], object]) -> None:
+        self._door = door
         self._call = call
+        self._then = 0.0
 
     def attempt(self) -> bool:
+        """Begin; it comes back where the devices are at work."""
+        if time.monotonic() < self._then:
+            return False
+        self._then = time.monotonic() + _IDLE_PAUSE
         # One C function: threading.Thread.start breaks the thread where a signal handler raises.
         _thread.start_new_thread(self._run, ())
         return True
 
     def _run(self) -> None:
         for _ in range(_TRIES):
+            # Errors of a context that is lost: nothing is left to wait for.
+            with contextlib.suppress(CudaError), self._door.relaxed():
+                if not self._idle():
+                    later_of(self._door).hand_in(self)
+                    return
             with contextlib.suppress(CudaError):
                 self._call()
                 return
+
+    def _idle(self) -> bool:
+        """Whether all work that devices have now is done at once."""
+        events = [context_event(Device(ordinal, driver=self._door.driver)) for ordinal in self._door.ordinals]
+        for pause in _LOOKS:
+            time.sleep(pause)
+            if all(event.query() for event in events):
+                return True
+        return False
 
 
 class _PoolHandle(Deferred):
@@ -334,7 +363,7 @@ class Importer:
             for name, block in list(self.blocks.items()):
                 if id(block) not in blocks and not block.exporter_alive() and block.idle():
                     del self.blocks[name]
-                    later.hand_in(_OnThread(block.close))
+                    later.hand_in(_OnceIdle(self.door, block.close))
 
     def size_at(self, address: int) -> int:
         """How many bytes the driver has there (``cuPointerGetAttribute``)."""
@@ -756,7 +785,8 @@ class _DroppedImport(Deferred):
     def attempt(self) -> bool:
         held = self._held
         if held is not None and held.way.waits:
-            later_of(held.way.importer.door).hand_in(_OnThread(self._close))
+            door = held.way.importer.door
+            later_of(door).hand_in(_OnceIdle(door, self._close))
             return True
         self._close()
         return True
