@@ -221,7 +221,8 @@ class ControlBlock:
         """Let go of the memory; idempotent. It waits for the device's work (``cuMemHostUnregister``)."""
         self._own.close()
         if self._raw is not None:
-            with contextlib.suppress(CudaError), Device(0, driver=self.door.driver).current():
+            # Not by a Device, whose making takes a lock: a finaliser may come here.
+            with contextlib.suppress(CudaError), self.door.current(0):
                 self.door.give_back(self, "cuMemHostUnregister")
 
     def __del__(self) -> None:

@@ -96,8 +96,10 @@ _RIGHTS_BYTES = socket.CMSG_SPACE(PACKET_HANDLES * array.array("i").itemsize)
 _DAMAGED = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 
 # A receiver looks for a message without sleeping for about as long as it takes to fall asleep and to be woken up: what
-# comes at once then comes in a third of the time. Not where both ends share one processor.
+# comes at once then comes in a third of the time. Where both ends share one processor, or messages take longer, that
+# only costs: after so many times in vain it is done once in a while.
 _SPIN_NANOSECONDS = 50_000 if len(os.sched_getaffinity(0)) > 1 else 0
+_IN_VAIN, _ONCE_IN = 3, 32
 # No call waits in the kernel, where Python would begin anew after each signal: poll() keeps any deadline.
 _SEND = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 # Arguments of recvmsg(), as map() takes them.
@@ -189,7 +191,7 @@ class Channel(_HasSocket):
         Seconds for calls that are given no timeout of their own; None, the default: no limit.
     """
 
-    __slots__ = ("_inbox", "_partial", "_ready", "_receive", "_send", "_send_with", "peer", "timeout")
+    __slots__ = ("_in_vain", "_inbox", "_partial", "_ready", "_receive", "_send", "_send_with", "peer", "timeout")
 
     peer: Peer
     """Who made the other end."""
@@ -199,6 +201,8 @@ class Channel(_HasSocket):
         self._inbox: deque[Any] = deque()
         """Packets that the kernel has handed over: what recvmsg() gives, or what :meth:`_handles` makes of that."""
         self._partial: _Partial | None = None
+        self._in_vain = 0
+        """How often in a row it was looked for a message without sleeping, and none came."""
         self._socket = connection
         self.peer = peer
         # Bound once: a hand-off is one of the first two calls, and looking them up each time costs as much as a tenth.
@@ -420,7 +424,6 @@ class Channel(_HasSocket):
 
     def _fill(self, end: float | None, wait: float | None) -> None:
         """Wait for a packet, until ``end`` or for so many seconds."""
-        spun = 0
         while not self._inbox:
             try:
                 self._inbox.extend(map(self._receive, *_RECEIVE))
@@ -432,13 +435,21 @@ class Channel(_HasSocket):
                     end = end_of(wait) if end is None else end
                     if left(end) == 0:
                         raise TimeoutError(f"no message from {self._who} within {wait:g} s") from None
-                    spun = spun or _clock() + _SPIN_NANOSECONDS
-                    while not self._ready(0):
-                        if _clock() >= spun:
-                            self._ready(milliseconds(end))
-                            break
+                    self._await(milliseconds(end))
                 elif error.errno != errno.ECONNRESET:
                     raise
+
+    def _await(self, timeout: int) -> None:
+        """Wait until the socket is readable, for so many milliseconds."""
+        ready, missed = self._ready, self._in_vain
+        if missed < _IN_VAIN or not missed % _ONCE_IN:
+            spun = _clock() + _SPIN_NANOSECONDS
+            while _clock() < spun:
+                if ready(0):
+                    self._in_vain = 0
+                    return
+        self._in_vain = missed + 1
+        ready(timeout)
 
     def _unpacked(self, wait: float | None) -> Message:
         """The message in the next packets, once all about them was checked."""
