@@ -2,8 +2,9 @@
 
 See :mod:`streamalloc.pool` for stream-ordered memory pools, :mod:`streamalloc.vmm` for virtual memory by hand,
 :mod:`streamalloc.ipc` for sharing between processes, :mod:`streamalloc.multicast` for writes that reach several GPUs,
-:mod:`streamalloc.interop` for other libraries that allocate from it, :mod:`streamalloc.traces` for recording and
-replaying allocations, and :mod:`streamalloc.driver` for the choice of a real or a simulated driver.
+:mod:`streamalloc.interop` for other libraries that allocate from it, :mod:`streamalloc.observing` for who has which
+memory from which line, :mod:`streamalloc.traces` for recording and replaying allocations, and :mod:`streamalloc.driver`
+for the choice of a real or a simulated driver.
 """
 
 import importlib
@@ -57,9 +58,10 @@ from streamalloc.driver import DriverNotFoundError, ForkedProcessError
 from streamalloc.pool import CacheStatistics, CachingAllocator, MemoryPool, PoolAttributes, PoolStatistics, allocate
 
 if TYPE_CHECKING:
-    from streamalloc import interop, ipc, multicast, traces, vmm
+    from streamalloc import interop, ipc, multicast, observing, traces, vmm
     from streamalloc.core.capabilities import Capabilities
     from streamalloc.core.graph import Graph, GraphMemory, GraphMemoryStatistics
+    from streamalloc.observing import Observer, observe
     from streamalloc.pool.pointers import MemoryKind, PointerAttributes, pointer_attributes
 
 __version__ = "0.1.0"
@@ -110,6 +112,7 @@ __all__ = [
     "NotPermittedError",
     "NotReadyError",
     "NotSupportedError",
+    "Observer",
     "OutOfMemoryError",
     "PeerAccessError",
     "PendingFreesWarning",
@@ -127,6 +130,8 @@ __all__ = [
     "interop",
     "ipc",
     "multicast",
+    "observe",
+    "observing",
     "pointer_attributes",
     "traces",
     "vmm",
@@ -142,14 +147,16 @@ def _reduce_for_processes(thing: object) -> tuple[Any, ...] | None:
 streamalloc.core.ownership.reduce_for_processes = _reduce_for_processes
 
 # Imported when first used: whoever only allocates does not wait for them.
-_PACKAGES = ("interop", "ipc", "multicast", "traces", "vmm")
+_PACKAGES = ("interop", "ipc", "multicast", "observing", "traces", "vmm")
 _NAMES = {
     "Capabilities": "core.capabilities",
     "Graph": "core.graph",
     "GraphMemory": "core.graph",
     "GraphMemoryStatistics": "core.graph",
     "MemoryKind": "pool.pointers",
+    "Observer": "observing",
     "PointerAttributes": "pool.pointers",
+    "observe": "observing",
     "pointer_attributes": "pool.pointers",
 }
 

@@ -20,7 +20,7 @@ from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes, Unique
 from streamalloc.core.properties import MemLocation, MemLocationType, checked_size
 from streamalloc.core.stream import Stream, StreamLike, as_stream, direct_handle, ordered_after
-from streamalloc.driver import ForkedProcessError
+from streamalloc.core.watching import Watcher, bare, tell_freed, was_asked, watch, watching_of
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -97,6 +97,11 @@ class Allocator(Unique):
         self._free = door.driver.cuMemFreeAsync
         self._raw = raw
         door.shut_with_me(self)
+        watching_of(door).bound(self)
+
+    def _watch(self, watchers: tuple[Watcher, ...]) -> None:
+        """Tell these of each allocation and free from now on; ``()`` for nobody."""
+        watch(self, watchers)
 
     def allocate(self, nbytes: int, stream: StreamLike) -> Buffer:
         """Allocate in stream order (``cuMemAllocFromPoolAsync``): usable on ``stream`` at once, without synchronising.
@@ -166,8 +171,9 @@ class Allocator(Unique):
         """Ask the driver for a buffer's memory; its ``CUresult``."""
         stream = buffer._stream
         raw = stream._checked_raw()
+        alloc = self._alloc if type(buffer) is PlainBuffer else bare(self._alloc)
         with stream._context():
-            result, buffer._ptr = self._alloc(buffer._nbytes, self._raw, raw)
+            result, buffer._ptr = alloc(buffer._nbytes, self._raw, raw)
         return result
 
     def _recover(self, result: Any, buffer: Buffer) -> None:
@@ -320,8 +326,9 @@ class Buffer(Memory, Closes):
         self._ptr = None
         try:
             result = self._allocator._free(ptr, handle)[0]
-        except ForkedProcessError:
-            self._ptr = ptr
+        except BaseException as error:
+            if not was_asked(self._allocator, ptr, error):
+                self._ptr = ptr
             raise
         if result:
             self._ptr = ptr
@@ -358,7 +365,12 @@ class Buffer(Memory, Closes):
         with ordered._context():
             ptr = self._ptr
             self._ptr = None
-            result = self._allocator._free(ptr, ordered._raw)[0]
+            try:
+                result = self._allocator._free(ptr, ordered._raw)[0]
+            except BaseException as error:
+                if not was_asked(self._allocator, ptr, error):
+                    self._ptr = ptr
+                raise
             if result:
                 self._ptr = ptr
                 raise self._refused(result, ordered)
@@ -499,7 +511,11 @@ class _FreeDropped(Deferred):
             return False
         address = self._raw
         try:
-            with ordered_after(self._stream) as ordered, ordered._context():
+            with (
+                ordered_after(self._stream) as ordered,
+                ordered._context(),
+                tell_freed(self._door, int(address), ordered._raw),
+            ):
                 self._door.give_back(self, "cuMemFreeAsync", ordered._raw)
         except CudaError as error:
             if not isinstance(error, self.gone) and not self._told:

@@ -19,6 +19,7 @@ from streamalloc.core.buffer import Allocator, Buffer, PlainBuffer, SharedState,
 from streamalloc.core.door import Door
 from streamalloc.core.later import Deferred, later_of
 from streamalloc.core.stream import Stream, StreamLike, direct_handle
+from streamalloc.core.watching import Watcher
 from streamalloc.driver.internal import cuda
 
 __all__ = [
@@ -32,9 +33,11 @@ __all__ = [
     "forbid_lists",
     "give_lists",
     "leave_stream",
+    "mend",
 ]
 
 _DEFER: StillImported = "defer"
+_NOWHERE = object()
 
 
 class Block(cuda.CUdeviceptr):  # type: ignore[misc]  # the bindings have no types
@@ -68,12 +71,16 @@ class _Watch(weakref.ref[Block]):
 class Blocks:
     """The memory that a cache has of a pool, in lists and in buffers."""
 
-    __slots__ = ("__weakref__", "_mending", "_pool", "_watches", "dropped", "held")
+    __slots__ = ("__weakref__", "_mending", "_pool", "_watches", "dropped", "held", "key", "watchers")
 
     def __init__(self, pool: Allocator) -> None:
         self._pool = pool
         self.held = 0
         """Bytes of all blocks. No thread can come between reading and writing it, as no function is called there."""
+        self.key: object = object()
+        """What the lists are found by in a stream."""
+        self.watchers: tuple[Watcher, ...] = ()
+        """Who is told of what is handed out and comes back."""
         self._watches: dict[int, _Watch] = {}
         """By address."""
         self.dropped: deque[_Watch] = deque()
@@ -143,6 +150,8 @@ class Blocks:
                 blocks, returned = shelf.blocks, shelf.returned
                 # Not where its memory was handed over, or where who interrupted this was here, too.
                 if address in watches and watches[address] is old:
+                    for watcher in self.watchers:
+                        watcher.freed(address, None)
                     watches[address] = watch
                     blocks.append(block)
                     returned()
@@ -278,7 +287,18 @@ class CachedAllocator(Allocator):
         buffer._stream = stream
         buffer._allocator = self
         buffer._shared = None
+        watchers = self._blocks.watchers
+        if watchers:
+            # Its free has to come by here, too.
+            block.home = None
+            for watcher in watchers:
+                watcher.allocated(self, int(block), nbytes, stream._raw)
         return buffer
+
+    def _watch(self, watchers: tuple[Watcher, ...]) -> None:
+        self._blocks.watchers = watchers
+        # No stream has lists by this one.
+        self._key = _NOWHERE if watchers else self._blocks.key
 
     def _shelf_for(self, block: Block, stream: Stream) -> Shelf | None:
         """Where a block goes that is freed on ``stream``; None where the driver gets it back."""
@@ -292,10 +312,15 @@ class CachedAllocator(Allocator):
             self._blocks.move(block, shelf)
             home = shelf.blocks
             # Taken before it is put back, so that two threads that free the same buffer do so once.
+            watchers = self._blocks.watchers
+            for watcher in watchers:
+                watcher.freed(int(block), ordered._raw)
             if buffer._ptr is block:
                 buffer._ptr = None
                 home.append(block)
                 shelf.returned()
+            for watcher in watchers:
+                watcher.look()
             return
         # As for memory that is shared: where the driver refuses, the buffer still has it.
         self._blocks.leave(buffer)
@@ -365,6 +390,11 @@ class _Behind(SharedState):
 
     def drop(self, buffer: Buffer) -> None:
         """Nothing to do: the plain buffer is dropped, too."""
+
+
+def mend(cache: CachedAllocator) -> None:
+    """Put blocks that were dropped back into a cache's lists."""
+    cache._blocks.mend()
 
 
 # -- what caches need of streams -----------------------------------------------------------------------------

@@ -280,7 +280,7 @@ class _Cache(Deferred):
         self.pool = pool
         self.door: Door = door_behind(pool)
         self.blocks = Blocks(pool)
-        self.key: object = object()
+        self.key: object = self.blocks.key
         self.closed = False
         self.lanes: dict[_Lane, None] = {}
         self.lane_of: dict[int, _Lane] = {}
@@ -504,6 +504,8 @@ class CachingAllocator(CachedAllocator, Closes):
     # -- the slow path ---------------------------------------------------------------------------------------
 
     def _allocate_slowly(self, nbytes: int, stream: StreamLike) -> Buffer:
+        for watcher in self._blocks.watchers:
+            watcher.asked(self, checked_size("nbytes", nbytes))
         self._check_open()
         cache = self._cache
         if type(stream) is not Stream or direct_handle(stream, cache.door) is None:

@@ -338,6 +338,8 @@ class AddressRange(OwnsNode):
                 raise error_from(result, "cuMemMap")
             if rights:
                 self._grant((entry,), rights)
+            for watcher in handle.allocations.watchers:
+                watcher.mapped(address + offset, memory)
         except BaseException as first:
             if isinstance(first, CudaError) and first.call == "cuMemMap":
                 node.unmapped()

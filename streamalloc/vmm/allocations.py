@@ -33,6 +33,7 @@ __all__ = [
     "Allocations",
     "HandleNode",
     "MappedBytes",
+    "MappingWatcher",
     "OwnsNode",
     "Reservation",
     "allocations_of",
@@ -230,6 +231,11 @@ class MappedBytes(Node):
 
     def unmapped(self) -> None:
         """It is unmapped. May be called again."""
+        watchers = self.reservation.allocations.watchers
+        if watchers and not self.gone:
+            address = int(self.reservation.raw) + self.offset
+            for watcher in watchers:
+                watcher.unmapped(address)
         self.gone = True
         self.reservation.allocations.order.cut(self)
 
@@ -269,14 +275,28 @@ class KeepsMemory(Protocol):
         """Give back what is kept; how many bytes."""
 
 
+class MappingWatcher(Protocol):
+    """Who wants to know of what is mapped."""
+
+    def to_be_mapped(self, address: int, nbytes: int, /) -> None:
+        """Memory is to be made and mapped from an address on. What this raises goes to who asks."""
+
+    def mapped(self, address: int, memory: Any, /) -> None:
+        """Memory is mapped at an address. What this raises goes to who asked, once it is unmapped."""
+
+    def unmapped(self, address: int, /) -> None:
+        """What was mapped at an address is unmapped. Never raises."""
+
+
 class Allocations:
     """What :mod:`streamalloc.vmm` keeps for one driver."""
 
-    __slots__ = ("by_handle", "door", "keepers", "later", "order")
+    __slots__ = ("by_handle", "door", "keepers", "later", "order", "watchers")
 
     def __init__(self, door: Door) -> None:
         self.door: Door = door
         self.keepers: weakref.WeakSet[KeepsMemory] = weakref.WeakSet()
+        self.watchers: tuple[MappingWatcher, ...] = ()
         self.later: Later = later_of(door)
         self.order: ReleaseOrder = ReleaseOrder()
         self.by_handle: dict[int, AllocationState] = {}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from streamalloc.core.door import Door
 from streamalloc.core.errors import undoing
 from streamalloc.vmm.access import Access, Rights, rights_of
 from streamalloc.vmm.address_range import GRANULARITY, AddressRange, LoneMapping, MappingEntry, mappings_text
-from streamalloc.vmm.allocations import AllocationHandle, AllocationState, HandleNode
+from streamalloc.vmm.allocations import AllocationHandle, AllocationState, HandleNode, MappingWatcher, allocations_of
 from streamalloc.vmm.generic_handle import GenericAllocation
 from streamalloc.vmm.physical_memory import PhysicalMemory, import_memory
 from streamalloc.vmm.release_order import Kind, Node
@@ -22,18 +23,22 @@ __all__ = [
     "HandleNode",
     "Kind",
     "LoneMapping",
+    "MappingWatcher",
     "Node",
     "RemappableBuffer",
     "Rights",
     "check_mappable",
     "covering",
     "import_memory",
+    "is_counted",
     "is_imported",
     "map_alone",
     "mappings_text",
     "rights_of",
     "state_of",
+    "unwatch_mappings",
     "wait",
+    "watch_mappings",
 ]
 
 
@@ -89,3 +94,27 @@ def check_mappable(memory: PhysicalMemory) -> None:
         raise ValueError(f"physical memory of {memory.nbytes} bytes, which are no multiple of {granularity}")
     with AddressRange(memory.nbytes, driver=memory.driver) as addresses:
         addresses.map(memory)
+
+
+def watch_mappings(door: Door, watcher: MappingWatcher) -> None:
+    """Tell a watcher of all that is mapped on a driver from now on."""
+    allocations_of(door).watchers += (watcher,)
+
+
+def unwatch_mappings(door: Door, watcher: MappingWatcher) -> None:
+    """Tell it no more."""
+    allocations = allocations_of(door)
+    while True:
+        before = allocations.watchers
+        after = tuple(other for other in before if other is not watcher)
+        # Nothing is called between these two.
+        if allocations.watchers is before:
+            allocations.watchers = after
+            return
+
+
+def is_counted(memory: GenericAllocation) -> bool:
+    """Whether memory that was just mapped is of this process, and mapped in no other place, so that it counts."""
+    state = memory._state
+    ours = memory._node.kind is Kind.MEMORY and not state.imported
+    return ours and len(state.mappings) == 1

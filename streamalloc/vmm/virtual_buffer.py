@@ -347,6 +347,8 @@ class VirtualBuffer(Memory, Closes):
             return []
         start = chunks[0].offset
         self._trim(start)
+        for watcher in self.range._node.allocations.watchers:
+            watcher.to_be_mapped(self.range.address + start, sum(chunk.nbytes for chunk in chunks))
         # Not by undoing(), which takes a third as long as all that it is about.
         try:
             return self._map_all(start, (chunk.spec.make(chunk.nbytes) for chunk in chunks))

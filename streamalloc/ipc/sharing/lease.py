@@ -20,6 +20,7 @@ from streamalloc.core.errors import CudaError, StillImportedError
 from streamalloc.core.fd import Fd
 from streamalloc.core.later import Deferred, later_of, work
 from streamalloc.core.stream import Stream, direct_handle, ordered_after, raw_handle, refuse_capture
+from streamalloc.core.watching import tell_freed
 from streamalloc.ipc.sharing.control_block import SLOTS, ControlBlock, Mark, SlotWords, fence, next_word, reached
 from streamalloc.ipc.transport.channel import Channel
 
@@ -310,8 +311,9 @@ class _DeferredFree(Deferred):
                 refuse_capture(ordered, "cuMemFreeAsync", "a shared buffer cannot be freed in a capture")
                 if not lease.end(ordered, for_good=True):
                     return False
-                with ordered.device.current():
-                    self._door.give_back(self, "cuMemFreeAsync", raw_handle(ordered))
+                raw = raw_handle(ordered)
+                with ordered.device.current(), tell_freed(self._door, int(self._raw), raw):
+                    self._door.give_back(self, "cuMemFreeAsync", raw)
         self._lease = None
         return True
 

@@ -1,0 +1,189 @@
+"""What others open: PyTorch's memory viewer, readers of RMM's log, Perfetto and Chrome."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from streamalloc.core.properties import MemLocationType
+from streamalloc.observing.records import Allocation, Happening, Phase
+
+__all__ = ["save_chrome", "save_pytorch", "save_rmm", "snapshot"]
+
+# Pools take memory in steps of this size; what lies further apart is drawn as separate segments.
+_STEP = 32 << 20
+
+
+# --- PyTorch --------------------------------------------------------------------------------------------------------
+
+
+def save_pytorch(path: str | Path, history: Sequence[Happening], live: Iterable[Allocation]) -> None:
+    """Write :func:`snapshot` to a file, as a pickle."""
+    Path(path).write_bytes(pickle.dumps(snapshot(history, live), protocol=4))
+
+
+def snapshot(history: Sequence[Happening], live: Iterable[Allocation]) -> dict[str, Any]:
+    """What PyTorch's memory viewer shows: ``segments`` as they are now, and ``device_traces``, one for each device.
+
+    The driver does not say which memory a pool holds. A segment is what lies close to each other of all memory that was
+    ever handed out; what is not allocated now is an inactive block of it. Mapped memory comes and goes with its
+    segments.
+    """
+    live = [one for one in live if _device(one) is not None and one.address]
+    happened = [one for one in history if _device(one.allocation) is not None]
+    devices = {_device(one) for one in live} | {_device(one.allocation) for one in happened}
+    count = 1 + max((one for one in devices if one is not None), default=-1)
+    traces: list[list[dict[str, Any]]] = [[] for _ in range(count)]
+    for one in happened:
+        ordinal = _device(one.allocation)
+        assert ordinal is not None
+        traces[ordinal] += _entries(one)
+    segments = []
+    for ordinal in range(count):
+        here = [one for one in live if _device(one) == ordinal]
+        ever = [*here, *(one.allocation for one in happened if one.action != "failure")]
+        pooled = [one for one in ever if one.source.kind != "mapping" and _device(one) == ordinal]
+        mapped = [one for one in here if one.source.kind == "mapping"]
+        for group, gap, expandable in ((pooled, _STEP, False), (mapped, 0, True)):
+            for start, stop in _clusters(group, gap):
+                blocks = [one for one in here if start <= one.address < stop]
+                segments.append(_segment(ordinal, start, stop, blocks, expandable))
+    return {"segments": segments, "device_traces": traces, "allocator_settings": {}, "external_annotations": []}
+
+
+def _device(one: Allocation) -> int | None:
+    location = one.source.location
+    return location.id if location.type is MemLocationType.DEVICE else None
+
+
+def _entries(one: Happening) -> Iterator[dict[str, Any]]:
+    """The entries of a trace for something that happened."""
+    allocation = one.allocation
+    mapped = allocation.source.kind == "mapping"
+    actions = {
+        "allocate": ["segment_map"] * mapped + ["alloc"],
+        "free": ["free_requested", "free_completed"] + ["segment_unmap"] * mapped,
+        "failure": ["oom"],
+    }[one.action]
+    for action in actions:
+        entry = {
+            "action": action,
+            "addr": allocation.address,
+            "size": allocation.nbytes,
+            "stream": one.stream,
+            "time_us": one.time // 1000,
+            "frames": _frames(allocation),
+        }
+        # What the device had left then was not asked.
+        yield entry | {"device_free": 0} if action == "oom" else entry
+
+
+def _frames(one: Allocation) -> list[dict[str, Any]]:
+    words = [f"{name}: {word}" for name, word in (("tag", one.tag), ("phase", one.phase)) if word]
+    found = [{"filename": site.file, "line": site.line, "name": site.function} for site in one.sites]
+    return found + [{"filename": word, "line": 0, "name": ""} for word in words]
+
+
+def _clusters(allocations: Iterable[Allocation], gap: int) -> Iterator[tuple[int, int]]:
+    """From where to where memory lies, no two pieces of which are further apart than ``gap``."""
+    pieces = sorted({(one.address, one.address + one.nbytes) for one in allocations})
+    while pieces:
+        start, stop = pieces[0]
+        taken = 1
+        for begin, end in pieces[1:]:
+            if begin - stop > gap:
+                break
+            stop = max(stop, end)
+            taken += 1
+        yield start, stop
+        del pieces[:taken]
+
+
+def _segment(ordinal: int, start: int, stop: int, live: Iterable[Allocation], expandable: bool) -> dict[str, Any]:
+    blocks: list[dict[str, Any]] = []
+    at = start
+    for one in sorted(live):
+        # The viewer adds sizes up to find where blocks are.
+        if one.address > at:
+            blocks.append(_block(at, one.address - at, 0, "inactive", []))
+        blocks.append(_block(one.address, one.nbytes, one.nbytes, "active_allocated", _frames(one)))
+        at = one.address + one.nbytes
+    if at < stop:
+        blocks.append(_block(at, stop - at, 0, "inactive", []))
+    active = sum(block["requested_size"] for block in blocks)
+    return {
+        "device": ordinal,
+        "address": start,
+        "total_size": stop - start,
+        "allocated_size": active,
+        "active_size": active,
+        "requested_size": active,
+        "stream": 0,
+        "segment_type": "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": expandable,
+        "frames": [],
+        "blocks": blocks,
+    }
+
+
+def _block(address: int, size: int, requested: int, state: str, frames: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"address": address, "size": size, "requested_size": requested, "state": state, "frames": frames}
+
+
+# --- RMM ------------------------------------------------------------------------------------------------------------
+
+_ACTIONS = {"allocate": "allocate", "free": "free", "failure": "allocate failure"}
+
+
+def save_rmm(path: str | Path, history: Iterable[Happening]) -> None:
+    """Write what RMM's ``LoggingResourceAdaptor`` would have written. Mappings, which have no stream, have stream 0."""
+    with open(path, "w", encoding="ascii") as file:
+        print("Thread,Time,Action,Pointer,Size,Stream", file=file)
+        for one in history:
+            seconds, rest = divmod(one.time, 10**9)
+            clock = time.strftime("%H:%M:%S", time.localtime(seconds))
+            allocation = one.allocation
+            where = f"{allocation.address:#x},{allocation.nbytes},{one.stream:#x}"
+            print(f"{one.thread},{clock}:{rest // 1000:06},{_ACTIONS[one.action]},{where}", file=file)
+
+
+# --- Chrome and Perfetto --------------------------------------------------------------------------------------------
+
+
+def save_chrome(path: str | Path, history: Iterable[Happening], phases: Iterable[Phase]) -> None:
+    """Write the trace-event format: a counter for each source, a slice for each phase, and failures."""
+    process = os.getpid()
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "ts": 0, "args": {"name": "streamalloc"}}
+    ]
+    totals: Counter[str] = Counter()
+    for one in history:
+        source = f"{one.allocation.source.kind} {one.allocation.source.location}"
+        common = {"pid": process, "tid": one.thread, "ts": one.time / 1000}
+        if one.action == "failure":
+            size = {"requested": one.allocation.nbytes}
+            events.append({"ph": "i", "s": "p", "name": "out of memory", "args": size} | common)
+            continue
+        totals[source] += one.allocation.nbytes * (1 if one.action == "allocate" else -1)
+        events.append({"ph": "C", "name": source, "args": {"allocated bytes": totals[source]}} | common)
+    for phase in phases:
+        if phase.ended is not None:
+            events.append(
+                {
+                    "ph": "X",
+                    "name": phase.name,
+                    "pid": process,
+                    "tid": phase.thread,
+                    "ts": phase.began / 1000,
+                    "dur": (phase.ended - phase.began) / 1000,
+                    "args": {"path": phase.path, "before": phase.before, "peak": phase.peak, "after": phase.after},
+                }
+            )
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="ascii")

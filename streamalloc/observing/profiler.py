@@ -1,0 +1,42 @@
+"""NVTX, where it is installed: phases as ranges, and what is allocated as a counter."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from typing import Any
+
+__all__ = ["Profiler"]
+
+_DOMAIN = "streamalloc"
+
+
+class Profiler:
+    """What an observer tells NVTX.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        ``nvtx`` is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            nvtx = importlib.import_module("nvtx")
+        except ModuleNotFoundError:
+            raise ModuleNotFoundError("nvtx is not installed: pip install 'streamalloc[nvtx]'", name="nvtx") from None
+        self._annotate: Any = nvtx.annotate
+        domain = nvtx.get_domain(_DOMAIN)
+        # Older versions have no counters.
+        make = getattr(domain, "get_counter", None)
+        self._sample: Any = None if make is None else make("allocated bytes", int).sample
+
+    def range(self, name: str) -> contextlib.AbstractContextManager[object]:
+        """A range for a ``with`` block."""
+        found: contextlib.AbstractContextManager[object] = self._annotate(message=name, domain=_DOMAIN)
+        return found
+
+    def sample(self, nbytes: int) -> None:
+        """Say how much is allocated now."""
+        if self._sample is not None:
+            self._sample(nbytes)

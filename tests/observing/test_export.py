@@ -1,0 +1,199 @@
+"""What observers write for others: the fields that readers need, and the same run when it is read back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import traces, vmm
+from tests.support import MiB
+
+
+@pytest.fixture
+def observer(machine: Any) -> Iterator[sa.Observer]:
+    """A run with allocations on two streams, memory that grows, a failure, and memory that is left."""
+    faulty = sd.faulty(machine, "cuMemAllocFromPoolAsync", nth=4)
+    device = sa.Device(0, driver=faulty)
+    with (
+        sa.MemoryPool(device) as pool,
+        device.create_stream() as one,
+        device.create_stream() as two,
+        vmm.GrowableBuffer(device, 32 * MiB, 2 * MiB) as grown,
+        sa.observe(pool, grown, depth=2) as observer,
+    ):
+        with observer.phase("step"), observer.tag("weights"):
+            first = pool.allocate(3 * MiB, one)
+            second = pool.allocate(MiB, two)
+            first.free(two)
+            grown.resize(6 * MiB)
+        third = pool.allocate(512, one)
+        with contextlib.suppress(sa.OutOfMemoryError):
+            pool.allocate(99, one)
+        grown.resize(2 * MiB)
+        yield observer
+        second.free()
+        third.free()
+
+
+def test_rmm_s_log_reads_back(observer: sa.Observer, tmp_path: Path) -> None:
+    file = tmp_path / "log.csv"
+    observer.save_rmm(file)
+    trace = traces.from_rmm(file)
+    assert file.read_text().splitlines()[0] == "Thread,Time,Action,Pointer,Size,Stream"
+    assert [(event.action, event.nbytes, event.stream) for event in trace.events] == [
+        ("allocate", 2 * MiB, 0),
+        ("allocate", 3 * MiB, 1),
+        ("allocate", MiB, 2),
+        ("free", 3 * MiB, 2),
+        ("allocate", 4 * MiB, 0),
+        ("allocate", 512, 1),
+        ("free", 4 * MiB, 0),
+    ]
+    assert trace.skipped == {"failed allocations": 1}
+    times = [one.time // 1000 - observer.history[0].time // 1000 for one in observer.history if one.action != "failure"]
+    assert [event.time // 1000 for event in trace.events] == times
+
+
+class TestPyTorch:
+    @pytest.fixture
+    def snapshot(self, observer: sa.Observer, tmp_path: Path) -> dict[str, Any]:
+        observer.save_pytorch(tmp_path / "snapshot.pickle")
+        data = (tmp_path / "snapshot.pickle").read_bytes()
+        assert data[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04")
+        found: dict[str, Any] = pickle.loads(data)
+        return found
+
+    def test_reads_back(self, observer: sa.Observer, snapshot: dict[str, Any]) -> None:
+        trace = traces.from_pytorch(snapshot)
+        assert [(event.action, event.nbytes) for event in trace.events] == [
+            (one.action, one.allocation.nbytes) for one in observer.history if one.action != "failure"
+        ]
+
+    def test_fields_of_segments_and_blocks(self, observer: sa.Observer, snapshot: dict[str, Any]) -> None:
+        live = {one.address: one for one in observer.live}
+        seen = set()
+        for segment in snapshot["segments"]:
+            assert {type(segment[name]) for name in ("device", "address", "total_size", "stream")} == {int}
+            assert segment["device"] == 0 and segment["segment_type"] in ("large", "small")
+            assert type(segment["is_expandable"]) is bool and type(segment["blocks"]) is list
+            # Where a block is the viewer finds by adding up the sizes before it.
+            at = segment["address"]
+            for block in segment["blocks"]:
+                assert block["address"] == at
+                at += block["size"]
+                if block["state"] == "active_allocated":
+                    assert block["requested_size"] == block["size"] == live[block["address"]].nbytes
+                    seen.add(block["address"])
+                else:
+                    assert block["state"] == "inactive"
+            assert at == segment["address"] + segment["total_size"]
+            active = [block["requested_size"] for block in segment["blocks"] if block["state"] == "active_allocated"]
+            assert segment["allocated_size"] == segment["active_size"] == sum(active)
+        assert seen == set(live)
+
+    def test_fields_of_the_trace(self, observer: sa.Observer, snapshot: dict[str, Any]) -> None:
+        (entries,) = snapshot["device_traces"]
+        for entry in entries:
+            assert {type(entry[name]) for name in ("addr", "size", "stream", "time_us")} == {int}
+            assert all(set(frame) == {"filename", "line", "name"} for frame in entry["frames"])
+        assert [entry["action"] for entry in entries] == [
+            "segment_map", "alloc", "alloc", "alloc", "free_requested", "free_completed", "segment_map", "alloc",
+            "alloc", "oom", "free_requested", "free_completed", "segment_unmap",
+        ]  # fmt: skip
+        assert all("device_free" in entry for entry in entries if entry["action"] == "oom")
+        frames = entries[2]["frames"]
+        assert (frames[0]["filename"], frames[0]["name"].rpartition(".")[2]) == (__file__, "observer")
+        assert [frame["filename"] for frame in frames[-2:]] == ["tag: weights", "phase: step"]
+
+    def test_blocks_lie_in_segments_at_all_times(self, snapshot: dict[str, Any]) -> None:
+        """The viewer goes back from the end, and cannot draw a block outside of all segments."""
+        (entries,) = snapshot["device_traces"]
+        segments = [(one["address"], one["address"] + one["total_size"]) for one in snapshot["segments"]]
+        blocks = {
+            block["address"]
+            for segment in snapshot["segments"]
+            for block in segment["blocks"]
+            if block["state"] == "active_allocated"
+        }
+        for entry in reversed(entries):
+            action, begin = entry["action"], entry["addr"]
+            end = begin + entry["size"]
+            if action == "segment_unmap":
+                segments.append((begin, end))
+            elif action == "segment_map":
+                (whole,) = [one for one in segments if one[0] <= begin and end <= one[1]]
+                segments.remove(whole)
+                segments += [one for one in ((whole[0], begin), (end, whole[1])) if one[0] < one[1]]
+            elif action == "free_completed":
+                blocks.add(begin)
+            elif action == "alloc":
+                blocks.remove(begin)
+            assert all(any(start <= block < stop for start, stop in segments) for block in blocks)
+        assert not blocks
+
+
+def test_chrome_s_trace(observer: sa.Observer, tmp_path: Path) -> None:
+    observer.save_chrome(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert all({"ph", "name", "pid", "tid", "ts"} <= set(event) for event in events)
+    counters: dict[str, list[int]] = {}
+    for event in events:
+        if event["ph"] == "C":
+            counters.setdefault(event["name"], []).append(event["args"]["allocated bytes"])
+    assert counters == {
+        "pool DEVICE:0": [3 * MiB, 4 * MiB, MiB, MiB + 512],
+        "mapping DEVICE:0": [2 * MiB, 6 * MiB, 2 * MiB],
+    }
+    (phase,) = [event for event in events if event["ph"] == "X"]
+    assert (phase["name"], phase["args"]["peak"]) == ("step", observer.phases[0].peak) and phase["dur"] >= 0
+    assert [event["args"] for event in events if event["ph"] == "i"] == [{"requested": 99}]
+
+
+class TestNvtx:
+    @pytest.fixture
+    def told(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        """A stand-in for nvtx that notes what it is told."""
+        told: list[Any] = []
+
+        @contextlib.contextmanager
+        def annotate(message: str, domain: str) -> Iterator[None]:
+            told.append(("push", message, domain))
+            yield
+            told.append(("pop", message, domain))
+
+        def get_counter(name: str, kind: type) -> Any:
+            return types.SimpleNamespace(sample=lambda value: told.append((name, kind, value)))
+
+        nvtx: Any = types.ModuleType("nvtx")
+        nvtx.annotate = annotate
+        nvtx.get_domain = lambda name: types.SimpleNamespace(get_counter=get_counter)
+        monkeypatch.setitem(sys.modules, "nvtx", nvtx)
+        return told
+
+    def test_is_told_of_phases_and_sizes(self, told: list[Any], pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with sa.observe(pool, nvtx=True) as observer, observer.phase("step"):
+            pool.allocate(64, stream).free()
+        size = "allocated bytes", int
+        expected = [("push", "step", "streamalloc"), (*size, 64), (*size, 0), ("pop", "step", "streamalloc")]
+        assert told == expected
+
+    def test_without_counters(self, told: list[Any], pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        sys.modules["nvtx"].get_domain = lambda name: object()  # type: ignore[attr-defined]
+        with sa.observe(pool, nvtx=True) as observer, observer.phase("step"):
+            pool.allocate(64, stream).free()
+        assert [word for word, *_ in told] == ["push", "pop"]
+
+    def test_that_is_not_installed(self, monkeypatch: pytest.MonkeyPatch, pool: sa.MemoryPool) -> None:
+        monkeypatch.setitem(sys.modules, "nvtx", None)
+        with pytest.raises(ModuleNotFoundError, match=r"pip install 'streamalloc\[nvtx\]'"):
+            sa.observe(pool, nvtx=True)

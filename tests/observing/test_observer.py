@@ -1,0 +1,538 @@
+"""Observers: what they know of each allocation, and that nothing is left of them when they end."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
+from streamalloc.core.buffer import Allocator
+from streamalloc.observing import LeakError
+from tests.support import MiB
+from tests.vmm.test_interrupts import Boom, Interrupted
+
+
+def line() -> int:
+    """The line of the caller."""
+    frame = inspect.currentframe()
+    assert frame is not None and frame.f_back is not None
+    return frame.f_back.f_lineno
+
+
+def functions(allocator: Allocator) -> tuple[Any, Any]:
+    return allocator._alloc, allocator._free
+
+
+@pytest.fixture
+def observer(pool: sa.MemoryPool) -> Iterator[sa.Observer]:
+    with sa.observe(pool) as observer:
+        yield observer
+
+
+class TestLive:
+    def test_knows_size_stream_thread_tag_and_line(
+        self, observer: sa.Observer, pool: sa.MemoryPool, stream: sa.Stream
+    ) -> None:
+        with observer.tag("weights"), observer.phase("load"), observer.phase("first"):
+            buffer = pool.allocate(3000, stream); here = line()  # fmt: skip  # noqa: E702
+        (one,) = observer.live
+        assert (one.address, one.nbytes, one.stream) == (buffer.address, 3000, stream.handle)
+        assert (one.thread, one.tag, one.phase) == (threading.get_ident(), "weights", "load/first")
+        (site,) = one.sites
+        assert (site.file, site.line) == (__file__, here)
+        assert site.function.endswith("test_knows_size_stream_thread_tag_and_line") or site.function.startswith("test")
+        assert one.source.kind == "pool" and one.source.location == pool.location
+        buffer.free()
+        assert observer.live == () and observer.nbytes == 0 and observer.peak == 3000
+
+    def test_keeps_as_many_frames_as_asked(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        def inner() -> sa.Buffer:
+            return pool.allocate(1, stream)
+
+        with sa.observe(pool, depth=2) as observer, inner():
+            assert [site.function.rpartition(".")[2] for site in observer.live[0].sites] == [
+                "inner",
+                "test_keeps_as_many_frames_as_asked",
+            ]
+
+    def test_sees_what_finalisers_free(self, observer: sa.Observer, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        first, second = pool.allocate(8, stream), pool.allocate(16, stream)
+        del first
+        assert [one.nbytes for one in observer.live] == [16]
+        circle: list[Any] = [second]
+        circle.append(circle)
+        del second, circle
+        gc.collect()
+        assert observer.live == ()
+
+    def test_sees_what_is_left_for_later(
+        self, observer: sa.Observer, pool: sa.MemoryPool, device: sa.Device, stream: sa.Stream
+    ) -> None:
+        buffer = pool.allocate(8, stream)
+        with device.create_stream() as other, other.capture():
+            # Nothing is freed while a capture is under way.
+            stream.close()
+            del buffer
+            gc.collect()
+        assert observer.live == ()
+
+    def test_of_memory_that_was_shared(self, device: sa.Device, stream: sa.Stream) -> None:
+        from streamalloc import ipc
+
+        with (
+            sa.MemoryPool(device, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR) as pool,
+            sa.observe(pool) as observer,
+        ):
+            buffer = pool.allocate(4096, stream)
+            ipc.share(buffer)
+            # What frees it then is what is left for later.
+            del buffer
+            assert observer.live == () and pool.statistics().used == 0
+            other = pool.allocate(4096, stream)
+            ipc.share(other)
+            assert observer.nbytes == 4096
+            other.free(still_imported="ignore")
+            assert observer.live == ()
+
+    def test_nothing_of_before_and_after(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        before = pool.allocate(8, stream)
+        with sa.observe(pool) as observer:
+            before.free()
+            during = pool.allocate(16, stream)
+            assert [one.nbytes for one in observer.live] == [16]
+        during.free()
+        pool.allocate(32, stream).free()
+        assert [one.nbytes for one in observer.live] == [16]
+        assert [one.action for one in observer.history] == ["allocate"]
+
+    def test_a_freed_address_that_is_used_again(
+        self, observer: sa.Observer, pool: sa.MemoryPool, stream: sa.Stream
+    ) -> None:
+        first = pool.allocate(MiB, stream)
+        address = first.address
+        first.free()
+        second = pool.allocate(MiB, stream)
+        assert second.address == address
+        assert [one.action for one in observer.history] == ["allocate", "free", "allocate"]
+        assert observer.nbytes == MiB and observer.peak == MiB
+        second.free()
+
+    def test_empty_memory_is_nothing(self, observer: sa.Observer, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with pool.allocate(0, stream):
+            assert observer.history == ()
+
+    def test_memory_of_graphs_is_not_seen(self, observer: sa.Observer, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with stream.capture() as graph:
+            pool.allocate(4096, stream).free()
+        graph.close()
+        assert observer.history == ()
+
+    def test_failures_are_noted(self, machine: Any) -> None:
+        faulty = sd.faulty(machine, "cuMemAllocFromPoolAsync", nth=1, times=2)
+        device = sa.Device(0, driver=faulty)
+        with sa.MemoryPool(device) as pool, device.create_stream() as stream, sa.observe(pool) as observer:
+            with pytest.raises(sa.OutOfMemoryError):
+                pool.allocate(64, stream)
+            assert {(one.action, one.allocation.nbytes) for one in observer.history} == {("failure", 64)}
+            assert observer.live == ()
+
+    def test_a_free_that_the_driver_refuses(self, machine: Any) -> None:
+        faulty = sd.faulty(machine, "cuMemFreeAsync", result="CUDA_ERROR_UNKNOWN")
+        device = sa.Device(0, driver=faulty)
+        with sa.MemoryPool(device) as pool, device.create_stream() as stream, sa.observe(pool) as observer:
+            buffer = pool.allocate(64, stream)
+            with pytest.raises(sa.CudaError):
+                buffer.free()
+            assert observer.nbytes == 64 and not buffer.freed
+            buffer.free()
+            assert observer.live == ()
+
+
+class TestFastPaths:
+    def test_are_the_driver_s_own_before_and_after(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        before = functions(pool)
+        with sa.observe(pool):
+            assert functions(pool) != before
+        assert functions(pool) == before
+
+    def test_of_other_pools_are_left_alone(self, device: sa.Device, pool: sa.MemoryPool) -> None:
+        with sa.MemoryPool(device) as other:
+            before = functions(other)
+            with sa.observe(pool):
+                assert functions(other) == before
+
+    @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+    def test_several_observers_end_in_any_order(
+        self, pool: sa.MemoryPool, stream: sa.Stream, order: tuple[int, ...]
+    ) -> None:
+        before = functions(pool)
+        observers = [sa.observe(pool).start() for _ in range(3)]
+        for count, number in enumerate(order):
+            pool.allocate(8, stream).free()
+            observers[number].stop()
+            assert len(observers[number].history) == 2 * (count + 1)
+        assert functions(pool) == before
+
+    def test_a_pool_that_is_closed_meanwhile(self, device: sa.Device, stream: sa.Stream) -> None:
+        pool = sa.MemoryPool(device)
+        with sa.observe(pool) as observer:
+            buffer = pool.allocate(8, stream)
+            pool.close()
+            with pytest.raises(sa.ClosedError):
+                pool.allocate(8, stream)
+            buffer.free()
+            assert observer.live == ()
+        with pytest.raises(sa.ClosedError):
+            pool.allocate(8, stream)
+        with pytest.raises(sa.ClosedError):
+            sa.observe(pool)
+
+    def test_pools_that_are_made_and_dropped_meanwhile(self, device: sa.Device, stream: sa.Stream) -> None:
+        with sa.observe(device) as observer:
+            pool = sa.MemoryPool(device)
+            buffer = pool.allocate(8, stream)
+            current = sa.allocate(16, stream)
+            assert observer.nbytes == 24
+            buffer.free()
+            current.free()
+            del pool
+            gc.collect()
+            assert observer.live == ()
+
+
+class TestCaches:
+    def test_knows_what_the_cache_hands_out(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with sa.CachingAllocator(pool) as cache:
+            cache.allocate(5000, stream).free()
+            with sa.observe(cache) as observer:
+                for _ in range(2):
+                    buffer = cache.allocate(5000, stream); here = line()  # fmt: skip  # noqa: E702
+                    (one,) = observer.live
+                    assert (one.nbytes, one.sites[0].line, one.source.kind) == (5000, here, "cache")
+                    buffer.free()
+                    assert observer.live == ()
+                dropped = cache.allocate(5000, stream)
+                del dropped
+                assert observer.live == () and observer.peak == 5000
+            address = cache.allocate(5000, stream).address
+            assert cache.allocate(5000, stream).address == address
+
+    def test_memory_that_leaves_it(self, pool: sa.MemoryPool, device: sa.Device, stream: sa.Stream) -> None:
+        with sa.CachingAllocator(pool) as cache, sa.observe(device) as observer:
+            buffer = cache.allocate(100_000, stream)
+            assert [(one.nbytes, one.source.kind) for one in observer.live] == [(100_000, "cache")]
+            buffer.free(device.default_stream)
+            assert observer.live == ()
+            cache.allocate(100_000, stream).free()
+            cache.trim()
+            assert observer.live == () and observer.peak < 120_000
+
+
+class TestMappedMemory:
+    def test_growable(self, device: sa.Device) -> None:
+        with vmm.GrowableBuffer(device, 64 * MiB, 2 * MiB) as buffer:
+            with sa.observe(buffer) as observer:
+                assert [(one.nbytes, one.sites) for one in observer.live] == [(2 * MiB, ())]
+                buffer.grow(4 * MiB); here = line()  # fmt: skip  # noqa: E702
+                first, second = observer.live
+                assert (second.address, second.nbytes) == (buffer.address + 2 * MiB, 4 * MiB)
+                assert second.sites[0].line == here and second.source.kind == "mapping"
+                buffer.resize(2 * MiB)
+                assert observer.live == (first,) and observer.peak == 6 * MiB
+            assert [one.action for one in observer.history] == ["allocate", "allocate", "free"]
+
+    def test_of_a_device_counts_memory_once(self, device: sa.Device) -> None:
+        with sa.observe(device) as observer:
+            memory = vmm.PhysicalMemory(2 * MiB, device)
+            with vmm.AddressRange(8 * MiB) as addresses:
+                addresses.map(memory, 0)
+                addresses.map(memory, 2 * MiB)
+                assert observer.nbytes == 2 * MiB
+            memory.close()
+            assert observer.live == ()
+
+    def test_evicted(self, device: sa.Device) -> None:
+        with vmm.GrowableBuffer(device, 8 * MiB, 2 * MiB) as buffer, sa.observe(buffer) as observer:
+            buffer.evict()
+            assert observer.nbytes == 0
+            buffer.restore()
+            assert observer.nbytes == 2 * MiB
+
+    def test_limit_is_looked_at_before_memory_is_made(self, machine: Any) -> None:
+        traced = sd.traced(machine)
+        device = sa.Device(0, driver=traced)
+        with vmm.GrowableBuffer(device, 64 * MiB, 2 * MiB) as buffer, sa.observe(buffer, limit=4 * MiB):
+            del traced.calls[:]
+            with pytest.raises(sa.OutOfMemoryError, match="limit, 4 MiB,") as caught:
+                buffer.grow(4 * MiB)
+            assert not caught.value.asked
+            assert "cuMemCreate" not in [call.name for call in traced.calls]
+            assert buffer.nbytes == 2 * MiB
+
+    @pytest.mark.gpus(2)
+    def test_symmetric(self, device: sa.Device, peer: sa.Device) -> None:
+        from streamalloc import multicast
+
+        memory = multicast.SymmetricMemory.local(MiB, [device, peer], multicast=False)
+        with sa.observe(memory) as observer:
+            assert [one.address for one in observer.live] == memory.addresses.tolist()
+            assert [one.source.location.id for one in observer.live] == [0, 1]
+            assert observer.nbytes == 2 * memory.physical_bytes
+            memory.close()
+            assert observer.live == ()
+
+
+class TestPhases:
+    def test_nest(self, observer: sa.Observer, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with observer.phase("step") as step:
+            kept = pool.allocate(10, stream)
+            with observer.phase("forward") as forward:
+                pool.allocate(100, stream).free()
+            with observer.phase("backward") as backward:
+                pool.allocate(30, stream).free()
+        with observer.phase("after") as after:
+            pass
+        assert [phase.path for phase in observer.phases] == ["step", "step/forward", "step/backward", "after"]
+        assert [phase.peak for phase in (step, forward, backward, after)] == [110, 110, 40, 10]
+        assert (step.before, step.after, forward.before, forward.after) == (0, 10, 10, 10)
+        assert forward.grown == 100
+        assert str(step) == "<Phase 'step': 0 bytes before, at most 110 bytes, 10 bytes after it>"
+        kept.free()
+
+    def test_of_threads(self, observer: sa.Observer, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        inside, leave = threading.Barrier(2), threading.Event()
+
+        def other() -> None:
+            with observer.phase("other"):
+                inside.wait()
+                leave.wait()
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        inside.wait()
+        with observer.phase("mine"), pool.allocate(64, stream):
+            pass
+        leave.set()
+        thread.join()
+        assert {phase.path: phase.peak for phase in observer.phases} == {"other": 64, "mine": 64}
+
+    def test_limit(self, observer: sa.Observer, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        kept = pool.allocate(60, stream)
+        with (
+            observer.phase("small", limit=100),
+            pytest.raises(sa.OutOfMemoryError, match="the limit of phase 'small', 100 bytes"),
+        ):
+            pool.allocate(41, stream)
+        with pool.allocate(41, stream), kept:
+            assert observer.nbytes == 101
+
+
+class TestLimits:
+    def test_raise_before_the_driver_is_asked(self, machine: Any) -> None:
+        traced = sd.traced(machine)
+        device = sa.Device(0, driver=traced)
+        with sa.MemoryPool(device) as pool, device.create_stream() as stream, sa.observe(pool, limit=MiB) as observer:
+            kept = pool.allocate(MiB - 512, stream); here = line()  # fmt: skip  # noqa: E702
+            del traced.calls[:]
+            with pytest.raises(sa.OutOfMemoryError) as caught:
+                pool.allocate(1024, stream)
+            assert traced.calls == []
+            error = caught.value
+            assert (error.requested, error.used, error.limit, error.asked) == (1024, MiB - 512, MiB, False)
+            assert f"test_observer.py:{here}" in str(error)
+            observer.limit = 0
+            pool.allocate(1024, stream).free()
+            kept.free()
+
+    def test_what_was_dropped_makes_room(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with sa.CachingAllocator(pool) as cache, sa.observe(cache, limit=10_000):
+            for _ in range(3):
+                cache.allocate(10_000, stream)
+
+
+class TestHooks:
+    def test_are_told(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        told: list[tuple[str, int]] = []
+        with sa.observe(
+            pool,
+            on_allocate=lambda one: told.append(("allocate", one.nbytes)),
+            on_free=lambda one: told.append(("free", one.nbytes)),
+        ) as observer:
+            pool.allocate(8, stream).free()
+            assert told == [("allocate", 8), ("free", 8)]
+            pool.allocate(16, stream)
+            # A finaliser has freed it, which calls no hook.
+            assert told[2:] == [("allocate", 16)]
+            assert observer.live == () and told[3:] == [("free", 16)]
+
+    def test_what_a_hook_raises_undoes_the_allocation(self, machine: Any) -> None:
+        def refuse(one: Any) -> None:
+            raise RuntimeError("no")
+
+        checked = sd.checked(machine)
+        device = sa.Device(0, driver=checked)
+        with device.create_stream() as stream:
+            with sa.MemoryPool(device) as pool, sa.observe(pool, on_allocate=refuse) as observer:
+                with pytest.raises(RuntimeError, match="no"):
+                    pool.allocate(8, stream)
+                assert observer.live == () and pool.statistics().used == 0
+                with sa.CachingAllocator(pool) as cache:
+                    with sa.observe(cache, on_allocate=refuse) as other, pytest.raises(RuntimeError):
+                        cache.allocate(8, stream)
+                    assert other.live == ()
+            stream.synchronize()
+
+    def test_what_a_hook_raises_leaves_the_memory_freed(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        def complain(one: Any) -> None:
+            raise RuntimeError("no")
+
+        with sa.observe(pool, on_free=complain) as observer:
+            buffer = pool.allocate(8, stream)
+            with pytest.raises(RuntimeError, match="no"):
+                buffer.free()
+            assert buffer.freed and observer.live == ()
+        assert pool.statistics().used == 0
+
+    def test_may_allocate_and_ask(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        seen: list[int] = []
+
+        def look(one: Any) -> None:
+            if one.nbytes == 8:
+                with pool.allocate(16, stream):
+                    seen.append(watching.nbytes)
+
+        watching = sa.observe(pool, on_allocate=look)
+        with watching, pool.allocate(8, stream):
+            pass
+        assert seen == [24]
+
+
+class TestReports:
+    def test_leaks_by_place(self, observer: sa.Observer, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        assert not observer.leaks()
+        observer.assert_nothing_left()
+        kept = [pool.allocate(MiB, stream) for _ in range(3)]; here = line()  # fmt: skip  # noqa: E702
+        with observer.tag("<cache>"):
+            kept.append(pool.allocate(4 * MiB, stream))
+        report = observer.leaks()
+        assert [(place.nbytes, len(place.allocations), place.tag) for place in report.places] == [
+            (4 * MiB, 1, "<cache>"),
+            (3 * MiB, 3, ""),
+        ]
+        head, first, _ = str(report).splitlines()
+        assert head == "7 MiB in 4 allocations still allocated:"
+        assert first.startswith("  4 MiB in 1 allocation from test_observer.py:")
+        assert f"3 MiB in 3 allocations from test_observer.py:{here} in " in str(report)
+        assert "&lt;cache&gt;" in report._repr_html_() and "<cache>" not in report._repr_html_()
+        with pytest.raises(LeakError, match="7 MiB in 4 allocations") as caught:
+            observer.assert_nothing_left()
+        assert caught.value.report.nbytes == 7 * MiB
+        for buffer in kept:
+            buffer.free()
+
+    def test_history_that_is_kept(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        for history, kept in ((0, 0), (3, 3), (None, 8)):
+            with sa.observe(pool, history=history) as observer:
+                for _ in range(4):
+                    pool.allocate(8, stream).free()
+                assert len(observer.history) == kept and observer.peak == 8
+
+
+class TestArguments:
+    def test_errors_name_them(self, pool: sa.MemoryPool, machine: Any) -> None:
+        with pytest.raises(TypeError, match="what: 3 is no device"):
+            sa.observe(3)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="limit"):
+            sa.observe(pool, limit=-1)
+        with pytest.raises(TypeError, match="depth"):
+            sa.observe(pool, depth="all")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="driver"):
+            sa.observe(pool, driver=machine)
+
+    def test_everything_of_a_driver(self, device: sa.Device, stream: sa.Stream) -> None:
+        with sa.observe() as observer, sa.allocate(8, stream), vmm.GrowableBuffer(device, 2 * MiB, 2 * MiB):
+            assert observer.nbytes == 8 + 2 * MiB
+        assert repr(observer) == "<Observer, stopped: 0 bytes in 0 allocations>"
+
+
+def churn(pool: sa.MemoryPool, device: sa.Device, count: int) -> None:
+    """Allocate and free, by hand and by finalisers, some of which a collection runs."""
+    with device.create_stream() as stream:
+        for number in range(count):
+            buffer = pool.allocate(512 * (1 + number % 7), stream)
+            if number % 3 == 0:
+                buffer.free()
+            elif number % 3 == 1:
+                circle: list[Any] = [buffer]
+                circle.append(circle)
+            del buffer
+        stream.synchronize()
+
+
+class TestTogether:
+    def test_threads_and_collections(self, device: sa.Device, pool: sa.MemoryPool) -> None:
+        thresholds = gc.get_threshold()
+        gc.set_threshold(20)
+        try:
+            with sa.observe(pool) as observer, sa.CachingAllocator(pool) as cache, sa.observe(cache) as other:
+                source: list[Any] = [pool, cache, pool]
+                threads = [threading.Thread(target=churn, args=(one, device, 150)) for one in source]
+                for thread in threads:
+                    thread.start()
+                while any(thread.is_alive() for thread in threads):
+                    assert observer.nbytes >= 0 and other.peak >= 0
+                for thread in threads:
+                    thread.join()
+                gc.collect()
+                assert other.live == () and other.nbytes == 0
+                cache.trim()
+                assert observer.live == () and observer.nbytes == 0
+        finally:
+            gc.set_threshold(*thresholds)
+        assert pool.statistics().used == 0
+
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of weak references' callbacks
+    @pytest.mark.simulated_only("where a signal may come is the same on any driver")
+    @pytest.mark.parametrize("cached", [False, True])
+    def test_interrupts_lose_nothing(
+        self, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, cached: bool
+    ) -> None:
+        with sa.CachingAllocator(pool) as cache, sa.observe(cache if cached else pool) as observer:
+            source: Any = cache if cached else pool
+            nth = interrupted = 0
+            while interrupted == nth:
+                nth += 1
+                buffer: sa.Buffer | None = None
+                with contextlib.suppress(Boom), Interrupted(nth):
+                    buffer = source.allocate(512, stream)
+                    buffer.free()
+                    interrupted -= 1
+                interrupted += 1
+                used = 0 if buffer is None or buffer.freed else 512
+                assert observer.nbytes == used == sum(one.nbytes for one in observer.live), nth
+                del buffer
+                gc.collect()
+                stream.synchronize()
+                cache.trim()
+                assert observer.nbytes == pool.statistics().used == 0, nth
+            assert nth > 20
+
+    def test_a_process_that_ends_while_observed(self, python: Callable[..., Any]) -> None:
+        code = """
+import streamalloc as sa
+device = sa.Device(0)
+stream = device.create_stream()
+pool = sa.MemoryPool(device)
+observer = sa.observe(pool).start()
+buffer = pool.allocate(8, stream)
+"""
+        done = python(code)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
