@@ -99,7 +99,7 @@ class Allocator(Unique):
         door.shut_with_me(self)
         watching_of(door).bound(self)
 
-    def _watch(self, watchers: tuple[Watcher, ...]) -> None:
+    def _watched_by(self, watchers: tuple[Watcher, ...]) -> None:
         """Tell these of each allocation and free from now on; ``()`` for nobody."""
         watch(self, watchers)
 

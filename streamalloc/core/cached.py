@@ -295,7 +295,7 @@ class CachedAllocator(Allocator):
                 watcher.allocated(self, int(block), nbytes, stream._raw)
         return buffer
 
-    def _watch(self, watchers: tuple[Watcher, ...]) -> None:
+    def _watched_by(self, watchers: tuple[Watcher, ...]) -> None:
         self._blocks.watchers = watchers
         # No stream has lists by this one.
         self._key = _NOWHERE if watchers else self._blocks.key

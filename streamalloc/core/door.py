@@ -14,6 +14,7 @@ slow path makes the stream's own current. Fills, copies, records, waits and quer
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -271,6 +272,13 @@ class Door:
     def shut_with_me(self, holder: _ShutsAfterFork) -> None:
         """Have ``holder``, which bound driver functions itself, replace them in a forked child."""
         self._hot.add(holder)
+
+    def holders(self) -> list[Any]:
+        """What has bound driver functions itself."""
+        while True:
+            # Another thread may make one meanwhile.
+            with contextlib.suppress(RuntimeError):
+                return list(self._hot)
 
     def _shut_after_fork(self) -> None:
         self.forked = True

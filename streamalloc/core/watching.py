@@ -58,7 +58,7 @@ class Watched(Protocol):
     _free: Any
     _door: Door
 
-    def _watch(self, watchers: tuple[Watcher, ...]) -> None: ...
+    def _watched_by(self, watchers: tuple[Watcher, ...]) -> None: ...
 
 
 class Tap:
@@ -161,11 +161,10 @@ def was_asked(allocator: Watched, ptr: Any, error: BaseException) -> bool:
 class Watching:
     """Who watches the allocators of one driver: ``watching_of(door)``."""
 
-    __slots__ = ("_allocators", "_door", "_lock", "watchers")
+    __slots__ = ("_door", "_lock", "watchers")
 
     def __init__(self, door: Door) -> None:
         self._door = door
-        self._allocators: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._lock = threading.RLock()
         self.watchers: tuple[Watcher, ...] = ()
 
@@ -187,21 +186,17 @@ class Watching:
                 self._watch(allocator)
 
     def bound(self, allocator: Watched) -> None:
-        """An allocator has bound its functions."""
-        self._allocators.add(allocator)
+        """An allocator has bound its functions, and the door knows of it."""
         if self.watchers:
             with self._lock:
                 self._watch(allocator)
 
-    def allocators(self) -> list[Watched]:
+    def allocators(self) -> list[Any]:
         """The allocators that are alive."""
-        while True:
-            # Another thread may make one.
-            with contextlib.suppress(RuntimeError):
-                return list(self._allocators)
+        return [one for one in self._door.holders() if hasattr(one, "_watched_by")]
 
     def _watch(self, allocator: Watched) -> None:
-        allocator._watch(tuple(watcher for watcher in self.watchers if watcher.wants(allocator)))
+        allocator._watched_by(tuple(watcher for watcher in self.watchers if watcher.wants(allocator)))
 
 
 watching_of: PerDriver[Watching] = PerDriver(Watching)
