@@ -34,6 +34,7 @@ AREAS = {
     "streamalloc.vmm": "Virtual memory",
     "streamalloc.ipc": "Sharing between processes",
     "streamalloc.multicast": "Multicast and symmetric memory",
+    "streamalloc.observing": "Observers",
     "streamalloc.traces": "Traces",
     "streamalloc.interop": "Bridges to other libraries",
     "streamalloc.interop.cupy": "CuPy",
