@@ -9,5 +9,20 @@ from __future__ import annotations
 from streamalloc.interop import cuda_core, cupy, jax, numba, rmm, torch
 from streamalloc.interop.bridge import Bridge, Source
 from streamalloc.interop.loans import Borrowed, borrow
+from streamalloc.interop.registration import Answer, Registration, registration
 
-__all__ = ["Borrowed", "Bridge", "Source", "borrow", "cuda_core", "cupy", "jax", "numba", "rmm", "torch"]
+__all__ = [
+    "Answer",
+    "Borrowed",
+    "Bridge",
+    "Registration",
+    "Source",
+    "borrow",
+    "cuda_core",
+    "cupy",
+    "jax",
+    "numba",
+    "registration",
+    "rmm",
+    "torch",
+]
