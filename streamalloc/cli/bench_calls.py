@@ -372,9 +372,7 @@ ROWS = (
             ),
             "CuPy": with_(
                 CuPy,
-                lambda cupy: their_order(
-                    cupy.stream, cupy.cupy.cuda.Stream(non_blocking=True), "record", "wait_event"
-                ),
+                lambda cupy: their_order(cupy.stream, cupy.cupy.cuda.Stream(non_blocking=True), "record", "wait_event"),
             ),
             "PyTorch": with_(
                 PyTorch,

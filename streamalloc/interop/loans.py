@@ -285,9 +285,7 @@ def borrow(
     return Borrowed(array, ordered, None if lender is None else as_stream(lender, door))
 
 
-def _taken(
-    array: Any, stream: Stream, lender: Stream | None
-) -> tuple[int, np.dtype[Any], tuple[int, ...], Any, int]:
+def _taken(array: Any, stream: Stream, lender: Stream | None) -> tuple[int, np.dtype[Any], tuple[int, ...], Any, int]:
     """Address, type, shape, what keeps the memory, and device of an array, for which ``stream`` waits."""
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
         kind, device = array.__dlpack_device__()

@@ -317,9 +317,7 @@ def test_other_libraries_are_not_measured_without_a_gpu(
 
 
 @pytest.mark.parametrize(("limit", "strict", "code"), [(1, True, 1), (2, True, 0), (1, False, 0)])
-def test_strict(
-    machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch, limit: float, strict: bool, code: int
-) -> None:
+def test_strict(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch, limit: float, strict: bool, code: int) -> None:
     targets = tuple(Target("ours", limit, "raw", simulated=simulated) for simulated in (False, True))
     monkeypatch.setattr(bench, "ROWS", (row_of({"raw": fixed(2), "ours": fixed(3)}, targets),))
     found, text = run("bench", *(["--strict"] if strict else []))

@@ -201,3 +201,37 @@ def test_a_pool_at_its_maximum_takes_what_others_hold_free_in_vain(rig: Rig) -> 
     assert rig.reserved(holding) == 32 * MiB, "not for what it can never hold"
     assert said(rig.try_allocate(full, 28 * MiB, stream)) == "OUT_OF_MEMORY"
     assert rig.reserved(holding) == 0
+
+
+class TestStreamsInOrder:
+    """Of the first use of any pool, not of this one."""
+
+    def order(self, rig: Rig, pool: Any, *streams: Any) -> list[int]:
+        """Which of the streams' memory another stream gets one after the other."""
+        taken = []
+        for stream in streams:
+            taken.append(rig.allocate(pool, 2 * MiB, stream))
+            rig.allocate(pool, 512, streams[0])
+        for stream, pointer in zip(streams, taken, strict=True):
+            rig.free(pointer, stream)
+            assert rig.executed(stream)
+        asking = rig.stream()
+        return [taken.index(rig.allocate(pool, 2 * MiB, asking)) for _ in streams]
+
+    def use(self, rig: Rig, pool: Any, stream: Any) -> None:
+        rig.free(rig.allocate(pool, 512, stream), stream)
+        assert rig.executed(stream)
+
+    def test_used_in_another_pool(self, rig: Rig) -> None:
+        one, two, three, pool = rig.stream(), rig.stream(), rig.stream(), rig.pool(UINT64_MAX, "010")
+        self.use(rig, rig.pool(), three)
+        value(rig.raw.cuCtxSynchronize())
+        assert self.order(rig, pool, two, one, three) == [2, 0, 1]
+
+    def test_the_place_of_one_that_was_destroyed(self, rig: Rig) -> None:
+        gone, one, pool = rig.disown(rig.stream()), rig.stream(), rig.pool(UINT64_MAX, "010")
+        self.use(rig, pool, gone)
+        self.use(rig, pool, one)
+        value(rig.raw.cuStreamDestroy(gone))
+        new, other = rig.stream(), rig.stream()
+        assert self.order(rig, pool, new, other, one) == [0, 2, 1]

@@ -457,9 +457,7 @@ def _adds_node(at: Callable[[State, tuple[Any, ...]], Node]) -> Rule:
 
 def _fill_node(state: State, args: tuple[Any, ...]) -> Node:
     one = args[3]
-    touched = _rows(
-        _number(one.dst), int(one.pitch), int(one.width) * int(one.elementSize), int(one.height) or 1, True
-    )
+    touched = _rows(_number(one.dst), int(one.pitch), int(one.width) * int(one.elementSize), int(one.height) or 1, True)
     return _use_node(state, touched)
 
 
@@ -837,4 +835,3 @@ RULES: dict[str, Rule] = {
     "cuMemImportFromShareableHandle": _imports_memory,
 }
 """By the name of a call, what it does."""
-

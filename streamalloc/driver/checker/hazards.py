@@ -173,6 +173,7 @@ class Range:
     """Of a mapping of a multicast object: what is bound to the object."""
     imports: list[Range] = field(default_factory=list)
     """The same memory as other imports in this process have it."""
+
     @property
     def end(self) -> int:
         """Behind the last address."""
@@ -330,9 +331,7 @@ class Judge:
                 self._tell(
                     "free before the importer's",
                     f"{what} on {actor.name} of {range_}, which is imported at {other.base:#x} and not freed there",
-                    "free the imported pointer first"
-                    if over is None
-                    else _edge(over, actor, by_host),
+                    "free the imported pointer first" if over is None else _edge(over, actor, by_host),
                     range_,
                     (("this call", stack), ("imported", other.stack)),
                 )

@@ -19,7 +19,7 @@ enough of
 5. those free for everybody, whether there is memory under them or not, and last the end of the line.
 
 Within each the best fit comes first, and of equal ones that which has been free longest; 3 and 4 go from stream to
-stream, in the order in which these first used the pool. What memory is missing then is first taken from under other
+stream, in the order in which these first used any pool. What memory is missing then is first taken from under other
 addresses that are free for everybody.
 """
 
@@ -37,12 +37,13 @@ Reach = Callable[[int], int]
 class Line:
     """The addresses of one pool."""
 
-    def __init__(self, capacity: int, chunk: int = CHUNK) -> None:
+    def __init__(self, capacity: int, chunk: int = CHUNK, ranks: dict[int, int] | None = None) -> None:
         self.capacity = capacity
         self.chunk = chunk
         self._head = self._last = Block(0, capacity)
         self._heap = Shelf()  # without the end of the line
-        self._left: dict[int, Shelf] = {}  # by stream, in the order of their first use
+        self._left: dict[int, Shelf] = {}  # by stream
+        self._ranks = ranks
         self._backed: set[int] = set()  # the chunks, by number
         self._clock = 0
 
@@ -97,7 +98,7 @@ class Line:
         return min(found, key=lambda block: (block.size, block.stamp), default=None)
 
     def _best_left(self, size: int, reach: Reach) -> Block | None:
-        for stream, shelf in self._left.items():
+        for stream, shelf in self._shelves():
             if shelf:
                 limit = reach(stream)
                 block = shelf.best(size, lambda block, limit=limit: block.seq <= limit)  # type: ignore[misc]
@@ -131,7 +132,7 @@ class Line:
     def settle(self, reach: Reach) -> bool:
         """What streams left up to ``reach`` is free for everybody from now on. True if that is anything."""
         changed = False
-        for stream, shelf in self._left.items():
+        for stream, shelf in self._shelves():
             if shelf:
                 limit = reach(stream)
                 for block in sorted((one for one in shelf if one.seq <= limit), key=lambda one: one.start):
@@ -204,6 +205,13 @@ class Line:
         if shelf is None:
             shelf = self._left[stream] = Shelf()
         return shelf
+
+    def _shelves(self) -> list[tuple[int, Shelf]]:
+        """By stream, in the order in which to look at them."""
+        ranks = self._ranks
+        if ranks is None or len(self._left) < 2:
+            return list(self._left.items())
+        return sorted(self._left.items(), key=lambda item: ranks.get(item[0], -1))
 
     def _put(self, block: Block) -> None:
         self._clock += 1

@@ -71,7 +71,8 @@ class Pool:
         self.label: Label = self.owner.names.new("pool", self.place)
         bank = supply.bank(self.device)
         # a pool has addresses for twice of what it may hold (observed on H200: test_placements)
-        self.space: Space = Space(str(self.label), supply, bank, 2 * (self.max_size or bank.total))
+        capacity, ranks = 2 * (self.max_size or bank.total), self._timeline.ranks
+        self.space: Space = Space(str(self.label), supply, bank, capacity, ranks=ranks)
         self.line: Line = self.space.line
         supply.pools[self.handle] = self.space
 
@@ -83,6 +84,7 @@ class Pool:
 
     def take(self, size: int, stream: Stream) -> tuple[int, Block]:
         """Memory for ``size`` bytes, first used in ``stream``: its address and its block."""
+        self._timeline.rank(stream)
         rounded = round_up(size, ALIGNMENT)
         line, policies = self.line, self.policies
         if line.streams > 2 * len(self._timeline.streams) + 8:
@@ -109,6 +111,7 @@ class Pool:
 
     def give_back(self, block: Block, size: int, stream: Stream) -> None:
         """Free in stream order."""
+        self._timeline.rank(stream)
         self.used -= size
         seq = stream.submit(Freed(self))
         if not self.destroyed or self._outstanding:

@@ -63,8 +63,16 @@ class Supply:
 class Space:
     """A line of addresses, the memory under it, and the bank that memory is taken from."""
 
-    def __init__(self, name: str, supply: Supply, bank: Bank, capacity: int, chunk: int = CHUNK) -> None:
-        self.line: Line = Line(round_up(capacity, chunk), chunk)
+    def __init__(
+        self,
+        name: str,
+        supply: Supply,
+        bank: Bank,
+        capacity: int,
+        chunk: int = CHUNK,
+        ranks: dict[int, int] | None = None,
+    ) -> None:
+        self.line: Line = Line(round_up(capacity, chunk), chunk, ranks)
         self.bank = bank
         self._name = name
         self._arenas = supply.arenas

@@ -152,6 +152,7 @@ class CaptureCalls(Calls):
 
     def _instantiate(self, hGraph: Any, flags: int) -> Any:
         graph = self._graph(hGraph)
+        self._unsafe_during_capture()
         self._machine.current()  # refused where no context is current (observed on H200: test_contexts)
         not_modelled(flags & ~AUTO_FREE_ON_LAUNCH, f"cuGraphInstantiate with flags {flags:#x}")
         # a graph with memory nodes has one instance at a time (observed on H200: test_graph_memory)
@@ -179,6 +180,7 @@ class CaptureCalls(Calls):
 
     def cuGraphExecDestroy(self, hGraphExec: Any) -> None:
         instance = self._graph_exec(hGraphExec)
+        self._unsafe_during_capture()
         del self._machine.graphs.executables[instance.handle]
         instance.graph.instances -= 1
         for memory in instance.graph.memories.values():

@@ -165,6 +165,11 @@ class PlainMemoryCalls(Calls):
             raise RuntimeError(f"List is too small: {len(wanted)} < {numAttributes}")
         allocation = self._machine.allocations.find(ptr)
         values = [self._read_attribute(attribute, allocation, ptr) for attribute in wanted]
+        if self._machine.current_or_none() is None:  # what one call refuses there reads as absent in a list
+            values = [
+                None if one.name == "CU_POINTER_ATTRIBUTE_DEVICE_POINTER" else value
+                for one, value in zip(wanted, values, strict=True)
+            ]
         return [_absent(one) if value is None else value for one, value in zip(wanted, values, strict=True)]
 
     def _read_attribute(self, attribute: Any, allocation: Allocation | None, address: int) -> Any:
@@ -202,7 +207,7 @@ _POINTER_ATTRIBUTES: dict[str, Callable[[Allocation, int], Any]] = {
     "IS_MANAGED": lambda a, at: False,
     "DEVICE_ORDINAL": lambda a, at: _ordinal(a),
     "IS_LEGACY_CUDA_IPC_CAPABLE": lambda a, at: isinstance(a, DeviceMemory),
-    "RANGE_START_ADDR": lambda a, at: cuda.CUdeviceptr(a.base if a.known else 0),
+    "RANGE_START_ADDR": lambda a, at: cuda.CUdeviceptr(_range_start(a)),
     "RANGE_SIZE": lambda a, at: a.size,
     "MAPPED": lambda a, at: True,
     "ALLOWED_HANDLE_TYPES": lambda a, at: 0 if a.pool is None else a.pool.handle_types,
@@ -218,6 +223,13 @@ _NOT_READ_BY_BINDINGS = (
     "IS_HW_DECOMPRESS_CAPABLE",
     "LOCALITY_DOMAIN_ORDINAL",
 )
+
+
+def _range_start(allocation: Allocation) -> int:
+    """In pools of the host this is a place in the pool instead (observed on H200: test_pointer_attributes)."""
+    if isinstance(allocation, PoolMemory) and allocation.on_host:
+        return allocation.block.start
+    return allocation.base
 
 
 def _ordinal(allocation: Allocation) -> int:

@@ -129,24 +129,24 @@ class PoolCalls(Calls):
         wanted = [(arguments.place(one.location), int(one.flags)) for one in descriptors]
         if found.managed:
             return
-        for place, flags in wanted:
-            self._check_device_access(found, place, flags)
+        number = len(self._machine.devices)
+        known = all(
+            0 <= place.id < number for place, flags in wanted if place.type == Location.DEVICE and flags != READ
+        )
+        check(known, Result.CUDA_ERROR_INVALID_DEVICE)
         self._unsafe_during_capture()
+        check(all(flags != READ for _, flags in wanted), Result.CUDA_ERROR_NOT_SUPPORTED)
         for place, flags in wanted:
             self._check_access(found, place, flags)
         for place, flags in wanted:
             if place.type == Location.DEVICE and place.id != found.device:
                 found.access[place.id] = flags
 
-    def _check_device_access(self, pool: Pool | ImportedPool, place: Place, flags: int) -> None:
-        if place.type == Location.DEVICE and flags != READ:
-            check(0 <= place.id < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
-            check(not (place.id == pool.device and flags == NO_ACCESS), Result.CUDA_ERROR_INVALID_DEVICE)
-
     @staticmethod
     def _check_access(pool: Pool | ImportedPool, place: Place, flags: int) -> None:
-        check(flags != READ, Result.CUDA_ERROR_NOT_SUPPORTED)
-        if place.type != Location.DEVICE:
+        if place.type == Location.DEVICE:
+            check(not (place.id == pool.device and flags == NO_ACCESS), Result.CUDA_ERROR_INVALID_DEVICE)
+        else:
             # the host's own access is fixed: all of a host pool, nothing of a device pool
             check(pool.device is None, Result.CUDA_ERROR_NOT_SUPPORTED)
             check(place.type in (Location.HOST, Location.HOST_NUMA))
@@ -155,6 +155,7 @@ class PoolCalls(Calls):
     def cuMemPoolGetAccess(self, memPool: Any, location: Any) -> Any:
         place = arguments.place(arguments.struct("location", location, cuda.CUmemLocation))
         pool = self._pool_or_import(memPool)
+        self._unsafe_during_capture()
         check(place.type in (Location.DEVICE, Location.HOST, Location.HOST_NUMA))
         check(place.device is None or 0 <= place.id < len(self._machine.devices))
         allowed = pool.device is None if place.device is None else pool.accessible(place.id)
@@ -201,6 +202,7 @@ class PoolCalls(Calls):
     def _set_current(self, place: Place, kind: int, pool: Any) -> None:
         machine = self._machine
         found = self._pool(pool)
+        self._unsafe_during_capture()
         key = machine.pools.key(place, kind)
         check(machine.pools.key(found.place, found.allocation_type) == key)
         machine.pools.current[key] = found
@@ -238,9 +240,9 @@ class PoolCalls(Calls):
             if dptr:
                 stream.capture.free(dptr, stream)
             return
+        self._unsafe_during_capture()
         if not dptr:
             return
-        self._unsafe_during_capture()
         allocation = machine.allocations.at.get(dptr)
         if not isinstance(allocation, (PoolMemory, DeviceMemory, GraphAllocation)):
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE)

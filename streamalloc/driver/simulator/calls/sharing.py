@@ -137,7 +137,7 @@ class SharingCalls(Calls):
 
     def cuMemPoolExportPointer(self, ptr: DevicePointer) -> Any:
         allocation = self._machine.allocations.at.get(ptr)
-        self._not_during_capture()
+        self._unsafe_during_capture()
         if not isinstance(allocation, PoolMemory) or not isinstance(allocation.pool, Pool):
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
         pool = allocation.pool

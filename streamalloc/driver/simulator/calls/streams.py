@@ -146,9 +146,8 @@ class StreamCalls(Calls):
     @staticmethod
     def _refuse_shared(event: Event, stream: Stream) -> None:
         """A capture cannot have events of several processes."""
-        if stream.capture is not None and event.flags & EventFlag.INTERPROCESS:
-            stream.capture.invalidate()
-            raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+        if stream.capture is not None:
+            check(not event.flags & EventFlag.INTERPROCESS, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
 
     def cuStreamWaitValue32(self, stream: Any, addr: Any, value: Word32, flags: Any) -> None:
         self._wait_value(stream, addr, value, flags, 32)
@@ -283,6 +282,7 @@ class StreamCalls(Calls):
 
     def cuEventElapsedTime(self, hStart: Any, hEnd: Any) -> float:
         events = (self._event(hStart), self._event(hEnd))
+        check(all(event.capture is None or event.capture.running for event in events))
         records = [need(event.record, Result.CUDA_ERROR_INVALID_HANDLE) for event in events]
         check(not any(event.flags & EventFlag.DISABLE_TIMING for event in events), Result.CUDA_ERROR_INVALID_HANDLE)
         check(all(event.complete for event in events), Result.CUDA_ERROR_NOT_READY)

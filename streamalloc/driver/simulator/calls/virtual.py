@@ -22,7 +22,7 @@ from .base import Calls
 from .copies import Move
 
 _TILE_POOL = 1  # CUmemAllocationProp.allocFlags.usage
-_PAGE = 4096
+_PAGE, _LARGE_PAGE = 4096, 64 << 10
 _PCIE_MAPPING = 1  # CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE
 
 
@@ -179,7 +179,6 @@ class VirtualMemoryCalls(Calls):
         mapping = self._machine.virtual.mapping_at(ptr)
         if place.type == Location.HOST:
             return mapping.right_of_host()
-        not_modelled(place.type == Location.HOST_NUMA and place.id, f"cuMemGetAccess for HOST_NUMA {place.id}")
         return mapping.right(device_place(place.id) if place.type == Location.DEVICE else HOST)
 
     # -- handles of address ranges ---------------------------------------------------------------------------
@@ -191,8 +190,8 @@ class VirtualMemoryCalls(Calls):
         arguments.member("handleType", handleType, cuda.CUmemRangeHandleType)
         if handleType.name != "CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD" or flags not in (0, _PCIE_MAPPING):
             raise NotModelled(f"cuMemGetHandleForAddressRange of {handleType!r} with flags {flags:#x}")
-        need(self._machine.current_or_none(), "cuMemGetHandleForAddressRange without a current context")
         check(size and dptr % _PAGE == 0 and size % _PAGE == 0)
+        self._machine.current()
         allocation = need(self._machine.allocations.find(dptr))
         if allocation.mapping is not None and allocation.mapping.is_multicast:
             raise NotModelled("cuMemGetHandleForAddressRange of a multicast object")
@@ -200,6 +199,7 @@ class VirtualMemoryCalls(Calls):
             devices = [mapping.memory.properties.device for mapping in self._machine.virtual.span(dptr, size)]
         else:
             check(dptr + size <= allocation.base + allocation.size)
+            check(allocation.pool is None or dptr % _LARGE_PAGE == 0)
             devices = [allocation.device]
         not_modelled(None in devices, "cuMemGetHandleForAddressRange of host memory")
         check(flags != _PCIE_MAPPING, Result.CUDA_ERROR_NOT_SUPPORTED)
