@@ -27,6 +27,8 @@ without it the test is skipped. The arguments are
     further arguments of :func:`streamalloc.driver.simulated`, for the simulated machine.
 ``leaks=True``
     fails the test where it has made something that is not released when it ends, and says where that was made.
+``check=True``
+    fails the test where it does what stream order does not allow (:func:`streamalloc.driver.checked`).
 
 The mark of a test goes before that of its class, and that before its module's (``pytestmark``).
 
@@ -34,8 +36,8 @@ Options, each also an ini option without the dashes in front and with underscore
 
 ``--streamalloc-driver=simulated``
     or ``cuda``, or with settings as ``STREAMALLOC_DRIVER`` has them: ``simulated:devices=2,seed=7``.
-``--streamalloc-leaks``
-    as if all tests were marked ``leaks=True``.
+``--streamalloc-leaks``, ``--streamalloc-check``
+    as if all tests were marked ``leaks=True``, ``check=True``.
 ``--streamalloc-one-machine``
     all tests use one simulated machine, which keeps what they leave, as GPUs do.
 
@@ -91,9 +93,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help="fail tests that do not release what they make, and say where it was made",
     )
+    group.addoption(
+        "--streamalloc-check",
+        dest="streamalloc_check",
+        action="store_true",
+        default=None,
+        help="fail tests that do what stream order does not allow",
+    )
     parser.addini("streamalloc_driver", "what tests run on, as the option of this name says", default="simulated")
     parser.addini("streamalloc_one_machine", "run all tests on one simulated machine", type="bool", default=False)
     parser.addini("streamalloc_leaks", "fail tests that do not release what they make", type="bool", default=False)
+    parser.addini("streamalloc_check", "fail tests that break stream order", type="bool", default=False)
 
 
 def _option(config: pytest.Config, name: str) -> Any:
@@ -141,6 +151,8 @@ def pytest_report_header(config: pytest.Config) -> str:
         words.append("one machine for all tests")
     if _option(config, "streamalloc_leaks"):
         words.append("leaks fail tests")
+    if _option(config, "streamalloc_check"):
+        words.append("stream order is checked")
     return f"streamalloc: {', '.join(words)}"
 
 
@@ -158,6 +170,7 @@ class Needs:
     simulated_only: str = ""
     machine: dict[str, Any] = field(default_factory=dict)
     leaks: bool | None = None
+    check: bool | None = None
 
 
 _TYPES: dict[str, type] = {
@@ -168,6 +181,7 @@ _TYPES: dict[str, type] = {
     "simulated_only": str,
     "machine": dict,
     "leaks": bool,
+    "check": bool,
 }
 
 
@@ -222,8 +236,8 @@ def _needs_of_all(request: pytest.FixtureRequest) -> Needs:
     return Needs(
         devices=max((one.devices for one in (own, *users) if one.devices), default=None),
         fabric=any(one.fabric for one in (own, *users)),
+        multicast=any(one.multicast for one in (own, *users)),
         machine=own.machine,
-        leaks=own.leaks,
     )
 
 
@@ -236,8 +250,9 @@ def _settings(request: pytest.FixtureRequest) -> dict[str, Any]:
     settings = {**_choice(request.config)[1], **needs.machine}
     if needs.devices is not None:
         settings["devices"] = needs.devices
-    if needs.fabric:
-        settings["fabric"] = True
+    for name in ("fabric", "multicast"):
+        if getattr(needs, name) and name not in needs.machine:
+            settings[name] = True
     return settings
 
 
@@ -254,13 +269,14 @@ def _machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
     else:
         driver = (machines.lasting if lasting else sd.simulated)(**_settings(request))
     driver = as_asked(driver)  # checked where STREAMALLOC_CHECK says so
-    leaks = _needs(request.node).leaks
-    accounts = None
-    if _option(request.config, "streamalloc_leaks") if leaks is None else leaks:
+    needs = _needs(request.node)
+    checker = accounts = faults = None
+    if _option(request.config, "streamalloc_check") if needs.check is None else needs.check:
+        driver = checker = sd.checked(driver)
+    if _option(request.config, "streamalloc_leaks") if needs.leaks is None else needs.leaks:
         from streamalloc.testing.leaks import Accounts
 
         driver = accounts = Accounts(driver)  # type: ignore[abstract]  # it looks functions up
-    faults = None
     if request.scope == "function" and "streamalloc_faults" in request.fixturenames:
         from streamalloc.testing import Faults
 
@@ -271,16 +287,22 @@ def _machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
         faults.stop()
     # The traceback of a failed test keeps alive what it has made.
     failed = request.node.stash.get(_failed, False)
-    if accounts is not None:
+    if accounts is not None and not failed:
         _forget_values(request.node)
-    if lasting or (accounts is not None and not failed):
+    if lasting or ((accounts or checker) is not None and not failed):
         machines.rest(driver)
+    reports = []
+    if checker is not None:
+        # Memory that is still there is a leak to it, too: whether that counts is the other mark's to say.
+        found = checker.hazards if failed else checker.finish()
+        reports += [str(hazard) for hazard in found if hazard.kind != "leak"]
     if accounts is not None and not failed:
         from streamalloc.testing.leaks import leak_report
 
-        left = accounts.leaks()
-        if left:
-            pytest.fail(leak_report(left), pytrace=False)
+        leaks = accounts.leaks()
+        reports += [leak_report(leaks)] if leaks else []
+    if reports:
+        pytest.fail("\n".join(reports), pytrace=False)
 
 
 def _forget_values(node: Any) -> None:

@@ -32,7 +32,8 @@ _SHORT: dict[str, Callable[..., dict[str, Any]]] = {
     "gpus": lambda count: {"devices": count},
     "fabric": lambda: {"fabric": True},
     "managed": lambda: {"managed": True},
-    "multicast": lambda: {"multicast": True},
+    # As a real machine with as many GPUs, which is also what other processes of the tests simulate.
+    "multicast": lambda: {"multicast": True, "machine": {"multicast": None}},
     "simulated_only": lambda reason: {"simulated_only": reason},
 }
 

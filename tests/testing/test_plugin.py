@@ -110,6 +110,10 @@ class TestMachines:
             def test_module(streamalloc_machine):
                 assert sa.Device.count() == 2 and sa.Device(1).total_memory == 1 << 30
 
+            @pytest.mark.streamalloc(devices=1, multicast=True, fabric=True)
+            def test_abilities(streamalloc_machine):
+                assert sa.Device(0).supports.multicast and sa.Device(0).supports.fabric_handles
+
             @pytest.mark.streamalloc(devices=4)
             def test_own(streamalloc_machine):
                 assert sa.Device.count() == 4 and sa.Device(3).total_memory == 1 << 30
@@ -123,7 +127,7 @@ class TestMachines:
             def test_here(streamalloc_machine):
                 pass
         """)
-        result.assert_outcomes(passed=4)
+        result.assert_outcomes(passed=5)
 
     def test_settings_of_the_option(self, run: Run) -> None:
         result = run(
@@ -341,6 +345,44 @@ class TestLeaks:
             "--streamalloc-leaks",
         )
         result.assert_outcomes(passed=1)
+
+
+class TestCheck:
+    def test_stream_order(self, run: Run) -> None:
+        result = run(
+            """
+            def test_breaks_it(streamalloc_machine):
+                device = sa.Device(0)
+                one, other = device.create_stream(), device.create_stream()
+                with sa.MemoryPool(device) as pool, pool.allocate(4096, one) as buffer:
+                    buffer.fill(1, one)
+                    buffer.fill(2, other)
+
+            def test_keeps_it(streamalloc_machine):
+                device = sa.Device(0)
+                one, other = device.create_stream(), device.create_stream()
+                with sa.MemoryPool(device) as pool, pool.allocate(4096, one) as buffer:
+                    buffer.fill(1, one)
+                    other.wait(one.record())
+                    buffer.fill(2, other)
+                    one.wait(other.record())
+
+            @pytest.mark.streamalloc(check=False)
+            def test_not_looked_at(streamalloc_machine):
+                test_breaks_it(streamalloc_machine)
+            """,
+            "--streamalloc-check",
+        )
+        result.assert_outcomes(passed=3, errors=1)
+        result.stdout.fnmatch_lines(
+            [
+                "streamalloc: simulated driver, stream order is checked",
+                "*ERROR at teardown of test_breaks_it*",
+                "use before allocation: cuMemsetD8Async of stream *",
+                "  remedy: *",
+                "free racing a use: *",
+            ]
+        )
 
 
 class TestFaults:
