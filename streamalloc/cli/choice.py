@@ -6,9 +6,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from streamalloc import driver as sd
 from streamalloc.core.device import Device
 from streamalloc.core.properties import MemLocation
 from streamalloc.driver import Driver, DriverNotFoundError, default, simulated
+from streamalloc.driver.internal import read_choice
 
 __all__ = ["KEEP_ALL", "Chosen", "choose", "cuda_version", "host_pool_location", "is_simulated", "plural"]
 
@@ -65,22 +67,43 @@ class Chosen:
             return None
 
 
-def choose() -> Chosen:
-    """The driver that a ``with use(...)`` block or STREAMALLOC_DRIVER names, else the machine's, else a simulated one.
+def choose(driver: str | None = None, devices: int | None = None) -> Chosen:
+    """The driver that the arguments ask for, else the one of a ``with use(...)`` block or STREAMALLOC_DRIVER, else the
+    machine's, else a simulated one.
+
+    Parameters
+    ----------
+    driver
+        A text as STREAMALLOC_DRIVER has it.
+    devices
+        How many devices the machine has; only a simulated one has as many as it is asked for.
 
     Raises
     ------
     DriverNotFoundError
-        STREAMALLOC_DRIVER asks for the machine's driver, and there is none.
+        The machine's driver was asked for, and there is none.
     ValueError
-        STREAMALLOC_DRIVER asks for something unknown.
+        Something unknown was asked for, or a number of devices of the machine's own driver.
     """
-    try:
-        return Chosen(default())
-    except DriverNotFoundError as error:
-        if os.environ.get("STREAMALLOC_DRIVER"):
-            raise
-        return Chosen(simulated(devices=_DEVICES_WITHOUT_A_GPU), not_found=str(error))
+    asked = driver or (os.environ.get("STREAMALLOC_DRIVER") if devices is not None else None)
+    if asked:
+        kind, settings = read_choice(asked, "--driver" if driver else "STREAMALLOC_DRIVER")
+        if kind == "simulated":
+            return Chosen(simulated(**settings | ({} if devices is None else {"devices": devices})))
+        if devices is None:
+            return Chosen(sd.real())
+    else:
+        try:
+            found = default()
+        except DriverNotFoundError as error:
+            if os.environ.get("STREAMALLOC_DRIVER"):
+                raise
+            count = _DEVICES_WITHOUT_A_GPU if devices is None else devices
+            return Chosen(simulated(devices=count), not_found=str(error))
+        if devices is None:
+            return Chosen(found)
+    why = "only a simulated machine (--driver=simulated) has as many as it is asked for"
+    raise ValueError(f"--devices={devices}: {why}")
 
 
 def cuda_version(driver: Driver) -> str:

@@ -9,6 +9,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import streamalloc
@@ -31,8 +32,8 @@ _READER_LEFT = 128 + 13
 _INTERRUPTED = 128 + 2
 
 _EPILOG = """\
-The driver is the machine's own, or the one that STREAMALLOC_DRIVER=cuda|simulated names. Where there is no
-GPU and nothing is named, the commands run on the simulated driver and say so in their first line.
+The driver is the machine's own, or the one that --driver or STREAMALLOC_DRIVER names. Where there is no GPU and
+nothing is named, the commands run on the simulated driver and say so in their first line.
 """
 
 
@@ -43,8 +44,9 @@ def _module(command: str) -> Any:
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     about = "GPU memory in stream order, on a real CUDA driver or on a simulated one."
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m streamalloc", description=about, epilog=_EPILOG, formatter_class=raw)
+    parser = argparse.ArgumentParser(_program(), description=about, epilog=_EPILOG, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"streamalloc {streamalloc.__version__}")
+    _add_driver_arguments(parser, None)
     commands = parser.add_subparsers(dest="command", metavar="command")
     for name, about in _COMMANDS.items():
         command = commands.add_parser(name, help=about)
@@ -52,7 +54,21 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
             module = _module(name)
             command.description = module.__doc__
             module.add_arguments(command)
+            # Behind the command, too; what is not given there does not take back what was given before it.
+            _add_driver_arguments(command, argparse.SUPPRESS)
     return parser
+
+
+def _program() -> str:
+    """How this was started, for messages."""
+    return "python -m streamalloc" if Path(sys.argv[0]).parts[-2:] == ("streamalloc", "__main__.py") else "streamalloc"
+
+
+def _add_driver_arguments(parser: argparse.ArgumentParser, default: str | None) -> None:
+    about = "cuda, simulated, or with settings: simulated:devices=4,seed=7"
+    parser.add_argument("--driver", metavar="DRIVER", default=default, help=about)
+    about = "how many GPUs the simulated machine has"
+    parser.add_argument("--devices", metavar="N", type=int, default=default, help=about)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,7 +98,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         parser.print_help()
         return 0
     try:
-        chosen = choose()
+        chosen = choose(options.driver, options.devices)
     except (DriverNotFoundError, ValueError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2

@@ -16,7 +16,7 @@ from streamalloc.core.errors import size_text
 from streamalloc.core.ownership import Closes
 from streamalloc.driver import Driver
 
-__all__ = ["MiB", "Parts", "Tour", "need", "need_peers"]
+__all__ = ["MiB", "Part", "Parts", "Tour", "need", "need_peers"]
 
 MiB = 1 << 20
 

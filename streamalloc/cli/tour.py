@@ -14,13 +14,13 @@ from streamalloc.cli import tour_ipc, tour_multicast, tour_vmm
 from streamalloc.cli.choice import KEEP_ALL, Chosen, plural
 from streamalloc.cli.claims import Claim, at_least, equal, every_byte, raised
 from streamalloc.cli.peer import read
-from streamalloc.cli.steps import MiB, Parts, Tour, need_peers
+from streamalloc.cli.steps import MiB, Part, Parts, Tour, need_peers
 from streamalloc.cli.terminal import Terminal
 from streamalloc.core.errors import size_text
 from streamalloc.driver import DriverMisuseError, checked, use
 from streamalloc.testing import Gate
 
-__all__ = ["OF_POOLS", "PARTS", "add_arguments", "run"]
+__all__ = ["OF_POOLS", "PARTS", "TOURS", "add_arguments", "run"]
 
 OF_POOLS = Parts()
 part = OF_POOLS.part
@@ -290,11 +290,18 @@ def addresses(tour: Tour, stream: sa.Stream) -> None:
         tour.step("of an ordinary numpy array", unknown, figures="unknown to the driver")
 
 
-PARTS = [*OF_POOLS, *tour_vmm.PARTS, *tour_ipc.PARTS, *tour_multicast.PARTS]
+TOURS: dict[str, list[Part]] = {
+    "pools": OF_POOLS,
+    "vmm": tour_vmm.PARTS,
+    "ipc": tour_ipc.PARTS,
+    "multicast": tour_multicast.PARTS,
+}
+PARTS = [one for parts in TOURS.values() for one in parts]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The tour takes no arguments."""
+    """The arguments of ``tour``."""
+    parser.add_argument("name", nargs="?", choices=TOURS, help="one area (default: all, one after the other)")
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
@@ -308,7 +315,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     with use(accounts), warnings.catch_warnings():
         warnings.simplefilter("error", sa.PendingFreesWarning)
         with Tour(terminal) as tour:
-            for one in PARTS:
+            for one in PARTS if options.name is None else TOURS[options.name]:
                 tour.run(one)
         terminal.heading("At the end")
         _nothing_left(tour, accounts)

@@ -6,13 +6,14 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc.cli import choice, main
+from streamalloc.cli import choice, info, main
 from streamalloc.cli.terminal import Terminal
 from tests.cli.conftest import Altered, Run
 
@@ -53,10 +54,10 @@ class TestChoiceOfDriver:
         monkeypatch.setattr(choice, "default", nothing_found)
         monkeypatch.delenv("STREAMALLOC_DRIVER", raising=False)
 
-    @pytest.mark.parametrize("command", ["tour", "info"])
+    @pytest.mark.parametrize("command", ["tour multicast", "info"])
     @pytest.mark.usefixtures("no_driver")
     def test_simulated_where_there_is_none(self, run: Run, command: str) -> None:
-        code, text = run(command)
+        code, text = run(*command.split())
         assert code == 0
         assert text.startswith("no CUDA driver found: running on the simulated driver (2 devices")
 
@@ -67,7 +68,55 @@ class TestChoiceOfDriver:
         monkeypatch.setenv("STREAMALLOC_DRIVER", "cuda")
         assert main(["tour"]) == 2
         printed = capsys.readouterr()
-        assert (printed.out, printed.err) == ("", "python -m streamalloc: no CUDA driver: nothing there\n")
+        assert (printed.out, printed.err) == ("", "streamalloc: no CUDA driver: nothing there\n")
+
+    @pytest.fixture
+    def headline(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+        """The first line of ``info``, without the rest."""
+        monkeypatch.setattr(info, "run", lambda chosen, *_: print(chosen.headline) or 0)
+
+        def headline(*words: str) -> str:
+            code, text = run(*words)
+            assert code == 0
+            return text
+
+        return headline
+
+    @pytest.mark.parametrize("words", ["--driver simulated:3 info", "info --driver=simulated --devices=3",
+                                       "--driver=simulated:2 info --devices=3"])  # fmt: skip
+    def test_named_in_the_command(self, headline: Callable[..., str], words: str) -> None:
+        assert headline(*words.split()).startswith("running on the simulated driver (3 devices")
+
+    @pytest.mark.usefixtures("no_driver")
+    def test_devices_where_there_is_no_gpu(
+        self, headline: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        one = "running on the simulated driver (1 device "
+        assert headline("info", "--devices=1").startswith(f"no CUDA driver found: {one}")
+        monkeypatch.setenv("STREAMALLOC_DRIVER", "simulated:4")
+        assert headline("info", "--devices=1").startswith(one)
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["--driver=abacus"], "--driver='abacus': allowed are cuda, simulated"),
+            (["--driver=simulated:colour=red"], "'colour=red' is no setting"),
+            (["--driver=cuda", "--devices=2"], "--devices=2: only a simulated machine"),
+            (["--driver=simulated", "--devices=0"], "devices must be at least 1"),
+        ],
+    )
+    def test_wrong_choices(self, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+        assert main([*words, "info"]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == "" and message in printed.err
+
+    def test_devices_of_a_real_machine(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.delenv("STREAMALLOC_DRIVER", raising=False)
+        with sd.use(sd.simulated()):  # stands for one that was found
+            assert main(["info", "--devices=2"]) == 2
+        assert "--devices=2: only a simulated machine" in capsys.readouterr().err
 
     def test_unknown_name(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         monkeypatch.setenv("STREAMALLOC_DRIVER", "abacus")

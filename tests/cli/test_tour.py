@@ -95,6 +95,16 @@ def test_device_whose_pools_cannot_be_shared(machine: Any, run: Run, only: Only)
     assert text.count("skipped  this device's pools cannot be shared with other processes") == 5
 
 
+@pytest.mark.parametrize("name", tour.TOURS)
+def test_one_area(machine: Any, run: Run, only: Only, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    shown: list[str] = []
+    for area, parts in tour.TOURS.items():
+        alike = [one._replace(show=lambda *_, title=f"{area}: {one.title}": shown.append(title)) for one in parts]
+        monkeypatch.setitem(tour.TOURS, area, alike)
+    assert run("tour", name)[0] == 0
+    assert shown and shown == [f"{name}: {one.title}" for one in tour.TOURS[name]]
+
+
 def test_first_line_says_what_it_runs_on(machine: Any, on_cuda: bool, whole: Complete) -> None:
     first = whole.text.splitlines()[0]
     assert sa.Device(0, driver=machine).name in first
