@@ -38,7 +38,7 @@ from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemLocation, MemLocationType
 from streamalloc.core.stream import Stream, context_event, raw_handle
-from streamalloc.driver.internal import cuda
+from streamalloc.driver.internal import BINDINGS_VERSION, cuda
 from streamalloc.pool import MemoryPool
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Source(Protocol):
     def allocate(self, nbytes: int, stream: Stream, /) -> Memory: ...
 
 
-def library(name: str, extra: str = "") -> Any:
+def library(name: str) -> Any:
     """Another library, imported now.
 
     Raises
@@ -75,9 +75,10 @@ def library(name: str, extra: str = "") -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not name.startswith(error.name):
             raise
-        needed = extra or f"bridges-{name.partition('.')[0]}"
+        first = name.partition(".")[0]
+        extra = f"bridges-{first if first in ('jax', 'torch') else 'cuda' + BINDINGS_VERSION.partition('.')[0]}"
         raise ModuleNotFoundError(
-            f"{name} is not installed: pip install 'streamalloc[{needed}]'", name=error.name
+            f"{name} is not installed: pip install 'streamalloc[{extra}]'", name=error.name
         ) from None
 
 

@@ -55,7 +55,7 @@ class CudaCoreBridge(Bridge):
         self._callbacks = callbacks
 
     def _install(self, undo: contextlib.ExitStack) -> None:
-        core = library("cuda.core", "bridges-cuda-core")
+        core = library("cuda.core")
         for ordinal in self.sources.by_device:
             device = core.Device(ordinal)
             device.set_current()
@@ -65,7 +65,7 @@ class CudaCoreBridge(Bridge):
 
 
 def _resource(sources: Sources, ordinal: int, callbacks: bool) -> Any:
-    core = library("cuda.core", "bridges-cuda-core")
+    core = library("cuda.core")
     source = sources.by_device[ordinal]
     if isinstance(source, MemoryPool) and not callbacks:
         # It takes the handle of the pool that is current while it is made.
@@ -120,7 +120,7 @@ def resource_class(core: Any) -> Any:
 def _error(error: OutOfMemoryError) -> Exception:
     """cuda.core's own error, which has no public name."""
     try:
-        kind: Any = library("cuda.core._utils.cuda_utils", "bridges-cuda-core").CUDAError
+        kind: Any = library("cuda.core._utils.cuda_utils").CUDAError
     except (ModuleNotFoundError, AttributeError):
         return error
     made: Exception = kind(f"{error.name}: {error}")
@@ -134,7 +134,7 @@ def buffer(memory: Memory, stream: StreamLike) -> Any:
     gone. Join other streams to it before.
     """
     lent = Lent(memory.view_as("u1"), stream)
-    return library("cuda.core", "bridges-cuda-core").Buffer.from_handle(lent.address, lent.nbytes, owner=lent)
+    return library("cuda.core").Buffer.from_handle(lent.address, lent.nbytes, owner=lent)
 
 
 def memory(buffer: Any, stream: StreamLike, *, lender: StreamLike | None = None) -> Borrowed:

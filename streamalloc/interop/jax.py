@@ -32,7 +32,7 @@ def array(memory: Memory, dtype: npt.DTypeLike | None = None, shape: tuple[int, 
     TypeError, ValueError
         The memory has no such form.
     """
-    return library("jax.dlpack", "bridges-jax").from_dlpack(Lent(form(memory, dtype, shape), None))
+    return library("jax.dlpack").from_dlpack(Lent(form(memory, dtype, shape), None))
 
 
 def memory(array: Any, stream: StreamLike) -> Borrowed:

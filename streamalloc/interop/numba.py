@@ -55,8 +55,8 @@ class NumbaCallback(Bridge):
     __slots__ = ()
 
     def _install(self, undo: contextlib.ExitStack) -> None:
-        numba = library("numba.cuda.cudadrv.driver", "bridges-numba")
-        devices = library("numba.cuda.cudadrv.devices", "bridges-numba")
+        numba = library("numba.cuda.cudadrv.driver")
+        devices = library("numba.cuda.cudadrv.devices")
         manager = manager_class(lambda context: self.sources)
         before = numba._memory_manager
         managers = {id(context): context.memory_manager for context in _contexts(devices)}
@@ -82,8 +82,8 @@ def _contexts(devices: Any) -> list[Any]:
 
 def manager_class(sources_of: Callable[[Any], Sources]) -> Any:
     """A class of memory managers for Numba; ``sources_of`` gives the memory for a Numba context."""
-    cuda = library("numba.cuda", "bridges-numba")
-    driver = library("numba.cuda.cudadrv.driver", "bridges-numba")
+    cuda = library("numba.cuda")
+    driver = library("numba.cuda.cudadrv.driver")
     base: Any = cuda.HostOnlyCUDAMemoryManager
 
     class Manager(base):  # type: ignore[misc]
@@ -147,7 +147,7 @@ def array(
     TypeError, ValueError
         The memory has no such form.
     """
-    numba = library("numba.cuda", "bridges-numba")
+    numba = library("numba.cuda")
     lent = Lent(form(memory, dtype, shape), memory.stream.device.default_stream if stream is None else stream)
     # Without a stream in it, for which Numba would have the host wait.
     interface = {key: value for key, value in lent.__cuda_array_interface__.items() if key != "stream"}

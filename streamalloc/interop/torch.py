@@ -105,7 +105,7 @@ class TorchBridge(Bridge):
 
     def _allocator_of_rmm(self) -> Any:
         _immortal(RMMBridge(self.sources).start())
-        return library("rmm.allocators.torch", "bridges-rmm").rmm_torch_allocator.allocator()
+        return library("rmm.allocators.torch").rmm_torch_allocator.allocator()
 
     def _install(self, undo: contextlib.ExitStack) -> None:
         torch = self._prepare()

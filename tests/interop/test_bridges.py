@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import itertools
+import sys
 import threading
 import time
 import weakref
@@ -153,9 +154,10 @@ class TestSources:
                 library.make(N)
 
     def test_a_library_that_is_not_there(self, pool: sa.MemoryPool, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(__import__("sys").modules, "cupy", None)
-        with pytest.raises(ModuleNotFoundError, match="bridges-cupy"):
-            interop.cupy.use(pool)
+        for module, extra in (("cupy", r"bridges-cuda1\d"), ("torch", "bridges-torch")):
+            monkeypatch.setitem(sys.modules, module, None)
+            with pytest.raises(ModuleNotFoundError, match=extra):
+                getattr(interop, module).use(pool)
 
 
 class TestOrder:

@@ -1,0 +1,63 @@
+"""Arrays of libraries in memory of ours, opened by another process."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+import streamalloc as sa
+from streamalloc import interop
+from tests.interop.conftest import Get
+from tests.ipc.conftest import partner, processes  # noqa: F401  (fixtures)
+from tests.ipc.support import Partner, shared_pool
+from tests.processes import There
+from tests.support import MiB, holds
+
+
+def _holds(there: There, name: str, value: int) -> bool:
+    return holds(there.kept[name], value)
+
+
+def test_two_libraries_share_one_pool_while_another_process_opens_their_arrays(
+    get: Get,
+    device: sa.Device,
+    partner: Partner,  # noqa: F811
+) -> None:
+    with shared_pool(device) as pool:
+        libraries = [get("cupy"), get("torch")]
+        bridges = [library.use(pool, callbacks=False) for library in libraries]
+        arrays = [library.make(3 * MiB) for library in libraries]
+        assert pool.statistics().used >= 6 * MiB
+        for value, (library, array) in enumerate(zip(libraries, arrays, strict=True), 5):
+            library.fill(array, value)
+        for value, array in enumerate(arrays, 5):
+            opened = partner.give(array, f"array {value}")
+            assert (opened.kind, opened.nbytes) == ("ImportedBuffer", 3 * MiB)
+            assert partner.run(_holds, f"array {value}", value)
+        partner.reset()
+        del array, arrays
+        gc.collect()
+        for library, bridge in zip(libraries, bridges, strict=True):
+            library.finish(bridge)
+        device.synchronize()
+        assert pool.statistics().used == 0
+
+
+@pytest.mark.parametrize("shape", [(256, -1), (-1,)])
+def test_an_array_goes_with_its_form(
+    get: Get,
+    device: sa.Device,
+    stream: sa.Stream,
+    partner: Partner,  # noqa: F811
+    shape: tuple[int, ...],
+) -> None:
+    library = get("cupy")
+    with shared_pool(device) as pool:
+        buffer = pool.allocate(MiB, stream)
+        array = interop.cupy.array(buffer.view_as("<f4", shape))
+        library.fill(array, 0)
+        opened = partner.give(buffer.view_as("<f4", array.shape), "array")
+        assert opened.kind == "ImportedArray" and partner.run(_holds, "array", 0)
+        partner.reset()
+        del array
