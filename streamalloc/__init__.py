@@ -11,57 +11,56 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 import streamalloc.core.ownership
-from streamalloc import driver
-from streamalloc.core.buffer import Buffer, GraphBuffer
-from streamalloc.core.device import Device, MemoryInfo
-from streamalloc.core.errors import (
-    AddressSpaceError,
-    CaptureError,
-    ClosedError,
-    CudaError,
-    DeviceLostError,
-    EvictedError,
-    IncompleteTeamError,
-    InUseError,
-    InvalidContextError,
-    InvalidDeviceError,
-    InvalidHandleError,
-    InvalidValueError,
-    NotInitializedError,
-    NotPermittedError,
-    NotReadyError,
-    NotSupportedError,
-    OutOfMemoryError,
-    PeerAccessError,
-    PendingFreesWarning,
-    StaleDescriptorError,
-    StillImportedError,
-    SystemNotReadyError,
-)
-from streamalloc.core.fd import Fd
-from streamalloc.core.memory import BufferView, Memory, TypedView
-from streamalloc.core.properties import (
-    MemAccess,
-    MemAccessDesc,
-    MemAllocationProp,
-    MemAllocationType,
-    MemAllocFlags,
-    MemHandleType,
-    MemLocality,
-    MemLocation,
-    MemLocationType,
-    MemPoolProps,
-    MulticastObjectProp,
-)
-from streamalloc.core.stream import Event, Stream, StreamLike
-from streamalloc.driver import DriverNotFoundError, ForkedProcessError
-from streamalloc.pool import CacheStatistics, CachingAllocator, MemoryPool, PoolAttributes, PoolStatistics, allocate
 
 if TYPE_CHECKING:
-    from streamalloc import interop, ipc, multicast, observing, traces, vmm
+    from streamalloc import driver, interop, ipc, multicast, observing, traces, vmm
+    from streamalloc.core.buffer import Buffer, GraphBuffer
     from streamalloc.core.capabilities import Capabilities
+    from streamalloc.core.device import Device, MemoryInfo
+    from streamalloc.core.errors import (
+        AddressSpaceError,
+        CaptureError,
+        ClosedError,
+        CudaError,
+        DeviceLostError,
+        EvictedError,
+        IncompleteTeamError,
+        InUseError,
+        InvalidContextError,
+        InvalidDeviceError,
+        InvalidHandleError,
+        InvalidValueError,
+        NotInitializedError,
+        NotPermittedError,
+        NotReadyError,
+        NotSupportedError,
+        OutOfMemoryError,
+        PeerAccessError,
+        PendingFreesWarning,
+        StaleDescriptorError,
+        StillImportedError,
+        SystemNotReadyError,
+    )
+    from streamalloc.core.fd import Fd
     from streamalloc.core.graph import Graph, GraphMemory, GraphMemoryStatistics
+    from streamalloc.core.memory import BufferView, Memory, TypedView
+    from streamalloc.core.properties import (
+        MemAccess,
+        MemAccessDesc,
+        MemAllocationProp,
+        MemAllocationType,
+        MemAllocFlags,
+        MemHandleType,
+        MemLocality,
+        MemLocation,
+        MemLocationType,
+        MemPoolProps,
+        MulticastObjectProp,
+    )
+    from streamalloc.core.stream import Event, Stream, StreamLike
+    from streamalloc.driver import DriverNotFoundError, ForkedProcessError
     from streamalloc.observing import Observer, observe
+    from streamalloc.pool import CacheStatistics, CachingAllocator, MemoryPool, PoolAttributes, PoolStatistics, allocate
     from streamalloc.pool.pointers import MemoryKind, PointerAttributes, pointer_attributes
 
 __version__ = "0.1.0"
@@ -146,18 +145,65 @@ def _reduce_for_processes(thing: object) -> tuple[Any, ...] | None:
 # Importing ipc registers the classes; this is for programs that put a buffer into a queue without it.
 streamalloc.core.ownership.reduce_for_processes = _reduce_for_processes
 
-# Imported when first used: whoever only allocates does not wait for them.
-_PACKAGES = ("interop", "ipc", "multicast", "observing", "traces", "vmm")
-_NAMES = {
+# Imported when first used: whoever only allocates does not wait for the rest, and who tests other things for nothing.
+_PACKAGES = ("driver", "interop", "ipc", "multicast", "observing", "traces", "vmm")
+_LATER = {
+    **dict.fromkeys(("Buffer", "GraphBuffer"), "core.buffer"),
     "Capabilities": "core.capabilities",
-    "Graph": "core.graph",
-    "GraphMemory": "core.graph",
-    "GraphMemoryStatistics": "core.graph",
-    "MemoryKind": "pool.pointers",
-    "Observer": "observing",
-    "PointerAttributes": "pool.pointers",
-    "observe": "observing",
-    "pointer_attributes": "pool.pointers",
+    **dict.fromkeys(("Device", "MemoryInfo"), "core.device"),
+    **dict.fromkeys(
+        (
+            "AddressSpaceError",
+            "CaptureError",
+            "ClosedError",
+            "CudaError",
+            "DeviceLostError",
+            "EvictedError",
+            "InUseError",
+            "IncompleteTeamError",
+            "InvalidContextError",
+            "InvalidDeviceError",
+            "InvalidHandleError",
+            "InvalidValueError",
+            "NotInitializedError",
+            "NotPermittedError",
+            "NotReadyError",
+            "NotSupportedError",
+            "OutOfMemoryError",
+            "PeerAccessError",
+            "PendingFreesWarning",
+            "StaleDescriptorError",
+            "StillImportedError",
+            "SystemNotReadyError",
+        ),
+        "core.errors",
+    ),
+    "Fd": "core.fd",
+    **dict.fromkeys(("Graph", "GraphMemory", "GraphMemoryStatistics"), "core.graph"),
+    **dict.fromkeys(("BufferView", "Memory", "TypedView"), "core.memory"),
+    **dict.fromkeys(
+        (
+            "MemAccess",
+            "MemAccessDesc",
+            "MemAllocFlags",
+            "MemAllocationProp",
+            "MemAllocationType",
+            "MemHandleType",
+            "MemLocality",
+            "MemLocation",
+            "MemLocationType",
+            "MemPoolProps",
+            "MulticastObjectProp",
+        ),
+        "core.properties",
+    ),
+    **dict.fromkeys(("Event", "Stream", "StreamLike"), "core.stream"),
+    **dict.fromkeys(("DriverNotFoundError", "ForkedProcessError"), "driver"),
+    **dict.fromkeys(("Observer", "observe"), "observing"),
+    **dict.fromkeys(
+        ("CacheStatistics", "CachingAllocator", "MemoryPool", "PoolAttributes", "PoolStatistics", "allocate"), "pool"
+    ),
+    **dict.fromkeys(("MemoryKind", "PointerAttributes", "pointer_attributes"), "pool.pointers"),
 }
 
 
@@ -168,7 +214,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(f"streamalloc.{name}")
-    if name in _NAMES:
-        found = globals()[name] = getattr(importlib.import_module(f"streamalloc.{_NAMES[name]}"), name)
+    if name in _LATER:
+        found = globals()[name] = getattr(importlib.import_module(f"streamalloc.{_LATER[name]}"), name)
         return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,7 @@ from tests.fixtures import *  # noqa: F403
 from tests.support import makes_no_multicast_object
 
 # By name, as the package need not be installed. pytester is for the tests of the plugin.
-pytest_plugins = ["pytest_streamalloc", "pytester"]
+pytest_plugins = ["streamalloc.testing.plugin", "pytester"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,7 +52,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 def _on_cuda(config: pytest.Config) -> bool:
     # Not before pytest has loaded it itself.
-    from pytest_streamalloc import driver_under_test
+    from streamalloc.testing.plugin import driver_under_test
 
     return driver_under_test(config) == "cuda"
 

@@ -1,14 +1,31 @@
 """Tools for tests and demonstrations of stream-ordered code.
 
 A gate that holds streams, :func:`settle` and :class:`Faults` work on either driver, the stand-ins for the multimem
-instructions of kernels on the simulated one. For pytest there is a plugin: the module ``pytest_streamalloc``.
+instructions of kernels on the simulated one. For pytest there is a plugin, :mod:`streamalloc.testing.plugin`.
 """
 
-from __future__ import annotations
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from streamalloc.testing.faults import Faults
-from streamalloc.testing.gate import Gate
-from streamalloc.testing.multimem import multimem_ld_reduce, multimem_red, multimem_st
-from streamalloc.testing.settling import settle
+if TYPE_CHECKING:
+    from streamalloc.testing.faults import Faults
+    from streamalloc.testing.gate import Gate
+    from streamalloc.testing.multimem import multimem_ld_reduce, multimem_red, multimem_st
+    from streamalloc.testing.settling import settle
 
 __all__ = ["Faults", "Gate", "multimem_ld_reduce", "multimem_red", "multimem_st", "settle"]
+
+# Imported when first used: every run of pytest imports the plugin, whatever it tests.
+_LATER = {
+    "Faults": "faults",
+    "Gate": "gate",
+    **dict.fromkeys(("multimem_ld_reduce", "multimem_red", "multimem_st"), "multimem"),
+    "settle": "settling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        found = globals()[name] = getattr(importlib.import_module(f"streamalloc.testing.{_LATER[name]}"), name)
+        return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,9 +25,7 @@ class Faults(Faulty):
     def __init__(self, driver: Driver) -> None:
         super().__init__(driver, _NEVER, 1, 1, "CUDA_ERROR_OUT_OF_MEMORY")
 
-    def fail(
-        self, call: str | int, nth: int = 1, times: int = 1, result: str = "CUDA_ERROR_OUT_OF_MEMORY"
-    ) -> None:
+    def fail(self, call: str | int, nth: int = 1, times: int = 1, result: str = "CUDA_ERROR_OUT_OF_MEMORY") -> None:
         """Refuse some of the calls from here on, without passing them on. It takes the place of an earlier fault.
 
         Parameters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import textwrap
 from collections.abc import Callable
@@ -35,7 +36,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
     def run(source: str, *arguments: str) -> pytest.RunResult:
         pytester.makepyfile(IMPORTS + textwrap.dedent(source))
         before = default_of_threads()
-        result = pytester.runpytest_inprocess("-p", "pytest_streamalloc", "-rs", "--strict-markers", *arguments)
+        result = pytester.runpytest_inprocess("-p", "streamalloc.testing.plugin", "-rs", "--strict-markers", *arguments)
         assert default_of_threads() is before
         return result
 
@@ -444,8 +445,8 @@ def test_a_run_without_machines_imports_nothing(pytester: pytest.Pytester) -> No
         import sys
 
         def pytest_sessionfinish(session):
-            heavy = {"numpy", "cuda", "streamalloc"} & {name.partition(".")[0] for name in sys.modules}
-            print("imported:", sorted(heavy))
+            heavy = {"numpy", "cuda"} & {name.partition(".")[0] for name in sys.modules}
+            print("imported:", sorted(heavy), len([name for name in sys.modules if name.startswith("streamalloc")]))
     """)
     pytester.makepyfile("""
         import pytest
@@ -458,9 +459,9 @@ def test_a_run_without_machines_imports_nothing(pytester: pytest.Pytester) -> No
             pass
     """)
     done = finished(
-        [sys.executable, "-m", "pytest", "-q", "-p", "pytest_streamalloc", "-p", "no:cacheprovider", pytester.path],
+        [sys.executable, "-m", "pytest", "-q", "-pstreamalloc.testing.plugin", "-pno:cacheprovider", pytester.path],
         PYTEST_ADDOPTS=None,
         PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
     )
     assert "2 passed" in done.stdout, done.stdout + done.stderr
-    assert "imported: []" in done.stdout
+    assert re.search(r"imported: \[\] \d$", done.stdout, re.MULTILINE), done.stdout

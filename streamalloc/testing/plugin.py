@@ -49,7 +49,7 @@ A test that takes ``streamalloc_faults`` can have driver calls refused::
             ...
 
 In CI without a GPU nothing has to be set up; on a runner with GPUs: ``pytest --streamalloc-driver=cuda``. Without
-entry points (``PYTEST_DISABLE_PLUGIN_AUTOLOAD=1``, a package that is not installed): ``-p pytest_streamalloc``.
+entry points (``PYTEST_DISABLE_PLUGIN_AUTOLOAD=1``, a package that is not installed): ``-p streamalloc.testing.plugin``.
 """
 
 from __future__ import annotations
@@ -130,7 +130,9 @@ def _choice(config: pytest.Config) -> tuple[str, dict[str, Any]]:
 
 def pytest_configure(config: pytest.Config) -> None:
     arguments = ", ".join(f"{name}=..." for name in _TYPES)
-    config.addinivalue_line("markers", f"{_MARK}({arguments}): what a test of GPU memory needs (pytest_streamalloc)")
+    config.addinivalue_line(
+        "markers", f"{_MARK}({arguments}): what a test of GPU memory needs (streamalloc.testing.plugin)"
+    )
     _choice(config)
 
 
