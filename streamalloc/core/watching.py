@@ -18,7 +18,7 @@ from itertools import starmap
 from typing import Any, Protocol
 
 from streamalloc.core.door import Door, PerDriver
-from streamalloc.driver import ForkedProcessError
+from streamalloc.driver import DriverMisuseError, ForkedProcessError
 
 __all__ = ["Tap", "Watched", "Watcher", "Watching", "bare", "tap_of", "tell_freed", "was_asked", "watch", "watching_of"]
 
@@ -155,7 +155,7 @@ def bare(alloc: Any) -> Any:
 def was_asked(allocator: Watched, ptr: Any, error: BaseException) -> bool:
     """Whether the driver was asked to free memory by a call that has raised."""
     tap = tap_of(allocator)
-    return not isinstance(error, ForkedProcessError) if tap is None else tap.was_asked(ptr)
+    return not isinstance(error, (DriverMisuseError, ForkedProcessError)) if tap is None else tap.was_asked(ptr)
 
 
 class Watching:

@@ -8,12 +8,12 @@ convention. :func:`real` is the machine's own, :func:`simulated` makes one over 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from streamalloc.driver.errors import DriverNotFoundError, ForkedProcessError
+from streamalloc.driver.errors import DriverMisuseError, DriverNotFoundError, ForkedProcessError
 from streamalloc.driver.real import real
 from streamalloc.driver.selection import default, set_default, simulated, use
 
 if TYPE_CHECKING:
-    from streamalloc.driver.checker import Checked, DriverMisuseError, Hazard, checked
+    from streamalloc.driver.checker import Checked, Hazard, checked
     from streamalloc.driver.protocol import Driver
     from streamalloc.driver.wrappers import Call, Faulty, Traced, faulty, traced
 
@@ -42,7 +42,7 @@ __all__ = [
 _LATER = {
     "Driver": "protocol",
     **dict.fromkeys(("Call", "Faulty", "Traced", "faulty", "traced"), "wrappers"),
-    **dict.fromkeys(("Checked", "DriverMisuseError", "Hazard", "checked"), "checker"),
+    **dict.fromkeys(("Checked", "Hazard", "checked"), "checker"),
 }
 
 

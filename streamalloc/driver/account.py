@@ -42,21 +42,22 @@ class Account:
 
     def __init__(self) -> None:
         self._live: Counter[tuple[str, int]] = Counter()
-        self._graph_memory: set[int] = set()
+        self._uncounted: set[int] = set()
+        """Memory of graphs, which may be freed, and imported pools, which may be destroyed; neither has to be."""
 
     def may_end(self, name: str, handle: int) -> bool:
         """Whether something with this handle lives that a call may end."""
-        return handle in self._graph_memory or any(self._live[kind, handle] > 0 for kind in ENDERS[name])
+        return handle in self._uncounted or any(self._live[kind, handle] > 0 for kind in ENDERS[name])
 
     def note(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], captured: bool) -> None:
         """A call has succeeded; ``captured``: it went into a graph."""
         if name in MAKERS:
             handle = int(answer[1])
             if handle and captured:
-                self._graph_memory.add(handle)
+                self._uncounted.add(handle)
             elif handle:
                 # An address may be handed out again once a graph that owned it is gone.
-                self._graph_memory.discard(handle)
+                self._uncounted.discard(handle)
                 self._live[MAKERS[name], handle] += 1
         elif name in ENDERS:
             handle = int(args[0] or 0)
@@ -64,6 +65,8 @@ class Account:
                 if self._live[kind, handle]:
                     self._live[kind, handle] -= 1
                     break
+        elif name == "cuMemPoolImportFromShareableHandle":
+            self._uncounted.add(int(answer[1]))
         elif name == "cuMemMap":
             self._live["mapping", int(args[0])] += 1
         elif name == "cuMemUnmap":
@@ -81,5 +84,5 @@ class Account:
         return live
 
 
-COUNTED = frozenset((*MAKERS, *ENDERS, "cuMemMap", "cuMemUnmap"))
+COUNTED = frozenset((*MAKERS, *ENDERS, "cuMemMap", "cuMemUnmap", "cuMemPoolImportFromShareableHandle"))
 """The calls that change an account."""

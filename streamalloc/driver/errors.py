@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
-__all__ = ["DriverNotFoundError", "ForkedProcessError"]
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from streamalloc.driver.checker.reports import Hazard
+
+__all__ = ["DriverMisuseError", "DriverNotFoundError", "ForkedProcessError"]
+
+
+class DriverMisuseError(AssertionError):
+    """Found by :func:`checked`: a hazard, something that was released twice or never, or a call that broke the return
+    convention.
+
+    ``hazard`` is the :class:`Hazard`, None where it is something else.
+    """
+
+    def __init__(self, message: str, hazard: Hazard | None = None) -> None:
+        super().__init__(message)
+        self.hazard = hazard
 
 
 class DriverNotFoundError(RuntimeError):

@@ -172,10 +172,10 @@ def as_asked(driver: Driver) -> Driver:
     """
     if _CHECK in ("", "0"):
         return driver
-    from streamalloc.driver.checker import Checked, checked
-
-    if isinstance(driver, Checked):
+    if getattr(driver, "used", None) is not None:  # checked already, perhaps inside of another wrapper
         return driver
+    from streamalloc.driver.checker import checked
+
     found = _checked.get(id(driver))
     if found is None:
         made = checked(driver, cast("Any", "report" if _CHECK == "1" else _CHECK))

@@ -17,7 +17,7 @@ from streamalloc.driver.checker.capture import Capture, Node
 from streamalloc.driver.checker.clocks import Stream
 from streamalloc.driver.checker.hazards import Binding, Range
 from streamalloc.driver.checker.stacks import from_package, here
-from streamalloc.driver.checker.state import Event, Physical, State, Touch, address_of
+from streamalloc.driver.checker.state import Event, Physical, State, Touch, number_of
 
 __all__ = ["RULES", "Steps"]
 
@@ -28,11 +28,6 @@ Rule: TypeAlias = Callable[[State, str, "tuple[Any, ...]"], Steps]
 _INTERPROCESS = int(cuda.CUevent_flags.CU_EVENT_INTERPROCESS)
 _MEMORY_TYPE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
-_FRAMES_TO_CALLER = 4
-
-
-def _number(value: Any) -> int:
-    return 0 if value is None else int(value)
 
 
 # -- reading and writing -------------------------------------------------------------------------------------
@@ -59,21 +54,22 @@ def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1, waits: 
         answer = yield None
         if answer[0]:
             return
-        size, target = int(args[size_at]), address_of(args[0])
-        touched = ((args[source_at], size, False), (target, size, True))
+        size = int(args[size_at])
+        touched = ((args[source_at], size, False), (args[0], size, True))
         stream = state.act(0 if stream_at is None else args[stream_at], name, touched, here())
-        if waits or (stream_at is not None and size and _is_pageable(state, target) and stream not in state.captures):
+        if waits or (stream_at is not None and size and _is_pageable(state, args[0]) and stream not in state.captures):
             state.host_knows(stream)
 
     return rule
 
 
-def _is_pageable(state: State, address: int) -> bool:
+def _is_pageable(state: State, address: Any) -> bool:
     """Whether the driver does not know some memory, which it then copies to before the call returns."""
-    if state.addresses.find(address) is not None:
+    number = number_of(address)
+    if state.addresses.find(number) is not None:
         return False
     ask = getattr(state.driver, "cuPointerGetAttribute", None)
-    return ask is None or bool(ask(_MEMORY_TYPE, address)[0])
+    return ask is None or bool(ask(_MEMORY_TYPE, number)[0])
 
 
 _ROWS = 1024
@@ -97,7 +93,7 @@ def _plane(copy: Any) -> list[Touch]:
         host = "HOST" in getattr(kind, "name", "")
         if "ARRAY" in getattr(kind, "name", ""):
             continue
-        base = _number(getattr(copy, f"{side}{'Host' if host else 'Device'}"))
+        base = number_of(getattr(copy, f"{side}{'Host' if host else 'Device'}"))
         pitch = int(getattr(copy, f"{side}Pitch"))
         start = base + int(getattr(copy, f"{side}XInBytes")) + int(getattr(copy, f"{side}Y")) * pitch
         found += _rows(start, pitch, width, height, write)
@@ -118,7 +114,7 @@ def _fill(width: int) -> Callable[[tuple[Any, ...]], list[Touch]]:
 
 
 def _fill_rows(width: int) -> Callable[[tuple[Any, ...]], list[Touch]]:
-    return lambda args: _rows(_number(args[0]), int(args[1]), int(args[3]) * width, int(args[4]), True)
+    return lambda args: _rows(number_of(args[0]), int(args[1]), int(args[3]) * width, int(args[4]), True)
 
 
 def _work(stream_at: int) -> Rule:
@@ -145,15 +141,15 @@ def _allocates(stream_at: int, pool_at: int | None) -> Rule:
 
 
 def _frees(state: State, name: str, args: tuple[Any, ...]) -> Steps:
-    undo = state.free(_number(args[0]), args[1], name, here())
+    undo = state.free(number_of(args[0]), args[1], name, here())
     answer = yield None
     if answer[0]:
         undo()
 
 
 def _frees_at_once(state: State, name: str, args: tuple[Any, ...]) -> Steps:
-    found = state.addresses.find(_number(args[0]))
-    ranges = [found] if found is not None and found.base == _number(args[0]) else []
+    found = state.addresses.find(number_of(args[0]))
+    ranges = [found] if found is not None and found.base == number_of(args[0]) else []
     plain = bool(ranges) and ranges[0].kind in ("device memory", "memory of another process")
     if plain:
         # The driver waits for the device, unless it is memory of a pool.
@@ -168,7 +164,7 @@ def _frees_at_once(state: State, name: str, args: tuple[Any, ...]) -> Steps:
 
 
 def _releases_host_memory(state: State, name: str, args: tuple[Any, ...]) -> Steps:
-    found = state.addresses.find(_number(args[0]))
+    found = state.addresses.find(number_of(args[0]))
     undo = state.end([found] if found is not None else [], name, here(), "release")
     answer = yield None
     if answer[0]:
@@ -187,7 +183,7 @@ def _makes_memory(kind: str, size: Callable[[tuple[Any, ...], Answer], int]) -> 
 def _registers(state: State, name: str, args: tuple[Any, ...]) -> Steps:
     answer = yield None
     if not answer[0]:
-        state.addresses.add(Range(_number(args[0]), int(args[1]), "registered memory", stack=here()))
+        state.addresses.add(Range(number_of(args[0]), int(args[1]), "registered memory", stack=here()))
 
 
 # -- pools ---------------------------------------------------------------------------------------------------
@@ -222,7 +218,7 @@ def _sets_pool(state: State, name: str, args: tuple[Any, ...]) -> Steps:
 
 def _grants_pool(state: State, name: str, args: tuple[Any, ...]) -> Steps:
     answer = yield None
-    grants = state.pools.get(_number(args[0]))
+    grants = state.pools.get(number_of(args[0]))
     if not answer[0] and grants is not None:
         _grant(grants, args[1])
 
@@ -243,7 +239,7 @@ def _makes_stream(state: State, name: str, args: tuple[Any, ...]) -> Steps:
 
 
 def _ends_stream(state: State, name: str, args: tuple[Any, ...]) -> Steps:
-    number = _number(args[0])
+    number = number_of(args[0])
     stream = state.streams.pop(number, None)
     answer = yield None
     if stream is None:
@@ -272,6 +268,9 @@ def _queries(state: State, name: str, args: tuple[Any, ...]) -> Steps:
             state.host_knows(stream)
         else:
             state.timeline.tell(clock)
+        if state.unannounced:
+            # The facade then tells importers itself, in no stream.
+            state.announce(state.timeline.host)
 
 
 def _synchronises_context(state: State, name: str, args: tuple[Any, ...]) -> Steps:
@@ -288,7 +287,7 @@ def _makes_event(state: State, name: str, args: tuple[Any, ...]) -> Steps:
 
 
 def _ends_event(state: State, name: str, args: tuple[Any, ...]) -> Steps:
-    number = _number(args[0])
+    number = number_of(args[0])
     event = state.events.pop(number, None)
     answer = yield None
     if answer[0] and event is not None:
@@ -296,7 +295,7 @@ def _ends_event(state: State, name: str, args: tuple[Any, ...]) -> Steps:
 
 
 def _event(state: State, handle: Any) -> Event:
-    return state.events.setdefault(_number(handle), Event())
+    return state.events.setdefault(number_of(handle), Event())
 
 
 def _records(state: State, name: str, args: tuple[Any, ...]) -> Steps:
@@ -318,7 +317,7 @@ def _records_context(state: State, name: str, args: tuple[Any, ...]) -> Steps:
     answer = yield None
     if answer[0]:
         return
-    event, context = _event(state, args[1]), _number(args[0])
+    event, context = _event(state, args[1]), number_of(args[0])
     # A stream that does nothing else stands for all of them.
     meeting = state.timeline.stream("the context")
     for stream in state.all_streams(context):
@@ -348,7 +347,7 @@ def _wait(state: State, stream: Stream, event: Event) -> None:
 def _context_waits(state: State, name: str, args: tuple[Any, ...]) -> Steps:
     answer = yield None
     if not answer[0]:
-        for stream in state.all_streams(_number(args[0])):
+        for stream in state.all_streams(number_of(args[0])):
             _wait(state, stream, _event(state, args[1]))
 
 
@@ -374,7 +373,7 @@ def _writes_word(bits: int) -> Rule:
     def rule(state: State, name: str, args: tuple[Any, ...]) -> Steps:
         answer = yield None
         if not answer[0]:
-            state.write_word(args[0], _number(args[1]), int(args[2]), bits, name, here())
+            state.write_word(args[0], number_of(args[1]), int(args[2]), bits, name, here())
 
     return rule
 
@@ -383,7 +382,7 @@ def _waits_word(bits: int) -> Rule:
     def rule(state: State, name: str, args: tuple[Any, ...]) -> Steps:
         answer = yield None
         if not answer[0]:
-            state.wait_word(args[0], _number(args[1]), int(args[2]), int(args[3]), bits)
+            state.wait_word(args[0], number_of(args[1]), int(args[2]), int(args[3]), bits)
 
     return rule
 
@@ -399,11 +398,11 @@ def _words(state: State, name: str, args: tuple[Any, ...]) -> Steps:
         if "WAIT_VALUE" in kind:
             wait = one.waitValue
             value = int(wait.value64 if bits == 64 else wait.value)
-            state.wait_word(args[0], _number(wait.address), value, int(wait.flags), bits)
+            state.wait_word(args[0], number_of(wait.address), value, int(wait.flags), bits)
         elif "WRITE_VALUE" in kind:
             write = one.writeValue
             value = int(write.value64 if bits == 64 else write.value)
-            state.write_word(args[0], _number(write.address), value, bits, name, here())
+            state.write_word(args[0], number_of(write.address), value, bits, name, here())
 
 
 # -- graphs --------------------------------------------------------------------------------------------------
@@ -416,7 +415,7 @@ def _begins_capture(state: State, name: str, args: tuple[Any, ...]) -> Steps:
         capture = state.captures[stream] = Capture(state.found)
         capture.join(stream)
         if name == "cuStreamBeginCaptureToGraph":
-            capture.nodes = state.graphs.setdefault(_number(args[1]), [])
+            capture.nodes = state.graphs.setdefault(number_of(args[1]), [])
 
 
 def _ends_capture(state: State, name: str, args: tuple[Any, ...]) -> Steps:
@@ -433,13 +432,13 @@ def _ends_capture(state: State, name: str, args: tuple[Any, ...]) -> Steps:
 def _makes_graph(state: State, name: str, args: tuple[Any, ...]) -> Steps:
     answer = yield None
     if not answer[0]:
-        state.graphs[int(answer[1])] = list(state.graphs.get(_number(args[0]), ())) if name == "cuGraphClone" else []
+        state.graphs[int(answer[1])] = list(state.graphs.get(number_of(args[0]), ())) if name == "cuGraphClone" else []
 
 
 def _ends_graph(state: State, name: str, args: tuple[Any, ...]) -> Steps:
     answer = yield None
     if not answer[0]:
-        state.graphs.pop(_number(args[0]), None)
+        state.graphs.pop(number_of(args[0]), None)
 
 
 def _adds_node(at: Callable[[State, tuple[Any, ...]], Node]) -> Rule:
@@ -450,19 +449,21 @@ def _adds_node(at: Callable[[State, tuple[Any, ...]], Node]) -> Rule:
         if not answer[0]:
             node = at(state, args)
             node.what, node.stack = name, here()
-            state.graphs.setdefault(_number(args[0]), []).append(node)
+            state.graphs.setdefault(number_of(args[0]), []).append(node)
 
     return rule
 
 
 def _fill_node(state: State, args: tuple[Any, ...]) -> Node:
     one = args[3]
-    touched = _rows(_number(one.dst), int(one.pitch), int(one.width) * int(one.elementSize), int(one.height) or 1, True)
+    touched = _rows(
+        number_of(one.dst), int(one.pitch), int(one.width) * int(one.elementSize), int(one.height) or 1, True
+    )
     return _use_node(state, touched)
 
 
 def _use_node(state: State, touched: Iterable[Touch]) -> Node:
-    pieces = [(piece, write) for at, size, write in touched for piece in state.addresses.pieces(_number(at), size)]
+    pieces = [(piece, write) for at, size, write in touched for piece in state.addresses.pieces(number_of(at), size)]
     return Node("use", pieces=pieces)
 
 
@@ -474,32 +475,32 @@ def _allocation_node(state: State, args: tuple[Any, ...]) -> Node:
 
 
 def _free_node(state: State, args: tuple[Any, ...]) -> Node:
-    found = state.addresses.find(_number(args[3]))
+    found = state.addresses.find(number_of(args[3]))
     return Node("use") if found is None else Node("free", range=found)
 
 
 def _instantiates(state: State, name: str, args: tuple[Any, ...]) -> Steps:
     answer = yield None
     if not answer[0]:
-        state.executables[int(answer[1])] = list(state.graphs.get(_number(args[0]), ()))
+        state.executables[int(answer[1])] = list(state.graphs.get(number_of(args[0]), ()))
 
 
 def _ends_executable(state: State, name: str, args: tuple[Any, ...]) -> Steps:
     answer = yield None
     if not answer[0]:
-        state.executables.pop(_number(args[0]), None)
+        state.executables.pop(number_of(args[0]), None)
 
 
 def _updates_executable(state: State, name: str, args: tuple[Any, ...]) -> Steps:
     answer = yield None
     if not answer[0]:
-        state.executables[_number(args[0])] = list(state.graphs.get(_number(args[1]), ()))
+        state.executables[number_of(args[0])] = list(state.graphs.get(number_of(args[1]), ()))
 
 
 def _launches(state: State, name: str, args: tuple[Any, ...]) -> Steps:
     answer = yield None
     if not answer[0]:
-        state.launch(state.executables.get(_number(args[0]), []), args[1], here())
+        state.launch(state.executables.get(number_of(args[0]), []), args[1], here())
 
 
 # -- virtual memory ------------------------------------------------------------------------------------------
@@ -515,8 +516,8 @@ def _creates(state: State, name: str, args: tuple[Any, ...]) -> Steps:
 
 def _releases(state: State, name: str, args: tuple[Any, ...]) -> Steps:
     answer = yield None
-    if not answer[0] and not state.account.may_end(name, _number(args[0])):
-        state.physical.pop(_number(args[0]), None)
+    if not answer[0] and not state.account.may_end(name, number_of(args[0])):
+        state.physical.pop(number_of(args[0]), None)
 
 
 def _creates_multicast(state: State, name: str, args: tuple[Any, ...]) -> Steps:
@@ -527,7 +528,7 @@ def _creates_multicast(state: State, name: str, args: tuple[Any, ...]) -> Steps:
 
 def _retains(state: State, name: str, args: tuple[Any, ...]) -> Steps:
     answer = yield None
-    found = state.addresses.find(_number(args[0]))
+    found = state.addresses.find(number_of(args[0]))
     if not answer[0] and found is not None:
         for memory in state.physical.values():
             if found in memory.mappings:
@@ -542,14 +543,14 @@ def _retains(state: State, name: str, args: tuple[Any, ...]) -> Steps:
 def _maps(state: State, name: str, args: tuple[Any, ...]) -> Steps:
     answer = yield None
     if not answer[0]:
-        memory = state.physical.get(_number(args[3]))
+        memory = state.physical.get(number_of(args[3]))
         if memory is None:
-            memory = state.physical[_number(args[3])] = Physical(int(args[1]), (), None)
-        state.map(_number(args[0]), int(args[1]), int(args[2]), memory, here())
+            memory = state.physical[number_of(args[3])] = Physical(int(args[1]), (), None)
+        state.map(number_of(args[0]), int(args[1]), int(args[2]), memory, here())
 
 
 def _unmaps(state: State, name: str, args: tuple[Any, ...]) -> Steps:
-    undo = state.end(state.mappings(_number(args[0]), int(args[1])), name, here(), "unmap")
+    undo = state.end(state.mappings(number_of(args[0]), int(args[1])), name, here(), "unmap")
     answer = yield None
     if answer[0]:
         undo()
@@ -558,7 +559,7 @@ def _unmaps(state: State, name: str, args: tuple[Any, ...]) -> Steps:
 def _grants_mapping(state: State, name: str, args: tuple[Any, ...]) -> Steps:
     answer = yield None
     if not answer[0]:
-        for one in state.mappings(_number(args[0]), int(args[1])):
+        for one in state.mappings(number_of(args[0]), int(args[1])):
             if one.grants is not None:
                 _grant(one.grants, args[2])
 
@@ -571,19 +572,19 @@ def _binds(device_at: int | None) -> Rule:
 
     def rule(state: State, name: str, args: tuple[Any, ...]) -> Steps:
         answer = yield None
-        target = state.physical.get(_number(args[0]))
+        target = state.physical.get(number_of(args[0]))
         if answer[0] or target is None or target.bindings is None:
             return
-        device = None if device_at is None else _number(args[device_at])
+        device = None if device_at is None else number_of(args[device_at])
         offset = int(args[1 + shift])
         if "BindMem" in name:
-            memory = state.physical.get(_number(args[2 + shift]))
+            memory = state.physical.get(number_of(args[2 + shift]))
             start, size = int(args[3 + shift]), int(args[4 + shift])
             parts = [] if memory is None else [(memory.bytes, start, start + size)]
             if device is None and memory is not None:
                 device = memory.device
         else:
-            address, size = _number(args[2 + shift]), int(args[3 + shift])
+            address, size = number_of(args[2 + shift]), int(args[3 + shift])
             pieces = state.addresses.pieces(address, size)
             parts = [part for one, low, high in pieces for part in one.physical(low, high)]
         at = offset
@@ -596,8 +597,8 @@ def _binds(device_at: int | None) -> Rule:
 
 
 def _unbinds(state: State, name: str, args: tuple[Any, ...]) -> Steps:
-    target = state.physical.get(_number(args[0]))
-    device, start, size = _number(args[1]), int(args[2]), int(args[3])
+    target = state.physical.get(number_of(args[0]))
+    device, start, size = number_of(args[1]), int(args[2]), int(args[3])
     undo: Callable[[], None] | None = None
     if target is not None and target.bindings is not None:
         # What reaches the memory through the object would reach nothing; the mappings themselves stay.
@@ -621,9 +622,9 @@ def _unbinds(state: State, name: str, args: tuple[Any, ...]) -> Steps:
 
 def _exports_pointer(state: State, name: str, args: tuple[Any, ...]) -> Steps:
     # The facade says by a word that memory is ready, after it has exported it.
-    announced_later = from_package(_FRAMES_TO_CALLER)
+    announced_later = from_package()
     answer = yield None
-    found = state.addresses.find(_number(args[0]))
+    found = state.addresses.find(number_of(args[0]))
     if not answer[0] and found is not None:
         state.export(found, opaque_bytes(answer[1]), here(), announced_later)
 
@@ -642,7 +643,7 @@ def _imports_pointer(state: State, name: str, args: tuple[Any, ...]) -> Steps:
     exported = opaque_bytes(args[1])
     origin = state.exports.get(exported)
     made = Range(int(answer[1]), 1 if origin is None else origin.size, "import", stack=here())
-    made.grants = state.pools.get(_number(args[0]))
+    made.grants = state.pools.get(number_of(args[0]))
     if origin is not None and origin.ended is None:
         made.bytes, made.offset, made.born = origin.bytes, origin.offset, origin.born
         origin.imports.append(made)
@@ -656,7 +657,7 @@ def _imports_pointer(state: State, name: str, args: tuple[Any, ...]) -> Steps:
 
 def _exports_plain(state: State, name: str, args: tuple[Any, ...]) -> Steps:
     answer = yield None
-    found = state.addresses.find(_number(args[0]))
+    found = state.addresses.find(number_of(args[0]))
     if not answer[0] and found is not None:
         state.exported[found] = opaque_bytes(answer[1])
 
@@ -696,7 +697,7 @@ def _file(number: Any) -> tuple[int, int, int] | None:
 
 def _exports_memory(state: State, name: str, args: tuple[Any, ...]) -> Steps:
     answer = yield None
-    memory = state.physical.get(_number(args[0]))
+    memory = state.physical.get(number_of(args[0]))
     if not answer[0] and memory is not None and isinstance(answer[1], int):
         key = _file(answer[1])
         if key is not None:

@@ -147,7 +147,8 @@ class Timeline:
         self._version = 0
         self._numbers = 0
         self._streams: dict[Stream, None] = {}
-        self._retired: list[Stream] = []
+        self.retired: list[Stream] = []
+        """Streams that were destroyed, of which the host does not know that all is done."""
         self._gone: set[int] = set()
         self._ready: deque[Stream] = deque()
         self._draining = False
@@ -179,7 +180,7 @@ class Timeline:
             # All that it did comes before what the legacy stream does next.
             stream.legacy.clock.learn(stream.clock)
             del stream.legacy.peers[stream]
-        self._retired.append(stream)
+        self.retired.append(stream)
 
     # -- order -----------------------------------------------------------------------------------------------
 
@@ -310,14 +311,14 @@ class Timeline:
         """The host knows that all of ``clock`` has happened."""
         self.host.learn(clock)
         self._version += 1
-        if len(self._retired) > 32:
+        if len(self.retired) > 32:
             self._forget()
 
     def _forget(self) -> None:
         """Let go of the streams that were destroyed and that the host knows to have nothing left to do."""
         known = self.host.known
-        over = [one for one in self._retired if not one.queue and known.get(one.number, 0) >= one.time]
-        self._retired = [one for one in self._retired if one not in over]
+        over = [one for one in self.retired if not one.queue and known.get(one.number, 0) >= one.time]
+        self.retired = [one for one in self.retired if one not in over]
         numbers = {one.number for one in over}
         self._gone |= numbers
         for stream in over:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from streamalloc.driver.checker.stacks import Stack, lines
 
-__all__ = ["KINDS", "DriverMisuseError", "Hazard"]
+__all__ = ["KINDS", "Hazard"]
 
 KINDS = (
     "use before allocation",
@@ -60,15 +60,3 @@ class Hazard:
         for name, stack in self.places:
             shown += [f"{name}:", *lines(stack)]
         return "\n".join(shown)
-
-
-class DriverMisuseError(AssertionError):
-    """Found by :func:`checked`: a hazard, something that was released twice or never, or a call that broke the return
-    convention.
-
-    ``hazard`` is the :class:`Hazard`, None where it is something else.
-    """
-
-    def __init__(self, message: str, hazard: Hazard | None = None) -> None:
-        super().__init__(message)
-        self.hazard = hazard

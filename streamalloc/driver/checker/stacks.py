@@ -33,10 +33,12 @@ def here() -> Stack:
     return tuple(found)
 
 
-def from_package(depth: int) -> bool:
-    """Whether code of this package, other than that of drivers, has made the call ``depth`` frames up."""
-    name = sys._getframe(depth).f_code.co_filename
-    return name.startswith(_PACKAGE) and not name.startswith(_PACKAGE + "driver/")
+def from_package() -> bool:
+    """Whether code of this package, other than that of drivers, has made the call."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE + "driver/"):
+        frame = frame.f_back
+    return frame.f_code.co_filename.startswith(_PACKAGE)
 
 
 def lines(stack: Stack) -> list[str]:

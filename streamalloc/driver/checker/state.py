@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from streamalloc.driver.account import Account
 from streamalloc.driver.checker import ledger
 from streamalloc.driver.checker.capture import Capture, Node
@@ -17,7 +19,7 @@ from streamalloc.driver.checker.hazards import Access, Addresses, Binding, Bytes
 from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.stacks import Stack, here
 
-__all__ = ["Event", "Physical", "State", "Touch"]
+__all__ = ["Event", "Physical", "State", "Touch", "number_of"]
 
 Touch = tuple[int, int, bool]
 """Where, how many bytes, and whether they are written."""
@@ -33,12 +35,15 @@ _WORDS: dict[int, Any] = {32: ctypes.c_uint32, 64: ctypes.c_uint64}
 _WRITES_KEPT = 16
 
 
-def address_of(pointer: Any) -> int:
-    """The address that a call was given; 0 for an object of the host that is no array, as it is no memory of ours."""
-    if isinstance(pointer, (bytes, bytearray, memoryview)):
+def number_of(value: Any) -> int:
+    """A handle or an address as a number; None is 0, and an object with bytes of the host is where these are."""
+    if value is None:
         return 0
-    interface = getattr(pointer, "__array_interface__", None)
-    return int(pointer or 0) if interface is None else int(interface["data"][0])
+    if isinstance(value, np.ndarray):
+        return int(value.ctypes.data)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return int(np.frombuffer(value, np.uint8).ctypes.data) if len(value) else 0
+    return int(value)
 
 
 class Event:
@@ -140,7 +145,7 @@ class State:
 
     def stream(self, handle: Any) -> Stream:
         """The stream of a handle."""
-        number = 0 if handle is None else int(handle)
+        number = number_of(handle)
         found = self.streams.get(number)
         return self._special(number) if found is None else found
 
@@ -185,8 +190,8 @@ class State:
         return made
 
     def all_streams(self, context: int | None = None) -> list[Stream]:
-        """The streams of a context, or all."""
-        found = [*self.streams.values(), *self._legacy.values(), *self._per_thread.values()]
+        """The streams of a context, or all; those that were destroyed may have something left to do."""
+        found = [*self.streams.values(), *self._legacy.values(), *self._per_thread.values(), *self.timeline.retired]
         return [one for one in found if context is None or one.context == context]
 
     # -- what the host learns --------------------------------------------------------------------------------
@@ -226,7 +231,7 @@ class State:
         """A stream is to read and write memory."""
         stream = self.stream(handle)
         pieces = [
-            (piece, write) for at, size, write in touched for piece in self.addresses.pieces(address_of(at), int(size))
+            (piece, write) for at, size, write in touched for piece in self.addresses.pieces(number_of(at), int(size))
         ]
         capture = self.captures.get(stream) if self.captures else None
         if capture is not None:
@@ -488,6 +493,13 @@ class State:
         for node in nodes:
             if node.kind == "allocate":
                 self._place(node.range)
+            elif any(piece[0].kind == "mapping" and piece[0].ended for piece, _ in node.pieces):
+                # What is mapped there now is what the graph uses.
+                node.pieces = [
+                    (there, write)
+                    for (_, low, high), write in node.pieces
+                    for there in self.addresses.pieces(low, high - low)
+                ]
 
         def run(stream: Stream) -> None:
             device = self.devices.get(stream)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import os
 import sys
 import threading
 import warnings
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from streamalloc.driver.account import COUNTED, ENDERS
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.calls import RULES, Steps
-from streamalloc.driver.checker.reports import DriverMisuseError, Hazard
+from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import State
+from streamalloc.driver.errors import DriverMisuseError
 from streamalloc.driver.wrappers import Function, Wrapper
 
 if TYPE_CHECKING:
@@ -58,6 +60,8 @@ class Checked(Wrapper):
         self._shown: set[tuple[Any, ...]] = set()
         self._state = State(driver, self._found.append)
         self._host_functions: dict[int, Any] = {}
+        self.process: int = os.getpid()
+        """The process that made it; a forked child has nothing to say at its end."""
         _alive.add(self)
 
     # -- calls -----------------------------------------------------------------------------------------------
@@ -364,8 +368,9 @@ _alive: weakref.WeakSet[Checked] = weakref.WeakSet()
 def _at_exit() -> None:
     for one in tuple(_alive):
         shown = len(one.hazards)
-        for hazard in one.finish()[shown:] if one._on != "raise" else ():
-            print(hazard, file=sys.stderr)
+        if one._on != "raise" and one.process == os.getpid():
+            for hazard in one.finish()[shown:]:
+                print(hazard, file=sys.stderr)
 
 
 def checked(driver: _Interface, on: On = "report", poison: bool = False) -> Checked:

@@ -1,0 +1,234 @@
+"""What a checked driver does with what it finds, and what it costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from subprocess import CompletedProcess
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc.driver.bindings import cuda
+from tests.driver.checker.corpus import SIZE, Bench
+from tests.support import KEEP, names, read
+
+
+def race(bench: Bench) -> None:
+    """Two streams that write the same memory."""
+    memory = bench.new(bench.a)
+    bench.a.synchronize()
+    bench.write(memory, bench.a)
+    try:
+        bench.write(memory, bench.b)
+    finally:
+        bench.done(memory)
+
+
+class TestModes:
+    def test_report_collects(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            race(bench)
+        (found,) = driver.hazards
+        assert found.kind == "race" and found.nbytes == SIZE and found.portable
+        assert f"must wait for an event recorded on stream {bench.a._raw!r}"[:40] in found.remedy
+        assert {"this call", "used", "allocated"} == set(found.stacks)
+        for name, code in (("this call", "bench.write(memory, bench.b)"), ("used", "bench.write(memory, bench.a)")):
+            assert any(code in line for line in found.stacks[name])
+        assert not any("streamalloc/core" in line for lines in found.stacks.values() for line in lines)
+
+    def test_the_same_place_is_reported_once(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            memory = bench.new(bench.a)
+            bench.a.synchronize()
+            for _ in range(5):
+                for stream in (bench.a, bench.b):
+                    bench.write(memory, stream)
+            bench.done(memory)
+        assert 1 <= len(driver.hazards) <= 2
+
+    def test_warn_warns(self, machine: Any) -> None:
+        driver = sd.checked(machine, on="warn")
+        with Bench(driver) as bench, pytest.warns(RuntimeWarning, match="race: "):
+            race(bench)
+        assert len(driver.hazards) == 1
+
+    def test_raise_raises_where_it_is(self, machine: Any) -> None:
+        with Bench(sd.checked(machine, on="raise")) as bench:
+            with pytest.raises(sd.DriverMisuseError, match="race: ") as caught:
+                race(bench)
+            assert caught.value.hazard is not None and caught.value.hazard.kind == "race"
+
+    def test_raise_stops_a_wrong_free(self, machine: Any) -> None:
+        traced = sd.traced(machine)
+        with Bench(sd.checked(traced, on="raise")) as bench:
+            memory = bench.new(bench.a)
+            with pytest.raises(sd.DriverMisuseError, match="free before allocation"):
+                memory.free(bench.b)
+            assert names(traced, "cuMemFreeAsync") == []
+            memory.free()
+            assert names(traced, "cuMemFreeAsync") == ["cuMemFreeAsync"]
+
+    def test_a_second_free_is_answered_where_it_does_not_raise(self, machine: Any) -> None:
+        traced = sd.traced(machine)
+        driver = sd.checked(traced)
+        with Bench(driver) as bench:
+            memory = bench.new(bench.a)
+            address = memory.address
+            memory.free()
+            answer = driver.cuMemFreeAsync(address, cuda.CUstream(bench.a.handle))
+            assert answer == (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
+            assert names(traced, "cuMemFreeAsync") == ["cuMemFreeAsync"]
+        assert [one.kind for one in driver.hazards] == ["double free"]
+        assert set(driver.hazards[0].stacks) == {"this call", "freed", "allocated"}
+
+    def test_what_the_driver_refuses_has_not_happened(self, machine: Any) -> None:
+        driver = sd.checked(sd.faulty(machine, "cuMemFreeAsync", result="CUDA_ERROR_UNKNOWN"))
+        with Bench(driver) as bench:
+            memory = bench.new(bench.a)
+            with pytest.raises(sa.CudaError):
+                memory.free()
+            bench.write(memory, bench.a)
+            memory.free()
+        assert driver.hazards == []
+
+    def test_other_modes_there_are_not(self, machine: Any) -> None:
+        with pytest.raises(ValueError, match="allowed are 'raise', 'report', 'warn'"):
+            sd.checked(machine, on="shout")  # type: ignore[arg-type]
+
+
+class TestUsed:
+    def test_nothing_happens_with_other_drivers(self, machine: Any) -> None:
+        traced = sd.traced(machine)
+        device = sa.Device(0, driver=traced)
+        with device.create_stream() as stream, sa.MemoryPool(device) as pool, pool.allocate(64, stream) as memory:
+            before = len(traced.calls)
+            memory.used(stream)
+            memory[8:].used(device.default_stream, write=False)
+            assert len(traced.calls) == before
+            memory.free()
+            with pytest.raises(sa.ClosedError):
+                memory.used()
+
+    def test_of_a_view_is_a_part(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            memory = bench.new(bench.a)
+            bench.order(bench.a, bench.b)
+            memory[:100].used()
+            memory[100:].used(bench.b)
+            assert driver.hazards == []
+            memory[99:].used(bench.b)
+            assert [one.kind for one in driver.hazards] == ["race"]
+            bench.done(memory)
+
+    def test_readers_do_not_mind_each_other(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            memory = bench.new(bench.a)
+            bench.a.synchronize()
+            for stream in (bench.a, bench.b, bench.c):
+                memory.used(stream, write=False)
+            bench.done(memory)
+        assert driver.hazards == []
+
+
+def test_poison(machine: Any) -> None:
+    """Memory that nobody has written, and memory that was freed, in stream order."""
+    device = sa.Device(0, driver=sd.checked(machine, poison=True))
+    with device.create_stream() as stream, sa.MemoryPool(device, release_threshold=KEEP) as pool:
+        memory = pool.allocate(SIZE, stream)
+        assert (read(memory) == 0xCB).all()
+        memory.fill(1)
+        assert (read(memory) == 1).all()
+        address = memory.address
+        memory.free()
+        there = np.zeros(SIZE, np.uint8)
+        with device.current():
+            # Only who asks the driver itself gets at it.
+            answer = machine.cuMemcpyAsync(there.ctypes.data, address, SIZE, cuda.CUstream(stream.handle))
+        stream.synchronize()
+        assert answer[0] or (there == 0xDB).all()
+        again = pool.allocate(SIZE, stream)
+        assert again.address == address and (read(again) == 0xCB).all()
+        again.free()
+    assert not device.driver.hazards  # type: ignore[attr-defined]
+
+
+_PROGRAM = """
+import streamalloc as sa
+device = sa.Device(0)
+pool = sa.MemoryPool(device)
+one, two = device.create_stream(), device.create_stream()
+memory = pool.allocate(64, one)
+memory.fill(1, two)
+device.synchronize()
+{end}
+print(type(device.driver).__name__, type(sa.driver.default()).__name__)
+"""
+
+
+@pytest.mark.parametrize(("value", "name"), [("1", "Checked"), ("report", "Checked"), ("0", ""), (None, "")])
+def test_the_environment_asks_for_it(
+    python: Callable[..., CompletedProcess[str]], value: str | None, name: str
+) -> None:
+    done = python(_PROGRAM.format(end="memory.free()"), STREAMALLOC_CHECK=value)
+    assert done.returncode == 0 and (done.stdout.split() == [name, name] or not name)
+    assert ("use before allocation: cuMemsetD8Async" in done.stderr) is bool(name)
+    assert "leak" not in done.stderr
+
+
+def test_leaks_are_printed_at_the_end(python: Callable[..., CompletedProcess[str]]) -> None:
+    done = python(_PROGRAM.format(end=""), STREAMALLOC_CHECK="1")
+    assert "leak: allocation of 64 bytes" in done.stderr and "memory = pool.allocate" not in done.stdout
+
+
+def test_the_environment_may_have_it_raise(python: Callable[..., CompletedProcess[str]]) -> None:
+    done = python(_PROGRAM.format(end=""), STREAMALLOC_CHECK="raise")
+    assert done.returncode == 1 and "DriverMisuseError: use before allocation" in done.stderr
+
+
+class _Stub:
+    """A driver that does nothing, quickly."""
+
+    def __init__(self) -> None:
+        self._ok = (cuda.CUresult.CUDA_SUCCESS,)
+        self._free = [1 << 30]
+
+    def cuStreamCreate(self, flags: int) -> Any:
+        return (*self._ok, cuda.CUstream(0x1000))
+
+    def cuMemAllocFromPoolAsync(self, size: int, pool: Any, stream: Any) -> Any:
+        return (*self._ok, cuda.CUdeviceptr(self._free[0]))
+
+    def cuMemFreeAsync(self, pointer: Any, stream: Any) -> Any:
+        return self._ok
+
+    cuMemsetD8Async = cuEventRecord = cuStreamWaitEvent = cuStreamSynchronize = lambda self, *args: self._ok
+
+
+def test_an_operation_takes_little() -> None:
+    """25 microseconds at most; twice that, as the machine has other things to do."""
+    driver: Any = sd.checked(_Stub())  # type: ignore[arg-type]
+    stream, pool, event = driver.cuStreamCreate(1)[1], cuda.CUmemoryPool(1), cuda.CUevent(1)
+
+    def steps() -> None:
+        pointer = driver.cuMemAllocFromPoolAsync(SIZE, pool, stream)[1]
+        driver.cuMemsetD8Async(pointer, 0, SIZE, stream)
+        driver.cuEventRecord(event, stream)
+        driver.cuStreamWaitEvent(stream, event, 0)
+        driver.cuMemFreeAsync(pointer, stream)
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        for _ in range(50):
+            steps()
+        return (time.perf_counter() - start) / 250
+
+    assert min(seconds() for _ in range(20)) < 50e-6
+    assert driver.hazards == []
