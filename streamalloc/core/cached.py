@@ -71,12 +71,10 @@ class _Watch(weakref.ref[Block]):
 class Blocks:
     """The memory that a cache has of a pool, in lists and in buffers."""
 
-    __slots__ = ("__weakref__", "_mending", "_pool", "_watches", "dropped", "held", "key", "watchers")
+    __slots__ = ("__weakref__", "_mending", "_pool", "_watches", "dropped", "key", "watchers")
 
     def __init__(self, pool: Allocator) -> None:
         self._pool = pool
-        self.held = 0
-        """Bytes of all blocks. No thread can come between reading and writing it, as no function is called there."""
         self.key: object = object()
         """What the lists are found by in a stream."""
         self.watchers: tuple[Watcher, ...] = ()
@@ -95,10 +93,8 @@ class Blocks:
     def take_over(self, plain: Buffer, shelf: Shelf) -> Block:
         """Make a block of a plain buffer's memory. The buffer counts as freed."""
         block, watch = self._new(int(plain._ptr), shelf)
-        nbytes = shelf.nbytes
         # No call from here on that a signal handler could interrupt.
         self._watches[watch.address] = watch
-        self.held += nbytes
         plain._ptr = None
         return block
 
@@ -107,9 +103,7 @@ class Blocks:
         plain = self._plain(0, stream)
         pointer = cuda.CUdeviceptr(int(block))
         address = int(block)
-        nbytes = self._watches[address].shelf.nbytes
         del self._watches[address]
-        self.held -= nbytes
         plain._ptr = pointer
         return plain
 
@@ -117,13 +111,10 @@ class Blocks:
         """Give a block back to the driver (``cuMemFreeAsync``): its answer. It stays where that is refused."""
         address = int(block)
         watch = self._watches[address]
-        nbytes = watch.shelf.nbytes
         del self._watches[address]
-        self.held -= nbytes
         answer: tuple[Any] = self._pool._free(address, raw)
         if answer[0]:
             self._watches[address] = watch
-            self.held += nbytes
         return answer
 
     def move(self, block: Block, shelf: Shelf) -> None:
@@ -180,10 +171,8 @@ class Blocks:
         pointer = cuda.CUdeviceptr(int(block))
         address = int(block)
         behind = (_Behind(plain), pointer)
-        nbytes = self.size_of(block)
         if buffer._ptr is block:
             del self._watches[address]
-            self.held -= nbytes
             plain._ptr = pointer
             buffer._shared = behind
             buffer._ptr = None

@@ -57,9 +57,9 @@ _SOME = 8
 """How many blocks a stream takes of another one at once."""
 _LEAST = 32 << 20
 _SLACK = 4
-"""More may be held than ever was in use at once by so many bytes, or by this power of a half."""
+"""More of the pool may be used than ever was in use at once: so many bytes, or that divided by this power of two."""
 _BULK = 6
-"""What is given back at a time, as a power of a half of what may be held."""
+"""By this power of two what may be used is divided for what is given back at a time."""
 
 
 class CacheStatistics(NamedTuple):
@@ -198,8 +198,9 @@ class _Lane(Deferred):
         shelf = self._shelf_of.get(unit)
         if shelf is None:
             size = class_size(nbytes)
-            shelf = self._shelf_of[unit] = self.shelves.setdefault(size, _Shelf(self, size))
+            shelf = self.shelves.setdefault(size, _Shelf(self, size))
             self._sizes = sorted(self.shelves)
+            self._shelf_of[unit] = shelf
         if not self.ended:
             self.lists[unit] = shelf.blocks
         return shelf
@@ -235,7 +236,7 @@ class _Lane(Deferred):
         """Give free blocks back to the pool in stream order, the largest first, until it is enough; how many bytes."""
         given = 0
         shelves = self.shelves
-        free = [shelf for size in reversed(self._sizes) if (shelf := shelves[size]).blocks or shelf.marks]
+        free = [shelf for size in sorted(shelves, reverse=True) if (shelf := shelves[size]).blocks or shelf.marks]
         if not free:
             return given
         with self._ordered() as ordered:

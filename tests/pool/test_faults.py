@@ -130,6 +130,26 @@ def _hand_over(device: sa.Device) -> None:
         del capsule
 
 
+def _cache(device: sa.Device) -> None:
+    with (
+        device.create_stream() as one,
+        device.create_stream() as two,
+        sa.MemoryPool(device) as pool,
+        sa.CachingAllocator(pool) as cache,
+    ):
+        for stream in (one, one, two):
+            cache.allocate(64, stream).free()
+        two.synchronize()
+        kept = [cache.allocate(64, one), cache.allocate(64, one), cache.allocate(1 << 24, two)]
+        kept.pop(0).free(two)
+        kept.pop().free(device.default_stream)
+        del kept
+        device.synchronize()
+        cache.trim()
+        cache.allocate(64, two).free()
+        assert cache.statistics().in_use == 0
+
+
 SCENARIOS: dict[str, Callable[[sa.Device], None]] = {
     "make a pool with a threshold": _make_pool,
     "make a host pool": _make_host_pool,
@@ -144,12 +164,14 @@ SCENARIOS: dict[str, Callable[[sa.Device], None]] = {
     "streams and events": _streams_and_events,
     "trim": _trim,
     "try again when memory runs out": _try_again,
+    "a cache": _cache,
     "pointer attributes": _pointers,
     "hand memory over": _hand_over,
 }
 # The calls whose failure a scenario is right to survive: it was told to try again, or the answer means "not known".
 SURVIVED = {
     ("try again when memory runs out", "CUDA_ERROR_OUT_OF_MEMORY"): {"cuMemAllocFromPoolAsync"},
+    ("a cache", "CUDA_ERROR_OUT_OF_MEMORY"): {"cuMemAllocFromPoolAsync"},
     ("pointer attributes", "CUDA_ERROR_INVALID_VALUE"): {"cuPointerGetAttribute", "cuMemPoolGetAccess"},
 }
 # The error that is the first one when a later call of the scenario fails: memory had run out already.

@@ -1,0 +1,143 @@
+"""Sharing a buffer of a cache: it leaves that, and its free waits for importers as that of any buffer."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+from streamalloc import ipc
+from tests.ipc.support import Chosen, Partner, eventually, filled, received
+from tests.support import MiB
+
+SIZE = MiB
+
+
+@pytest.fixture
+def cache(pool: sa.MemoryPool) -> Iterator[sa.CachingAllocator]:
+    with sa.CachingAllocator(pool) as cache:
+        yield cache
+
+
+def again(cache: sa.CachingAllocator, stream: sa.Stream) -> sa.Buffer:
+    """A buffer with a pattern, of memory that was used before."""
+    cache.allocate(SIZE, stream).free()
+    buffer = cache.allocate(SIZE, stream)
+    filled(buffer, 1)
+    return buffer
+
+
+@pytest.fixture
+def buffer(cache: sa.CachingAllocator, stream: sa.Stream) -> sa.Buffer:
+    return again(cache, stream)
+
+
+def given_back(cache: sa.CachingAllocator) -> bool:
+    """Whether all memory comes to be the pool's again: it is not cached either."""
+    return eventually(lambda: cache.statistics()[2:6] == (0, cache.statistics().used_high, 0, 0))
+
+
+def test_while_it_is_open(cache: sa.CachingAllocator, buffer: sa.Buffer, stream: sa.Stream, partner: Partner) -> None:
+    address = buffer.address
+    opened = partner.give(buffer)
+    assert buffer.address == address
+    buffer.free()
+    assert buffer.freed
+    with cache.allocate(SIZE, stream) as other:
+        assert other.address != address
+        filled(other, 2)
+    assert opened.shows(1)
+    cache.trim()
+    assert cache.pool.statistics().used == SIZE
+    opened.close()
+    assert given_back(cache)
+
+
+@pytest.mark.parametrize("end", ["free", "close", "drop", "on another stream", "with"])
+def test_after_it_was_closed(
+    cache: sa.CachingAllocator, stream: sa.Stream, partner: Partner, device: sa.Device, end: str
+) -> None:
+    """It does not go back to the cache, where an importer's descriptor might still be."""
+    buffer = again(cache, stream)
+    partner.give(buffer).close()
+    with device.create_stream() as other:
+        if end == "on another stream":
+            buffer.free(other)
+        elif end == "with":
+            with buffer:
+                pass
+        elif end != "drop":
+            getattr(buffer, end)()
+        assert buffer.freed == (end != "drop")
+        del buffer
+        gc.collect()
+        assert given_back(cache)
+
+
+def test_dropped_while_it_is_open(cache: sa.CachingAllocator, stream: sa.Stream, partner: Partner) -> None:
+    buffer = again(cache, stream)
+    opened = partner.give(buffer)
+    del buffer
+    gc.collect()
+    assert cache.statistics().in_use == SIZE and opened.shows(1)
+    opened.close()
+    assert given_back(cache)
+
+
+def test_errors_and_repeats(cache: sa.CachingAllocator, buffer: sa.Buffer, partner: Partner) -> None:
+    first, second = partner.give(buffer), partner.give(buffer[100:200])
+    with pytest.raises(sa.StillImportedError):
+        buffer.free(still_imported="raise")
+    with pytest.raises(sa.StillImportedError):
+        buffer.free(still_imported="wait", timeout=0.01)
+    assert not buffer.freed and first.shows(1)
+    first.close()
+    second.close()
+    buffer.free(still_imported="raise")
+    with pytest.raises(sa.ClosedError, match="was freed already"):
+        buffer.free()
+    with pytest.raises(sa.ClosedError, match="was freed"):
+        ipc.share(buffer)
+    buffer.close()
+    assert given_back(cache)
+
+
+def test_the_cache_closed_meanwhile(cache: sa.CachingAllocator, buffer: sa.Buffer, partner: Partner) -> None:
+    opened = partner.give(buffer)
+    cache.close()
+    buffer.free()
+    assert opened.shows(1) and cache.pool.statistics().used == SIZE
+    opened.close()
+    assert eventually(lambda: cache.pool.statistics().used == 0)
+
+
+def _read(_: None, connection: Any, thing: Any) -> None:
+    target = bytearray(thing.nbytes)
+    thing.copy_to(target)
+    thing.stream.synchronize()
+    thing.close()
+    connection.send(bytes(target[:4]))
+
+
+def test_through_multiprocessing(cache: sa.CachingAllocator, stream: sa.Stream, on_cuda: bool) -> None:
+    context = multiprocessing.get_context("forkserver")
+    here, there = context.Pipe()
+    buffer = cache.allocate(SIZE, stream)
+    buffer.fill(9)
+    process = context.Process(target=_read, args=(Chosen(on_cuda), there, buffer))
+    process.start()
+    assert received(here) == bytes([9] * 4)
+    process.join()
+    buffer.free()
+    assert eventually(lambda: cache.statistics().used == 0)
+
+
+def test_no_pickles_of_other_kinds(buffer: sa.Buffer) -> None:
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        pickle.dumps(buffer)
+    buffer.free()
