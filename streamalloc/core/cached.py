@@ -139,10 +139,10 @@ class Blocks:
                 shelf, address = old.shelf, old.address
                 block, watch = self._new(address, shelf)
                 blocks, returned = shelf.blocks, shelf.returned
+                for watcher in self.watchers if watches.get(address) is old else ():
+                    watcher.freed(address, None)
                 # Not where its memory was handed over, or where who interrupted this was here, too.
                 if address in watches and watches[address] is old:
-                    for watcher in self.watchers:
-                        watcher.freed(address, None)
                     watches[address] = watch
                     blocks.append(block)
                     returned()
