@@ -32,7 +32,6 @@ import mmap
 import os
 import secrets
 import struct
-import threading
 import weakref
 from typing import Any
 
@@ -86,6 +85,7 @@ _NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
 _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _AT_LEAST = int(_FLAGS.CU_STREAM_WAIT_VALUE_GEQ)
 _LOCK = struct.Struct("hhqqi4x")
+_new_lock = _thread.allocate_lock
 WORD = 1 << 32
 """Words count up modulo this."""
 _NOT_IN_A_CAPTURE = "what is shared between processes is not used in a capture"
@@ -485,7 +485,7 @@ def fence() -> None:
     Exporter and importer each write a word and then read the other's, which processors may reorder; taking a lock does
     not let them. A new one, which nobody else can hold.
     """
-    threading.Lock().acquire()
+    _new_lock().acquire()
 
 
 def next_word(value: Any) -> int:

@@ -19,6 +19,7 @@ __all__ = [
     "Chunk",
     "Descriptor",
     "Flags",
+    "Head",
     "Mechanism",
     "check_array",
     "head_of",
@@ -112,6 +113,39 @@ def joined(head: bytes, numbers: tuple[int, ...], payload: int, chunks: int, res
     """A descriptor of its parts: ``numbers`` from ``flags`` to ``base_size``, then ``hold``; payload and chunks."""
     body = head + _NUMBERS.pack(*numbers, payload, chunks) + rest
     return body + _CHECK.pack(zlib.crc32(body))
+
+
+_NOT_PLAIN = ~_FLAGS | Flags.ARRAY
+
+
+class Head:
+    """The first part of a descriptor of allocations, once one was checked that begins so."""
+
+    __slots__ = ("_checksum", "data", "names", "pool_mark", "total")
+
+    def __init__(self, data: bytes) -> None:
+        self.data: bytes = data
+        _, _, _, self.total, *names, self.pool_mark = _HEAD.unpack(data)
+        self.names: tuple[bytes, ...] = tuple(names)
+        self._checksum = zlib.crc32(data)
+
+    def descriptor(self, data: bytes) -> Descriptor | None:
+        """The descriptor in bytes that begin so, if all is right with it; else :meth:`Descriptor.from_bytes` tells."""
+        end = self.total - _CHECK.size
+        if len(data) != self.total or data[:HEAD_BYTES] != self.data:
+            return None
+        rest = data[HEAD_BYTES:end]
+        if zlib.crc32(rest, self._checksum) != int.from_bytes(data[end:], "little"):
+            return None
+        numbers = _NUMBERS.unpack_from(rest)
+        flags, _, _, _, _, handle_type, offset, size, base_size, hold, extra, count = numbers
+        if count or extra != end - _BODY or flags & _NOT_PLAIN or handle_type not in _HANDLE_TYPES[:2]:
+            return None
+        if base_size > _MOST_BYTES or offset + size > base_size:
+            return None
+        payload = data[_BODY:end]
+        fields = (Mechanism.POOL_POINTER, *self.names, *numbers[:9], payload, (), hold, self.pool_mark, "", ())
+        return tuple.__new__(Descriptor, fields)
 
 
 def with_hold(data: bytes, hold: int) -> bytes:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
-from streamalloc.core.buffer import Buffer, GraphBuffer, past_caches, pool_of, set_shared, shared_state
+from streamalloc.core.buffer import Buffer, GraphBuffer, PlainBuffer, past_caches, pool_of, set_shared, shared_state
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door, PerDriver, door_behind
 from streamalloc.core.errors import error_from, size_text
@@ -49,8 +49,21 @@ _published: weakref.WeakValueDictionary[bytes, Fd] = weakref.WeakValueDictionary
 # Where to ask for them, by process: a forked child has no server.
 _endpoints: dict[int, bytes] = {}
 _serving = threading.Lock()
-# The names of the handles that went over a channel.
-_carried: weakref.WeakKeyDictionary[Channel, set[bytes]] = weakref.WeakKeyDictionary()
+
+
+class _Carried:
+    """What has gone over a channel."""
+
+    __slots__ = ("latest", "names")
+
+    def __init__(self) -> None:
+        self.names: set[bytes] = set()
+        """Of handles."""
+        self.latest: dict[bytes, Fd] | None = None
+        """The handles of a pool and a control block, of which all have gone, as descriptors of its memory have them."""
+
+
+_carried: weakref.WeakKeyDictionary[Channel, _Carried] = weakref.WeakKeyDictionary()
 
 
 class Shared:
@@ -216,7 +229,7 @@ class Exports:
             uuid = self._uuids[device.ordinal] = device.uuid.bytes
         return uuid
 
-    def lease(self, buffer: Buffer) -> Lease:
+    def lease(self, buffer: Buffer, address: int) -> Lease:
         """The lease of a buffer, which frees it from now on."""
         buffer = past_caches(buffer)
         lease = shared_state(buffer)
@@ -226,7 +239,7 @@ class Exports:
                 if not isinstance(lease, Lease):
                     lease = self.leases.take()
                     lease.route = self.route(cast("MemoryPool", pool_of(buffer)))
-                    lease.payload = self.pointer(buffer.address)
+                    lease.payload = self.pointer(address)
                     set_shared(buffer, lease)
         return lease
 
@@ -304,12 +317,19 @@ def send(
         Seconds until ``TimeoutError``.
     """
     shared = thing if isinstance(thing, Shared) else share(thing, stream, hold=hold)
-    had, exports = _carried.setdefault(channel, set()), shared._exports
+    carried, exports = _carried.get(channel), shared._exports
+    if carried is None:
+        carried = _carried.setdefault(channel, _Carried())
+    if shared.handles is carried.latest and shared._hold is None:
+        channel.send(shared._data, (), timeout=timeout)
+        return
+    had = carried.names
     handles = shared.fds
     if exports is not None:
         exports.serve()
         if had.issuperset(shared.handles) and exports.endpoint in shared._data:
             handles = ()
+            carried.latest = shared.handles
     lease = shared._lease
     if lease is None or not shared.held:
         channel.send(shared.to_bytes(), handles, timeout=timeout)
@@ -387,6 +407,9 @@ def share(
     CaptureError
         The stream is being captured.
     """
+    if type(thing) is PlainBuffer and handle_type is None:
+        buffer = cast("Buffer", thing)
+        return _share_part(buffer, 0, buffer.nbytes, stream, hold)
     if handle_type is not None:
         _check_handle_type(thing, handle_type)
     asked = _Asked(stream, hold, handle_type, expose_block)
@@ -423,7 +446,8 @@ def _handle_type(memories: Iterable[PhysicalMemory], asked: _Asked) -> MemHandle
 
 def _prepared(door: Door) -> Exports:
     """What every kind begins with."""
-    door.check_process()
+    if door.forked:
+        door.check_process()
     work(door)
     return exports_of(door)
 
@@ -443,7 +467,7 @@ def _share_pool(pool: MemoryPool, asked: _Asked) -> Shared:
 
 
 def _share_buffer(buffer: Buffer, asked: _Asked) -> Shared:
-    return _share_part(buffer, 0, buffer.nbytes, asked)
+    return _share_part(buffer, 0, buffer.nbytes, asked.stream, asked.hold)
 
 
 def _share_view(view: BufferView, asked: _Asked) -> Shared:
@@ -452,7 +476,7 @@ def _share_view(view: BufferView, asked: _Asked) -> Shared:
         raise ValueError(f"{view!r} is empty: there is nothing to share")
     parent, offset = viewed(view)
     if isinstance(parent, Buffer):
-        return _share_part(parent, offset, view.nbytes, asked)
+        return _share_part(parent, offset, view.nbytes, asked.stream, asked.hold)
     if isinstance(parent, (VirtualBuffer, RangeView)):
         return _share_range(parent, asked, offset, view.nbytes)
     if isinstance(parent, (ImportedBuffer, ImportedRange)):
@@ -469,25 +493,25 @@ def _share_array(view: TypedView, asked: _Asked) -> Shared:
     return shared
 
 
-def _share_part(buffer: Buffer, offset: int, size: int, asked: _Asked) -> Shared:
+def _share_part(buffer: Buffer, offset: int, size: int, stream: StreamLike | None, hold: bool) -> Shared:
     door = door_behind(buffer)
     exports = _prepared(door)
     if isinstance(buffer, GraphBuffer):
         raise ValueError(f"{buffer!r} belongs to a graph and cannot be shared: copy it to memory of a pool")
-    nbytes = buffer.nbytes
-    if not buffer.address or not nbytes:
+    nbytes, address = buffer.nbytes, buffer.address
+    if not address or not nbytes:
         raise ValueError(f"{buffer!r} is empty: there is nothing to share")
-    ordered = buffer.stream if asked.stream is None else asked.stream
+    ordered = buffer.stream if stream is None else stream
     if type(ordered) is not Stream or direct_handle(ordered, door) is None:
         ordered = _ordered(ordered, door)
-    lease = exports.lease(buffer)
+    lease = exports.lease(buffer, address)
     ready = lease.announce(ordered)
     head, handles = cast("_Route", lease.route).head(lease.block, exports)
     numbers = (
         Flags.LEASED, lease.slot, lease.generation, ready, exports.version, _POSIX_NUMBER, offset, size, nbytes, 0,
     )  # fmt: skip
     data = wire.joined(head, numbers, _PAYLOAD, 0, lease.payload)
-    return Shared(data, handles, lease, Hold() if asked.hold else None, exports)
+    return Shared(data, handles, lease, Hold() if hold else None, exports)
 
 
 def _share_physical(memory: PhysicalMemory, asked: _Asked) -> Shared:

@@ -62,7 +62,7 @@ from streamalloc.ipc.sharing.control_block import (
     next_word,
     reached,
 )
-from streamalloc.ipc.sharing.descriptor import FABRIC, HEAD_BYTES, Chunk, Descriptor, Flags, Mechanism
+from streamalloc.ipc.sharing.descriptor import FABRIC, HEAD_BYTES, Chunk, Descriptor, Flags, Head, Mechanism
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.handle_server import fetch
 from streamalloc.vmm import PhysicalMemory
@@ -247,7 +247,7 @@ class Importer:
         self._devices: dict[bytes, Device] = {}
         self._dropped: SimpleQueue[bool] = SimpleQueue()
         """The only kind of queue that a finaliser may put into."""
-        self._watching = False
+        self.watching = False
         self.handles: dict[int, _PoolHandle] = {}
         """All imported pools: the driver has one handle of each."""
 
@@ -259,11 +259,11 @@ class Importer:
     def watch_drops(self) -> None:
         """Have a thread let go of what is dropped: this process may not come to one of the points of work, and the
         owner waits."""
-        if self._watching:
+        if self.watching:
             return
-        self._watching = True
+        self.watching = True
         args = (self._dropped, weakref.ref(self.door))
-        with undoing(lambda: setattr(self, "_watching", False)):
+        with undoing(lambda: setattr(self, "watching", False)):
             threading.Thread(target=_let_go_of_the_dropped, args=args, name="streamalloc drops", daemon=True).start()
         weakref.finalize(self, self._dropped.put, False).atexit = False
 
@@ -485,15 +485,17 @@ def open(
         door = Door.of(driver if driver is not None else default_driver())
     given = Handles(handles)
     try:
-        door.check_process()
+        if door.forked:
+            door.check_process()
         work(door)
         importer = importer_of(door)
-        way = importer.ways.get(data[:HEAD_BYTES]) if type(data) is bytes and kind in (None, ImportedBuffer) else None
+        if type(data) is bytes and (kind is None or kind is ImportedBuffer):
+            way = importer.ways.get(data[:HEAD_BYTES])
+            found = None if way is None else way.head.descriptor(data)
+            if way is not None and found is not None:
+                ordered = _prepared(importer, found, way.device, stream)
+                return _open_allocation(way, found, ordered)  # type: ignore[return-value]
         described = Descriptor.from_bytes(data)
-        if way is not None:
-            ordered = _prepared(importer, described, way.device, stream)
-            opened = _open_allocation(way, described, ordered)
-            return _as_shared(opened, described, kind)  # type: ignore[return-value]
         opener, gives = _MECHANISMS[described.mechanism]
         if described.mechanism is Mechanism.PHYSICAL and described.origin == bytes(16):
             gives = PhysicalMemory
@@ -508,8 +510,9 @@ def open(
         ordered = _prepared(importer, described, device, stream)
         return _as_shared(opener(importer, described, device, ordered, given), described, kind)  # type: ignore[return-value]
     finally:
-        # Also that by which a message holds the allocation: last of all.
-        given.close()
+        if handles:
+            # Also that by which a message holds the allocation: last of all.
+            given.close()
 
 
 def receive(
@@ -561,14 +564,22 @@ def _noted(importer: Importer, described: Descriptor, handles: Handles, pool: _P
 class _PoolWay:
     """How allocations of one pool are opened whose leases are in one control block."""
 
-    __slots__ = ("_data", "block", "device", "importer", "imports", "lock", "origin", "pool")
+    __slots__ = ("_data", "block", "device", "head", "importer", "imports", "lock", "origin", "pool")
 
     waits = False
     """Whether letting go of an import may wait for a stream."""
 
     def __init__(
-        self, importer: Importer, origin: bytes, device: Device, block: ControlBlock | None, pool: _PoolHandle
+        self,
+        importer: Importer,
+        origin: bytes,
+        device: Device,
+        block: ControlBlock | None,
+        pool: _PoolHandle,
+        head: Head,
     ) -> None:
+        self.head: Head = head
+        """How their descriptors begin."""
         self.importer: Importer = importer
         self.device: Device = device
         self.block: ControlBlock | None = block
@@ -590,8 +601,11 @@ class _PoolWay:
     def release(self, held: _Import, stream: Stream) -> None:
         """Let go of an allocation, in stream order."""
         door = self.importer.door
-        direct = direct_handle(stream, door) is not None
-        with contextlib.nullcontext() if direct else stream.device.current():
+        handle = direct_handle(stream, door)
+        if handle is not None:
+            door.give_back(held, "cuMemFreeAsync", handle)
+            return
+        with stream.device.current():
             door.give_back(held, "cuMemFreeAsync", raw_handle(stream))
 
 
@@ -631,7 +645,7 @@ def _open_pointer(
     pool = importer.pool(described, handles)
     try:
         block = _noted(importer, described, handles, pool)
-        way = _PoolWay(importer, described.origin, device, block, pool)
+        way = _PoolWay(importer, described.origin, device, block, pool, Head(described.to_bytes()[:HEAD_BYTES]))
         opened = _open_allocation(way, described, stream)
     except (StaleDescriptorError, CaptureError):
         raise
@@ -641,7 +655,7 @@ def _open_pointer(
             importer.pools.pop(described.origin, None)
         raise
     if described.flags & Flags.LEASED:
-        importer.ways[described.to_bytes()[:HEAD_BYTES]] = way
+        importer.ways[way.head.data] = way
     return opened
 
 
@@ -653,18 +667,21 @@ def _open_legacy(
 
 def _open_allocation(way: _PoolWay | _LegacyWay, described: Descriptor, stream: Stream) -> ImportedBuffer:
     importer, block = way.importer, way.block
+    on_its_way = block is not None and described.flags & Flags.HELD
     if block is not None:
-        if described.flags & Flags.HELD:
+        if on_its_way:
             block.marked("hold", described.hold)
         if direct_handle(stream, importer.door) is None and not _is_ready(block, described):
             # Before anything is open here, which could not be closed on that stream.
             refuse_capture(stream, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
-    importer.watch_drops()
+    if not importer.watching:
+        importer.watch_drops()
     opened = ImportedBuffer(way, described, stream)
     try:
         with way.lock:
             _count_import(way, described, opened)
-        _wait_until_ready(block, described, stream)
+        if block is not None and opened._announced.ready.value != described.ready:  # type: ignore[union-attr]
+            _wait_until_ready(block, described, stream)
     except BaseException as first:
         try:
             _let_go(opened, stream, used=False)
@@ -672,8 +689,8 @@ def _open_allocation(way: _PoolWay | _LegacyWay, described: Descriptor, stream: 
             attach(first, later)
         raise
     finally:
-        if block is not None and described.flags & Flags.HELD:
-            block.end_mark("hold", described.hold)
+        if on_its_way:
+            block.end_mark("hold", described.hold)  # type: ignore[union-attr]
     return opened
 
 
@@ -699,7 +716,8 @@ def _count_import(way: _PoolWay | _LegacyWay, described: Descriptor, opened: Imp
             made.number = number
             mine.opened.value = number
             fence()
-            _check_generation(way.block, described)
+            if opened._announced is None or opened._announced.generation.value != described.generation:
+                _check_generation(way.block, described)
         way.acquire(made)
         made.address = int(made._raw)
     size = way.importer.size_at(held.address)

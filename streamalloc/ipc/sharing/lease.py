@@ -21,7 +21,16 @@ from streamalloc.core.fd import Fd
 from streamalloc.core.later import Deferred, later_of, work
 from streamalloc.core.stream import Stream, direct_handle, ordered_after, raw_handle, refuse_capture
 from streamalloc.core.watching import tell_freed
-from streamalloc.ipc.sharing.control_block import SLOTS, ControlBlock, Mark, SlotWords, fence, next_word, reached
+from streamalloc.ipc.sharing.control_block import (
+    SLOTS,
+    WORD,
+    ControlBlock,
+    Mark,
+    SlotWords,
+    fence,
+    next_word,
+    reached,
+)
 from streamalloc.ipc.transport.channel import Channel
 
 __all__ = ["Hold", "Lease", "Leases", "hung_up", "leases_of"]
@@ -104,24 +113,25 @@ class Lease(SharedState):
 
     def announce(self, stream: Stream) -> int:
         """Have ``stream`` say that the contents are there; the value that importers wait for."""
-        words = self.words
+        announced, ready = self.words.announced, self.words.ready
         with self._lock:
-            before = words.announced.value
-            value = next_word(before)
-            if self._announcer is not stream and not reached(words.ready.value, before):
-                # The word only ever counts up, whichever stream writes it.
-                self.block.wait(stream, words.ready, before)
-            self._announcer = stream
+            before = announced.value
+            value = (before + 1) % WORD
+            if self._announcer is not stream:
+                if ready.value != before and not reached(ready.value, before):
+                    # The word only ever counts up, whichever stream writes it.
+                    self.block.wait(stream, ready, before)
+                self._announcer = stream
             # A value is never used twice, whatever happens: so it is announced before it is queued.
-            words.announced.value = value
+            announced.value = value
             try:
-                self.block.tell(stream, words.ready, value)
+                self.block.tell(stream, ready, value)
             except CudaError:
-                words.announced.value = before
+                announced.value = before
                 raise
             except BaseException:
                 # Nobody knows whether it was queued; twice does no harm.
-                self.block.tell(stream, words.ready, value)
+                self.block.tell(stream, ready, value)
                 raise
             return value
 
@@ -160,8 +170,8 @@ class Lease(SharedState):
 
     def quiet(self) -> bool:
         """Whether everything that was queued with the slot's words has run, so that it can stand for something else."""
-        words = self.words
-        return reached(words.ready.value, words.announced.value) and not self._using()
+        ready, announced = self.words.ready.value, self.words.announced.value
+        return (ready == announced or reached(ready, announced)) and not self._using()
 
     def end(self, stream: Stream | None, *, for_good: bool = False) -> bool:
         """Whether the memory can be freed on ``stream``, which is made to wait for importers that have closed it.
@@ -172,13 +182,13 @@ class Lease(SharedState):
         held is on its way; else nothing has changed.
         """
         with self._lock:
-            if self._on_its_way():
+            if self._holds and self._on_its_way():
                 return False
             self.revoke()
             ended = False
             try:
                 using = self._using()
-                if not self._still_open(using):
+                if not using or not self._still_open(using):
                     for importer in using if stream is not None else ():
                         theirs = self.block.importer_words(self.slot, importer)
                         # Not ``opened``, which goes up for a moment where a stale descriptor is being refused.
@@ -257,10 +267,13 @@ class Leases:
         """A slot that nobody uses."""
         while True:
             with self._lock:
-                # The oldest are quiet first; looking at two for each that is taken keeps up with them.
-                for _ in range(min(2, len(self.leaving))):
-                    lease = self.leaving[0]
+                # The oldest are quiet first. Looking at two for each that is taken keeps up with them, once half of the
+                # slots of a control block are in use.
+                looked_at = 0 if len(self._free) > SLOTS // 2 else min(2, len(self.leaving))
+                if looked_at:
                     fence()
+                for _ in range(looked_at):
+                    lease = self.leaving[0]
                     quiet = lease.quiet()
                     # Nothing is called between these, so that no slot is lost.
                     del self.leaving[0]
