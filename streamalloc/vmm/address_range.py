@@ -314,20 +314,34 @@ class AddressRange(OwnsNode):
                 raise
         return self._entries
 
-    def _map(self, memory: GenericAllocation, offset: int, rights: Rights | None = None) -> MappingEntry:
-        """Map memory and give access to it: both, or neither."""
-        address = int(self._checked_raw())
-        raw, handle, nbytes, granularity = memory._checked_raw(), memory._node, memory.nbytes, memory._granularity
+    def _map(
+        self,
+        memory: GenericAllocation,
+        offset: int,
+        rights: Rights | None = None,
+        structs: list[Any] | None = None,
+    ) -> MappingEntry:
+        """Map memory and give access to it: both, or neither. ``structs`` are the driver's form of ``rights``.
+
+        Growth comes here for each step, out of the driver: whatever is called costs more there than where it is called
+        over and over. So this calls little.
+        """
+        reservation, handle = self._node, memory._node
+        base, raw, nbytes, granularity = reservation._raw, handle._raw, memory.nbytes, memory._granularity
+        if base is None or raw is None or reservation.given_up or handle.given_up:
+            self._checked_raw()
+            memory._checked_raw()
+        address = int(base)
         end = offset + nbytes
         if offset % granularity or address % granularity or end > self.nbytes:
             self._check_fits(memory, offset)
-        entries = self._table()
+        entries = self._table() if reservation.stale else self._entries
         at = len(entries)
         if entries and entries[-1].stop > offset:
             for other in self._touching(offset, end):
                 raise ValueError(f"offset={offset}: {other.memory!r} is mapped at {self!r} there")
             at = bisect_left(entries, offset, key=_BEGINNING)
-        node = MappedBytes(self._node, handle, offset, nbytes)
+        node = MappedBytes(reservation, handle, offset, nbytes)
         entry = MappingEntry(memory, node)
         try:
             # In the table before it is mapped, so that an interrupt between the two loses nothing.
@@ -337,7 +351,11 @@ class AddressRange(OwnsNode):
             if result:
                 raise error_from(result, "cuMemMap")
             if rights:
-                self._grant((entry,), rights)
+                structs = structs_of(rights) if structs is None else structs
+                result = self._door.cuMemSetAccess(address + offset, nbytes, structs, len(structs))[0]
+                if result:
+                    raise error_from(result, "cuMemSetAccess")
+                node.rights.update(rights)
             for watcher in handle.allocations.watchers:
                 watcher.mapped(address + offset, memory)
         except BaseException as first:

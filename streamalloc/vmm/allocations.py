@@ -6,7 +6,6 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterable
-from itertools import starmap
 from typing import Any, ClassVar, Protocol
 
 from streamalloc.core.device import Device
@@ -17,7 +16,6 @@ from streamalloc.core.errors import (
     DeviceLostError,
     InvalidContextError,
     InvalidValueError,
-    error_from,
     undo_all,
 )
 from streamalloc.core.later import Deferred, Later, later_of, work
@@ -119,7 +117,13 @@ class AllocationHandle(HandleNode):
     """Whether it is released after all mappings of the memory; else it may go before them."""
 
     def __init__(self, allocations: Allocations, kind: Kind) -> None:
-        HandleNode.__init__(self, allocations, kind)
+        # What the classes above do, without calling them: see AddressRange._map.
+        self.kind = kind
+        self.given_up = self.gone = self._busy = False
+        self._first = {}
+        self._then = {}
+        self.allocations = allocations
+        self._raw = None
         self.users: tuple[int, ...] = ()
         """Devices whose work may use it without a mapping."""
         self.state: AllocationState = AllocationState()
@@ -198,7 +202,11 @@ class MappedBytes(Node):
     __slots__ = ("nbytes", "offset", "reservation", "rights", "state")
 
     def __init__(self, reservation: Reservation, handle: AllocationHandle, offset: int, nbytes: int) -> None:
-        Node.__init__(self, Kind.OBJECT_MAPPING if handle.kind is Kind.OBJECT else Kind.MAPPING)
+        # What the class above does, without calling it: see AddressRange._map.
+        self.kind = Kind.OBJECT_MAPPING if handle.kind is Kind.OBJECT else Kind.MAPPING
+        self.given_up = self.gone = self._busy = False
+        self._first = {}
+        self._then = {}
         self.reservation: Reservation = reservation
         self.state: AllocationState = handle.state
         self.offset: int = offset
@@ -209,7 +217,7 @@ class MappedBytes(Node):
         """Put the range behind it, and it behind or before what has to do with multicast."""
         order = self.reservation.allocations.order
         order.relate(self, self.reservation)
-        if handle.waits:
+        if handle._first:
             for first in order.before(handle, Kind.BINDING if self.kind is Kind.OBJECT_MAPPING else Kind.OBJECT):
                 order.relate(first, self)
         if handle.outlasts_mappings or self.kind is Kind.OBJECT_MAPPING:
@@ -301,23 +309,6 @@ class Allocations:
         self.order: ReleaseOrder = ReleaseOrder()
         self.by_handle: dict[int, AllocationState] = {}
         """What is held or mapped, by the driver's handle."""
-
-    def create(self, handle: AllocationHandle, nbytes: int, properties: Any, hint: str = "") -> None:
-        """Make physical memory, and keep the driver's handle (``cuMemCreate``).
-
-        Raises
-        ------
-        CudaError
-            The driver refused.
-        """
-        answers: list[tuple[Any, ...]] = []
-        calls = starmap(self.door.cuMemCreate, ((nbytes, properties, 0),))
-        # The call is made by an operator: Python looks for no signals until the handle is kept.
-        answers += calls
-        if not answers[0][0]:
-            handle._raw = answers[0][1]
-            return
-        raise error_from(answers[0][0], "cuMemCreate", hint)
 
     def note_elsewhere(self, address: int, nbytes: int) -> None:
         """Others may use what is mapped at these addresses from now on, and nothing here tells until when."""

@@ -30,6 +30,10 @@ class GenericAllocation(OwnsNode):
 
     __slots__ = ("_door", "_granularity", "_handle_types", "nbytes")
 
+    _door: Door
+    _node: AllocationHandle
+    nbytes: int
+    """Size in bytes."""
     _granularity: int
     """What the places of its mappings must be a multiple of, in bytes."""
     _handle_types: MemHandleType
@@ -37,10 +41,9 @@ class GenericAllocation(OwnsNode):
 
     def _prepare(self, door: Door, nbytes: int, kind: Kind) -> None:
         """Get ready for a handle. An interrupt between the driver's answer and the owner of it then loses nothing."""
-        self._door: Door = door
-        self.nbytes: int = nbytes
-        """Size in bytes."""
-        self._node: AllocationHandle = AllocationHandle(allocations_of(door), kind)
+        self._door = door
+        self.nbytes = nbytes
+        self._node = AllocationHandle(allocations_of(door), kind)
         self._node.allocations.work()
 
     def _create(self, name: str, *args: Any, hint: str = "") -> None:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from streamalloc.core.arguments import check_device
 from streamalloc.core.device import Device
-from streamalloc.core.errors import PeerAccessError, refused, size_text, undoing
+from streamalloc.core.errors import PeerAccessError, attach, refused, size_text, undoing
 from streamalloc.core.properties import MemAllocationProp, MemHandleType, checked_size
 from streamalloc.core.stream import StreamLike
 from streamalloc.vmm.access import Access
 from streamalloc.vmm.address_range import MappingEntry
-from streamalloc.vmm.physical_memory import properties_for
+from streamalloc.vmm.physical_memory import PhysicalMemory, properties_for
 from streamalloc.vmm.recycler import MemoryRecycler, RecyclingSpec, spec_for
 from streamalloc.vmm.virtual_buffer import ChunkSpec, VirtualBuffer, device_rights
 from streamalloc.vmm.waiting import After, wait_for_users
@@ -120,9 +120,14 @@ class GrowableBuffer(VirtualBuffer):
         ValueError
             ``nbytes`` is more than the capacity.
         """
-        size = self._checked("nbytes", nbytes, self.range.nbytes)
-        self._check_usable()
-        needed = self._spec.round_up(size)
+        addresses, spec = self.range, self._spec
+        size = nbytes
+        if type(nbytes) is not int or not 0 <= nbytes <= addresses.nbytes:
+            size = self._checked("nbytes", nbytes, addresses.nbytes)
+        node = addresses._node
+        if self._evicted is not None or node._raw is None or node.given_up:
+            self._check_usable()
+        needed = -(-size // spec.granularity) * spec.granularity
         if needed > self._mapped:
             if self._recycler is not None:
                 self._have_back(needed, self._recycler)
@@ -130,7 +135,7 @@ class GrowableBuffer(VirtualBuffer):
             if not step:
                 pass
             elif not 0 < self._chunk < step:
-                self._put((ChunkSpec(at, step, self._spec),))
+                self._put_one(at, step)
             else:
                 places = range(at, needed, self._chunk)
                 self._put([ChunkSpec(at, min(self._chunk, needed - at), self._spec) for at in places])
@@ -141,7 +146,9 @@ class GrowableBuffer(VirtualBuffer):
 
     def grow(self, nbytes: int) -> None:
         """Grow by ``nbytes``: ``resize(self.nbytes + nbytes)``."""
-        self.resize(self._nbytes + checked_size("nbytes", nbytes))
+        if type(nbytes) is not int or nbytes < 0:
+            nbytes = checked_size("nbytes", nbytes)
+        self.resize(self._nbytes + nbytes)
 
     def _shrink(self, needed: int, size: int, after: After) -> None:
         # A chunk of which something stays cannot be cut.
@@ -157,6 +164,26 @@ class GrowableBuffer(VirtualBuffer):
                 return
             self._mapped, self._nbytes = before
         self._cut(spare[0].offset, size)
+
+    def _put_one(self, at: int, nbytes: int) -> None:
+        """What :meth:`_put` does for one chunk, in fewer steps."""
+        addresses = self.range
+        entries = addresses._entries
+        if addresses._node.stale or (entries and entries[-1].stop > at):
+            self._trim(at)
+        memory = PhysicalMemory.__new__(PhysicalMemory)
+        try:
+            memory._make(self._spec, nbytes)
+            addresses._map(memory, at, self._rights, self._structs)
+        except BaseException as first:
+            try:
+                self._trim(at)
+                # Where it was not mapped, nobody else releases it at once.
+                if hasattr(memory, "_node") and not memory.closed:
+                    memory.close()
+            except Exception as later:
+                attach(first, later)
+            raise
 
     def _have_back(self, needed: int, recycler: RecyclingSpec) -> None:
         """Take back what was offered when the buffer shrank, and lies where it is to grow."""

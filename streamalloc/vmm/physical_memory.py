@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from itertools import starmap
 from typing import Any
 
 from streamalloc.core.arguments import FABRIC_NEEDS, check_location, door_of, location_of
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
-from streamalloc.core.errors import CudaError, NotSupportedError, OutOfMemoryError, refused, size_text
+from streamalloc.core.errors import CudaError, NotSupportedError, OutOfMemoryError, error_from, refused, size_text
 from streamalloc.core.fd import Fd
 from streamalloc.core.properties import (
     MemAllocationProp,
@@ -35,7 +36,7 @@ _POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
 class MemorySpec:
     """How to make physical memory of one kind: its properties, checked once, and its granularity."""
 
-    __slots__ = ("__weakref__", "allocations", "door", "granularity", "hint", "prop", "struct")
+    __slots__ = ("__weakref__", "allocations", "door", "granularity", "handle_types", "hint", "prop", "struct")
 
     def __init__(self, door: Door, prop: MemAllocationProp, *, found: bool = False) -> None:
         """``found``: of memory that there is, perhaps of a device that this process does not see."""
@@ -44,6 +45,7 @@ class MemorySpec:
         self.door: Door = door
         self.allocations: Allocations = allocations_of(door)
         self.prop: MemAllocationProp = prop
+        self.handle_types: MemHandleType = prop.requested_handle_types
         self.struct: Any = prop.to_driver()
         """The driver's form of the properties."""
         self.granularity: int = granularity_of(door, self.struct)
@@ -108,20 +110,23 @@ class MemorySpec:
         OutOfMemoryError
             There is none, also once what is kept for others was given back.
         """
-        allocations = self.allocations
-        allocations.work()
-        try:
-            allocations.create(handle, nbytes, self.struct, self.hint)
-        except OutOfMemoryError as error:
+        door, allocations = self.door, self.allocations
+        if not door.forked:
+            allocations.later.work()
+        for last in (False, True):
+            answers: list[tuple[Any, ...]] = []
+            calls = starmap(door.cuMemCreate, ((nbytes, self.struct, 0),))
+            # The call is made by an operator: Python looks for no signals until the handle is kept.
+            answers += calls
+            if not answers[0][0]:
+                handle._raw = answers[0][1]
+                return
+            error = error_from(answers[0][0], "cuMemCreate", self.hint)
+            if not isinstance(error, OutOfMemoryError):
+                raise error
             # What was dropped may have waited for work that is done by now.
-            if not (allocations.work() + allocations.make_room()):
-                raise self.out_of_memory(error, nbytes) from None
-        else:
-            return
-        try:
-            allocations.create(handle, nbytes, self.struct, self.hint)
-        except OutOfMemoryError as error:
-            raise self.out_of_memory(error, nbytes) from None
+            if last or not (allocations.work() + allocations.make_room()):
+                raise self.out_of_memory(error, nbytes)
 
     def out_of_memory(self, error: OutOfMemoryError, nbytes: int) -> OutOfMemoryError:
         """The error with the device's figures, and told from address space that has run out."""
@@ -200,6 +205,8 @@ class PhysicalMemory(GenericAllocation):
 
     __slots__ = ("_spec",)
 
+    _spec: MemorySpec
+
     def __init__(
         self,
         nbytes: int,
@@ -220,7 +227,9 @@ class PhysicalMemory(GenericAllocation):
     def _make(self, spec: MemorySpec, nbytes: int) -> None:
         self._door = spec.door
         self.nbytes = nbytes
-        self._set_spec(spec)
+        self._spec = spec
+        self._granularity = spec.granularity
+        self._handle_types = spec.handle_types
         # The owner is there before the handle, so that an interrupt between the two loses nothing.
         handle = self._node = spec.new_handle()
         spec.obtain(handle, nbytes)
@@ -267,9 +276,9 @@ class PhysicalMemory(GenericAllocation):
         return memory
 
     def _set_spec(self, spec: MemorySpec) -> None:
-        self._spec: MemorySpec = spec
-        self._granularity: int = spec.granularity
-        self._handle_types: MemHandleType = spec.prop.requested_handle_types
+        self._spec = spec
+        self._granularity = spec.granularity
+        self._handle_types = spec.handle_types
 
     @property
     def location(self) -> MemLocation:

@@ -55,11 +55,6 @@ class Node:
         self._first: dict[Node, None] = {}
         self._then: dict[Node, None] = {}
 
-    @property
-    def waits(self) -> bool:
-        """Whether others have to go before it."""
-        return bool(self._first)
-
     def give_up(self) -> None:
         """Its owner was dropped. May be called again."""
         self.given_up = True
