@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 import streamalloc.driver as sd
+from streamalloc.driver import checker, simulator
 from streamalloc.driver.internal import default_of_threads
 from streamalloc.testing import leaks, machines
 from tests.processes import finished
 
-assert leaks  # imported here, as what a run of pytest in this process imports is forgotten at its end
+assert checker and leaks and simulator  # imported here, as what a run of pytest imports is forgotten at its end
 
 Run = Callable[..., pytest.RunResult]
 
@@ -31,7 +32,6 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run a file of tests as a project of its own."""
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    sd.simulated()
 
     def run(source: str, *arguments: str) -> pytest.RunResult:
         pytester.makepyfile(IMPORTS + textwrap.dedent(source))
