@@ -35,7 +35,8 @@ def use(*sources: Source, rmm: bool = False) -> TorchBridge:
 
     Other threads are not routed, those that run backward passes among them: what they make is in PyTorch's own memory.
     PyTorch routes one thread at a time to a pool: once the bridge is stopped, ``torch.cuda.use_mem_pool(bridge.pool)``
-    routes another.
+    routes another. Inside a ``use_mem_pool`` of your own that pool stays the one, as PyTorch has it; bridges inside
+    each other make way.
 
     Parameters
     ----------
@@ -108,9 +109,22 @@ class TorchBridge(Bridge):
         return library("rmm.allocators.torch").rmm_torch_allocator.allocator()
 
     def _install(self, undo: contextlib.ExitStack) -> None:
-        torch = self._prepare()
-        for ordinal, pool in self.pools.items():
-            undo.enter_context(torch.cuda.use_mem_pool(pool, ordinal))
+        routes = _routes.all
+        route = _Route(self._prepare(), self.pools)
+
+        def end() -> None:
+            inner = routes[-1] is route
+            routes.remove(route)
+            route.leave()
+            if inner and routes:
+                routes[-1].enter()
+
+        # Of several pools PyTorch takes the one that was named first: the others make way meanwhile.
+        if routes:
+            routes[-1].leave()
+        routes.append(route)
+        undo.callback(end)
+        route.enter()
 
     def close(self) -> None:
         """Stop, and have PyTorch give its segments back; those of a device stay for ever if a tensor is in one of them.
@@ -125,6 +139,34 @@ class TorchBridge(Bridge):
 
     def __exit__(self, *error: object) -> None:
         self.stop()
+
+
+class _Route:
+    """Has PyTorch allocate from pools what this thread makes."""
+
+    __slots__ = ("_entered", "_pools", "_torch")
+
+    def __init__(self, torch: Any, pools: dict[int, Any]) -> None:
+        self._torch = torch
+        self._pools = pools
+        self._entered = contextlib.ExitStack()
+
+    def enter(self) -> None:
+        for ordinal, pool in self._pools.items():
+            self._entered.enter_context(self._torch.cuda.use_mem_pool(pool, ordinal))
+
+    def leave(self) -> None:
+        self._entered.close()
+
+
+class _Routes(threading.local):
+    """The routes of a thread, one inside the other."""
+
+    def __init__(self) -> None:
+        self.all: list[_Route] = []
+
+
+_routes = _Routes()
 
 
 class Callbacks:

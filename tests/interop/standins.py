@@ -366,11 +366,11 @@ def torch(driver: Any) -> dict[str, ModuleType]:
         if pool in recording:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
         recording.append(pool)
-        before, local.pool = getattr(local, "pool", None), pool
+        local.pools = [*getattr(local, "pools", ()), pool]
         try:
             yield
         finally:
-            local.pool = before
+            local.pools.remove(pool)
             recording.remove(pool)
 
     class Tensor:
@@ -400,7 +400,8 @@ def torch(driver: Any) -> dict[str, ModuleType]:
                     "version": 2}  # fmt: skip
 
     def empty(size: int, dtype: Any = None, device: str = "cuda") -> Tensor:
-        pool = getattr(local, "pool", None)
+        # Of several pools the one that was named first, as PyTorch has it.
+        pool = next(iter(getattr(local, "pools", ())), None)
         if pool is not None:
             address = pool.take(size, current_stream().cuda_stream)
             return Tensor(size, address, lambda: pool.give(address))
