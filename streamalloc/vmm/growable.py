@@ -132,13 +132,12 @@ class GrowableBuffer(VirtualBuffer):
             if self._recycler is not None:
                 self._have_back(needed, self._recycler)
             at, step = self._mapped, needed - self._mapped
-            if not step:
-                pass
-            elif not 0 < self._chunk < step:
+            chunk = self._chunk or step
+            if step and (step > chunk or node.allocations.watchers):
+                places = range(at, needed, chunk)
+                self._put([ChunkSpec(at, min(chunk, needed - at), self._spec) for at in places])
+            elif step:
                 self._put_one(at, step)
-            else:
-                places = range(at, needed, self._chunk)
-                self._put([ChunkSpec(at, min(self._chunk, needed - at), self._spec) for at in places])
             self._mapped = needed
         elif needed < self._mapped:
             self._shrink(needed, size, after)
