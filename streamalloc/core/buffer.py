@@ -36,6 +36,7 @@ __all__ = [
     "SharedState",
     "StillImported",
     "past_caches",
+    "plain_parts",
     "pool_of",
     "read_or_none",
     "set_shared",
@@ -321,6 +322,11 @@ class Buffer(Memory, Closes):
         ptr = self._ptr
         handle = self._stream._handle if stream is None else direct_handle(stream, self._allocator._door)
         if ptr is None or handle is None or still_imported is not _DEFER:
+            shared = self._shared
+            if shared is not None and handle is not None and still_imported is _DEFER:
+                # What is looked at on the slow path, it looks at itself.
+                ordered = self._stream if stream is None else stream
+                return shared[0].free(self, ordered, still_imported, timeout)  # type: ignore[arg-type]
             return self._free_slowly(stream, still_imported, timeout)
         # From here to the driver nothing is called that a signal handler could interrupt: the memory is freed once.
         self._ptr = None
@@ -526,6 +532,12 @@ class _FreeDropped(Deferred):
 
 
 # -- what sharing needs of buffers ---------------------------------------------------------------------------
+
+
+def plain_parts(buffer: Buffer) -> tuple[Allocator, Any, int, Stream] | None:
+    """Allocator, ``CUdeviceptr``, size and stream of plain memory that was neither shared nor freed; None of other."""
+    ptr = buffer._ptr
+    return None if ptr is None else (buffer._allocator, ptr, buffer._nbytes, buffer._stream)
 
 
 def pool_of(buffer: Buffer) -> object:

@@ -104,11 +104,12 @@ _copy_bytes = ctypes.memmove
 
 # The opaque structs of inter-process communication all hold 64 bytes; not every version of the bindings shows them.
 _OPAQUE_BYTES = 64
+_Opaque = ctypes.c_ubyte * _OPAQUE_BYTES
 
 
 def opaque_bytes(struct: Any) -> bytes:
     """The bytes of a ``CUmemPoolPtrExportData``, ``CUipcMemHandle``, ``CUipcEventHandle`` or ``CUmemFabricHandle``."""
-    return ctypes.string_at(int(struct.getPtr()), _OPAQUE_BYTES)
+    return bytes(_Opaque.from_address(int(struct.getPtr())))
 
 
 class OpaqueStruct:

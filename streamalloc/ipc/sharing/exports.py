@@ -10,12 +10,21 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
-from streamalloc.core.buffer import Buffer, GraphBuffer, PlainBuffer, past_caches, pool_of, set_shared, shared_state
+from streamalloc.core.buffer import (
+    Buffer,
+    GraphBuffer,
+    PlainBuffer,
+    past_caches,
+    plain_parts,
+    pool_of,
+    set_shared,
+    shared_state,
+)
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door, PerDriver, door_behind
 from streamalloc.core.errors import error_from, size_text
 from streamalloc.core.fd import Fd
-from streamalloc.core.later import work
+from streamalloc.core.later import Later, later_of, work
 from streamalloc.core.memory import BufferView, CopySide, TypedView, check_usable, viewed
 from streamalloc.core.properties import MemHandleType, MemLocationType
 from streamalloc.core.stream import Event, Stream, StreamLike, as_stream, direct_handle, refuse_capture
@@ -184,15 +193,16 @@ class Exports:
     def __init__(self, door: Door) -> None:
         self.door = door
         self.leases: Leases = leases_of(door)
+        self.later: Later = later_of(door)
         self.endpoint: bytes = _NOWHERE
         """Where other processes may ask for handles; zeros until :meth:`serve` is called."""
         self.version: int = int(door.call("cuDriverGetVersion"))
-        self._routes: weakref.WeakKeyDictionary[MemoryPool, _Route] = weakref.WeakKeyDictionary()
+        self.routes: weakref.WeakKeyDictionary[MemoryPool, _Route] = weakref.WeakKeyDictionary()
         self._uuids: dict[int, bytes] = {}
         self._handles: weakref.WeakKeyDictionary[PhysicalMemory, dict[MemHandleType, Fd | bytes]]
         self._handles = weakref.WeakKeyDictionary()
         self._names: weakref.WeakKeyDictionary[PhysicalMemory | VirtualBuffer, bytes] = weakref.WeakKeyDictionary()
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         """Held where a buffer gets its lease."""
 
     def serve(self) -> None:
@@ -234,7 +244,7 @@ class Exports:
         buffer = past_caches(buffer)
         lease = shared_state(buffer)
         if not isinstance(lease, Lease):
-            with self._lock:
+            with self.lock:
                 lease = shared_state(buffer)
                 if not isinstance(lease, Lease):
                     lease = self.leases.take()
@@ -245,7 +255,7 @@ class Exports:
 
     def route(self, pool: MemoryPool) -> _Route:
         """How a pool is shared."""
-        route = self._routes.get(pool)
+        route = self.routes.get(pool)
         if route is None:
             if pool.properties is not None and not pool.properties.handle_types & _POSIX:
                 raise ValueError(
@@ -254,10 +264,10 @@ class Exports:
                 )
             on_device = pool.location.type is MemLocationType.DEVICE
             device = Device(pool.location.id if on_device else 0, driver=self.door.driver)
-            route = self._routes[pool] = _Route(pool, self.uuid(device))
-            for known in list(self._routes):
+            route = self.routes[pool] = _Route(pool, self.uuid(device))
+            for known in list(self.routes):
                 if known.closed:
-                    self._routes.pop(known, None)
+                    self.routes.pop(known, None)
         return route
 
     def pointer(self, address: int) -> bytes:
@@ -409,7 +419,8 @@ def share(
     """
     if type(thing) is PlainBuffer and handle_type is None:
         buffer = cast("Buffer", thing)
-        return _share_part(buffer, 0, buffer.nbytes, stream, hold)
+        shared = _share_plain(buffer, stream, hold)
+        return _share_part(buffer, 0, buffer.nbytes, stream, hold) if shared is None else shared
     if handle_type is not None:
         _check_handle_type(thing, handle_type)
     asked = _Asked(stream, hold, handle_type, expose_block)
@@ -504,12 +515,46 @@ def _share_part(buffer: Buffer, offset: int, size: int, stream: StreamLike | Non
     ordered = buffer.stream if stream is None else stream
     if type(ordered) is not Stream or direct_handle(ordered, door) is None:
         ordered = _ordered(ordered, door)
-    lease = exports.lease(buffer, address)
-    ready = lease.announce(ordered)
+    return _leased(exports, exports.lease(buffer, address), ordered, (offset, size, nbytes), hold)
+
+
+def _share_plain(buffer: Buffer, stream: StreamLike | None, hold: bool) -> Shared | None:
+    """The fast path of allocations: the first descriptor of one, of a pool of which something was shared before.
+
+    None where it is not that, and where anything has to be looked at or explained.
+    """
+    parts = plain_parts(buffer)
+    if parts is None:
+        return None
+    allocator, pointer, nbytes, ordered = parts
+    if stream is not None:
+        if type(stream) is not Stream:
+            return None
+        ordered = stream
+    door = door_behind(allocator)
+    exports = exports_of(door)
+    route = exports.routes.get(cast("MemoryPool", allocator))
+    if route is None or not nbytes or direct_handle(ordered, door) is None or door.forked:
+        return None
+    exports.later.work()
+    with exports.lock:
+        if shared_state(buffer) is not None:
+            return None  # another thread was faster
+        lease = exports.leases.take()
+        lease.route = route
+        result, data = door.cuMemPoolExportPointer(pointer)
+        if result:
+            raise error_from(result, "cuMemPoolExportPointer", _NOT_EXPORTABLE)
+        lease.payload = opaque_bytes(data)
+        set_shared(buffer, lease)
+    return _leased(exports, lease, ordered, (0, nbytes, nbytes), hold)
+
+
+def _leased(exports: Exports, lease: Lease, stream: Stream, part: tuple[int, int, int], hold: bool) -> Shared:
+    """The descriptor of an allocation that has a lease; ``part`` is offset, size, and size of the allocation."""
+    ready = lease.announce(stream)
     head, handles = cast("_Route", lease.route).head(lease.block, exports)
-    numbers = (
-        Flags.LEASED, lease.slot, lease.generation, ready, exports.version, _POSIX_NUMBER, offset, size, nbytes, 0,
-    )  # fmt: skip
+    numbers = (Flags.LEASED, lease.slot, lease.generation, ready, exports.version, _POSIX_NUMBER, *part, 0)
     data = wire.joined(head, numbers, _PAYLOAD, 0, lease.payload)
     return Shared(data, handles, lease, Hold() if hold else None, exports)
 

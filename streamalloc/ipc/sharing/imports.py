@@ -33,7 +33,7 @@ from streamalloc.core.errors import (
     undoing,
 )
 from streamalloc.core.fd import Fd
-from streamalloc.core.later import Deferred, later_of, work
+from streamalloc.core.later import Deferred, Later, later_of, work
 from streamalloc.core.memory import Memory, TypedView
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation
@@ -241,6 +241,7 @@ class Importer:
         """Imported pools by name, of which more allocations may come without the handle."""
         self.ranges: weakref.WeakValueDictionary[bytes, ImportedRange] = weakref.WeakValueDictionary()
         self.imports: dict[bytes, _Import] = {}
+        self.later: Later = later_of(door)
         self.ways: dict[bytes, _PoolWay] = {}
         """How allocations are opened whose descriptors begin so, once one of them was."""
         self.version: int = int(door.call("cuDriverGetVersion"))
@@ -483,18 +484,20 @@ def open(
         door = door_behind(stream)
     else:
         door = Door.of(driver if driver is not None else default_driver())
+    if type(data) is bytes and not handles and (kind is None or kind is ImportedBuffer) and not door.forked:
+        # The fast path: an allocation of a pool of which one was opened before.
+        importer = importer_of(door)
+        way = importer.ways.get(data[:HEAD_BYTES])
+        found = None if way is None else way.head.descriptor(data)
+        if way is not None and found is not None:
+            importer.later.work()
+            ordered = _prepared(importer, found, way.device, stream)
+            return _open_allocation(way, found, ordered)  # type: ignore[return-value]
     given = Handles(handles)
     try:
-        if door.forked:
-            door.check_process()
+        door.check_process()
         work(door)
         importer = importer_of(door)
-        if type(data) is bytes and (kind is None or kind is ImportedBuffer):
-            way = importer.ways.get(data[:HEAD_BYTES])
-            found = None if way is None else way.head.descriptor(data)
-            if way is not None and found is not None:
-                ordered = _prepared(importer, found, way.device, stream)
-                return _open_allocation(way, found, ordered)  # type: ignore[return-value]
         described = Descriptor.from_bytes(data)
         opener, gives = _MECHANISMS[described.mechanism]
         if described.mechanism is Mechanism.PHYSICAL and described.origin == bytes(16):
@@ -510,9 +513,8 @@ def open(
         ordered = _prepared(importer, described, device, stream)
         return _as_shared(opener(importer, described, device, ordered, given), described, kind)  # type: ignore[return-value]
     finally:
-        if handles:
-            # Also that by which a message holds the allocation: last of all.
-            given.close()
+        # Also that by which a message holds the allocation: last of all.
+        given.close()
 
 
 def receive(
@@ -900,7 +902,7 @@ class ImportedBuffer(Memory, Closes):
             raw_handle(ordered)
             refuse_capture(ordered, "cuStreamWriteValue32", "memory of other processes cannot be closed in a capture")
         _let_go(self, ordered)
-        work(door)
+        self._way.importer.later.work()
 
     def _open_import(self) -> _Import:
         if self._held is None:
