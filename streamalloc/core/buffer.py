@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import abc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door, refuse_after_fork
 from streamalloc.core.errors import LOST, CaptureError, ClosedError, CudaError, error_from, refused, size_text
+from streamalloc.core.html import Row
 from streamalloc.core.later import Deferred, later_of, work
 from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes, Unique
@@ -63,6 +64,11 @@ class SharedState(abc.ABC):
     @abc.abstractmethod
     def free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
         """Free the memory after the work of ``stream``, see :meth:`Buffer.free`; or leave that for later."""
+
+    @property
+    def readers(self) -> int:
+        """How many other processes have the memory open."""
+        return 0
 
     @abc.abstractmethod
     def drop(self, buffer: Buffer) -> None:
@@ -387,6 +393,12 @@ class Buffer(Memory, Closes):
     def _past_caches(self) -> Buffer:
         """What holds the memory so that a free gives it back to the driver."""
         return self
+
+    def _about(self) -> Iterator[Row]:
+        yield from super()._about()
+        yield "pool", self.owner
+        if self._shared is not None:
+            yield "shared", f"open in {self._shared[0].readers} other processes"
 
     def _refused(self, result: Any, stream: Stream) -> Exception:
         if result.name == "CUDA_ERROR_INVALID_VALUE" and stream.capturing:

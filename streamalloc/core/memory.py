@@ -12,6 +12,7 @@ from __future__ import annotations
 import abc
 import math
 import operator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 from streamalloc.core import dlpack
 from streamalloc.core.door import Door
 from streamalloc.core.errors import ClosedError, error_from
+from streamalloc.core.html import Row, Shown, mib, place
 from streamalloc.core.ownership import Unique
 from streamalloc.core.properties import MemLocation, MemLocationType
 from streamalloc.core.stream import Stream, StreamLike, as_stream, direct_handle, order_handle_after
@@ -41,7 +43,7 @@ _cuda_windows = dlpack.cuda_windows
 _WRONG_CONTEXT = cuda.CUresult.CUDA_ERROR_INVALID_VALUE
 
 
-class Memory(Unique, abc.ABC):
+class Memory(Unique, Shown, abc.ABC):
     """A range of bytes that devices, the host or both can reach.
 
     Every operation is queued on a stream: the one given, or the memory's own. Nothing is synchronised, except where
@@ -398,6 +400,12 @@ class Memory(Unique, abc.ABC):
         ordered._checked_raw()
         return ordered
 
+    def _about(self) -> Iterator[Row]:
+        yield "size", mib(self.nbytes)
+        yield "address", f"{self.address:#x}"
+        yield "memory of", place(self.location)
+        yield "stream", self.stream
+
     def _access_hint(self, stream: Stream) -> str:
         """Why the driver may refuse to let a stream's device use the memory."""
         if self.location == stream.device.location:
@@ -491,6 +499,10 @@ class BufferView(Memory):
 
     def _access_hint(self, stream: Stream) -> str:
         return self._parent._access_hint(stream)
+
+    def _about(self) -> Iterator[Row]:
+        yield from super()._about()
+        yield "part", f"bytes {self._offset:,} to {self._offset + self._nbytes:,} of {self._parent!r}"
 
     def __repr__(self) -> str:
         return f"<BufferView of bytes {self._offset}:{self._offset + self._nbytes} of {self._parent!r}>"

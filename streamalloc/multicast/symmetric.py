@@ -7,7 +7,7 @@ import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Literal, NamedTuple
 
@@ -18,6 +18,7 @@ from typing_extensions import Self
 from streamalloc.core.device import Device
 from streamalloc.core.door import door_behind
 from streamalloc.core.errors import ClosedError, CudaError, attach, size_text
+from streamalloc.core.html import Row, Shown, mib, place, table
 from streamalloc.core.later import Deferred, later_of
 from streamalloc.core.memory import BufferView
 from streamalloc.core.ownership import Closes
@@ -87,7 +88,7 @@ class SymmetricBuffer(BufferView):
         return f"<SymmetricBuffer of {size_text(self.nbytes)} {where}, of {self._keeper!r}>"
 
 
-class SymmetricMemory(Closes):
+class SymmetricMemory(Closes, Shown):
     """Memory of the same size on each device of a team, mapped by every rank.
 
     Every rank allocates, the ranks exchange handles, and each maps the memory of all: :attr:`buffers`. Where the
@@ -546,6 +547,19 @@ class SymmetricMemory(Closes):
             self.abandon()
         except Exception as later:
             attach(error, later)
+
+    def _about(self) -> Iterator[Row]:
+        self._check_open()
+        yield "size", f"{mib(self.nbytes)} for each rank, of {mib(self.physical_bytes)} that are mapped"
+        yield "rank", f"{self.rank} of {self.size}" if self.communicator is not None else f"all {self.size}"
+        view = self.multicast_address
+        yield "multicast", "no" if view is None else f"a store at {view:#x} reaches every rank"
+        devices = dict(zip(self.ranks, self.devices, strict=True))
+        rows = (
+            (rank, place(devices[rank].location) if rank in devices else "another process", f"{int(address):#x}")
+            for rank, address in enumerate(self.addresses)
+        )
+        yield "memory", table(("rank", "of", "address here"), rows)
 
     def __repr__(self) -> str:
         if not hasattr(self, "_resources"):

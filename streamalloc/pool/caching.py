@@ -27,6 +27,7 @@ from streamalloc.core.cached import (
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door, door_behind
 from streamalloc.core.errors import ClosedError, OutOfMemoryError, refused, size_text
+from streamalloc.core.html import Row, Shown, gauge, mib
 from streamalloc.core.later import Deferred, later_of
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemLocation, checked_size
@@ -395,7 +396,7 @@ def _idle(stream: Stream) -> bool:
     return stream.query() and (sees_all_work(stream) or stream.device.default_stream.query())
 
 
-class CachingAllocator(CachedAllocator, Closes):
+class CachingAllocator(CachedAllocator, Closes, Shown):
     """A cache of free memory over a pool, for programs that allocate and free all the time.
 
     It is used like the pool: same :meth:`allocate`, same :class:`Buffer`. Memory that was freed on a stream, or
@@ -581,6 +582,15 @@ class CachingAllocator(CachedAllocator, Closes):
     def __enter__(self) -> Self:
         self._check_open()
         return self
+
+    def _about(self) -> Iterator[Row]:
+        self._check_open()
+        now = self.statistics()
+        yield "pool", self.pool
+        yield "in use", gauge(now.in_use, now.reserved)
+        yield "cached", gauge(now.cached, now.reserved)
+        yield "limit", mib(self.limit) if self.limit else "none"
+        yield "misses", now.misses
 
     def __repr__(self) -> str:
         if not hasattr(self, "location"):

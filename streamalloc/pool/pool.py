@@ -19,6 +19,7 @@ from streamalloc.core.errors import (
     size_text,
     undoing,
 )
+from streamalloc.core.html import Drawn, place
 from streamalloc.core.later import later_of, work
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import (
@@ -59,7 +60,7 @@ _POOL_HANDLE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
 _GROWTH = 32 << 20
 
 
-class MemoryPool(Allocator, Closes):
+class MemoryPool(Allocator, Closes, Drawn):
     """A pool of stream-ordered memory.
 
     A pool that is made here is destroyed by :meth:`close` (or when it is dropped); allocations that are alive then
@@ -423,7 +424,7 @@ class MemoryPool(Allocator, Closes):
         return f"<MemoryPool{kind} {self.location} {state}>"
 
     def _repr_html_(self) -> str:
-        title = f"<b>Memory pool</b> on {self.location} (handle {int(self._raw):#x})"
+        title = f"<b>Memory pool</b> of {place(self.location)} (handle {int(self._raw):#x})"
         return f"{title}, closed" if self._closed else title + self.statistics()._repr_html_()
 
 

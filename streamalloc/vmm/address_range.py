@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -29,6 +29,7 @@ from streamalloc.core.errors import (
     undo_all,
     undoing,
 )
+from streamalloc.core.html import Html, Row, mib, place, strip, table
 from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType, checked_size
@@ -39,7 +40,16 @@ from streamalloc.vmm.allocations import MappedBytes, OwnsNode, Reservation
 from streamalloc.vmm.generic_handle import GenericAllocation
 from streamalloc.vmm.waiting import After, accessing, wait, wait_for_users
 
-__all__ = ["AddressRange", "LoneMapping", "Mapping", "MappingEntry", "RangeView", "mappings_text"]
+__all__ = [
+    "AddressRange",
+    "LoneMapping",
+    "Mapping",
+    "MappingEntry",
+    "RangeView",
+    "drawn",
+    "mappings_text",
+    "rights_text",
+]
 
 # What driver 580 wants the size, the hint and the places of mappings in a range to be multiples of, wherever the memory
 # is; memory says its own granularity when it is mapped.
@@ -474,6 +484,24 @@ class AddressRange(OwnsNode):
             raise ValueError(f"nothing is mapped at offset {at} of {self!r}")
         return entries
 
+    def _about(self) -> Iterator[Row]:
+        entries = self._table()
+        yield "addresses", f"{mib(self.nbytes)} at {self.address:#x}"
+        yield "mapped", f"{mib(self.mapped_bytes)}, {len(self.holes)} holes"
+        if entries:
+            yield "", drawn(self)
+            yield "", self._mappings_table(entries)
+
+    def _mappings_table(self, entries: Sequence[MappingEntry]) -> Html:
+        head = ("from", "to", "memory of", "access", "memory")
+        return table(
+            head,
+            (
+                (mib(one.offset), mib(one.stop), place(one.memory.location), rights_text(one.rights), one.memory)
+                for one in entries
+            ),
+        )
+
     def __exit__(self, *error: object) -> None:
         if not self.closed:
             self.unmap()
@@ -484,6 +512,21 @@ class AddressRange(OwnsNode):
         if not hasattr(self, "_node") or self.closed:
             return f"<{type(self).__name__} of {size}, closed>"
         return f"<{type(self).__name__} of {size} at {self.address:#x} [{self.draw(16)}]>"
+
+
+def rights_text(rights: Rights) -> str:
+    """Who may use memory, as a label has it."""
+    names = {MemAccess.READ: "reads", MemAccess.READWRITE: "reads and writes"}
+    return ", ".join(f"{place(where)} {names[allowed]}" for where, allowed in rights.items() if allowed) or "nobody"
+
+
+def drawn(range: AddressRange) -> Html:
+    """A range as a strip, to scale."""
+    pieces = (
+        (one.offset, one.stop - one.offset, one.memory.location, f"{one.memory!r}: {rights_text(one.rights)}")
+        for one in range._table()
+    )
+    return strip(range.nbytes, pieces)
 
 
 class RangeView(Memory):

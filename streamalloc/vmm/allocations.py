@@ -18,6 +18,7 @@ from streamalloc.core.errors import (
     InvalidValueError,
     undo_all,
 )
+from streamalloc.core.html import Drawn
 from streamalloc.core.later import Deferred, Later, later_of, work
 from streamalloc.core.ownership import Closes
 from streamalloc.core.stream import Event, context_event
@@ -83,7 +84,7 @@ class HandleNode(Node):
             self.gone: bool = self._raw is None
 
 
-class OwnsNode(Closes):
+class OwnsNode(Closes, Drawn):
     """What owns a node: that is released when this is closed, or later where this was dropped."""
 
     __slots__ = ("__weakref__", "_node")

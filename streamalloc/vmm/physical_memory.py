@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from itertools import starmap
 from typing import Any
 
@@ -11,6 +12,7 @@ from streamalloc.core.device import Device
 from streamalloc.core.door import Door
 from streamalloc.core.errors import CudaError, NotSupportedError, OutOfMemoryError, error_from, refused, size_text
 from streamalloc.core.fd import Fd
+from streamalloc.core.html import Row, mib, place
 from streamalloc.core.properties import (
     MemAllocationProp,
     MemAllocFlags,
@@ -318,6 +320,14 @@ class PhysicalMemory(GenericAllocation):
         # The driver sets the rest of a request that asks for it before it says that it cannot.
         if not self.location.on_host and any(where.on_host and flags for where, flags in rights.items()):
             raise refused(NotSupportedError, "cuMemSetAccess", "the host can only be given access to host memory")
+
+    def _about(self) -> Iterator[Row]:
+        yield "size", mib(self.nbytes)
+        yield "memory of", place(self.location)
+        yield "handle", f"{self.handle:#x}"
+        yield "mapped", f"in {self.mapping_count} places"
+        can = self.properties.requested_handle_types
+        yield "shared", "exported: other processes may hold it" if self.exported else f"no; can be by {can.name}"
 
     def __repr__(self) -> str:
         if not hasattr(self, "_node") or not hasattr(self, "_spec"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from typing_extensions import Self
@@ -11,6 +11,7 @@ from streamalloc.core.buffer import Buffer
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
 from streamalloc.core.errors import ClosedError, CudaError, EvictedError, InUseError, attach, size_text, undoing
+from streamalloc.core.html import Drawn, Html, Row, gauge
 from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
@@ -18,7 +19,7 @@ from streamalloc.core.stream import Stream, StreamLike, as_stream, refuse_captur
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import reachable_from
 from streamalloc.vmm.access import Access, Rights, rights_of, structs_of
-from streamalloc.vmm.address_range import AddressRange, Mapping, MappingEntry
+from streamalloc.vmm.address_range import AddressRange, Mapping, MappingEntry, drawn, rights_text
 from streamalloc.vmm.allocations import allocations_of
 from streamalloc.vmm.generic_handle import GenericAllocation
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
@@ -50,7 +51,7 @@ class Eviction(NamedTuple):
         return sum(piece.nbytes for piece in self.pieces)
 
 
-class VirtualBuffer(Memory, Closes):
+class VirtualBuffer(Memory, Closes, Drawn):
     """A buffer whose address stays while the physical memory behind it comes and goes.
 
     It owns an :class:`AddressRange` and the memory that it maps there from the beginning on, without a hole. It can be
@@ -434,6 +435,15 @@ class VirtualBuffer(Memory, Closes):
     def _access_hint(self, stream: Stream) -> str:
         where = stream.device.location
         return f"{where} has no access: set_access(device) gives it" if not self._rights.get(where) else ""
+
+    def _about(self) -> Iterator[Row]:
+        self._check_open()
+        yield from super()._about()
+        state = Html("evicted") if self._evicted else gauge(self._mapped, self.capacity)
+        yield "mapped", state
+        yield "access", rights_text(self._rights)
+        yield "chunks", len(self.range._table())
+        yield "", drawn(self.range)
 
     @property
     def _door(self) -> Door:

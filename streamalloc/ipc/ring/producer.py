@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from streamalloc.core.door import door_behind
 from streamalloc.core.errors import size_text, undoing
 from streamalloc.core.fd import Fd
+from streamalloc.core.html import Row
 from streamalloc.core.memory import CopySide, Memory, copy_bytes
 from streamalloc.core.properties import MemLocationType, checked_size
 from streamalloc.core.stream import Stream, StreamLike, as_stream, refuse_capture
@@ -214,6 +216,11 @@ class RingProducer(RingEnd):
                 len(state.free),
                 len(state.consumers),
             )
+
+    def _about(self) -> Iterator[Row]:
+        yield from super()._about()
+        for name, value in self.statistics()._asdict().items():
+            yield name.replace("_", " "), value
 
     # -- waiting ---------------------------------------------------------------------------------------------
 

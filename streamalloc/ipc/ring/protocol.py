@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from typing_extensions import Self
 
 from streamalloc.core.door import Door
 from streamalloc.core.errors import ClosedError, size_text
+from streamalloc.core.html import Row, Shown, mib
 from streamalloc.core.later import Deferred, later_of
 from streamalloc.core.memory import BufferView, Memory
 from streamalloc.core.ownership import Closes
@@ -166,7 +167,7 @@ class RingEnding(Deferred):
     """Whether it was closed."""
 
 
-class RingEnd(Closes):
+class RingEnd(Closes, Shown):
     """What both ends have in common: a size, and an end that may come later."""
 
     __slots__ = ("__weakref__", "_closed", "_door", "_ending", "slot_bytes", "slots")
@@ -219,6 +220,11 @@ class RingEnd(Closes):
 
     def _state(self) -> str:
         raise NotImplementedError
+
+    def _about(self) -> Iterator[Row]:
+        self._check_open()
+        yield "slots", f"{self.slots} of {mib(self.slot_bytes)}"
+        yield "state", self._state()
 
     def __repr__(self) -> str:
         if getattr(self, "slots", None) is None:

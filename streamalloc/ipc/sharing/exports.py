@@ -7,7 +7,7 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 from streamalloc.core.buffer import (
@@ -24,6 +24,7 @@ from streamalloc.core.device import Device
 from streamalloc.core.door import Door, PerDriver, door_behind
 from streamalloc.core.errors import error_from, size_text
 from streamalloc.core.fd import Fd
+from streamalloc.core.html import Row, Shown, mib
 from streamalloc.core.later import Later, later_of, work
 from streamalloc.core.memory import BufferView, CopySide, TypedView, check_usable, viewed
 from streamalloc.core.properties import MemHandleType, MemLocationType
@@ -75,7 +76,7 @@ class _Carried:
 _carried: weakref.WeakKeyDictionary[Channel, _Carried] = weakref.WeakKeyDictionary()
 
 
-class Shared:
+class Shared(Shown):
     """Something that was shared: a descriptor, and the handles that importers need once.
 
     ``bytes(shared)`` is the descriptor. The handles go along by :func:`streamalloc.ipc.send`, or with
@@ -143,6 +144,14 @@ class Shared:
             hold.carry(lost)
             self._lease.hold(hold)
             self._hold = None
+
+    def _about(self) -> Iterator[Row]:
+        described = self.descriptor
+        yield "shared", f"{mib(described.size)} by {described.mechanism.name.lower()}"
+        yield "descriptor", f"{len(bytes(self))} bytes and {len(self.handles)} handles"
+        yield "held", "until it was opened or cancelled" if self.held else "no"
+        if self._lease is not None:
+            yield "open in", f"{self._lease.readers} other processes"
 
     def __repr__(self) -> str:
         described = self.descriptor

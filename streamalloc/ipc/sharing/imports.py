@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
@@ -33,6 +33,7 @@ from streamalloc.core.errors import (
     undoing,
 )
 from streamalloc.core.fd import Fd
+from streamalloc.core.html import Row
 from streamalloc.core.later import Deferred, Later, later_of, work
 from streamalloc.core.memory import Memory, TypedView
 from streamalloc.core.ownership import Closes
@@ -903,6 +904,11 @@ class ImportedBuffer(Memory, Closes):
             refuse_capture(ordered, "cuStreamWriteValue32", "memory of other processes cannot be closed in a capture")
         _let_go(self, ordered)
         self._way.importer.later.work()
+
+    def _about(self) -> Iterator[Row]:
+        yield from super()._about()
+        alive = {True: "alive", False: "gone", None: "not known"}[self.owner_alive]
+        yield "owner", f"another process, {alive}{', which died before the contents were there' if self.lost else ''}"
 
     def _open_import(self) -> _Import:
         if self._held is None:

@@ -224,6 +224,11 @@ class Lease(SharedState):
             raise
         work(door)
 
+    @property
+    def readers(self) -> int:
+        """How many other processes have the memory open."""
+        return len(self._using())
+
     def drop(self, buffer: Buffer) -> None:
         """Leave the memory of a dropped buffer to be freed."""
         try:

@@ -8,6 +8,7 @@ the addresses.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from typing_extensions import Self
@@ -25,6 +26,7 @@ from streamalloc.core.errors import (
     unsupported,
 )
 from streamalloc.core.fd import Fd
+from streamalloc.core.html import Row, mib, place, table
 from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemHandleType, MemLocation, MulticastObjectProp, checked_size
@@ -595,6 +597,16 @@ class MulticastObject(GenericAllocation):
         if not self.closed:
             self._node.allocations.work()
             self._end(after)
+
+    def _about(self) -> Iterator[Row]:
+        yield "size", mib(self.nbytes)
+        yield "handle", f"{self.handle:#x}"
+        here = ", ".join(place(device.location) for device in self.devices) or "none"
+        yield "team", f"{self.num_devices} devices, of which added here: {here}"
+        yield "mapped", f"in {self.mapping_count} places"
+        bound = [(place(one.device.location), mib(one.offset), mib(one.nbytes)) for one in self.bindings]
+        if bound:
+            yield "bound", table(("memory of", "at", "size"), bound)
 
     def __repr__(self) -> str:
         if not hasattr(self, "_node"):

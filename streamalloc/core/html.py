@@ -1,0 +1,116 @@
+"""What notebooks show of objects: one card for each kind, sizes in MiB, and all text escaped.
+
+A class says what there is to say (:meth:`Shown._about`). The colours of places are those of :mod:`streamalloc.plots`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from html import escape
+from typing import Any, TypeAlias
+
+from streamalloc.core.properties import MemLocation, MemLocationType
+
+__all__ = ["Drawn", "Html", "Row", "Shown", "color_of", "gauge", "mib", "place", "strip", "table"]
+
+_DEVICES = ("#3f78b5", "#e0923d", "#8a6fb0", "#c45d7c", "#4a9aa5", "#a3863c", "#7d8794", "#b3563e")
+_HOST = "#5f9467"
+_ELSEWHERE = "#6e7781"
+
+
+draw: Callable[..., Any] | None = None
+"""Draws an object; set by the package, where it imports what draws."""
+
+
+class Html(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+Row: TypeAlias = tuple[str, object]
+"""What a line is about, and what it says: a number of bytes is an :func:`mib` text, all else its ``str``."""
+
+
+def mib(nbytes: int) -> str:
+    """A size as everywhere in pictures."""
+    return f"{nbytes / 2**20:,.1f} MiB"
+
+
+def place(location: MemLocation) -> str:
+    """Where memory is, as a label has it."""
+    if location.type is MemLocationType.DEVICE:
+        return f"GPU {location.id}"
+    if location.type is MemLocationType.HOST_NUMA:
+        return f"host, node {location.id}"
+    return "host" if location.on_host else "several places"
+
+
+def color_of(location: MemLocation) -> str:
+    """A colour for each place."""
+    if location.type is MemLocationType.DEVICE:
+        return _DEVICES[location.id % len(_DEVICES)]
+    return _HOST if location.on_host else _ELSEWHERE
+
+
+def _cell(value: object) -> str:
+    return value if isinstance(value, Html) else escape(str(value))
+
+
+def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> Html:
+    """A table; what is no :class:`Html` is escaped."""
+    titles = "".join(f"<th>{_cell(title)}</th>" for title in head)
+    body = "".join(f"<tr>{''.join(f'<td>{_cell(value)}</td>' for value in row)}</tr>" for row in rows)
+    return Html(f"<table>{f'<thead><tr>{titles}</tr></thead>' if titles else ''}<tbody>{body}</tbody></table>")
+
+
+def gauge(value: int, total: int) -> Html:
+    """How much of something, as a bar and in words."""
+    return Html(f"<progress max='{max(total, 1)}' value='{value}'></progress> {mib(value)} of {mib(total)}")
+
+
+def strip(nbytes: int, pieces: Iterable[tuple[int, int, MemLocation, str]]) -> Html:
+    """A range of addresses: pieces by offset, size, place and what is said of them; the rest are holes."""
+    parts = []
+    for offset, size, where, text in pieces:
+        left, width = 100 * offset / nbytes, 100 * size / nbytes
+        parts.append(
+            f"<div title='{escape(text, quote=True)}' style='position:absolute;left:{left:.3f}%;width:{width:.3f}%;"
+            f"height:100%;background:{color_of(where)};box-sizing:border-box;border-right:1px solid white'></div>"
+        )
+    frame = "position:relative;height:18px;width:480px;max-width:100%;border:1px dashed #6e7781"
+    return Html(f"<div style='{frame}'>{''.join(parts)}</div>")
+
+
+class Shown:
+    """An object that notebooks show as a card."""
+
+    __slots__ = ()
+
+    def _about(self) -> Iterator[Row]:
+        """What there is to say; what is closed may raise instead."""
+        return iter(())
+
+    def _repr_html_(self) -> str:
+        try:
+            rows = list(self._about())
+        except Exception:  # closed, freed, evicted, or half made: what it says of itself is enough
+            return f"<code>{escape(repr(self))}</code>"
+        return f"<b>{escape(type(self).__name__)}</b>{table((), rows)}"
+
+
+class Drawn(Shown):
+    """An object that can be drawn."""
+
+    __slots__ = ()
+
+    def plot(self, **options: Any) -> Any:
+        """Draw it with matplotlib; the figure. ``options`` are those of :mod:`streamalloc.plots` for its kind.
+
+        Raises
+        ------
+        ModuleNotFoundError
+            ``matplotlib`` is not installed.
+        """
+        assert draw is not None
+        return draw(self, **options)
