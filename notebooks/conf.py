@@ -35,6 +35,7 @@ AREAS = {
     "streamalloc.ipc": "Sharing between processes",
     "streamalloc.multicast": "Multicast and symmetric memory",
     "streamalloc.observing": "Observers",
+    "streamalloc.plots": "Pictures",
     "streamalloc.traces": "Traces",
     "streamalloc.interop": "Bridges to other libraries",
     "streamalloc.interop.cupy": "CuPy",

@@ -5,10 +5,11 @@ A class says what there is to say (:meth:`Shown._about`). The colours of places 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from html import escape
 from typing import Any, TypeAlias
 
+from streamalloc.core import ownership
 from streamalloc.core.properties import MemLocation, MemLocationType
 
 __all__ = ["Drawn", "Html", "Row", "Shown", "color_of", "gauge", "mib", "place", "strip", "table"]
@@ -16,10 +17,8 @@ __all__ = ["Drawn", "Html", "Row", "Shown", "color_of", "gauge", "mib", "place",
 _DEVICES = ("#3f78b5", "#e0923d", "#8a6fb0", "#c45d7c", "#4a9aa5", "#a3863c", "#7d8794", "#b3563e")
 _HOST = "#5f9467"
 _ELSEWHERE = "#6e7781"
-
-
-draw: Callable[..., Any] | None = None
-"""Draws an object; set by the package, where it imports what draws."""
+# Jupyter aligns the text of cells to the right.
+_LEFT = " style='text-align:left'"
 
 
 class Html(str):
@@ -59,8 +58,8 @@ def _cell(value: object) -> str:
 
 def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> Html:
     """A table; what is no :class:`Html` is escaped."""
-    titles = "".join(f"<th>{_cell(title)}</th>" for title in head)
-    body = "".join(f"<tr>{''.join(f'<td>{_cell(value)}</td>' for value in row)}</tr>" for row in rows)
+    titles = "".join(f"<th{_LEFT}>{_cell(title)}</th>" for title in head)
+    body = "".join(f"<tr>{''.join(f'<td{_LEFT}>{_cell(value)}</td>' for value in row)}</tr>" for row in rows)
     return Html(f"<table>{f'<thead><tr>{titles}</tr></thead>' if titles else ''}<tbody>{body}</tbody></table>")
 
 
@@ -112,5 +111,5 @@ class Drawn(Shown):
         ModuleNotFoundError
             ``matplotlib`` is not installed.
         """
-        assert draw is not None
-        return draw(self, **options)
+        assert ownership.draw is not None
+        return ownership.draw(self, **options)

@@ -18,6 +18,10 @@ reduce_for_processes: Callable[[object], tuple[Any, ...] | None] | None = None
 """Pickles an object for another process that :mod:`multiprocessing` starts, or gives None; set by the package."""
 
 
+draw: Callable[..., Any] | None = None
+"""Draws an object; set by the package."""
+
+
 class Unique:
     """An object that alone releases what it holds, so there must not be two of it."""
 

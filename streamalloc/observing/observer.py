@@ -23,6 +23,7 @@ from streamalloc.core.cached import mend
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door, door_behind
 from streamalloc.core.errors import ClosedError, OutOfMemoryError, refused, size_text
+from streamalloc.core.html import Drawn
 from streamalloc.core.later import work
 from streamalloc.core.properties import MemLocation, checked_size
 from streamalloc.core.watching import watching_of
@@ -51,7 +52,7 @@ _ALLOCATED, _FREED, _KEPT, _FAILED = range(4)
 _REMEMBERED = 256
 
 
-class Observer:
+class Observer(Drawn):
     """Knows which memory is allocated, since when and from which line; made by :func:`observe`.
 
     It observes from :meth:`start` to :meth:`stop`, which a ``with`` block calls, and can be asked after that, too.

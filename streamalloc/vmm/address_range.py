@@ -493,14 +493,17 @@ class AddressRange(OwnsNode):
             yield "", self._mappings_table(entries)
 
     def _mappings_table(self, entries: Sequence[MappingEntry]) -> Html:
-        head = ("from", "to", "memory of", "access", "memory")
-        return table(
-            head,
+        rows = (
             (
-                (mib(one.offset), mib(one.stop), place(one.memory.location), rights_text(one.rights), one.memory)
-                for one in entries
-            ),
+                mib(one.offset),
+                mib(one.stop),
+                place(one.memory.location),
+                rights_text(one.rights),
+                "closed" if one.memory.closed else f"{one.memory.handle:#x}",
+            )
+            for one in entries
         )
+        return table(("from", "to", "memory of", "access", "handle"), rows)
 
     def __exit__(self, *error: object) -> None:
         if not self.closed:

@@ -17,7 +17,9 @@ import streamalloc
 PACKAGE = Path(streamalloc.__file__).parent
 
 # From the bottom to the top. Each part may take from those before it.
-LAYERS = ("driver", "core", "pool", "vmm", "ipc", "multicast", "observing", "interop", "traces", "testing", "cli")
+LAYERS = (
+    "driver", "core", "pool", "vmm", "ipc", "multicast", "observing", "interop", "traces", "plots", "testing", "cli",
+)  # fmt: skip
 ROOMS = {"ipc": ("transport", "sharing", "ring"), "multicast": ("objects", "setup")}
 # The part that all areas share: its modules may be imported one by one.
 SHARED = "core"

@@ -136,9 +136,8 @@ def test_text_is_escaped() -> None:
             yield "<b>", "a & <script>"
 
     assert "&lt;script&gt;" in Rude()._repr_html_() and "<script>" not in Rude()._repr_html_()
-    assert table(["<i>"], [[Html("<u>x</u>"), "<u>"]]) == (
-        "<table><thead><tr><th>&lt;i&gt;</th></tr></thead><tbody><tr><td><u>x</u></td><td>&lt;u&gt;</td></tr></tbody></table>"
-    )
+    made = table(["<i>"], [[Html("<u>x</u>"), "<u>"]])
+    assert [word in made for word in ("&lt;i&gt;", "<u>x</u>", "&lt;u&gt;")] == [True] * 3 and "<i>" not in made
 
 
 def test_half_made() -> None:

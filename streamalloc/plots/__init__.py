@@ -1,0 +1,74 @@
+"""Pictures of memory, drawn with matplotlib: what pools hold, who reused whose memory, what is mapped where.
+
+``pool.plot()``, ``range.plot()``, ``buffer.plot()`` of growable memory and :func:`memory` and :func:`reuse` of an
+observer draw what there is. :func:`usage`, :class:`Timeline` and :func:`film` draw what a program did, call by call.
+:func:`spans`, :func:`grid` and :func:`curves` are the charts that the others are made of. Each makes a figure, or draws
+into ``ax``.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from streamalloc.plots.charts import Bar, Cell, Mark, curves, grid, spans
+    from streamalloc.plots.drawing import draw
+    from streamalloc.plots.observed import Life, lives, memory, reuse
+    from streamalloc.plots.pools import Step, Timeline, matrix, pool, timeline, usage
+    from streamalloc.plots.ranges import Frame, Piece, address_range, film, frame
+    from streamalloc.plots.style import STYLE, figure
+
+__all__ = [
+    "STYLE",
+    "Bar",
+    "Cell",
+    "Frame",
+    "Life",
+    "Mark",
+    "Piece",
+    "Step",
+    "Timeline",
+    "address_range",
+    "curves",
+    "draw",
+    "figure",
+    "film",
+    "frame",
+    "grid",
+    "lives",
+    "matrix",
+    "memory",
+    "pool",
+    "reuse",
+    "spans",
+    "timeline",
+    "usage",
+]
+
+# Imported when first used, as this package can be imported where matplotlib is not installed.
+_MODULES = {
+    "charts": ("Bar", "Cell", "Mark", "curves", "grid", "spans"),
+    "drawing": ("draw",),
+    "observed": ("Life", "lives", "memory", "reuse"),
+    "pools": ("Step", "Timeline", "matrix", "pool", "timeline", "usage"),
+    "ranges": ("Frame", "Piece", "address_range", "film", "frame"),
+    "style": ("STYLE", "figure"),
+}
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
+def __getattr__(name: str) -> Any:
+    module = next((module for module, names in _MODULES.items() if name in names), None)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        found = importlib.import_module(f"{__name__}.{module}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        why = "matplotlib is not installed: pip install 'streamalloc[plot]'"
+        raise ModuleNotFoundError(why, name="matplotlib") from None
+    globals().update({one: getattr(found, one) for one in _MODULES[module]})
+    return globals()[name]

@@ -1,0 +1,208 @@
+"""Charts that pictures are made of: bars in rows over time, cells in a grid, and curves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from streamalloc.plots.style import ADDRESSES, GREY, INK, TINT, WIDTH, bare, drawing, end_labels, figure, rows
+
+__all__ = ["Bar", "Cell", "Mark", "curves", "grid", "spans"]
+
+_BAR = 0.52
+
+
+class Bar(NamedTuple):
+    """From when to when something was the case, in a row."""
+
+    row: str
+    start: float
+    stop: float
+    color: str = ADDRESSES[0]
+    text: str = ""
+    ink: str = "white"
+
+
+class Mark(NamedTuple):
+    """Something that happened in a row."""
+
+    row: str
+    at: float
+    text: str = ""
+    color: str = INK
+    shape: str = "o"
+    to: str = ""
+    """A row down to which a dashed line leads."""
+
+
+def spans(
+    bars: Iterable[Bar],
+    marks: Iterable[Mark] = (),
+    *,
+    names: Sequence[str] = (),
+    legend: Mapping[str, str] | None = None,
+    xlabel: str = "",
+    thickness: float = _BAR,
+    height: float = 0.0,
+    ax: Axes | None = None,
+) -> Figure:
+    """What was the case from when to when, in rows.
+
+    Parameters
+    ----------
+    bars, marks
+        What is drawn. A text that is wider than its bar is left out.
+    names
+        The rows from top to bottom; by default in the order of the bars.
+    legend
+        Colours by what they mean.
+    xlabel
+        What the x axis is.
+    thickness
+        Of the bars; rows are 1 apart.
+    height
+        Of a new figure, in inches.
+    """
+    bars, marks = list(bars), list(marks)
+    names = list(names) or list(dict.fromkeys([*(bar.row for bar in bars), *(mark.row for mark in marks)]))
+    at = {name: number for number, name in enumerate(names)}
+    with drawing(ax, height=height or 0.55 * len(names) + 0.9) as (made, axes):
+        rows(axes, names)
+        stop = max([one.stop for one in bars] + [one.at for one in marks], default=1)
+        start = min([one.start for one in bars] + [one.at for one in marks], default=0)
+        room = (stop - start) * 0.01
+        if ax is None:
+            axes.set_xlim(start - room, stop + 5 * room * any(one.text for one in marks))
+            axes.set_xlabel(xlabel)
+        for bar in bars:
+            axes.barh(at[bar.row], bar.stop - bar.start, thickness, left=bar.start, color=bar.color)
+        for mark in marks:
+            if mark.to:
+                end = at[mark.to] + thickness / 2
+                axes.vlines(mark.at, at[mark.row], end, color=GREY, lw=0.9, ls=(0, (2, 2)), zorder=0)
+            axes.plot(mark.at, at[mark.row], mark.shape, color=mark.color, ms=5 if mark.shape == "o" else 8, zorder=3)
+            axes.annotate(
+                mark.text, (mark.at, at[mark.row]), (6, 3), textcoords="offset points", fontsize=9, va="bottom",
+                linespacing=1.05, color=mark.color,
+            )  # fmt: skip
+        if legend:
+            patches = [Patch(color=color, label=name) for name, color in legend.items()]
+            axes.legend(
+                handles=patches, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(patches), handlelength=1.1,
+                columnspacing=1.4, borderaxespad=0.2,
+            )  # fmt: skip
+        _inside(made, axes, [(bar.start, bar.stop, at[bar.row], bar.text, bar.ink) for bar in bars])
+    return made
+
+
+def _inside(made: Figure, ax: Axes, texts: Iterable[tuple[float, float, float, str, str]]) -> None:
+    """Texts in the middle of bars that have room for them."""
+    made.draw_without_rendering()
+    for start, stop, row, text, ink in texts:
+        if text:
+            label = ax.text((start + stop) / 2, row, text, color=ink, ha="center", va="center", weight="bold")
+            label.set_in_layout(False)
+            left, right = (ax.transData.transform((x, 0))[0] for x in (start, stop))
+            if label.get_window_extent().width > right - left:
+                label.remove()
+
+
+class Cell(NamedTuple):
+    """A cell of a grid: where it begins, how wide it is, and what is in it."""
+
+    row: int
+    column: float
+    text: str = ""
+    color: str = TINT
+    ink: str = INK
+    width: float = 1.0
+
+
+def grid(
+    cells: Iterable[Cell],
+    rows: Sequence[str],
+    columns: Mapping[str, float] | Sequence[str] = (),
+    *,
+    height: float = 0.0,
+    monospace: bool = False,
+    rotation: float = 0,
+    ax: Axes | None = None,
+) -> Figure:
+    """Coloured cells with texts, a row below the other.
+
+    Parameters
+    ----------
+    cells
+        What is drawn; where there is no cell nothing is.
+    rows
+        What stands left of each row.
+    columns
+        What stands above: of columns of width 1, or of the places that it is given with.
+    height
+        Of a new figure, in inches.
+    """
+    cells = list(cells)
+    heads = columns if isinstance(columns, Mapping) else {name: place + 0.5 for place, name in enumerate(columns)}
+    with drawing(ax, height=height or 0.4 * len(rows) + 0.3 + 0.25 * bool(heads), width=WIDTH) as (made, axes):
+        for one in cells:
+            box = Rectangle((one.column + 0.03, one.row + 0.1), one.width - 0.06, 0.8, fc=one.color, lw=0)
+            axes.add_patch(box)
+            axes.text(
+                one.column + one.width / 2, one.row + 0.5, one.text, color=one.ink, ha="center", va="center", fontsize=9
+            )
+        axes.set_xlim(0, max((one.column + one.width for one in cells), default=1))
+        axes.set_ylim(len(rows), 0)
+        bare(axes)
+        axes.set_xticks(list(heads.values()), list(heads), rotation=rotation)
+        axes.xaxis.tick_top()
+        family: Any = {"family": "monospace"} if monospace else {}
+        axes.set_yticks([row + 0.5 for row in range(len(rows))], list(rows), **family)
+    return made
+
+
+def curves(
+    panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]],
+    *,
+    xlabel: str = "",
+    log: Sequence[str] = (),
+    steps: Sequence[str] = (),
+    height: float = 3.5,
+) -> Figure:
+    """A panel for each title, with named curves: their x and y values. A name has one colour in all panels.
+
+    Parameters
+    ----------
+    log, steps
+        The titles of panels with a logarithmic y axis, and of those whose values change at once.
+    height
+        Of the figure, in inches.
+    """
+    names = list(dict.fromkeys(name for panel in panels.values() for name in panel))
+    colors = dict(zip(names, ("#1f4e86", "#b3402e", *ADDRESSES[1:]), strict=False))
+    made, grid_ = figure(1, len(panels), height=height)
+    for ax, (title, panel) in zip(grid_[0], panels.items(), strict=True):
+        with drawing(ax):
+            ax.set_title(title)
+            for name, (x, y) in panel.items():
+                if title in steps:
+                    ax.step(x, y, color=colors[name], lw=1.8)
+                else:
+                    ax.plot(x, y, "o-" if len(x) < 40 else "-", color=colors[name], ms=4, lw=1.4)
+            ax.set_xlabel(xlabel)
+            ax.set_xlim(0, None)
+            if title in log:
+                ax.set_yscale("log")
+                ax.yaxis.set_major_formatter("{x:g}")
+            else:
+                ax.set_ylim(0, None)
+                ax.yaxis.set_major_formatter("{x:,.4g}")
+    made.draw_without_rendering()
+    for ax, panel in zip(grid_[0], panels.values(), strict=True):
+        with drawing(ax):
+            ends = {name: (float(y[-1]), colors[name]) for name, (_, y) in panel.items()}
+            end_labels(ax, max(float(x[-1]) for x, _ in panel.values()), ends)
+    return made

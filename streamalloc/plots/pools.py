@@ -1,0 +1,300 @@
+"""Pictures of pools: what one holds now and after each of some calls, and when streams get to their work.
+
+All that is drawn was measured. The curves are what the pool reported after each step, and the timelines are what
+events said about how far the streams had come.
+"""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+
+from streamalloc.core.buffer import Buffer
+from streamalloc.core.html import place
+from streamalloc.core.stream import Event, Stream
+from streamalloc.plots.style import (
+    ADDRESSES,
+    GREY,
+    INK,
+    MINUS,
+    RED,
+    RESERVED,
+    RESERVED_EDGE,
+    TINT,
+    USED,
+    MiB,
+    drawing,
+    end_labels,
+    figure,
+    rows,
+    sizes,
+)
+from streamalloc.pool import MemoryPool, PoolStatistics
+
+__all__ = ["Step", "Timeline", "matrix", "pool", "timeline", "usage"]
+
+SETTLE = 0.01  # seconds: ample for a stream that nothing holds to run a small fill
+
+
+def pool(of: MemoryPool, *, ax: Axes | None = None) -> Figure:
+    """What a pool holds now, and the most that it held: reserved light, used dark, the peaks as lines."""
+    now = of.statistics()
+    with drawing(ax, height=1.7) as (made, axes):
+        rows(axes, ["reserved", "used"])
+        for row, (value, peak, color) in enumerate(
+            ((now.reserved, now.reserved_high, RESERVED_EDGE), (now.used, now.used_high, USED))
+        ):
+            axes.barh(row, value / MiB, 0.6, color=color)
+            axes.plot([peak / MiB] * 2, [row - 0.4, row + 0.4], color=RED, lw=1.6)
+            axes.annotate(
+                f"{value / MiB:,.1f}, at most {peak / MiB:,.1f}", (max(value, peak) / MiB, row), (7, 0),
+                textcoords="offset points", va="center",
+            )  # fmt: skip
+        # Room for the numbers.
+        axes.set_xlim(0, max(now.reserved_high, MiB) / MiB * 1.35)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_xlabel("MiB")
+        axes.set_title(f"Memory pool of {place(of.location)}")
+    return made
+
+
+class Step(NamedTuple):
+    """A call, and what the pool reported after it."""
+
+    label: str
+    after: PoolStatistics
+
+
+def taken(steps: Sequence[Step]) -> list[int]:
+    """How many MiB the pool took from its device, each time that it grew."""
+    reserved = [step.after.reserved // MiB for step in steps]
+    return [after - before for before, after in itertools.pairwise(reserved) if after > before]
+
+
+def usage(
+    panels: Mapping[str, Sequence[Step]],
+    *,
+    thresholds: Mapping[str, int] | None = None,
+    peaks: bool = False,
+    height: float = 1.9,
+) -> Figure:
+    """A panel for each series of steps: reserved as an area, used as a line, and what was given back where.
+
+    The series are of the same calls.
+    ``thresholds`` gives panels a line at so many bytes; ``peaks`` draws the high-water marks too.
+    """
+    made, axes = figure(len(panels), 1, height=height * len(panels) + 0.5, sharex=True, sharey=True)
+    for ax, (title, steps) in zip(axes[:, 0], panels.items(), strict=True):
+        with drawing(ax):
+            ax.set_title(title)
+            if len(panels) > 1:
+                grown = taken(steps)
+                text = f"grew {len(grown)} times, by {sum(grown):,} MiB in all"
+                ax.set_title(text, loc="right", color=GREY, weight="normal")
+            _usage_panel(ax, steps, peaks)
+            if thresholds and title in thresholds:
+                level = thresholds[title] / MiB
+                ax.axhline(level, color=RED, lw=0.9, ls=(0, (5, 4)))
+                ax.text(0.05, level, "threshold", va="bottom", color=RED)
+    made.supylabel("MiB", fontsize=10)
+    made.draw_without_rendering()
+    for ax, steps in zip(axes[:, 0], panels.values(), strict=True):
+        with drawing(ax):
+            shown = _SHOWN | (_PEAKS if peaks else {})
+            ends = {
+                name.replace("_high", ", peak"): (getattr(steps[-1].after, name) / MiB, color)
+                for name, color in shown.items()
+            }
+            end_labels(ax, len(steps), ends)
+    return made
+
+
+_SHOWN = {"reserved": RESERVED_EDGE, "used": USED}
+_PEAKS = {"reserved_high": RESERVED_EDGE, "used_high": USED}
+
+
+def _usage_panel(ax: Axes, steps: Sequence[Step], peaks: bool) -> None:
+    end = len(steps)
+    values = {name: [getattr(step.after, name) / MiB for step in steps] for name in PoolStatistics._fields}
+    curves = {name: [*each, each[-1]] for name, each in values.items()}
+    x = range(end + 1)
+    ax.fill_between(x, curves["reserved"], step="post", color=RESERVED, lw=0)
+    ax.step(x, curves["reserved"], where="post", color=RESERVED_EDGE, lw=1)
+    ax.step(x, curves["used"], where="post", color=USED, lw=1.8)
+    for name, color in _PEAKS.items() if peaks else ():
+        ax.step(x, curves[name], where="post", color=color, lw=1.1, ls=(0, (2, 1.5)))
+    for at, step in enumerate(steps):
+        if step.label and step.label[0] not in "+-":  # neither an allocation nor a free: synchronise, trim, reset
+            ax.axvline(at, color=GREY, lw=0.8, ls=(0, (1, 2)))
+        before, after = curves["reserved"][max(at - 1, 0)], curves["reserved"][at]
+        if after < before:
+            arrow = {"arrowstyle": "-|>", "color": RED, "lw": 1.2, "shrinkA": 0, "shrinkB": 0}
+            ax.annotate("", (at, after), (at, before), arrowprops=arrow)
+            ax.text(at + 0.15, (before + after) / 2, f"{MINUS}{before - after:,.0f}", color=RED, va="center")
+    lines = max(step.label.count("\n") for step in steps)  # as many in every label, so that they stand on one line
+    labels = [step.label.replace("-", MINUS) + "\n" * (lines - step.label.count("\n")) for step in steps]
+    # About 105 characters have room side by side.
+    longest = max((len(line) for label in labels for line in label.splitlines()), default=0)
+    every = -(-len(labels) * (longest + 1) // 105)
+    ax.set_xticks(range(0, end, every), labels[::every])
+    ax.tick_params(axis="x", length=0)
+    ax.set_xlim(-0.2, end)
+    sizes(ax)
+
+
+@dataclass
+class Call:
+    """A call of the host, on one stream or on none."""
+
+    what: str
+    stream: Stream | None
+    buffer: Buffer | None
+    at: int
+    event: Event | None
+    end: int | None = None
+    """When the stream had come to it."""
+
+
+class Timeline:
+    """Notes calls on streams, and asks after every one of them which earlier ones have run.
+
+    The time is the number of calls so far. An event behind each call tells when its stream had come to it: asking an
+    event orders nothing, and the driver does not learn of frees by it.
+    """
+
+    def __init__(self, **streams: Stream) -> None:
+        self.streams = streams
+        self.calls: list[Call] = []
+        self.addresses: list[int] = []
+        self.buffers: dict[Buffer, int] = {}
+        self.outcome = ""
+
+    def note(self, what: str, stream: Stream | None = None, buffer: Buffer | None = None) -> None:
+        """Note a call that was just made."""
+        now = len(self.calls)
+        self.calls.append(Call(what, stream, buffer, now, stream.record() if stream else None))
+        if what == "allocate" and buffer is not None:
+            if buffer.address not in self.addresses:
+                self.addresses.append(buffer.address)
+            self.buffers[buffer] = self.addresses.index(buffer.address)
+            self.outcome = "reused" if len(self.addresses) < len(self.buffers) else "new memory"
+        elif what == "out of memory":
+            self.outcome = what
+        time.sleep(SETTLE)
+        for call in self.calls:
+            if call.end is None and (call.event is None or call.event.query()):
+                call.end = now
+
+    def rows(self) -> list[tuple[str, Stream, Buffer | None]]:
+        """What a picture has rows for: the buffers of each stream, and streams that got none."""
+        rows: list[tuple[str, Stream, Buffer | None]] = []
+        for name, stream in self.streams.items():
+            mine = [(name, stream, buffer) for buffer in self.buffers if buffer.stream is stream]
+            rows += mine or [(name, stream, None)] * bool(self.find(stream=stream))
+        return rows
+
+    def find(self, **wanted: object) -> list[Call]:
+        """The calls that have these fields."""
+        return [call for call in self.calls if all(getattr(call, name) == value for name, value in wanted.items())]
+
+
+def timeline(run: Timeline, title: str) -> Figure:
+    """One run, with every call named."""
+    with drawing(None, height=2.9) as (made, ax):
+        ax.set_title(title)
+        _timeline_panel(ax, run, named=True)
+        names = {stream: name for name, stream in run.streams.items()}
+        labels = [f"{call.what}\n{names[call.stream] if call.stream else 'host'}" for call in run.calls]
+        ax.set_xticks([at + 0.5 for at in range(len(labels))], labels)
+        ax.tick_params(axis="x", pad=8)
+        made.legend(handles=_legend(), loc="outside lower center", ncols=3)
+    return made
+
+
+def matrix(runs: Mapping[tuple[str, str], Timeline]) -> Figure:
+    """Small multiples: a row for each situation, a column for each choice of policies."""
+    situations, policies = (list(dict.fromkeys(names)) for names in zip(*runs, strict=True))
+    made, grid = figure(len(situations), len(policies), height=1.55 * len(situations) + 0.6, width=10.4)
+    longest = max(len(run.calls) for run in runs.values())
+    colors = {"reused": ADDRESSES[0], "new memory": ADDRESSES[1], "out of memory": RED}
+    with drawing(grid[0, 0]):
+        for (situation, policy), run in runs.items():
+            ax = grid[situations.index(situation), policies.index(policy)]
+            _timeline_panel(ax, run, named=False)
+            ax.set_title(run.outcome, loc="right", color=colors[run.outcome], fontweight="bold", fontsize=10, pad=2)
+            ax.set_xlim(0, longest)
+            ax.set_xticks([])
+            if run.outcome == "reused":
+                ax.set_facecolor(TINT)
+            if policy != policies[0]:
+                ax.set_yticks([])
+        for ax, policy in zip(grid[0], policies, strict=True):
+            name = textwrap.fill(policy.replace("_", " "), 20)
+            ax.annotate(name, (0, 1), (0, 20), xycoords="axes fraction", textcoords="offset points", fontweight="bold")
+        for ax, situation in zip(grid[:, 0], situations, strict=True):
+            ax.set_ylabel(situation, rotation=0, ha="right", va="center", ma="left", labelpad=10)
+        made.legend(handles=_legend(), loc="outside lower center", ncols=3)
+    return made
+
+
+def _timeline_panel(ax: Axes, run: Timeline, named: bool) -> None:
+    end, height = len(run.calls), 0.56
+    rows = run.rows()
+
+    def box(y: float, start: int, stop: int, **style: Any) -> None:
+        ax.add_patch(Rectangle((start, y - height / 2), stop - start, height, **style))
+
+    for y, (_, stream, buffer) in enumerate(rows):
+        for call in run.find(what="out of memory", stream=stream):
+            ax.plot(call.at + 0.5, y, "x", color=RED, ms=7, mew=2)
+        if buffer is None:
+            continue
+        color = ADDRESSES[min(run.buffers[buffer], 1)]
+        allocate, fill, free = (run.find(what=what, buffer=buffer)[0] for what in ("allocate", "fill", "free"))
+        begins, filled, ends = (end if call.end is None else call.end for call in (allocate, fill, free))
+        box(y, allocate.at, begins, fc="white", ec=color, lw=1.2)
+        box(y, begins, ends, fc=color, ec=color, lw=1.2)
+        if ends > free.at:
+            box(y, max(free.at, begins), ends, fill=False, hatch="////", lw=0)
+        ax.plot(filled + 0.5, y, "o", mfc="white", mec=INK, mew=0.5, ms=6 if named else 4)
+    for stream in run.streams.values():
+        held = [call for call in run.find(stream=stream) if call.end is None or call.end > call.at]
+        if not held:
+            continue
+        start, stop = held[0].at, max(end if call.end is None else call.end for call in held)
+        last_row = max(y for y, row in enumerate(rows) if row[1] is stream)
+        below = last_row + height / 2 + 0.1
+        ax.plot([start, stop], [below, below], color=GREY, lw=4 if named else 3, solid_capstyle="butt")
+        why = {"hold": "held by the gate", "wait": "waits for the event"}.get(held[0].what, "waits")
+        if named:
+            ax.text((start + stop) / 2, below + 0.1, why, color=GREY, ha="center", va="top")
+        if held[0].what in ("wait", "allocate"):  # what it waits for is the free in the row above
+            style = "-" if held[0].what == "wait" else (0, (2, 1.5))
+            arrow = {"arrowstyle": "->", "color": INK, "lw": 1, "ls": style, "shrinkA": 0, "shrinkB": 0}
+            ax.annotate("", (stop, last_row - height / 2), (stop, last_row - 1 + height / 2), arrowprops=arrow)
+    ax.set_xlim(0, end)
+    ax.set_ylim(len(rows) - 0.4, -0.45)
+    ax.set_yticks(range(len(rows)), [name for name, _, _ in rows])
+    ax.tick_params(length=0)
+    ax.spines[["left", "bottom"]].set_visible(False)
+
+
+def _legend() -> list[Patch | Line2D]:
+    first, other = ADDRESSES[:2]
+    return [
+        Patch(fc=first, ec=first, label="the memory handed out first"),
+        Patch(fc=other, ec=other, label="other memory"),
+        Patch(fc="white", ec=first, label="allocated, but its stream is not there yet"),
+        Patch(fc=first, ec="white", hatch="////", label="freed, but its stream is not there yet"),
+        Line2D([], [], ls="", marker="o", mfc="white", mec=INK, mew=0.5, label="fill has run"),
+        Line2D([], [], color=GREY, lw=4, label="stream is held up"),
+    ]

@@ -1,0 +1,193 @@
+"""Pictures of virtual memory: what is mapped where, who may use it, and how that changes call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Polygon, Rectangle
+from matplotlib.ticker import MaxNLocator
+
+from streamalloc.core.html import color_of, place
+from streamalloc.core.properties import MemAccess, MemLocation
+from streamalloc.plots.style import GREY, INK, MiB, bare, drawing
+from streamalloc.vmm import AddressRange, PhysicalMemory, VirtualBuffer
+
+__all__ = ["Frame", "Piece", "address_range", "film", "frame"]
+
+
+class Piece(NamedTuple):
+    """Memory at a place of a range."""
+
+    name: str
+    offset: int
+    nbytes: int
+    location: MemLocation
+
+
+class Frame(NamedTuple):
+    """A call, and what was mapped after it."""
+
+    call: str
+    pieces: list[Piece]
+    nbytes: int
+
+
+def frame(call: str, range: AddressRange, names: Mapping[str, PhysicalMemory] | None = None) -> Frame:
+    """What is mapped in a range now; ``names`` tells the pieces of physical memory apart."""
+    pieces = [
+        Piece(_name(one.memory, names or {}), one.offset, one.nbytes, one.memory.location) for one in range.mappings
+    ]
+    return Frame(call, pieces, range.nbytes)
+
+
+def _name(memory: object, names: Mapping[str, PhysicalMemory]) -> str:
+    return next((name for name, one in names.items() if one is memory), "")
+
+
+def _strip(ax: Axes, y: float, height: float, pieces: Sequence[Piece], nbytes: int) -> None:
+    """A range of addresses: an empty frame with the pieces in it."""
+    ax.add_patch(Rectangle((0, y), nbytes / MiB, height, fc="white", ec=GREY, lw=1, ls=(0, (2, 1.5))))
+    for piece in pieces:
+        # What is small beside the range is seen all the same.
+        start, width = piece.offset / MiB, max(piece.nbytes, nbytes // 300) / MiB
+        ax.add_patch(Rectangle((start, y), width, height, fc=color_of(piece.location), ec="white", lw=1.5))
+        if width > nbytes / MiB / 60:
+            middle = start + width / 2, y + height / 2
+            ax.text(*middle, piece.name, color="white", ha="center", va="center", weight="bold")
+
+
+def film(frames: Sequence[Frame], *, ax: Axes | None = None) -> Figure:
+    """A range after each of some calls, one below the other."""
+    with drawing(ax, height=0.42 * len(frames) + 0.6) as (made, axes):
+        for row, one in enumerate(frames):
+            _strip(axes, row + 0.14, 0.72, one.pieces, one.nbytes)
+        axes.set_xlim(0, max(one.nbytes for one in frames) / MiB)
+        axes.set_ylim(len(frames), 0)
+        axes.set_xlabel("MiB from the beginning of the range")
+        axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 4, 8, 10], integer=True))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        bare(axes)
+        axes.set_yticks([row + 0.5 for row in range(len(frames))], [one.call for one in frames], family="monospace")
+    return made
+
+
+# The rights that may be above a piece, and where they are written.
+_LEVELS = (4.15, 4.85, 5.55)
+
+
+def address_range(
+    of: AddressRange | VirtualBuffer, names: Mapping[str, PhysicalMemory] | None = None, *, ax: Axes | None = None
+) -> Figure:
+    """Physical memory below, addresses with their holes above it, a band for each mapping, and on top who has access.
+
+    Parameters
+    ----------
+    of
+        An address range, or a growable or striped buffer.
+    names
+        What the pieces of physical memory are called; by default A, B, C.
+    """
+    addresses = of.range if isinstance(of, VirtualBuffer) else of
+    mappings = addresses.mappings
+    if names is None:
+        several = [one for one in dict.fromkeys(one.memory for one in mappings) if isinstance(one, PhysicalMemory)]
+        letters = (chr(65 + number) if number < 26 else str(number) for number in range(len(several)))
+        names = dict(zip(letters, several, strict=False))
+    total = addresses.nbytes / MiB
+    with drawing(ax, height=4.4) as (made, axes):
+        places = _side_by_side(names, total)
+        for name, memory in names.items():
+            at, size = places[name]
+            axes.add_patch(Rectangle((at, 0), size, 1, fc=color_of(memory.location), ec="white", lw=1.5))
+            if size > total / 60:
+                axes.text(at + size / 2, 0.5, name, color="white", ha="center", va="center", weight="bold")
+        _below(axes, [(sum(places[name]) - places[name][1] / 2, _size_of(one)) for name, one in names.items()], total)
+        pieces = frame("", addresses, names).pieces
+        _strip(axes, 3, 1, pieces, addresses.nbytes)
+        above = []
+        for piece, mapping in zip(pieces, mappings, strict=True):
+            left, right = piece.offset / MiB, (piece.offset + piece.nbytes) / MiB
+            if piece.name in places:
+                start, size = places[piece.name]
+                corners = [(start, 1), (start + size, 1), (right, 3), (left, 3)]
+                axes.add_patch(Polygon(corners, fc=color_of(piece.location), alpha=0.22, lw=0))
+            rights = [
+                f"{place(where)} {'reads' if allowed == MemAccess.READ else 'reads, writes'}"
+                for where, allowed in mapping.rights.items()
+                if allowed
+            ]
+            above.append(((left + right) / 2, "\n".join(rights) or "nobody"))
+        top = _above(axes, above, total)
+        for y, text in ((4.45, "access"), (3.5, "addresses"), (2, "mappings"), (0.5, "physical\nmemory")):
+            axes.text(-0.02 * total, y, text, ha="right", va="center", weight="bold")
+        axes.text(0, 2.93, "0", ha="center", va="top", color=GREY)
+        axes.text(total, 2.93, f"{total:,.0f} MiB", ha="center", va="top", color=GREY)
+        axes.set_xlim(-0.14 * total, 1.03 * total)
+        axes.set_ylim(-0.9, top)
+        axes.set_xticks([])
+        bare(axes)
+    return made
+
+
+def _side_by_side(names: Mapping[str, PhysicalMemory], total: float) -> dict[str, tuple[float, float]]:
+    """Where each piece of physical memory begins, and how wide it is: to scale, and labels fit where they can."""
+    sizes = [max(memory.nbytes / MiB, total / 300) for memory in names.values()]
+    rooms = [max(size, _width(_size_of(memory)) * total) for size, memory in zip(sizes, names.values(), strict=True)]
+    gap = total / 40
+    if sum(rooms) + gap * len(rooms) > total:
+        # What is mapped nowhere may be more than there are addresses.
+        shrunk = min(1.0, 0.8 * total / sum(sizes))
+        sizes = rooms = [size * shrunk for size in sizes]
+        gap = (total - sum(rooms)) / len(rooms)
+    at = (total - sum(rooms) - gap * (len(rooms) - 1)) / 2
+    places = {}
+    for name, size, room in zip(names, sizes, rooms, strict=True):
+        places[name] = (at + (room - size) / 2, size)
+        at += room + gap
+    return places
+
+
+def _width(text: str) -> float:
+    """How wide a text is, as a part of the range."""
+    return 0.0115 * max(map(len, text.splitlines()))
+
+
+def _size_of(memory: PhysicalMemory) -> str:
+    return f"{memory.nbytes / MiB:,.0f} MiB\n{place(memory.location)}"
+
+
+def _below(ax: Axes, labels: Sequence[tuple[float, str]], total: float) -> None:
+    """Labels under the physical memory, as many as there is room for."""
+    last = -total
+    for x, text in labels:
+        if x - last > _width(text) * total:
+            ax.text(x, -0.12, text, ha="center", va="top", color=INK)
+            last = x
+
+
+def _above(ax: Axes, labels: Sequence[tuple[float, str]], total: float) -> float:
+    """Labels above the mappings, on several levels where they would overlap; equal neighbours are written once.
+
+    Says where there is room above them.
+    """
+    ends = [-total] * len(_LEVELS)
+    before, top = None, 5.0
+    for place_, text in labels:
+        half = 0.5 * _width(text) * total
+        x = max(place_, half)
+        level = next((number for number, end in enumerate(ends) if x - half > end), None)
+        if level is None or text == before:
+            continue
+        before = text
+        y = _LEVELS[level]
+        if level:
+            ax.plot([place_, x], [4.05, y], color=GREY, lw=0.6)
+        top = max(top, y + 0.4 * (1 + text.count("\n")))
+        ax.text(x, y, text, ha="center", va="bottom", fontsize=9)
+        # Two lines reach into the next level.
+        for number in range(level, min(level + 1 + text.count("\n"), len(ends))):
+            ends[number] = x + half
+    return top

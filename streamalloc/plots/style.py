@@ -1,0 +1,113 @@
+"""The one style of all pictures: colours, fonts, and what axes look like."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+__all__ = [
+    "ADDRESSES", "GREEN", "GREY", "INK", "LIGHT", "MINUS", "ORANGE", "RED", "RESERVED", "RESERVED_EDGE", "STYLE",
+    "TINT", "USED", "WIDTH", "MiB", "bare", "drawing", "end_labels", "figure", "rows", "sizes",
+]  # fmt: skip
+
+MiB = 1 << 20
+MINUS = "\N{MINUS SIGN}"
+WIDTH = 9.4
+"""Of a figure, in inches: what fits a notebook."""
+
+INK, GREY, TINT = "#24292f", "#6e7781", "#eef4fa"
+RESERVED, RESERVED_EDGE, USED, RED = "#cfe0f1", "#7ba3cf", "#1f4e86", "#b3402e"
+GREEN, ORANGE, LIGHT = "#5f9467", "#e0923d", "#f6ddbd"
+ADDRESSES = ("#3f78b5", ORANGE, "#8a6fb0", GREEN, "#c45d7c", "#4a9aa5", "#a3863c", "#7d8794")
+"""For what is told apart by colour alone."""
+
+STYLE: dict[str, Any] = {
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+    "axes.facecolor": "white",
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "figure.dpi": 80,
+    "font.size": 10,
+    "hatch.color": "white",
+    "hatch.linewidth": 1.2,
+    "legend.frameon": False,
+    "text.color": INK,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+}
+"""What matplotlib's ``rcParams`` are while a picture is made."""
+
+
+def figure(
+    nrows: int = 1, ncols: int = 1, *, height: float = 2.9, width: float = WIDTH, **options: Any
+) -> tuple[Figure, Any]:
+    """A figure in the style, and its axes as an array of two dimensions; ``options`` are those of ``plt.subplots``."""
+    subplots: Any = plt.subplots
+    with plt.rc_context(STYLE):
+        made: tuple[Figure, Any] = subplots(
+            nrows, ncols, figsize=(width, height), squeeze=False, layout="constrained", **options
+        )
+    return made
+
+
+@contextlib.contextmanager
+def drawing(ax: Axes | None, **options: Any) -> Iterator[tuple[Figure, Axes]]:
+    """The figure and the axes to draw into, in a block in which the style holds: those given, or new ones."""
+    with plt.rc_context(STYLE):
+        if ax is None:
+            made, grid = figure(**options)
+            yield made, grid[0, 0]
+        else:
+            whole: Any = ax.figure
+            yield whole, ax
+
+
+def bare(ax: Axes) -> None:
+    """No frame and no ticks."""
+    ax.spines[:].set_visible(False)
+    ax.set_yticks([])
+    ax.tick_params(length=0)
+
+
+def rows(ax: Axes, names: Sequence[str]) -> None:
+    """A row for each name, the first on top."""
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.5, -0.6)
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
+
+
+def sizes(ax: Axes) -> None:
+    """The y axis is a number of MiB, from 0, at most a few of which are written."""
+    ax.set_ylim(0, 1.08 * ax.get_ylim()[1])
+    ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 4, 8, 10], integer=True))
+    ax.yaxis.set_major_formatter("{x:,.0f}")
+
+
+def end_labels(ax: Axes, at: float, labels: Mapping[str, tuple[float, str]]) -> None:
+    """Names right of where curves end, by value and colour, none on top of another. The limits are set before."""
+    height = ax.get_window_extent().height
+    figure_of: Any = ax.figure
+    needed = 1.25 * plt.rcParams["font.size"] * figure_of.dpi / 72 / max(height, 1)
+    lowest = -1.0
+    for name, (value, color) in sorted(labels.items(), key=lambda item: item[1][0]):
+        there = ax.transAxes.inverted().transform(ax.transData.transform((at, value)))[1]
+        lowest = max(there, lowest + needed)
+        ax.annotate(
+            name, (at, lowest), (6, 0), xycoords=("data", "axes fraction"), textcoords="offset points", color=color,
+            va="center", weight="bold", annotation_clip=False,
+        )  # fmt: skip

@@ -1,0 +1,193 @@
+"""Pictures: no text lies on another, whatever the sizes, and what they show is what happened."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib.font_manager")
+
+import matplotlib
+import matplotlib.text
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import plots, vmm
+from tests.support import MiB
+
+GiB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def backend() -> Iterator[None]:
+    """Nothing is shown, and nothing is left of it."""
+    import matplotlib.pyplot as plt
+
+    before = matplotlib.get_backend()
+    plt.switch_backend("Agg")
+    yield
+    plt.close("all")
+    plt.switch_backend(before)
+
+
+def overlaps(figure: Any) -> list[tuple[str, str]]:
+    """Pairs of texts that lie on each other, or outside of the figure."""
+    figure.canvas.draw()
+    renderer = figure.canvas.get_renderer()
+    boxes = []
+    for text in figure.findobj(matplotlib.text.Text):
+        if text.get_visible() and text.get_text().strip():
+            box = text.get_window_extent(renderer)
+            # Ticks outside of the limits are not drawn.
+            if box.width > 1 and figure.bbox.overlaps(box):
+                boxes.append((text.get_text(), box.padded(-1)))
+    pairs = itertools.combinations(boxes, 2)
+    found = [(one, other) for (one, a), (other, b) in pairs if a.overlaps(b) and one != other]
+    width = figure.bbox.width
+    return found + [(text, "the edge") for text, box in boxes if box.x0 < -2 or box.x1 > width + 2]
+
+
+SIZES = {"small": MiB, "gpu": 700 * MiB}
+
+
+@pytest.fixture(params=SIZES)
+def unit(request: pytest.FixtureRequest) -> int:
+    return SIZES[request.param]
+
+
+@pytest.fixture
+def big(unit: int) -> Any:
+    """A machine with the memory of a real GPU, which records its calls."""
+    return sd.traced(sd.simulated(devices=2, memory=141 * GiB))
+
+
+class TestText:
+    def test_of_pools(self, big: Any, unit: int) -> None:
+        device = sa.Device(0, driver=big)
+        steps = []
+        with sa.MemoryPool(device, release_threshold=2**64 - 1) as pool, device.create_stream() as stream:
+            for number in range(9):
+                with pool.allocate(number * unit + 512, stream):
+                    steps.append(plots.Step(f"+{number * unit >> 20}", pool.statistics()))
+                steps.append(plots.Step("sync", pool.statistics()))
+            assert overlaps(pool.plot()) == []
+        assert overlaps(plots.usage({"one": steps, "two": steps[::-1]}, peaks=True)) == []
+        assert overlaps(plots.usage({"many": steps * 6})) == []
+
+    def test_of_observers(self, big: Any, unit: int) -> None:
+        device = sa.Device(0, driver=big)
+        with sa.MemoryPool(device) as pool, device.create_stream() as stream, sa.observe(pool) as observer:
+            for _ in range(3):
+                with observer.phase("a step of the training"), observer.phase("forward"):
+                    pool.allocate(3 * unit, stream).free()
+            assert overlaps(observer.plot()) == []
+            assert overlaps(plots.reuse(observer)) == []
+            assert overlaps(plots.reuse(big.calls)) == []
+        with sa.observe(device) as empty:
+            pass
+        assert overlaps(empty.plot()) == [] and overlaps(plots.reuse(empty)) == []
+
+    def test_of_ranges(self, big: Any, unit: int) -> None:
+        here, there = sa.Device.all(big)
+        page = max(unit // (2 * MiB), 1) * 2 * MiB
+        with contextlib.ExitStack() as stack:
+            addresses = stack.enter_context(vmm.AddressRange(40 * page, driver=big))
+            for number in range(12):
+                memory = stack.enter_context(vmm.PhysicalMemory(page, (here, there)[number % 2]))
+                addresses.map(memory, 2 * number * page, access={here: sa.MemAccess(1 + 2 * (number % 3 == 0))})
+            addresses.map(stack.enter_context(vmm.PhysicalMemory(2 * MiB, here)), 30 * page, access=[here, there])
+            assert overlaps(addresses.plot()) == []
+            frames = [plots.frame(f"map({number})", addresses) for number in range(5)]
+            assert overlaps(plots.film(frames)) == []
+            with vmm.GrowableBuffer(here, 64 * page, page) as buffer:
+                assert overlaps(buffer.plot()) == []
+            with vmm.AddressRange(40 * page, driver=big) as nothing:
+                assert overlaps(nothing.plot()) == []
+
+    def test_of_charts(self) -> None:
+        bars = [plots.Bar("one", 0, 3, text="fits"), plots.Bar("two", 3, 3.1, text="does not fit in there")]
+        made = plots.spans(bars, [plots.Mark("one", 4, "here", to="two")], legend={"what": "#123456"}, xlabel="ms")
+        assert overlaps(made) == []
+        assert "does not fit in there" not in {text.get_text() for text in made.findobj(matplotlib.text.Text)}
+        cells = [plots.Cell(row, column, "yes") for row in range(3) for column in range(4)]
+        assert overlaps(plots.grid(cells, ["a", "b", "c"], ["w", "x", "y", "z"])) == []
+        x = list(range(20))
+        same = {f"curve {number}": (x, [number * 1e-3 + value for value in x]) for number in range(4)}
+        assert overlaps(plots.curves({"linear": same, "log": same}, log=["log"])) == []
+
+
+class TestLives:
+    """Why memory could be handed out again, from the calls of a traced driver."""
+
+    @pytest.fixture
+    def traced(self, machine: Any) -> Any:
+        return sd.traced(machine)
+
+    def test_reasons(self, traced: Any) -> None:
+        device = sa.Device(0, driver=traced)
+        with (
+            sa.MemoryPool(device, release_threshold=2**64 - 1) as pool,
+            device.create_stream() as one,
+            device.create_stream() as two,
+        ):
+            first = pool.allocate(8 * MiB, one)
+            address = first.address
+            first.free()
+            second = pool.allocate(8 * MiB, one)
+            second.free()
+            two.wait(one.record())
+            third = pool.allocate(8 * MiB, two)
+            third.free()
+            two.synchronize()
+            fourth = pool.allocate(8 * MiB, one)
+            assert {second.freed, third.freed, fourth.address == address} == {True}
+            found = plots.lives(traced.calls)
+            fourth.free()
+        assert [life.why for life in found] == [
+            "",
+            "same stream",
+            "an event orders them",
+            "the host had synchronised",
+        ]
+        assert [life.nbytes for life in found] == [8 * MiB] * 4 and {life.address for life in found} == {address}
+        assert [life.stop is None for life in found] == [False, False, False, True]
+
+    def test_an_event_that_comes_before_the_free_orders_nothing(self, traced: Any) -> None:
+        device = sa.Device(0, driver=traced)
+        with sa.MemoryPool(device) as pool, device.create_stream() as one, device.create_stream() as two:
+            first = pool.allocate(8 * MiB, one)
+            two.wait(one.record())
+            first.free()
+            while not one.query():
+                pass
+            pool.allocate(8 * MiB, two)
+            *_, last = plots.lives(traced.calls)
+        assert last.why in ("", "the free had run, or the driver waits for it")
+
+    def test_of_an_observer(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with sa.observe(pool) as observer:
+            pool.allocate(MiB, stream).free()
+            pool.allocate(MiB, stream).free()
+        assert [life.why for life in plots.lives(observer)] == ["", "same stream"]
+
+
+def test_what_cannot_be_drawn() -> None:
+    with pytest.raises(TypeError, match="no picture of 3"):
+        plots.draw(3)
+
+
+def test_without_matplotlib(python: Any) -> None:
+    code = """
+import sys
+sys.modules["matplotlib"] = None
+import streamalloc as sa
+try:
+    sa.MemoryPool(sa.Device(0)).plot()
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    assert "pip install 'streamalloc[plot]'" in python(code).stdout
