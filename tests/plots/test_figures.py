@@ -39,10 +39,18 @@ def overlaps(figure: Any) -> list[tuple[str, str]]:
     figure.canvas.draw()
     renderer = figure.canvas.get_renderer()
     boxes = []
+    # Ticks outside of the limits are not drawn.
+    ticks = {label for ax in figure.axes for axis in (ax.xaxis, ax.yaxis) for label in axis.get_ticklabels()}
+    drawn = {
+        tick.label1
+        for ax in figure.axes
+        for axis in (ax.xaxis, ax.yaxis)
+        for tick in axis.get_major_ticks()
+        if min(axis.get_view_interval()) <= tick.get_loc() <= max(axis.get_view_interval())
+    }
     for text in figure.findobj(matplotlib.text.Text):
-        if text.get_visible() and text.get_text().strip():
+        if text.get_visible() and (text not in ticks or text in drawn) and text.get_text().strip():
             box = text.get_window_extent(renderer)
-            # Ticks outside of the limits are not drawn.
             if box.width > 1 and figure.bbox.overlaps(box):
                 boxes.append((text.get_text(), box.padded(-1)))
     pairs = itertools.combinations(boxes, 2)
