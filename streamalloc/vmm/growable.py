@@ -170,6 +170,8 @@ class GrowableBuffer(VirtualBuffer):
         entries = addresses._entries
         if addresses._node.stale or (entries and entries[-1].stop > at):
             self._trim(at)
+        for watcher in addresses._node.allocations.watchers:
+            watcher.to_be_mapped(addresses.address + at, nbytes)
         memory = PhysicalMemory.__new__(PhysicalMemory)
         try:
             memory._make(self._spec, nbytes)
