@@ -146,6 +146,13 @@ def _reduce_for_processes(thing: object) -> tuple[Any, ...] | None:
 # Importing ipc registers the classes; this is for programs that put a buffer into a queue without it.
 streamalloc.core.ownership.reduce_for_processes = _reduce_for_processes
 
+
+def _draw(thing: object, **options: Any) -> Any:
+    return importlib.import_module("streamalloc.plots").draw(thing, **options)
+
+
+streamalloc.core.ownership.draw = _draw
+
 # Imported when first used: whoever only allocates does not wait for the rest, and who tests other things for nothing.
 _PACKAGES = ("driver", "interop", "ipc", "multicast", "observing", "plots", "traces", "vmm")
 _LATER = {
