@@ -67,7 +67,7 @@ def test_what_is_in_it(installed: Environment) -> None:
     names = set(zipfile.ZipFile(installed.wheel).namelist())
     ours = {str(path.relative_to(ROOT)) for path in (ROOT / "streamalloc").rglob("*")
             if path.is_file() and "__pycache__" not in path.parts}  # fmt: skip
-    assert {name for name in names if ".dist-info/" not in name} == {*ours, "pytest_streamalloc.py"}
+    assert {name for name in names if ".dist-info/" not in name} == ours
     assert "streamalloc/py.typed" in names
 
     (found,) = installed.packages.glob("streamalloc-*.dist-info")
@@ -88,8 +88,9 @@ def test_the_command(installed: Environment, tmp_path: Path) -> None:
 
 
 def test_a_project_that_tests_itself_with_it(installed: Environment, tmp_path: Path) -> None:
-    """The plugin is there without being named, and every module can be imported."""
+    """The plugin is there without being named, and may be named; every module can be imported."""
     (tmp_path / "pytest.ini").write_text("[pytest]\nstreamalloc_leaks = true\nfilterwarnings = error\n")
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["streamalloc.testing.plugin"]')
     (tmp_path / "test_project.py").write_text(
         textwrap.dedent("""
             import importlib, pathlib, pkgutil
