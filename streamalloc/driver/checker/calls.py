@@ -489,6 +489,7 @@ def _ends_executable(state: State, name: str, args: tuple[Any, ...]) -> Steps:
     answer = yield None
     if not answer[0]:
         state.executables.pop(number_of(args[0]), None)
+        state.launched.pop(number_of(args[0]), None)
 
 
 def _updates_executable(state: State, name: str, args: tuple[Any, ...]) -> Steps:
@@ -500,7 +501,7 @@ def _updates_executable(state: State, name: str, args: tuple[Any, ...]) -> Steps
 def _launches(state: State, name: str, args: tuple[Any, ...]) -> Steps:
     answer = yield None
     if not answer[0]:
-        state.launch(state.executables.get(number_of(args[0]), []), args[1], here())
+        state.launch(number_of(args[0]), args[1], here())
 
 
 # -- virtual memory ------------------------------------------------------------------------------------------

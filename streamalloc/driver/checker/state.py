@@ -103,6 +103,8 @@ class State:
         self.captures: dict[Stream, Capture] = {}
         self.graphs: dict[int, list[Node]] = {}
         self.executables: dict[int, list[Node]] = {}
+        self.launched: dict[int, Obstacle] = {}
+        """The end of the latest launch of each."""
         self.physical: dict[int, Physical] = {}
         self.pools: dict[int, dict[int, int] | None] = {}
         """What devices may do with the memory of a pool, by its handle."""
@@ -487,9 +489,13 @@ class State:
 
     # -- graphs ----------------------------------------------------------------------------------------------
 
-    def launch(self, nodes: list[Node], handle: Any, stack: Stack) -> None:
-        """A stream is to run a graph."""
+    def launch(self, executable: int, handle: Any, stack: Stack) -> None:
+        """A stream is to run a graph, after earlier launches of the same."""
         stream = self.stream(handle)
+        nodes = self.executables.get(executable, [])
+        before = self.launched.get(executable)
+        if before is not None:
+            self.timeline.wait(stream, before)
         for node in nodes:
             if node.kind == "allocate":
                 self._place(node.range)
@@ -519,6 +525,7 @@ class State:
                     self.judge.allocate(made, stream)
 
         self.timeline.submit(stream, run)
+        self.launched[executable] = self.timeline.record(stream)
 
     def _place(self, made: Range) -> None:
         if self.addresses.find(made.base) is not made:

@@ -739,6 +739,23 @@ def a_launch_is_not_ordered_with_other_work(b: Bench, right: bool) -> None:
     graph.close()
 
 
+@hazard("race")
+def two_launches_of_two_graphs(b: Bench, right: bool) -> None:
+    """Launches of the same graph come one after the other, whatever their streams."""
+    x = b.new(b.a)
+    b.a.synchronize()
+    graphs = []
+    for _ in range(2):
+        with b.a.capture() as graph:
+            x.fill(1)
+        graphs.append(graph)
+    graphs[0].launch(b.b)
+    graphs[0 if right else 1].launch(b.c)
+    b.done(x)
+    for graph in graphs:
+        graph.close()
+
+
 @hazard("free racing a use")
 def freed_while_a_graph_runs(b: Bench, right: bool) -> None:
     x = b.new(b.a)

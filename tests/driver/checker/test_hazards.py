@@ -1,0 +1,202 @@
+"""Intervals against single bytes; and calls that simulated drivers do not have, on a driver that does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+import streamalloc.driver as sd
+from streamalloc.driver.bindings import cuda
+from streamalloc.driver.checker.clocks import CERTAIN, Clock, Timeline
+from streamalloc.driver.checker.hazards import Access, Addresses, Bytes, Range, size_text
+
+LENGTH = 12
+USES = some.lists(
+    some.tuples(some.integers(0, 2), some.integers(0, LENGTH), some.integers(0, LENGTH), some.booleans()), max_size=25
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(uses=USES, order=some.lists(some.tuples(some.integers(0, 2), some.integers(0, 2)), max_size=25))
+def test_intervals_are_what_single_bytes_are(
+    uses: list[tuple[int, int, int, bool]], order: list[tuple[int, int]]
+) -> None:
+    timeline, memory = Timeline(), Bytes()
+    streams = [timeline.stream(name) for name in "abc"]
+    written: list[Access | None] = [None] * LENGTH
+    reads: list[dict[int, Access]] = [{} for _ in range(LENGTH)]
+    for number, (which, start, end, write) in enumerate(uses):
+        if number < len(order):
+            before, after = order[number]
+            timeline.wait(streams[after], timeline.record(streams[before]))
+        stream = streams[which]
+        timeline.submit(stream, lambda _: None)
+        access = Access(stream, "use", (), write)
+        found = set(memory.touch(start, end, access, stream.clock, timeline.order)) if start < end else set()
+        expected = set()
+        for at in range(start, end):
+            earlier = [written[at], *(reads[at].values() if write else ())]
+            for one in earlier:
+                if one is not None and one.actor is not stream:
+                    ordered = timeline.order(stream.clock, one.actor.number, one.time)
+                    if ordered != CERTAIN:
+                        expected.add((one, ordered))
+            if write:
+                written[at], reads[at] = access, {}
+            else:
+                reads[at][stream.number] = access
+        assert found == expected
+    starts = [one.start for one in memory._segments]
+    assert starts == memory._starts == sorted(starts)
+
+
+def test_ranges_take_the_place_of_others() -> None:
+    addresses = Addresses()
+    first, second = Range(100, 50, "one"), Range(200, 50, "two")
+    addresses.add(second)
+    addresses.add(first)
+    assert addresses.find(149) is first and addresses.find(150) is None and addresses.find(99) is None
+    assert addresses.pieces(140, 80) == [(first, 140, 150), (second, 200, 220)]
+    third = Range(120, 100, "three")
+    addresses.add(third)
+    assert addresses.living() == [third] and addresses.find(110) is None and addresses.find(230) is None
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(1, "1 byte"), (1000, "1000 bytes"), (4096, "4 KiB"), (3 << 20, "3 MiB"), (1 << 30, "1 GiB")]
+)
+def test_sizes(nbytes: int, text: str) -> None:
+    assert size_text(nbytes) == text
+
+
+OK = cuda.CUresult.CUDA_SUCCESS
+
+
+class Yes:
+    """A driver all of whose calls succeed. What a call makes is given beforehand."""
+
+    def __init__(self) -> None:
+        self.makes: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+        return lambda *args: (OK, self.makes.pop(0)) if self.makes else (OK,)
+
+    def cuCtxGetCurrent(self) -> Any:
+        return (OK, cuda.CUcontext(1))
+
+    def cuCtxGetDevice(self) -> Any:
+        return (OK, 0)
+
+    def cuPointerGetAttribute(self, *_: Any) -> Any:
+        return (OK, 2)
+
+
+class Calls:
+    """Two streams, memory at 1 MiB and at 2 MiB, and what is found."""
+
+    def __init__(self) -> None:
+        self._yes = Yes()
+        self.driver: Any = sd.checked(self._yes)
+        self.a = self.make(cuda.CUstream(0x10), "cuStreamCreate", 1)
+        self.b = self.make(cuda.CUstream(0x20), "cuStreamCreate", 1)
+        for address in (1 << 20, 2 << 20):
+            self.make(cuda.CUdeviceptr(address), "cuMemAlloc", 1 << 20)
+
+    def make(self, thing: Any, name: str, *args: Any) -> Any:
+        self._yes.makes.append(thing)
+        return getattr(self.driver, name)(*args)[1]
+
+    def use(self, offset: int, nbytes: int = 1, write: bool = True, of: int = 1) -> None:
+        self.driver.used((of << 20) + offset, nbytes, self.b, write)
+
+    def kinds(self) -> list[str]:
+        return [one.kind for one in self.driver.hazards]
+
+
+def _plane(calls: Calls) -> None:
+    calls.driver.cuMemsetD2D8Async(1 << 20, 256, 1, 100, 4, calls.a)
+
+
+def _short_plane(calls: Calls) -> None:
+    calls.driver.cuMemsetD2D32Async(1 << 20, 256, 1, 25, 4, calls.a)
+
+
+def _copy_of_a_plane(calls: Calls) -> None:
+    copy = cuda.CUDA_MEMCPY2D()
+    copy.srcMemoryType = copy.dstMemoryType = cuda.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    copy.srcDevice, copy.dstDevice = cuda.CUdeviceptr(2 << 20), cuda.CUdeviceptr(1 << 20)
+    copy.srcPitch, copy.dstPitch, copy.WidthInBytes, copy.Height = 100, 256, 100, 4
+    calls.driver.cuMemcpy2DAsync(copy, calls.a)
+
+
+def _batch(calls: Calls) -> None:
+    rows = range(4)
+    targets, sources = [(1 << 20) + 256 * row for row in rows], [(2 << 20) + 100 * row for row in rows]
+    calls.driver.cuMemcpyBatchAsync(targets, sources, [100] * 4, 4, [], [], 0, calls.a)
+
+
+def _nodes(calls: Calls) -> None:
+    graph = calls.make(cuda.CUgraph(0x30), "cuGraphCreate", 0)
+    node = SimpleNamespace(dst=1 << 20, pitch=256, elementSize=1, width=100, height=4)
+    calls.make(cuda.CUgraphNode(1), "cuGraphAddMemsetNode", graph, [], 0, node, None)
+    clone = calls.make(cuda.CUgraph(0x31), "cuGraphClone", graph)
+    launchable = calls.make(cuda.CUgraphExec(0x32), "cuGraphInstantiate", clone, 0)
+    calls.driver.cuGraphLaunch(launchable, calls.a)
+
+
+@pytest.mark.parametrize("write", [_plane, _short_plane, _copy_of_a_plane, _batch, _nodes])
+def test_rows_have_gaps(write: Callable[[Calls], None]) -> None:
+    """Four rows of 100 bytes, 256 bytes from one to the next."""
+    calls = Calls()
+    write(calls)
+    calls.use(100, 156)
+    calls.use(256 * 3 + 100, 1000)
+    assert calls.kinds() == []
+    calls.use(256 * 3 + 99)
+    assert calls.kinds() == ["race"]
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_words_in_a_batch(right: bool) -> None:
+    calls = Calls()
+    kinds = cuda.CUstreamBatchMemOpType
+    word = (2 << 20) + 64
+    write = SimpleNamespace(
+        operation=kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32,
+        writeValue=SimpleNamespace(address=word, value=5, value64=0, flags=0),
+    )
+    wait = SimpleNamespace(
+        operation=kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32,
+        waitValue=SimpleNamespace(address=word, value=5 if right else 4, value64=0, flags=0 if right else 2),
+    )
+    calls.driver.used(1 << 20, 8, calls.a, True)
+    calls.driver.cuStreamBatchMemOp(calls.a, 1, [write], 0)
+    if not right:
+        calls.driver.used(1 << 20, 8, calls.a, True)
+    calls.driver.cuStreamBatchMemOp(calls.b, 1, [wait], 0)
+    calls.use(0)
+    assert calls.kinds() == ([] if right else ["race"])
+
+
+def test_memory_of_a_graph_that_was_built_by_hand() -> None:
+    calls = Calls()
+    graph = calls.make(cuda.CUgraph(0x30), "cuGraphCreate", 0)
+    node = SimpleNamespace(dptr=5 << 20, bytesize=4096)
+    calls.make(cuda.CUgraphNode(1), "cuGraphAddMemAllocNode", graph, [], 0, node)
+    launchable = calls.make(cuda.CUgraphExec(0x32), "cuGraphInstantiate", graph, 0)
+    calls.driver.cuGraphLaunch(launchable, calls.a)
+    calls.driver.used(5 << 20, 8, calls.a, True)
+    assert calls.kinds() == []
+    calls.use(0, of=5)
+    assert calls.kinds()[0] == "use before allocation"
+
+
+def test_clocks_of_words_keep_what_is_common() -> None:
+    assert Clock({1: 2}).common(Clock({2: 3})).known == {1: 0}
