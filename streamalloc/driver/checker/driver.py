@@ -52,13 +52,13 @@ class Checked(Wrapper):
         """What was found so far, in order, the same thing at the same place once. It may be cleared."""
         self._on = on
         self._poison = poison
-        # One thread at a time; who has it, as a finaliser may run in the middle of an observation.
-        self._lock = threading.Lock()
-        self._holder = 0
+        # One thread at a time. A finaliser may run in the middle of an observation, in the thread that makes it.
+        self._lock: Any = threading.RLock()
+        self._observing = 0
         self._postponed: deque[Callable[[], None]] = deque()
         self._found: list[Hazard] = []
         self._shown: set[tuple[Any, ...]] = set()
-        self._state = State(driver, self._found.append)
+        self._state = State(_Asked(self), self._found.append)
         self._host_functions: dict[int, Any] = {}
         self.process: int = os.getpid()
         """The process that made it; a forked child has nothing to say at its end."""
@@ -79,30 +79,47 @@ class Checked(Wrapper):
         rule = RULES.get(name)
         if rule is None and name not in COUNTED:
             return _keeps_convention(name, function(*args))
-        if self._holder == threading.get_ident():
-            # A finaliser, in the middle of an observation of this thread.
+        if self._inside():
             answer = _keeps_convention(name, function(*args))
             self._postponed.append(lambda: self._late(name, args, answer))
             return answer
         steps = None if rule is None else rule(self._state, name, args)
-        with self._turn():
-            refused = self._before(name, args, steps)
+        refused: tuple[Any, ...] | None = self._alone(self._before, name, args, steps)
         if refused is not None:
             self._deliver()
             return refused
         self._deliver(lambda: steps and self._send(steps, _INVALID))
         if self._poison and name in _POISONED:
             self._poison_before(name, args)
-        answer = _keeps_convention(name, function(*args))
-        with self._turn():
-            self._after(name, args, answer, steps)
+        try:
+            answer = _keeps_convention(name, function(*args))
+        except BaseException:
+            # Nothing has happened, such as with arguments that the bindings do not take.
+            if steps is not None:
+                self._alone(self._send, steps, _INVALID)
+            raise
+        self._alone(self._after, name, args, answer, steps)
         self._deliver()
         if self._poison and not answer[0] and name in _POISONED:
             self._poison_after(name, args, answer)
         return answer
 
-    def _turn(self) -> _Turn:
-        return _Turn(self)
+    def _inside(self) -> bool:
+        """Whether this is a finaliser, in the middle of an observation of this thread."""
+        return self._observing == threading.get_ident() and bool(self._lock._is_owned())
+
+    def _alone(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the state while no other thread does; then note what finalisers have done meanwhile."""
+        with self._lock:
+            self._observing = threading.get_ident()
+            try:
+                return step(*args)
+            finally:
+                try:
+                    while self._postponed:
+                        self._postponed.popleft()()
+                finally:
+                    self._observing = 0
 
     def _before(self, name: str, args: tuple[Any, ...], steps: Steps | None) -> tuple[Any, ...] | None:
         state = self._state
@@ -182,37 +199,37 @@ class Checked(Wrapper):
                 warnings.warn(str(hazard), RuntimeWarning, 4)
         elif self._on == "raise" and fresh:
             if take_back is not None:
-                with self._turn():
-                    take_back()
+                self._alone(take_back)
             raise DriverMisuseError(str(fresh[0]), fresh[0])
 
     # -- what is told ----------------------------------------------------------------------------------------
 
     def used(self, address: int, nbytes: int, stream: Any, write: bool) -> None:
         """Say that work of another library, in a stream by its handle, uses memory; None: the host itself does."""
-        if self._holder == threading.get_ident():
-            return
-        with self._turn():
-            if self._state.timeline.held:
-                self._state.look()
-            if stream is None:
-                self._state.use_on_host(address, nbytes, write)
-            else:
-                self._state.use_on_device(stream, address, nbytes, write)
-        self._deliver()
+        if not self._inside():
+            self._alone(self._use, address, nbytes, stream, write)
+            self._deliver()
+
+    def _use(self, address: int, nbytes: int, stream: Any, write: bool) -> None:
+        if self._state.timeline.held:
+            self._state.look()
+        if stream is None:
+            self._state.use_on_host(address, nbytes, write)
+        else:
+            self._state.use_on_device(stream, address, nbytes, write)
 
     def outstanding(self) -> dict[str, list[int]]:
         """What was made through this driver and not released, by kind: driver handles or addresses.
 
         A ``"mapping"`` is there from ``cuMemMap`` to ``cuMemUnmap``, by its address.
         """
-        with self._turn():
-            return self._state.account.outstanding()
+        live: dict[str, list[int]] = self._alone(self._state.account.outstanding)
+        return live
 
     def leaks(self) -> list[Hazard]:
         """A hazard for all memory that was not given back, with the place where it was allocated."""
-        with self._turn():
-            return self._state.leaks()
+        leaks: list[Hazard] = self._alone(self._state.leaks)
+        return leaks
 
     def assert_nothing_left(self, besides: Iterable[str] = ()) -> None:
         """Raise :class:`DriverMisuseError` if anything is outstanding, except of the kinds in ``besides``."""
@@ -226,9 +243,8 @@ class Checked(Wrapper):
 
         At the end of the process it is called by itself, unless hazards raise, and what that finds is printed.
         """
-        with self._turn():
-            self._state.close()
-            self._found += self._state.leaks()
+        self._alone(self._state.close)
+        self._found += self.leaks()
         self._keep()
         return self.hazards
 
@@ -236,21 +252,18 @@ class Checked(Wrapper):
 
     def _watched_host_function(self, launch: Function) -> Function:
         def function(stream: Any, fn: Any, data: Any) -> tuple[Any, ...]:
-            with self._turn():
-                told = self._state.host_function(stream)
+            told = self._alone(self._state.host_function, stream)
             if told is None:
                 return launch(stream, fn, data)
             begins, ends = told
             theirs = _HOST_FUNCTION(int(fn))
 
             def run(given: int | None) -> None:
-                with self._turn():
-                    begins()
+                self._alone(begins)
                 try:
                     theirs(given)
                 finally:
-                    with self._turn():
-                        ends()
+                    self._alone(ends)
                     self._host_functions.pop(pointer, None)
 
             ours = _HOST_FUNCTION(run)
@@ -259,8 +272,7 @@ class Checked(Wrapper):
             answer = launch(stream, cuda.CUhostFn(pointer), data)
             if answer[0]:
                 self._host_functions.pop(pointer, None)
-                with self._turn():
-                    ends()
+                self._alone(ends)
             return answer
 
         return function
@@ -270,8 +282,8 @@ class Checked(Wrapper):
             watched: list[tuple[int, int, bool]] = []
             answer: tuple[Any, ...] = launch(stream, lambda there: kernel(_WatchedLaunch(there, watched)))
             if not answer[0]:
-                with self._turn():
-                    self._state.act(stream, "multimem_launch", watched, here(), atomic=True)
+                stack = here()
+                self._alone(lambda: self._state.act(stream, "multimem_launch", watched, stack, atomic=True))
                 self._deliver()
             return answer
 
@@ -309,34 +321,33 @@ class Checked(Wrapper):
 _POISONED = frozenset(("cuMemAllocAsync", "cuMemAllocFromPoolAsync", "cuMemFreeAsync"))
 
 
-class _Turn:
-    """One thread at a time; what finalisers have done meanwhile is noted before the next one."""
-
-    __slots__ = ("_nested", "_owner")
+class _Asked:
+    """The driver that is wrapped, for questions of the checker's own. They are asked while nobody has the turn: a
+    finaliser may be waiting for it in the middle of a call.
+    """
 
     def __init__(self, owner: Checked) -> None:
-        self._owner = owner
-        self._nested = False
+        # No reference that would make a cycle of the two: a driver goes with its last user.
+        self._owner = weakref.ref(owner)
 
-    def __enter__(self) -> None:
-        owner = self._owner
-        me = threading.get_ident()
-        if owner._holder == me:
-            self._nested = True
-            return
-        owner._lock.acquire()
-        owner._holder = me
+    def __getattr__(self, name: str) -> Any:
+        owner = self._owner()
+        assert owner is not None
+        function = getattr(owner._wrapped, name)
 
-    def __exit__(self, *_: object) -> None:
-        if self._nested:
-            return
-        owner = self._owner
-        try:
-            while owner._postponed:
-                owner._postponed.popleft()()
-        finally:
-            owner._holder = 0
-            owner._lock.release()
+        def ask(*args: Any) -> Any:
+            inside = owner._inside()
+            if inside:
+                owner._observing = 0
+                owner._lock.release()
+            try:
+                return function(*args)
+            finally:
+                if inside:
+                    owner._lock.acquire()
+                    owner._observing = threading.get_ident()
+
+        return ask
 
 
 class _WatchedLaunch:
@@ -362,6 +373,14 @@ def _keeps_convention(name: str, answer: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 _alive: weakref.WeakSet[Checked] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for one in tuple(_alive):
+        one._lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @atexit.register

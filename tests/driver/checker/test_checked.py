@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
 from collections.abc import Callable
 from subprocess import CompletedProcess
@@ -96,6 +98,37 @@ class TestModes:
             bench.write(memory, bench.a)
             memory.free()
         assert driver.hazards == []
+
+    def test_what_raises_has_not_happened(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            memory = bench.new(bench.a)
+            with pytest.raises(TypeError):
+                bench.driver.cuMemFreeAsync(memory.address, cuda.CUstream(bench.a.handle), "too much")
+            bench.write(memory, bench.a)
+            memory.free()
+        assert driver.hazards == []
+
+    def test_a_finaliser_that_calls_the_driver_while_it_is_asked(self, machine: Any) -> None:
+        """What other threads free in the middle of a call neither waits for it nor is lost."""
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            cycles: list[Any] = []
+            for _ in range(50):
+                cycle: list[Any] = [bench.new(bench.a)]
+                cycle.append(cycle)
+                cycles.append(cycle)
+            del cycle
+            cycles = [cycles]
+            other = threading.Thread(target=gc.collect)
+            cycles.clear()
+            other.start()
+            while other.is_alive():
+                bench.device.default_stream.synchronize()
+                bench.done(bench.new(bench.device.default_stream))
+            other.join()
+            gc.collect()
+        assert driver.hazards == [] and "pool allocation" not in driver.outstanding()
 
     def test_other_modes_there_are_not(self, machine: Any) -> None:
         with pytest.raises(ValueError, match="allowed are 'raise', 'report', 'warn'"):
