@@ -53,7 +53,7 @@ class Checked(Wrapper):
         self._on = on
         self._poison = poison
         # One thread at a time. A finaliser may run in the middle of an observation, in the thread that makes it.
-        self._lock: Any = threading.RLock()
+        self._lock = threading.RLock()
         self._observing = 0
         self._postponed: deque[Callable[[], None]] = deque()
         self._found: list[Hazard] = []
@@ -106,20 +106,20 @@ class Checked(Wrapper):
 
     def _inside(self) -> bool:
         """Whether this is a finaliser, in the middle of an observation of this thread."""
-        return self._observing == threading.get_ident() and bool(self._lock._is_owned())
+        return self._observing == threading.get_ident()
 
     def _alone(self, step: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the state while no other thread does; then note what finalisers have done meanwhile."""
         with self._lock:
             self._observing = threading.get_ident()
             try:
-                return step(*args)
+                result = step(*args)
+                while self._postponed:
+                    self._postponed.popleft()()
+                return result
             finally:
-                try:
-                    while self._postponed:
-                        self._postponed.popleft()()
-                finally:
-                    self._observing = 0
+                # No call comes before this that a signal handler could interrupt.
+                self._observing = 0
 
     def _before(self, name: str, args: tuple[Any, ...], steps: Steps | None) -> tuple[Any, ...] | None:
         state = self._state
