@@ -31,7 +31,7 @@ from streamalloc.driver.internal import BINDINGS_VERSION, as_asked, cuda, versio
 if TYPE_CHECKING:
     from streamalloc.driver import Driver
 
-__all__ = ["DIRECT", "Door", "OwnsHandle", "PerDriver", "door_behind", "refuse_after_fork"]
+__all__ = ["DIRECT", "Door", "OwnsHandle", "PerDriver", "door_behind", "doors", "refuse_after_fork"]
 
 T = TypeVar("T")
 
@@ -393,6 +393,12 @@ _doors: weakref.WeakValueDictionary[int, Door] = weakref.WeakValueDictionary()
 # The real driver is a module, there for as long as the process; its door remembers that in a forked child.
 _kept: list[Door] = []
 _doors_lock = threading.RLock()
+
+
+def doors() -> tuple[Door, ...]:
+    """The doors of all drivers that are in use."""
+    with _doors_lock:
+        return tuple(_doors.values())
 
 
 def refuse_after_fork(*_args: Any, **_kwargs: Any) -> Any:

@@ -4,6 +4,7 @@
 package.
 """
 
+from streamalloc.observing.live_view import LiveView, PoolFigures, live
 from streamalloc.observing.observer import Observer, observe
 from streamalloc.observing.records import Allocation, Happening, Phase, Site, Source
 from streamalloc.observing.report import LeakError, LeakReport, Place
@@ -13,10 +14,13 @@ __all__ = [
     "Happening",
     "LeakError",
     "LeakReport",
+    "LiveView",
     "Observer",
     "Phase",
     "Place",
+    "PoolFigures",
     "Site",
     "Source",
+    "live",
     "observe",
 ]

@@ -57,7 +57,7 @@ pools_of: PerDriver[Pools] = PerDriver(Pools)
 class PoolEnd(Deferred):
     """The end of a pool that was made here; it has the pool's handle from the beginning on."""
 
-    __slots__ = ("_door", "_frees", "_place", "_raw", "_resigned")
+    __slots__ = ("_door", "_frees", "_place", "_raw", "_resigned", "readers")
 
     # The driver does not know the pool any more where its context has gone.
     gone: ClassVar[tuple[type[CudaError], ...]] = (*Deferred.gone, InvalidValueError)
@@ -67,6 +67,8 @@ class PoolEnd(Deferred):
         self._place = (location, allocation_type)
         self._raw: Any = None
         self._resigned = False
+        self.readers = 0
+        """How many threads read figures of the pool by its handle, which is no handle any more once it is destroyed."""
         self._frees: list[Event] = []
         """The points that every stream of every context has to pass: whoever freed, did so before."""
 
@@ -94,7 +96,7 @@ class PoolEnd(Deferred):
         closed = pools_of(self._door).closed
         closed.add(int(raw))
         self._resign()
-        if not self._unused():
+        if self.readers or not self._unused():
             return False
         # Before the driver uses the handle again.
         closed.discard(int(raw))

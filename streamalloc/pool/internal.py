@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from streamalloc.core.device import Device
+from streamalloc.core.door import Door
 from streamalloc.pool.attributes import ATTRIBUTES
+from streamalloc.pool.ending import pools_of
 from streamalloc.pool.pointers import MemoryKind, pointer_attributes
 from streamalloc.pool.pool import MemoryPool
 
-__all__ = ["ATTRIBUTES", "MemoryKind", "pointer_attributes", "reachable_from"]
+__all__ = ["ATTRIBUTES", "MemoryKind", "known_pools", "pointer_attributes", "reachable_from", "reading"]
+
+
+def known_pools(door: Door) -> list[MemoryPool]:
+    """The pools of a driver that this process has objects of."""
+    return [pool for pool in list(pools_of(door).alive.values()) if isinstance(pool, MemoryPool) and not pool.closed]
+
+
+@contextlib.contextmanager
+def reading(pool: MemoryPool) -> Iterator[None]:
+    """A block in which a pool that was found open is not destroyed, whichever thread closes it."""
+    end = pool._end
+    if end is None:
+        yield
+        return
+    # No thread comes between reading and writing it, as no function is called there.
+    end.readers += 1
+    try:
+        yield
+    finally:
+        end.readers -= 1
 
 
 def reachable_from(pool: MemoryPool, device: Device) -> bool:

@@ -1,0 +1,208 @@
+"""A view of this process's pools that renews itself: in a terminal, or in a notebook while a cell runs.
+
+A thread reads the pools' statistics, and nothing else: it frees nothing, and breaks no capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from streamalloc.core.door import door_behind, doors
+from streamalloc.core.errors import ClosedError, CudaError
+from streamalloc.core.html import gauge, mib, place, table
+from streamalloc.core.later import later_of
+from streamalloc.core.ownership import Closes
+from streamalloc.driver import ForkedProcessError
+from streamalloc.pool import MemoryPool, PoolStatistics
+from streamalloc.pool.internal import known_pools, reading
+
+__all__ = ["LiveView", "PoolFigures", "live"]
+
+_HEAD = ("pool", "used", "reserved", "most used", "most reserved")
+
+
+class PoolFigures(NamedTuple):
+    """What one pool holds at one moment."""
+
+    name: str
+    """Where its memory is, and the driver's handle."""
+    now: PoolStatistics
+
+
+def _name(pool: MemoryPool) -> str:
+    return f"{place(pool.location)}, {pool.handle:#x}"
+
+
+def _figures(pool: MemoryPool) -> PoolFigures | None:
+    """The figures of a pool; None where it has none now: it was closed, or a capture is under way."""
+    door = door_behind(pool)
+    if not door.usable or later_of(door).paused:
+        return None
+    try:
+        read = pool.attributes
+        with door.relaxed(), reading(pool):
+            now = PoolStatistics(
+                read.reserved_mem_current, read.reserved_mem_high, read.used_mem_current, read.used_mem_high
+            )
+            return PoolFigures(_name(pool), now)
+    except (ClosedError, CudaError, ForkedProcessError):
+        return None
+
+
+class _Screen:
+    """Where the view is: what shows it, and what ends that."""
+
+    def __init__(self, show: Callable[[list[PoolFigures]], None], end: Callable[[], None]) -> None:
+        self.show = show
+        self.end = end
+
+
+def _html(figures: list[PoolFigures]) -> str:
+    rows = (
+        (
+            name,
+            gauge(now.used, now.reserved_high),
+            gauge(now.reserved, now.reserved_high),
+            mib(now.used_high),
+            mib(now.reserved_high),
+        )
+        for name, now in figures
+    )
+    return table(_HEAD, rows) if figures else "no pools"
+
+
+def _terminal() -> _Screen:
+    try:
+        rich_live, rich_table = (importlib.import_module(f"rich.{name}") for name in ("live", "table"))
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "rich":
+            raise
+        raise ModuleNotFoundError("rich is not installed: pip install 'streamalloc[live]'", name="rich") from None
+
+    def renderable(figures: list[PoolFigures]) -> Any:
+        made = rich_table.Table(*_HEAD)
+        for name, now in figures:
+            made.add_row(name, _bar(now.used, now.reserved_high), _bar(now.reserved, now.reserved_high),
+                         mib(now.used_high), mib(now.reserved_high))  # fmt: skip
+        return made
+
+    view = rich_live.Live(renderable([]), auto_refresh=False)
+    view.start()
+    return _Screen(lambda figures: view.update(renderable(figures), refresh=True), view.stop)
+
+
+def _bar(value: int, total: int, width: int = 10) -> str:
+    full = round(width * value / total) if total else 0
+    return f"{'█' * full}{'░' * (width - full)} {mib(value)}"
+
+
+def _notebook() -> _Screen:
+    display = importlib.import_module("IPython.display")
+    try:
+        widgets = importlib.import_module("ipywidgets")
+    except ModuleNotFoundError:
+        handle = display.display(display.HTML(_html([])), display_id=True)
+        return _Screen(lambda figures: handle.update(display.HTML(_html(figures))), lambda: None)
+    widget = widgets.HTML(_html([]))
+    display.display(widget)
+
+    def show(figures: list[PoolFigures]) -> None:
+        widget.value = _html(figures)
+
+    return _Screen(show, lambda: None)
+
+
+def _in_notebook() -> bool:
+    """Whether there is a front end that shows HTML."""
+    module = sys.modules.get("IPython")
+    shell = module.get_ipython() if module is not None else None
+    return shell is not None and getattr(shell, "kernel", None) is not None
+
+
+class LiveView(Closes):
+    """A view that renews itself until :meth:`stop`; made by :func:`live`."""
+
+    def __init__(self, pools: tuple[MemoryPool, ...], every: float) -> None:
+        self._pools = pools
+        self._every = every
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._screen: _Screen | None = None
+
+    def figures(self) -> list[PoolFigures]:
+        """What the pools hold now; those that were closed are left out."""
+        pools = self._pools or [pool for door in doors() for pool in known_pools(door)]
+        return [found for found in map(_figures, pools) if found is not None]
+
+    @property
+    def running(self) -> bool:
+        """Whether it renews itself."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self) -> LiveView:
+        """Show it, and renew it from now on. Idempotent."""
+        if self._thread is None:
+            self._over.clear()
+            self._screen = screen = _notebook() if _in_notebook() else _terminal()
+            self._thread = threading.Thread(target=self._run, args=(screen,), name="streamalloc live view", daemon=True)
+            self._thread.start()
+        return self
+
+    def _run(self, screen: _Screen) -> None:
+        while not self._over.is_set():
+            with contextlib.suppress(RuntimeError):  # a pool was made at this moment
+                screen.show(self.figures())
+            self._over.wait(self._every)
+
+    def stop(self) -> None:
+        """Show it a last time, and leave it as it is. Idempotent."""
+        thread, screen = self._thread, self._screen
+        self._thread = self._screen = None
+        if thread is not None and screen is not None:
+            self._over.set()
+            thread.join()
+            screen.show(self.figures())
+            screen.end()
+
+    def close(self) -> None:
+        """The same as :meth:`stop`."""
+        self.stop()
+
+    def __enter__(self) -> LiveView:
+        return self.start()
+
+    def __repr__(self) -> str:
+        return f"<LiveView, {'running' if getattr(self, '_thread', None) is not None else 'stopped'}>"
+
+
+def live(*pools: MemoryPool, every: float = 0.5) -> LiveView:
+    """A view of pools that renews itself, for a ``with`` block or from ``start()`` to ``stop()``.
+
+    In Jupyter it is a widget where ``ipywidgets`` is installed, else an output that is updated, also while a cell runs.
+    Elsewhere it is a table in the terminal, drawn by ``rich``.
+
+    Parameters
+    ----------
+    pools
+        Which; by default all that this process knows, those that are made later included.
+    every
+        Seconds between two looks at them.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Something is no pool, or ``every`` is no time.
+    ModuleNotFoundError
+        In a terminal, by ``start()``: ``rich`` is not installed.
+    """
+    for one in pools:
+        if not isinstance(one, MemoryPool):
+            raise TypeError(f"pools: {one!r} is no MemoryPool")
+    if not every > 0:
+        raise ValueError(f"every={every!r}: it has to be more than 0 seconds")
+    return LiveView(pools, every)

@@ -1,0 +1,164 @@
+"""The view that renews itself: what it shows in a terminal and in notebooks, and that it stops."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+from streamalloc.observing import live
+from tests.support import MiB
+
+
+class Screen:
+    """What a stand-in of another library was told."""
+
+    def __init__(self) -> None:
+        self.shown: list[Any] = []
+        self.ended = 0
+
+
+def until(reached: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not reached():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+@pytest.fixture(autouse=True)
+def no_threads_left() -> Iterator[None]:
+    yield
+    assert "streamalloc live view" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Screen:
+    """A stand-in for rich."""
+    screen = Screen()
+
+    class Table:
+        def __init__(self, *head: str) -> None:
+            self.rows: list[tuple[str, ...]] = []
+
+        def add_row(self, *cells: str) -> None:
+            self.rows.append(cells)
+
+    class Live:
+        def __init__(self, table: Table, auto_refresh: bool) -> None:
+            assert not auto_refresh
+
+        def start(self) -> None: ...
+
+        def update(self, table: Table, refresh: bool) -> None:
+            screen.shown.append(table.rows)
+
+        def stop(self) -> None:
+            screen.ended += 1
+
+    for name, made in (("live", {"Live": Live}), ("table", {"Table": Table})):
+        module: Any = types.ModuleType(f"rich.{name}")
+        vars(module).update(made)
+        monkeypatch.setitem(sys.modules, f"rich.{name}", module)
+    monkeypatch.setitem(sys.modules, "rich", types.ModuleType("rich"))
+    monkeypatch.setattr("streamalloc.observing.live_view._in_notebook", lambda: False)
+    return screen
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> Screen:
+    """A stand-in for IPython's displays."""
+    screen = Screen()
+    display: Any = types.ModuleType("IPython.display")
+    display.HTML = str
+    display.display = lambda thing, display_id=False: types.SimpleNamespace(update=screen.shown.append)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    monkeypatch.setattr("streamalloc.observing.live_view._in_notebook", lambda: True)
+    return screen
+
+
+class TestTerminal:
+    def test_follows_the_pools(self, terminal: Screen, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with live(pool, every=0.005) as view:
+            running = [view.running]
+            until(lambda: bool(terminal.shown))
+            with pool.allocate(3 * MiB, stream):
+                until(lambda: "3.0 MiB" in terminal.shown[-1][0][1])
+            until(lambda: " 0.0 MiB" in terminal.shown[-1][0][1])
+        assert terminal.ended == 1 and [*running, view.running] == [True, False]
+        view.stop()
+        assert terminal.ended == 1
+        count = len(terminal.shown)
+        time.sleep(0.02)
+        assert len(terminal.shown) == count
+
+    def test_of_all_pools(self, terminal: Screen, device: sa.Device, pool: sa.MemoryPool) -> None:
+        with live(every=0.005):
+            with sa.MemoryPool(device) as other:
+                handle = f"{other.handle:#x}"
+                until(lambda: any(handle in row[0] for shown in terminal.shown[-1:] for row in shown))
+            until(lambda: not any(handle in row[0] for row in terminal.shown[-1]))
+
+    def test_pools_that_are_closed_while_it_looks(self, terminal: Screen, device: sa.Device) -> None:
+        with live(every=0.0005):
+            for _ in range(60):
+                sa.MemoryPool(device).close()
+                with device.create_stream() as stream, sa.MemoryPool(device) as pool:
+                    pool.allocate(MiB, stream).free()
+
+    def test_breaks_no_capture(self, terminal: Screen, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with live(pool, every=0.0005), stream.capture() as graph:
+            pool.allocate(MiB, stream).free()
+            time.sleep(0.02)
+        graph.close()
+
+    def test_without_rich(self, monkeypatch: pytest.MonkeyPatch, pool: sa.MemoryPool) -> None:
+        monkeypatch.setitem(sys.modules, "rich", None)
+        monkeypatch.setattr("streamalloc.observing.live_view._in_notebook", lambda: False)
+        for name in ("rich.live", "rich.table"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        with pytest.raises(ModuleNotFoundError, match=r"pip install 'streamalloc\[live\]'"):
+            live(pool).start()
+
+
+class TestNotebook:
+    def test_updates_one_output(self, notebook: Screen, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with live(pool, every=0.005), pool.allocate(5 * MiB, stream):
+            until(lambda: bool(notebook.shown) and "5.0 MiB of 32.0 MiB" in notebook.shown[-1])
+
+    def test_is_a_widget_where_there_are_some(
+        self, notebook: Screen, monkeypatch: pytest.MonkeyPatch, pool: sa.MemoryPool, stream: sa.Stream
+    ) -> None:
+        widget = types.SimpleNamespace(value="")
+        monkeypatch.setitem(sys.modules, "ipywidgets", types.SimpleNamespace(HTML=lambda html: widget))
+        with live(pool, every=0.005), pool.allocate(7 * MiB, stream):
+            until(lambda: "7.0 MiB of 32.0 MiB" in widget.value)
+        assert notebook.shown == []
+
+
+def test_arguments(pool: sa.MemoryPool) -> None:
+    with pytest.raises(TypeError, match="pools: 3"):
+        live(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="every=0"):
+        live(pool, every=0)
+    assert repr(live(pool)) == "<LiveView, stopped>"
+
+
+def test_a_process_that_ends_while_it_runs(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    code = """
+import streamalloc as sa
+from streamalloc.observing import live
+import streamalloc.observing.live_view as module
+module._terminal = lambda: module._Screen(lambda figures: None, lambda: None)
+pool = sa.MemoryPool(sa.Device(0))
+view = live(every=0.001).start()
+"""
+    done = python(code)
+    assert (done.returncode, done.stderr) == (0, "")
