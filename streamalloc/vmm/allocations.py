@@ -300,12 +300,14 @@ class MappingWatcher(Protocol):
 class Allocations:
     """What :mod:`streamalloc.vmm` keeps for one driver."""
 
-    __slots__ = ("by_handle", "door", "keepers", "later", "order", "watchers")
+    __slots__ = ("by_handle", "door", "keepers", "later", "order", "specs", "watchers")
 
     def __init__(self, door: Door) -> None:
         self.door: Door = door
         self.keepers: weakref.WeakSet[KeepsMemory] = weakref.WeakSet()
         self.watchers: tuple[MappingWatcher, ...] = ()
+        self.specs: dict[object, Any] = {}
+        """How memory is made, by its properties."""
         self.later: Later = later_of(door)
         self.order: ReleaseOrder = ReleaseOrder()
         self.by_handle: dict[int, AllocationState] = {}

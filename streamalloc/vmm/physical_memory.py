@@ -141,6 +141,15 @@ class MemorySpec:
         return OutOfMemoryError(error.name, error.code, error.call, hint, **figures)
 
 
+def spec_of(door: Door, prop: MemAllocationProp) -> MemorySpec:
+    """How to make memory with these properties, which are checked the first time."""
+    known = allocations_of(door).specs
+    spec = known.get(prop)
+    if spec is None:
+        spec = known[prop] = MemorySpec(door, prop)
+    return spec
+
+
 def granularity_of(door: Door, struct: Any, *, recommended: bool = False) -> int:
     """``cuMemGetAllocationGranularity`` for a ``CUmemAllocationProp``, in bytes."""
     # MINIMUM is 0, RECOMMENDED 1
@@ -223,7 +232,7 @@ class PhysicalMemory(GenericAllocation):
     ) -> None:
         checked_size("nbytes", nbytes)
         prop = properties_for(where, handle_types, compressible, gpu_direct_rdma, tile_pool)
-        spec = MemorySpec(door_of(where, driver), prop)
+        spec = spec_of(door_of(where, driver), prop)
         self._make(spec, spec.checked(nbytes, round_up=round_up))
 
     def _make(self, spec: MemorySpec, nbytes: int) -> None:

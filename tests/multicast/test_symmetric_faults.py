@@ -14,6 +14,7 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
+from streamalloc.core.door import Door
 from streamalloc.ipc import GroupError
 from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
 from streamalloc.multicast.setup.participants import Team, rank_at_fault
@@ -129,7 +130,7 @@ def test_every_call_of_the_driver(who: int) -> None:
                 assert few.left == [{}] * 2, victim.driver.failed
             if over:
                 break
-        assert call > 60
+        assert call > 40
 
 
 def _fails_at(rank: Rank, call: int, who: int) -> None:
@@ -173,13 +174,15 @@ class TestInterrupts:
     def test_are_told_to_the_others(self, crew: Crew) -> None:
         def interrupted(rank: Rank) -> SymmetricMemory:
             if rank.number == 4:
-                wrapped = rank.driver.cuMemSetAccess
+                # Where it was bound beforehand.
+                door = Door.of(rank.driver)
+                wrapped = door.cuMemSetAccess
 
                 def once(*args: Any) -> Any:
-                    rank.driver.cuMemSetAccess = wrapped
+                    door.cuMemSetAccess = wrapped
                     raise KeyboardInterrupt
 
-                rank.driver.cuMemSetAccess = once
+                door.cuMemSetAccess = once
             return rank.memory(multicast=True)
 
         outcomes = crew.outcomes(interrupted)
@@ -318,7 +321,7 @@ class TestACallAndAnUndoFail:
     def sweep(self, calls: slice, undos: Callable[[int], Iterable[int]]) -> None:
         account = Account(sd.simulated(devices=2))
         count, _ = self.fails(account, NEVER, 1)
-        assert count > 100
+        assert count > 60
         for call in range(1, count + 1)[calls]:
             for undo in undos(call):
                 _, failed = self.fails(account, call, undo)

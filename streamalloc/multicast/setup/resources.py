@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +14,7 @@ from streamalloc.core.errors import CaptureError, CudaError, undo_all
 from streamalloc.core.fd import Fd
 from streamalloc.core.later import Deferred
 from streamalloc.core.properties import MemHandleType
+from streamalloc.core.stream import context_event
 from streamalloc.ipc.internal import left
 from streamalloc.multicast.objects.multicast_object import MulticastObject
 from streamalloc.vmm import AddressRange, Mapping, PhysicalMemory
@@ -161,7 +163,28 @@ class RankResources(Deferred):
 def finish(devices: Iterable[Device], end: float | None, lost: list[CudaError]) -> None:
     """Block until devices have done all their work; see :func:`in_time`."""
     for device in devices:
-        in_time(device, functools.partial(door_behind(device).call, "cuCtxSynchronize"), end, lost)
+        synchronize = functools.partial(door_behind(device).call, "cuCtxSynchronize")
+        if _is_idle(device):
+            _do(device, synchronize, lost)
+        else:
+            in_time(device, synchronize, end, lost)
+
+
+def _is_idle(device: Device) -> bool:
+    """Whether a device has no work left, as it mostly has: waiting in time takes a thread."""
+    with contextlib.suppress(CudaError):
+        return context_event(device).query()
+    return False
+
+
+def _do(device: Device, do: Callable[[], object], lost: list[CudaError]) -> None:
+    try:
+        with device.current():
+            do()
+    except CaptureError:
+        raise
+    except CudaError as error:
+        lost.append(error)
 
 
 def in_time(device: Device, do: Callable[[], object], end: float | None, lost: list[CudaError]) -> None:
@@ -180,12 +203,7 @@ def in_time(device: Device, do: Callable[[], object], end: float | None, lost: l
 
     def run() -> None:
         try:
-            with device.current():
-                do()
-        except CaptureError as error:
-            failed.append(error)
-        except CudaError as error:
-            lost.append(error)
+            _do(device, do, lost)
         except Exception as error:
             failed.append(error)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from streamalloc.core.arguments import door_of
 from streamalloc.core.device import Device
-from streamalloc.core.door import Door, door_behind
+from streamalloc.core.door import Door, PerDriver, door_behind
 from streamalloc.core.errors import (
     CaptureError,
     InvalidContextError,
@@ -21,6 +21,7 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.later import later_of
 from streamalloc.core.properties import MemHandleType, checked_size
+from streamalloc.core.stream import raw_handle
 from streamalloc.driver import Driver
 from streamalloc.ipc import DriverVersionWarning
 from streamalloc.ipc.internal import end_of
@@ -32,6 +33,8 @@ from streamalloc.vmm import PhysicalMemory
 
 __all__ = ["Asked", "agree", "check_now", "checked_team", "end_or_none", "set_up"]
 
+# What is written from the host, in bytes; more is filled by the device.
+_AT_ONCE = 64 << 10
 _HANDLE_TYPES = (MemHandleType.FABRIC, MemHandleType.POSIX_FILE_DESCRIPTOR)
 
 
@@ -133,19 +136,16 @@ def _device_for(device: object, driver: Driver | None) -> Device:
 def _profile(team: Team, asked: Asked, device: Device) -> RankProfile:
     alone = team.communicator is None
     check_now(door_behind(device))
-    supported = bool(_attribute(device, "MULTICAST_SUPPORTED"))
-    posix = bool(_attribute(device, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"))
-    fabric = bool(_attribute(device, "HANDLE_TYPE_FABRIC_SUPPORTED"))
-    granularity = PhysicalMemory.granularity(device, recommended=True)
+    facts = known_devices(door_behind(device)).facts_of(device)
     granularities: dict[str, int] = {}
-    if asked.multicast is not False and supported and team.size > 1:
+    if asked.multicast is not False and facts.multicast_supported and team.size > 1:
         layout = layout_of(asked.nbytes, asked.signal_pad_bytes, team.size)
-        offered = ((MemHandleType.POSIX_FILE_DESCRIPTOR, posix), (MemHandleType.FABRIC, fabric))
+        offered = ((MemHandleType.POSIX_FILE_DESCRIPTOR, facts.posix), (MemHandleType.FABRIC, facts.fabric))
         kinds = (MemHandleType.NONE,) if alone else (kind for kind, there in offered if there)
         for kind in kinds:
             granularities[str(int(kind))] = MulticastObject.granularity(
                 team.size,
-                nbytes=-(-layout.total // granularity) * granularity,
+                nbytes=-(-layout.total // facts.granularity) * facts.granularity,
                 handle_types=kind,
                 recommended=True,
                 driver=device.driver,
@@ -156,13 +156,8 @@ def _profile(team: Team, asked: Asked, device: Device) -> RankProfile:
         multicast=None if asked.multicast == "auto" else bool(asked.multicast),
         handle_type=int(asked.handle_type or 0),
         host="" if team.communicator is None else team.communicator.host,
-        device=f"{device.uuid} ({device.name})",
-        driver_version=int(door_behind(device).call("cuDriverGetVersion")),
-        granularity=granularity,
-        posix=posix,
-        fabric=fabric,
-        multicast_supported=supported,
         multicast_granularity=granularities,
+        **facts._asdict(),
     )
 
 
@@ -241,16 +236,60 @@ def _exchange(team: Team, resources: RankResources, multicast: bool, end: float 
 
 def _clear(resources: RankResources, layout: Layout, rank: int) -> None:
     """Zero what lies behind the user's bytes, and write the tables."""
-    replica = resources.replicas[rank]
+    door, device = resources.door, resources.devices[rank]
     bases = np.array([one.address for one in resources.replicas.values()], np.uint64)
-    with resources.devices[rank].create_stream() as stream:
-        replica[layout.signal_pad : layout.total].fill(0, stream)
+    start, first = int(bases[rank]), layout.signal_pad
+    with device.current(), device.create_stream() as stream:
+        if layout.total - first > _AT_ONCE:
+            # A signal pad of the user's size; what is behind it is written from the host.
+            nbytes = layout.words - first
+            door.call("cuMemsetD8Async", start + first, 0, nbytes, raw_handle(stream))
+            first = layout.words
+        image = np.zeros(layout.total - first, np.uint8)
         for table, addresses in (
             (layout.buffer_table, bases),
             (layout.signal_table, bases + np.uint64(layout.signal_pad)),
         ):
-            replica[table : table + addresses.nbytes].copy_from(addresses, stream)
+            image[table - first :][: addresses.nbytes] = addresses.view(np.uint8)
+        door.call("cuMemcpyHtoDAsync", start + first, image.ctypes.data, image.nbytes, raw_handle(stream))
         stream.synchronize()
+
+
+class KnownDevices:
+    """What is the same each time that memory is set up on the devices of one driver."""
+
+    __slots__ = ("facts",)
+
+    def __init__(self, _: Door) -> None:
+        self.facts: dict[int, DeviceFacts] = {}
+
+    def facts_of(self, device: Device) -> DeviceFacts:
+        """What a device is and can do."""
+        facts = self.facts.get(device.ordinal)
+        if facts is None:
+            facts = self.facts[device.ordinal] = DeviceFacts(
+                f"{device.uuid} ({device.name})",
+                int(door_behind(device).call("cuDriverGetVersion")),
+                PhysicalMemory.granularity(device, recommended=True),
+                bool(_attribute(device, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")),
+                bool(_attribute(device, "HANDLE_TYPE_FABRIC_SUPPORTED")),
+                bool(_attribute(device, "MULTICAST_SUPPORTED")),
+            )
+        return facts
+
+
+class DeviceFacts(NamedTuple):
+    """What a device is and can do, as ranks tell each other."""
+
+    device: str
+    driver_version: int
+    granularity: int
+    posix: bool
+    fabric: bool
+    multicast_supported: bool
+
+
+known_devices: PerDriver[KnownDevices] = PerDriver(KnownDevices)
 
 
 def check_now(door: Door) -> None:
