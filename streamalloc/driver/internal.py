@@ -1,6 +1,8 @@
 """What the rest of the package takes of the driver beside its public names: the bindings, and how they differ, and the
 driver that the environment asks for."""
 
+from typing import TYPE_CHECKING, Any
+
 from streamalloc.driver.account import COUNTED, Account
 from streamalloc.driver.bindings import (
     BINDINGS_VERSION,
@@ -16,11 +18,15 @@ from streamalloc.driver.bindings import (
 )
 from streamalloc.driver.selection import as_asked, default_of_threads, read_choice
 
+if TYPE_CHECKING:
+    from streamalloc.driver.wrappers import Wrapper
+
 __all__ = [
     "BINDINGS_VERSION",
     "COUNTED",
     "Account",
     "OpaqueStruct",
+    "Wrapper",
     "as_asked",
     "check_name",
     "cuda",
@@ -33,3 +39,12 @@ __all__ = [
     "read_handle_types",
     "version_that_added",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # A program without wrappers does not wait for them.
+    if name == "Wrapper":
+        from streamalloc.driver.wrappers import Wrapper
+
+        return Wrapper
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from streamalloc.driver import Driver, Traced
-from streamalloc.driver.internal import COUNTED, Account
+from streamalloc.driver import Driver
+from streamalloc.driver.internal import COUNTED, Account, Wrapper
 
 __all__ = ["Accounts", "Leak", "leak_report"]
 
@@ -48,7 +48,7 @@ def leak_report(leaks: Sequence[Leak]) -> str:
     return "\n".join([f"{things} made here and not released:", *map(str, leaks)])
 
 
-class Accounts(Traced):
+class Accounts(Wrapper):
     """A driver that keeps account of what is made and released, and where it was made.
 
     Memory that a capture makes belongs to its graph and is not counted.
@@ -60,18 +60,19 @@ class Accounts(Traced):
     """
 
     def __init__(self, driver: Driver) -> None:
-        super().__init__(driver, None)
+        super().__init__(driver)
         # Taken again by the same thread where a finaliser runs in the middle of an observation.
         self._lock = threading.RLock()
         self._account = Account()
         self._made: dict[int, tuple[str, tuple[tuple[str, int, str], ...]]] = {}
 
+    def __getattr__(self, name: str) -> Any:
+        # All other functions are the driver's own.
+        return super().__getattr__(name) if name in COUNTED or name.startswith("__") else getattr(self._wrapped, name)
+
     def _observe(self, name: str, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if name not in COUNTED:
-            answer: tuple[Any, ...] = function(*args)
-            return answer
         captured = name in ("cuMemAllocAsync", "cuMemAllocFromPoolAsync") and self._captures(args[-1])
-        answer = function(*args)
+        answer: tuple[Any, ...] = function(*args)
         if not answer[0]:
             with self._lock:
                 self._account.note(name, args, answer, captured)
