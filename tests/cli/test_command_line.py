@@ -88,9 +88,7 @@ class TestChoiceOfDriver:
         assert headline(*words.split()).startswith("running on the simulated driver (3 devices")
 
     @pytest.mark.usefixtures("no_driver")
-    def test_devices_where_there_is_no_gpu(
-        self, headline: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_devices_where_there_is_no_gpu(self, headline: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
         one = "running on the simulated driver (1 device "
         assert headline("info", "--devices=1").startswith(f"no CUDA driver found: {one}")
         monkeypatch.setenv("STREAMALLOC_DRIVER", "simulated:4")

@@ -198,7 +198,7 @@ def test_a_pool_at_its_maximum_takes_what_others_hold_free_in_vain(rig: Rig) -> 
     value(rig.raw.cuStreamSynchronize(stream))
     rig.allocate(full, 28 * MiB, stream)
     assert said(rig.try_allocate(full, 40 * MiB, stream)) == "OUT_OF_MEMORY"
-    assert rig.reserved(holding) == 32 * MiB, "not for what it can never hold"
+    assert rig.reserved(holding) == 32 * MiB, "not where it has no addresses for it"
     assert said(rig.try_allocate(full, 28 * MiB, stream)) == "OUT_OF_MEMORY"
     assert rig.reserved(holding) == 0
 

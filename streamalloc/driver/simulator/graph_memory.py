@@ -50,6 +50,9 @@ class DeviceGraphMemory:
     slabs: list[Slab] = field(default_factory=list)
     memories: set[GraphMemory] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        self.supply.reserves.append(self.trim)
+
     def resize(self, change: int) -> None:
         self.bank.used += change
         self.size += change
@@ -79,10 +82,10 @@ class DeviceGraphMemory:
 class Slab:
     """Physical memory under graphs of one device."""
 
-    def __init__(self, shared: DeviceGraphMemory, owner: GraphMemory | None) -> None:
+    def __init__(self, shared: DeviceGraphMemory) -> None:
         self._shared = shared
-        self.owner = owner
-        """The one graph that may use it, because allocations outlive its launches."""
+        self.owner: GraphMemory | None = None
+        """The one graph that may use it as long as it has live allocations, because these outlive its launches."""
         self.size: int = 0
         self.uses: Uses = Uses()
         self.physical: Physical = Physical("graph", round_up(shared.bank.total, CHUNK))
@@ -100,6 +103,12 @@ class Slab:
         self._shared.resize(missing)
         self.size = size
 
+    def is_for(self, memory: GraphMemory, outlives: bool) -> bool:
+        """Whether a graph may use it; ``outlives``: to leave allocations behind."""
+        if self.owner is None:
+            return not outlives
+        return self.owner is memory or not self.owner.live
+
     @property
     def idle(self) -> bool:
         return not self.uses.unfinished() and not (self.owner is not None and self.owner.live)
@@ -116,6 +125,10 @@ class Hole(NamedTuple):
     size: int
     address: int
     freed_by: object
+
+    @property
+    def end(self) -> int:
+        return self.address + self.size
 
 
 class GraphMemory:
@@ -142,20 +155,35 @@ class GraphMemory:
         return bool(self._holes)
 
     def place(self, size: int, earlier: Container[object]) -> int:
-        """An address for an allocation node: the smallest hole that one of the ``earlier`` nodes left, if any
-        will do (observed on H200 for holes of the same size: test_graph_memory).
+        """An address for an allocation node: the smallest hole that the ``earlier`` nodes left together, if any will do
+        (observed on H200: test_graph_memory).
         """
         rounded = round_up(size, ALIGNMENT)
-        fitting = [hole for hole in self._holes if hole.size >= rounded and hole.freed_by in earlier]
+        runs: list[list[Hole]] = []
+        for hole in sorted((hole for hole in self._holes if hole.freed_by in earlier), key=lambda one: one.address):
+            if runs and runs[-1][-1].end == hole.address:
+                runs[-1].append(hole)
+            else:
+                runs.append([hole])
+        fitting = [run for run in runs if run[-1].end - run[0].address >= rounded]
         if fitting:
-            hole = min(fitting, key=lambda one: one[:2])
+            run = min(fitting, key=lambda one: (one[-1].end - one[0].address, one[0].address))
+        else:
+            run = []
+        address = run[0].address if run else self._reservation.base + self._size
+        rest = rounded
+        for hole in run:
             self._holes.remove(hole)
-            if hole.size > rounded:
-                self._holes.append(Hole(hole.size - rounded, hole.address + rounded, hole.freed_by))
-            return hole.address
-        check(self._size + size <= self._shared.bank.total, Result.CUDA_ERROR_OUT_OF_MEMORY)
-        address = self._reservation.base + self._size
-        self._size += rounded
+            if hole.size > rest:
+                self._holes.append(Hole(hole.size - rest, hole.address + rest, hole.freed_by))
+                rest = 0
+                break
+            rest -= hole.size
+            if not rest:
+                break
+        if rest:
+            check(self._size + rest <= self._shared.bank.total, Result.CUDA_ERROR_OUT_OF_MEMORY)
+            self._size += rest
         return address
 
     def leave(self, address: int, size: int, freed_by: object) -> None:
@@ -166,11 +194,11 @@ class GraphMemory:
 
     def prepare(self, clock: Clock, outlives: bool) -> Slab:
         """The slab for a launch that is ordered after ``clock``. ``outlives``: it leaves allocations behind."""
-        owner = self if outlives else None
-        usable = [slab for slab in self._shared.slabs if slab.owner is owner and slab.uses.over_for(clock)]
+        usable = [slab for slab in self._shared.slabs if slab.is_for(self, outlives) and slab.uses.over_for(clock)]
         slab = self._slab if self._slab in usable else max(usable, key=lambda one: one.size, default=None)
         if slab is None:
-            slab = Slab(self._shared, owner)
+            slab = Slab(self._shared)
+        slab.owner = self if outlives else None
         slab.grow(round_up(self._size, CHUNK))
         self._slab = slab
         return slab

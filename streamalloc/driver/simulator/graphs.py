@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from .allocations import Allocations, GraphAllocation
@@ -44,6 +44,10 @@ class Graph:
     nodes: list[Node] = field(default_factory=list)
     memories: dict[int, GraphMemory] = field(default_factory=dict)  # by device
     instances: int = 0
+    frees: bool = False
+    """Whether freeing was tried while it was captured, in vain or not."""
+    is_modelled: bool = True
+    """Whether it can be launched here."""
 
     def unfreed(self) -> list[Node]:
         """Allocation nodes without a free node: these allocations outlive a launch."""
@@ -139,6 +143,11 @@ class Capture:
         self.valid = False
 
     @property
+    def allocated(self) -> Container[int]:
+        """The addresses of its allocations that are not freed."""
+        return self._open
+
+    @property
     def running(self) -> bool:
         return self in self._graphs.captures
 
@@ -169,6 +178,10 @@ class Capture:
 
     def free(self, address: int, stream: Stream) -> None:
         """Only what the graph allocated can be freed in it; a mistake here does not spoil the capture."""
+        self.graph.frees = True
+        if address not in self._open and (other := self._graphs.open_at(address)) is not None:
+            other.free_elsewhere(address, self.add("MEM_FREE", None, stream))
+            return
         check(address in self._open)
         allocation = self._open.pop(address)
         allocation.freed = True
@@ -176,6 +189,11 @@ class Capture:
         node.address = address
         assert allocation.pool is not None and allocation.pool.device is not None
         self.graph.memories[allocation.pool.device].leave(address, allocation.size, node)
+
+    def free_elsewhere(self, address: int, node: Node) -> None:
+        """Another graph, which is captured at the same time, frees what this one allocates."""
+        self._open.pop(address)
+        node.address, node.graph.is_modelled = address, False
 
     # -- forks and joins -------------------------------------------------------------------------------------
 
@@ -185,6 +203,7 @@ class Capture:
 
     def join(self, stream: Stream, event: Event) -> None:
         """``stream`` waits for an event that was recorded in this capture: it takes part from now on."""
+        check(self.valid or stream.capture is self)
         check(self.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
         if stream.capture is not None and stream.capture is not self:
             stream.capture.invalidate()
@@ -252,6 +271,10 @@ class Graphs:
     nodes: dict[int, Node] = field(default_factory=dict)
     captures: list[Capture] = field(default_factory=list)
     capture_count: int = 0
+
+    def open_at(self, address: int) -> Capture | None:
+        """The capture in progress with an allocation there that is not freed."""
+        return next((one for one in self.captures if address in one.allocated), None)
 
     def create(self) -> Graph:
         graph = Graph()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from .allocator import Line
@@ -20,6 +20,8 @@ class Supply:
     arenas: AddressMap[Reservation] = field(default_factory=AddressMap)
     pools: dict[int, Space] = field(default_factory=dict)
     """What holds memory in reserve, by the handle of the pool."""
+    reserves: list[Callable[[], None]] = field(default_factory=list)
+    """How to give up what is held in reserve for graphs."""
 
     def bank(self, device: int | None) -> Bank:
         """Of a device, or of the host."""
@@ -35,11 +37,13 @@ class Supply:
             if space is not asking and space.bank is bank:
                 space.trim(0)
 
-    def trim(self, bank: Bank, asking: Space) -> None:
-        """Take from pools all that they hold in reserve."""
+    def trim(self, asking: Space) -> None:
+        """Take from all pools of devices, and from graphs, what they hold in reserve."""
         for space in self.pools.values():
-            if space is not asking and space.bank is bank:
+            if space is not asking and space.bank is not self.host:
                 space.trim(0)
+        for give_up in self.reserves:
+            give_up()
 
     def is_mapped(self, address: int, size: int) -> bool:
         """False for simulated memory that is gone by now; true for memory that is not simulated."""

@@ -12,6 +12,7 @@ from ..errors import Fault, Result, check, need, not_modelled
 from ..graphs import AUTO_FREE_ON_LAUNCH, RELAXED, Capture, Graph, GraphExec, Node
 from ..timeline import Stream
 from .base import EDGE_DATA, Calls
+from .copies import Fill
 
 _ACTIVE = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
 _INACTIVE = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
@@ -46,6 +47,8 @@ class CaptureCalls(Calls):
     def cuStreamEndCapture(self, hStream: Any) -> Any:
         stream = self._stream(hStream)
         capture = stream.capture
+        if capture is None:
+            self._capture_status(stream)
         check(capture is not None, Result.CUDA_ERROR_ILLEGAL_STATE)
         if capture.origin is not stream:
             capture.invalidate()
@@ -156,7 +159,12 @@ class CaptureCalls(Calls):
         self._machine.current()  # refused where no context is current (observed on H200: test_contexts)
         not_modelled(flags & ~AUTO_FREE_ON_LAUNCH, f"cuGraphInstantiate with flags {flags:#x}")
         # a graph with memory nodes has one instance at a time (observed on H200: test_graph_memory)
-        check(not graph.memories or not graph.instances, Result.CUDA_ERROR_NOT_SUPPORTED)
+        check(not (graph.memories or graph.frees) or not graph.instances, Result.CUDA_ERROR_NOT_SUPPORTED)
+        for node in graph.nodes:
+            if isinstance(node.operation, Fill):  # its memory has to be there (observed on H200: test_capture)
+                at = node.operation.target
+                need(self._machine.allocations.find(at) or self._machine.supply.arenas.find(at) or None)
+        not_modelled(not graph.is_modelled, "a graph that frees what another one allocates")
         machine = self._machine
         instance = GraphExec(graph, flags)
         machine.graphs.executables[instance.handle] = instance

@@ -170,7 +170,13 @@ class PlainMemoryCalls(Calls):
                 None if one.name == "CU_POINTER_ATTRIBUTE_DEVICE_POINTER" else value
                 for one, value in zip(wanted, values, strict=True)
             ]
-        return [_absent(one) if value is None else value for one, value in zip(wanted, values, strict=True)]
+        reserved = allocation is None and self._machine.supply.arenas.find(ptr) is not None
+        return [
+            (ptr if reserved and one.name == "CU_POINTER_ATTRIBUTE_HOST_POINTER" else _absent(one))
+            if value is None
+            else value
+            for one, value in zip(wanted, values, strict=True)
+        ]
 
     def _read_attribute(self, attribute: Any, allocation: Allocation | None, address: int) -> Any:
         """None where the driver refuses, as it does where there is no allocation."""

@@ -73,6 +73,7 @@ class StreamCalls(Calls):
     def cuStreamQuery(self, hStream: Any) -> None:
         stream = self._stream(hStream)
         self._spoil([stream.capture])
+        self._captured(stream)
         self._unsafe_during_capture()
         if not stream.idle and not self._machine.timeline.seeded:
             self._machine.timeline.pump()
@@ -82,6 +83,7 @@ class StreamCalls(Calls):
     def cuStreamSynchronize(self, hStream: Any) -> None:
         stream = self._stream(hStream)
         self._spoil([stream.capture])
+        self._captured(stream)
         self._unsafe_during_capture()
         clock = stream.done_with()
         goals = [(stream, stream.seq)] + [(peer, peer.seq) for peer in stream.peers or ()]
@@ -116,8 +118,12 @@ class StreamCalls(Calls):
 
     def cuStreamWaitEvent(self, hStream: Any, hEvent: Any, Flags: UnsignedInt) -> None:
         stream, event = self._stream(hStream), self._event(hEvent)
+        if stream.capture is not None:
+            check(stream.capture.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
         check(Flags in (0, _EXTERNAL))
-        check(event.capture is None or event.capture.running)
+        if event.capture is not None and not event.capture.running:
+            self._spoil([stream.capture], Result.CUDA_ERROR_INVALID_VALUE)
+            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
         check(not Flags or stream.capture is not None, Result.CUDA_ERROR_ILLEGAL_STATE)
         if stream.capture is not None and event.flags & EventFlag.INTERPROCESS:
             stream.capture.invalidate()
@@ -279,9 +285,9 @@ class StreamCalls(Calls):
 
     def cuEventElapsedTime(self, hStart: Any, hEnd: Any) -> float:
         events = (self._event(hStart), self._event(hEnd))
+        check(not any(event.flags & EventFlag.DISABLE_TIMING for event in events), Result.CUDA_ERROR_INVALID_HANDLE)
         check(all(event.capture is None or event.capture.running for event in events))
         records = [need(event.record, Result.CUDA_ERROR_INVALID_HANDLE) for event in events]
-        check(not any(event.flags & EventFlag.DISABLE_TIMING for event in events), Result.CUDA_ERROR_INVALID_HANDLE)
         check(all(event.complete for event in events), Result.CUDA_ERROR_NOT_READY)
         return (records[1].when - records[0].when) * 1000
 
