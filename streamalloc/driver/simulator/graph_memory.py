@@ -166,10 +166,7 @@ class GraphMemory:
             else:
                 runs.append([hole])
         fitting = [run for run in runs if run[-1].end - run[0].address >= rounded]
-        if fitting:
-            run = min(fitting, key=lambda one: (one[-1].end - one[0].address, one[0].address))
-        else:
-            run = []
+        run = min(fitting, key=lambda one: (one[-1].end - one[0].address, one[0].address)) if fitting else []
         address = run[0].address if run else self._reservation.base + self._size
         rest = rounded
         for hole in run:

@@ -285,9 +285,11 @@ class StreamCalls(Calls):
 
     def cuEventElapsedTime(self, hStart: Any, hEnd: Any) -> float:
         events = (self._event(hStart), self._event(hEnd))
-        check(not any(event.flags & EventFlag.DISABLE_TIMING for event in events), Result.CUDA_ERROR_INVALID_HANDLE)
-        check(all(event.capture is None or event.capture.running for event in events))
-        records = [need(event.record, Result.CUDA_ERROR_INVALID_HANDLE) for event in events]
+        records = []
+        for event in events:
+            check(event.capture is None or event.capture.running)
+            check(not event.flags & EventFlag.DISABLE_TIMING, Result.CUDA_ERROR_INVALID_HANDLE)
+            records.append(need(event.record, Result.CUDA_ERROR_INVALID_HANDLE))
         check(all(event.complete for event in events), Result.CUDA_ERROR_NOT_READY)
         return (records[1].when - records[0].when) * 1000
 
