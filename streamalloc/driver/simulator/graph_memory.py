@@ -150,6 +150,9 @@ class GraphMemory:
 
     # -- addresses -------------------------------------------------------------------------------------------
 
+    def holds(self, address: int) -> bool:
+        return 0 <= address - self._reservation.base < self._size
+
     @property
     def has_holes(self) -> bool:
         return bool(self._holes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .allocations import Allocations, GraphAllocation
@@ -33,6 +33,8 @@ class Node:
     pool: Pool | None = None
     freed: bool = False
     """Of an allocation: another node frees it."""
+    is_other: bool = False
+    """Of a free: of what another graph has allocated."""
     handle: int = field(default_factory=new_handle)
 
 
@@ -46,8 +48,6 @@ class Graph:
     instances: int = 0
     frees: bool = False
     """Whether freeing was tried while it was captured, in vain or not."""
-    is_modelled: bool = True
-    """Whether it can be launched here."""
 
     def unfreed(self) -> list[Node]:
         """Allocation nodes without a free node: these allocations outlive a launch."""
@@ -68,6 +68,8 @@ class GraphExec:
         memories = self.graph.memories.values()
         live = [(memory, address) for memory in memories for address in memory.live]
         check(not live or self.flags & AUTO_FREE_ON_LAUNCH)
+        others = [allocations.at.get(node.address) for node in self.graph.nodes if node.is_other]
+        check(all(isinstance(other, GraphAllocation) for other in others))
         for memory, address in live:
             allocations.remove(allocations.at[address])
             memory.freed(address)
@@ -75,6 +77,11 @@ class GraphExec:
         for node in self.graph.nodes:
             if node.operation is not None:
                 stream.submit(copy.copy(node.operation))
+            elif node.is_other:
+                allocation = allocations.at[node.address]
+                assert isinstance(allocation, GraphAllocation)
+                allocations.remove(allocation)
+                allocation.memory.freed(node.address, stream)
         self._in_use(stream, stream.submit(Operation()))
         for node in self.graph.unfreed():
             assert node.pool is not None and node.pool.device is not None
@@ -143,11 +150,6 @@ class Capture:
         self.valid = False
 
     @property
-    def allocated(self) -> Container[int]:
-        """The addresses of its allocations that are not freed."""
-        return self._open
-
-    @property
     def running(self) -> bool:
         return self in self._graphs.captures
 
@@ -179,10 +181,9 @@ class Capture:
     def free(self, address: int, stream: Stream) -> None:
         """Only what the graph allocated can be freed in it; a mistake here does not spoil the capture."""
         self.graph.frees = True
-        if address not in self._open and (other := self._graphs.open_at(address)) is not None:
-            other.free_elsewhere(address, self.add("MEM_FREE", None, stream))
+        if address not in self._open:
+            self._free_other(address, stream)
             return
-        check(address in self._open)
         allocation = self._open.pop(address)
         allocation.freed = True
         node = self.add("MEM_FREE", None, stream)
@@ -190,10 +191,11 @@ class Capture:
         assert allocation.pool is not None and allocation.pool.device is not None
         self.graph.memories[allocation.pool.device].leave(address, allocation.size, node)
 
-    def free_elsewhere(self, address: int, node: Node) -> None:
-        """Another graph, which is captured at the same time, frees what this one allocates."""
-        self._open.pop(address)
-        node.address, node.graph.is_modelled = address, False
+    def _free_other(self, address: int, stream: Stream) -> None:
+        """What another graph allocates and does not free can be freed here."""
+        check(self._graphs.is_left(address))
+        node = self.add("MEM_FREE", None, stream)
+        node.address, node.is_other = address, True
 
     # -- forks and joins -------------------------------------------------------------------------------------
 
@@ -272,9 +274,9 @@ class Graphs:
     captures: list[Capture] = field(default_factory=list)
     capture_count: int = 0
 
-    def open_at(self, address: int) -> Capture | None:
-        """The capture in progress with an allocation there that is not freed."""
-        return next((one for one in self.captures if address in one.allocated), None)
+    def is_left(self, address: int) -> bool:
+        """Whether a graph allocates this address and does not free it."""
+        return any(node.address == address for graph in self.graphs.values() for node in graph.unfreed())
 
     def create(self) -> Graph:
         graph = Graph()
