@@ -90,7 +90,8 @@ def _allocator(cupy: Any, sources: Sources) -> Any:
         ordinal = get_device()
         try:
             # One that CuPy did not make may end whatever we keep.
-            memory = sources.allocate(nbytes, ordinal, stream.ptr, stream if type(stream) is own else None)
+            owned = type(stream) is own and getattr(stream, "_foreign_stream_ref", None) is None
+            memory = sources.allocate(nbytes, ordinal, stream.ptr, stream if owned else None)
         except OutOfMemoryError as error:
             total = -1 if error.used is None else error.used
             raise cupy.cuda.memory.OutOfMemoryError(nbytes, total, error.limit or 0) from error

@@ -49,7 +49,9 @@ class Lent(TypedView):
         super().__init__(view, view.dtype, view.shape)
         self._user: Stream | None = None
         if user is not None:
-            ordered = as_stream(user, self._door)
+            # A default stream is that of the device of the memory.
+            with self.stream.device.current():
+                ordered = as_stream(user, self._door)
             ordered.wait(self.stream)
             self._user = ordered
         work(self._door)
@@ -84,28 +86,34 @@ class Lent(TypedView):
 class _LoanEnd(Deferred):
     """The end of a loan: the memory's stream waits for its user's before the memory may be freed."""
 
-    __slots__ = ("_memory", "_user")
+    __slots__ = ("_event", "_memory", "_user")
 
     def __init__(self, memory: Memory, user: Stream | None) -> None:
         self._memory: Memory | None = memory
         self._user = user
+        self._event: Event | None = None
 
     def attempt(self) -> bool:
         memory = self._memory
         if memory is None:
             return True
         ours, user = memory.stream, self._user
-        if ours.capturing or (user is not None and user.capturing):
+        if _captured(ours) or _captured(user):
             return False
+        if self._event is None:
+            # Where nobody said which stream uses it: all of them.
+            self._event = context_event(ours.device) if user is None or user.closed else user.record()
         if not ours.closed:
-            if user is None:
-                # Nobody said which stream: all of them.
-                with context_event(ours.device) as event:
-                    ours.wait(event)
-            elif user.handle != ours.handle:
-                ours.wait(user)
+            ours.wait(self._event)
+        elif not self._event.query():
+            # What is freed after a stream was closed knows nothing of others.
+            return False
         self._memory = None
         return True
+
+
+def _captured(stream: Stream | None) -> bool:
+    return stream is not None and not stream.closed and stream.capturing
 
 
 # -- arrays of other libraries ---------------------------------------------------------------------------------------
@@ -241,12 +249,12 @@ class _Return(Deferred):
     def attempt(self) -> bool:
         if self._array is None:
             return True
+        if _captured(self._stream) or _captured(self._lender):
+            return False
         if self._event is None:
-            if self._stream.capturing or (self._lender is not None and self._lender.capturing):
-                return False
             with ordered_after(self._stream) as ordered:
                 self._event = ordered.record()
-        if self._lender is not None:
+        if self._lender is not None and not self._lender.closed:
             self._lender.wait(self._event)
         elif not self._event.query():
             return False
@@ -282,7 +290,8 @@ def borrow(
         door = Door.of(driver if driver is not None else default_driver())
     work(door)
     ordered = as_stream(stream, door)
-    return Borrowed(array, ordered, None if lender is None else as_stream(lender, door))
+    with ordered.device.current():
+        return Borrowed(array, ordered, None if lender is None else as_stream(lender, door))
 
 
 def _taken(array: Any, stream: Stream, lender: Stream | None) -> tuple[int, np.dtype[Any], tuple[int, ...], Any, int]:

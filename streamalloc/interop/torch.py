@@ -129,13 +129,15 @@ class TorchBridge(Bridge):
     def close(self) -> None:
         """Stop, and have PyTorch give its segments back; those of a device stay for ever if a tensor is in one of them.
 
-        Otherwise PyTorch would call us when the last tensor goes, at a moment at which it has its allocator locked.
+        Otherwise PyTorch would call us when the last tensor goes, at a moment at which it has its allocator locked. Not
+        to be called while a graph is captured, or inside a ``use_mem_pool`` of your own: PyTorch ends the process where
+        a pool is released meanwhile. Inside another bridge the segments go back when that is stopped.
         """
         self.stop()
         pools, self.pools = self.pools, {}
-        for pool in pools.values():
-            if not any(segment["allocated_size"] for segment in pool.snapshot(include_traces=False)):
-                _mortal(pool)
+        _ended.extend(pools.values())
+        pools.clear()
+        _end_pools()
 
     def __exit__(self, *error: object) -> None:
         self.stop()
@@ -152,11 +154,27 @@ class _Route:
         self._entered = contextlib.ExitStack()
 
     def enter(self) -> None:
+        _active.add(self)
         for ordinal, pool in self._pools.items():
             self._entered.enter_context(self._torch.cuda.use_mem_pool(pool, ordinal))
 
     def leave(self) -> None:
         self._entered.close()
+        _active.discard(self)
+        _end_pools()
+
+
+# The routes of all threads that PyTorch follows now, and the pools that nobody needs any more.
+_active: set[_Route] = set()
+_ended: list[Any] = []
+
+
+def _end_pools() -> None:
+    """Have PyTorch release pools that are empty, unless it routes allocations to any: then it would abort."""
+    while _ended and not _active:
+        pool = _ended.pop()
+        if not any(segment["allocated_size"] for segment in pool.snapshot(include_traces=False)):
+            _mortal(pool)
 
 
 class _Routes(threading.local):

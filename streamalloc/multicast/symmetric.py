@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self
 
+from streamalloc.core.buffer import Buffer
 from streamalloc.core.device import Device
 from streamalloc.core.door import door_behind
-from streamalloc.core.errors import ClosedError, CudaError, attach, size_text
+from streamalloc.core.errors import ClosedError, CudaError, EvictedError, attach, size_text
 from streamalloc.core.html import Row, Shown, mib, place, table
 from streamalloc.core.later import Deferred, later_of
 from streamalloc.core.memory import BufferView
@@ -27,11 +28,13 @@ from streamalloc.core.stream import Stream, StreamLike, as_stream
 from streamalloc.driver import Driver
 from streamalloc.ipc import Communicator, CommunicatorLike, as_communicator
 from streamalloc.ipc.internal import end_of, left
+from streamalloc.multicast.setup.agreement import Layout
 from streamalloc.multicast.setup.participants import SymmetricMemoryError, Team
 from streamalloc.multicast.setup.resources import RankResources, finish, in_time
 from streamalloc.multicast.setup.steps import Asked, agree, check_now, checked_team, end_or_none, set_up
 from streamalloc.multicast.signals import Signals
-from streamalloc.vmm import Mapping
+from streamalloc.pool import MemoryPool
+from streamalloc.vmm import Mapping, RangeView
 
 __all__ = ["SymmetricBuffer", "SymmetricMemory", "Tables"]
 
@@ -56,8 +59,8 @@ class SymmetricBuffer(BufferView):
 
     _ptr = None  # It has a stream and an owner of its own, which the slow path looks at.
 
-    def __init__(self, keeper: SymmetricMemory, mapping: Mapping, start: int, nbytes: int, device: Device) -> None:
-        super().__init__(mapping, start, nbytes)
+    def __init__(self, keeper: SymmetricMemory, place: RangeView, start: int, nbytes: int, device: Device) -> None:
+        super().__init__(place, start, nbytes)
         self._keeper = keeper
         self._device = device
 
@@ -145,11 +148,13 @@ class SymmetricMemory(Closes, Shown):
 
     __slots__ = (
         "__weakref__",
+        "_asleep",
         "_bases",
         "_finalizer",
         "_layout",
         "_leaving",
         "_owned",
+        "_plan",
         "_resources",
         "_signals",
         "_team",
@@ -176,6 +181,8 @@ class SymmetricMemory(Closes, Shown):
         self._owned = group is not communicator
         self._team = Team(group, checked_team(communicator, device, devices, handle_type) if devices is not None else 1)
         self._leaving = False
+        self._asleep: dict[int, _Contents] | None = None
+        """While it sleeps what its ranks' memory had in it, by rank."""
         self.timeout = timeout
         resources: RankResources | None = None
         end = end_or_none(timeout)
@@ -189,6 +196,7 @@ class SymmetricMemory(Closes, Shown):
             resources = RankResources(door_behind(chosen[self._team.here[0]]), chosen, self._team.size)
             self._resources = resources
             bases = self._bases = set_up(self._team, resources, plan, end)
+            self._plan = plan._replace(physical_bytes={resources.kind: resources.physical_bytes})
             self._signals = Signals(plan.layout, bases)
             self._finalizer = weakref.finalize(self, _drop, _Dropped(resources, self._signals), repr(self))
             # The operating system takes everything at the end of a process.
@@ -311,7 +319,7 @@ class SymmetricMemory(Closes, Shown):
         mapping = self._resources.view
         if mapping is None:
             return None
-        return SymmetricBuffer(self, mapping, 0, self._layout.nbytes, self.device)
+        return SymmetricBuffer(self, _lasting(mapping), 0, self._layout.nbytes, self.device)
 
     @property
     def addresses(self) -> npt.NDArray[np.uint64]:
@@ -370,7 +378,7 @@ class SymmetricMemory(Closes, Shown):
         self._check_open()
         devices = self._resources.devices
         return tuple(
-            SymmetricBuffer(self, mapping, start, nbytes, devices.get(rank, self.device))
+            SymmetricBuffer(self, _lasting(mapping), start, nbytes, devices.get(rank, self.device))
             for rank, mapping in self._resources.replicas.items()
         )
 
@@ -522,6 +530,9 @@ class SymmetricMemory(Closes, Shown):
 
     def _release(self) -> None:
         self._resources.attempt()
+        asleep, self._asleep = self._asleep or {}, None
+        for contents in asleep.values():
+            contents.close()
         self._signals.forget()
         self._finalizer.detach()
 
@@ -532,6 +543,102 @@ class SymmetricMemory(Closes, Shown):
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError(f"{self!r} was closed")
+        if self._asleep is not None:
+            raise EvictedError(f"{self!r} sleeps: wake() it first, on all ranks")
+
+    # -- sleep -----------------------------------------------------------------------------------------------
+
+    @property
+    def asleep(self) -> bool:
+        """Whether its memory was given back by :meth:`sleep`."""
+        return self._asleep is not None
+
+    def sleep(self, backup: MemoryPool | None = None, *, timeout: float | None = None) -> None:
+        """Give the memory of all ranks back, together; the addresses stay. On all ranks at the same time.
+
+        The host waits for the devices' work. Signal pads, and what barriers and signals have counted, are kept in any
+        case. Nothing but :meth:`wake`, :meth:`close` and :meth:`abandon` can be called meanwhile.
+
+        Parameters
+        ----------
+        backup
+            A pool in host memory, to which this process's devices have access, that takes the bytes of this process's
+            ranks; None gives them up. Each rank decides for itself.
+        timeout
+            Seconds; default: :attr:`timeout`.
+
+        Raises
+        ------
+        EvictedError
+            It sleeps already.
+        SymmetricMemoryError
+            A rank did not come in time, or could not copy, as there is no host memory. Nothing has changed.
+        CudaError
+            The driver refuses to give something back; calling it again tries that again.
+        """
+        if self._asleep is not None and self._resources.memories:
+            self._resources.give_memory_back()  # where that was refused before
+            return
+        self._check_open()
+        check_now(self._resources.door)
+        end = end_of(self.timeout if timeout is None else timeout)
+        kept: dict[int, _Contents] = {}
+
+        def copy(rank: int) -> None:
+            lost: list[CudaError] = []
+            finish([self._resources.devices[rank]], end, lost)
+            if lost:
+                raise lost[0]
+            kept[rank] = _Contents.of(self._resources, self._layout, rank, backup)
+
+        try:
+            # First all have to have queued what others may wait for.
+            self._team.step("sleep", lambda rank: None, end)
+            self._team.step("sleep", copy, end)
+        except BaseException:
+            for contents in kept.values():
+                contents.close()
+            raise
+        self._asleep = kept
+        self._resources.give_memory_back()
+
+    def wake(self, *, timeout: float | None = None) -> None:
+        """Give all ranks memory again, at the same addresses, and the bytes that were kept. On all ranks together.
+
+        Bytes that were not kept are undefined. Buffers and tables from before, and graphs that use them, are valid
+        again.
+
+        Parameters
+        ----------
+        timeout
+            Seconds; default: :attr:`timeout`.
+
+        Raises
+        ------
+        EvictedError
+            It does not sleep.
+        SymmetricMemoryError
+            A rank has no memory, or did not come in time, or the driver refuses a step there. On all ranks it sleeps as
+            before, with its bytes, and if no rank has died it can be tried again.
+        """
+        asleep = self._asleep
+        if asleep is None:
+            raise EvictedError(f"{self!r} does not sleep")
+        check_now(self._resources.door)
+        resources, layout = self._resources, self._layout
+        end = end_of(self.timeout if timeout is None else timeout)
+        try:
+            set_up(self._team, resources, self._plan, end, lambda rank: asleep[rank].put_back(resources, layout, rank))
+        except BaseException as first:
+            try:
+                resources.give_memory_back()
+            except Exception as later:
+                attach(first, later)
+            self._team.settle(end)
+            raise
+        self._asleep = None
+        for contents in asleep.values():
+            contents.close()
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -565,8 +672,52 @@ class SymmetricMemory(Closes, Shown):
         if not hasattr(self, "_resources"):
             return f"<{type(self).__name__} that could not be made>"
         who = f"rank {self.rank} of {self.size}" if self.communicator is not None else f"{self.size} devices"
-        state = ", closed" if self.closed else ", with multicast" if self.multicast else ""
+        awake = ", with multicast" if self.multicast else ""
+        state = ", closed" if self.closed else ", asleep" if self._asleep is not None else awake
         return f"<{type(self).__name__} of {size_text(self.nbytes)} for each rank, {who}{state}>"
+
+
+def _lasting(mapping: Mapping) -> RangeView:
+    """The place of a mapping, whatever is mapped there: what sleeps is mapped anew when it wakes."""
+    return RangeView(mapping.range, mapping.offset, mapping.offset + mapping.nbytes)
+
+
+class _Contents(NamedTuple):
+    """What the memory of a rank has in it, while that was given back."""
+
+    kept: Buffer | None
+    """The user's bytes; None where they were given up."""
+    rest: npt.NDArray[np.uint8]
+    """What lies behind them."""
+
+    @classmethod
+    def of(cls, resources: RankResources, layout: Layout, rank: int, backup: MemoryPool | None) -> _Contents:
+        """A copy of it."""
+        replica = resources.replicas[rank]
+        rest = np.zeros(layout.total - layout.signal_pad, np.uint8)
+        with resources.devices[rank].create_stream() as stream:
+            replica[layout.signal_pad : layout.total].copy_to(rest, stream)
+            kept = None if backup is None else backup.allocate(layout.nbytes, stream)
+            try:
+                if kept is not None:
+                    kept.copy_from(replica[: layout.nbytes], stream)
+            finally:
+                stream.synchronize()
+        return cls(kept, rest)
+
+    def put_back(self, resources: RankResources, layout: Layout, rank: int) -> None:
+        """Copy it into new memory."""
+        replica = resources.replicas[rank]
+        with resources.devices[rank].create_stream() as stream:
+            replica[layout.signal_pad : layout.total].copy_from(self.rest, stream)
+            if self.kept is not None:
+                replica[: layout.nbytes].copy_from(self.kept, stream)
+            stream.synchronize()
+
+    def close(self) -> None:
+        """It is not needed any more; all copies were waited for."""
+        if self.kept is not None:
+            self.kept.close()
 
 
 # -- undoing -------------------------------------------------------------------------------------------------

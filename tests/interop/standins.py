@@ -108,12 +108,12 @@ def cupy(driver: Any) -> dict[str, ModuleType]:
         def __exit__(self, *_: object) -> None:
             local.streams = local.streams[:-1]
 
+        @classmethod
+        def from_external(cls, stream: Any) -> Stream:
+            return cls(handle=stream.__cuda_stream__()[1])
+
     Stream.null = Stream(handle=0)  # type: ignore[attr-defined]
     Stream.ptds = Stream(handle=2)  # type: ignore[attr-defined]
-
-    class ExternalStream(Stream):
-        def __init__(self, ptr: int) -> None:
-            super().__init__(handle=ptr)
 
     def get_current_stream() -> Any:
         streams = getattr(local, "streams", ())
@@ -202,8 +202,7 @@ def cupy(driver: Any) -> dict[str, ModuleType]:
     module: Any = ModuleType("cupy")
     module.uint8, module.empty, module.ndarray = np.uint8, empty, NdArray
     module.cuda = SimpleNamespace(
-        Stream=Stream, ExternalStream=ExternalStream, Device=Device, get_current_stream=get_current_stream,
-        MemoryPointer=MemoryPointer,
+        Stream=Stream, Device=Device, get_current_stream=get_current_stream, MemoryPointer=MemoryPointer,
         UnownedMemory=UnownedMemory, MemoryAsyncPool=MemoryAsyncPool, set_allocator=set_allocator,
         get_allocator=lambda: state.allocator, device=SimpleNamespace(get_device_id=lambda: calls.device),
         memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
@@ -357,6 +356,8 @@ def torch(driver: Any) -> dict[str, ModuleType]:
             return list(self.segments.values())
 
         def __del__(self) -> None:
+            # PyTorch aborts the process.
+            assert not recording, "a pool is released while allocations are routed"
             with mutex:
                 for address, segment in self.segments.items():
                     self.allocator.free(address, segment["total_size"], 0, segment["stream"] or None)

@@ -376,7 +376,7 @@ class TestCaptures:
     def test_cupy_memory_is_the_graph_s(self, get: Get, pool: sa.MemoryPool, device: sa.Device) -> None:
         library = get("cupy")
         with library.use(pool, callbacks=True), device.create_stream() as stream:
-            theirs = library.module.cuda.ExternalStream(stream.handle)
+            theirs = library.module.cuda.Stream.from_external(stream)
             with stream.capture("relaxed") as graph:
                 array = library.make(N, theirs)
                 library.fill(array, 4, theirs)
@@ -439,6 +439,8 @@ class TestThreads:
 
 
 LIVE = """
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)
 import streamalloc as sa
 from streamalloc import interop
 import streamalloc.driver as sd

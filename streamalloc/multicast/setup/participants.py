@@ -32,7 +32,7 @@ class SymmetricMemoryError(RuntimeError):
         The rank at fault; of several, the first.
     step
         What it was doing: ``"agree"``, ``"create"``, ``"export"``, ``"exchange"``, ``"import"``, ``"add"``, ``"bind"``,
-        ``"reserve"``, ``"map"``, ``"access"``, ``"clear"`` or ``"close"``.
+        ``"reserve"``, ``"map"``, ``"access"``, ``"clear"``, ``"sleep"``, ``"fill"`` or ``"close"``.
     reason
         What went wrong there, in words.
     """

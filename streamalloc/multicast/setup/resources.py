@@ -99,7 +99,9 @@ class RankResources(Deferred):
         self._object.bind(self.memories[rank], device=self.devices[rank])
 
     def reserve(self) -> None:
-        """Reserve the addresses."""
+        """Reserve the addresses, which stay until the end."""
+        if self.ranges:
+            return
         nbytes, driver = self.physical_bytes, self.door.driver
         self.ranges.append(AddressRange(self.size * nbytes, driver=driver))
         if self.multicast is not None:
@@ -125,10 +127,11 @@ class RankResources(Deferred):
         """Whether there is anything to give back."""
         return bool(self.handles or self.multicast or self.memories or self.ranges)
 
-    def attempt(self) -> bool:
-        """Give everything back, in the order that the driver asks for. No work may be under way that uses any of it.
+    def give_memory_back(self) -> None:
+        """Give everything but the addresses back, in the order that the driver asks for.
 
-        What fails is kept, with all that has to go after it: call it again.
+        No work may be under way that uses any of it. What fails is kept, with all that has to go after it: call it
+        again.
 
         Raises
         ------
@@ -142,10 +145,14 @@ class RankResources(Deferred):
         for range in self.ranges:
             range.unmap(after=())
         undo_all(memory.close for memory in self.memories.values())
-        undo_all(range.close for range in self.ranges)
         self.multicast = self.view = None
         self.replicas.clear()
         self.memories.clear()
+
+    def attempt(self) -> bool:
+        """Give everything back, as :meth:`give_memory_back`, and then the addresses."""
+        self.give_memory_back()
+        undo_all(range.close for range in self.ranges)
         self.ranges.clear()
         return True
 

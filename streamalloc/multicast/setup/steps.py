@@ -168,8 +168,17 @@ def _attribute(device: Device, name: str) -> int:
         return 0
 
 
-def set_up(team: Team, resources: RankResources, plan: Plan, end: float | None) -> tuple[int, ...]:
-    """All steps after the agreement, on all ranks or on none; where each rank's memory begins here."""
+def set_up(
+    team: Team,
+    resources: RankResources,
+    plan: Plan,
+    end: float | None,
+    fill: Callable[[int], None] | None = None,
+) -> tuple[int, ...]:
+    """All steps after the agreement, on all ranks or on none; where each rank's memory begins here.
+
+    ``fill`` puts the contents into a rank's memory where that is not new.
+    """
     _create(team, resources, plan, end)
     if team.communicator is not None:
         _exchange(team, resources, plan.multicast, end)
@@ -185,8 +194,8 @@ def set_up(team: Team, resources: RankResources, plan: Plan, end: float | None) 
         ("reserve", once(resources.reserve)),
         ("map", once(resources.map)),
         ("access", once(resources.access)),
-        # After this one nobody touches memory that is still to be cleared.
-        ("clear", lambda rank: _clear(resources, plan.layout, rank)),
+        # After this one nobody touches memory that is still to be cleared or filled.
+        ("fill", fill) if fill is not None else ("clear", lambda rank: _clear(resources, plan.layout, rank)),
     ]
     for name, do in steps:
         team.step(name, do, end)
