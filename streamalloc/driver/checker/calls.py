@@ -268,9 +268,8 @@ def _queries(state: State, name: str, args: tuple[Any, ...]) -> Steps:
             state.host_knows(stream)
         else:
             state.timeline.tell(clock)
-        if state.unannounced:
-            # The facade then tells importers itself, in no stream.
-            state.announce(state.timeline.host)
+        # The facade then tells importers itself, in no stream.
+        state.announce(state.exports_of_thread(), state.timeline.host)
 
 
 def _synchronises_context(state: State, name: str, args: tuple[Any, ...]) -> Steps:
@@ -309,8 +308,8 @@ def _records(state: State, name: str, args: tuple[Any, ...]) -> Steps:
         return
     event.captured = None
     event.mark = state.timeline.record(stream)
-    if event.shared and state.unannounced and event.mark.clock is not None:
-        state.announce(event.mark.clock)
+    if event.shared and event.mark.clock is not None:
+        state.announce(state.exports_of_thread(), event.mark.clock)
 
 
 def _records_context(state: State, name: str, args: tuple[Any, ...]) -> Steps:

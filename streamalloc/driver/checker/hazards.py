@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from streamalloc.driver.checker.clocks import BY_CHOICE, CERTAIN, Actor, Clock, Stream, Timeline
 from streamalloc.driver.checker.reports import Hazard
@@ -56,24 +57,24 @@ class _Segment:
         self.write = write
         self.reads: dict[int, Access] = {}
 
-    def cut(self, at: int) -> _Segment:
-        """Make two of it; the second one."""
-        rest = _Segment(at, self.end, self.write)
-        rest.reads = self.reads.copy()
-        self.end = at
-        return rest
+    def cut(self, at: int) -> tuple[_Segment, _Segment]:
+        """Two in place of it."""
+        first, second = _Segment(self.start, at, self.write), _Segment(at, self.end, self.write)
+        first.reads, second.reads = self.reads, self.reads.copy()
+        return first, second
 
 
+_start = attrgetter("start")
 Order = Callable[[Clock, int, int], int]
 
 
 class Bytes:
     """Physical memory, and the latest uses of each part."""
 
-    __slots__ = ("_segments", "_starts")
+    __slots__ = ("_segments",)
 
     def __init__(self) -> None:
-        self._starts: list[int] = []
+        # One list alone, so that no interrupt leaves two that differ.
         self._segments: list[_Segment] = []
 
     def touch(self, start: int, end: int, access: Access, clock: Clock, order: Order) -> list[tuple[Access, int]]:
@@ -103,34 +104,29 @@ class Bytes:
             else:
                 segment.reads[number] = access
         if write and len(chosen) > 1:
-            first = bisect_left(self._starts, start)
-            self._starts[first : first + len(chosen)] = [start]
+            first = bisect_left(segments, start, key=_start)
             segments[first : first + len(chosen)] = [_Segment(start, end, access)]
         return list(found.items())
 
     def _between(self, start: int, end: int) -> list[_Segment]:
         """The segments of a range, cut at its ends, with new ones where there were none."""
-        starts, segments = self._starts, self._segments
-        at = bisect_right(starts, start) - 1
+        segments = self._segments
+        at = bisect_right(segments, start, key=_start) - 1
         if at < 0 or segments[at].end <= start:
             at += 1
         elif segments[at].start < start:
-            self._insert(at + 1, segments[at].cut(start))
+            segments[at : at + 1] = segments[at].cut(start)
             at += 1
         first, position = at, start
         while position < end:
             if at == len(segments) or segments[at].start > position:
                 upto = end if at == len(segments) else min(end, segments[at].start)
-                self._insert(at, _Segment(position, upto))
+                segments.insert(at, _Segment(position, upto))
             elif segments[at].end > end:
-                self._insert(at + 1, segments[at].cut(end))
+                segments[at : at + 1] = segments[at].cut(end)
             position = segments[at].end
             at += 1
         return segments[first:at]
-
-    def _insert(self, at: int, segment: _Segment) -> None:
-        self._starts.insert(at, segment.start)
-        self._segments.insert(at, segment)
 
 
 @dataclass
@@ -222,13 +218,17 @@ class Addresses:
                 # One generation is enough to tell whose memory it was.
                 old.previous = None
             self._remove(old)
-        at = bisect_left(self._bases, made.base)
-        self._bases.insert(at, made.base)
         self._at[made.base] = made
+        at = bisect_left(self._bases, made.base)
+        if self._bases[at : at + 1] != [made.base]:
+            self._bases.insert(at, made.base)
 
     def _remove(self, old: Range) -> None:
-        del self._at[old.base]
-        del self._bases[bisect_left(self._bases, old.base)]
+        # In this order an interrupt leaves a base without a range, which is nothing.
+        self._at.pop(old.base, None)
+        at = bisect_left(self._bases, old.base)
+        if self._bases[at : at + 1] == [old.base]:
+            del self._bases[at]
 
     def find(self, address: int) -> Range | None:
         """The range that an address is in."""
@@ -238,16 +238,16 @@ class Addresses:
         at = bisect_right(self._bases, address) - 1
         if at < 0:
             return None
-        found = self._at[self._bases[at]]
-        return found if address < found.end else None
+        found = self._at.get(self._bases[at])
+        return found if found is not None and address < found.end else None
 
     def overlapping(self, start: int, end: int) -> list[Range]:
         """The ranges that have a byte between two addresses, in order."""
         first = max(bisect_right(self._bases, start) - 1, 0)
         found = []
         for base in self._bases[first : bisect_left(self._bases, end)]:
-            one = self._at[base]
-            if one.end > start:
+            one = self._at.get(base)
+            if one is not None and one.end > start:
                 found.append(one)
         return found
 

@@ -114,7 +114,6 @@ class State:
         self.entries: dict[Range, Path] = {}
         self.shared_events: dict[bytes, Event] = {}
         self.exported_files: dict[tuple[int, int, int], Physical] = {}
-        self.unannounced: list[tuple[Range, Stack]] = []
         self._legacy: dict[int, Stream] = {}
         self._per_thread: dict[tuple[int, int], Stream] = {}
         self._threads = threading.local()
@@ -371,17 +370,21 @@ class State:
         self.exports[exported] = range_
         self.exported[range_] = exported
         if announced_later:
-            self.unannounced.append((range_, stack))
+            vars(self._threads).setdefault("unannounced", []).append((range_, stack))
             return
         missing = self.incomplete(range_, self.timeline.host)
         clocks = (one.mark.clock for one in self.events.values() if one.shared and one.mark and one.mark.clock)
         if missing is not None and not any(self.incomplete(range_, clock) is None for clock in clocks):
             self._incomplete(range_, missing, stack)
 
-    def announce(self, clock: Clock) -> None:
-        """Something was queued that tells importers that memory is ready."""
-        waiting, self.unannounced = self.unannounced, []
-        for range_, stack in waiting:
+    def exports_of_thread(self) -> list[tuple[Range, Stack]]:
+        """What the calling thread has exported, and has not said yet when it is ready; it says so now."""
+        found: list[tuple[Range, Stack]] = vars(self._threads).pop("unannounced", [])
+        return found
+
+    def announce(self, exports: list[tuple[Range, Stack]], clock: Clock) -> None:
+        """Importers are told that memory is ready, after all of a clock."""
+        for range_, stack in exports:
             missing = self.incomplete(range_, clock)
             if missing is not None and self.incomplete(range_, self.timeline.host) is not None:
                 self._incomplete(range_, missing, stack)
@@ -416,10 +419,10 @@ class State:
         if self.captures and stream in self.captures:
             return
         key, _ = self._key(address)
+        exports = self.exports_of_thread()
 
         def write(stream: Stream) -> None:
-            if self.unannounced:
-                self.announce(stream.clock)
+            self.announce(exports, stream.clock)
             if key is None:
                 return
             writes = self._words.setdefault(key, [])
