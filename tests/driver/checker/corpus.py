@@ -776,6 +776,7 @@ def a_graph_is_launched_after_its_memory_is_freed(b: Bench, right: bool) -> None
     b.a.synchronize()
     with b.a.capture() as graph:
         x.fill(1)
+    graph.instantiate()
     if not right:
         x.free()
     graph.launch(b.a)
