@@ -252,6 +252,11 @@ class HandleEnd(Deferred):
         self._call = call
         self._raw = raw
 
+    @property
+    def raw(self) -> Any:
+        """The handle; None once it was given back."""
+        return self._raw
+
     def attempt(self) -> bool:
         self._door.give_back(self, self._call)
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,10 +20,10 @@ from streamalloc.core.errors import (
     NotSupportedError,
     refused,
 )
-from streamalloc.core.later import later_of
+from streamalloc.core.later import HandleEnd, later_of
 from streamalloc.core.properties import MemHandleType, checked_size
-from streamalloc.core.stream import raw_handle
 from streamalloc.driver import Driver
+from streamalloc.driver.internal import cuda
 from streamalloc.ipc import DriverVersionWarning
 from streamalloc.ipc.internal import end_of
 from streamalloc.multicast.objects.multicast_object import MulticastObject
@@ -33,6 +34,7 @@ from streamalloc.vmm import PhysicalMemory
 
 __all__ = ["Asked", "agree", "check_now", "checked_team", "end_or_none", "set_up"]
 
+_NON_BLOCKING = int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
 # What is written from the host, in bytes; more is filled by the device.
 _AT_ONCE = 64 << 10
 _HANDLE_TYPES = (MemHandleType.FABRIC, MemHandleType.POSIX_FILE_DESCRIPTOR)
@@ -248,11 +250,14 @@ def _clear(resources: RankResources, layout: Layout, rank: int) -> None:
     door, device = resources.door, resources.devices[rank]
     bases = np.array([one.address for one in resources.replicas.values()], np.uint64)
     start, first = int(bases[rank]), layout.signal_pad
-    with device.current(), device.create_stream() as stream:
+    # A stream for this alone, which nothing is ordered after: less than a Stream is.
+    stream = HandleEnd(door, "cuStreamDestroy", None)
+    with device.current(), contextlib.ExitStack() as undo:
+        undo.callback(later_of(door).end, stream)
+        door.create(stream, "_raw", "cuStreamCreateWithPriority", _NON_BLOCKING, 0)
         if layout.total - first > _AT_ONCE:
             # A signal pad of the user's size; what is behind it is written from the host.
-            nbytes = layout.words - first
-            door.call("cuMemsetD8Async", start + first, 0, nbytes, raw_handle(stream))
+            door.call("cuMemsetD8Async", start + first, 0, layout.words - first, stream.raw)
             first = layout.words
         image = np.zeros(layout.total - first, np.uint8)
         for table, addresses in (
@@ -260,8 +265,8 @@ def _clear(resources: RankResources, layout: Layout, rank: int) -> None:
             (layout.signal_table, bases + np.uint64(layout.signal_pad)),
         ):
             image[table - first :][: addresses.nbytes] = addresses.view(np.uint8)
-        door.call("cuMemcpyHtoDAsync", start + first, image.ctypes.data, image.nbytes, raw_handle(stream))
-        stream.synchronize()
+        door.call("cuMemcpyHtoDAsync", start + first, image.ctypes.data, image.nbytes, stream.raw)
+        door.call("cuStreamSynchronize", stream.raw)
 
 
 class KnownDevices:

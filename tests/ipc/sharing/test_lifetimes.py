@@ -14,7 +14,9 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc, vmm
-from streamalloc.testing import Gate
+from streamalloc.core.door import door_behind
+from streamalloc.ipc.sharing.imports import importer_of
+from streamalloc.testing import Gate, settle
 from tests.ipc.support import (
     POSIX,
     Partner,
@@ -232,6 +234,30 @@ class TestExporterIsGone:
         assert all(executed(stream) for stream in streams)
         assert opened[2].lost
         opened[2].close()
+        for stream in streams:
+            stream.close()
+
+    def test_its_control_block_while_a_stream_waits(
+        self, machine: Any, owner: Partner, another: Another, device: sa.Device, gate: Gate
+    ) -> None:
+        """Letting go of what an owner left waits for the devices, and others wait for that: not while they work."""
+        streams = [device.create_stream() for _ in range(2)]
+        owner.take("buffer", streams[0]).close()
+        device.synchronize()
+        owner.kill()
+        importer = importer_of(door_behind(device))
+        (block,) = [block for block in importer.blocks.values() if not block.exporter_alive()]
+        gate.hold(streams[1])
+        then = another()
+        then.run(make_pool)
+        then.run(make_buffer, "buffer", 5)
+        for _ in range(3):
+            then.take("buffer", streams[0]).close()
+            time.sleep(0.03)
+        assert block not in importer.blocks.values() and block._raw is not None
+        gate.open()
+        device.synchronize()
+        assert eventually(lambda: (settle(), block._raw is None)[1])
         for stream in streams:
             stream.close()
 
