@@ -144,10 +144,13 @@ class Door:
                     _kept.append(door)
             return door
 
+    # Kept in the class: when the last finalisers run, the names of modules may be gone, this one's too.
+    _exiting = staticmethod(sys.is_finalizing)
+
     @property
     def usable(self) -> bool:
         """Whether a finaliser may call the driver: not in a forked child, not while the interpreter shuts down."""
-        return not self.forked and not _exiting()
+        return not self.forked and not self._exiting()
 
     def call(self, name: str, *args: Any, hint: str | Callable[[], str] = "") -> Any:
         """Call driver function ``name`` and return what follows its ``CUresult`` (None, a value, or a tuple).
@@ -382,8 +385,6 @@ class _Relaxed:
         self._door.call("cuThreadExchangeStreamCaptureMode", self._mode)
 
 
-# Kept here: when the last finalisers run, the names of other modules may be gone.
-_exiting = sys.is_finalizing
 _FORKED = (
     "this object belongs to the process that was forked; CUDA cannot be used in a forked child: "
     "start it with multiprocessing's 'spawn' or 'forkserver' method"

@@ -288,6 +288,25 @@ def test_interpreter_exit(python: Python, name: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+NAMES_ARE_GONE = """
+import sys, types
+early = sys.modules["early"] = types.ModuleType("early")
+import streamalloc as sa
+from streamalloc import vmm
+device = sa.Device(0); stream = device.create_stream(); pool = sa.MemoryPool(device, release_threshold=1 << 30)
+grown = vmm.GrowableBuffer(device, 4 << 20, 2 << 20, stream=stream)
+early.kept = [stream, pool, pool.allocate(64, stream), stream.record(), sa.allocate(64, stream), grown, sa.Device(0)]
+del device, stream, pool, grown
+# Modules that live on lose their names, the youngest first: those of the library before what the oldest keeps.
+sys.kept = list(sys.modules.values())
+"""
+
+
+def test_interpreter_exit_when_names_are_gone(python: Python) -> None:
+    done = python(NAMES_ARE_GONE)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 FORK = """
 import gc, os, sys, warnings
 import streamalloc as sa, streamalloc.driver as sd
