@@ -78,7 +78,7 @@ class FakeStream:
 
     def __init__(self, calls: Calls, handle: int | None = None) -> None:
         self.calls = calls
-        self.device_id = calls.device
+        self.device_id = calls.device if handle is None else -1
         self.ptr = calls.non_blocking() if handle is None else handle
         self.made = handle is None
 

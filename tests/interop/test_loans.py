@@ -101,6 +101,21 @@ class TestLent:
         other.free()
         assert used(pool, device) == 0
 
+    def test_after_its_stream_was_closed(self, get: Get, pool: sa.MemoryPool, device: sa.Device, gate: Gate) -> None:
+        """What is left to do waits for the library, and keeps nobody from anything else."""
+        library = get("cupy")
+        theirs = library.stream()
+        with device.create_stream() as own:
+            array = interop.cupy.array(pool.allocate(MiB, own), stream=theirs)
+        gate.hold(theirs)
+        library.fill(array, 2, theirs)
+        del array
+        gc.collect()
+        assert pool.statistics().used == MiB
+        gate.open()
+        device.synchronize()
+        assert used(pool, device) == 0
+
     def test_nothing_is_done_in_a_capture(
         self, get: Get, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device
     ) -> None:
@@ -174,6 +189,16 @@ class TestBorrowed:
             gate.open()
             device.synchronize()
             assert pool.statistics().used == 0
+
+    def test_its_stream_is_closed_before_it(self, get: Get, device: sa.Device) -> None:
+        library = get("cupy")
+        array = library.make(64)
+        with device.create_stream() as own:
+            memory = interop.cupy.memory(array, own)
+            memory.fill(5)
+        memory.close()
+        device.synchronize()
+        assert library.holds(array, 5)
 
     def test_dropped(self, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device) -> None:
         memory = interop.borrow(pool.allocate(64, stream).view_as(np.float32, (4, 4)), stream)
