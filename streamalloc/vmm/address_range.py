@@ -38,6 +38,7 @@ from streamalloc.driver import Driver
 from streamalloc.vmm.access import Access, Place, Rights, rights_of, structs_of
 from streamalloc.vmm.allocations import MappedBytes, OwnsNode, Reservation
 from streamalloc.vmm.generic_handle import GenericAllocation
+from streamalloc.vmm.release_order import Kind
 from streamalloc.vmm.waiting import After, accessing, wait, wait_for_users
 
 __all__ = [
@@ -356,7 +357,12 @@ class AddressRange(OwnsNode):
         try:
             # In the table before it is mapped, so that an interrupt between the two loses nothing.
             entries.insert(at, entry)
-            node.link(handle)
+            if handle._first or handle.outlasts_mappings or handle.kind is not Kind.MEMORY:
+                node.link(handle)
+            else:
+                # The rest of link() is about multicast.
+                handle.allocations.order.relate(node, reservation)
+                node.state.mappings[node] = None
             result = self._door.cuMemMap(address + offset, nbytes, 0, raw, 0)[0]
             if result:
                 raise error_from(result, "cuMemMap")

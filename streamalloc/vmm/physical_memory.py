@@ -244,7 +244,11 @@ class PhysicalMemory(GenericAllocation):
         # The owner is there before the handle, so that an interrupt between the two loses nothing.
         handle = self._node = spec.new_handle()
         spec.obtain(handle, nbytes)
-        handle.known()
+        # What known() does where nobody else has the handle, which is nearly always.
+        state = handle.state
+        number = state.handle = int(handle._raw)
+        if spec.allocations.by_handle.setdefault(number, state) is not state:
+            handle.known()
 
     @staticmethod
     def granularity(
