@@ -27,6 +27,7 @@ Rule: TypeAlias = Callable[[State, str, "tuple[Any, ...]"], Steps]
 
 _INTERPROCESS = int(cuda.CUevent_flags.CU_EVENT_INTERPROCESS)
 _MEMORY_TYPE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+_OPENED = "memory of another process"
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
 
 
@@ -150,7 +151,11 @@ def _frees(state: State, name: str, args: tuple[Any, ...]) -> Steps:
 def _frees_at_once(state: State, name: str, args: tuple[Any, ...]) -> Steps:
     found = state.addresses.find(number_of(args[0]))
     ranges = [found] if found is not None and found.base == number_of(args[0]) else []
-    plain = bool(ranges) and ranges[0].kind in ("device memory", "memory of another process")
+    if found is not None and found.opened > 1:
+        answer = yield None
+        found.opened -= not answer[0]
+        return
+    plain = bool(ranges) and ranges[0].kind in ("device memory", _OPENED)
     if plain:
         # The driver waits for the device, unless it is memory of a pool.
         goals = state.behind(state.all_streams())
@@ -666,7 +671,12 @@ def _opens_plain(state: State, name: str, args: tuple[Any, ...]) -> Steps:
     answer = yield None
     if answer[0]:
         return
-    made = Range(int(answer[1]), _size_at(state, answer[1]), "memory of another process", stack=here())
+    there = state.addresses.find(int(answer[1]))
+    if there is not None and there.ended is None and there.kind == _OPENED:
+        # The driver has given the same address again, and counts.
+        there.opened += 1
+        return
+    made = Range(int(answer[1]), _size_at(state, answer[1]), _OPENED, stack=here())
     state.addresses.add(made)
     entry = ledger.open_import(opaque_bytes(args[0]))
     if entry is not None:

@@ -66,6 +66,8 @@ class _Segment:
 
 _start = attrgetter("start")
 Order = Callable[[Clock, int, int], int]
+_MANY = 64
+"""Uses of the same memory by so many streams are looked through for those that do not matter any more."""
 
 
 class Bytes:
@@ -77,8 +79,19 @@ class Bytes:
         # One list alone, so that no interrupt leaves two that differ.
         self._segments: list[_Segment] = []
 
-    def touch(self, start: int, end: int, access: Access, clock: Clock, order: Order) -> list[tuple[Access, int]]:
-        """Note a use of the bytes from ``start`` to ``end``; the earlier uses that do not certainly come before it."""
+    def touch(
+        self,
+        start: int,
+        end: int,
+        access: Access,
+        clock: Clock,
+        order: Order,
+        forget: Callable[[dict[int, Access]], None] = lambda reads: None,
+    ) -> list[tuple[Access, int]]:
+        """Note a use of the bytes from ``start`` to ``end``; the earlier uses that do not certainly come before it.
+
+        ``forget`` takes out of many reads those that do not matter any more.
+        """
         segments = self._segments
         if len(segments) == 1 and segments[0].start == start and segments[0].end == end:
             chosen = segments
@@ -103,6 +116,8 @@ class Bytes:
                     segment.reads = {}
             else:
                 segment.reads[number] = access
+                if len(segment.reads) > _MANY:
+                    forget(segment.reads)
         if write and len(chosen) > 1:
             first = bisect_left(segments, start, key=_start)
             segments[first : first + len(chosen)] = [_Segment(start, end, access)]
@@ -167,6 +182,8 @@ class Range:
     """What devices may do: 1 read, 3 write; None where anybody may."""
     bindings: list[Binding] | None = None
     """Of a mapping of a multicast object: what is bound to the object."""
+    opened: int = 1
+    """How often memory of another process was opened."""
     imports: list[Range] = field(default_factory=list)
     """The same memory as other imports in this process have it."""
 
@@ -203,12 +220,17 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes} byte{'' if nbytes == 1 else 's'}"
 
 
+_KEPT = 20_000
+"""How many ranges are there before those that have ended are forgotten."""
+
+
 class Addresses:
     """The ranges of an address space, those that have ended included until others take their place."""
 
     def __init__(self) -> None:
         self._at: dict[int, Range] = {}
         self._bases: list[int] = []
+        self._most = _KEPT
 
     def add(self, made: Range) -> None:
         """Add a range, in place of what was there."""
@@ -218,6 +240,10 @@ class Addresses:
                 # One generation is enough to tell whose memory it was.
                 old.previous = None
             self._remove(old)
+        if len(self._at) > self._most:
+            for old in [one for one in self._at.values() if one.ended is not None]:
+                self._remove(old)
+            self._most = max(_KEPT, 2 * len(self._at))
         self._at[made.base] = made
         at = bisect_left(self._bases, made.base)
         if self._bases[at : at + 1] != [made.base]:
@@ -364,10 +390,19 @@ class Judge:
                     (("this call", access.stack), ("allocated", range_.stack)),
                 )
             range_.last[number] = access
+            if len(range_.last) > _MANY:
+                self._forget(range_.last)
             for memory, start, end in range_.physical(low, high):
-                for before, ordered in memory.touch(start, end, access, clock, order):
+                for before, ordered in memory.touch(start, end, access, clock, order, self._forget):
                     if not (access.atomic and before.atomic):
                         self._race(range_, before, access, by_host, ordered)
+
+    def _forget(self, uses: dict[int, Access]) -> None:
+        """Take out the uses that come before all that is queued from now on: those that the host knows of."""
+        host = self.timeline.host
+        for number, use in tuple(uses.items()):
+            if self.timeline.order(host, number, use.time) == CERTAIN:
+                del uses[number]
 
     def _race(self, range_: Range, before: Access, access: Access, by_host: bool, ordered: int) -> None:
         actor = access.actor

@@ -32,7 +32,7 @@ _COMPARISONS: dict[int, Callable[[int, int, int], bool]] = {
     3: lambda word, value, bits: ~(word | value) % (1 << bits) != 0,
 }
 _WORDS: dict[int, Any] = {32: ctypes.c_uint32, 64: ctypes.c_uint64}
-_WRITES_KEPT = 16
+_WRITES_KEPT, _WORDS_KEPT = 16, 10_000
 
 
 def number_of(value: Any) -> int:
@@ -116,7 +116,8 @@ class State:
         self.exported_files: dict[tuple[int, int, int], Physical] = {}
         self._legacy: dict[int, Stream] = {}
         self._per_thread: dict[tuple[int, int], Stream] = {}
-        self._threads = threading.local()
+        self._threads: dict[int, Actor] = {}
+        self._unannounced: dict[int, list[tuple[Range, Stack]]] = {}
         self._words: dict[tuple[Bytes, int], list[tuple[int | None, Clock]]] = {}
         # The bindings take 0 for the per-thread stream where this is set.
         per_thread = os.environ.get("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM") == "1"
@@ -126,10 +127,12 @@ class State:
 
     def thread(self) -> Actor:
         """The calling host thread."""
-        try:
-            actor: Actor = self._threads.actor
-        except AttributeError:
-            actor = self._threads.actor = self.timeline.thread(f"host thread {threading.current_thread().name}")
+        number = threading.get_ident()
+        actor = self._threads.get(number)
+        if actor is None:
+            # A number is given to another thread when one has ended: what either did comes before what the other does.
+            actor = self._threads[number] = self.timeline.thread("")
+        actor.name = f"host thread {threading.current_thread().name}"
         return actor
 
     def _ask(self, name: str, *args: Any) -> int:
@@ -370,7 +373,7 @@ class State:
         self.exports[exported] = range_
         self.exported[range_] = exported
         if announced_later:
-            vars(self._threads).setdefault("unannounced", []).append((range_, stack))
+            self._unannounced.setdefault(threading.get_ident(), []).append((range_, stack))
             return
         missing = self.incomplete(range_, self.timeline.host)
         clocks = (one.mark.clock for one in self.events.values() if one.shared and one.mark and one.mark.clock)
@@ -379,8 +382,7 @@ class State:
 
     def exports_of_thread(self) -> list[tuple[Range, Stack]]:
         """What the calling thread has exported, and has not said yet when it is ready; it says so now."""
-        found: list[tuple[Range, Stack]] = vars(self._threads).pop("unannounced", [])
-        return found
+        return self._unannounced.pop(threading.get_ident(), [])
 
     def announce(self, exports: list[tuple[Range, Stack]], clock: Clock) -> None:
         """Importers are told that memory is ready, after all of a clock."""
@@ -428,6 +430,8 @@ class State:
             writes = self._words.setdefault(key, [])
             writes.append((value, stream.clock.copy()))
             del writes[:-_WRITES_KEPT]
+            if len(self._words) > _WORDS_KEPT:
+                del self._words[next(iter(self._words))]
             for held in tuple(self.timeline.held):
                 word = held.obstacle
                 if isinstance(word, _Word) and word.key == key and word.accepts(value):

@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.clocks import CERTAIN, Clock, Timeline
-from streamalloc.driver.checker.hazards import Access, Addresses, Bytes, Range, size_text
+from streamalloc.driver.checker.hazards import Access, Addresses, Bytes, Moment, Range, size_text
 
 LENGTH = 12
 USES = some.lists(
@@ -65,6 +65,28 @@ def test_ranges_take_the_place_of_others() -> None:
     third = Range(120, 100, "three")
     addresses.add(third)
     assert addresses.living() == [third] and addresses.find(110) is None and addresses.find(230) is None
+
+
+def test_what_has_ended_is_forgotten_at_last() -> None:
+    addresses, stays = Addresses(), Range(1, 1, "stays")
+    addresses.add(stays)
+    for number in range(25_000):
+        made = Range(16 * (number + 1), 8, "goes")
+        made.ended = Moment(Timeline().thread("host"), "free", ())
+        addresses.add(made)
+    assert addresses.find(1) is stays and addresses.find(16) is None and addresses.find(made.base) is made
+
+
+def test_many_readers_leave_nothing_that_the_host_knows() -> None:
+    calls = Calls()
+    for number in range(300):
+        stream = calls.make(cuda.CUstream(0x1000 + number), "cuStreamCreate", 1)
+        calls.driver.used(1 << 20, 8, stream, False)
+        calls.driver.cuStreamSynchronize(stream)
+    found = calls.driver._state.addresses.find(1 << 20)
+    assert len(found.last) < 100 and len(found.bytes._segments[0].reads) < 100
+    calls.use(0)
+    assert calls.kinds() == []
 
 
 @pytest.mark.parametrize(
