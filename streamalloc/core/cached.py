@@ -3,15 +3,15 @@
 The shape is that of :mod:`streamalloc.core.buffer`. The plain case takes a block off a list of its stream, or puts it
 back there; no driver is asked. Whatever is not plain finds no list, and falls through to the slow path.
 
-A :class:`Block` is in exactly one place: a list, a buffer, or the hands of a thread. Taking it off a list and putting
-it back is one step that no thread and no signal handler can divide. A block that is dropped, with its buffer or by an
-interrupt, is told of by a weak reference, for which no Python function runs (:class:`Blocks`).
+A :class:`Block` is in one place: a list, a buffer, or the hands of a thread. Taking it off a list and putting it back
+is one step that no thread and no signal handler can divide. What a signal handler raises in between, or in a finaliser,
+leaves a block with nobody but the :class:`Blocks` that know them all, which then find it.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
-import weakref
 from collections import deque
 from typing import Any, Protocol
 
@@ -43,10 +43,12 @@ _NOWHERE = object()
 class Block(cuda.CUdeviceptr):  # type: ignore[misc]  # the bindings have no types
     """The address of memory that a cache has, as the driver takes it."""
 
-    __slots__ = ("__weakref__", "home")
+    __slots__ = ("home", "shelf")
 
     home: list[Block] | None
     """Where a free on its own stream puts it; None where only the slow path may free it."""
+    shelf: Shelf
+    """Where it belongs."""
 
 
 class Shelf(Protocol):
@@ -56,22 +58,13 @@ class Shelf(Protocol):
     nbytes: int
 
     def returned(self) -> None:
-        """A dropped block was put back into the list."""
-
-
-class _Watch(weakref.ref[Block]):
-    """A weak reference to a block, which knows how to make it again."""
-
-    __slots__ = ("address", "shelf")
-
-    address: int
-    shelf: Shelf
+        """A block was put back into the list on the slow path."""
 
 
 class Blocks:
     """The memory that a cache has of a pool, in lists and in buffers."""
 
-    __slots__ = ("__weakref__", "_mending", "_pool", "_watches", "dropped", "key", "watchers")
+    __slots__ = ("__weakref__", "_all", "_finding", "_pool", "dropped", "key", "watchers")
 
     def __init__(self, pool: Allocator) -> None:
         self._pool = pool
@@ -79,22 +72,25 @@ class Blocks:
         """What the lists are found by in a stream."""
         self.watchers: tuple[Watcher, ...] = ()
         """Who is told of what is handed out and comes back."""
-        self._watches: dict[int, _Watch] = {}
+        self._all: dict[int, Block] = {}
         """By address."""
-        self.dropped: deque[_Watch] = deque()
-        """What was dropped, oldest first."""
-        self._mending = threading.RLock()
-        """Held while dropped blocks are made again: calls nothing that waits, and no finaliser takes it."""
+        self.dropped: deque[Block] = deque()
+        """What was dropped where only the slow path may free it."""
+        self._finding = threading.RLock()
+        """Held while lost blocks are looked for; no finaliser takes it."""
 
     def __len__(self) -> int:
-        """How many blocks there are, dropped ones included."""
-        return len(self._watches)
+        """How many blocks there are."""
+        return len(self._all)
 
     def take_over(self, plain: Buffer, shelf: Shelf) -> Block:
         """Make a block of a plain buffer's memory. The buffer counts as freed."""
-        block, watch = self._new(int(plain._ptr), shelf)
+        address = int(plain._ptr)
+        block = Block(address)
+        block.shelf = shelf
+        block.home = shelf.blocks
         # No call from here on that a signal handler could interrupt.
-        self._watches[watch.address] = watch
+        self._all[address] = block
         plain._ptr = None
         return block
 
@@ -103,61 +99,55 @@ class Blocks:
         plain = self._plain(0, stream)
         pointer = cuda.CUdeviceptr(int(block))
         address = int(block)
-        del self._watches[address]
+        del self._all[address]
         plain._ptr = pointer
         return plain
 
     def free(self, block: Block, raw: Any) -> tuple[Any]:
         """Give a block back to the driver (``cuMemFreeAsync``): its answer. It stays where that is refused."""
         address = int(block)
-        watch = self._watches[address]
-        del self._watches[address]
-        answer: tuple[Any] = self._pool._free(address, raw)
+        free = self._pool._free
+        del self._all[address]
+        answer: tuple[Any] = free(address, raw)
         if answer[0]:
-            self._watches[address] = watch
+            self._all[address] = block
         return answer
 
     def move(self, block: Block, shelf: Shelf) -> None:
         """Let a block that the caller has belong to another shelf."""
-        watch = self._watches[int(block)]
         blocks = shelf.blocks
-        watch.shelf = shelf
+        block.shelf = shelf
         block.home = blocks
-
-    def size_of(self, block: Block) -> int:
-        """The size of the blocks of its shelf."""
-        return self._watches[int(block)].shelf.nbytes
 
     def mend(self) -> None:
         """Put blocks that were dropped back into their lists."""
-        dropped, watches = self.dropped, self._watches
-        while dropped:
-            with self._mending:
-                if not dropped:
-                    return
-                old = dropped[0]
-                shelf, address = old.shelf, old.address
-                block, watch = self._new(address, shelf)
-                blocks, returned = shelf.blocks, shelf.returned
-                for watcher in self.watchers if watches.get(address) is old else ():
-                    watcher.freed(address, None)
-                # Not where its memory was handed over, or where who interrupted this was here, too.
-                if address in watches and watches[address] is old:
-                    watches[address] = watch
-                    blocks.append(block)
-                    returned()
-                else:
-                    # Its block is dropped in turn; nobody needs to know.
-                    watch = old
-                if dropped and dropped[0] is old:
-                    del dropped[0]
+        while self.dropped:
+            try:
+                block = self.dropped.popleft()
+            except IndexError:  # another thread took it
+                return
+            self._put(block)
+
+    def find(self) -> None:
+        """Put blocks that an interrupt has left with nobody back into their lists."""
+        with self._finding:
+            every = tuple(self._all.values())
+            for block, count in zip(every, _counts(every), strict=True):
+                if count == _ALONE:
+                    self._put(block)
+
+    def _put(self, block: Block) -> None:
+        for watcher in self.watchers:
+            watcher.freed(int(block), None)
+        shelf = block.shelf
+        block.home = shelf.blocks
+        shelf.blocks.append(block)
+        shelf.returned()
 
     def bar(self) -> None:
         """Let all blocks that are in buffers go through the slow path when they are freed."""
-        for watch in tuple(self._watches.values()):
-            block = watch()
-            if block is not None:
-                block.home = None
+        for block in tuple(self._all.values()):
+            block.home = None
 
     def leave(self, buffer: CachedBuffer) -> Buffer:
         """Make a plain buffer of a cached one's memory, which from then on frees it: for memory that is shared."""
@@ -172,19 +162,11 @@ class Blocks:
         address = int(block)
         behind = (_Behind(plain), pointer)
         if buffer._ptr is block:
-            del self._watches[address]
+            del self._all[address]
             plain._ptr = pointer
             buffer._shared = behind
             buffer._ptr = None
         return plain
-
-    def _new(self, address: int, shelf: Shelf) -> tuple[Block, _Watch]:
-        block = Block(address)
-        block.home = shelf.blocks
-        watch = _Watch(block, self.dropped.append)
-        watch.address = address
-        watch.shelf = shelf
-        return block, watch
 
     def _plain(self, nbytes: int, stream: Stream) -> PlainBuffer:
         plain: PlainBuffer = PlainBuffer()
@@ -194,6 +176,20 @@ class Blocks:
         plain._shared = None
         plain._ptr = None
         return plain
+
+
+def _counts(blocks: tuple[Block, ...]) -> list[int]:
+    """How many references there are to each block, these ones included."""
+    return [sys.getrefcount(block) for block in blocks]
+
+
+def _alone() -> int:
+    """The count of a block that only a dictionary and a tuple of its values have."""
+    known = {0: Block(0)}
+    return _counts(tuple(known.values()))[0]
+
+
+_ALONE = _alone()
 
 
 class CachedAllocator(Allocator):
@@ -237,7 +233,7 @@ class CachedAllocator(Allocator):
             except (LookupError, AttributeError, TypeError):
                 pass
             else:
-                # An interrupt from here on drops the block, which is made again then.
+                # An interrupt from here on leaves the block to be found.
                 buffer: CachedBuffer = CachedBuffer()
                 buffer._ptr = block
                 buffer._nbytes = nbytes
@@ -350,6 +346,19 @@ class CachedBuffer(Buffer):
             block.home.append(block)
             return
         self._free_slowly(stream, still_imported, timeout)
+
+    def __del__(self) -> None:
+        try:
+            block = self._ptr
+            if block is None:
+                return
+            self._ptr = None
+            if self._stream._handle is not None and block.home is not None:
+                block.home.append(block)
+            else:
+                self._allocator._blocks.dropped.append(block)
+        except AttributeError:  # the call that was to allocate it raised
+            return
 
     def _free_on(self, ordered: Stream) -> None:
         # Freed to a list, or past the cache.

@@ -57,7 +57,7 @@ _FIT = 3
 _SOME = 8
 """How many blocks a stream takes of another one at once."""
 _LEAST = 32 << 20
-_SLACK = 4
+_SLACK = 3
 """More of the pool may be used than ever was in use at once: so many bytes, or that divided by this power of two."""
 _BULK = 6
 """By this power of two what may be used is divided for what is given back at a time."""
@@ -297,6 +297,7 @@ class _Cache(Deferred):
         self.closed = True
         self.blocks.bar()
         self.blocks.mend()
+        self.blocks.find()
         for lane in tuple(self.lanes):
             # Where it has ended, there may be blocks that were dropped since.
             later_of(self.door).end(lane)
@@ -353,6 +354,7 @@ class _Cache(Deferred):
         the frees; those of others are pending.
         """
         self.blocks.mend()
+        self.blocks.find()
         given = 0
         for lane in () if self.capturing else self.live():
             stream = lane.stream()
@@ -407,7 +409,7 @@ class CachingAllocator(CachedAllocator, Closes, Shown):
     that at most a ninth of a block is wasted from 4 KiB on. Where a class has no free block, one of up to three times
     the size is handed out. Blocks are never split, nor do neighbours become one. So that this does not fragment the
     pool, the cache gives the largest free blocks back before more of the pool is used than ever was in use at once,
-    and 32 MiB or a sixteenth. Sizes above ``largest`` are not cached: the driver's pool orders them itself and rounds
+    and 32 MiB or an eighth. Sizes above ``largest`` are not cached: the driver's pool orders them itself and rounds
     nothing.
 
     Some memory goes past the cache, and comes from the pool and returns to it as without one: on default streams and
@@ -564,7 +566,7 @@ class CachingAllocator(CachedAllocator, Closes, Shown):
         cache = self._cache
         if cache.closed or direct_handle(stream, self._door) is None:
             return None
-        return cache.lane(stream).shelf(self._blocks.size_of(block))
+        return cache.lane(stream).shelf(block.shelf.nbytes)
 
     def _check_open(self) -> None:
         if self._cache.closed:

@@ -482,6 +482,26 @@ class TestDropped:
             gc.collect()
         assert cache.statistics()[4:] == (0, SIZE, 1)
 
+    def test_freed_by_a_finaliser_of_the_same_cycle(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+        """Whichever comes first, its memory comes back once."""
+
+        class Owner:
+            def __init__(self) -> None:
+                self.buffer = cache.allocate(SIZE, stream)
+                self.me = self
+
+            def __del__(self) -> None:
+                self.buffer.close()
+
+        for _ in range(3):
+            Owner()
+            gc.collect()
+            assert cache.statistics()[4:] == (0, SIZE, 1)
+            with cache.allocate(SIZE, stream) as one, cache.allocate(SIZE, stream) as two:
+                assert one.address != two.address
+            cache.trim()
+            cache._cache.misses = 0
+
     def test_with_its_stream_and_its_cache(self, pool: sa.MemoryPool, device: sa.Device) -> None:
         stream = device.create_stream()
         cache = sa.CachingAllocator(pool)
