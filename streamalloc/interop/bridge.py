@@ -26,7 +26,7 @@ import contextlib
 import importlib
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from streamalloc.core.buffer import Buffer, GraphBuffer, PlainBuffer
 from streamalloc.core.cached import CachedBuffer
@@ -42,7 +42,7 @@ from streamalloc.driver.internal import BINDINGS_VERSION, cuda
 from streamalloc.pool import MemoryPool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from typing_extensions import Self
 
@@ -135,14 +135,9 @@ class Bridge(Closes, abc.ABC):
         return f"<{type(self).__module__}.{type(self).__name__}, {state}, from {getattr(self, 'sources', None)!r}>"
 
 
-class _Used(NamedTuple):
-    """A stream that a library used last on a device."""
-
-    handle: int
-    """As the library says it."""
-    stream: Stream
-    raw: Any
-    """The driver's ``CUstream``; None of a default stream, whose captures are looked for elsewhere."""
+_Used: TypeAlias = "tuple[int, Stream, Any, Callable[[int, Stream], Memory]]"
+"""The stream that a library used last on a device: its handle as the library says it, the stream, the driver's
+``CUstream`` where calls may go straight to it, and what allocates there."""
 
 
 class Sources:
@@ -206,52 +201,55 @@ class Sources:
         ValueError
             No source of this device was given.
         """
-        source = self.by_device.get(ordinal)
-        if source is None:
-            given = ", ".join(map(str, self.by_device))
-            raise ValueError(f"memory of device {ordinal} was asked for, and the sources are of device {given}")
         used = self._last.get(ordinal)
-        if used is None or used.handle != handle:
+        if used is None or used[0] != handle:
             used = self._use(ordinal, handle, owner)
-        stream = used.stream
-        if used.raw is not None:
-            result, status = self._capturing(used.raw)
+        _, stream, raw, allocate = used
+        if raw is not None:
+            result, status = self._capturing(raw)
             if result or status:
                 if not in_capture:
-                    return self._allocate_aside(source, nbytes, stream.device)
+                    return self._allocate_aside(allocate, nbytes, stream.device)
                 # The slow way of allocating sees that the memory becomes the graph's.
                 stream = Stream.of_handle(stream.device, handle, owner or self)
-        return source.allocate(nbytes, stream)
+        return allocate(nbytes, stream)
 
-    def _allocate_aside(self, source: Source, nbytes: int, device: Device) -> Memory:
+    def _allocate_aside(self, allocate: Callable[[int, Stream], Memory], nbytes: int, device: Device) -> Memory:
         """Memory on a stream of ours. It has nothing to do but wait for what the pool has it wait for."""
         aside = _asides_of(self.door).stream(device)
-        memory = source.allocate(nbytes, aside)
+        memory = allocate(nbytes, aside)
         aside.synchronize()
         return memory
 
     def hold(self, memory: Memory) -> object:
         """What a library keeps as long as it uses memory, and drops to free it in stream order."""
+        kind = type(memory)
+        if kind is CachedBuffer or kind is PlainBuffer:
+            return _Held(cast("Buffer", memory), self)
         # What a capture allocated is its graph's, and virtual memory is unmapped once its users' work is done.
-        if type(memory) is not PlainBuffer and (not isinstance(memory, Buffer) or isinstance(memory, GraphBuffer)):
-            return memory
-        return _Held(cast("Buffer", memory), self)
+        return _Held(memory, self) if isinstance(memory, Buffer) and not isinstance(memory, GraphBuffer) else memory
 
     def stream(self, ordinal: int, handle: int, owner: object = None) -> Stream:
         """A stream of the library as one of ours; ``owner`` is kept as long as memory that was allocated on it."""
-        return self._use(ordinal, handle, owner).stream
+        return self._use(ordinal, handle, owner)[1]
 
     def _use(self, ordinal: int, handle: int, owner: object) -> _Used:
+        source = self.by_device.get(ordinal)
+        if source is None:
+            given = ", ".join(map(str, self.by_device))
+            raise ValueError(f"memory of device {ordinal} was asked for, and the sources are of device {given}")
         # The handle 0 means what the library was built for: for all of them the legacy default stream.
         key = ordinal, handle or _LEGACY
         stream = self._streams.get(key)
         if stream is None:
             # What a cache keeps for a stream is freed on it in the end: only where we keep the stream itself. A pool
             # keeps nothing. (A stream without any owner would count as one of ours.)
-            direct = owner is not None or isinstance(self.by_device.get(ordinal), MemoryPool)
+            direct = owner is not None or isinstance(source, MemoryPool)
             stream = Stream.of_handle(self.device(ordinal), key[1], owner or self, direct=direct)
             self._streams[key] = stream
-        used = self._last[ordinal] = _Used(handle, stream, None if stream.is_default else raw_handle(stream))
+        # A default stream's captures are looked for elsewhere.
+        raw = None if stream.is_default else raw_handle(stream)
+        used = self._last[ordinal] = handle, stream, raw, source.allocate
         return used
 
     def __repr__(self) -> str:
@@ -282,8 +280,10 @@ class _Held:
             return
         if type(self._buffer) is CachedBuffer:
             # In the plain case that asks no driver.
-            with contextlib.suppress(CudaError):
+            try:
                 self._buffer.free()
+            except CudaError:
+                give_back(self._buffer)
             return
         # In the relaxed mode it breaks no capture of other code that may be under way on this thread.
         exchange = sources.exchange
