@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 __all__ = [
     "ADDRESSES", "GREEN", "GREY", "INK", "LIGHT", "MINUS", "ORANGE", "RED", "RESERVED", "RESERVED_EDGE", "STYLE",
-    "TINT", "USED", "WIDTH", "MiB", "bare", "drawing", "end_labels", "figure", "rows", "sizes",
+    "TINT", "USED", "WIDTH", "MiB", "bare", "drawing", "end_labels", "figure", "rows", "sizes", "styled",
 ]  # fmt: skip
 
 MiB = 1 << 20
@@ -52,12 +52,26 @@ STYLE: dict[str, Any] = {
 """What matplotlib's ``rcParams`` are while a picture is made."""
 
 
+@contextlib.contextmanager
+def styled() -> Iterator[None]:
+    """A block in which the style holds.
+
+    Not ``plt.rc_context``, which sets back what a notebook's backend says when it is loaded, with its first figure.
+    """
+    before = {name: plt.rcParams[name] for name in STYLE}
+    plt.rcParams.update(STYLE)
+    try:
+        yield
+    finally:
+        plt.rcParams.update(before)
+
+
 def figure(
     nrows: int = 1, ncols: int = 1, *, height: float = 2.9, width: float = WIDTH, **options: Any
 ) -> tuple[Figure, Any]:
     """A figure in the style, and its axes as an array of two dimensions; ``options`` are those of ``plt.subplots``."""
     subplots: Any = plt.subplots
-    with plt.rc_context(STYLE):
+    with styled():
         made: tuple[Figure, Any] = subplots(
             nrows, ncols, figsize=(width, height), squeeze=False, layout="constrained", **options
         )
@@ -67,7 +81,7 @@ def figure(
 @contextlib.contextmanager
 def drawing(ax: Axes | None, **options: Any) -> Iterator[tuple[Figure, Axes]]:
     """The figure and the axes to draw into, in a block in which the style holds: those given, or new ones."""
-    with plt.rc_context(STYLE):
+    with styled():
         if ax is None:
             made, grid = figure(**options)
             yield made, grid[0, 0]
