@@ -147,7 +147,7 @@ AMOUNTS: dict[str, tuple[str, str]] = {
         "111", "keep 1, a=s0:19, a>s0, s1:38! =0",
     ),
     "not where there are no addresses: they are twice the maximum": (
-        "111", "keep 1, a=s0:19, a>s0, s1:70! =32",
+        "111", "keep 1, a=s0:19, a>s0, s1:70! =32, sync s0 =0",
     ),
     "synchronising a stream does not show what the legacy stream did meanwhile": (
         "000", "keep 0, a=b:20, a>L, sync b =32, sync L =0",

@@ -30,6 +30,8 @@ from collections.abc import Callable, Iterable, Iterator
 from .blocks import HEAP, USED, Block, Shelf
 from .constants import CHUNK
 
+_ALL = 1 << 64
+
 Reach = Callable[[int], int]
 """Given a stream: the sequence number of its operations up to which what it left may be had."""
 
@@ -93,9 +95,8 @@ class Line:
         return block
 
     def find_left(self, size: int) -> Block | None:
-        """The best fit of all blocks that streams left, whether they are free by now or not."""
-        found = [block for block in (shelf.best(size) for shelf in self._left.values()) if block is not None]
-        return min(found, key=lambda block: (block.size, block.stamp), default=None)
+        """The block that :meth:`find` would choose of those that streams left, if all of them were free by now."""
+        return self._best_left(size, lambda stream: _ALL)
 
     def _best_left(self, size: int, reach: Reach) -> Block | None:
         for stream, shelf in self._shelves():

@@ -61,6 +61,7 @@ class Pool:
     handle: int = field(default_factory=new_handle)
     _outstanding: int = 0
     _lowered: bool = False
+    """Whether to release at the next synchronisation, although it may not tell of anything new."""
 
     def __post_init__(self) -> None:
         self.max_size = round_up(self.max_size, CHUNK)
@@ -93,6 +94,7 @@ class Pool:
         done = self._timeline.executed if policies.opportunistic else self._timeline.outlived
         block = line.find(rounded, stream.id, ordered, done)
         if block is None:  # no addresses are left
+            self._lowered = True  # what is free by now goes at the next synchronisation (H200: test_placements)
             raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
         if block.owner == HEAP and not self._back(block, rounded):
             self._release()
