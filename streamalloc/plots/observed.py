@@ -260,4 +260,3 @@ def _packed(found: Iterable[Life]) -> dict[int, float]:
         stop = max(stop, end)
         places[begin] = low + (begin - start) / MiB
     return places
-
