@@ -304,10 +304,6 @@ def _access_of_queued_work(rig: Rig) -> None:
         word.value = 1
 
 
-def _word(rig: Rig) -> None:
-    rig.raw.cuStreamWaitValue32(rig.stream(), mapped(rig, location=HOST), 0, 0)
-
-
 def _pools_have_it(rig: Rig) -> None:
     stream, pool = rig.stream(), rig.pool(KEEP)
     rig.free(rig.allocate(pool, 100 * GiB, stream), stream)
@@ -330,7 +326,6 @@ def _dma_buf_of_host_memory(rig: Rig) -> None:
         (_host_to_device, "mapped host memory"),
         (_no_access_at_all, "mapped host memory"),
         (_access_of_queued_work, "work on the memory is queued"),
-        (_word, "word of mapped host memory"),
         (_pools_have_it, "pools hold in reserve"),
         (_dma_buf_of_host_memory, "of host memory"),
     ],
