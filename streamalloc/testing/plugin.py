@@ -205,26 +205,40 @@ def _needs(node: pytest.Item | pytest.Collector) -> Needs:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    on_cuda = driver_under_test(config) == "cuda"
-    for item in items:
-        if item.get_closest_marker(_MARK) is None:
-            continue
-        needs = _needs(item)  # also where it says nothing here: a wrong mark is told of everywhere
-        reason = _why_skipped(needs) if on_cuda else None
+    marked = [(item, _needs(item)) for item in items if item.get_closest_marker(_MARK)]
+    if driver_under_test(config) != "cuda":
+        return
+    if marked or any("streamalloc_primary_contexts" in _fixtures(item) for item in items):
+        _look_for_gpus()
+    for item, needs in marked:
+        reason = _why_skipped(needs)
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _look_for_gpus() -> None:
+    """Tell once that there is none where they were asked for, not in every test."""
+    from streamalloc.driver import DriverNotFoundError
+    from streamalloc.testing import machines
+
+    try:
+        why = "" if machines.real_devices() else "the driver finds no GPU"
+    except DriverNotFoundError as error:
+        why = str(error)
+    if why:
+        raise pytest.UsageError(f"--streamalloc-driver=cuda: {why}")
+
+
+def _fixtures(item: pytest.Item) -> tuple[str, ...]:
+    return tuple(getattr(item, "fixturenames", ()))
 
 
 def _why_skipped(needs: Needs) -> str | None:
     if needs.simulated_only:
         return f"simulated only: {needs.simulated_only}"
-    from streamalloc.driver import DriverNotFoundError
     from streamalloc.testing import machines
 
-    try:
-        return machines.missing_for(needs.devices or 1, needs.fabric, needs.managed, needs.multicast)
-    except DriverNotFoundError as error:
-        raise pytest.UsageError(f"--streamalloc-driver=cuda: {error}") from None
+    return machines.missing_for(needs.devices or 1, needs.fabric, needs.managed, needs.multicast)
 
 
 def _needs_of_all(request: pytest.FixtureRequest) -> Needs:
@@ -234,7 +248,7 @@ def _needs_of_all(request: pytest.FixtureRequest) -> Needs:
         return own
     name = request.fixturename
     users = [_needs(item) for item in request.session.items
-             if request.node in item.listchain() and name in getattr(item, "fixturenames", ())]  # fmt: skip
+             if request.node in item.listchain() and name in _fixtures(item)]  # fmt: skip
     return Needs(
         devices=max((one.devices for one in (own, *users) if one.devices), default=None),
         fabric=any(one.fabric for one in (own, *users)),
@@ -265,11 +279,7 @@ def _machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
 
     on_cuda = driver_under_test(request.config) == "cuda"
     lasting = on_cuda or _option(request.config, "streamalloc_one_machine")
-    if on_cuda:
-        request.getfixturevalue("streamalloc_primary_contexts")
-        driver = machines.real()
-    else:
-        driver = (machines.lasting if lasting else sd.simulated)(**_settings(request))
+    driver = machines.real() if on_cuda else (machines.lasting if lasting else sd.simulated)(**_settings(request))
     driver = as_asked(driver)  # checked where STREAMALLOC_CHECK says so
     needs = _needs(request.node)
     checker = accounts = faults = None
@@ -325,25 +335,25 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 @pytest.fixture
-def streamalloc_machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
+def streamalloc_machine(request: pytest.FixtureRequest, streamalloc_primary_contexts: None) -> Iterator[Driver]:
     """The driver that tests run on, which is the default in the test: a machine of its own where it is simulated."""
     yield from _machine(request)
 
 
 @pytest.fixture(scope="class")
-def streamalloc_machine_class(request: pytest.FixtureRequest) -> Iterator[Driver]:
+def streamalloc_machine_class(request: pytest.FixtureRequest, streamalloc_primary_contexts: None) -> Iterator[Driver]:
     """As streamalloc_machine, one for all tests of a class."""
     yield from _machine(request)
 
 
 @pytest.fixture(scope="module")
-def streamalloc_machine_module(request: pytest.FixtureRequest) -> Iterator[Driver]:
+def streamalloc_machine_module(request: pytest.FixtureRequest, streamalloc_primary_contexts: None) -> Iterator[Driver]:
     """As streamalloc_machine, one for all tests of a module."""
     yield from _machine(request)
 
 
 @pytest.fixture(scope="session")
-def streamalloc_machine_session(request: pytest.FixtureRequest) -> Iterator[Driver]:
+def streamalloc_machine_session(request: pytest.FixtureRequest, streamalloc_primary_contexts: None) -> Iterator[Driver]:
     """As streamalloc_machine, one for the whole run."""
     yield from _machine(request)
 
@@ -351,10 +361,13 @@ def streamalloc_machine_session(request: pytest.FixtureRequest) -> Iterator[Driv
 @pytest.fixture(scope="session")
 def streamalloc_primary_contexts(request: pytest.FixtureRequest) -> Iterator[None]:
     """Keeps the primary contexts of real devices from test to test: making one takes longer than most tests."""
+    if driver_under_test(request.config) != "cuda":
+        yield
+        return
     from streamalloc.testing import machines
 
-    count = machines.real_devices() if driver_under_test(request.config) == "cuda" else 0
-    driver: Any = machines.real() if count else None
+    count = machines.real_devices()
+    driver: Any = machines.real()
     for ordinal in range(count):
         assert not driver.cuDevicePrimaryCtxRetain(ordinal)[0]
     yield

@@ -237,20 +237,26 @@ class TestRealDriver:
         """
         run(source, "--streamalloc-driver=cuda").assert_outcomes(passed=1)
 
-    def test_where_there_is_none(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("found", ["no driver", "no GPU"])
+    def test_where_there_is_none(self, run: Run, monkeypatch: pytest.MonkeyPatch, found: str) -> None:
         def nothing() -> Any:
-            raise sd.DriverNotFoundError("nothing there")
+            if found == "no driver":
+                raise sd.DriverNotFoundError("nothing there")
+            return sd.faulty(sd.simulated(), "cuInit", times=9, result="CUDA_ERROR_NO_DEVICE")
 
         monkeypatch.setattr(machines, "real", nothing)
         source = """
-            @pytest.mark.streamalloc(devices=1)
             def test_it(streamalloc_machine):
                 pass
         """
         result = run(source, "--streamalloc-driver=cuda")
-        result.stdout.fnmatch_lines(["streamalloc: no CUDA driver found"])
+        header, words = {
+            "no driver": ("no CUDA driver found", "nothing there"),
+            "no GPU": ("CUDA driver, no GPU", "the driver finds no GPU"),
+        }[found]
+        result.stdout.fnmatch_lines([f"streamalloc: {header}"])
         assert result.ret == pytest.ExitCode.USAGE_ERROR
-        assert "--streamalloc-driver=cuda: nothing there" in result.stderr.str() + result.stdout.str()
+        assert f"--streamalloc-driver=cuda: {words}" in result.stderr.str() + result.stdout.str()
 
 
 LEAKY = """
@@ -445,7 +451,7 @@ def test_a_run_without_machines_imports_nothing(pytester: pytest.Pytester) -> No
         import sys
 
         def pytest_sessionfinish(session):
-            heavy = {"numpy", "cuda"} & {name.partition(".")[0] for name in sys.modules}
+            heavy = {"numpy", "cuda.bindings"} & set(sys.modules)
             print("imported:", sorted(heavy), len([name for name in sys.modules if name.startswith("streamalloc")]))
     """)
     pytester.makepyfile("""
