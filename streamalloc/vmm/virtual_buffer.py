@@ -269,6 +269,8 @@ class VirtualBuffer(Memory, Closes, Drawn):
         except CudaError:
             self._evicted = None
             raise
+        # Without its objects: with them handles stay open that were made to share it, which keep the memory.
+        self.range._table()
 
     def restore(self, *, stream: StreamLike | None = None) -> None:
         """Map new physical memory at the same addresses, with the same access, and copy the backup into it.

@@ -7,7 +7,7 @@ import gc
 import pytest
 
 import streamalloc as sa
-from streamalloc import interop
+from streamalloc import interop, vmm
 from tests.interop.conftest import Get
 from tests.ipc.conftest import partner, processes  # noqa: F401  (fixtures)
 from tests.ipc.support import Partner, shared_pool
@@ -61,3 +61,33 @@ def test_an_array_goes_with_its_form(
         assert opened.kind == "ImportedArray" and partner.run(_holds, "array", 0)
         partner.reset()
         del array
+
+
+def test_memory_that_was_shared_sleeps_once_all_importers_have_closed_it(
+    device: sa.Device,
+    partner: Partner,  # noqa: F811
+) -> None:
+    group = vmm.SleepGroup(device, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR)
+    buffer = group.allocate(4 * MiB)
+    buffer.fill(5)
+    opened = partner.give(buffer, "memory")
+    assert partner.run(_holds, "memory", 5)
+    with pytest.raises(sa.InUseError, match="shared=True"):
+        group.sleep()
+    partner.run(_closed, "memory")
+    free = device.memory_info().free
+    group.sleep(shared=True)
+    # Nobody holds it any more, nor do the handles that were made for sharing.
+    gc.collect()
+    assert device.memory_info().free >= free + 4 * MiB
+    group.wake()
+    assert holds(buffer, 5)
+    buffer.fill(6)
+    opened = partner.give(buffer, "again")
+    assert opened.nbytes == 4 * MiB and partner.run(_holds, "again", 6)
+    partner.reset()
+    buffer.close()
+
+
+def _closed(there: There, name: str) -> None:
+    there.kept.pop(name).close()
