@@ -10,12 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from streamalloc.plots.charts import Bar, Cell, Mark, curves, grid, spans
-    from streamalloc.plots.drawing import draw
+    from streamalloc.plots.charts import Bar, Cell, Mark, areas, curves, grid, spans
+    from streamalloc.plots.objects import draw
     from streamalloc.plots.observed import Life, lives, memory, reuse
     from streamalloc.plots.pools import Step, Timeline, matrix, pool, timeline, usage
     from streamalloc.plots.ranges import Frame, Piece, address_range, film, frame
-    from streamalloc.plots.style import STYLE, figure
+    from streamalloc.plots.style import STYLE, drawing, figure
 
 __all__ = [
     "STYLE",
@@ -28,8 +28,10 @@ __all__ = [
     "Step",
     "Timeline",
     "address_range",
+    "areas",
     "curves",
     "draw",
+    "drawing",
     "figure",
     "film",
     "frame",
@@ -46,12 +48,12 @@ __all__ = [
 
 # Imported when first used, as this package can be imported where matplotlib is not installed.
 _MODULES = {
-    "charts": ("Bar", "Cell", "Mark", "curves", "grid", "spans"),
-    "drawing": ("draw",),
+    "charts": ("Bar", "Cell", "Mark", "areas", "curves", "grid", "spans"),
+    "objects": ("draw",),
     "observed": ("Life", "lives", "memory", "reuse"),
     "pools": ("Step", "Timeline", "matrix", "pool", "timeline", "usage"),
     "ranges": ("Frame", "Piece", "address_range", "film", "frame"),
-    "style": ("STYLE", "figure"),
+    "style": ("STYLE", "drawing", "figure"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from streamalloc.plots.style import ADDRESSES, GREY, INK, TINT, WIDTH, bare, drawing, end_labels, figure, rows
+from streamalloc.plots.style import ADDRESSES, GREY, INK, TINT, WIDTH, bare, drawing, end_labels, figure, rows, sizes
 
-__all__ = ["Bar", "Cell", "Mark", "curves", "grid", "spans"]
+__all__ = ["Bar", "Cell", "Mark", "areas", "curves", "grid", "spans"]
 
 _BAR = 0.52
 
@@ -206,3 +207,58 @@ def curves(
             ends = {name: (float(y[-1]), colors[name]) for name, (_, y) in panel.items()}
             end_labels(ax, max(float(x[-1]) for x, _ in panel.values()), ends)
     return made
+
+
+def areas(
+    panels: Mapping[str, Mapping[str, Sequence[float]]],
+    calls: Sequence[str],
+    *,
+    lines: Mapping[str, Sequence[float]] | None = None,
+    height: float = 5.2,
+) -> Figure:
+    """A panel for each title, with areas on top of each other: their values after each of some calls.
+
+    Parameters
+    ----------
+    panels
+        By title, the values of each area, from the lowest to the highest, after each call.
+    calls
+        What was called, as it stands below.
+    lines
+        By title, values to draw over the areas, as somebody else gave them.
+    height
+        Of the figure, in inches.
+    """
+    made, axes = figure(len(panels), 1, height=height, sharex=True)
+    end = len(calls)
+    for ax, (title, named) in zip(axes[:, 0], panels.items(), strict=True):
+        with drawing(ax):
+            ax.set_title(title)
+            base = [0.0] * (end + 1)
+            labels = []
+            for (name, values), color in zip(named.items(), ADDRESSES, strict=False):
+                top = [low + value for low, value in zip(base, [*values, values[-1]], strict=True)]
+                ax.fill_between(range(end + 1), base, top, step="post", color=color, alpha=0.85, lw=0)
+                for start, stop in _stretches(base[:-1], top[:-1]):
+                    labels.append(((start + stop) / 2, (base[start] + top[start]) / 2, name))
+                base = top
+            if lines and title in lines:
+                line = [*lines[title], lines[title][-1]]
+                ax.step(range(end + 1), line, where="post", color=INK, lw=1.6)
+            ax.set_xlim(0, end)
+            sizes(ax)
+            for x, y, name in labels:
+                ax.text(x, y, name, color="white", weight="bold", ha="center", va="center")
+            ax.tick_params(axis="x", length=0)
+    axes[-1, 0].set_xticks([at + 0.5 for at in range(end)], calls)
+    return made
+
+
+def _stretches(base: Sequence[float], top: Sequence[float]) -> list[tuple[int, int]]:
+    """From where to where an area is of one height, the same above its base, and not empty."""
+    stretches = []
+    for (low, high), group in itertools.groupby(range(len(base)), key=lambda at: (base[at], top[at])):
+        positions = list(group)
+        if high > low:
+            stretches.append((positions[0], positions[-1] + 1))
+    return stretches

@@ -142,9 +142,14 @@ def _usage_panel(ax: Axes, steps: Sequence[Step], peaks: bool) -> None:
             ax.text(at + 0.15, (before + after) / 2, f"{MINUS}{before - after:,.0f}", color=RED, va="center")
     lines = max(step.label.count("\n") for step in steps)  # as many in every label, so that they stand on one line
     labels = [step.label.replace("-", MINUS) + "\n" * (lines - step.label.count("\n")) for step in steps]
-    # About 105 characters have room side by side.
-    longest = max((len(line) for label in labels for line in label.splitlines()), default=0)
-    every = -(-len(labels) * (longest + 1) // 105)
+    widths = [max(map(len, label.splitlines()), default=0) for label in labels]
+    # About 108 characters have room side by side.
+    room = 108 / len(labels)
+    every = next(
+        step
+        for step in range(1, len(labels) + 1)
+        if all((one + other) / 2 + 1 <= room * step for one, other in itertools.pairwise(widths[::step]))
+    )
     ax.set_xticks(range(0, end, every), labels[::every])
     ax.tick_params(axis="x", length=0)
     ax.set_xlim(-0.2, end)
