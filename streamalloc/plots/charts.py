@@ -79,6 +79,7 @@ def spans(
         if ax is None:
             axes.set_xlim(start - room, stop + 5 * room * any(one.text for one in marks))
             axes.set_xlabel(xlabel)
+            axes.xaxis.set_major_formatter("{x:,g}")
         for bar in bars:
             axes.barh(at[bar.row], bar.stop - bar.start, thickness, left=bar.start, color=bar.color)
         for mark in marks:
