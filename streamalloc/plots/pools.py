@@ -143,8 +143,8 @@ def _usage_panel(ax: Axes, steps: Sequence[Step], peaks: bool) -> None:
     lines = max(step.label.count("\n") for step in steps)  # as many in every label, so that they stand on one line
     labels = [step.label.replace("-", MINUS) + "\n" * (lines - step.label.count("\n")) for step in steps]
     widths = [max(map(len, label.splitlines()), default=0) for label in labels]
-    # About 108 characters have room side by side.
-    room = 108 / len(labels)
+    # About 95 characters have room side by side.
+    room = 95 / len(labels)
     every = next(
         step
         for step in range(1, len(labels) + 1)
