@@ -106,7 +106,7 @@ def usage(
                 ax.axhline(level, color=RED, lw=0.9, ls=(0, (5, 4)))
                 ax.text(0.05, level, "threshold", va="bottom", color=RED)
     made.supylabel("MiB", fontsize=10)
-    made.draw_without_rendering()
+    _thin(made, axes[-1, 0])
     for ax, steps in zip(axes[:, 0], panels.values(), strict=True):
         with drawing(ax):
             shown = _SHOWN | (_PEAKS if peaks else {})
@@ -116,6 +116,17 @@ def usage(
             }
             end_labels(ax, len(steps), ends)
     return made
+
+
+def _thin(made: Figure, ax: Axes) -> None:
+    """Leave out labels of calls so that no two overlap: every second, or third, and so on."""
+    made.draw_without_rendering()
+    ticks = ax.get_xticklabels()
+    boxes = [tick.get_window_extent() for tick in ticks]
+    every = 1
+    while any(one.x1 + 3 > other.x0 for one, other in itertools.pairwise(boxes[::every]) if one.width and other.width):
+        every += 1
+    ax.set_xticks(range(0, len(ticks), every), [tick.get_text() for tick in ticks[::every]])
 
 
 _SHOWN = {"reserved": RESERVED_EDGE, "used": USED}
@@ -142,15 +153,7 @@ def _usage_panel(ax: Axes, steps: Sequence[Step], peaks: bool) -> None:
             ax.text(at + 0.15, (before + after) / 2, f"{MINUS}{before - after:,.0f}", color=RED, va="center")
     lines = max(step.label.count("\n") for step in steps)  # as many in every label, so that they stand on one line
     labels = [step.label.replace("-", MINUS) + "\n" * (lines - step.label.count("\n")) for step in steps]
-    widths = [max(map(len, label.splitlines()), default=0) for label in labels]
-    # About 95 characters have room side by side.
-    room = 95 / len(labels)
-    every = next(
-        step
-        for step in range(1, len(labels) + 1)
-        if all((one + other) / 2 + 1 <= room * step for one, other in itertools.pairwise(widths[::step]))
-    )
-    ax.set_xticks(range(0, end, every), labels[::every])
+    ax.set_xticks(range(end), labels)
     ax.tick_params(axis="x", length=0)
     ax.set_xlim(-0.2, end)
     sizes(ax)
