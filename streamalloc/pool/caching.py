@@ -122,11 +122,9 @@ class _Shelf:
         blocks = self.blocks
         if self.marks and not blocks:
             for mark in tuple(self.marks):
-                with contextlib.suppress(IndexError):
-                    while True:
-                        blocks.append(mark.blocks.pop())
                 with contextlib.suppress(ValueError):
                     self.marks.remove(mark)
+                self._empty(mark)
         try:
             return blocks.pop()
         except IndexError:
@@ -158,9 +156,20 @@ class _Shelf:
         with contextlib.suppress(IndexError):
             for _ in range(-(-len(self.blocks) // 2)):
                 mark.blocks.append(self.blocks.pop(0))
-        with ordered_after(stream) as ordered:
-            if ordered is stream:
-                mark.event = stream.record()
+        try:
+            with ordered_after(stream) as ordered:
+                if ordered is stream:
+                    mark.event = stream.record()
+        finally:
+            # Another thread may have taken it back before the last block was in it.
+            if mark not in self.marks:
+                self._empty(mark)
+
+    def _empty(self, mark: _Mark) -> None:
+        """Put the blocks of a mark that nobody waits for any more back."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self.blocks.append(mark.blocks.pop())
 
     @property
     def count(self) -> int:

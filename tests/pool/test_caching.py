@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from subprocess import CompletedProcess
@@ -770,7 +771,13 @@ def _many_threads(device: sa.Device, pool: sa.MemoryPool, times: int) -> None:
 
 
 def test_many_threads(device: sa.Device, pool: sa.MemoryPool) -> None:
-    _many_threads(device, pool, 300)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(3):
+            _many_threads(device, pool, 1000)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.soak
