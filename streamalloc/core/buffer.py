@@ -572,7 +572,10 @@ def shared_state(buffer: Buffer) -> SharedState | None:
 
 def set_shared(buffer: Buffer, state: SharedState | None) -> None:
     """Have ``state`` free the buffer from now on; None for a plain free."""
-    ptr = buffer._live()
+    ptr = buffer._ptr
+    if ptr is None:
+        shared = buffer._shared
+        ptr = buffer._live() if shared is None else shared[1]
     # No call from here on that a signal handler could interrupt.
     if state is None:
         buffer._ptr = ptr

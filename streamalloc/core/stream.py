@@ -38,6 +38,7 @@ __all__ = [
     "as_stream",
     "context_event",
     "direct_handle",
+    "direct_view",
     "opened_event",
     "order_after_context",
     "order_handle_after",
@@ -741,6 +742,13 @@ def raw_handle(stream: Stream) -> Any:
 def stream_call(stream: Stream, name: str, *args: Any, hint: str = "") -> Any:
     """A driver call whose first argument is the stream."""
     return stream._call(name, *args, hint=hint)
+
+
+def direct_view(stream: StreamLike, door: Door) -> tuple[Any | None, bool]:
+    """What :func:`direct_handle` and :func:`sees_all_work` say, for fast paths."""
+    if type(stream) is Stream and stream._direct is door:
+        return stream._handle, stream._sees_all
+    return None, False
 
 
 def sees_all_work(stream: Stream) -> bool:

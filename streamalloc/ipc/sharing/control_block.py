@@ -42,7 +42,7 @@ from streamalloc.core.device import Device
 from streamalloc.core.door import Door
 from streamalloc.core.errors import CudaError, error_from, undoing
 from streamalloc.core.fd import Fd
-from streamalloc.core.stream import Stream, direct_handle, refuse_capture, sees_all_work, stream_call
+from streamalloc.core.stream import Stream, direct_handle, direct_view, refuse_capture, sees_all_work, stream_call
 from streamalloc.driver.internal import cuda
 
 __all__ = [
@@ -205,7 +205,7 @@ class ControlBlock:
         self._raw: int | None = None
         """The address until the driver was told to let go of it."""
         self._address = 0
-        self._slots: dict[int, SlotWords] = {}
+        self.slots: dict[int, SlotWords] = {}
         self._importers: dict[tuple[int, int], ImporterWords] = {}
         with undoing(self._own.close), Device(0, driver=door.driver).current():
             # Before the call, as an interrupt may come after it.
@@ -278,9 +278,9 @@ class ControlBlock:
 
     def slot_words(self, slot: int) -> SlotWords:
         """A slot's words that the exporter writes."""
-        words = self._slots.get(slot)
+        words = self.slots.get(slot)
         if words is None:
-            words = self._slots[slot] = SlotWords(self, slot)
+            words = self.slots[slot] = SlotWords(self, slot)
         return words
 
     def importer_words(self, slot: int, importer: int) -> ImporterWords:
@@ -330,11 +330,11 @@ class ControlBlock:
         both ways; else the stream (``cuStreamWriteValue32``).
         """
         door = self.door
-        handle = direct_handle(stream, door)
+        handle, sees_all = direct_view(stream, door)
         if handle is None:
             self._tell_slowly(stream, word, value, checked)
             return
-        if sees_all_work(stream):
+        if sees_all:
             # Asked in this mode, it breaks no capture of another stream.
             mode = door.cuThreadExchangeStreamCaptureMode(_RELAXED)
             if mode[0]:

@@ -427,7 +427,7 @@ def share(
         The stream is being captured.
     """
     if type(thing) is PlainBuffer and handle_type is None:
-        buffer = cast("Buffer", thing)
+        buffer: Any = thing
         shared = _share_plain(buffer, stream, hold)
         return _share_part(buffer, 0, buffer.nbytes, stream, hold) if shared is None else shared
     if handle_type is not None:
@@ -542,7 +542,7 @@ def _share_plain(buffer: Buffer, stream: StreamLike | None, hold: bool) -> Share
         ordered = stream
     door = door_behind(allocator)
     exports = exports_of(door)
-    route = exports.routes.get(cast("MemoryPool", allocator))
+    route = exports.routes.get(allocator)  # type: ignore[call-overload]
     if route is None or not nbytes or direct_handle(ordered, door) is None or door.forked:
         return None
     exports.later.work()
@@ -562,7 +562,8 @@ def _share_plain(buffer: Buffer, stream: StreamLike | None, hold: bool) -> Share
 def _leased(exports: Exports, lease: Lease, stream: Stream, part: tuple[int, int, int], hold: bool) -> Shared:
     """The descriptor of an allocation that has a lease; ``part`` is offset, size, and size of the allocation."""
     ready = lease.announce(stream)
-    head, handles = cast("_Route", lease.route).head(lease.block, exports)
+    route: Any = lease.route
+    head, handles = route.head(lease.block, exports)
     numbers = (Flags.LEASED, lease.slot, lease.generation, ready, exports.version, _POSIX_NUMBER, *part, 0)
     data = wire.joined(head, numbers, _PAYLOAD, 0, lease.payload)
     return Shared(data, handles, lease, Hold() if hold else None, exports)

@@ -60,7 +60,6 @@ from streamalloc.ipc.sharing.control_block import (
     ImporterWords,
     SlotWords,
     fence,
-    next_word,
     reached,
 )
 from streamalloc.ipc.sharing.descriptor import FABRIC, HEAD_BYTES, Chunk, Descriptor, Flags, Head, Mechanism
@@ -481,9 +480,8 @@ def open(
     InvalidValueError, CudaError
         The driver refuses a handle.
     """
-    if type(stream) is Stream and door_behind(stream).driver is driver:
-        door = door_behind(stream)
-    else:
+    door = door_behind(stream) if type(stream) is Stream else None
+    if door is None or door.driver is not driver:
         door = Door.of(driver if driver is not None else default_driver())
     if type(data) is bytes and not handles and (kind is None or kind is ImportedBuffer) and not door.forked:
         # The fast path: an allocation of a pool of which one was opened before.
@@ -714,7 +712,7 @@ def _count_import(way: _PoolWay | _LegacyWay, described: Descriptor, opened: Imp
         mine = made.words
         if mine is not None:
             # Said in the control block before it is looked whether it was freed.
-            number = next_word(mine.opened.value)
+            number = (mine.opened.value + 1) % WORD
             # Nothing is called between these two.
             made.number = number
             mine.opened.value = number
@@ -759,7 +757,8 @@ def _let_go(owner: ImportedBuffer | _DroppedImport, stream: Stream, *, used: boo
     if held is None:
         return
     way = held.way
-    way.importer.door.check_process()
+    if way.importer.door.forked:
+        way.importer.door.check_process()
     with way.lock:
         if owner._held is None:
             return  # another thread was first
@@ -785,7 +784,8 @@ def _let_go(owner: ImportedBuffer | _DroppedImport, stream: Stream, *, used: boo
                 # Not by counting on: the streams' writes of earlier closes may still be on their way.
                 mine.opened.value = before
             else:
-                if not reached(mine.closed.value, before):
+                closed = mine.closed.value
+                if closed != before and not reached(closed, before):
                     # An earlier import's end is still on its way, on another stream: the word only ever counts up.
                     block.wait(stream, mine.closed, before)
                 block.tell(stream, mine.closed, held.number, checked=True)

@@ -18,7 +18,7 @@ from streamalloc.core.buffer import Buffer, SharedState, StillImported, set_shar
 from streamalloc.core.door import Door, PerDriver
 from streamalloc.core.errors import CudaError, StillImportedError
 from streamalloc.core.fd import Fd
-from streamalloc.core.later import Deferred, later_of, work
+from streamalloc.core.later import Deferred, Later, later_of
 from streamalloc.core.stream import Stream, direct_handle, ordered_after, raw_handle, refuse_capture
 from streamalloc.core.watching import tell_freed
 from streamalloc.ipc.sharing.control_block import (
@@ -99,7 +99,7 @@ class Lease(SharedState):
         self._leases = leases
         self.block: ControlBlock = block
         self.slot: int = slot
-        self.words: SlotWords = block.slot_words(slot)
+        self.words: SlotWords = block.slots.get(slot) or block.slot_words(slot)
         self.generation: int = self.words.generation.value
         self.payload: bytes = b""
         """The driver's export data, once asked for."""
@@ -148,7 +148,7 @@ class Lease(SharedState):
 
     def revoke(self) -> None:
         """Make descriptors stale: importers that have not opened the allocation cannot any more."""
-        self.words.generation.value = next_word(self.generation)
+        self.words.generation.value = (self.generation + 1) % WORD
         fence()
 
     # -- importers -------------------------------------------------------------------------------------------
@@ -171,7 +171,9 @@ class Lease(SharedState):
     def quiet(self) -> bool:
         """Whether everything that was queued with the slot's words has run, so that it can stand for something else."""
         ready, announced = self.words.ready.value, self.words.announced.value
-        return (ready == announced or reached(ready, announced)) and not self._using()
+        if ready != announced and not reached(ready, announced):
+            return False
+        return self.block.all_closed(self.slot) or not self._using()
 
     def end(self, stream: Stream | None, *, for_good: bool = False) -> bool:
         """Whether the memory can be freed on ``stream``, which is made to wait for importers that have closed it.
@@ -187,7 +189,7 @@ class Lease(SharedState):
             self.revoke()
             ended = False
             try:
-                using = self._using()
+                using = [] if self.block.all_closed(self.slot) else self._using()
                 if not using or not self._still_open(using):
                     for importer in using if stream is not None else ():
                         theirs = self.block.importer_words(self.slot, importer)
@@ -222,7 +224,7 @@ class Lease(SharedState):
                 set_shared(buffer, self)
                 self.words.generation.value = self.generation
             raise
-        work(door)
+        self._leases.later.work()
 
     @property
     def readers(self) -> int:
@@ -262,6 +264,7 @@ class Leases:
 
     def __init__(self, door: Door) -> None:
         self.door = door
+        self.later: Later = later_of(door)
         self.blocks: list[ControlBlock] = []
         self.leaving: deque[Lease] = deque()
         """Leases that were dropped. Their slots are used again once they are quiet."""
