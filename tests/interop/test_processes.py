@@ -10,8 +10,8 @@ import streamalloc as sa
 from streamalloc import interop, vmm
 from tests.interop.conftest import Get
 from tests.ipc.conftest import partner, processes  # noqa: F401  (fixtures)
-from tests.ipc.support import Partner, shared_pool
-from tests.processes import There
+from tests.ipc.support import shared_pool
+from tests.processes import Partner, There
 from tests.support import MiB, holds
 
 

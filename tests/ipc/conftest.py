@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import streamalloc as sa
-from tests.ipc.support import Partner, shared_pool
+from tests.ipc.support import shared_pool
+from tests.processes import Partner
 
 # Each simulated machine of ours leaves a thread that waits for the end of that process.
 TESTS_OF_ONE_PROCESS = 20

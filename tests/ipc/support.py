@@ -16,14 +16,8 @@ from typing import Any, NamedTuple
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.testing import Gate, settle
-from tests.processes import SECONDS as SECONDS
-from tests.processes import Opened as Opened
-from tests.processes import Partner as Partner
-from tests.processes import There as There
-from tests.processes import eventually as eventually
-from tests.support import KEEP, MiB, executed
-from tests.support import filled as filled
-from tests.support import shows as shows
+from tests.processes import SECONDS, There
+from tests.support import KEEP, MiB, executed, filled
 
 POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 PAGE = 2 * MiB

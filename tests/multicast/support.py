@@ -11,8 +11,8 @@ from streamalloc import multicast, vmm
 from streamalloc.core.door import Door
 from streamalloc.core.later import later_of
 from tests.processes import eventually
-from tests.support import MiB
-from tests.vmm.support import READWRITE, Account
+from tests.support import Account, MiB
+from tests.vmm.support import READWRITE
 
 PAGE = 2 * MiB
 TEAM = 4

@@ -18,10 +18,10 @@ import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.multicast import SymmetricBuffer, SymmetricMemory, SymmetricMemoryError
 from streamalloc.testing import Gate
-from tests.ipc.support import Partner, There, filled, shows
 from tests.multicast.support import all_ended
-from tests.support import MiB, executed, holds, pending
-from tests.vmm.support import assert_unique, each, pattern
+from tests.processes import Partner, There
+from tests.support import MiB, executed, filled, holds, pattern, pending, shows
+from tests.vmm.support import assert_unique, each
 
 NBYTES = 3 * MiB + 40
 

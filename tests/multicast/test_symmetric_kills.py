@@ -15,8 +15,9 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
-from tests.ipc.support import Partner, There, eventually, state
+from tests.ipc.support import state
 from tests.multicast.ranks import Meddled
+from tests.processes import Partner, There, eventually
 
 pytestmark = pytest.mark.simulated_only("multicast objects are made, and processes are killed in the middle of it")
 

@@ -15,9 +15,9 @@ import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
 from streamalloc.testing import Gate, multimem_ld_reduce, multimem_red, multimem_st
-from tests.ipc.support import eventually
 from tests.multicast.ranks import Crew, Meddled, Rank, reaches_all
 from tests.multicast.support import all_ended
+from tests.processes import eventually
 from tests.support import MiB, executed, holds, pending, read
 from tests.vmm.support import each
 

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
-from tests.support import Account as Account
 from tests.support import Bytes, MiB, read
-from tests.support import pattern as pattern
 
 PAGE = 2 * MiB  # the granularity of everything (tests/facts/test_physical_memory.py)
 NONE, READ, READWRITE = sa.MemAccess.NONE, sa.MemAccess.READ, sa.MemAccess.READWRITE

@@ -10,8 +10,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from tests.support import holds, names, read
-from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, Account, each
+from tests.support import Account, holds, names, read
+from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, each
 
 NUMA = sa.MemLocation.host_numa(0)
 

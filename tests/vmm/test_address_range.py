@@ -12,8 +12,8 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.core.errors import size_text
-from tests.support import names, read
-from tests.vmm.support import HOST, PAGE, Account, assert_unique, each
+from tests.support import Account, names, read
+from tests.vmm.support import HOST, PAGE, assert_unique, each
 
 GiB = 1 << 30
 TiB = 1 << 40

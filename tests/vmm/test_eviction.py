@@ -13,8 +13,8 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.core.errors import size_text
-from tests.support import GROWTH, KEEP, holds, read
-from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, Account, each, pattern, same, write
+from tests.support import GROWTH, KEEP, Account, holds, pattern, read
+from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, each, same, write
 
 SIZE = 2 * PAGE + 12345
 MAPPED = 3 * PAGE

@@ -17,8 +17,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from tests.support import read
-from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, Account
+from tests.support import Account, read
+from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE
 
 # The calls that give something back. Where one of them fails, the step may be done all but this.
 GIVING_BACK = {"cuMemRelease", "cuMemFreeAsync", "cuMemAddressFree", "cuMemUnmap", "cuEventDestroy"}

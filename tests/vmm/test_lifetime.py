@@ -14,8 +14,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from tests.support import end_what_was_dropped, holds
-from tests.vmm.support import HOST, PAGE, READWRITE, Account, pattern, same, write
+from tests.support import Account, end_what_was_dropped, holds, pattern
+from tests.vmm.support import HOST, PAGE, READWRITE, same, write
 
 Python = Callable[..., CompletedProcess[str]]
 

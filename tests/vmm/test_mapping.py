@@ -12,8 +12,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from tests.support import holds, names, read
-from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, Account, assert_unique, each, pattern, same, write
+from tests.support import Account, holds, names, pattern, read
+from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, assert_unique, each, same, write
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import vmm
-from tests.support import Bytes
-from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, Account
+from tests.support import Account, Bytes
+from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE
 
 BLOCK = PAGE // 2  # what is filled and looked at
 PAGES = 12

@@ -10,8 +10,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from tests.support import MiB, holds, names
-from tests.vmm.support import HOST, PAGE, Account, assert_unique
+from tests.support import Account, MiB, holds, names
+from tests.vmm.support import HOST, PAGE, assert_unique
 
 FD = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 FABRIC = sa.MemHandleType.FABRIC

@@ -18,8 +18,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from tests.support import holds, read
-from tests.vmm.support import HOST, PAGE, READWRITE, Account, pattern, same, write
+from tests.support import Account, holds, pattern, read
+from tests.vmm.support import HOST, PAGE, READWRITE, same, write
 
 COUNT = 50_000  # elements of a vector, as in vectorAddMMAP
 

@@ -16,8 +16,8 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.testing import Gate
-from tests.support import executed, names, pending
-from tests.vmm.support import PAGE, Account, assert_unique, each
+from tests.support import Account, executed, names, pending
+from tests.vmm.support import PAGE, assert_unique, each
 from tests.vmm.test_faults import Case, sweep
 
 TILE = 1 << 16

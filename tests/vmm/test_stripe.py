@@ -10,8 +10,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from tests.support import holds, read
-from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, Account, assert_unique, pattern, same, write
+from tests.support import Account, holds, pattern, read
+from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, assert_unique, same, write
 
 
 def devices(count: int, driver: Any = None) -> list[sa.Device]:

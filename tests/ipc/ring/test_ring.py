@@ -22,25 +22,9 @@ from streamalloc.ipc import Ring, RingConsumer, RingItem, RingProducer
 from streamalloc.ipc.ring.protocol import ANSWER, END, HELLO, MAGIC, PACKET, VERSION
 from streamalloc.ipc.sharing.lease import leases_of
 from streamalloc.testing import Gate
-from tests.ipc.support import (
-    SECONDS,
-    Partner,
-    There,
-    busy,
-    eventually,
-    filled,
-    hold,
-    idle,
-    make_pool,
-    make_stream,
-    release,
-    shared_pool,
-    shows,
-    state,
-    synchronize,
-)
-from tests.support import executed, pending
-from tests.vmm.support import pattern
+from tests.ipc.support import busy, hold, idle, make_pool, make_stream, release, shared_pool, state, synchronize
+from tests.processes import SECONDS, Partner, There, eventually
+from tests.support import executed, filled, pattern, pending, shows
 
 SIZE = 64 * 1024
 

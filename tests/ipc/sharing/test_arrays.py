@@ -12,8 +12,9 @@ import pytest
 import streamalloc as sa
 from streamalloc import ipc, vmm
 from streamalloc.ipc.sharing.descriptor import HEAD_BYTES
-from tests.ipc.support import PAGE, POSIX, Partner, There, filled, make_pool
-from tests.support import MiB
+from tests.ipc.support import PAGE, POSIX, make_pool
+from tests.processes import Partner, There
+from tests.support import MiB, filled
 
 
 def _form(there: There, name: str) -> tuple[str, tuple[int, ...], Any, bool]:

@@ -12,8 +12,9 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc
-from tests.ipc.support import Chosen, Partner, eventually, filled, received
-from tests.support import MiB
+from tests.ipc.support import Chosen, received
+from tests.processes import Partner, eventually
+from tests.support import MiB, filled
 
 SIZE = MiB
 

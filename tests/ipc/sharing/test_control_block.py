@@ -25,7 +25,8 @@ from streamalloc.ipc.sharing.imports import importer_of
 from streamalloc.ipc.sharing.lease import Lease, leases_of
 from streamalloc.testing import Gate
 from tests.ipc.sharing.test_descriptor import again
-from tests.ipc.support import Interrupted, Partner, There, eventually, hold, interrupts, shared_pool
+from tests.ipc.support import Interrupted, hold, interrupts, shared_pool
+from tests.processes import Partner, There, eventually
 from tests.support import MiB, executed
 
 pytestmark = [

@@ -19,8 +19,9 @@ from streamalloc.ipc import Chunk, Descriptor, Mechanism
 from streamalloc.ipc.sharing.control_block import IMPORTERS, SLOTS
 from streamalloc.ipc.sharing.descriptor import FABRIC
 from streamalloc.ipc.sharing.imports import importer_of
-from tests.ipc.support import POSIX, Partner, State, There, filled, make_buffer, make_growable, make_pool, shows, state
-from tests.support import MiB, executed
+from tests.ipc.support import POSIX, State, make_buffer, make_growable, make_pool, state
+from tests.processes import Partner, There
+from tests.support import MiB, executed, filled, shows
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 

@@ -17,22 +17,9 @@ from streamalloc.ipc.transport.channel import PACKET_DATA
 from tests.ipc.sharing.test_descriptor import OTHER, REFUSED, again
 from tests.ipc.sharing.test_faults import sweep
 from tests.ipc.sharing.test_foreign import Array
-from tests.ipc.support import (
-    PAGE,
-    POSIX,
-    SECONDS,
-    Partner,
-    State,
-    There,
-    busy,
-    filled,
-    hold,
-    idle,
-    release,
-    shows,
-    state,
-)
-from tests.support import MiB, executed
+from tests.ipc.support import PAGE, POSIX, State, busy, hold, idle, release, state
+from tests.processes import SECONDS, Partner, There
+from tests.support import MiB, executed, filled, shows
 
 pytestmark = [pytest.mark.fabric, pytest.mark.usefixtures("quick_collections")]
 

@@ -17,7 +17,8 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from tests.ipc.sharing.test_samples import PlainBuffer
-from tests.ipc.support import POSIX, Partner, There, eventually, hold, make_growable, make_pool, shared_pool
+from tests.ipc.support import POSIX, hold, make_growable, make_pool, shared_pool
+from tests.processes import Partner, There, eventually
 from tests.support import MiB, holds
 
 pytestmark = pytest.mark.usefixtures("quick_collections")

@@ -11,9 +11,9 @@ import streamalloc as sa
 from streamalloc import ipc, vmm
 from streamalloc.ipc import Mechanism
 from streamalloc.testing import Gate
-from tests.ipc.support import PAGE, POSIX, Partner, There, busy, idle, make_buffer, make_growable, make_pool
-from tests.support import MiB, holds, read
-from tests.vmm.support import pattern
+from tests.ipc.support import PAGE, POSIX, busy, idle, make_buffer, make_growable, make_pool
+from tests.processes import Partner, There
+from tests.support import MiB, holds, pattern, read
 
 BLOCK = 2 * MiB
 

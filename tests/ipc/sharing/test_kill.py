@@ -11,19 +11,9 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc, vmm
-from tests.ipc.support import (
-    POSIX,
-    Partner,
-    There,
-    eventually,
-    filled,
-    make_buffer,
-    make_growable,
-    make_pool,
-    shared_pool,
-    shows,
-)
-from tests.support import MiB, executed, holds
+from tests.ipc.support import POSIX, make_buffer, make_growable, make_pool, shared_pool
+from tests.processes import Partner, There, eventually
+from tests.support import MiB, executed, filled, holds, shows
 
 Another = Callable[[], Partner]
 MOST = 60

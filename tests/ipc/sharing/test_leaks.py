@@ -10,23 +10,9 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc, vmm
-from tests.ipc.support import (
-    POSIX,
-    SECONDS,
-    Partner,
-    State,
-    There,
-    eventually,
-    filled,
-    make_buffer,
-    make_growable,
-    make_pool,
-    shared_pool,
-    shows,
-    state,
-    state_there,
-)
-from tests.support import MiB
+from tests.ipc.support import POSIX, State, make_buffer, make_growable, make_pool, shared_pool, state, state_there
+from tests.processes import SECONDS, Partner, There, eventually
+from tests.support import MiB, filled, shows
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 

@@ -19,12 +19,7 @@ from streamalloc.core.later import later_of
 from streamalloc.testing import Gate
 from tests.ipc.support import (
     POSIX,
-    SECONDS,
-    Partner,
-    There,
     busy,
-    eventually,
-    filled,
     hold,
     idle,
     make_buffer,
@@ -32,10 +27,10 @@ from tests.ipc.support import (
     make_stream,
     release,
     shared_pool,
-    shows,
     synchronize,
 )
-from tests.support import KEEP, MiB, executed, holds, names, pending
+from tests.processes import SECONDS, Partner, There, eventually
+from tests.support import KEEP, MiB, executed, filled, holds, names, pending, shows
 
 SIZE = 4 * MiB
 

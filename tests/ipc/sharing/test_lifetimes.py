@@ -17,21 +17,9 @@ from streamalloc import ipc, vmm
 from streamalloc.core.door import door_behind
 from streamalloc.ipc.sharing.imports import importer_of
 from streamalloc.testing import Gate, settle
-from tests.ipc.support import (
-    POSIX,
-    Partner,
-    There,
-    busy,
-    eventually,
-    filled,
-    hold,
-    idle,
-    make_buffer,
-    make_growable,
-    make_pool,
-    shows,
-)
-from tests.support import MiB, executed, holds, pending
+from tests.ipc.support import POSIX, busy, hold, idle, make_buffer, make_growable, make_pool
+from tests.processes import Partner, There, eventually
+from tests.support import MiB, executed, filled, holds, pending, shows
 
 SIZE = 2 * MiB
 Another = Callable[[], Partner]

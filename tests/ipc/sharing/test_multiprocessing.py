@@ -14,8 +14,9 @@ import pytest
 import streamalloc as sa
 from streamalloc import ipc, vmm
 from streamalloc.testing import Gate
-from tests.ipc.support import PAGE, POSIX, SECONDS, Chosen, eventually, filled, received, shared_pool, shows
-from tests.support import MiB, holds, pending
+from tests.ipc.support import PAGE, POSIX, Chosen, received, shared_pool
+from tests.processes import SECONDS, eventually
+from tests.support import MiB, filled, holds, pending, shows
 
 SIZE = MiB
 

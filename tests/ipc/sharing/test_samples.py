@@ -15,9 +15,9 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import vmm
-from tests.ipc.support import POSIX, SECONDS, Chosen, Partner, There, received, shared_pool
-from tests.support import MiB, read
-from tests.vmm.support import pattern
+from tests.ipc.support import POSIX, Chosen, received, shared_pool
+from tests.processes import SECONDS, Partner, There
+from tests.support import MiB, pattern, read
 
 PROCESSES = 3
 NBYTES = 4 * MiB

@@ -14,11 +14,7 @@ from streamalloc import ipc, vmm
 from tests.ipc.support import (
     PAGE,
     POSIX,
-    Partner,
-    There,
     busy,
-    eventually,
-    filled,
     hold,
     idle,
     make_buffer,
@@ -27,10 +23,10 @@ from tests.ipc.support import (
     make_stream,
     release,
     shared_pool,
-    shows,
     synchronize,
 )
-from tests.support import MiB, holds
+from tests.processes import Partner, There, eventually
+from tests.support import MiB, filled, holds, shows
 
 Made = tuple[Any, list[Any]]
 
