@@ -1,6 +1,7 @@
 """What the rest of the package takes of the driver beside its public names: the bindings, and how they differ, and the
 driver that the environment asks for."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from streamalloc.driver.account import COUNTED, Account
@@ -19,6 +20,7 @@ from streamalloc.driver.bindings import (
 from streamalloc.driver.selection import as_asked, default_of_threads, read_choice
 
 if TYPE_CHECKING:
+    from streamalloc.driver.checker.stacks import Stack, here, lines
     from streamalloc.driver.wrappers import Wrapper
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "COUNTED",
     "Account",
     "OpaqueStruct",
+    "Stack",
     "Wrapper",
     "as_asked",
     "check_name",
@@ -33,6 +36,8 @@ __all__ = [
     "default_of_threads",
     "enum_member",
     "handle_types_member",
+    "here",
+    "lines",
     "opaque_bytes",
     "opaque_struct",
     "read_choice",
@@ -41,10 +46,11 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # A program without wrappers does not wait for them.
-    if name == "Wrapper":
-        from streamalloc.driver.wrappers import Wrapper
+# A program without wrappers does not wait for them.
+_LATER = {"Wrapper": "wrappers", **dict.fromkeys(("Stack", "here", "lines"), "checker.stacks")}
 
-        return Wrapper
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(importlib.import_module(f"streamalloc.driver.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

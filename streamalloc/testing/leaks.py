@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import linecache
-import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from streamalloc.driver import Driver
-from streamalloc.driver.internal import COUNTED, Account, Wrapper
+from streamalloc.driver.internal import COUNTED, Account, Stack, Wrapper, here, lines
 
 __all__ = ["Accounts", "Leak", "leak_report"]
-
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
-# Whoever runs the test is not a part of it.
-_RUNNERS = ("_pytest", "pluggy", "unittest", "threading")
-_DEPTH = 24
 
 
 class Leak(NamedTuple):
@@ -29,17 +21,11 @@ class Leak(NamedTuple):
     """The driver's handle or address."""
     call: str
     """The driver function that made it."""
-    place: tuple[tuple[str, int, str], ...]
-    """Where that was: file, line and function, the innermost call last, without those of this package."""
+    place: Stack
+    """Where that was, without the calls of this package."""
 
     def __str__(self) -> str:
-        lines = [f"{self.kind} {self.handle:#x} ({self.call})"]
-        for file, line, function in self.place:
-            lines.append(f"  {file}:{line}: in {function}")
-            text = linecache.getline(file, line).strip()
-            if text:
-                lines.append(f"      {text}")
-        return "\n".join(lines)
+        return "\n".join([f"{self.kind} {self.handle:#x} ({self.call})", *lines(self.place)])
 
 
 def leak_report(leaks: Sequence[Leak]) -> str:
@@ -64,7 +50,7 @@ class Accounts(Wrapper):
         # Taken again by the same thread where a finaliser runs in the middle of an observation.
         self._lock = threading.RLock()
         self._account = Account()
-        self._made: dict[int, tuple[str, tuple[tuple[str, int, str], ...]]] = {}
+        self._made: dict[int, tuple[str, Stack]] = {}
 
     def __getattr__(self, name: str) -> Any:
         # All other functions are the driver's own.
@@ -79,7 +65,7 @@ class Accounts(Wrapper):
                 if name == "cuMemMap" or len(answer) > 1:
                     handle = int(args[0] if name == "cuMemMap" else answer[1])
                     self._made.pop(handle, None)  # what had this handle before; the order is that of the making
-                    self._made[handle] = (name, _here())
+                    self._made[handle] = (name, here())
         return answer
 
     def _captures(self, stream: Any) -> bool:
@@ -93,18 +79,3 @@ class Accounts(Wrapper):
             left = [Leak(kind, handle, *self._made.get(handle, ("", ())))
                     for kind, handles in self._account.outstanding().items() for handle in handles]  # fmt: skip
             return sorted(left, key=lambda leak: order.get(leak.handle, 0))
-
-
-def _here() -> tuple[tuple[str, int, str], ...]:
-    """The calls that have led here from the test, without those of this package."""
-    frame = sys._getframe(1)
-    found: list[tuple[str, int, str]] = []
-    while frame is not None and len(found) < _DEPTH:
-        module = frame.f_globals.get("__name__", "").partition(".")[0]
-        if module in _RUNNERS:
-            if found:
-                break
-        elif not frame.f_code.co_filename.startswith(_PACKAGE):
-            found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back  # type: ignore[assignment]
-    return tuple(reversed(found))

@@ -298,17 +298,18 @@ class TestLeaks:
                 "*ERROR at teardown of test_leaks*",
                 "2 things were made here and not released:",
                 "pool 0x* (cuMemPoolCreate)",
-                "  *test_of_all_tests.py:11: in test_leaks",
-                "      kept.append(made())",
-                "  *test_of_all_tests.py:6: in made",
-                "      return sa.MemoryPool(sa.Device(0))",
+                '  File "*test_of_all_tests.py", line 11, in test_leaks',
+                "    kept.append(made())",
+                '  File "*test_of_all_tests.py", line 6, in made',
+                "    return sa.MemoryPool(sa.Device(0))",
                 "pool allocation 0x* (cuMemAllocFromPoolAsync)",
-                "  *test_of_all_tests.py:12: in test_leaks",
-                "      kept.append(kept[[]0[]].allocate(4096, sa.Device(0).default_stream))",
+                '  File "*test_of_all_tests.py", line 12, in test_leaks',
+                "    kept.append(kept[[]0[]].allocate(4096, sa.Device(0).default_stream))",
             ],
             consecutive=False,
         )
         assert result.stdout.str().count("ERROR at teardown") == 1
+        assert "pluggy" not in result.stdout.str().partition("FAILURES")[0].partition("ERRORS")[2]
 
     def test_of_marked_tests(self, run: Run) -> None:
         result = run("""
@@ -390,6 +391,7 @@ class TestCheck:
                 "free racing a use: *",
             ]
         )
+        assert "_pytest" not in result.stdout.str()
 
 
 class TestFaults:

@@ -15,22 +15,33 @@ Stack: TypeAlias = "tuple[tuple[CodeType, int], ...]"
 
 _DEPTH = 8
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + "/"
-_OWN: dict[CodeType, bool] = {}
+# What runs a test is no part of it.
+_RUNNERS = ("/_pytest/", "/pluggy/")
+_THEIRS, _OWN, _RUNNER = range(3)
+_kinds: dict[CodeType, int] = {}
 
 
 def here() -> Stack:
-    """The calls that have led here, without those of this package."""
+    """The calls that have led here, without those of this package, and from a test on where pytest runs one."""
     frame = sys._getframe(1)
     found: list[tuple[CodeType, int]] = []
     while frame is not None and len(found) < _DEPTH:
         code = frame.f_code
-        own = _OWN.get(code)
-        if own is None:
-            own = _OWN[code] = code.co_filename.startswith(_PACKAGE)
-        if not own:
+        kind = _kinds.get(code)
+        if kind is None:
+            kind = _kinds[code] = _kind(code.co_filename)
+        if kind == _THEIRS:
             found.append((code, frame.f_lasti))
+        elif kind == _RUNNER and found:
+            break
         frame = frame.f_back  # type: ignore[assignment]
     return tuple(found)
+
+
+def _kind(file: str) -> int:
+    if file.startswith(_PACKAGE):
+        return _OWN
+    return _RUNNER if any(part in file for part in _RUNNERS) else _THEIRS
 
 
 def from_package() -> bool:
