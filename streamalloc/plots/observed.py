@@ -57,7 +57,8 @@ def memory(of: Observer) -> Figure:
         y.append(y[-1])
         ax.fill_between(x, y, step="post", color=RESERVED, lw=0)
         ax.step(x, y, where="post", color=USED, lw=1.6)
-        ax.plot(failures, [0] * len(failures), "x", color=RED, ms=7, mew=2, clip_on=False)
+        if failures:  # or matplotlib makes room for nothing
+            ax.plot(failures, [0] * len(failures), "x", color=RED, ms=7, mew=2, clip_on=False)
         sizes(ax)
         ax.set_xlim(0, x[-1] or 1)
         ax.set_ylim(0, 1.12 * max(y) or 1)
