@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.facts.support import UINT64_MAX, Rig, said
+from tests.facts.support import DEVICE, PINNED, POSIX_FD, UINT64_MAX, Rig, said, value
 
 
 @pytest.mark.parametrize(
@@ -66,3 +67,32 @@ def test_stream_that_is_none(rig: Rig) -> None:
 def test_byte_of_a_fill(rig: Rig, byte: int, message: str) -> None:
     with pytest.raises(OverflowError, match=f"^{message}$"):
         rig.raw.cuMemsetD8Async(rig.plain(64), byte, 4, rig.stream())
+
+
+@pytest.mark.bindings("13.0")
+class TestNumbersForEnums:
+    """Some calls of the bindings take numbers in place of the members of enums."""
+
+    def test_where_they_do(self, rig: Rig) -> None:
+        raw = rig.raw
+        assert said(raw.cuMemGetAllocationGranularity(rig.memory_props(), 0)) == "SUCCESS"
+        assert said(raw.cuMemGetDefaultMemPool(rig.location(DEVICE), PINNED)) == "SUCCESS"
+        with open("/dev/null") as nothing:
+            assert said(raw.cuMemImportFromShareableHandle(nothing.fileno(), POSIX_FD)) == "UNKNOWN"
+        assert said(raw.cuDeviceGetP2PAttribute(1, 0, 0)) == "INVALID_DEVICE"
+
+    def test_where_they_do_not(self, rig: Rig) -> None:
+        with pytest.raises(AttributeError, match="object has no attribute 'value'"):
+            rig.raw.cuMemPoolGetAttribute(rig.pool(), 1)
+
+    def test_nothing_at_all(self, rig: Rig) -> None:
+        with pytest.raises(TypeError, match="must not be None"):
+            rig.raw.cuMemGetAllocationGranularity(rig.memory_props(), None)
+
+
+def test_no_word_is_the_word_zero(rig: Rig) -> None:
+    stream, word = rig.stream(), rig.word()
+    word.value = 7
+    value(rig.raw.cuStreamWriteValue32(stream, ctypes.addressof(word), None, 0))
+    value(rig.raw.cuStreamSynchronize(stream))
+    assert word.value == 0

@@ -92,11 +92,11 @@ host_function: Convert = _handle(cuda.CUhostFn)
 
 
 def word32(value: Any) -> int:
-    return uint32(int(value) if type(value) is cuda.cuuint32_t else value)
+    return 0 if value is None else uint32(int(value) if type(value) is cuda.cuuint32_t else value)
 
 
 def word64(value: Any) -> int:
-    return uint64(int(value) if type(value) is cuda.cuuint64_t else value)
+    return 0 if value is None else uint64(int(value) if type(value) is cuda.cuuint64_t else value)
 
 
 def host_pointer(value: Any) -> int:
@@ -145,6 +145,13 @@ def member(name: str, value: Any, cls: Any) -> int:
         if not hasattr(value, "value"):
             return int(value.value)  # raises the AttributeError that the bindings raise
         raise TypeError(f"Argument '{name}' has incorrect type (expected {cls.__name__}, got {type(value).__name__})")
+    return int(value)
+
+
+def number(name: str, value: Any, cls: Any) -> int:
+    """The same for calls whose bindings take numbers, too."""
+    if value is None or isinstance(value, cls) or not hasattr(cuda, "cuMemGetDefaultMemPool"):  # before CUDA 13
+        return member(name, value, cls)
     return int(value)
 
 

@@ -101,7 +101,7 @@ class DeviceCalls(Calls):
         return int(self._device(dev) is not self._device(peerDev))
 
     def cuDeviceGetP2PAttribute(self, attrib: Any, srcDevice: Any, dstDevice: Any) -> int:
-        number = arguments.member("attrib", attrib, cuda.CUdevice_P2PAttribute)
+        number = arguments.number("attrib", attrib, cuda.CUdevice_P2PAttribute)
         check(self._device(srcDevice) is not self._device(dstDevice), Result.CUDA_ERROR_INVALID_DEVICE)
         return need(
             self._machine.profile.peer_attributes.get(_PEER_ATTRIBUTES.get(number, "")), Result.CUDA_ERROR_INVALID_VALUE

@@ -117,7 +117,7 @@ class MulticastCalls(CopyCalls):
     def cuMulticastGetGranularity(self, prop: Any, option: Any) -> int:
         """The size that is asked for is not looked at: users leave it out."""
         props = arguments.struct("prop", prop, cuda.CUmulticastObjectProp)
-        wanted = arguments.member("option", option, cuda.CUmulticastGranularity_flags)
+        wanted = arguments.number("option", option, cuda.CUmulticastGranularity_flags)
         self._multicast_properties(props)
         return self._machine.profile.multicast_granularity if wanted == _RECOMMENDED else GRANULARITY
 

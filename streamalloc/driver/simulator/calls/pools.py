@@ -193,7 +193,7 @@ class PoolCalls(Calls):
 
     def _location(self, location: Any, typename: Any) -> tuple[Place, int]:
         place = arguments.place(arguments.struct("location", location, cuda.CUmemLocation))
-        kind = arguments.member("typename", typename, cuda.CUmemAllocationType)
+        kind = arguments.number("typename", typename, cuda.CUmemAllocationType)
         check(place.type != Location.HOST_NUMA_CURRENT, Result.CUDA_ERROR_NOT_SUPPORTED)
         check(kind in (PINNED, MANAGED))
         check(self._is_place(place) or (place.type == Location.NONE and kind == MANAGED))

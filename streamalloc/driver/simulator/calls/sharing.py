@@ -27,10 +27,10 @@ _FIRST_ADDRESS = 1 << 16
 """Where addresses of a process begin; below are descriptors, taken for addresses."""
 
 
-def _handle_type(name: str, value: Any) -> int:
-    number = arguments.member(name, value, cuda.CUmemAllocationHandleType)
+def _handle_type(name: str, value: Any, read: Any = arguments.member) -> int:
+    number: int = read(name, value, cuda.CUmemAllocationHandleType)
     if number not in _HANDLE_TYPES:
-        raise TypeError(f"Unsupported attribute: {value.name}")
+        raise TypeError(f"Unsupported attribute: {getattr(value, 'name', value)}")
     return number
 
 
@@ -62,11 +62,11 @@ class SharingCalls(Calls):
             return fd
 
     def cuMemPoolImportFromShareableHandle(self, handle: HostPointer, handleType: Any, flags: UnsignedLongLong) -> Any:
-        kind = _handle_type("handleType", handleType)
+        kind = _handle_type("handleType", handleType, arguments.number)
         self._not_during_capture()
         check(not flags)
         if kind not in (Handle.POSIX_FD, Handle.FABRIC):
-            raise NotModelled(f"cuMemPoolImportFromShareableHandle of {handleType.name}")
+            raise NotModelled(f"cuMemPoolImportFromShareableHandle of {handleType!r}")
         return cuda.CUmemoryPool(self._import("pool", kind, handle).handle)
 
     def cuMemExportToShareableHandle(self, handle: MemoryHandle, handleType: Any, flags: UnsignedLongLong) -> Any:
@@ -98,11 +98,11 @@ class SharingCalls(Calls):
             return self._fabric_handle("memory", found.team.physical)
 
     def cuMemImportFromShareableHandle(self, osHandle: HostPointer, shHandleType: Any) -> Any:
-        kind = _handle_type("shHandleType", shHandleType)
+        kind = _handle_type("shHandleType", shHandleType, arguments.number)
         self._not_during_capture()
         check(kind != Handle.NONE)
         check(kind != Handle.WIN32, Result.CUDA_ERROR_NOT_SUPPORTED)
-        not_modelled(kind == Handle.WIN32_KMT, f"cuMemImportFromShareableHandle of {shHandleType.name}")
+        not_modelled(kind == Handle.WIN32_KMT, f"cuMemImportFromShareableHandle of {shHandleType!r}")
         return cuda.CUmemGenericAllocationHandle(self._import("memory", kind, osHandle).handle)
 
     def _fabric_handle(self, kind: str, physical: Physical) -> Any:

@@ -23,6 +23,7 @@ from .copies import Move
 
 _TILE_POOL = 1  # CUmemAllocationProp.allocFlags.usage
 _PAGE, _LARGE_PAGE = 4096, 64 << 10
+_DMA_BUF = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 _PCIE_MAPPING = 1  # CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE
 
 
@@ -89,7 +90,7 @@ class VirtualMemoryCalls(Calls):
 
     def cuMemGetAllocationGranularity(self, prop: Any, option: Any) -> int:
         arguments.struct("prop", prop, cuda.CUmemAllocationProp)
-        arguments.member("option", option, cuda.CUmemAllocationGranularity_flags)
+        arguments.number("option", option, cuda.CUmemAllocationGranularity_flags)
         return GRANULARITY  # whatever is asked about, impossible memory included (H200: test_physical_memory)
 
     # -- addresses and mappings ------------------------------------------------------------------------------
@@ -187,8 +188,8 @@ class VirtualMemoryCalls(Calls):
         self, dptr: DevicePointer, size: Size, handleType: Any, flags: UnsignedLongLong
     ) -> int:
         """A file of the right size, without the bytes: the devices that can use it are not simulated."""
-        arguments.member("handleType", handleType, cuda.CUmemRangeHandleType)
-        if handleType.name != "CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD" or flags not in (0, _PCIE_MAPPING):
+        kind = arguments.number("handleType", handleType, cuda.CUmemRangeHandleType)
+        if kind != _DMA_BUF or flags not in (0, _PCIE_MAPPING):
             raise NotModelled(f"cuMemGetHandleForAddressRange of {handleType!r} with flags {flags:#x}")
         check(size and dptr % _PAGE == 0 and size % _PAGE == 0)
         self._machine.current()
