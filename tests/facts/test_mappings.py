@@ -320,3 +320,27 @@ class TestCapture:
         value(scene.raw.cuMemsetD8Async(plain, 1, 64, stream))
         assert said(call(scene)) == expected
         assert said(scene.rig.end_capture(stream)) == "SUCCESS"
+
+
+def test_memory_that_was_released_is_mapped_again_as_long_as_it_is_mapped(scene: Scene) -> None:
+    one = scene.rig.disown(scene.one)
+    assert scene.map(0, PAGE, one) == "SUCCESS"
+    assert scene.rig.release(one) == "SUCCESS"
+    assert scene.map(1, PAGE, one) == "SUCCESS"
+    there, again = scene.open(0), scene.open(1)
+    value(scene.raw.cuMemsetD8(there, 5, 16))
+    assert scene.rig.read(again, 16) == [5] * 16
+
+
+def test_nothing_needs_to_be_aligned_to_be_unmapped(scene: Scene) -> None:
+    assert scene.map(0, PAGE, scene.one) == "SUCCESS"
+    assert said(scene.raw.cuMemUnmap(scene.page(2), PAGE - 4096)) == "SUCCESS"
+    assert said(scene.raw.cuMemUnmap(scene.start, PAGE + 4096)) == "SUCCESS"
+    assert scene.mapped(0) == [False]
+
+
+def test_holes_between_mappings_do_not_matter_for_access(scene: Scene) -> None:
+    assert scene.map(0, PAGE, scene.one) == "SUCCESS"
+    assert scene.map(2, 2 * PAGE, scene.two) == "SUCCESS"
+    assert scene.rig.set_access(scene.start, 4 * PAGE, OWN) == "SUCCESS"
+    assert scene.rig.set_access(scene.start, 2 * PAGE, OWN) == "INVALID_VALUE"

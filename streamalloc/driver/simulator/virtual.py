@@ -34,6 +34,8 @@ class VirtualMemory:
     timeline: Timeline
     mappings: AddressMap[Mapping] = field(default_factory=AddressMap)
     _named: dict[int, Mappable] = field(default_factory=dict)
+    _released: dict[int, Mappable] = field(default_factory=dict)
+    """What no handle names any more, but is mapped: until then it can be mapped again."""
     _ranges: dict[int, AddressRange] = field(default_factory=dict)
     _shared: Physical | None = None
 
@@ -76,6 +78,10 @@ class VirtualMemory:
         check(handle)
         return need(self._named.get(handle), "using a memory handle that does not exist: the real driver crashes")
 
+    def named_or_mapped(self, handle: int) -> Mappable:
+        """What can be mapped by a handle: also what was released, as long as it is mapped (H200: test_mappings)."""
+        return self._released.get(handle) or self.named(handle)
+
     def release(self, handle: int) -> None:
         found = need(self._named.get(handle))
         if found.handles == 1 and isinstance(found, Memory) and found.tiles:
@@ -83,11 +89,14 @@ class VirtualMemory:
         found.handles -= 1
         if not found.handles:
             del self._named[handle]
+            if found.mappings:
+                self._released[handle] = found
             found.leave()
 
     def retain(self, found: Mappable) -> int:
         """Another reference by the same handle, also where all before were released (H200: test_physical_memory)."""
         found.handles += 1
+        self._released.pop(found.handle, None)
         self._named[found.handle] = found
         return found.handle
 
@@ -175,6 +184,8 @@ class VirtualMemory:
             self.mappings.remove(mapping)
             self.allocations.remove(self.allocations.at[mapping.base])
             mapping.memory.mappings -= 1
+            if not mapping.memory.mappings:
+                self._released.pop(mapping.memory.handle, None)
             mapping.memory.leave()
 
     def mapping_at(self, address: int) -> Mapping:

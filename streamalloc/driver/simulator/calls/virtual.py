@@ -106,11 +106,11 @@ class VirtualMemoryCalls(Calls):
         self, ptr: DevicePointer, size: Size, offset: Size, handle: MemoryHandle, flags: UnsignedLongLong
     ) -> None:
         virtual = self._machine.virtual
-        found = virtual.named(handle)
+        found = virtual.named_or_mapped(handle)
         check(flags == 0)
         if isinstance(found, MulticastObject):
             self._machine.multicast.formed(found, "cuMemMap")
-            found = virtual.named(handle)  # another thread may have released it meanwhile
+            found = virtual.named_or_mapped(handle)  # another thread may have released it meanwhile
         virtual.map(ptr, size, offset, found)
 
     def cuMemUnmap(self, ptr: DevicePointer, size: Size) -> None:
