@@ -335,7 +335,7 @@ class CachedBuffer(Buffer):
         """
         block = self._ptr
         if (
-            stream is None
+            (stream is None or stream is self._stream)
             and still_imported is _DEFER
             and block is not None
             and self._stream._handle is not None
