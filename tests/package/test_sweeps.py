@@ -1,0 +1,264 @@
+"""Every public operation, with each of its driver calls failing in turn, and the calls after that one failing, too.
+
+The operations are those that the classes have, not those of a list: a new one without an entry in ``ACTS`` fails.
+Whatever fails, the error is one of ours, nothing is given back twice, and all that was made can be closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
+from streamalloc.driver.account import ENDERS
+from tests.support import GROWTH, MiB, end_what_was_dropped
+
+PAGE = 2 * MiB
+CLASSES: list[type] = [
+    sa.Device,
+    sa.Stream,
+    sa.Event,
+    sa.Buffer,
+    sa.BufferView,
+    sa.MemoryPool,
+    sa.Graph,
+    vmm.PhysicalMemory,
+    vmm.AddressRange,
+    vmm.Mapping,
+    vmm.RangeView,
+    vmm.GrowableBuffer,
+]
+
+
+class World:
+    """One of each class, through a driver that can be told to fail."""
+
+    def __init__(self, machine: Any) -> None:
+        self.machine = machine
+        self.checked = sd.checked(machine)
+        self.driver: Any = sd.faulty(self.checked, 1 << 60, result="CUDA_ERROR_UNKNOWN")
+        self.made = contextlib.ExitStack()
+        keep = self.made.enter_context
+        self.device = sa.Device(0, driver=self.driver)
+        self.other = keep(self.device.create_stream())
+        self.stream = keep(self.device.create_stream())
+        self.event = self.stream.record(keep(self.device.create_event(timing=True)))
+        self.pool = keep(sa.MemoryPool(self.device, release_threshold=GROWTH))
+        self.host_pool = keep(sa.MemoryPool(sa.MemLocation.host_numa(0), driver=self.driver))
+        self.host_pool.set_access(self.device, sa.MemAccess.READWRITE)
+        self.buffer = keep(self.pool.allocate(64, self.stream))
+        with self.stream.capture() as self.graph:
+            self.buffer.fill(1)
+        keep(self.graph)
+        self.memory = keep(vmm.PhysicalMemory(PAGE, self.device))
+        self.free_memory = keep(vmm.PhysicalMemory(PAGE, self.device))
+        self.range = keep(vmm.AddressRange(4 * PAGE, driver=self.driver))
+        self.mapping = keep(self.range.map(self.memory, access=self.device))
+        self.growable = keep(vmm.GrowableBuffer(self.device, 8 * PAGE, PAGE))
+        self.data = np.zeros(1 << 24, np.uint8)
+        self.stream.synchronize()
+        self.shapes: list[dict[str, Any]] = []
+        """What an operation may leave: all of it, nothing of it, or one of its steps."""
+        self.things: dict[type, Any] = {
+            sa.Device: self.device,
+            sa.Stream: self.stream,
+            sa.Event: self.event,
+            sa.Buffer: self.buffer,
+            sa.BufferView: self.buffer[8:40],
+            sa.MemoryPool: self.pool,
+            sa.Graph: self.graph,
+            vmm.PhysicalMemory: self.free_memory,
+            vmm.AddressRange: self.range,
+            vmm.Mapping: self.mapping,
+            vmm.RangeView: self.range.view(0, 4096),
+            vmm.GrowableBuffer: self.growable,
+        }
+
+    def shape(self) -> dict[str, Any]:
+        """What there is, and how much of it is mapped where."""
+        end_what_was_dropped()
+        counts = {kind: len(handles) for kind, handles in self.checked.outstanding().items() if kind != "event"}
+        growable = self.growable
+        return {
+            **counts,
+            "range": self.range.closed or self.range.mapped_bytes,
+            "growable": growable.closed or (growable.nbytes, growable.mapped_bytes, growable.evicted),
+            "buffer": self.buffer.freed,
+        }
+
+    def end_capture(self) -> None:
+        """As nobody can whom the driver has refused it."""
+        answer = self.checked.cuStreamEndCapture(self.stream._raw)
+        if not answer[0]:
+            self.checked.cuGraphDestroy(answer[1])
+
+    def close(self) -> None:
+        self.driver._target = 1 << 60
+        self.device.synchronize()
+        self.things.clear()
+        with contextlib.suppress(sa.ClosedError):
+            self.made.close()
+
+
+def _captured(world: World, stream: sa.Stream) -> None:
+    with stream.capture() as graph:
+        world.buffer.fill(2, stream)
+    graph.close()
+
+
+def _evicted(world: World, one: Any) -> None:
+    one.evict(world.host_pool)
+    world.shapes.append(world.shape())
+    one.restore()
+
+
+def _made_current(world: World, one: Any) -> None:
+    with one.make_current():
+        pass
+
+
+def _in_context(world: World, one: Any) -> None:
+    with one.current():
+        pass
+
+
+Act = Callable[[World, Any], Any]
+# By the name of a method, for all classes that have it; with the class before it, for that class.
+ACTS: dict[str, Act] = {
+    "close": lambda world, one: one.close(),
+    # devices
+    "all": lambda world, one: one.all(world.driver),
+    "attribute": lambda world, one: one.attribute("MULTIPROCESSOR_COUNT"),
+    "can_access": lambda world, one: one.can_access(one),
+    "count": lambda world, one: one.count(world.driver),
+    "create_event": lambda world, one: one.create_event(),
+    "create_stream": lambda world, one: one.create_stream(),
+    "Device.current": _in_context,
+    "memory_info": lambda world, one: one.memory_info(),
+    # streams and events
+    "capture": _captured,
+    "elapsed_since": lambda world, one: one.elapsed_since(one),
+    "launch_host_func": lambda world, one: one.launch_host_func(int),
+    "of_handle": lambda world, one: one.of_handle(world.device, one.handle, one),
+    "query": lambda world, one: one.query(),
+    "record": lambda world, one: one.record(),
+    "synchronize": lambda world, one: one.synchronize(),
+    "wait": lambda world, one: one.wait(world.other),
+    # memory
+    "as_array": lambda world, one: one.as_array(),
+    "copy_from": lambda world, one: one.copy_from(world.data[: one.nbytes]),
+    "copy_to": lambda world, one: one.copy_to(world.data[: one.nbytes]),
+    "fill": lambda world, one: one.fill(3),
+    "free": lambda world, one: one.free(),
+    "used": lambda world, one: one.used(),
+    "view": lambda world, one: one.view(0, 8),
+    "AddressRange.view": lambda world, one: one.view(0, 4096),
+    "view_as": lambda world, one: one.view_as(np.uint8),
+    # pools
+    "access": lambda world, one: one.access(world.device),
+    "allocate": lambda world, one: one.allocate(64, world.stream),
+    "MemoryPool.current": lambda world, one: one.current(world.device),
+    "default": lambda world, one: one.default(world.device),
+    "make_current": _made_current,
+    "reset_peaks": lambda world, one: one.reset_peaks(),
+    "set_access": lambda world, one: one.set_access(world.device, sa.MemAccess.READWRITE),
+    "statistics": lambda world, one: one.statistics(),
+    "trim": lambda world, one: one.trim(),
+    # graphs
+    "instantiate": lambda world, one: one.instantiate(),
+    "launch": lambda world, one: one.launch(world.stream),
+    # virtual memory
+    "at": lambda world, one: one.at(world.mapping.address, driver=world.driver),
+    "draw": lambda world, one: one.draw(),
+    "evict": _evicted,
+    "export": lambda world, one: None,  # refused before the driver is asked: the memory was not made for that
+    "granularity": lambda world, one: one.granularity(world.device),
+    "grow": lambda world, one: one.grow(3 * PAGE),
+    "map": lambda world, one: one.map(world.free_memory, PAGE, access=world.device),
+    "PhysicalMemory.query": lambda world, one: one.query(),
+    "resize": lambda world, one: one.resize(2 * PAGE),
+    "restore": _evicted,
+    "AddressRange.close": lambda world, one: (one.unmap(), one.close()),
+    "AddressRange.set_access": lambda world, one: one.set_access(world.device, stop=PAGE),
+    "revoke": lambda world, one: one.revoke(world.device),
+    "unmap": lambda world, one: one.unmap(),
+    "plot": lambda world, one: None,  # of other libraries
+}
+
+
+def _members() -> Iterator[Any]:
+    for kind in CLASSES:
+        for name in dir(kind):
+            member = inspect.getattr_static(kind, name)
+            if name.startswith("_") or inspect.ismemberdescriptor(member):
+                continue
+            act: Act | None
+            if isinstance(member, property):
+                act = lambda world, one, name=name: getattr(one, name)  # noqa: E731
+            elif callable(getattr(kind, name)):
+                act = ACTS.get(f"{kind.__name__}.{name}", ACTS.get(name))
+            else:
+                continue
+            yield pytest.param(kind, act, id=f"{kind.__name__}.{name}")
+
+
+def _perform(world: World, kind: type, act: Act) -> BaseException | None:
+    """Do it, and let go of what it gave; what it raised."""
+    try:
+        given = act(world, world.things[kind])
+    except BaseException as error:
+        # Without the frames, which hold what was being made.
+        error.__context__ = error.__cause__ = None
+        return error.with_traceback(None)
+    if isinstance(given, (sa.Stream, sa.Event, sa.Buffer, vmm.Mapping, vmm.PhysicalMemory)):
+        world.made.enter_context(given)
+    return None
+
+
+@pytest.mark.simulated_only("calls that fail are the same on any driver")
+@pytest.mark.parametrize(("kind", "act"), list(_members()))
+def test_each_call_fails_in_turn(machine: Any, kind: type, act: Act | None) -> None:
+    assert act is not None, "a new operation: say in ACTS how to perform it"
+    world = World(machine)
+    before = len(world.driver.seen)
+    shapes = world.shapes
+    shapes.append(world.shape())
+    error = _perform(world, kind, act)
+    calls = len(world.driver.seen) - before
+    shapes.append(world.shape())
+    refused = isinstance(error, ValueError) and "which the host cannot reach" in str(error)  # arrays of device memory
+    assert error is None or refused, repr(error)
+    world.close()
+    for first in range(1, calls + 1):
+        for times in (1, 2):
+            world = World(machine)
+            world.driver._times = times
+            world.driver._target = len(world.driver.seen) + first
+            raised = _perform(world, kind, act)
+            world.driver._target = 1 << 60
+            for name in world.driver.failed:
+                if name == "cuCtxPopCurrent":
+                    machine.cuCtxPopCurrent()  # the context is still there
+                elif name == "cuStreamEndCapture":
+                    world.end_capture()
+            assert raised is None or isinstance(raised, sa.CudaError), (first, times, world.driver.failed, raised)
+            if times == 1 and not any(name in ENDERS for name in world.driver.failed):
+                # What the driver refuses to end is still there, and where undoing fails as well, there may be more.
+                assert world.shape() in shapes, (first, world.driver.failed, shapes)
+            failed, checked = world.driver.failed, world.checked
+            world.close()
+            del world, raised
+            end_what_was_dropped()
+            if checked.outstanding():
+                gc.collect()
+                end_what_was_dropped()
+            twice = [str(one) for one in checked.hazards if one.kind == "double free"]
+            assert (checked.outstanding(), twice) == ({}, []), (first, times, failed)
