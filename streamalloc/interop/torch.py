@@ -131,7 +131,8 @@ class TorchBridge(Bridge):
 
         Otherwise PyTorch would call us when the last tensor goes, at a moment at which it has its allocator locked. Not
         to be called while a graph is captured, or inside a ``use_mem_pool`` of your own: PyTorch ends the process where
-        a pool is released meanwhile. Inside another bridge the segments go back when that is stopped.
+        a pool is released meanwhile. Inside another bridge the segments go back when that is stopped. What PyTorch made
+        for cuBLAS to work in is a tensor, too: ``torch._C._cuda_clearCublasWorkspaces()`` lets it go.
         """
         self.stop()
         pools, self.pools = self.pools, {}

@@ -96,6 +96,7 @@ def test_pytorch_trains(torch: Any, device: sa.Device) -> None:
             losses.append(loss.item())
         assert losses[-1] < losses[0] and pool.statistics().used >= 2 * MiB
         del model, optimizer, inputs, targets, loss
+        torch._C._cuda_clearCublasWorkspaces()
         gc.collect()
         bridge.close()
         device.synchronize()
