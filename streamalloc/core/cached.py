@@ -29,7 +29,6 @@ __all__ = [
     "CachedBuffer",
     "Shelf",
     "end_with_stream",
-    "endings_of",
     "forbid_lists",
     "give_lists",
     "leave_stream",
@@ -417,11 +416,6 @@ def end_with_stream(stream: Stream, item: Deferred) -> None:
     """Have ``item`` end before the stream is closed, or after it was dropped."""
     later_of(stream._door).end_with(stream, item)
     stream._endings += (item,)
-
-
-def endings_of(stream: Stream) -> tuple[Deferred, ...]:
-    """What ends with a stream."""
-    return stream._endings
 
 
 def leave_stream(stream: Stream, key: object, item: Deferred) -> None:
