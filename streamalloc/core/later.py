@@ -34,7 +34,8 @@ POINTS = (
     "the host has synchronised with a stream, an event or a device",
     "a pool, physical memory or a range of addresses is made, and memory has run out",
     "figures are read: of a pool, of a device's memory",
-    "something is shared, opened, or closed that was",
+    "something is shared, opened, lent to a library or borrowed of one, or closed that was",
+    "a library that does not name streams allocates from us, or gives virtual memory back",
     "the last capture has ended",
 )
 """Where :meth:`Later.work` is called."""
