@@ -451,6 +451,8 @@ class PlainBuffer(Buffer):
             self._shared[0].drop(self)
             return
         ptr, stream = self._ptr, self._stream
+        # Another finaliser of the same garbage cycle may still look at it, and must not free it again.
+        self._ptr = None
         # The owner of the stream may be closing it on another thread; who would have to wait for that hands in.
         if stream._direct is door and stream._in_use.acquire(blocking=False):
             try:

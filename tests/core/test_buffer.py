@@ -618,3 +618,34 @@ class TestViews:
 
     def test_read_well(self, buffer: sa.Buffer) -> None:
         assert "8:16" in repr(buffer[8:16])
+
+
+@pytest.mark.parametrize("first", ["owner", "buffer"])
+def test_a_finaliser_of_the_same_cycle_frees_nothing_twice(machine: Any, first: str) -> None:
+    """The collector calls the finalisers of a cycle in an order of its own, each with all objects still there."""
+
+    class Owner:
+        buffer: sa.Buffer
+
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            self.buffer.close()
+
+    driver = sd.traced(machine)
+    device = sa.Device(0, driver=driver)
+    with device.create_stream() as stream, sa.MemoryPool(device) as pool:
+        for _ in range(20):
+            if first == "owner":
+                owner = Owner()
+                owner.buffer = pool.allocate(64, stream)
+            else:
+                buffer = pool.allocate(64, stream)
+                owner = Owner()
+                owner.buffer = buffer
+                del buffer
+            del owner
+            gc.collect()
+        stream.synchronize()
+    assert len(names(driver, "cuMemFreeAsync")) == 20
