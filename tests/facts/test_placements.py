@@ -119,6 +119,9 @@ PLACES: dict[str, tuple[str, str]] = {
     "of equal ones that which has been free longest": (
         "000", "a=s0:8, b=s0:1, c=s1:8, d=s0:1, c>s1, sync s1, a>s0, sync s0, e=s2:4 @9",
     ),
+    "what becomes free for everybody at once: the latest first": (
+        "000", "a=s0:8, b=s0:1, c=s0:8, d=s0:1, a>s0, c>s0, sync s0, e=s1:8 @9",
+    ),
     "an event lets other streams have it, after what is free for everybody": (
         "100", "a=s1:8, b=s1:1, a>s1, s1>e, e>s0, c=s0:4 @0",
     ),

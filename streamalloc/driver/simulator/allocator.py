@@ -136,7 +136,7 @@ class Line:
         for stream, shelf in self._shelves():
             if shelf:
                 limit = reach(stream)
-                for block in sorted((one for one in shelf if one.seq <= limit), key=lambda one: one.start):
+                for block in [one for one in reversed(shelf) if one.seq <= limit]:  # the latest first
                     shelf.remove(block)
                     self._give(block, HEAP, 0)
                     changed = True

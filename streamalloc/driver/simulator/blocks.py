@@ -51,7 +51,11 @@ class Shelf:
         return len(self._keys)
 
     def __iter__(self) -> Iterator[Block]:
+        """In the order in which they were put here."""
         return iter(self._blocks.values())
+
+    def __reversed__(self) -> Iterator[Block]:
+        return reversed(self._blocks.values())
 
     def put(self, block: Block, stamp: int) -> None:
         block.stamp = stamp
