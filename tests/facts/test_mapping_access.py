@@ -199,3 +199,7 @@ class TestWork:
         arguments = (open_start, LEGACY) if name == "cuMemFreeAsync" else (open_start,)
         assert said(getattr(rig.raw, name)(*arguments)) == "INVALID_VALUE"
         assert rig.read(open_start, 8) == [7] * 8
+
+    def test_a_refusal_comes_before_further_mappings(self, rig: Rig, start: int) -> None:
+        assert rig.set_access(start, 2 * PAGE, OWN, (HOST, 0, READWRITE)) == "NOT_SUPPORTED"
+        assert [rig.get_access(start + page * PAGE) for page in range(2)] == [READWRITE, NO_ACCESS]

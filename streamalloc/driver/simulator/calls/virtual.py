@@ -141,8 +141,8 @@ class VirtualMemoryCalls(Calls):
         for mapping in mappings:
             for place, flags in wanted:
                 mapping.grant(place, flags)
-        if refused is not None:
-            raise refused
+            if refused is not None and mapping.memory.properties.device is not None:
+                raise refused  # before it comes to further mappings
 
     @staticmethod
     def _check_teams(mappings: list[Mapping], wanted: list[tuple[Place, int]]) -> None:
