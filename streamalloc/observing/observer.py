@@ -453,7 +453,7 @@ def observe(
     *what: Device | Allocator | VirtualBuffer | AddressRange | SymmetricMemory,
     limit: int = 0,
     depth: int = 1,
-    history: int | None = None,
+    history: int | None = 1 << 20,
     on_allocate: Hook | None = None,
     on_free: Hook | None = None,
     nvtx: bool = False,
@@ -479,7 +479,7 @@ def observe(
     depth
         How many frames of the program are kept of each allocation; 1 is the line that called the library.
     history
-        How much of what happened is kept, for what is exported; None keeps all, 0 nothing.
+        How much of what happened is kept, for what is exported: the last so many allocations and frees; None keeps all.
     on_allocate, on_free
         Called with the :class:`Allocation`. What a hook raises goes to who allocates, and the memory is given back; or
         to who frees, and the memory is freed. Memory that a finaliser has freed is told of at the next call.

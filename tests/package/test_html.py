@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
+import streamalloc.driver as sd
 from streamalloc import ipc, multicast, vmm
 from streamalloc.core.html import Html, Shown, table
 from tests.support import MiB
@@ -138,6 +139,19 @@ def test_text_is_escaped() -> None:
     assert "&lt;script&gt;" in Rude()._repr_html_() and "<script>" not in Rude()._repr_html_()
     made = table(["<i>"], [[Html("<u>x</u>"), "<u>"]])
     assert [word in made for word in ("&lt;i&gt;", "<u>x</u>", "&lt;u&gt;")] == [True] * 3 and "<i>" not in made
+
+
+def test_of_a_hazard(machine: Any) -> None:
+    checked = sd.checked(machine)
+    device = sa.Device(0, driver=checked)
+    with sa.MemoryPool(device) as pool, device.create_stream() as one, device.create_stream() as two:
+        buffer = pool.allocate(3 * MiB, one)
+        buffer.fill(1, two)
+        one.synchronize()
+        two.synchronize()
+        buffer.free()
+    text = shown(checked.hazards[0])
+    assert "use before allocation , 3.0 MiB" in text and "buffer.fill(1, two)" in text and "remedy" in text
 
 
 def test_half_made() -> None:

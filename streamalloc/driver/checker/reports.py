@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from html import escape
 
 from streamalloc.driver.checker.stacks import Stack, lines
 
@@ -53,6 +54,16 @@ class Hazard:
         """Where in the program: by what was done there (``"this call"``, ``"allocated"``, ``"freed"``, ``"used"``), the
         lines of a traceback without those of this package."""
         return {name: lines(stack) for name, stack in self.places}
+
+    def _repr_html_(self) -> str:
+        luck = "" if self.portable else " (ordered by the driver's own choices in this run)"
+        rows = [("what", f"{self.what}{luck}"), ("remedy", self.remedy)]
+        cells = [f"<tr><td>{name}</td><td style='text-align:left'>{escape(text)}</td></tr>" for name, text in rows]
+        for name, stack in self.places:
+            code = escape("\n".join(line.rstrip() for line in lines(stack)))
+            cells.append(f"<tr><td>{escape(name)}</td><td style='text-align:left'><pre>{code}</pre></td></tr>")
+        head = f"<b>{escape(self.kind)}</b>, {self.nbytes / 2**20:,.1f} MiB"
+        return f"{head}<table><tbody>{''.join(cells)}</tbody></table>"
 
     def __str__(self) -> str:
         luck = "" if self.portable else " (not portable: only the driver's own choices ordered the two in this run)"
