@@ -1,4 +1,4 @@
-"""Every public operation, with each of its driver calls failing in turn, and the calls after that one failing, too.
+"""Every public operation, with each of its driver calls failing in turn, or interrupted, or failing with the next one.
 
 The operations are those that the classes have, not those of a list: a new one without an entry in ``ACTS`` fails.
 Whatever fails, the error is one of ours, nothing is given back twice, and all that was made can be closed.
@@ -18,10 +18,13 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from streamalloc.driver.account import ENDERS
+from streamalloc.driver.account import COUNTED, ENDERS, MAKERS
 from tests.support import GROWTH, MiB, end_what_was_dropped
 
 PAGE = 2 * MiB
+DATA = np.zeros(PAGE, np.uint8)
+MANY = 40
+"""Of an operation that makes more calls than so many, some fail."""
 CLASSES: list[type] = [
     sa.Device,
     sa.Stream,
@@ -38,13 +41,46 @@ CLASSES: list[type] = [
 ]
 
 
+class Interrupted(BaseException):
+    """What a signal handler raises."""
+
+
+class Interrupts:
+    """A driver around a driver, one of whose calls is interrupted."""
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self.at = 0
+        """How many calls are made before; 0 is none to come."""
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._driver, name)
+        if not name.startswith("cu"):
+            return function
+
+        def call(*args: Any) -> Any:
+            if self.at:
+                self.at -= 1
+                if not self.at:
+                    if name in COUNTED and name not in MAKERS and name != "cuMemMap":
+                        # What ends something counts as done where it raises: a handler runs when it has returned.
+                        function(*args)
+                    raise Interrupted
+            return function(*args)
+
+        # Bound once, as those of a driver are.
+        setattr(self, name, call)
+        return call
+
+
 class World:
     """One of each class, through a driver that can be told to fail."""
 
     def __init__(self, machine: Any) -> None:
         self.machine = machine
         self.checked = sd.checked(machine)
-        self.driver: Any = sd.faulty(self.checked, 1 << 60, result="CUDA_ERROR_UNKNOWN")
+        self.faulty = sd.faulty(self.checked, 1 << 60, result="CUDA_ERROR_UNKNOWN")
+        self.driver: Any = Interrupts(self.faulty)
         self.made = contextlib.ExitStack()
         keep = self.made.enter_context
         self.device = sa.Device(0, driver=self.driver)
@@ -63,8 +99,8 @@ class World:
         self.range = keep(vmm.AddressRange(4 * PAGE, driver=self.driver))
         self.mapping = keep(self.range.map(self.memory, access=self.device))
         self.growable = keep(vmm.GrowableBuffer(self.device, 8 * PAGE, PAGE))
-        self.data = np.zeros(1 << 24, np.uint8)
         self.stream.synchronize()
+        self.contexts = self.depth()
         self.shapes: list[dict[str, Any]] = []
         """What an operation may leave: all of it, nothing of it, or one of its steps."""
         self.things: dict[type, Any] = {
@@ -94,14 +130,26 @@ class World:
             "buffer": self.buffer.freed,
         }
 
-    def end_capture(self) -> None:
-        """As nobody can whom the driver has refused it."""
-        answer = self.checked.cuStreamEndCapture(self.stream._raw)
-        if not answer[0]:
-            self.checked.cuGraphDestroy(answer[1])
+    def put_right(self) -> None:
+        """What nobody can whom the driver has refused it: leave a context, and end a capture."""
+        while self.depth() > self.contexts:
+            self.machine.cuCtxPopCurrent()
+        if not self.stream.closed and int(self.checked.cuStreamIsCapturing(self.stream._raw)[1]):
+            answer = self.checked.cuStreamEndCapture(self.stream._raw)
+            if not answer[0]:
+                self.checked.cuGraphDestroy(answer[1])
+
+    def depth(self) -> int:
+        """How many contexts are on this thread's stack."""
+        taken = []
+        while int(self.machine.cuCtxGetCurrent()[1]):
+            taken.append(self.machine.cuCtxPopCurrent()[1])
+        for context in reversed(taken):
+            self.machine.cuCtxPushCurrent(context)
+        return len(taken)
 
     def close(self) -> None:
-        self.driver._target = 1 << 60
+        self.faulty._target = 1 << 60
         self.device.synchronize()
         self.things.clear()
         with contextlib.suppress(sa.ClosedError):
@@ -154,8 +202,8 @@ ACTS: dict[str, Act] = {
     "wait": lambda world, one: one.wait(world.other),
     # memory
     "as_array": lambda world, one: one.as_array(),
-    "copy_from": lambda world, one: one.copy_from(world.data[: one.nbytes]),
-    "copy_to": lambda world, one: one.copy_to(world.data[: one.nbytes]),
+    "copy_from": lambda world, one: one.copy_from(DATA[: one.nbytes]),
+    "copy_to": lambda world, one: one.copy_to(DATA[: one.nbytes]),
     "fill": lambda world, one: one.fill(3),
     "free": lambda world, one: one.free(),
     "used": lambda world, one: one.used(),
@@ -185,7 +233,7 @@ ACTS: dict[str, Act] = {
     "map": lambda world, one: one.map(world.free_memory, PAGE, access=world.device),
     "PhysicalMemory.query": lambda world, one: one.query(),
     "resize": lambda world, one: one.resize(2 * PAGE),
-    "restore": _evicted,
+    "restore": lambda world, one: None,  # with evict
     "AddressRange.close": lambda world, one: (one.unmap(), one.close()),
     "AddressRange.set_access": lambda world, one: one.set_access(world.device, stop=PAGE),
     "revoke": lambda world, one: one.revoke(world.device),
@@ -228,32 +276,33 @@ def _perform(world: World, kind: type, act: Act) -> BaseException | None:
 def test_each_call_fails_in_turn(machine: Any, kind: type, act: Act | None) -> None:
     assert act is not None, "a new operation: say in ACTS how to perform it"
     world = World(machine)
-    before = len(world.driver.seen)
+    before = len(world.faulty.seen)
     shapes = world.shapes
     shapes.append(world.shape())
     error = _perform(world, kind, act)
-    calls = len(world.driver.seen) - before
+    calls = len(world.faulty.seen) - before
     shapes.append(world.shape())
     refused = isinstance(error, ValueError) and "which the host cannot reach" in str(error)  # arrays of device memory
     assert error is None or refused, repr(error)
     world.close()
-    for first in range(1, calls + 1):
-        for times in (1, 2):
+    for first in range(1, calls + 1, 1 + calls // MANY):
+        for times in (0, 1, 2):
             world = World(machine)
-            world.driver._times = times
-            world.driver._target = len(world.driver.seen) + first
+            world.faulty._times = times
+            if times:
+                world.faulty._target = len(world.faulty.seen) + first
+            else:
+                world.driver.at = first
             raised = _perform(world, kind, act)
-            world.driver._target = 1 << 60
-            for name in world.driver.failed:
-                if name == "cuCtxPopCurrent":
-                    machine.cuCtxPopCurrent()  # the context is still there
-                elif name == "cuStreamEndCapture":
-                    world.end_capture()
-            assert raised is None or isinstance(raised, sa.CudaError), (first, times, world.driver.failed, raised)
-            if times == 1 and not any(name in ENDERS for name in world.driver.failed):
+            world.faulty._target, world.driver.at = 1 << 60, 0
+            failed = world.faulty.failed
+            world.put_right()
+            expected = sa.CudaError if times else Interrupted
+            assert raised is None or isinstance(raised, expected), (first, times, failed, raised)
+            if times == 1 and not any(name in ENDERS for name in failed):
                 # What the driver refuses to end is still there, and where undoing fails as well, there may be more.
-                assert world.shape() in shapes, (first, world.driver.failed, shapes)
-            failed, checked = world.driver.failed, world.checked
+                assert world.shape() in shapes, (first, failed, shapes)
+            checked = world.checked
             world.close()
             del world, raised
             end_what_was_dropped()
