@@ -32,7 +32,7 @@ from streamalloc.core.buffer import Buffer, GraphBuffer, PlainBuffer
 from streamalloc.core.cached import CachedBuffer
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door, PerDriver, door_behind
-from streamalloc.core.errors import CudaError
+from streamalloc.core.errors import ClosedError, CudaError
 from streamalloc.core.later import Deferred, later_of, work
 from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes
@@ -279,10 +279,10 @@ class _Held:
             give_back(self._buffer, self._thread)
             return
         if type(self._buffer) is CachedBuffer:
-            # In the plain case that asks no driver.
+            # In the plain case that asks no driver. In a garbage cycle the buffer may have been first.
             try:
                 self._buffer.free()
-            except CudaError:
+            except (CudaError, ClosedError):
                 give_back(self._buffer)
             return
         # In the relaxed mode it breaks no capture of other code that may be under way on this thread.

@@ -257,6 +257,21 @@ class TestOrder:
             assert library.holds(other, 2)
 
 
+    @pytest.mark.parametrize("source", ["pool", "cache"])
+    def test_in_a_garbage_cycle(self, get: Get, pool: sa.MemoryPool, device: sa.Device, source: str) -> None:
+        """The buffer and what holds it are finalised in any order, and the memory is freed once."""
+        library = get("cupy")
+        with sa.CachingAllocator(pool) as cache, library.use(pool if source == "pool" else cache, callbacks=True):
+            for stream in (None, library.stream()):
+                array = library.make(100_000, stream)
+                cycle: list[Any] = [array]
+                cycle.append(cycle)
+                del array, cycle
+                gc.collect()
+        device.synchronize()
+        assert used(pool) == 0
+
+
 class TestOutOfMemory:
     @pytest.mark.parametrize("callbacks", [False, True], ids=["handles", "callbacks"])
     def test_is_the_library_s_own_error(self, library: Library, device: sa.Device, callbacks: bool) -> None:
