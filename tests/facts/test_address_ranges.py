@@ -165,3 +165,10 @@ class TestFree:
         assert rig.free_range(start, 2 * PAGE) == "INVALID_VALUE"
         value(rig.raw.cuMemUnmap(start, PAGE))
         assert rig.free_range(start, 2 * PAGE) == "SUCCESS"
+
+
+def test_so_large_a_range_only_where_the_hint_leads(rig: Rig) -> None:
+    taken = rig.reserve(4 * PAGE)
+    assert said(rig.try_reserve(1 << 40, hint=taken)) == "OUT_OF_MEMORY"
+    assert said(rig.try_reserve(1 << 30, hint=taken)) == "SUCCESS"
+    assert said(rig.try_reserve(1 << 40)) == "SUCCESS"

@@ -303,3 +303,75 @@ def test_calls_that_break_a_capture_elsewhere(rig: Rig, call: str) -> None:
     assert said(answer) == "STREAM_CAPTURE_UNSUPPORTED"
     assert said(rig.end_capture(captured)) == "STREAM_CAPTURE_INVALIDATED"
     value(rig.raw.cuMemPoolDestroy(pool))
+
+
+class TestEvents:
+    def stale(self, rig: Rig, stream: Any) -> Any:
+        """An event that was recorded in a capture last, which has ended."""
+        event = rig.event()
+        rig.begin_capture(stream, 2)
+        value(rig.raw.cuEventRecord(event, stream))
+        value(rig.end_capture(stream))
+        return event
+
+    def test_of_a_capture_that_has_ended(self, rig: Rig) -> None:
+        stream = rig.stream()
+        event = self.stale(rig, stream)
+        assert said(rig.raw.cuEventQuery(event)) == "INVALID_VALUE"
+        assert said(rig.raw.cuEventSynchronize(event)) == "INVALID_VALUE"
+        assert said(rig.raw.cuStreamWaitEvent(stream, event, 0)) == "INVALID_VALUE"
+        rig.begin_capture(stream, 2)
+        assert said(rig.raw.cuStreamWaitEvent(stream, event, 0)) == "INVALID_VALUE"
+        assert said(rig.end_capture(stream)) == "STREAM_CAPTURE_INVALIDATED"
+
+    def test_of_several_processes(self, rig: Rig) -> None:
+        stream, event = rig.stream(), rig.event(6)
+        rig.begin_capture(stream, 2)
+        assert said(rig.raw.cuEventRecord(event, stream)) == "STREAM_CAPTURE_UNSUPPORTED"
+        assert said(rig.end_capture(stream)) == "SUCCESS"
+        rig.begin_capture(stream, 2)
+        assert said(rig.raw.cuStreamWaitEvent(stream, event, 0)) == "STREAM_CAPTURE_UNSUPPORTED"
+        assert said(rig.end_capture(stream)) == "STREAM_CAPTURE_INVALIDATED"
+
+    def test_of_elsewhere(self, rig: Rig) -> None:
+        stream, event = rig.stream(), rig.event()
+        assert said(rig.raw.cuStreamWaitEvent(stream, event, 1)) == "ILLEGAL_STATE"
+        rig.begin_capture(stream, 2)
+        assert said(rig.raw.cuStreamWaitEvent(stream, event, 1)) == "SUCCESS"
+
+
+def test_a_fill_needs_its_memory_where_the_graph_is_instantiated(rig: Rig) -> None:
+    stream, pool = rig.stream(), rig.pool()
+    pointer = rig.allocate(pool, 64, stream)
+    rig.begin_capture(stream, 2)
+    value(rig.raw.cuMemsetD8Async(pointer, 1, 64, stream))
+    graph = value(rig.end_capture(stream))
+    rig.free(pointer, stream)
+    assert said(rig.raw.cuGraphInstantiate(graph, 0)) == "INVALID_VALUE"
+
+
+def test_a_fill_of_nothing_is_no_node(rig: Rig) -> None:
+    stream = rig.stream()
+    rig.begin_capture(stream, 2)
+    value(rig.raw.cuMemsetD8Async(rig.plain(64), 1, 0, stream))
+    assert value(rig.raw.cuGraphGetNodes(value(rig.end_capture(stream))))[1] == 0
+
+
+def test_a_pool_that_can_be_exported_is_not_allocated_from(rig: Rig) -> None:
+    stream, pool = rig.stream(), rig.pool(handle_types=1)
+    rig.begin_capture(stream, 2)
+    assert said(rig.raw.cuMemAllocFromPoolAsync(64, pool, stream)) == "NOT_SUPPORTED"
+
+
+def test_what_another_graph_allocates_can_be_freed(rig: Rig) -> None:
+    stream, pool = rig.stream(), rig.pool()
+    rig.begin_capture(stream, 2)
+    pointer = int(value(rig.raw.cuMemAllocFromPoolAsync(64, pool, stream)))
+    first = rig.instantiate(value(rig.end_capture(stream)))
+    rig.begin_capture(stream, 2)
+    assert said(rig.raw.cuMemFreeAsync(pointer, stream)) == "SUCCESS"
+    second = rig.instantiate(value(rig.end_capture(stream)))
+    value(rig.raw.cuGraphLaunch(first, stream))
+    value(rig.raw.cuGraphLaunch(second, stream))
+    value(rig.raw.cuStreamSynchronize(stream))
+    assert said(rig.raw.cuMemFreeAsync(pointer, stream)) == "INVALID_VALUE"

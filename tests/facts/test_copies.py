@@ -276,3 +276,14 @@ class TestSynchronousCalls:
         with gate.opening_after(5):
             value(memory.raw.cuMemsetD8(memory.three, 1, 64))
             assert not gate.is_open
+
+
+@pytest.mark.parametrize("kind", [HOST, HOST_NUMA])
+@pytest.mark.parametrize("granted", [False, True])
+def test_memory_of_a_host_s_pool_is_no_device_memory(rig: Rig, kind: int, granted: bool) -> None:
+    stream, pool, host = rig.stream(), rig.pool(location=kind), np.zeros(8, np.uint8)
+    if granted:
+        assert rig.grant(pool, (DEVICE, 0, READWRITE)) == "SUCCESS"
+    pointer = rig.allocate(pool, 64, stream)
+    assert said(rig.raw.cuMemcpyHtoD(pointer, host, 8)) == "INVALID_VALUE"
+    assert said(rig.raw.cuMemcpyDtoH(host, pointer, 8)) == "INVALID_VALUE"

@@ -165,3 +165,11 @@ def test_beside_device_memory(rig: Rig) -> None:
     assert rig.set_access(start + PAGE, PAGE, (HOST, 0, READWRITE)) == "SUCCESS"
     assert said(raw.cuMemcpyDtoD(start, start + PAGE, PAGE)) == "SUCCESS"
     assert rig.read(start, 4) == [3] * 4
+
+
+def test_where_a_range_begins_is_missing(rig: Rig) -> None:
+    address = rig.mapping(PAGE, location=HOST_NUMA)
+    assert said(rig.raw.cuMemGetAddressRange(address)) == "NOT_FOUND"
+    assert rig.set_access(address, PAGE, (DEVICE, 0, READWRITE)) == "SUCCESS"
+    base, size = value(rig.raw.cuMemGetAddressRange(address))
+    assert (int(base), size) == (0, PAGE)

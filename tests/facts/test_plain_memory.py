@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.facts.support import HOST, HOST_NUMA, MiB, Rig, said, value
+from tests.facts.support import HOST, HOST_NUMA, MiB, Rig, in_new_thread, said, value
 
 
 class TestDeviceMemory:
@@ -200,3 +200,42 @@ class TestAddressRange:
         pointer = int(rig.allocate(pool, 4096, rig.stream()))
         start, length = value(rig.raw.cuMemGetAddressRange(pointer))
         assert (int(start), length) == (pointer, 4096)
+
+
+class TestWithoutAContext:
+    """Memory is given back also by a thread that has none."""
+
+    def test_frees(self, rig: Rig) -> None:
+        device, host = int(value(rig.raw.cuMemAlloc(64))), int(value(rig.raw.cuMemHostAlloc(64, 0)))
+
+        def free() -> None:
+            assert said(rig.raw.cuMemFree(device)) == "SUCCESS"
+            assert said(rig.raw.cuMemFree(0)) == "SUCCESS"
+            assert said(rig.raw.cuMemFreeHost(host)) == "SUCCESS"
+
+        in_new_thread(free)
+
+    def test_unregisters(self, rig: Rig, pages: int) -> None:
+        value(rig.raw.cuMemHostRegister(pages, 8192, 0))
+
+        def unregister() -> None:
+            assert said(rig.raw.cuMemHostUnregister(pages)) == "SUCCESS"
+
+        in_new_thread(unregister)
+
+
+def test_registering_looks_at_the_whole_range(rig: Rig, pages: int) -> None:
+    value(rig.raw.cuMemHostRegister(pages + 4096, 100, 0))
+    assert said(rig.raw.cuMemHostRegister(pages, 3 * 4096, 0)) == "HOST_MEMORY_ALREADY_REGISTERED"
+    value(rig.raw.cuMemHostUnregister(pages + 4096))
+
+
+def test_unregistering_what_is_pinned_otherwise(rig: Rig) -> None:
+    assert said(rig.raw.cuMemHostUnregister(int(rig.pinned(4096)))) == "INVALID_VALUE"
+    assert said(rig.raw.cuMemHostUnregister(int(rig.pinned(4096)) + 16)) == "INVALID_VALUE"
+
+
+@pytest.mark.parametrize(("size", "flags"), [(4096, 2), (3 * MiB, 3)])
+def test_portable_is_what_has_a_block_of_its_own(rig: Rig, size: int, flags: int) -> None:
+    pointer = rig.own(int(value(rig.raw.cuMemHostAlloc(size, 1))), rig.raw.cuMemFreeHost)
+    assert value(rig.raw.cuMemHostGetFlags(pointer)) == flags

@@ -152,3 +152,21 @@ class TestHostPoolWithAGrant:
     def test_is_no_word_to_wait_for(self, rig: Rig, pointer: Any) -> None:
         ctypes.memset(int(pointer), 0, 4)
         assert said(rig.raw.cuStreamWaitValue32(rig.stream(), int(pointer), 0, 1)) == "INVALID_VALUE"
+
+
+@pytest.mark.parametrize(
+    ("pool", "wanted", "expected"),
+    [
+        (DEVICE, [(DEVICE, 9, READ)], "NOT_SUPPORTED"),
+        (DEVICE, [(DEVICE, 9, READWRITE)], "INVALID_DEVICE"),
+        (DEVICE, [(NOWHERE, 0, NO_ACCESS)], "NOT_SUPPORTED"),
+        (DEVICE, [(HOST_NUMA_CURRENT, 9, NO_ACCESS)], "NOT_SUPPORTED"),
+        (DEVICE, [(DEVICE, 0, NO_ACCESS), (DEVICE, 0, READ)], "NOT_SUPPORTED"),
+        (DEVICE, [(DEVICE, 9, NO_ACCESS), (DEVICE, 0, READ)], "INVALID_DEVICE"),
+        (HOST, [(NOWHERE, 0, READWRITE)], "INVALID_VALUE"),
+        (HOST, [(NOWHERE, 0, READ)], "NOT_SUPPORTED"),
+        (HOST, [(HOST_NUMA_CURRENT, 0, READWRITE)], "INVALID_VALUE"),
+    ],
+)
+def test_which_mistake_counts(rig: Rig, pool: int, wanted: list[tuple[int, int, int]], expected: str) -> None:
+    assert rig.grant(rig.pool(location=pool), *wanted) == expected
