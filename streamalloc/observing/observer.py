@@ -186,8 +186,8 @@ def observe(
 
     It is told of each allocation and each free, those of finalisers and those that were left for later included.
     Several observers may be there at once, begin and end in any order, and observe the same memory. What was allocated
-    before it began is not known to it, except what is mapped in the objects that it was given. Memory that the graph of
-    a capture owns is not observed.
+    before it began is not known to it, except what is mapped in the objects that it was given. Not seen is memory that
+    the graph of a capture owns, and what another library allocates by a pool's handle, past this one.
 
     Parameters
     ----------
