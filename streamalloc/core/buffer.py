@@ -8,6 +8,7 @@ plain.
 from __future__ import annotations
 
 import abc
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
@@ -458,10 +459,11 @@ class PlainBuffer(Buffer):
             try:
                 handle = stream._handle
                 if handle is not None:
+                    result: Any = None
                     # In the relaxed mode it breaks no capture of other code that may be under way on this thread.
-                    with door.relaxed():
+                    with contextlib.suppress(CudaError), door.relaxed():
                         result = self._allocator._free(ptr, handle)[0]
-                    if not result or isinstance(error_from(result, "cuMemFreeAsync"), LOST):
+                    if result is not None and (not result or isinstance(error_from(result, "cuMemFreeAsync"), LOST)):
                         return
             finally:
                 stream._in_use.release()

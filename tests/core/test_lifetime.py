@@ -17,12 +17,24 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.testing import Gate
-from tests.support import MiB, executed, holds, names
+from tests.support import MiB, end_what_was_dropped, executed, holds, names
 
 Python = Callable[..., CompletedProcess[str]]
 
 
 class TestGarbage:
+    @pytest.mark.parametrize("nth", [1, 2])
+    def test_a_free_in_a_mode_that_the_driver_refuses(self, machine: Any, nth: int) -> None:
+        """It is made later, or was made already; a finaliser has nobody to raise to."""
+        checked = sd.checked(machine)
+        driver = sd.faulty(checked, "cuThreadExchangeStreamCaptureMode", nth, result="CUDA_ERROR_UNKNOWN")
+        device = sa.Device(0, driver=driver)
+        with device.create_stream() as stream, sa.MemoryPool(device) as pool:
+            pool.allocate(64, stream)
+            assert driver.failed == ["cuThreadExchangeStreamCaptureMode"]
+            end_what_was_dropped()
+            assert "pool allocation" not in checked.outstanding() and checked.hazards == []
+
     @pytest.mark.parametrize("seed", range(30))
     def test_dropped_in_any_order(self, machine: Any, seed: int) -> None:
         driver = sd.checked(machine)

@@ -19,6 +19,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.driver.account import COUNTED, ENDERS, MAKERS
+from streamalloc.pool import CachingAllocator
 from tests.support import GROWTH, MiB, end_what_was_dropped
 
 PAGE = 2 * MiB
@@ -38,6 +39,9 @@ CLASSES: list[type] = [
     vmm.Mapping,
     vmm.RangeView,
     vmm.GrowableBuffer,
+    vmm.SleepGroup,
+    vmm.MemoryRecycler,
+    CachingAllocator,
 ]
 
 
@@ -99,6 +103,12 @@ class World:
         self.range = keep(vmm.AddressRange(4 * PAGE, driver=self.driver))
         self.mapping = keep(self.range.map(self.memory, access=self.device))
         self.growable = keep(vmm.GrowableBuffer(self.device, 8 * PAGE, PAGE))
+        self.group = keep(vmm.SleepGroup(self.device, backup=self.host_pool))
+        self.sleeper = keep(self.group.allocate(PAGE, self.stream, tag="one"))
+        self.recycler = keep(vmm.MemoryRecycler(self.device, 2 * PAGE))
+        self.recycler.take(PAGE).close()
+        self.cache = keep(CachingAllocator(self.pool))
+        self.cache.allocate(64, self.other).free()
         self.stream.synchronize()
         self.contexts = self.depth()
         self.shapes: list[dict[str, Any]] = []
@@ -116,6 +126,9 @@ class World:
             vmm.Mapping: self.mapping,
             vmm.RangeView: self.range.view(0, 4096),
             vmm.GrowableBuffer: self.growable,
+            vmm.SleepGroup: self.group,
+            vmm.MemoryRecycler: self.recycler,
+            CachingAllocator: self.cache,
         }
 
     def shape(self) -> dict[str, Any]:
@@ -166,6 +179,12 @@ def _evicted(world: World, one: Any) -> None:
     one.evict(world.host_pool)
     world.shapes.append(world.shape())
     one.restore()
+
+
+def _slept(world: World, one: Any) -> None:
+    one.sleep(stream=world.stream)
+    world.shapes.append(world.shape())
+    one.wake(stream=world.stream)
 
 
 def _made_current(world: World, one: Any) -> None:
@@ -220,6 +239,7 @@ ACTS: dict[str, Act] = {
     "set_access": lambda world, one: one.set_access(world.device, sa.MemAccess.READWRITE),
     "statistics": lambda world, one: one.statistics(),
     "trim": lambda world, one: one.trim(),
+    "CachingAllocator.allocate": lambda world, one: one.allocate(4096, world.stream),
     # graphs
     "instantiate": lambda world, one: one.instantiate(),
     "launch": lambda world, one: one.launch(world.stream),
@@ -238,6 +258,13 @@ ACTS: dict[str, Act] = {
     "AddressRange.set_access": lambda world, one: one.set_access(world.device, stop=PAGE),
     "revoke": lambda world, one: one.revoke(world.device),
     "unmap": lambda world, one: one.unmap(),
+    "take": lambda world, one: one.take(PAGE),
+    "add": lambda world, one: one.add(world.growable, "two"),
+    "SleepGroup.allocate": lambda world, one: one.allocate(PAGE, world.stream),
+    "remove": lambda world, one: one.remove(world.sleeper),
+    "sleep": _slept,
+    "tagged": lambda world, one: one.tagged("one"),
+    "wake": lambda world, one: None,  # with sleep
     "plot": lambda world, one: None,  # of other libraries
 }
 
@@ -266,7 +293,7 @@ def _perform(world: World, kind: type, act: Act) -> BaseException | None:
         # Without the frames, which hold what was being made.
         error.__context__ = error.__cause__ = None
         return error.with_traceback(None)
-    if isinstance(given, (sa.Stream, sa.Event, sa.Buffer, vmm.Mapping, vmm.PhysicalMemory)):
+    if isinstance(given, (sa.Stream, sa.Event, sa.Buffer, vmm.Mapping, vmm.PhysicalMemory, vmm.VirtualBuffer)):
         world.made.enter_context(given)
     return None
 
