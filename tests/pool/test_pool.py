@@ -357,7 +357,7 @@ class TestStatistics:
     def test_show_in_a_notebook(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         with pool.allocate(5 * MiB, stream):
             html = pool._repr_html_()
-        assert "DEVICE:0" in html and "32.0 MiB" in html and "5.0 MiB" in html
+        assert "GPU 0" in html and "32.0 MiB" in html and "5.0 MiB" in html
         pool.close()
         assert "closed" in pool._repr_html_()
 
