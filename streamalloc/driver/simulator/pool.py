@@ -71,8 +71,10 @@ class Pool:
         self._timeline = self.owner.timeline
         self.label: Label = self.owner.names.new("pool", self.place)
         bank = supply.bank(self.device)
-        # a pool has addresses for twice of what it may hold (observed on H200: test_placements)
-        capacity, ranks = 2 * (self.max_size or bank.total), self._timeline.ranks
+        # a pool has addresses for twice of what it may hold; that of a device has more where there are several devices
+        # (observed on H200: test_placements)
+        few = self.device is None or len(supply.devices) == 1
+        capacity, ranks = 2 * ((few and self.max_size) or bank.total), self._timeline.ranks
         self.space: Space = Space(str(self.label), supply, bank, capacity, ranks=ranks)
         self.line: Line = self.space.line
         supply.pools[self.handle] = self.space
