@@ -116,7 +116,7 @@ class TestSleepAndWake:
             buffer[0:4096].fill(7, stream)
             buffer[4096:8192].copy_from(buffer[0:4096], stream)
         group.sleep()
-        group.wake()
+        group.wake(stream=stream)
         graph.launch(stream)
         stream.synchronize()
         read = np.zeros(buffer.nbytes, np.uint8)
