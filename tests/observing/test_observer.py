@@ -526,6 +526,25 @@ class TestTogether:
                     break
             assert nth > 30
 
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of weak references' callbacks
+    @pytest.mark.simulated_only("where a signal may come is the same on any driver")
+    def test_interrupts_of_what_is_mapped(self, device: sa.Device) -> None:
+        page = 2 * MiB
+        for nth in itertools.count(1, 17):
+            with sa.observe(device) as observer:
+                buffer, block = vmm.GrowableBuffer(device, 64 * page, 2 * page), Interrupted(nth)
+                with contextlib.suppress(Boom), block:
+                    buffer.grow(2 * page)
+                    buffer.resize(page)
+                    buffer.evict()
+                    buffer.restore()
+                assert observer.nbytes == sum(one.nbytes for one in observer.live) == buffer.range.mapped_bytes, nth
+                buffer.close()
+                assert observer.nbytes == 0, nth
+            if block.left > 0:
+                break
+        assert nth > 100
+
     def test_a_process_that_ends_while_observed(self, python: Callable[..., Any]) -> None:
         code = """
 import streamalloc as sa
