@@ -196,11 +196,15 @@ def test_allocation_from_a_host_pool(scene: Scene) -> None:
     assert said(rig.end_capture(scene.stream)) == "SUCCESS"
 
 
-def test_work_in_the_legacy_stream_while_a_blocking_one_captures(scene: Scene) -> None:
+@pytest.mark.parametrize(
+    "call",
+    [lambda scene: scene.raw.cuMemsetD8Async(scene.plain, 1, 4, LEGACY), lambda scene: scene.rig.end_capture(LEGACY)],
+    ids=["work", "the end of a capture"],
+)
+def test_in_the_legacy_stream_while_a_blocking_one_captures(scene: Scene, call: Call) -> None:
     rig, blocking = scene.rig, scene.rig.stream(BLOCKING)
     rig.begin_capture(blocking, RELAXED)
-    answer = scene.raw.cuMemsetD8Async(scene.plain, 1, 4, LEGACY)
-    assert said(answer) == "STREAM_CAPTURE_IMPLICIT"
+    assert said(call(scene)) == "STREAM_CAPTURE_IMPLICIT"
     assert said(rig.end_capture(blocking)) == "STREAM_CAPTURE_INVALIDATED"
 
 

@@ -48,8 +48,8 @@ class CaptureCalls(Calls):
         stream = self._stream(hStream)
         capture = stream.capture
         if capture is None:
-            self._capture_status(stream)
-        check(capture is not None, Result.CUDA_ERROR_ILLEGAL_STATE)
+            self._captured(stream)
+            raise Fault(Result.CUDA_ERROR_ILLEGAL_STATE)
         if capture.origin is not stream:
             capture.invalidate()
             raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_UNMATCHED)
