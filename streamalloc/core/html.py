@@ -65,7 +65,8 @@ def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> Html:
 
 def gauge(value: int, total: int) -> Html:
     """How much of something, as a bar and in words."""
-    return Html(f"<progress max='{max(total, 1)}' value='{value}'></progress> {mib(value)} of {mib(total)}")
+    bar = f"<progress max='{max(total, 1)}' value='{value}'></progress>"
+    return Html(f"<span style='white-space:nowrap'>{bar} {mib(value)} of {mib(total)}</span>")
 
 
 def strip(nbytes: int, pieces: Iterable[tuple[int, int, MemLocation, str]]) -> Html:
