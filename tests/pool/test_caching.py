@@ -921,3 +921,21 @@ def test_keeps_what_the_pool_keeps(device: sa.Device, stream: sa.Stream) -> None
     stream.synchronize()
     settle()
     assert pool.closed and cache.closed
+
+
+def test_a_driver_that_checks_uses_sees_every_allocation(machine: Any) -> None:
+    """What the cache handed out again without a call would be the same allocation to it."""
+    driver = sd.checked(machine)
+    device = sa.Device(0, driver=driver)
+    with sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache, device.create_stream() as first:
+        with device.create_stream() as second:
+            buffer = cache.allocate(4096, first)
+            buffer.fill(1)
+            buffer.free()
+            again = cache.allocate(4096, first)
+            again.fill(2, second)  # in no order with the allocation
+            second.synchronize()
+            again.free()
+            first.synchronize()
+        assert cache.statistics().cached == 0
+    assert "use before allocation" in {hazard.kind for hazard in driver.hazards}
