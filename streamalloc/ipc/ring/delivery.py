@@ -39,7 +39,7 @@ class Slot:
         self.block: ControlBlock = lease.block
         self.number: int = lease.slot
         self.words: SlotWords = lease.words
-        self.ready: int = lease.words.announced.value
+        self.ready: int = lease.words.said
         """The value of its ready word when the contents are there."""
         self.used: int = 0
         self.holder: SlotHolder | None = None
@@ -216,7 +216,7 @@ class Deliveries(RingEnding):
         slot = self.free[0]
         place = slot.place
         if place is not None and (place.closed.value - slot.value) & MASK >= HALF:
-            slot.block.wait(self.stream, place.closed, slot.value)
+            slot.block.wait_closed(self.stream, place, slot.value)
         return slot
 
     def settle(self) -> bool:
@@ -341,12 +341,12 @@ class Deliveries(RingEnding):
             slot = holder._slot
             words, before = slot.words, slot.ready
             # A value is said once, also where a signal handler raises.
-            slot.ready = words.announced.value = ready = (before + 1) & MASK
+            slot.ready = words.said = words.announced.value = ready = (before + 1) & MASK
             slot.used = holder._used
             try:
                 slot.block.tell(self.stream, words.ready, ready)
             except (CudaError, ClosedError):
-                slot.ready = words.announced.value = before
+                slot.ready = words.said = words.announced.value = before
                 raise
             self._deliver(slot, holder)
 

@@ -17,6 +17,7 @@ There are *marks* beside the slots, words whose value says that something of the
 ``hold`` for descriptors on their way, which whoever opens one sets to 0; ``pool`` for pools that were shared.
 
 Every word has one writer, a process: its stream or, where that has no work left, its host (:meth:`ControlBlock.tell`).
+Nothing keeps others from writing it, so the exporter keeps for itself what it has announced and how far it waits.
 A process holds a lock on its byte of the file, which the kernel lifts when the process dies, however it dies: waiting
 for the lock is waiting for the death. The file is sealed, so that nobody can truncate it under the others.
 """
@@ -112,13 +113,17 @@ class Word(ctypes.c_uint32):
 class SlotWords:
     """The words of one slot that its exporter writes."""
 
-    __slots__ = ("announced", "generation", "lost", "ready")
+    __slots__ = ("announced", "generation", "lost", "ready", "said")
+
+    said: int
+    """What the exporter has announced; importers can write into the word."""
 
     def __init__(self, block: ControlBlock, slot: int) -> None:
         self.generation: Word = block.word("generation", slot)
         self.announced: Word = block.word("announced", slot)
         self.ready: Word = block.word("ready", slot)
         self.lost: Word = block.word("lost", slot)
+        self.said = 0
 
     def was_lost(self, wanted: int) -> bool:
         """Whether the exporter died before ``ready`` had come to a value that it has now."""
@@ -128,12 +133,17 @@ class SlotWords:
 class ImporterWords:
     """The words of one slot that one importer writes."""
 
-    __slots__ = ("closed", "closing", "opened")
+    __slots__ = ("awaited", "closed", "closing", "importer", "opened")
+
+    awaited: int
+    """How far streams of this process wait for ``closed`` to come."""
 
     def __init__(self, block: ControlBlock, slot: int, importer: int) -> None:
+        self.importer: int = importer
         self.opened: Word = block.word("opened", slot, importer)
         self.closing: Word = block.word("closing", slot, importer)
         self.closed: Word = block.word("closed", slot, importer)
+        self.awaited = self.closed.value
 
 
 class Mark:
@@ -376,6 +386,14 @@ class ControlBlock:
         if result:
             raise error_from(result, "cuStreamWaitValue32")
 
+    def wait_closed(self, stream: Stream, words: ImporterWords, value: int) -> None:
+        """Have a stream wait until an importer's work has ended: ``closed`` is at a value, or the importer is dead."""
+        # For whoever ends its words: they can be anything by then.
+        if reached(value, words.awaited) or reached(words.closed.value, words.awaited):
+            words.awaited = value
+        self.watch_importer(words.importer)
+        self.wait(stream, words.closed, value)
+
     # -- life and death --------------------------------------------------------------------------------------
 
     def _lock(self, byte: int) -> bool:
@@ -457,6 +475,10 @@ class ControlBlock:
     def _end(self, importer: int) -> None:
         self.closing[:, importer] = self.opened[:, importer]
         self.closed[:, importer] = self.opened[:, importer]
+        for words in list(self._importers.values()):
+            if words.importer == importer and not reached(words.closed.value, words.awaited):
+                # It has written something else than it is to.
+                words.opened.value = words.closing.value = words.closed.value = words.awaited
 
 
 def _is_sealed(fd: Fd) -> bool:

@@ -113,27 +113,39 @@ class Lease(SharedState):
 
     def announce(self, stream: Stream) -> int:
         """Have ``stream`` say that the contents are there; the value that importers wait for."""
-        announced, ready = self.words.announced, self.words.ready
+        words = self.words
+        ready = words.ready
         with self._lock:
-            before = announced.value
+            before = words.said
             value = (before + 1) % WORD
             if self._announcer is not stream:
                 if ready.value != before and not reached(ready.value, before):
                     # The word only ever counts up, whichever stream writes it.
-                    self.block.wait(stream, ready, before)
+                    self._after(stream, before)
                 self._announcer = stream
             # A value is never used twice, whatever happens: so it is announced before it is queued.
-            announced.value = value
+            words.said = words.announced.value = value
             try:
                 self.block.tell(stream, ready, value)
             except CudaError:
-                announced.value = before
+                words.said = words.announced.value = before
                 raise
             except BaseException:
                 # Nobody knows whether it was queued; twice does no harm.
                 self.block.tell(stream, ready, value)
                 raise
             return value
+
+    def _after(self, stream: Stream, before: int) -> None:
+        """Have a stream come after the announcement of another one, which has not been seen."""
+        announcer = self._announcer
+        if announcer is None:
+            return  # a slot is taken again once all that was announced has been seen
+        if direct_handle(announcer, self._leases.door) is not None:
+            # Not by the word, which an importer can have put back.
+            stream.wait(announcer)
+        else:
+            self.block.wait(stream, self.words.ready, before)
 
     def hold(self, hold: Hold, *, kept: bool = True) -> None:
         """Count a descriptor that is on its way; unless ``kept``, until somebody else has dropped the hold."""
@@ -170,8 +182,8 @@ class Lease(SharedState):
 
     def quiet(self) -> bool:
         """Whether everything that was queued with the slot's words has run, so that it can stand for something else."""
-        ready, announced = self.words.ready.value, self.words.announced.value
-        if ready != announced and not reached(ready, announced):
+        ready, said = self.words.ready.value, self.words.said
+        if ready != said and not reached(ready, said):
             return False
         return self.block.all_closed(self.slot) or not self._using()
 
@@ -194,7 +206,7 @@ class Lease(SharedState):
                     for importer in using if stream is not None else ():
                         theirs = self.block.importer_words(self.slot, importer)
                         # Not ``opened``, which goes up for a moment where a stale descriptor is being refused.
-                        self.block.wait(stream, theirs.closed, theirs.closing.value)  # type: ignore[arg-type]
+                        self.block.wait_closed(stream, theirs, theirs.closing.value)  # type: ignore[arg-type]
                     ended = True
             finally:
                 if not (ended or for_good):

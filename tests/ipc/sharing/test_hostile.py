@@ -1,0 +1,176 @@
+"""What an importer can write into the memory that it shares with the exporter: all of it, at any time.
+
+It can keep memory from being freed, as it can by not closing it, until it dies. It cannot crash the exporter, nor have
+it free by its own words what another process has open, nor hold its streams for longer than it lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import mmap
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import ipc
+from streamalloc.ipc.sharing import control_block
+from streamalloc.ipc.sharing.control_block import IMPORTERS, SLOTS, WORD
+from streamalloc.ipc.sharing.imports import importer_of
+from tests.ipc.sharing.test_descriptor import again
+from tests.ipc.support import shared_pool
+from tests.processes import eventually
+from tests.support import end_what_was_dropped, executed
+
+pytestmark = [
+    pytest.mark.usefixtures("quick_collections"),
+    pytest.mark.simulated_only("several drivers in one process, which stand for several processes"),
+]
+
+BYTES = 4096
+HALF = WORD // 2
+VALUES = (0, 1, 2, 7, HALF - 1, HALF, HALF + 1, WORD - 2, WORD - 1)
+STEPS = (-2, -1, 1, 2, HALF - 1, HALF)
+EXPORTERS = ("generation", "announced", "ready", "lost", "pool", "hold")
+IMPORTERS_OWN = ("opened", "closing", "closed")
+REFUSED = (ValueError, sa.CudaError, sa.StaleDescriptorError, sa.StillImportedError, sa.ClosedError)
+"""What users may get to see of it."""
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    """What stands for other processes ends with the test."""
+    yield
+    gc.collect()
+    end_what_was_dropped()
+
+
+class Words:
+    """A control block as whoever has its file can write it."""
+
+    def __init__(self, fd: ipc.Fd) -> None:
+        self._map = mmap.mmap(fd.fileno(), 0)
+        self.all = np.frombuffer(self._map, np.uint32)
+
+    def place(self, kind: str, slot: int, importer: int = 0) -> int:
+        begin, step = control_block._PLACES[kind]
+        return (begin + step * slot + 4 * importer) // 4
+
+    def spoil(self, chance: random.Random, kind: str, slot: int, importer: int = 0) -> None:
+        at = self.place(kind, slot, importer)
+        moved = int(self.all[at]) + chance.choice(STEPS)
+        self.all[at] = chance.choice((*VALUES, *[moved % WORD] * len(VALUES)))
+
+
+def opened_by(machine: Any, shared: ipc.Shared) -> ipc.ImportedBuffer:
+    return ipc.open(bytes(shared), again(shared.fds), driver=machine, kind=ipc.ImportedBuffer)
+
+
+def live(seed: int) -> None:
+    """An exporter shares and frees while an importer writes what it likes; that dies, and all is well again."""
+    chance = random.Random(seed)
+    exporter: Any = sd.checked(sd.simulated())
+    honest, hostile = sd.simulated(), sd.simulated()
+    device = sa.Device(0, driver=exporter)
+    with contextlib.ExitStack() as ending:
+        pool = ending.enter_context(shared_pool(device))
+        streams = [ending.enter_context(device.create_stream()) for _ in range(2)]
+        buffers = [pool.allocate(BYTES, chance.choice(streams)) for _ in range(3)]
+        shared = [ipc.share(one, chance.choice(streams), hold=chance.random() < 0.3) for one in buffers]
+        slots = [one.descriptor.slot for one in shared]
+        kept = opened_by(honest, shared[0])
+        words = Words(shared[0].handles[shared[0].descriptor.control_block])
+        opened = [opened_by(hostile, one) for one in shared]
+        own = importer_of(opened[0]._door).blocks[shared[0].descriptor.control_block].importer
+        for _ in range(16):
+            buffer, act = chance.choice(buffers), chance.randrange(8)
+            with contextlib.suppress(*REFUSED):
+                if act < 5:
+                    kind = chance.choice((*EXPORTERS, *IMPORTERS_OWN, *IMPORTERS_OWN))
+                    slot = chance.choice(slots) if chance.random() < 0.9 else chance.randrange(SLOTS)
+                    importer = chance.choice((own, own, IMPORTERS - 1)) if kind in IMPORTERS_OWN else 0
+                    words.spoil(chance, kind, slot, importer)
+                elif act == 5 and not buffer.freed:
+                    shared.append(ipc.share(buffer, chance.choice(streams)))
+                elif act == 6:
+                    buffer.free(chance.choice(streams), still_imported=chance.choice(("raise", "defer")))
+                else:
+                    opened.append(opened_by(hostile, chance.choice(shared)))
+                    if chance.random() < 0.5:
+                        opened.pop(chance.randrange(len(opened))).close()
+        while opened:
+            with contextlib.suppress(*REFUSED):
+                opened.pop().close()
+        shared.clear()
+        # It dies: its lock goes with its driver.
+        del hostile
+        gc.collect()
+        for buffer in [one for one in buffers if not one.freed]:
+            buffer.free(still_imported="defer")
+        with pool.allocate(BYTES, streams[0]) as after:
+            ipc.share(after)
+
+        def used() -> int:
+            end_what_was_dropped()
+            return pool.statistics().used
+
+        assert eventually(lambda: used() == BYTES), (seed, used())
+        assert all(executed(stream) for stream in streams), seed
+        kept.close()
+        assert eventually(lambda: not used()), (seed, used())
+    wrong = [str(one) for one in exporter.hazards if one.kind == "double free"]
+    assert not wrong, (seed, wrong)
+
+
+class TestTheExporterGoesOn:
+    @pytest.mark.parametrize("kind", ["announced", "ready"])
+    def test_with_words_that_it_writes_itself(
+        self, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device, kind: str
+    ) -> None:
+        """It knows how far it is; whether the contents are there it does not ask importers either."""
+        with pool.allocate(BYTES, stream) as buffer, device.create_stream() as other:
+            shared = ipc.share(buffer)
+            described = shared.descriptor
+            words = Words(shared.handles[described.control_block])
+            words.all[words.place(kind, described.slot)] = 7 if kind == "announced" else WORD - 7
+            ipc.share(buffer, other)
+            try:
+                assert executed(other)
+            finally:
+                words.all[words.place("ready", described.slot)] = 100
+
+    def test_once_an_importer_is_dead_that_has_put_its_words_back(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        buffer = pool.allocate(BYTES, stream)
+        shared = ipc.share(buffer)
+        hostile: Any = sd.simulated()
+        opened = opened_by(hostile, shared)
+        described = shared.descriptor
+        block = importer_of(opened._door).blocks[described.control_block]
+        words = Words(shared.handles[described.control_block])
+        opened_at, closing_at = (words.place(kind, described.slot, block.importer) for kind in ("opened", "closing"))
+        words.all[closing_at] = words.all[opened_at]
+        buffer.free(still_imported="raise")
+        assert not executed(stream, 0.01)
+        words.all[opened_at] -= 1
+        block._own.close()  # as its death does
+        try:
+            assert executed(stream)
+        finally:
+            words.all[words.place("closed", described.slot, block.importer)] = words.all[closing_at]
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_exporter_survives(seed: int) -> None:
+    live(seed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(1000, 2000, 50))
+def test_exporter_survives_many(seed: int) -> None:
+    for one in range(seed, seed + 50):
+        live(one)
