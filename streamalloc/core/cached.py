@@ -19,7 +19,7 @@ from streamalloc.core.buffer import Allocator, Buffer, PlainBuffer, SharedState,
 from streamalloc.core.door import Door
 from streamalloc.core.later import Deferred, later_of
 from streamalloc.core.stream import Stream, StreamLike, direct_handle
-from streamalloc.core.watching import Watcher
+from streamalloc.core.watching import Watcher, look
 from streamalloc.driver.internal import cuda
 
 __all__ = [
@@ -303,8 +303,7 @@ class CachedAllocator(Allocator):
                 buffer._ptr = None
                 home.append(block)
                 shelf.returned()
-            for watcher in watchers:
-                watcher.look()
+            look(watchers)
             return
         # As for memory that is shared: where the driver refuses, the buffer still has it.
         self._blocks.leave(buffer)

@@ -10,20 +10,34 @@ Finalisers free memory, too. A watcher is told of that inside of the finaliser, 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
 from itertools import starmap
+from types import FrameType
 from typing import Any, Protocol
 
 from streamalloc.core.door import Door, PerDriver
 from streamalloc.driver import DriverMisuseError, ForkedProcessError
 
-__all__ = ["Tap", "Watched", "Watcher", "Watching", "bare", "tap_of", "tell_freed", "was_asked", "watch", "watching_of"]
-
+__all__ = [
+    "Tap",
+    "Watched",
+    "Watcher",
+    "Watching",
+    "bare",
+    "look",
+    "tap_of",
+    "tell_freed",
+    "was_asked",
+    "watch",
+    "watching_of",
+]
 
 _CALLED = object()
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class Watcher(Protocol):
@@ -123,9 +137,8 @@ class Tap:
         if answers[1][0]:
             for watcher in self.watchers:
                 watcher.kept(address)
-        elif sys._getframe(1).f_code.co_name != "__del__":
-            for watcher in self.watchers:
-                watcher.look()
+        else:
+            look(self.watchers)
         del self._under_way[id(ptr)]
         return answers[1]
 
@@ -137,6 +150,17 @@ class Tap:
             for watcher in self.watchers:
                 watcher.kept(int(ptr))
         return asked
+
+
+def look(watchers: tuple[Watcher, ...]) -> None:
+    """A free was made: tell watchers, unless a finaliser of the package makes it, in which nobody may wait."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        if frame.f_code.co_name == "__del__":
+            return
+        frame = frame.f_back
+    for watcher in watchers:
+        watcher.look()
 
 
 def tap_of(allocator: Watched) -> Tap | None:

@@ -16,6 +16,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.core.buffer import Allocator
+from streamalloc.interop.bridge import Sources
 from streamalloc.observing import LeakError
 from tests.support import MiB
 from tests.vmm.test_interrupts import Boom, Interrupted
@@ -373,6 +374,18 @@ class TestHooks:
             # A finaliser has freed it, which calls no hook.
             assert told[2:] == [("allocate", 16)]
             assert observer.live == () and told[3:] == [("free", 16)]
+
+    @pytest.mark.parametrize("cached", [False, True])
+    def test_are_not_called_where_a_library_lets_go(self, pool: sa.MemoryPool, stream: sa.Stream, cached: bool) -> None:
+        """That happens in a finaliser, which may come in the middle of anything."""
+        told: list[int] = []
+        with sa.CachingAllocator(pool) as cache:
+            source = cache if cached else pool
+            with sa.observe(source, on_free=lambda one: told.append(one.nbytes)) as observer:
+                held = Sources([source]).hold(source.allocate(8, stream))
+                del held
+                assert told == []
+                assert observer.live == () and 8 in told
 
     def test_what_a_hook_raises_undoes_the_allocation(self, machine: Any) -> None:
         def refuse(one: Any) -> None:
