@@ -290,7 +290,7 @@ class SleepGroup(Closes):
         for whole, buffers in self._copies:
             if any(buffer.evicted for buffer in list(buffers)):
                 needed.append((whole, buffers))
-            else:
+            elif not whole.freed:
                 try:
                     whole.free(stream)
                 except CudaError:

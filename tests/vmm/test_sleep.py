@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -46,6 +47,23 @@ class TestSleepAndWake:
         assert group.mapped_bytes == 12 * MiB
         assert [buffer.address for buffer in several] == addresses
         assert all(shows(buffer, seed) for seed, buffer in enumerate(several))
+
+    def test_interrupt_when_all_sleep(self, group: vmm.SleepGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+        (buffer,) = buffers(group, "a")
+
+        def interrupted(_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(contextlib.ExitStack, "pop_all", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                group.sleep()
+        assert not group.asleep and shows(buffer, 0)
+        group.sleep()
+        group.wake()
+        assert shows(buffer, 0)
+        group.device.synchronize()
+        assert group.backup.statistics().used == 0
 
     def test_copies_are_freed_when_all_that_is_in_them_is_awake(self, group: vmm.SleepGroup) -> None:
         buffers(group, "a", "b")
