@@ -110,7 +110,7 @@ class Account:
         self.traced = sd.traced(machine)
         self.checked = sd.checked(self.traced)
         # A call that never comes: the wrapper then only counts.
-        self.driver: Any = sd.faulty(self.checked, 1 << 40 if fault is None else fault, nth, result=result)
+        self.driver: Any = sd.faulty(self.checked, fault or 1 << 40, nth, result=result)
 
     @property
     def device(self) -> sa.Device:

@@ -116,14 +116,22 @@ class Faulty(Wrapper):
 
     def __init__(self, driver: _Interface, call: str | int, nth: int, times: int, result: str) -> None:
         super().__init__(driver)
-        self._target = call
-        self._first = nth
-        self._times = times
-        self._result = getattr(cuda.CUresult, result)
         self.seen: list[str] = []
         """The names of all calls."""
         self.failed: list[str] = []
         """The names of those that were refused."""
+        self._refuse(call, nth, times, result)
+
+    def _refuse(self, call: str | int, nth: int, times: int, result: str) -> None:
+        if isinstance(call, str) and not (call.startswith("cu") and hasattr(cuda, call)):
+            raise ValueError(f"call={call!r}: these bindings have no driver function of this name")
+        if not hasattr(cuda.CUresult, result):
+            raise ValueError(f"result={result!r}: no CUresult; an example is 'CUDA_ERROR_OUT_OF_MEMORY'")
+        for name, number in (("call", call), ("nth", nth), ("times", times)):
+            if isinstance(number, int) and number < 1:
+                raise ValueError(f"{name}={number}: must be at least 1")
+        self._first, self._times, self._result = nth, times, getattr(cuda.CUresult, result)
+        self._target = call
 
     def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
         self.seen.append(name)
@@ -178,6 +186,11 @@ def faulty(
         How many calls fail from there on.
     result
         The ``CUresult`` that they answer.
+
+    Raises
+    ------
+    ValueError
+        There is no such function or result, or a number is below 1.
 
     The wrapper's lists ``seen`` and ``failed`` name all calls and those that were refused, so that a sweep can stop
     when a run no longer reaches the fault.

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from streamalloc.driver import Driver, Faulty
-from streamalloc.driver.internal import cuda
 
 __all__ = ["Faults"]
 
-_NEVER = 0  # calls are numbered from 1
+_NEVER = 1 << 62
 
 
 class Faults(Faulty):
@@ -44,18 +43,10 @@ class Faults(Faulty):
         ValueError
             There is no such function or result, or a number is below 1.
         """
-        if isinstance(call, str) and not (call.startswith("cu") and hasattr(cuda, call)):
-            raise ValueError(f"call={call!r}: these bindings have no driver function of this name")
-        if not hasattr(cuda.CUresult, result):
-            raise ValueError(f"result={result!r}: no CUresult; an example is 'CUDA_ERROR_OUT_OF_MEMORY'")
-        for name, number in (("call", call), ("nth", nth), ("times", times)):
-            if isinstance(number, int) and number < 1:
-                raise ValueError(f"{name}={number}: must be at least 1")
         self._target = _NEVER
         self.seen.clear()
         self.failed.clear()
-        self._first, self._times, self._result = nth, times, getattr(cuda.CUresult, result)
-        self._target = call
+        self._refuse(call, nth, times, result)
 
     def stop(self) -> None:
         """Refuse nothing any more."""

@@ -200,9 +200,18 @@ class TestFaulty:
         answer = getattr(sd.faulty(machine, function), function)()
         assert answer[0] == cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY and answer[1:] == (None,) * values
 
-    def test_a_result_that_there_is_not(self, machine: Any) -> None:
-        with pytest.raises(AttributeError):
-            sd.faulty(machine, "cuInit", result="CUDA_ERROR_OF_MINE")
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (("cuInit", 1, 1, "CUDA_ERROR_OF_MINE"), "CUDA_ERROR_OF_MINE"),
+            (("cuMemCrate",), "cuMemCrate.*no driver function"),
+            (("cuInit", 0), "nth=0"),
+            ((0,), "call=0"),
+        ],
+    )
+    def test_what_never_fails(self, machine: Any, arguments: tuple[Any, ...], words: str) -> None:
+        with pytest.raises(ValueError, match=words):
+            sd.faulty(machine, *arguments)
 
 
 def test_they_stack(machine: Any) -> None:

@@ -24,7 +24,7 @@ from tests.support import MiB, holds
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
 RESULT = "CUDA_ERROR_UNKNOWN"
-NEVER = 0
+NEVER = 1 << 40
 """No call has this number."""
 RELEASES = {
     "cuMemPoolDestroy": ("pool", "CUmemoryPool"),
