@@ -20,7 +20,7 @@ from streamalloc.driver.bindings import (
 from streamalloc.driver.selection import as_asked, default_of_threads, read_choice
 
 if TYPE_CHECKING:
-    from streamalloc.driver.checker.stacks import Stack, here, lines
+    from streamalloc.driver.checker.stacks import Stack, here, line_of, lines
     from streamalloc.driver.wrappers import Wrapper
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "enum_member",
     "handle_types_member",
     "here",
+    "line_of",
     "lines",
     "opaque_bytes",
     "opaque_struct",
@@ -47,7 +48,7 @@ __all__ = [
 
 
 # A program without wrappers does not wait for them.
-_LATER = {"Wrapper": "wrappers", **dict.fromkeys(("Stack", "here", "lines"), "checker.stacks")}
+_LATER = {"Wrapper": "wrappers", **dict.fromkeys(("Stack", "here", "line_of", "lines"), "checker.stacks")}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import dis
 import os
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Literal, NamedTuple
 
 from streamalloc.core.errors import size_text
 from streamalloc.core.properties import MemLocation
+from streamalloc.driver.internal import here, line_of
 
 __all__ = ["Action", "Allocation", "Happening", "Kind", "Phase", "Site", "Source", "sites"]
 
 Kind = Literal["pool", "cache", "mapping"]
 Action = Literal["allocate", "free", "failure"]
-
-# Frames of the library itself are not what anybody looks for.
-_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class Site(NamedTuple):
@@ -43,12 +38,7 @@ class Site(NamedTuple):
     @property
     def line(self) -> int:
         """The line in the file."""
-        line = self.code.co_firstlineno
-        for start, number in dis.findlinestarts(self.code):
-            if start > self.at:
-                break
-            line = number if number is not None else line
-        return line
+        return line_of(self.code, self.at)
 
     def __str__(self) -> str:
         return f"{os.path.basename(self.file)}:{self.line} in {self.function}"
@@ -59,16 +49,7 @@ class Site(NamedTuple):
 
 def sites(depth: int) -> tuple[Site, ...]:
     """Where the caller of the library is, and up to ``depth`` frames in all, innermost first."""
-    return tuple(_walk(sys._getframe(1), depth))
-
-
-def _walk(frame: FrameType | None, depth: int) -> Iterator[Site]:
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back
-    while frame is not None and depth > 0:
-        yield Site(frame.f_code, frame.f_lasti)
-        frame = frame.f_back
-        depth -= 1
+    return tuple(map(Site._make, here(depth)))
 
 
 class Source(NamedTuple):

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import CodeType
 from typing import TypeAlias
 
-__all__ = ["Stack", "from_package", "here", "lines"]
+__all__ = ["Stack", "from_package", "here", "line_of", "lines"]
 
 Stack: TypeAlias = "tuple[tuple[CodeType, int], ...]"
 """Code and the place in it, the innermost call first."""
@@ -18,18 +18,23 @@ _PACKAGE = str(Path(__file__).resolve().parents[2]) + "/"
 # What runs a test is no part of it.
 _RUNNERS = ("/_pytest/", "/pluggy/")
 _THEIRS, _OWN, _RUNNER = range(3)
-_kinds: dict[CodeType, int] = {}
+_kinds: dict[str, int] = {}
+"""By the name of the file."""
 
 
-def here() -> Stack:
-    """The calls that have led here, without those of this package, and from a test on where pytest runs one."""
+def here(depth: int = _DEPTH) -> Stack:
+    """The calls that have led here, without those of this package, and from a test on where pytest runs one.
+
+    ``depth`` is how many of them, the innermost.
+    """
     frame = sys._getframe(1)
     found: list[tuple[CodeType, int]] = []
-    while frame is not None and len(found) < _DEPTH:
+    while frame is not None and len(found) < depth:
         code = frame.f_code
-        kind = _kinds.get(code)
+        file = code.co_filename
+        kind = _kinds.get(file)
         if kind is None:
-            kind = _kinds[code] = _kind(code.co_filename)
+            kind = _kinds[file] = _kind(file)
         if kind == _THEIRS:
             found.append((code, frame.f_lasti))
         elif kind == _RUNNER and found:
@@ -56,7 +61,7 @@ def lines(stack: Stack) -> list[str]:
     """A stack as a traceback shows it, the innermost call last."""
     shown = []
     for code, at in reversed(stack):
-        number = _line(code, at)
+        number = line_of(code, at)
         text = linecache.getline(code.co_filename, number).strip()
         shown.append(f'  File "{code.co_filename}", line {number}, in {code.co_name}')
         if text:
@@ -64,7 +69,8 @@ def lines(stack: Stack) -> list[str]:
     return shown
 
 
-def _line(code: CodeType, at: int) -> int:
+def line_of(code: CodeType, at: int) -> int:
+    """The line of a place in code."""
     for start, end, line in code.co_lines():
         if line is not None and start <= at < end:
             return line
