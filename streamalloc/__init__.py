@@ -4,7 +4,8 @@ See :mod:`streamalloc.pool` for stream-ordered memory pools, :mod:`streamalloc.v
 :mod:`streamalloc.ipc` for sharing between processes, :mod:`streamalloc.multicast` for writes that reach several GPUs,
 :mod:`streamalloc.interop` for other libraries that allocate from it, :mod:`streamalloc.observing` for who has which
 memory from which line, :mod:`streamalloc.plots` for pictures, :mod:`streamalloc.traces` for recording and replaying
-allocations, and :mod:`streamalloc.driver` for the choice of a real or a simulated driver.
+allocations, :mod:`streamalloc.testing` for tests without a GPU, and :mod:`streamalloc.driver` for the choice of a real
+or a simulated driver.
 """
 
 import importlib
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import streamalloc.core.ownership
 
 if TYPE_CHECKING:
-    from streamalloc import driver, interop, ipc, multicast, observing, plots, traces, vmm
+    from streamalloc import driver, interop, ipc, multicast, observing, plots, testing, traces, vmm
     from streamalloc.core.buffer import Buffer, GraphBuffer
     from streamalloc.core.capabilities import Capabilities
     from streamalloc.core.device import Device, MemoryInfo
@@ -133,6 +134,7 @@ __all__ = [
     "observing",
     "plots",
     "pointer_attributes",
+    "testing",
     "traces",
     "vmm",
 ]
@@ -154,7 +156,7 @@ def _draw(thing: object, **options: Any) -> Any:
 streamalloc.core.ownership.draw = _draw
 
 # Imported when first used: whoever only allocates does not wait for the rest, and who tests other things for nothing.
-_PACKAGES = ("driver", "interop", "ipc", "multicast", "observing", "plots", "traces", "vmm")
+_PACKAGES = ("driver", "interop", "ipc", "multicast", "observing", "plots", "testing", "traces", "vmm")
 _LATER = {
     **dict.fromkeys(("Buffer", "GraphBuffer"), "core.buffer"),
     "Capabilities": "core.capabilities",

@@ -46,6 +46,10 @@ _LATER = {
 }
 
 
+def __dir__() -> list[str]:
+    return [*__all__]
+
+
 def __getattr__(name: str) -> Any:
     if name in _LATER:
         found = getattr(importlib.import_module(f"streamalloc.driver.{_LATER[name]}"), name)

@@ -24,6 +24,10 @@ _LATER = {
 }
 
 
+def __dir__() -> list[str]:
+    return [*__all__]
+
+
 def __getattr__(name: str) -> Any:
     if name in _LATER:
         found = globals()[name] = getattr(importlib.import_module(f"streamalloc.testing.{_LATER[name]}"), name)

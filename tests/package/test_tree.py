@@ -129,6 +129,12 @@ def test_a_public_package_exports_all_that_it_imports_and_nothing_else(name: str
     assert all(hasattr(module, exported) for exported in imported)
 
 
+@pytest.mark.parametrize("name", ["streamalloc", "streamalloc.driver", "streamalloc.testing"])
+def test_what_is_imported_when_it_is_used_can_be_completed(name: str) -> None:
+    module = importlib.import_module(name)
+    assert {one for one in dir(module) if not one.startswith("_")} == set(module.__all__)
+
+
 def _public_objects() -> list[tuple[str, Any]]:
     found: dict[str, Any] = {}
     for name in PUBLIC:
