@@ -38,7 +38,8 @@ def resource(source: Source, *, callbacks: bool = False) -> Any:
     Of a pool it is a ``CudaAsyncViewMemoryResource``, and no Python runs for its allocations; of anything else, or with
     ``callbacks``, a ``CallbackMemoryResource``. Where memory runs out RMM raises ``MemoryError``.
     """
-    return _resource(Sources([source]), next(iter(Sources([source]).by_device)), callbacks)
+    sources = Sources([source])
+    return _resource(sources, next(iter(sources.by_device)), callbacks)
 
 
 class RMMBridge(Bridge):
