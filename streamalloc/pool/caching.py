@@ -422,8 +422,9 @@ class CachingAllocator(CachedAllocator, Closes, Shown):
     nothing.
 
     Some memory goes past the cache, and comes from the pool and returns to it as without one: on default streams and
-    streams of other libraries, as nobody tells when these end; and in captures, where allocations become nodes of the
-    graph. A buffer that is shared with other processes leaves the cache for good: its free waits for importers as ever.
+    streams of other libraries, as nobody tells when these end; in captures, where allocations become nodes of the
+    graph; and all of it beside :func:`streamalloc.driver.checked`, which is to see each allocation. A buffer that is
+    shared with other processes leaves the cache for good: its free waits for importers as ever.
 
     When memory runs out, the cache gives back all that is free and tries again. A stream that is closed or dropped
     gives its memory back, too. Threads may use one cache at the same time. Handles for other processes, access and

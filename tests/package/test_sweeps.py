@@ -86,6 +86,7 @@ class World:
         self.checked = sd.checked(machine)
         self.faulty = sd.faulty(self.checked, 1 << 60, result="CUDA_ERROR_UNKNOWN")
         self.driver: Any = Interrupts(self.faulty)
+        self.driver.used = None  # who is told of uses gets no cached memory
         self.made = contextlib.ExitStack()
         keep = self.made.enter_context
         self.device = sa.Device(0, driver=self.driver)
