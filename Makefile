@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 # More arguments for the command that a target ends in: make test ARGS="-k pool", make bench ARGS=--json
 ARGS   ?=
+# How long to soak.
+SECONDS ?= 60
 
 BIN       := $(VENV)/bin
 # One stamp for each set of packages that has been installed.
@@ -17,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help tour test test-gpu lint bench notebooks docs clean
+.PHONY: help tour test test-gpu soak lint bench notebooks docs clean
 
 help: ## Print this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1:/p' $(MAKEFILE_LIST) | awk -F: '{ printf "%-18s%s\n", $$1, $$2 }'
@@ -30,6 +32,9 @@ test: lint ## Check style and types, then run the tests on the simulated driver
 
 test-gpu: $(TEST) ## Run the tests on the real driver and its GPUs
 	$(BIN)/python -m pytest --driver=cuda $(ARGS)
+
+soak: $(TEST) ## Threads, collections and kills for a minute, or as long as SECONDS says
+	STREAMALLOC_SOAK_SECONDS=$(SECONDS) $(BIN)/python -m pytest --driver=simulated --soak tests/package/test_soak.py $(ARGS)
 
 lint: $(TEST) ## Check style and types only
 	$(BIN)/python -m ruff check
