@@ -53,6 +53,8 @@ class Interrupted(BaseException):
 class Interrupts:
     """A driver around a driver, one of whose calls is interrupted."""
 
+    used = None  # who is told of uses gets no cached memory
+
     def __init__(self, driver: Any) -> None:
         self._driver = driver
         self.at = 0
@@ -86,7 +88,6 @@ class World:
         self.checked = sd.checked(machine)
         self.faulty = sd.faulty(self.checked, 1 << 60, result="CUDA_ERROR_UNKNOWN")
         self.driver: Any = Interrupts(self.faulty)
-        self.driver.used = None  # who is told of uses gets no cached memory
         self.made = contextlib.ExitStack()
         keep = self.made.enter_context
         self.device = sa.Device(0, driver=self.driver)
