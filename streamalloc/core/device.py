@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from streamalloc.core.door import Door
 from streamalloc.core.errors import unsupported
@@ -206,6 +206,16 @@ class Device:
 
     def __hash__(self) -> int:
         return hash((self.ordinal, id(self._door)))
+
+    def __copy__(self) -> Device:
+        return self
+
+    def __deepcopy__(self, _: object) -> Device:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        what = f"a Device belongs to a driver of this process and cannot be pickled: send its ordinal, {self.ordinal}"
+        raise TypeError(f"{what}, and make a Device of that there")
 
     def __repr__(self) -> str:
         return f"<Device {self.ordinal}: {self.name}>"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 import uuid
 from typing import Any
 
@@ -47,6 +49,11 @@ class TestIdentity:
         assert sa.Device(0) == device and hash(sa.Device(0)) == hash(device)
         assert device != sa.Device(0, driver=sd.simulated()) and device != 0
         assert device.driver is machine
+
+    def test_copies_are_the_device_and_no_other_process_gets_it(self, device: sa.Device) -> None:
+        assert copy.copy(device) is device and copy.deepcopy([device])[0] is device
+        with pytest.raises(TypeError, match="send its ordinal, 0"):
+            pickle.dumps(device)
 
     @pytest.mark.gpus(2)
     def test_devices_differ(self, device: sa.Device, peer: sa.Device) -> None:
