@@ -298,5 +298,5 @@ def load(path: str | Path) -> Trace:
                 return _read_pickle(file, None, name)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise TraceFormatError(f"the compressed file is damaged: {error}", name) from None
-    known = f"a file of {FORMAT!r}s, a log of RMM ({_RMM_HEADER}) nor a snapshot of PyTorch (a pickle)"
+    known = f"a {FORMAT}, a log of RMM ({_RMM_HEADER}) nor a snapshot of PyTorch (a pickle)"
     raise TraceFormatError(f"neither {known}", name)

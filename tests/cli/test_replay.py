@@ -64,7 +64,7 @@ def test_other_library_without_a_gpu(machine: Any, run: Run, small: Path) -> Non
     ("arguments", "why"),
     [
         (["nowhere"], "No such file"),
-        ([__file__], "neither a file of"),
+        ([__file__], "neither a streamalloc trace"),
         (["training", "--rounds", "0"], "--rounds 0: at least 1"),
     ],
 )

@@ -125,7 +125,7 @@ class TestFile:
     @pytest.mark.parametrize("content", [b"", b"hello\n", b"\x00\x01"])
     def test_other_file(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "file").write_bytes(content)
-        with pytest.raises(TraceFormatError, match="neither a file of"):
+        with pytest.raises(TraceFormatError, match="neither a streamalloc trace"):
             traces.load(tmp_path / "file")
 
     def test_no_text(self, tmp_path: Path) -> None:
