@@ -157,22 +157,34 @@ def save_rmm(path: str | Path, history: Iterable[Happening]) -> None:
 # --- Chrome and Perfetto --------------------------------------------------------------------------------------------
 
 
-def save_chrome(path: str | Path, history: Iterable[Happening], phases: Iterable[Phase]) -> None:
+def save_chrome(
+    path: str | Path, history: Sequence[Happening], live: Iterable[Allocation], phases: Iterable[Phase]
+) -> None:
     """Write the trace-event format: a counter for each source, a slice for each phase, and failures."""
     process = os.getpid()
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "ts": 0, "args": {"name": "streamalloc"}}
     ]
     totals: Counter[str] = Counter()
+    alive = _before(history, live)
+    for allocation in alive.values():
+        totals[_counter(allocation)] += allocation.nbytes
     for one in history:
-        source = f"{one.allocation.source.kind} {one.allocation.source.location}"
         common = {"pid": process, "tid": one.thread, "ts": one.time / 1000}
         if one.action == "failure":
             size = {"requested": one.allocation.nbytes}
             events.append({"ph": "i", "s": "p", "name": "out of memory", "args": size} | common)
             continue
-        totals[source] += one.allocation.nbytes * (1 if one.action == "allocate" else -1)
-        events.append({"ph": "C", "name": source, "args": {"allocated bytes": totals[source]}} | common)
+        # A cache hands out what was its pool's.
+        gone = alive.pop(one.allocation.address, None)
+        come = one.allocation if one.action == "allocate" else None
+        if gone is not None:
+            totals[_counter(gone)] -= gone.nbytes
+        if come is not None:
+            alive[come.address] = come
+            totals[_counter(come)] += come.nbytes
+        for name in dict.fromkeys(_counter(which) for which in (gone, come) if which is not None):
+            events.append({"ph": "C", "name": name, "args": {"allocated bytes": totals[name]}} | common)
     for phase in phases:
         if phase.ended is not None:
             events.append(
@@ -187,3 +199,21 @@ def save_chrome(path: str | Path, history: Iterable[Happening], phases: Iterable
                 }
             )
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="ascii")
+
+
+def _counter(one: Allocation) -> str:
+    return f"{one.source.kind} {one.source.location}"
+
+
+def _before(history: Iterable[Happening], live: Iterable[Allocation]) -> dict[int, Allocation]:
+    """What was there by address when the history begins, of which only the end may be kept."""
+    found: dict[int, Allocation] = {}
+    made: set[int] = set()
+    for one in history:
+        address = one.allocation.address
+        if one.action == "allocate":
+            made.add(address)
+        elif one.action == "free" and address not in made:
+            found[address] = one.allocation
+            made.add(address)
+    return found | {one.address: one for one in live if one.address not in made}

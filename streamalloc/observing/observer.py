@@ -159,7 +159,7 @@ class Observer(Drawn):
 
     def save_chrome(self, path: str | Path) -> None:
         """Write a trace for Perfetto and Chrome (JSON): bytes of each source over time, and the phases."""
-        export.save_chrome(path, self.history, self.phases)
+        export.save_chrome(path, self.history, self.live, self.phases)
 
     def __repr__(self) -> str:
         if not hasattr(self, "_account"):

@@ -159,6 +159,32 @@ def test_chrome_s_trace(observer: sa.Observer, tmp_path: Path) -> None:
     assert [event["args"] for event in events if event["ph"] == "i"] == [{"requested": 99}]
 
 
+def _totals(observer: sa.Observer, path: Path) -> dict[str, list[int]]:
+    observer.save_chrome(path)
+    found: dict[str, list[int]] = {}
+    for event in json.loads(path.read_text())["traceEvents"]:
+        if event["ph"] == "C":
+            found.setdefault(event["name"], []).append(event["args"]["allocated bytes"])
+    return found
+
+
+def test_chrome_s_counters_where_the_beginning_is_gone(
+    pool: sa.MemoryPool, stream: sa.Stream, tmp_path: Path
+) -> None:
+    with sa.observe(pool, history=2) as observer:
+        buffers = [pool.allocate(nbytes, stream) for nbytes in (100, 200, 300)]
+        buffers[0].free()
+        buffers[1].free()
+        assert _totals(observer, tmp_path / "trace.json") == {"pool DEVICE:0": [500, 300]}
+
+
+def test_chrome_s_counters_of_a_cache_and_its_pool(pool: sa.MemoryPool, stream: sa.Stream, tmp_path: Path) -> None:
+    with sa.CachingAllocator(pool) as cache, sa.observe(cache) as observer:
+        cache.allocate(1000, stream).free()
+        found = _totals(observer, tmp_path / "trace.json")
+    assert found == {"pool DEVICE:0": [1024, 0], "cache DEVICE:0": [1000, 0]}
+
+
 class TestNvtx:
     @pytest.fixture
     def told(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
