@@ -218,8 +218,12 @@ def observe(
     ClosedError
         Something was closed.
     """
-    for name, value in (("limit", limit), ("depth", depth), ("history", history or 0)):
-        checked_size(name, value)
+    checked_size("limit", limit)
+    for name, value in (("depth", depth), ("history", 0 if history is None else history)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an integer, not {type(value).__name__} ({value!r})")
+        if value < 0:
+            raise ValueError(f"{name}={value}: must be at least 0")
     for one in what:
         if not isinstance(one, (Device, Allocator, VirtualBuffer, AddressRange, SymmetricMemory)):
             raise TypeError(f"what: {one!r} is no device, pool, cache, virtual or symmetric memory, or address range")

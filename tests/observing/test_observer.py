@@ -466,7 +466,7 @@ class TestArguments:
             sa.observe(3)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="limit"):
             sa.observe(pool, limit=-1)
-        with pytest.raises(TypeError, match="depth"):
+        with pytest.raises(TypeError, match="depth must be an integer, not str"):
             sa.observe(pool, depth="all")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="driver"):
             sa.observe(pool, driver=machine)
