@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from streamalloc.core.device import Device
 from streamalloc.core.errors import undoing
+from streamalloc.core.ownership import close_all
 from streamalloc.core.stream import StreamLike
 from streamalloc.vmm.access import Rights
 from streamalloc.vmm.generic_handle import GenericAllocation
@@ -60,10 +61,12 @@ class RemappableBuffer(VirtualBuffer):
             Memory cannot be made, or not be mapped there.
         """
         wanted = tuple(names)
-        with self._lock:
+        made: list[GenericAllocation] = []
+        with self._lock, undoing(lambda: close_all(made)):
             pairs = zip(self._names, wanted, strict=False)
             same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            made = [make(place) for place in range(same, len(wanted))]
+            for place in range(same, len(wanted)):
+                made.append(make(place))
             entries = list(self.range._table())
             staying, going = entries[:same], entries[same:]
             if going:
@@ -82,5 +85,6 @@ class RemappableBuffer(VirtualBuffer):
                 entries = self._map_all(end, made)
                 self._mapped = entries[-1].stop if entries else end
                 self._names, self._nbytes = wanted, nbytes
+                made.clear()  # they are the buffer's
             for entry in going:
                 close_quietly(entry.memory)

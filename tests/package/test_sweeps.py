@@ -80,8 +80,8 @@ class Interrupts:
         return call
 
 
-class World:
-    """One of each class, through a driver that can be told to fail."""
+class Faults:
+    """A device and a stream through a driver that can be told to fail."""
 
     def __init__(self, machine: Any) -> None:
         self.machine = machine
@@ -93,60 +93,15 @@ class World:
         self.device = sa.Device(0, driver=self.driver)
         self.other = keep(self.device.create_stream())
         self.stream = keep(self.device.create_stream())
-        self.event = self.stream.record(keep(self.device.create_event(timing=True)))
-        self.pool = keep(sa.MemoryPool(self.device, release_threshold=GROWTH))
-        self.host_pool = keep(sa.MemoryPool(sa.MemLocation.host_numa(0), driver=self.driver))
-        self.host_pool.set_access(self.device, sa.MemAccess.READWRITE)
-        self.event_to_share = keep(self.device.create_event(interprocess=True))
-        self.buffer = keep(self.pool.allocate(64, self.stream))
-        with self.stream.capture() as self.graph:
-            self.buffer.fill(1)
-        keep(self.graph)
-        self.memory = keep(vmm.PhysicalMemory(PAGE, self.device))
-        self.free_memory = keep(vmm.PhysicalMemory(PAGE, self.device))
-        self.range = keep(vmm.AddressRange(4 * PAGE, driver=self.driver))
-        self.mapping = keep(self.range.map(self.memory, access=self.device))
-        self.growable = keep(vmm.GrowableBuffer(self.device, 8 * PAGE, PAGE))
-        self.group = keep(vmm.SleepGroup(self.device, backup=self.host_pool))
-        self.sleeper = keep(self.group.allocate(PAGE, self.stream, tag="one"))
-        self.recycler = keep(vmm.MemoryRecycler(self.device, 2 * PAGE))
-        self.recycler.take(PAGE).close()
-        self.cache = keep(CachingAllocator(self.pool))
-        self.cache.allocate(64, self.other).free()
-        self.stream.synchronize()
         self.contexts = self.depth()
         self.shapes: list[dict[str, Any]] = []
         """What an operation may leave: all of it, nothing of it, or one of its steps."""
-        self.things: dict[type, Any] = {
-            sa.Device: self.device,
-            sa.Stream: self.stream,
-            sa.Event: self.event,
-            sa.Buffer: self.buffer,
-            sa.BufferView: self.buffer[8:40],
-            sa.MemoryPool: self.pool,
-            sa.Graph: self.graph,
-            vmm.PhysicalMemory: self.free_memory,
-            vmm.AddressRange: self.range,
-            vmm.Mapping: self.mapping,
-            vmm.RangeView: self.range.view(0, 4096),
-            vmm.GrowableBuffer: self.growable,
-            vmm.SleepGroup: self.group,
-            vmm.MemoryRecycler: self.recycler,
-            CachingAllocator: self.cache,
-            object: None,
-        }
+        self.things: dict[type, Any] = {}
 
     def shape(self) -> dict[str, Any]:
-        """What there is, and how much of it is mapped where."""
+        """What there is."""
         end_what_was_dropped()
-        counts = {kind: len(handles) for kind, handles in self.checked.outstanding().items() if kind != "event"}
-        growable = self.growable
-        return {
-            **counts,
-            "range": self.range.closed or self.range.mapped_bytes,
-            "growable": growable.closed or (growable.nbytes, growable.mapped_bytes, growable.evicted),
-            "buffer": self.buffer.freed,
-        }
+        return {kind: len(handles) for kind, handles in self.checked.outstanding().items() if kind != "event"}
 
     def put_right(self) -> None:
         """What nobody can whom the driver has refused it: leave a context, and end a capture."""
@@ -172,6 +127,72 @@ class World:
         self.things.clear()
         with contextlib.suppress(sa.ClosedError):
             self.made.close()
+
+    @staticmethod
+    def left(checked: Any) -> dict[str, Any]:
+        """What was not given back through a driver, once all is closed and dropped."""
+        end_what_was_dropped()
+        if checked.outstanding():
+            gc.collect()
+            end_what_was_dropped()
+        return dict(checked.outstanding())
+
+
+class World(Faults):
+    """One of each class."""
+
+    def __init__(self, machine: Any) -> None:
+        super().__init__(machine)
+        keep = self.made.enter_context
+        self.event = self.stream.record(keep(self.device.create_event(timing=True)))
+        self.pool = keep(sa.MemoryPool(self.device, release_threshold=GROWTH))
+        self.host_pool = keep(sa.MemoryPool(sa.MemLocation.host_numa(0), driver=self.driver))
+        self.host_pool.set_access(self.device, sa.MemAccess.READWRITE)
+        self.event_to_share = keep(self.device.create_event(interprocess=True))
+        self.buffer = keep(self.pool.allocate(64, self.stream))
+        with self.stream.capture() as self.graph:
+            self.buffer.fill(1)
+        keep(self.graph)
+        self.memory = keep(vmm.PhysicalMemory(PAGE, self.device))
+        self.free_memory = keep(vmm.PhysicalMemory(PAGE, self.device))
+        self.range = keep(vmm.AddressRange(4 * PAGE, driver=self.driver))
+        self.mapping = keep(self.range.map(self.memory, access=self.device))
+        self.growable = keep(vmm.GrowableBuffer(self.device, 8 * PAGE, PAGE))
+        self.group = keep(vmm.SleepGroup(self.device, backup=self.host_pool))
+        self.sleeper = keep(self.group.allocate(PAGE, self.stream, tag="one"))
+        self.recycler = keep(vmm.MemoryRecycler(self.device, 2 * PAGE))
+        self.recycler.take(PAGE).close()
+        self.cache = keep(CachingAllocator(self.pool))
+        self.cache.allocate(64, self.other).free()
+        self.stream.synchronize()
+        self.things = {
+            sa.Device: self.device,
+            sa.Stream: self.stream,
+            sa.Event: self.event,
+            sa.Buffer: self.buffer,
+            sa.BufferView: self.buffer[8:40],
+            sa.MemoryPool: self.pool,
+            sa.Graph: self.graph,
+            vmm.PhysicalMemory: self.free_memory,
+            vmm.AddressRange: self.range,
+            vmm.Mapping: self.mapping,
+            vmm.RangeView: self.range.view(0, 4096),
+            vmm.GrowableBuffer: self.growable,
+            vmm.SleepGroup: self.group,
+            vmm.MemoryRecycler: self.recycler,
+            CachingAllocator: self.cache,
+            object: None,
+        }
+
+    def shape(self) -> dict[str, Any]:
+        """What there is, and how much of it is mapped where."""
+        growable = self.growable
+        return {
+            **super().shape(),
+            "range": self.range.closed or self.range.mapped_bytes,
+            "growable": growable.closed or (growable.nbytes, growable.mapped_bytes, growable.evicted),
+            "buffer": self.buffer.freed,
+        }
 
 
 def _captured(world: World, stream: sa.Stream) -> None:
@@ -298,8 +319,9 @@ def _makers() -> Iterator[Any]:
         yield pytest.param(object, lambda world, one, make=make: make(world), id=name)
 
 
-def _members() -> Iterator[Any]:
-    for kind in CLASSES:
+def members(classes: list[type], acts: dict[str, Any]) -> Iterator[Any]:
+    """The public operations of classes, and how each is performed."""
+    for kind in classes:
         for name in dir(kind):
             member = inspect.getattr_static(kind, name)
             if name.startswith("_") or inspect.ismemberdescriptor(member):
@@ -308,13 +330,13 @@ def _members() -> Iterator[Any]:
             if isinstance(member, property):
                 act = lambda world, one, name=name: (getattr(one, name), None)[1]  # noqa: E731
             elif callable(getattr(kind, name)):
-                act = ACTS.get(f"{kind.__name__}.{name}", ACTS.get(name))
+                act = acts.get(f"{kind.__name__}.{name}", acts.get(name))
             else:
                 continue
             yield pytest.param(kind, act, id=f"{kind.__name__}.{name}")
 
 
-def _perform(world: World, kind: type, act: Act) -> BaseException | None:
+def _perform(world: Any, kind: type, act: Act) -> BaseException | None:
     """Do it, and let go of what it gave; what it raised."""
     try:
         given = act(world, world.things[kind])
@@ -328,10 +350,15 @@ def _perform(world: World, kind: type, act: Act) -> BaseException | None:
 
 
 @pytest.mark.simulated_only("calls that fail are the same on any driver")
-@pytest.mark.parametrize(("kind", "act"), [*_members(), *_makers()])
+@pytest.mark.parametrize(("kind", "act"), [*members(CLASSES, ACTS), *_makers()])
 def test_each_call_fails_in_turn(machine: Any, kind: type, act: Act | None) -> None:
+    fails_in_turn(lambda: World(machine), kind, act)
+
+
+def fails_in_turn(new: Callable[[], Faults], kind: type, act: Any) -> None:
+    """Perform an operation in new worlds in which its first call fails, then the second, and so on."""
     assert act is not None, "a new operation: say in ACTS how to perform it"
-    world = World(machine)
+    world = new()
     before = len(world.faulty.seen)
     shapes = world.shapes
     shapes.append(world.shape())
@@ -343,7 +370,7 @@ def test_each_call_fails_in_turn(machine: Any, kind: type, act: Act | None) -> N
     world.close()
     for first in range(1, calls + 1, 1 + calls // MANY):
         for times in (0, 1, 2):
-            world = World(machine)
+            world = new()
             world.faulty._times = times
             if times:
                 world.faulty._target = len(world.faulty.seen) + first
@@ -358,22 +385,19 @@ def test_each_call_fails_in_turn(machine: Any, kind: type, act: Act | None) -> N
             if times == 1 and not any(name in ENDERS for name in failed):
                 # What the driver refuses to end is still there, and where undoing fails as well, there may be more.
                 assert world.shape() in shapes, (first, failed, shapes)
-            checked = world.checked
+            checked, left = world.checked, type(world).left
             world.close()
             del world, raised
-            end_what_was_dropped()
-            if checked.outstanding():
-                gc.collect()
-                end_what_was_dropped()
+            found = left(checked)
             twice = [str(one) for one in checked.hazards if one.kind == "double free"]
-            assert (checked.outstanding(), twice) == ({}, []), (first, times, failed)
+            assert (found, twice) == ({}, []), (first, times, failed)
 
 
 # Owners that need another process, several devices, or much beside them.
 ELSEWHERE = {
     "tests/core/test_graph.py": ["GraphBuffer"],
     "tests/vmm/test_faults.py": ["SparseArray", "TilePool", "StripedBuffer", "VirtualBuffer"],
-    "tests/ipc/sharing/test_faults.py": ["ImportedArray", "ImportedBuffer", "ImportedPool", "ImportedRange", "Shared"],
+    "tests/ipc/test_sweeps.py": ["ImportedArray", "ImportedBuffer", "ImportedPool", "ImportedRange", "Shared"],
     "tests/ipc/ring/test_ring.py": ["Ring", "RingConsumer", "RingItem", "RingProducer", "RingSlot"],
     "tests/ipc/transport": ["Channel", "Fd", "Listener", "Message", "Peer"],
     "tests/multicast/objects/test_object_faults.py": ["Binding", "MulticastObject", "MulticastView"],

@@ -1,0 +1,132 @@
+"""Every public operation on what is shared, with each of its driver calls failing in turn, as in tests/package.
+
+Sharing and opening are operations as well. The other process is another simulated machine of this one.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import ipc, vmm
+from tests.ipc.sharing.test_descriptor import again
+from tests.ipc.support import PAGE, POSIX, shared_pool
+from tests.package.test_sweeps import ACTS, Faults, fails_in_turn, members
+from tests.processes import eventually
+from tests.support import end_what_was_dropped
+
+CLASSES: list[type] = [
+    ipc.ImportedArray,
+    ipc.ImportedBuffer,
+    ipc.ImportedPool,
+    ipc.ImportedRange,
+    ipc.Shared,
+]
+# What stays for as long as the driver: the control block, and pools of others.
+KEPT = {"registered memory", "registered host memory", "imported pool", "pinned memory"}
+
+
+class Sharing(Faults):
+    """One of each class, through a driver that can be told to fail; and the owner of what is imported."""
+
+    def __init__(self, machine: Any) -> None:
+        super().__init__(machine)
+        keep = self.made.enter_context
+        theirs = sa.Device(0, driver=sd.simulated())
+        their_stream = keep(theirs.create_stream())
+        their_pool = keep(shared_pool(theirs))
+        self.of_theirs: dict[str, Any] = {
+            "buffer": keep(their_pool.allocate(4096, their_stream)),
+            "more": keep(their_pool.allocate(4096, their_stream)),
+            "array": keep(their_pool.allocate(4096, their_stream)),
+            "growable": keep(vmm.GrowableBuffer(theirs, 2 * PAGE, PAGE, handle_types=POSIX, stream=their_stream)),
+            "memory": keep(vmm.PhysicalMemory(PAGE, theirs, handle_types=POSIX)),
+            "event": keep(theirs.create_event(interprocess=True)),
+            "pool": their_pool,
+        }
+        their_stream.record(self.of_theirs["event"])
+        self.array = ipc.share(self.of_theirs["array"].view_as(np.float32))
+        theirs.synchronize()
+        self.pool = keep(shared_pool(self.device))
+        self.buffer = keep(self.pool.allocate(4096, self.stream))
+        self.growable = keep(vmm.GrowableBuffer(self.device, 2 * PAGE, PAGE, handle_types=POSIX, stream=self.stream))
+        self.memory = keep(vmm.PhysicalMemory(PAGE, self.device, handle_types=POSIX))
+        self.event = keep(self.device.create_event(interprocess=True))
+        self.things = {
+            ipc.ImportedArray: keep(self.opened(self.array)),
+            ipc.ImportedBuffer: keep(self.open("buffer")),
+            ipc.ImportedPool: self.open("pool"),
+            ipc.ImportedRange: keep(self.open("growable")),
+            ipc.Shared: ipc.share(self.buffer, hold=True),
+            object: None,
+        }
+        self.stream.synchronize()
+
+    def opened(self, shared: ipc.Shared) -> Any:
+        return ipc.open(bytes(shared), again(shared.fds), stream=self.stream, driver=self.driver)
+
+    def open(self, name: str) -> Any:
+        if name == "grown":
+            name = "growable"
+            self.of_theirs[name].resize(2 * PAGE)
+        return self.opened(ipc.share(self.of_theirs[name]))
+
+    def share(self, name: str) -> None:
+        ipc.share(getattr(self, name))
+
+    def shape(self) -> dict[str, Any]:
+        # Pools, control blocks and the threads that watch over them come and stay.
+        return {kind: count for kind, count in super().shape().items() if kind not in KEPT}
+
+    def close(self) -> None:
+        shared = self.things.get(ipc.Shared)
+        if shared is not None:
+            shared.cancel()
+        super().close()
+
+    @staticmethod
+    def left(checked: Any) -> dict[str, Any]:
+        def found() -> dict[str, Any]:
+            end_what_was_dropped()
+            return {kind: handles for kind, handles in checked.outstanding().items() if kind not in KEPT}
+
+        if found():
+            gc.collect()
+            eventually(lambda: not found(), 1.0)
+        return found()
+
+
+SHARED_ACTS: dict[str, Callable[[Any, Any], Any]] = {
+    **ACTS,
+    "set_access": lambda world, one: one.set_access(world.device),
+    "cancel": lambda world, one: one.cancel(),
+    "evict": lambda world, one: None,  # refused before the driver is asked
+    "hand_over": lambda world, one: one.hand_over(lambda: True),
+    "set_chunks": lambda world, one: world.open("grown"),
+    "to_bytes": lambda world, one: (one.to_bytes(), None)[1],
+}
+MAKERS: dict[str, Callable[[Sharing], Any]] = {
+    **{f"open {name}": functools.partial(Sharing.open, name=name) for name in ("more", "growable", "memory", "event")},
+    "open again": lambda world: world.open("buffer"),
+    **{
+        f"share {name}": functools.partial(Sharing.share, name=name)
+        for name in ("pool", "buffer", "growable", "memory", "event")
+    },
+}
+
+
+def _makers() -> list[Any]:
+    return [pytest.param(object, lambda world, one, make=make: make(world), id=name) for name, make in MAKERS.items()]
+
+
+@pytest.mark.simulated_only("calls that fail are the same on any driver")
+@pytest.mark.parametrize(("kind", "act"), [*members(CLASSES, SHARED_ACTS), *_makers()])
+def test_each_call_fails_in_turn(machine: Any, kind: type, act: Any) -> None:
+    fails_in_turn(lambda: Sharing(machine), kind, act)
