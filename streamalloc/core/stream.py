@@ -599,6 +599,8 @@ class Event(Closes):
         NotReadyError
             The work before one of them is not done.
         """
+        if not isinstance(start, Event):
+            raise TypeError(f"start must be an Event, not {type(start).__name__} ({start!r})")
         return float(
             self._door.call(
                 "cuEventElapsedTime",

@@ -234,7 +234,13 @@ def replay(
         The other library is not installed.
     KeyError
         There is no allocator of this name.
+    TypeError, ValueError
+        ``trace`` is no trace, or ``rounds`` less than 1.
     """
+    if not isinstance(trace, Trace):
+        raise TypeError(f"trace must be a Trace, not {type(trace).__name__} ({trace!r}); traces.load() reads one")
+    if isinstance(on, str) and on not in ALLOCATORS:
+        raise KeyError(f"no allocator has the name {on!r}: there are {', '.join(ALLOCATORS)}")
     if rounds < 1:
         raise ValueError(f"rounds={rounds}: at least one")
     device = Device(0) if device is None else device

@@ -48,6 +48,11 @@ class SleepGroup(Closes):
         it back.
     handle_types
         How the memory that :meth:`allocate` gives can be shared with other processes.
+
+    Raises
+    ------
+    TypeError
+        ``device`` is no device, or ``backup`` no pool.
     """
 
     __slots__ = ("_backup", "_copies", "_handle_types", "_members", "_own", "device")
@@ -62,6 +67,8 @@ class SleepGroup(Closes):
         check_device("device", device)
         self.device: Device = device
         """The device that it allocates from."""
+        if backup is not None and not isinstance(backup, MemoryPool):
+            raise TypeError(f"backup must be a MemoryPool, not {type(backup).__name__} ({backup!r})")
         self._backup = backup
         self._own = False
         self._handle_types = handle_types

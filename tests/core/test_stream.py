@@ -130,6 +130,8 @@ class TestEvents:
         end.synchronize()
         with pytest.raises(sa.InvalidHandleError, match="timing=True"):
             end.elapsed_since(start)
+        with pytest.raises(TypeError, match="start must be an Event, not Stream"):
+            end.elapsed_since(stream)  # type: ignore[arg-type]
 
     def test_options_that_do_not_go_together(self, device: sa.Device) -> None:
         with pytest.raises(ValueError, match="interprocess"):

@@ -186,7 +186,9 @@ class TestOurs:
     def test_bad_arguments(self, device: sa.Device) -> None:
         with pytest.raises(ValueError, match="rounds=0: at least one"):
             traces.replay(FOUR, "pool", device, rounds=0)
-        with pytest.raises(KeyError, match="abacus"):
+        with pytest.raises(TypeError, match="trace must be a Trace, not str"):
+            traces.replay("serving", "pool", device)  # type: ignore[arg-type]
+        with pytest.raises(KeyError, match=r"abacus.*there are raw, pool"):
             traces.replay(FOUR, "abacus", device)
 
 

@@ -188,6 +188,10 @@ class TestMembers:
         with pytest.raises(TypeError, match="VirtualBuffer"):
             group.add(wrong)
 
+    def test_a_backup_that_is_no_pool(self, device: sa.Device) -> None:
+        with pytest.raises(TypeError, match="backup must be a MemoryPool, not Device"):
+            vmm.SleepGroup(device, backup=device)  # type: ignore[arg-type]
+
 
 class TestAllOrNothing:
     def test_a_buffer_that_cannot_sleep(self, device: sa.Device, group: vmm.SleepGroup) -> None:
