@@ -19,7 +19,7 @@ from streamalloc.core.buffer import Allocator, Buffer, PlainBuffer, SharedState,
 from streamalloc.core.door import Door
 from streamalloc.core.later import Deferred, later_of
 from streamalloc.core.stream import Stream, StreamLike, direct_handle
-from streamalloc.core.watching import Watcher, look
+from streamalloc.core.watching import Watcher, look, was_asked
 from streamalloc.driver.internal import cuda
 
 __all__ = [
@@ -107,7 +107,12 @@ class Blocks:
         address = int(block)
         free = self._pool._free
         del self._all[address]
-        answer: tuple[Any] = free(address, raw)
+        try:
+            answer: tuple[Any] = free(address, raw)
+        except BaseException as error:
+            if not was_asked(self._pool, address, error):
+                self._all[address] = block
+            raise
         if answer[0]:
             self._all[address] = block
         return answer

@@ -71,6 +71,23 @@ class TestReuse:
             with pytest.raises(sa.ClosedError, match="was freed"):
                 _ = buffer.address
 
+    @pytest.mark.simulated_only("the driver's function is replaced")
+    def test_called_by_its_name_where_the_driver_is_not_asked(
+        self, pool: sa.MemoryPool, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*_: Any) -> None:
+            raise sd.DriverMisuseError("not asked")
+
+        with sa.CachingAllocator(pool) as cache:
+            buffer = cache.allocate(100, stream)
+            with monkeypatch.context() as patch:
+                patch.setattr(pool, "_free", refuse)
+                with pytest.raises(sd.DriverMisuseError):
+                    sa.Buffer.free(buffer)
+            assert buffer.address
+            sa.Buffer.free(buffer)
+            assert buffer.freed and pool.statistics().used == 0
+
     def test_freed_by_the_name_of_the_class(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         """``Buffer.free`` is not the method of its class, and goes past the cache."""
         buffer, other = cache.allocate(SIZE, stream), cache.allocate(SIZE, stream)
