@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -145,7 +146,10 @@ def _cache(device: sa.Device) -> None:
         kept.pop().free(device.default_stream)
         del kept
         device.synchronize()
-        cache.trim()
+        with warnings.catch_warnings():
+            # A free that a fault has put off may not have run yet.
+            warnings.simplefilter("ignore", sa.PendingFreesWarning)
+            cache.trim()
         cache.allocate(64, two).free()
         assert cache.statistics().in_use == 0
 
@@ -171,7 +175,10 @@ SCENARIOS: dict[str, Callable[[sa.Device], None]] = {
 # The calls whose failure a scenario is right to survive: it was told to try again, or the answer means "not known".
 SURVIVED = {
     ("try again when memory runs out", "CUDA_ERROR_OUT_OF_MEMORY"): {"cuMemAllocFromPoolAsync"},
-    ("a cache", "CUDA_ERROR_OUT_OF_MEMORY"): {"cuMemAllocFromPoolAsync"},
+    # What is dropped is freed later where the driver refuses the mode for that.
+    ("a cache", "CUDA_ERROR_OUT_OF_MEMORY"): {"cuMemAllocFromPoolAsync", "cuThreadExchangeStreamCaptureMode"},
+    ("a cache", "CUDA_ERROR_INVALID_VALUE"): {"cuThreadExchangeStreamCaptureMode"},
+    ("a cache", "CUDA_ERROR_UNKNOWN"): {"cuThreadExchangeStreamCaptureMode"},
     ("pointer attributes", "CUDA_ERROR_INVALID_VALUE"): {"cuPointerGetAttribute", "cuMemPoolGetAccess"},
 }
 # The error that is the first one when a later call of the scenario fails: memory had run out already.

@@ -50,22 +50,26 @@ def enter() -> None:
     """Wait for this thread's turn. In the middle of one, it goes on."""
     global _depth, _owner
     thread = threading.get_ident()
-    if _owner != thread:
-        for _ in _acquire:
-            break
-        _owner = thread
-        _keep_collections_out()
-    _depth += 1
+    if _owner == thread:
+        _depth += 1
+        return
+    for _ in _acquire:
+        break
+    _owner = thread
+    # Before the next function begins: a collection may come there, and its finalisers' calls are in the middle of this.
+    _depth = 1
+    _keep_collections_out()
 
 
 def leave() -> None:
     """The end of what :func:`enter` began."""
     global _depth, _owner
-    _depth -= 1
-    if not _depth:
-        _let_collections_in()
-        _owner = 0
-        _lock.release()
+    if _depth > 1:
+        _depth -= 1
+        return
+    _let_collections_in()
+    _owner = _depth = 0
+    _lock.release()
 
 
 def is_mine(ident: Callable[[], int] = threading.get_ident) -> bool:
@@ -86,8 +90,8 @@ def sleep(until: _thread.LockType, seconds: float) -> None:
         for _ in _acquire:
             break
         _owner = thread
-        _keep_collections_out()
         _depth = depth
+        _keep_collections_out()
 
 
 def _keep_collections_out(callbacks: list[Any] = gc.callbacks) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
+from streamalloc.driver.simulator import turns
 
 
 @pytest.fixture(params=[1, 7, 40, 80])
@@ -41,3 +43,30 @@ def test_garbage_of_streams_and_buffers(eager: None, seed: int | None) -> None:
     device.synchronize()
     driver.assert_nothing_left()
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("where", ["_keep_collections_out", "_let_collections_in"])
+def test_a_collection_at_the_edges_of_a_turn(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """From Python 3.12 on one may come where a function begins: its finalisers call in the middle of a turn."""
+    device = sa.Device(0, driver=sd.simulated())
+    function = getattr(turns, where)
+    seen: list[bool] = []
+
+    def begin() -> None:
+        if threading.current_thread() is thread and not seen:
+            seen.append(turns.is_mine())
+            assert device.driver.cuDeviceGetCount()[1] == 1
+            seen.append(turns.is_mine())
+        function()
+
+    def call() -> None:
+        for _ in range(3):
+            assert device.driver.cuDeviceGetCount()[1] == 1
+        done.append(not turns.is_mine())
+
+    done: list[bool] = []
+    thread = threading.Thread(target=call)
+    monkeypatch.setattr(turns, where, begin)
+    thread.start()
+    thread.join()
+    assert seen == [True, True] and done == [True]
