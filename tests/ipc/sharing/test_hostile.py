@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import mmap
 import random
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,6 +68,15 @@ class Words:
         at = self.place(kind, slot, importer)
         moved = int(self.all[at]) + chance.choice(STEPS)
         self.all[at] = chance.choice((*VALUES, *[moved % WORD] * len(VALUES)))
+
+    def let_all_go(self, stream: sa.Stream) -> None:
+        """End what a stream waits for, whatever that is: one of these is beyond it."""
+        end = time.monotonic() + 5
+        for quarter in itertools.cycle(range(4)):
+            if stream.query() or time.monotonic() > end:
+                return
+            self.all[control_block._HEADER_BYTES // 4 :] = quarter << 30
+            executed(stream, 0.005)
 
 
 def opened_by(machine: Any, shared: ipc.Shared) -> ipc.ImportedBuffer:
@@ -169,8 +181,67 @@ def test_exporter_survives(seed: int) -> None:
     live(seed)
 
 
+def ring_lives(seed: int) -> None:
+    """A producer goes on while a consumer writes what it likes into the words of slots; that dies, and all is well."""
+    chance = random.Random(seed)
+    exporter: Any = sd.checked(sd.simulated())
+    hostile: Any = sd.simulated()
+    device = sa.Device(0, driver=exporter)
+    with contextlib.ExitStack() as ending:
+        pool = ending.enter_context(shared_pool(device))
+        stream = ending.enter_context(device.create_stream())
+        ring = ipc.Ring.producer(pool, 256, 4, stream=stream)
+        mine, theirs = ipc.Channel.pair()
+        made: list[ipc.RingConsumer] = []
+        joins = threading.Thread(target=lambda: made.append(ipc.Ring.consumer(theirs, timeout=5, driver=hostile)))
+        joins.start()
+        ring.add(mine, 5)
+        joins.join(5)
+        consumer = made.pop()
+        block = consumer._items[0]._block
+        words = Words(block.fd)
+        items: list[ipc.RingItem] = []
+        for _ in range(24):
+            act = chance.randrange(8)
+            with contextlib.suppress(*REFUSED, ConnectionError, TimeoutError, EOFError):
+                if act < 3:
+                    kind = chance.choice(("announced", "ready", *IMPORTERS_OWN, *IMPORTERS_OWN))
+                    slot = chance.choice(consumer._items)._number
+                    words.spoil(chance, kind, slot, block.importer if kind in IMPORTERS_OWN else 0)
+                elif act < 5:
+                    ring.put(np.zeros(256, np.uint8), 0.001)
+                elif act < 7:
+                    items.append(consumer.next(0.001))
+                elif items:
+                    items.pop().release()
+        # It dies: its lock goes, and its connection.
+        theirs.shutdown()
+        block._own.close()
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            ring.next(0.1).give_back()
+        ring.close()
+
+        def used() -> int:
+            end_what_was_dropped()
+            return pool.statistics().used
+
+        assert eventually(lambda: not used()), (seed, used())
+        assert executed(stream), seed
+        with contextlib.suppress(*REFUSED):
+            consumer.close()
+        words.let_all_go(consumer.stream)
+    wrong = [str(one) for one in exporter.hazards if one.kind == "double free"]
+    assert not wrong, (seed, wrong)
+
+
+@pytest.mark.parametrize("seed", [*range(8), 32])
+def test_producer_survives(seed: int) -> None:
+    ring_lives(seed)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(1000, 2000, 50))
-def test_exporter_survives_many(seed: int) -> None:
+def test_both_survive_many(seed: int) -> None:
     for one in range(seed, seed + 50):
         live(one)
+        ring_lives(one)
