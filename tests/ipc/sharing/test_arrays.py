@@ -97,8 +97,8 @@ class TestOtherProcesses:
 
 class TestDescriptors:
     def described(self, pool: sa.MemoryPool, stream: sa.Stream) -> ipc.Descriptor:
-        buffer = self.buffer = pool.allocate(64, stream)
-        return ipc.share(buffer.view_as(np.float32, (4, 4))).descriptor
+        with pool.allocate(64, stream) as buffer:
+            return ipc.share(buffer.view_as(np.float32, (4, 4))).descriptor
 
     def test_fields(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         described = self.described(pool, stream)
