@@ -102,7 +102,7 @@ class _Mark:
 class _Shelf:
     """The free blocks of one size class and one stream."""
 
-    __slots__ = ("blocks", "lane", "marks", "nbytes")
+    __slots__ = ("blocks", "lane", "lost", "marks", "nbytes")
 
     def __init__(self, lane: _Lane, nbytes: int) -> None:
         self.lane = lane
@@ -111,6 +111,8 @@ class _Shelf:
         """What the fast path takes from."""
         self.marks: list[_Mark] = []
         """Blocks that other streams wait for."""
+        self.lost: bool = False
+        """Whether another stream has taken some since this one last asked for one."""
 
     def returned(self) -> None:
         """A block was put back on the slow path: where nobody takes it any more, it is given back."""
@@ -140,6 +142,7 @@ class _Shelf:
                 for _ in range(_SOME):
                     some.append(mark.blocks.pop())
             if some:
+                self.lost = True
                 return some
             with contextlib.suppress(ValueError):
                 self.marks.remove(mark)
@@ -344,6 +347,10 @@ class _Cache(Deferred):
         block = shelf.take() or lane.larger(shelf, nbytes)
         if block is not None or len(self.lanes) < 2 or self.capturing:
             return block
+        if shelf.lost:
+            # Streams that all use the size in turn would take it from each other each time: this one gets its own.
+            shelf.lost = False
+            return None
         for other in self.live():
             theirs = other.shelves.get(shelf.nbytes)
             if theirs is None or other is lane:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import sys
@@ -956,3 +957,22 @@ def test_a_driver_that_checks_uses_sees_every_allocation(machine: Any) -> None:
             first.synchronize()
         assert cache.statistics().cached == 0
     assert "use before allocation" in {hazard.kind for hazard in driver.hazards}
+
+
+def test_streams_that_use_a_size_in_turn_get_blocks_of_their_own(device: sa.Device, pool: sa.MemoryPool) -> None:
+    """They would otherwise take one from each other for ever, which asks the driver each time."""
+    with contextlib.ExitStack() as resources:
+        cache = resources.enter_context(sa.CachingAllocator(pool))
+        streams = [resources.enter_context(device.create_stream()) for _ in range(20)]
+        for _ in range(4):
+            for stream in streams:
+                cache.allocate(4096, stream).free()
+                stream.synchronize()
+        misses = cache.statistics().misses
+        addresses = []
+        for _ in range(3):
+            for stream in streams:
+                with cache.allocate(4096, stream) as buffer:
+                    addresses.append(buffer.address)
+        assert cache.statistics().misses == misses <= len(streams)
+        assert addresses[: len(streams)] * 3 == addresses and len(set(addresses)) == len(streams)
