@@ -38,8 +38,10 @@ class interrupts:
     def __init__(self, longest: float = 0.001) -> None:
         self._longest = longest
         self._over = False
+        self._inside: types.FrameType | None = None
 
     def __enter__(self) -> None:
+        self._inside = sys._getframe(1)
         # A finaliser that was stopped: the hook of pytest, which takes long, would be stopped as well.
         self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
         self._before = signal.signal(signal.SIGALRM, self._handle)
@@ -50,8 +52,11 @@ class interrupts:
             self._hook(found)
 
     def _handle(self, _: int, frame: types.FrameType | None) -> None:
-        if self._over:
-            return
+        caller = frame
+        while caller is not None and caller is not self._inside:
+            caller = caller.f_back
+        if self._over or caller is None:
+            return  # it came late, and the block, or the function that it is in, has been left
         signal.setitimer(signal.ITIMER_REAL, random.uniform(self._longest / 20, self._longest))
         # Not where the block begins and ends.
         if frame is not None and frame.f_code not in _AROUND:
@@ -59,6 +64,7 @@ class interrupts:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         self._over = True
+        self._inside = None
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, self._before)
         sys.unraisablehook = self._hook

@@ -18,7 +18,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc
-from tests.ipc.support import interrupts
+from tests.ipc.support import Interrupted, interrupts
 from tests.processes import SECONDS, Partner, There, eventually
 from tests.support import MiB
 
@@ -114,7 +114,11 @@ def _receive_byte(there: There) -> int:
 
 def _interrupted(there: There, after: float) -> None:
     message = there.kept["end"].receive(timeout=SECONDS)
-    with interrupts(after), ipc.open(message.data, message.handles, stream=there.stream):
+    with (
+        contextlib.suppress(Interrupted),
+        interrupts(after),
+        ipc.open(message.data, message.handles, stream=there.stream),
+    ):
         pass
     there.stream.synchronize()
 
