@@ -74,7 +74,8 @@ class TestHandlesTravelOnce:
             buffer.fill(7)
             for turn in range(40):
                 ipc.send(pair[0], buffer)
-                partner.run(_interrupted, 0.0001 * (1 + turn % 10))
+                with contextlib.suppress(Interrupted):  # where it came when all was done
+                    partner.run(_interrupted, 0.0001 * (1 + turn % 10))
             ipc.send(pair[0], buffer)
             assert partner.run(_receive_byte) == 7
         assert freed(pool)
