@@ -188,7 +188,6 @@ class Stream(Closes):
 
     def _open(self, *, non_blocking: bool = False) -> None:
         number = int(self._raw)
-        self._default = number in _DEFAULT_HANDLES
         # Whether a query sees all that later work would wait for: that of a blocking stream does not see what the
         # legacy stream has to do, while the legacy stream's sees the work of all blocking streams.
         self._sees_all = non_blocking or number in (0, _LEGACY)
