@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -68,6 +69,27 @@ def pending(stream: sa.Stream) -> bool:
     """Whether the stream still has work after a moment in which it could have run it."""
     time.sleep(0.005)
     return not stream.query()
+
+
+def free_in_threads(buffer: sa.Buffer, count: int) -> list[type[BaseException] | None]:
+    """Free a buffer in several threads at once: what each of them raised."""
+    start = threading.Barrier(count)
+    results: list[type[BaseException] | None] = []
+
+    def free() -> None:
+        start.wait()
+        try:
+            buffer.free()
+            results.append(None)
+        except BaseException as error:
+            results.append(type(error))
+
+    threads = [threading.Thread(target=free) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
 
 
 def names(driver: Any, *functions: str) -> list[str]:

@@ -17,7 +17,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.testing import Gate
-from tests.support import MiB, end_what_was_dropped, executed, holds, names
+from tests.support import MiB, end_what_was_dropped, executed, free_in_threads, holds, names
 
 Python = Callable[..., CompletedProcess[str]]
 
@@ -226,22 +226,7 @@ class TestThreads:
         device = sa.Device(0, driver=driver)
         with device.create_stream() as stream, sa.MemoryPool(device) as pool:
             for _ in range(20):
-                buffer = pool.allocate(64, stream)
-                barrier = threading.Barrier(4)
-                results: list[object] = []
-
-                def free(buffer: sa.Buffer = buffer, barrier: threading.Barrier = barrier) -> None:
-                    barrier.wait()
-                    try:
-                        results.append(buffer.free())  # type: ignore[func-returns-value]  # noqa: B023
-                    except BaseException as error:
-                        results.append(type(error))  # noqa: B023
-
-                threads = [threading.Thread(target=free) for _ in range(4)]
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
+                results = free_in_threads(pool.allocate(64, stream), 4)
                 assert results.count(None) == 1 and results.count(sa.ClosedError) == 3
 
 

@@ -18,7 +18,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.pool.caching import class_size
 from streamalloc.testing import Gate, settle
-from tests.support import GROWTH, KEEP, MiB, executed, holds, names
+from tests.support import GROWTH, KEEP, MiB, executed, free_in_threads, holds, names
 
 SIZE = 4096
 
@@ -806,22 +806,7 @@ def test_many_threads_for_long(device: sa.Device, pool: sa.MemoryPool) -> None:
 
 def test_one_buffer_is_freed_once(cache: sa.CachingAllocator, stream: sa.Stream) -> None:
     for _ in range(20):
-        buffer = cache.allocate(SIZE, stream)
-        barrier = threading.Barrier(4)
-        results: list[object] = []
-
-        def free(buffer: sa.Buffer = buffer, barrier: threading.Barrier = barrier) -> None:
-            barrier.wait()
-            try:
-                results.append(buffer.free())  # type: ignore[func-returns-value]  # noqa: B023
-            except BaseException as error:
-                results.append(type(error))  # noqa: B023
-
-        threads = [threading.Thread(target=free) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        results = free_in_threads(cache.allocate(SIZE, stream), 4)
         assert results.count(None) == 1 and results.count(sa.ClosedError) == 3
     assert cache.statistics()[4:] == (0, SIZE, 1)
 
