@@ -52,14 +52,16 @@ class interrupts:
             self._hook(found)
 
     def _handle(self, _: int, frame: types.FrameType | None) -> None:
-        caller = frame
+        caller, around = frame, False
         while caller is not None and caller is not self._inside:
+            # Not where the block begins and ends, nor in a handler that runs there: the next signal may come in it.
+            around = around or caller.f_code in _AROUND
             caller = caller.f_back
         if self._over or caller is None:
             return  # it came late, and the block, or the function that it is in, has been left
-        signal.setitimer(signal.ITIMER_REAL, random.uniform(self._longest / 20, self._longest))
-        # Not where the block begins and ends.
-        if frame is not None and frame.f_code not in _AROUND:
+        soon = self._longest if around else random.uniform(self._longest / 20, self._longest)
+        signal.setitimer(signal.ITIMER_REAL, soon)
+        if not around:
             raise Interrupted
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
@@ -71,7 +73,7 @@ class interrupts:
         return kind is Interrupted
 
 
-_AROUND = (interrupts.__enter__.__code__, interrupts.__exit__.__code__)
+_AROUND = tuple(vars(interrupts)[name].__code__ for name in ("__enter__", "__exit__", "_handle", "_unraisable"))
 
 
 class State(NamedTuple):

@@ -18,7 +18,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc
-from tests.ipc.support import Interrupted, interrupts
+from tests.ipc.support import interrupts
 from tests.processes import SECONDS, Partner, There, eventually
 from tests.support import MiB
 
@@ -74,8 +74,7 @@ class TestHandlesTravelOnce:
             buffer.fill(7)
             for turn in range(40):
                 ipc.send(pair[0], buffer)
-                with contextlib.suppress(Interrupted):  # where it came when all was done
-                    partner.run(_interrupted, 0.0001 * (1 + turn % 10))
+                partner.run(_interrupted, 0.0001 * (1 + turn % 10))
             ipc.send(pair[0], buffer)
             assert partner.run(_receive_byte) == 7
         assert freed(pool)
@@ -115,11 +114,7 @@ def _receive_byte(there: There) -> int:
 
 def _interrupted(there: There, after: float) -> None:
     message = there.kept["end"].receive(timeout=SECONDS)
-    with (
-        contextlib.suppress(Interrupted),
-        interrupts(after),
-        ipc.open(message.data, message.handles, stream=there.stream),
-    ):
+    with interrupts(after), ipc.open(message.data, message.handles, stream=there.stream):
         pass
     there.stream.synchronize()
 
