@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import itertools
+import signal
 import sys
 import threading
 import time
@@ -322,7 +323,12 @@ class TestExceptions:
             library.make(N)
         assert {type(one.exc_value) for one in seen} == {ZeroDivisionError}
 
-    def test_an_interrupt_comes_after_the_c_code(self, get: Get, pool: sa.MemoryPool) -> None:
+    def test_an_interrupt_comes_after_the_c_code(
+        self, get: Get, pool: sa.MemoryPool, request: pytest.FixtureRequest
+    ) -> None:
+        # A shell starts what runs in the background with the signal ignored.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
         library = get("torch")
         with library.use(Broken(pool, KeyboardInterrupt()), callbacks=True), pytest.raises(library.ends_with):
             library.make(N)

@@ -92,6 +92,17 @@ def state() -> State:
     return State(descriptors, mappings, len(os.listdir("/proc/self/task")))
 
 
+def no_more(before: State, after: State) -> bool:
+    """Threads come and go, and one that waits for a death has a file; nothing else may be there that was not.
+
+    There may be less: what earlier tests have left ends at any time.
+    """
+    more = max(after.threads - before.threads, 0)
+    assert after.descriptors <= before.descriptors + more and after.mappings <= before.mappings, (before, after)
+    assert more <= 1, (before, after)
+    return True
+
+
 # --- what tests have partners do
 
 

@@ -22,7 +22,18 @@ from streamalloc.ipc import Ring, RingConsumer, RingItem, RingProducer
 from streamalloc.ipc.ring.protocol import ANSWER, END, HELLO, MAGIC, PACKET, VERSION
 from streamalloc.ipc.sharing.lease import leases_of
 from streamalloc.testing import Gate
-from tests.ipc.support import busy, hold, idle, make_pool, make_stream, release, shared_pool, state, synchronize
+from tests.ipc.support import (
+    busy,
+    hold,
+    idle,
+    make_pool,
+    make_stream,
+    no_more,
+    release,
+    shared_pool,
+    state,
+    synchronize,
+)
 from tests.processes import SECONDS, Partner, There, eventually
 from tests.support import executed, filled, pattern, pending, shows
 
@@ -1136,10 +1147,10 @@ class TestClose:
             gate.open()
             partner.run(_close)
         round()
-        before = state(), partner.run(_state), words(leases)
+        before, there, free = state(), partner.run(_state), words(leases)
         for _ in range(10):
             round()
-        assert (state(), partner.run(_state), words(leases)) == before
+        assert no_more(before, state()) and no_more(there, partner.run(_state)) and words(leases) == free
 
 
 def words(leases: Any) -> int:

@@ -10,7 +10,16 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc, vmm
-from tests.ipc.support import POSIX, State, make_buffer, make_growable, make_pool, shared_pool, state, state_there
+from tests.ipc.support import (
+    POSIX,
+    make_buffer,
+    make_growable,
+    make_pool,
+    no_more,
+    shared_pool,
+    state,
+    state_there,
+)
 from tests.processes import SECONDS, Partner, There, eventually
 from tests.support import MiB, filled, shows
 
@@ -33,17 +42,9 @@ def unchanged(partner: Partner) -> Iterator[Callable[[Callable[[int], None], int
         before, before_there = state(), partner.run(state_there)
         for number in range(rounds):
             run(number)
-        assert _no_more(before, state()) and _no_more(before_there, partner.run(state_there))
+        assert no_more(before, state()) and no_more(before_there, partner.run(state_there))
 
     yield unchanged
-
-
-def _no_more(before: State, after: State) -> bool:
-    """Threads come and go, and one that waits for a death has a file; nothing else may be there that was not."""
-    more = max(after.threads - before.threads, 0)
-    assert after.descriptors <= before.descriptors + more and after.mappings <= before.mappings, (before, after)
-    assert more <= 1, (before, after)
-    return True
 
 
 Unchanged = Callable[[Callable[[int], None], int], None]
