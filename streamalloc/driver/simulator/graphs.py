@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from .allocations import Allocations, GraphAllocation
 from .constants import new_handle
@@ -22,15 +23,23 @@ AUTO_FREE_ON_LAUNCH = 1
 
 @dataclass(eq=False)
 class Node:
-    """One node. ``operation`` is what a launch does; allocations and frees have an address instead."""
+    """One node. ``operation`` is what a launch does, or ``enter`` does it in the stream of the launch; allocations
+    and frees have an address instead.
+    """
 
     kind: str
     graph: Graph
     after: list[Node]
     operation: Operation | None = None
+    enter: Callable[[Stream], object] | None = None
+    params: Any = None
+    """What the call that asks for the node's parameters answers, where the node was not captured."""
     address: int = 0
     size: int = 0
+    device: int = 0
+    """Of an allocation."""
     pool: Pool | None = None
+    """Of an allocation that was captured."""
     freed: bool = False
     """Of an allocation: another node frees it."""
     is_other: bool = False
@@ -40,14 +49,49 @@ class Node:
 
 @dataclass(eq=False)
 class Graph:
-    """A graph, in the order its nodes were captured."""
+    """A graph, in the order its nodes were captured or added."""
 
+    graphs: Graphs
     handle: int = field(default_factory=new_handle)
     nodes: list[Node] = field(default_factory=list)
     memories: dict[int, GraphMemory] = field(default_factory=dict)  # by device
     instances: int = 0
     frees: bool = False
     """Whether freeing was tried while it was captured, in vain or not."""
+    open: dict[int, Node] = field(default_factory=dict)
+    """Allocations that no node frees, by address."""
+
+    def add(self, kind: str, after: list[Node], operation: Operation | None = None) -> Node:
+        node = Node(kind, self, after, operation)
+        self.nodes.append(node)
+        self.graphs.nodes[node.handle] = node
+        return node
+
+    def allocate(self, size: int, device: int, after: list[Node]) -> Node:
+        memory = self.memories.get(device)
+        if memory is None:
+            memory = self.memories[device] = GraphMemory(self.graphs.devices[device].graphs)
+        earlier = ancestors(after) if memory.has_holes else ()
+        address = memory.place(size, earlier)
+        node = self.add("MEM_ALLOC", after)
+        node.address, node.size, node.device = address, size, device
+        self.open[address] = node
+        return node
+
+    def free(self, address: int, after: list[Node]) -> Node:
+        """Of what the graph allocated, or of what another graph allocates and does not free."""
+        self.frees = True
+        allocation = self.open.pop(address, None)
+        if allocation is None:
+            check(self.graphs.is_left(address))
+            node = self.add("MEM_FREE", after)
+            node.address, node.is_other = address, True
+            return node
+        allocation.freed = True
+        node = self.add("MEM_FREE", after)
+        node.address = address
+        self.memories[allocation.device].leave(address, allocation.size, node)
+        return node
 
     def unfreed(self) -> list[Node]:
         """Allocation nodes without a free node: these allocations outlive a launch."""
@@ -84,9 +128,8 @@ class GraphExec:
                 allocation.memory.freed(node.address, stream)
         self._in_use(stream, stream.submit(Operation(), clock={}))
         for node in self.graph.unfreed():
-            assert node.pool is not None and node.pool.device is not None
-            memory = self.graph.memories[node.pool.device]
-            allocations.add(GraphAllocation(node.address, node.size, node.pool.device, stream.context, memory))
+            memory = self.graph.memories[node.device]
+            allocations.add(GraphAllocation(node.address, node.size, node.device, stream.context, memory))
             memory.live.add(node.address)
 
     def upload(self, stream: Stream) -> None:
@@ -106,7 +149,7 @@ class GraphExec:
         stream.catch_up(clock)
         clock[stream.id] = stream.seq
         merge(clock, order)
-        outlives = {node.pool.device for node in self.graph.unfreed() if node.pool is not None}
+        outlives = {node.device for node in self.graph.unfreed()}
         slabs = [(memory, memory.prepare(clock, device in outlives)) for device, memory in self.graph.memories.items()]
 
         def map_memory() -> None:
@@ -135,7 +178,6 @@ class Capture:
         self._graphs = graphs
         self._caller = origin.timeline.caller
         self._frontier: dict[Stream, list[Node]] = {origin: []}
-        self._open: dict[int, Node] = {}  # allocations that are not freed, by address
         origin.capture = self
         graphs.captures.append(self)
 
@@ -161,42 +203,20 @@ class Capture:
     # -- nodes -----------------------------------------------------------------------------------------------
 
     def add(self, kind: str, operation: Operation | None, stream: Stream) -> Node:
-        node = Node(kind, self.graph, self._frontier[stream], operation)
-        self.graph.nodes.append(node)
-        self._graphs.nodes[node.handle] = node
+        node = self.graph.add(kind, self._frontier[stream], operation)
         self._frontier[stream] = [node]
         return node
 
     def allocate(self, size: int, pool: Pool, stream: Stream) -> int:
         assert pool.device is not None
-        memory = self.graph.memories.get(pool.device)
-        if memory is None:
-            memory = self.graph.memories[pool.device] = GraphMemory(self._graphs.devices[pool.device].graphs)
-        earlier = _ancestors(self._frontier[stream]) if memory.has_holes else ()
-        address = memory.place(size, earlier)
-        node = self.add("MEM_ALLOC", None, stream)
-        node.address, node.size, node.pool = address, size, pool
-        self._open[address] = node
-        return address
+        node = self.graph.allocate(size, pool.device, self._frontier[stream])
+        node.pool = pool
+        self._frontier[stream] = [node]
+        return node.address
 
     def free(self, address: int, stream: Stream) -> None:
-        """Only what the graph allocated can be freed in it; a mistake here does not spoil the capture."""
-        self.graph.frees = True
-        if address not in self._open:
-            self._free_other(address, stream)
-            return
-        allocation = self._open.pop(address)
-        allocation.freed = True
-        node = self.add("MEM_FREE", None, stream)
-        node.address = address
-        assert allocation.pool is not None and allocation.pool.device is not None
-        self.graph.memories[allocation.pool.device].leave(address, allocation.size, node)
-
-    def _free_other(self, address: int, stream: Stream) -> None:
-        """What another graph allocates and does not free can be freed here."""
-        check(self._graphs.is_left(address))
-        node = self.add("MEM_FREE", None, stream)
-        node.address, node.is_other = address, True
+        """A mistake here does not spoil the capture."""
+        self._frontier[stream] = [self.graph.free(address, self._frontier[stream])]
 
     # -- forks and joins -------------------------------------------------------------------------------------
 
@@ -232,7 +252,7 @@ class Capture:
         """The graph; fails where the capture was spoilt or left work behind in another stream."""
         if self.mode != RELAXED:
             check(self._caller is self.origin.timeline.caller, Result.CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD)
-        joined = _ancestors(self._frontier[self.origin])
+        joined = ancestors(self._frontier[self.origin])
         unjoined = any(node not in joined for nodes in self._frontier.values() for node in nodes)
         self._finish()
         if not self.valid or unjoined:
@@ -253,7 +273,8 @@ class Capture:
         self._graphs.destroy(self.graph)
 
 
-def _ancestors(nodes: Iterable[Node]) -> set[Node]:
+def ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes and all that come before them."""
     found: set[Node] = set()
     todo = list(nodes)
     while todo:
@@ -280,7 +301,7 @@ class Graphs:
         return any(node.address == address for graph in self.graphs.values() for node in graph.unfreed())
 
     def create(self) -> Graph:
-        graph = Graph()
+        graph = Graph(self)
         self.graphs[graph.handle] = graph
         return graph
 

@@ -29,7 +29,7 @@ from ..errors import NotModelled, check, need, not_modelled
 from ..memory import view_address
 from ..physical import Memory
 from ..timeline import Stream
-from .copies import CopyCalls
+from .planes import ARRAY, DEVICE, HOST, PlaneCalls
 
 _LAYERED, _GATHER, _SPARSE = 0x01, 0x08, 0x40  # CUDA_ARRAY3D_*
 # Surface, cube map, depth texture, deferred mapping (observed on H200: test_sparse_arrays).
@@ -39,12 +39,11 @@ _ONE_TAIL = 1  # CU_ARRAY_SPARSE_PROPERTIES_SINGLE_MIPTAIL
 _ARRAY, _MIPMAPPED_ARRAY = 0, 1  # CUresourcetype
 _LEVEL, _MIPTAIL = 0, 1  # CUarraySparseSubresourceType
 _MAP, _UNMAP = 1, 2  # CUmemOperationType
-_HOST, _DEVICE, _IN_ARRAY = 1, 2, 3  # CUmemorytype
 
 Change = tuple[Storage, Tile, "tuple[Memory, int] | None"]
 
 
-class ArrayCalls(CopyCalls):
+class ArrayCalls(PlaneCalls):
     """cuArray*, cuMipmappedArray*, cuMemMapArrayAsync, cuMemcpy3D*."""
 
     # -- making and ending -----------------------------------------------------------------------------------
@@ -241,20 +240,23 @@ class ArrayCalls(CopyCalls):
         self._copy_box(pCopy, hStream)
 
     def _copy_box(self, pCopy: Any, hStream: Any) -> None:
-        """Between an array and other memory; ``hStream`` None: a call that waits."""
+        """``hStream`` None: a call that waits."""
         copy = arguments.struct("pCopy", pCopy, cuda.CUDA_MEMCPY3D)
+        kinds = (arguments.field(copy, "srcMemoryType"), arguments.field(copy, "dstMemoryType"))
+        if ARRAY not in kinds:
+            self._copy_rows(copy, hStream, int(copy.Height), int(copy.Depth), None)
+            return
         waits = hStream is None
         stream = self._stream_to_launch_in(hStream, "cuMemcpy3DAsync")
-        kinds = (arguments.field(copy, "srcMemoryType"), arguments.field(copy, "dstMemoryType"))
-        if kinds.count(_IN_ARRAY) != 1 or not set(kinds) <= {_HOST, _DEVICE, _IN_ARRAY}:
+        if kinds.count(ARRAY) != 1 or not set(kinds) <= {HOST, DEVICE, ARRAY}:
             raise NotModelled("cuMemcpy3D other than between an array and host or device memory")
-        into = kinds[1] == _IN_ARRAY
+        into = kinds[1] == ARRAY
         side, other = ("dst", "src") if into else ("src", "dst")
         array, box = self._box(copy, side)
         if array.storage.context.device is not stream.context.device:
             raise NotModelled("a copy of an array in a stream of another device")
         linear = self._linear(copy, other, box, kinds[0 if into else 1])
-        end = self._linear_end(linear, box, stream.context, into, kinds[0 if into else 1] == _DEVICE)
+        end = self._linear_end(linear, box, stream.context, into, kinds[0 if into else 1] == DEVICE)
         size = box.width * box.height * box.depth
         if into and end is None and not self._quiet(stream, size):
             # pageable memory is read before the call returns
@@ -285,7 +287,7 @@ class ArrayCalls(CopyCalls):
         pitch, height = int(getattr(copy, f"{side}Pitch")), int(getattr(copy, f"{side}Height"))
         not_modelled(getattr(copy, f"{side}LOD"), "cuMemcpy3D of another level of detail")
         check(x + box.width <= pitch and (box.depth == 1 or y + box.height <= height))
-        address = int(getattr(copy, f"{side}Device" if kind == _DEVICE else f"{side}Host"))
+        address = int(getattr(copy, f"{side}Device" if kind == DEVICE else f"{side}Host"))
         return Linear(address + (z * height + y) * pitch + x, pitch, height * pitch)
 
     def _linear_end(

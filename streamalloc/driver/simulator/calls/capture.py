@@ -10,9 +10,9 @@ from .. import arguments
 from ..arguments import UnsignedLongLong
 from ..errors import Fault, Result, check, need, not_modelled
 from ..graphs import AUTO_FREE_ON_LAUNCH, RELAXED, Capture, Graph, GraphExec, Node
+from ..moves import Fill
 from ..timeline import Stream
 from .base import EDGE_DATA, Calls
-from .copies import Fill
 
 _ACTIVE = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
 _INACTIVE = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE

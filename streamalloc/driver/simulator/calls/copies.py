@@ -15,91 +15,13 @@ from ..allocations import Allocation, HostMemory
 from ..arguments import DevicePointer, HostPointer, Size
 from ..constants import HOST, READ, READ_WRITE, STEP, device_place
 from ..contexts import Context
-from ..errors import NotModelled, Result, check, need, not_modelled
-from ..machine import Machine
-from ..memory import view_address
-from ..multicast import Segment
+from ..errors import NotModelled, check, need, not_modelled
+from ..moves import Copy, Shape, fill
 from ..physical import least_right
 from ..timeline import Operation, Stream
 from .base import Calls
 
 _READING = "reading a multicast object with a copy: hardware defines it for multimem.ld_reduce alone"
-
-
-class Move(Operation):
-    """Writes bytes step by step; memory that is gone by then breaks the context instead of the process."""
-
-    def __init__(self, machine: Machine, context: Context, target: int, size: int, source: int | None = None) -> None:
-        self._machine = machine
-        self._context = context
-        self._target = target
-        self._size = size
-        self._done = 0
-        # ordinary host memory is nobody's business here
-        self._into_simulated = machine.supply.arenas.find(target) is not None
-        simulated = source is not None and machine.supply.arenas.find(source) is not None
-        self._simulated_source = source if simulated else None
-        self.heavy: bool = size > STEP
-
-    def step(self) -> bool:
-        size = min(STEP, self._size - self._done)
-        targets = self._targets(size)
-        source = self._simulated_source
-        if targets and (source is None or self._machine.supply.is_backed(source + self._done, size)):
-            for address, at, length in targets:
-                self.put(address, self._done + at, length)
-            self._done += size
-        else:
-            self.fail()
-        return self._done >= self._size
-
-    def fail(self) -> None:
-        self._context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
-        self._done = self._size
-
-    def _targets(self, size: int) -> list[Segment] | None:
-        """Where the next bytes go: to one address, or to that of each replica of multicast memory."""
-        target = self._target + self._done
-        if not self._into_simulated or self._machine.supply.is_backed(target, size):
-            return [Segment(target, 0, size)]
-        return self._machine.multicast.targets(target, size)
-
-    @property
-    def target(self) -> int:
-        return self._target
-
-    def touches(self, start: int, end: int) -> bool:
-        """Whether it has a byte of a range of simulated addresses to read or write."""
-        ends = (self._target if self._into_simulated else None, self._simulated_source)
-        return any(one is not None and one < end and start < one + self._size for one in ends)
-
-    def put(self, address: int, offset: int, size: int) -> None:
-        """Write the bytes from ``offset`` on to an address."""
-        raise NotImplementedError
-
-
-class Copy(Move):
-    """Copies from an address, or from bytes that were taken when the call was made."""
-
-    def __init__(self, machine: Machine, context: Context, target: int, source: int | bytes, size: int) -> None:
-        super().__init__(machine, context, target, size, None if isinstance(source, bytes) else source)
-        self._keep = source
-        self._source = view_address(source) if isinstance(source, bytes) else source
-
-    def put(self, address: int, offset: int, size: int) -> None:
-        ctypes.memmove(address, self._source + offset, size)
-
-
-class Fill(Move):
-    def __init__(self, machine: Machine, context: Context, target: int, pattern: bytes, count: int) -> None:
-        super().__init__(machine, context, target, count * len(pattern))
-        self._pattern = pattern
-
-    def put(self, address: int, offset: int, size: int) -> None:
-        if len(set(self._pattern)) == 1:
-            ctypes.memset(address, self._pattern[0], size)
-        else:
-            ctypes.memmove(address, self._pattern * (size // len(self._pattern)), size)
 
 
 _VALUES: dict[int, Callable[[Any], int]] = {
@@ -132,19 +54,22 @@ class CopyCalls(Calls):
     def cuMemsetD32Async(self, dstDevice: Any, ui: Any, N: Any, hStream: Any) -> None:
         self._fill(dstDevice, ui, N, 4, hStream)
 
-    def _fill(self, dstDevice: Any, value: Any, N: Any, width: int, hStream: Any = 0) -> None:
+    def _fill(
+        self, dstDevice: Any, value: Any, N: Any, width: int, hStream: Any = 0, rows: int = 1, pitch: int = 0
+    ) -> None:
         # without a stream it goes into the legacy stream, and the host does not wait (observed on H200: test_copies)
         address = arguments.device_pointer(dstDevice)
         pattern = _VALUES[width](value).to_bytes(width, "little")
         count = arguments.size_t(N)
         stream = self._stream(hStream)
         captured = bool(self._machine.graphs.captures) and self._captured(stream)
-        if not count:
+        if not count or not rows:
             return
+        size = count * width
         if not captured:  # a graph is not checked while it is captured (observed on H200: test_capture)
             check(address % width == 0)
-            self._check_fill(address, count * width, stream.context)
-        self._submit(stream, Fill(self._machine, stream.context, address, pattern, count), "MEMSET")
+            self._check_fill(address, (rows - 1) * pitch + size, stream.context)
+        self._submit(stream, fill(self._machine, stream.context, address, pattern, count, rows, pitch), "MEMSET")
 
     def _check_fill(self, address: int, size: int, context: Context) -> None:
         allocation = need(self._machine.allocations.find(address))
@@ -204,10 +129,17 @@ class CopyCalls(Calls):
         self._copy(dstDevice, srcDevice, ByteCount, hStream, "both", contexts)
 
     def _copy(
-        self, target: int, source: int, size: int, hStream: Any = None, device: str = "", contexts: Any = None
+        self,
+        target: int,
+        source: int,
+        size: int,
+        hStream: Any = None,
+        device: str = "",
+        contexts: Any = None,
+        shape: Shape | None = None,
     ) -> None:
         """``device`` says which ends the caller promised to be device memory; ``hStream`` None: a call that
-        waits.
+        waits; ``shape``: of what is no single row.
 
         Pool memory must be accessible from the device of the current context, plain memory from anywhere
         (observed on H200: test_two_devices; the driver stages such copies).
@@ -219,23 +151,29 @@ class CopyCalls(Calls):
         if captured:
             if machine.multicast.mapping_at(source) is not None:
                 raise NotModelled(_READING)
-            stream.capture.add("MEMCPY", Copy(machine, stream.context, target, source, size), stream)
+            stream.capture.add("MEMCPY", self._move(stream, target, source, size, shape), stream)
             return
         if not size:
             return
         here = machine.current_or_none() or stream.context
         target_context, source_context = contexts or (here, here)
-        destination = self._copy_end(target, size, device in ("dst", "both"), device == "both", target_context)
-        origin = self._copy_end(source, size, device in ("src", "both"), device == "both", source_context)
-        self._check_mapped(target, size, destination, READ_WRITE, target_context, origin)
-        self._check_mapped(source, size, origin, READ, source_context, destination)
+        written, read = (size, size) if shape is None else (shape.target_span, shape.source_span)
+        destination = self._copy_end(target, written, device in ("dst", "both"), device == "both", target_context)
+        origin = self._copy_end(source, read, device in ("src", "both"), device == "both", source_context)
+        self._check_mapped(target, written, destination, READ_WRITE, target_context, origin)
+        self._check_mapped(source, read, origin, READ, source_context, destination)
         at_once = origin is not None or destination is None or self._quiet(stream, size)
         # pageable memory is read before the call returns
-        taken = source if at_once else ctypes.string_at(source, size)
-        stream.submit(Copy(machine, stream.context, target, taken, size))
+        taken = source if at_once else ctypes.string_at(source, read)
+        stream.submit(self._move(stream, target, taken, size, shape))
         on_host = any(end is None or end.on_host for end in (destination, origin))
         if destination is None or (waits and on_host):
             self._finish(stream)
+
+    def _move(self, stream: Stream, target: int, source: int | bytes, size: int, shape: Shape | None) -> Operation:
+        if shape is None:
+            return Copy(self._machine, stream.context, target, source, size)
+        return shape.copy(self._machine, stream.context, target, source)
 
     def _quiet(self, stream: Stream, size: int) -> bool:
         """Whether a small operation submitted now runs before the call returns."""

@@ -13,11 +13,12 @@ from ..constants import GRANULARITY, READ, READ_WRITE, STEP, Handle, device_plac
 from ..contexts import Context
 from ..errors import Fault, NotModelled, Result, check, not_modelled
 from ..machine import Machine
+from ..moves import Move
 from ..multicast import Backing, MulticastObject, Segment
 from ..physical import Memory
 from ..timeline import Stream
 from .base import driver_call
-from .copies import CopyCalls, Move
+from .copies import CopyCalls
 
 Apply = Callable[[int, int, int], None]
 Combine = Callable[[list[bytes]], bytes]

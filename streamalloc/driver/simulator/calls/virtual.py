@@ -16,10 +16,10 @@ from ..arrays import TileCopy
 from ..constants import GRANULARITY, HOST, PINNED, Handle, Location, Place, device_place
 from ..errors import Fault, NotModelled, Result, check, need, not_modelled
 from ..machine import Machine
+from ..moves import Move, Rows
 from ..multicast import MulticastObject
 from ..physical import Mapping, Memory, Properties
 from .base import Calls
-from .copies import Move
 
 _TILE_POOL = 1  # CUmemAllocationProp.allocFlags.usage
 _PAGE, _LARGE_PAGE = 4096, 64 << 10
@@ -159,7 +159,8 @@ class VirtualMemoryCalls(Calls):
 
     def _is_in_use(self, start: int, end: int) -> bool:
         queues = [stream.queue for stream in self._machine.timeline.streams.values()]
-        return any(isinstance(one, (Move, TileCopy)) and one.touches(start, end) for queue in queues for one in queue)
+        moves = (one for queue in queues for one in queue if isinstance(one, (Move, Rows, TileCopy)))
+        return any(one.touches(start, end) for one in moves)
 
     def _wanted(self, place: Place, flags: int, on_device: bool) -> tuple[Place, int]:
         if place.type == Location.DEVICE:

@@ -1,0 +1,166 @@
+"""What copies and fills do when their turn in a stream comes: bytes move step by step."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .constants import STEP
+from .contexts import Context
+from .errors import Result
+from .machine import Machine
+from .memory import view_address
+from .multicast import Segment
+from .timeline import Operation
+
+
+class Move(Operation):
+    """Writes bytes step by step; memory that is gone by then breaks the context instead of the process."""
+
+    def __init__(self, machine: Machine, context: Context, target: int, size: int, source: int | None = None) -> None:
+        self._machine = machine
+        self._context = context
+        self._target = target
+        self._size = size
+        self._done = 0
+        # ordinary host memory is nobody's business here
+        self._into_simulated = machine.supply.arenas.find(target) is not None
+        simulated = source is not None and machine.supply.arenas.find(source) is not None
+        self._simulated_source = source if simulated else None
+        self.heavy: bool = size > STEP
+
+    def step(self) -> bool:
+        size = min(STEP, self._size - self._done)
+        targets = self._targets(size)
+        source = self._simulated_source
+        if targets and (source is None or self._machine.supply.is_backed(source + self._done, size)):
+            for address, at, length in targets:
+                self.put(address, self._done + at, length)
+            self._done += size
+        else:
+            self.fail()
+        return self._done >= self._size
+
+    def fail(self) -> None:
+        self._context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
+        self._done = self._size
+
+    def _targets(self, size: int) -> list[Segment] | None:
+        """Where the next bytes go: to one address, or to that of each replica of multicast memory."""
+        target = self._target + self._done
+        if not self._into_simulated or self._machine.supply.is_backed(target, size):
+            return [Segment(target, 0, size)]
+        return self._machine.multicast.targets(target, size)
+
+    @property
+    def target(self) -> int:
+        return self._target
+
+    def touches(self, start: int, end: int) -> bool:
+        """Whether it has a byte of a range of simulated addresses to read or write."""
+        ends = (self._target if self._into_simulated else None, self._simulated_source)
+        return any(one is not None and one < end and start < one + self._size for one in ends)
+
+    def put(self, address: int, offset: int, size: int) -> None:
+        """Write the bytes from ``offset`` on to an address."""
+        raise NotImplementedError
+
+
+class Copy(Move):
+    """Copies from an address, or from bytes that were taken when the call was made."""
+
+    def __init__(self, machine: Machine, context: Context, target: int, source: int | bytes, size: int) -> None:
+        super().__init__(machine, context, target, size, None if isinstance(source, bytes) else source)
+        self._keep = source
+        self._source = view_address(source) if isinstance(source, bytes) else source
+
+    def put(self, address: int, offset: int, size: int) -> None:
+        ctypes.memmove(address, self._source + offset, size)
+
+
+class Fill(Move):
+    def __init__(self, machine: Machine, context: Context, target: int, pattern: bytes, count: int) -> None:
+        super().__init__(machine, context, target, count * len(pattern))
+        self._pattern = pattern
+
+    def put(self, address: int, offset: int, size: int) -> None:
+        if len(set(self._pattern)) == 1:
+            ctypes.memset(address, self._pattern[0], size)
+        else:
+            ctypes.memmove(address, self._pattern * (size // len(self._pattern)), size)
+
+
+class Rows(Operation):
+    """Moves of one size after each other: the rows of a plane or of a box."""
+
+    def __init__(self, count: int, size: int, row: Callable[[int], Move]) -> None:
+        self._count = count
+        self._size = size
+        self._row = row
+        self._done = 0
+        self._begun: Move | None = None
+        self.heavy: bool = count * size > STEP
+
+    def step(self) -> bool:
+        moved = 0
+        while self._done < self._count and moved < STEP:
+            move = self._begun or self._row(self._done)
+            done = move.step()
+            self._begun = None if done else move
+            self._done += done
+            moved += min(self._size, STEP)
+        return self._done == self._count
+
+    def touches(self, start: int, end: int) -> bool:
+        """Whether it has a byte of a range of simulated addresses to read or write."""
+        return any(self._row(at).touches(start, end) for at in range(self._count))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A plane or a box of bytes: what a copy moves, and how its rows lie in the memory of both ends."""
+
+    width: int
+    height: int
+    depth: int
+    target_pitch: int
+    target_slice: int
+    source_pitch: int
+    source_slice: int
+
+    @property
+    def size(self) -> int:
+        return self.width * self.height * self.depth
+
+    @property
+    def target_span(self) -> int:
+        """Bytes from the first that is written to behind the last."""
+        return (self.depth - 1) * self.target_slice + (self.height - 1) * self.target_pitch + self.width
+
+    @property
+    def source_span(self) -> int:
+        return (self.depth - 1) * self.source_slice + (self.height - 1) * self.source_pitch + self.width
+
+    def copy(self, machine: Machine, context: Context, target: int, source: int | bytes) -> Operation:
+        """The copy between two addresses, or from bytes that were taken when the call was made."""
+        if self.height * self.depth == 1:
+            return Copy(machine, context, target, source, self.width)
+        start = view_address(source) if isinstance(source, bytes) else source
+
+        def row(number: int, keep: object = source) -> Move:
+            z, y = divmod(number, self.height)
+            to = target + z * self.target_slice + y * self.target_pitch
+            return Copy(machine, context, to, start + z * self.source_slice + y * self.source_pitch, self.width)
+
+        return Rows(self.height * self.depth, self.width, row)
+
+
+def fill(
+    machine: Machine, context: Context, target: int, pattern: bytes, count: int, rows: int = 1, pitch: int = 0
+) -> Operation:
+    """The fill of ``rows`` rows of ``count`` elements each."""
+    if rows == 1:
+        return Fill(machine, context, target, pattern, count)
+    size = count * len(pattern)
+    return Rows(rows, size, lambda number: Fill(machine, context, target + number * pitch, pattern, count))
