@@ -19,6 +19,7 @@ from .calls.pools import PoolCalls
 from .calls.sharing import SharingCalls
 from .calls.streams import StreamCalls
 from .calls.virtual import VirtualMemoryCalls
+from .calls.words import WordCalls
 from .errors import NotModelled
 from .machine import Machine
 from .profiles import MachineSpec
@@ -28,6 +29,7 @@ class SimulatedDriver(
     DeviceCalls,
     ContextCalls,
     StreamCalls,
+    WordCalls,
     PlainMemoryCalls,
     ArrayCalls,
     MulticastCalls,

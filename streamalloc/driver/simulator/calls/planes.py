@@ -84,8 +84,7 @@ class PlaneCalls(CopyCalls):
         not_modelled(ARRAY in kinds, "a copy of a plane of an array")
         width = int(copy.WidthInBytes)
         (target, *target_steps), (source, *source_steps) = (
-            self._side(copy, side, kind, width, height, depth)
-            for side, kind in zip(("dst", "src"), kinds, strict=True)
+            self._side(copy, side, kind, width, height, depth) for side, kind in zip(("dst", "src"), kinds, strict=True)
         )
         device = {(DEVICE, DEVICE): "both", (DEVICE, HOST): "dst", (HOST, DEVICE): "src"}.get(kinds, "")
         shape = Shape(width, height, depth, *target_steps, *source_steps)

@@ -1,19 +1,18 @@
-"""Streams, events, waits on memory words, host functions."""
+"""Streams, events, host functions."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
-from ..arguments import HostFunctionHandle, HostPointer, Int, UnsignedInt, Word32, Word64
-from ..constants import LEGACY_STREAM, PER_THREAD_STREAM, READ_WRITE, EventFlag, device_place
-from ..errors import Fault, NotModelled, Result, check, need, not_modelled
+from ..arguments import HostFunctionHandle, HostPointer, Int, UnsignedInt
+from ..constants import LEGACY_STREAM, PER_THREAD_STREAM, EventFlag
+from ..errors import Fault, Result, check, need, not_modelled
 from ..events import Event
-from ..timeline import Call, HostFunction, Operation, Stream, Until, merge
+from ..timeline import HostFunction, Operation, Until, merge
 from .base import Calls
 
 _NON_BLOCKING = 1
@@ -21,27 +20,11 @@ _NON_BLOCKING = 1
 # An interprocess event must not keep time (observed on H200: test_events).
 _EVENT_FLAGS = {f for f in range(8) if not f & EventFlag.INTERPROCESS or f & EventFlag.DISABLE_TIMING}
 
-# How a word is compared with the value that is waited for, by flag.
-_GEQ, _EQ, _AND, _NOR = range(4)
-_FLUSH = 1 << 30
 _EXTERNAL = 1
 """CU_EVENT_WAIT_EXTERNAL: in a capture, wait for what is recorded elsewhere by the time of a launch."""
 
 
-def _comparison(flag: int, bits: int) -> Callable[[int, int], bool]:
-    mask = (1 << bits) - 1
-    comparisons: dict[int, Callable[[int, int], bool]] = {
-        _GEQ: lambda word, value: ((word - value) & mask) < 1 << (bits - 1),  # cyclic
-        _EQ: lambda word, value: word == value,
-        _AND: lambda word, value: word & value != 0,
-        _NOR: lambda word, value: ~(word | value) & mask != 0,
-    }
-    check(flag in comparisons)
-    return comparisons[flag]
-
-
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_WORDS = {32: ctypes.c_uint32, 64: ctypes.c_uint64}
 
 
 class StreamCalls(Calls):
@@ -150,66 +133,6 @@ class StreamCalls(Calls):
             live = self._machine.timeline.streams
             if not event.flags & EventFlag.INTERPROCESS:  # pools do not see what these order (H200: test_placements)
                 merge(stream.clock, {number: seq for number, seq in record.clock.items() if number in live})
-
-    def cuStreamWaitValue32(self, stream: Any, addr: Any, value: Word32, flags: Any) -> None:
-        self._wait_value(stream, addr, value, flags, 32)
-
-    def cuStreamWaitValue64(self, stream: Any, addr: Any, value: Word64, flags: Any) -> None:
-        self._wait_value(stream, addr, value, flags, 64)
-
-    def _wait_value(self, stream: Any, addr: Any, value: int, flags: Any, bits: int) -> None:
-        target = self._stream(stream)
-        address, flag = self._word(target, addr, bits), arguments.unsigned_int(flags)
-        # observed on H200 (test_mapped_words); CAN_FLUSH_REMOTE_WRITES says so
-        check(not flag & _FLUSH, Result.CUDA_ERROR_NOT_SUPPORTED)
-        compare = _comparison(flag, bits)
-        # what is queued must not refer to the driver object, whose end is the end of the machine
-        machine, context, word = self._machine, target.context, _WORDS[bits]
-
-        def arrived() -> bool:
-            if not machine.supply.is_mapped(address, bits // 8):
-                context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
-                return True
-            return compare(word.from_address(address).value, value)
-
-        self._submit(target, Until(arrived), "BATCH_MEM_OP")
-
-    def cuStreamWriteValue32(self, stream: Any, addr: Any, value: Word32, flags: Any) -> None:
-        self._write_value(stream, addr, value, flags, 32)
-
-    def cuStreamWriteValue64(self, stream: Any, addr: Any, value: Word64, flags: Any) -> None:
-        self._write_value(stream, addr, value, flags, 64)
-
-    def _write_value(self, stream: Any, addr: Any, value: int, flags: Any, bits: int) -> None:
-        target = self._stream(stream)
-        address = self._word(target, addr, bits, written=True)
-        # CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER is refused, too (observed on H200: test_mapped_words).
-        check(not arguments.unsigned_int(flags))
-        machine, context, word = self._machine, target.context, _WORDS[bits]
-
-        def write() -> None:
-            if machine.supply.is_mapped(address, bits // 8):
-                word.from_address(address).value = value
-                machine.timeline.announce()
-            else:
-                context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
-
-        self._submit(target, Call(write), "BATCH_MEM_OP")
-
-    def _word(self, stream: Stream, addr: Any, bits: int, written: bool = False) -> int:
-        """An aligned word in plain device, pinned, registered or mapped memory; pool memory is refused here."""
-        address = arguments.device_pointer(addr)
-        allocation = self._machine.allocations.find(address)
-        check(address % (bits // 8) == 0 and allocation is not None and allocation.pool is None)
-        assert allocation is not None
-        if allocation.mapping is not None:
-            not_modelled(allocation.mapping.is_multicast, "waiting for or writing a word of a multicast object")
-            right = allocation.mapping.right(device_place(stream.context.device.ordinal))
-            check(right)  # at the call, whatever is granted later (observed on H200: test_mapped_words)
-            if written and right != READ_WRITE:
-                raise NotModelled("writing a word of memory that may only be read: the context breaks")
-        check(address + bits // 8 <= allocation.base + max(allocation.size, 8))
-        return address
 
     def cuLaunchHostFunc(self, hStream: Any, fn: HostFunctionHandle, userData: HostPointer) -> None:
         stream = self._stream(hStream)

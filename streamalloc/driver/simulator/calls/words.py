@@ -1,0 +1,140 @@
+"""Streams that wait for a word of memory, or write one."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from streamalloc.driver.bindings import cuda
+
+from .. import arguments
+from ..arguments import DevicePointer, UnsignedInt, Word32, Word64
+from ..constants import READ_WRITE, device_place
+from ..contexts import Context
+from ..errors import NotModelled, Result, check, not_modelled
+from ..timeline import Call, Operation, Until
+from .base import Calls
+
+# How a word is compared with the value that is waited for, by flag.
+_GEQ, _EQ, _AND, _NOR = range(4)
+_FLUSH = 1 << 30
+# CUstreamBatchMemOpType
+_WAIT_32, _WRITE_32, _WAIT_64, _WRITE_64 = 1, 2, 4, 5
+_BARRIERS = (6,)
+_ENTRY = struct.Struct("=i4xQQI")  # of a CUstreamBatchMemOpParams
+_MOST = 256
+
+_WORDS = {32: ctypes.c_uint32, 64: ctypes.c_uint64}
+
+
+def _comparison(flag: int, bits: int) -> Callable[[int, int], bool]:
+    mask = (1 << bits) - 1
+    comparisons: dict[int, Callable[[int, int], bool]] = {
+        _GEQ: lambda word, value: ((word - value) & mask) < 1 << (bits - 1),  # cyclic
+        _EQ: lambda word, value: word == value,
+        _AND: lambda word, value: word & value != 0,
+        _NOR: lambda word, value: ~(word | value) & mask != 0,
+    }
+    check(flag in comparisons)
+    return comparisons[flag]
+
+
+class Batch(Operation):
+    """Several operations with words, one after the other."""
+
+    def __init__(self, parts: list[Operation]) -> None:
+        self._parts = parts
+        self._at = 0
+        self.polled: bool = any(part.polled for part in parts)
+
+    def held(self) -> bool:
+        return self._parts[self._at].held()
+
+    def step(self) -> bool:
+        while self._at < len(self._parts):
+            if self.held():
+                return False
+            self._parts[self._at].step()
+            self._at += 1
+        return True
+
+
+class WordCalls(Calls):
+    """cuStreamWaitValue*, cuStreamWriteValue*, cuStreamBatchMemOp."""
+
+    def cuStreamWaitValue32(self, stream: Any, addr: DevicePointer, value: Word32, flags: UnsignedInt) -> None:
+        self._one(stream, _WAIT_32, addr, value, flags)
+
+    def cuStreamWaitValue64(self, stream: Any, addr: DevicePointer, value: Word64, flags: UnsignedInt) -> None:
+        self._one(stream, _WAIT_64, addr, value, flags)
+
+    def cuStreamWriteValue32(self, stream: Any, addr: DevicePointer, value: Word32, flags: UnsignedInt) -> None:
+        self._one(stream, _WRITE_32, addr, value, flags)
+
+    def cuStreamWriteValue64(self, stream: Any, addr: DevicePointer, value: Word64, flags: UnsignedInt) -> None:
+        self._one(stream, _WRITE_64, addr, value, flags)
+
+    def _one(self, hStream: Any, kind: int, address: int, value: int, flags: int) -> None:
+        stream = self._stream(hStream)
+        self._submit(stream, self._word_operation(stream.context, kind, address, value, flags), "BATCH_MEM_OP")
+
+    def cuStreamBatchMemOp(self, stream: Any, count: UnsignedInt, paramArray: Any, flags: UnsignedInt) -> None:
+        wanted = arguments.structs("paramArray", paramArray, cuda.CUstreamBatchMemOpParams, count)
+        target = self._stream(stream)
+        check(not flags and count <= _MOST)
+        operations = [self._batched(target.context, one) for one in wanted]
+        if operations:
+            self._submit(target, Batch(operations), "BATCH_MEM_OP")
+
+    def _batched(self, context: Context, one: Any) -> Operation:
+        """Of an entry of a batch. All kinds of them begin with the kind, those of words go on alike."""
+        kind, address, value, flags = _ENTRY.unpack(ctypes.string_at(int(one.getPtr()), _ENTRY.size))
+        if kind in _BARRIERS:
+            return Operation()
+        check(kind in (_WAIT_32, _WRITE_32, _WAIT_64, _WRITE_64))
+        return self._word_operation(context, kind, address, value, flags)
+
+    def _word_operation(self, context: Context, kind: int, address: int, value: int, flags: int) -> Operation:
+        bits = 32 if kind in (_WAIT_32, _WRITE_32) else 64
+        written = kind in (_WRITE_32, _WRITE_64)
+        self._check_word(context, address, bits, written)
+        # what is queued must not refer to the driver object, whose end is the end of the machine
+        machine, word = self._machine, _WORDS[bits]
+        if written:
+            # CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER is refused, too (observed on H200: test_mapped_words).
+            check(not flags)
+
+            def write() -> None:
+                if machine.supply.is_mapped(address, bits // 8):
+                    word.from_address(address).value = value
+                    machine.timeline.announce()
+                else:
+                    context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
+
+            return Call(write)
+        # observed on H200 (test_mapped_words); CAN_FLUSH_REMOTE_WRITES says so
+        check(not flags & _FLUSH, Result.CUDA_ERROR_NOT_SUPPORTED)
+        compare = _comparison(flags, bits)
+
+        def arrived() -> bool:
+            if not machine.supply.is_mapped(address, bits // 8):
+                context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
+                return True
+            return compare(word.from_address(address).value, value)
+
+        return Until(arrived)
+
+    def _check_word(self, context: Context, address: int, bits: int, written: bool) -> None:
+        """An aligned word in plain device, pinned, registered or mapped memory; pool memory is refused here."""
+        allocation = self._machine.allocations.find(address)
+        check(address % (bits // 8) == 0 and allocation is not None and allocation.pool is None)
+        assert allocation is not None
+        if allocation.mapping is not None:
+            not_modelled(allocation.mapping.is_multicast, "waiting for or writing a word of a multicast object")
+            right = allocation.mapping.right(device_place(context.device.ordinal))
+            check(right)  # at the call, whatever is granted later (observed on H200: test_mapped_words)
+            if written and right != READ_WRITE:
+                raise NotModelled("writing a word of memory that may only be read: the context breaks")
+        check(address + bits // 8 <= allocation.base + max(allocation.size, 8))
