@@ -100,32 +100,30 @@ def read_handle_types(props: Any) -> int:
     return ctypes.c_uint32.from_address(int(props.getPtr()) + _HANDLE_TYPES_OFFSET).value
 
 
-_copy_bytes = ctypes.memmove
-
 # The opaque structs of inter-process communication all hold 64 bytes; not every version of the bindings shows them.
 _OPAQUE_BYTES = 64
-_Opaque = ctypes.c_ubyte * _OPAQUE_BYTES
+_Opaque = ctypes.c_char * _OPAQUE_BYTES
 
 
 def opaque_bytes(struct: Any) -> bytes:
     """The bytes of a ``CUmemPoolPtrExportData``, ``CUipcMemHandle``, ``CUipcEventHandle`` or ``CUmemFabricHandle``."""
-    return bytes(_Opaque.from_address(int(struct.getPtr())))
+    return _Opaque.from_address(struct.getPtr()).raw
 
 
 class OpaqueStruct:
     """Such a struct, for bytes that change."""
 
-    __slots__ = ("_at", "struct")
+    __slots__ = ("_bytes", "struct")
 
     def __init__(self, name: str) -> None:
         self.struct: Any = getattr(cuda, name)()
-        self._at = self.struct.getPtr()
+        self._bytes = _Opaque.from_address(self.struct.getPtr())
 
     def filled(self, data: bytes) -> Any:
         """The struct, with these bytes."""
         if len(data) != _OPAQUE_BYTES:
             raise ValueError(f"a {type(self.struct).__name__} has {_OPAQUE_BYTES} bytes, not {len(data)}")
-        _copy_bytes(self._at, data, _OPAQUE_BYTES)
+        self._bytes.raw = data
         return self.struct
 
 

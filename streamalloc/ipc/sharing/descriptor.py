@@ -45,6 +45,7 @@ class Mechanism(enum.IntEnum):
 
 
 _WITHOUT_MEMORY = (Mechanism.POOL, Mechanism.EVENT)
+_POINTER = Mechanism.POOL_POINTER
 _MECHANISMS = {int(mechanism): mechanism for mechanism in Mechanism}
 MAGIC = b"SAipc"
 VERSION = 3
@@ -64,6 +65,9 @@ _HOLD_AT = struct.calcsize("<IIIIIIQQQ")
 _CHUNK = struct.Struct("<16sQ")
 _FABRIC_CHUNK = struct.Struct("<16sQ64s")
 _CHECK = struct.Struct("<I")
+# All that follows the head of an allocation: the numbers, the driver's export data as payload, the checksum.
+_PLAIN = struct.Struct(_NUMBERS.format + "64sI")
+_PLAIN_BYTES = _HEAD.size + _PLAIN.size
 _SHORTEST = _BODY + _CHECK.size
 MOST_CHUNKS = 2048
 """The most chunks of physical memory in one descriptor."""
@@ -131,20 +135,17 @@ class Head:
 
     def descriptor(self, data: bytes) -> Descriptor | None:
         """The descriptor in bytes that begin so, if all is right with it; else :meth:`Descriptor.from_bytes` tells."""
-        end = self.total - _CHECK.size
-        if len(data) != self.total or data[:HEAD_BYTES] != self.data:
+        if len(data) != self.total or self.total != _PLAIN_BYTES:
             return None
-        rest = data[HEAD_BYTES:end]
-        if zlib.crc32(rest, self._checksum) != int.from_bytes(data[end:], "little"):
+        numbers = _PLAIN.unpack_from(data, HEAD_BYTES)
+        flags, _, _, _, _, handle_type, offset, size, base_size, hold, extra, count, payload, said = numbers
+        if zlib.crc32(data[HEAD_BYTES : -_CHECK.size], self._checksum) != said:
             return None
-        numbers = _NUMBERS.unpack_from(rest)
-        flags, _, _, _, _, handle_type, offset, size, base_size, hold, extra, count = numbers
-        if count or extra != end - _BODY or flags & _NOT_PLAIN or handle_type not in _HANDLE_TYPES[:2]:
+        if count or extra != len(payload) or flags & _NOT_PLAIN or handle_type not in (0, 1):
             return None
         if base_size > _MOST_BYTES or offset + size > base_size:
             return None
-        payload = data[_BODY:end]
-        fields = (Mechanism.POOL_POINTER, *self.names, *numbers[:9], payload, (), hold, self.pool_mark, "", ())
+        fields = (_POINTER, *self.names, *numbers[:9], payload, (), hold, self.pool_mark, "", ())
         return tuple.__new__(Descriptor, fields)
 
 

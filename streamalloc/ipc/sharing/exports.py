@@ -339,8 +339,10 @@ def send(
     carried, exports = _carried.get(channel), shared._exports
     if carried is None:
         carried = _carried.setdefault(channel, _Carried())
-    if shared.handles is carried.latest and shared._hold is None:
+    if exports is not None and shared.handles is carried.latest and shared._hold is None:
         channel.send(shared._data, (), timeout=timeout)
+        # While the other end is at work.
+        exports.leases.prepare()
         return
     had = carried.names
     handles = shared.fds

@@ -281,32 +281,54 @@ class Leases:
         self.leaving: deque[Lease] = deque()
         """Leases that were dropped. Their slots are used again once they are quiet."""
         self._free: list[tuple[ControlBlock, int]] = []
+        self._prepared: list[Lease] = []
+        """What is taken next."""
         self._lock = threading.RLock()
 
     def take(self) -> Lease:
         """A slot that nobody uses."""
+        prepared = self._prepared
+        if prepared:
+            try:
+                return prepared.pop()
+            except IndexError:  # another thread took it
+                pass
         while True:
-            with self._lock:
-                # The oldest are quiet first. Looking at two for each that is taken keeps up with them, once half of the
-                # slots of a control block are in use.
-                looked_at = 0 if len(self._free) > SLOTS // 2 else min(2, len(self.leaving))
-                if looked_at:
-                    fence()
-                for _ in range(looked_at):
-                    lease = self.leaving[0]
-                    quiet = lease.quiet()
-                    # Nothing is called between these, so that no slot is lost.
-                    del self.leaving[0]
-                    if quiet:
-                        self._free += ((lease.block, lease.slot),)
-                    else:
-                        self.leaving += (lease,)
-                if self._free:
-                    lease = Lease(self, *self._free[-1])
-                    del self._free[-1]
-                    lease._held = True
-                    return lease
+            lease = self._found()
+            if lease is not None:
+                return lease
             self._add_block(ControlBlock.create(self.door))
+
+    def prepare(self) -> None:
+        """Find the slot that is taken next, where there is time."""
+        if not self._prepared:
+            lease = self._found()
+            if lease is not None:
+                self._prepared.append(lease)
+
+    def _found(self) -> Lease | None:
+        """A slot that nobody uses; None where there is none."""
+        with self._lock:
+            # The oldest are quiet first. Looking at two for each that is taken keeps up with them, and the words of the
+            # few slots that are taken again and again stay close to the processor.
+            looked_at = min(2, len(self.leaving))
+            if looked_at:
+                fence()
+            for _ in range(looked_at):
+                lease = self.leaving[0]
+                quiet = lease.quiet()
+                # Nothing is called between these, so that no slot is lost.
+                del self.leaving[0]
+                if quiet:
+                    self._free += ((lease.block, lease.slot),)
+                else:
+                    self.leaving += (lease,)
+            if not self._free:
+                return None
+            lease = Lease(self, *self._free[-1])
+            del self._free[-1]
+            lease._held = True
+            return lease
 
     def block(self) -> ControlBlock:
         """Any control block of this process."""
