@@ -162,8 +162,7 @@ class Memory(Unique, Shown, abc.ABC):
             The target is not one of these, is read-only or not contiguous, or has another size.
         """
         if not _copied(target, self, self, stream):
-            ordered = self._ordered_on(stream)
-            copy_bytes(CopySide.writable(target, self._door), CopySide.readable(self, self._door), ordered)
+            self._copy_slowly(target, self, stream)
 
     def copy_from(self, source: Memory | Any, stream: StreamLike | None = None) -> None:
         """Copy all bytes from ``source``, which must have the same size; otherwise as :meth:`copy_to`.
@@ -173,8 +172,11 @@ class Memory(Unique, Shown, abc.ABC):
         written, at each launch; the graph keeps them alive.
         """
         if not _copied(self, source, self, stream):
-            ordered = self._ordered_on(stream)
-            copy_bytes(CopySide.writable(self, self._door), CopySide.readable(source, self._door), ordered)
+            self._copy_slowly(self, source, stream)
+
+    def _copy_slowly(self, target: Any, source: Any, stream: StreamLike | None) -> None:
+        ordered = self._ordered_on(stream)
+        copy_bytes(CopySide.writable(target, self._door), CopySide.readable(source, self._door), ordered)
 
     def as_array(self, dtype: npt.DTypeLike = np.uint8, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
         """The memory itself as a numpy array, where the host can reach it.
@@ -251,6 +253,9 @@ class Memory(Unique, Shown, abc.ABC):
             first, last = item.start, item.stop
             if type(first) is int and type(last) is int and 0 <= first <= last <= self.nbytes:
                 return BufferView(self, first, last - first)
+        return self._view_slowly(item)
+
+    def _view_slowly(self, item: slice) -> BufferView:
         if not isinstance(item, slice):
             raise TypeError(
                 f"{item!r} is no range of bytes such as 0:16; copy_to reads single bytes, or as_array in host memory"
@@ -287,6 +292,9 @@ class Memory(Unique, Shown, abc.ABC):
                     "version": 3,
                     "stream": int(handle),
                 }
+        return self._cuda_interface_slowly()
+
+    def _cuda_interface_slowly(self) -> dict[str, Any]:
         self._check_usable()
         unreadable = self._unreadable()
         if unreadable or not self.device_accessible:

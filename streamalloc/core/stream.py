@@ -377,12 +377,12 @@ class Stream(Closes):
         gives back what exceeds the release threshold.
         """
         handle = self._handle
-        if handle is None:
-            self._call("cuStreamSynchronize")
-        else:
+        if handle is not None:
             result = self._door.cuStreamSynchronize(handle)[0]
             if result:
                 raise error_from(result, "cuStreamSynchronize")
+        else:
+            self._call("cuStreamSynchronize")
         work(self._door)
 
     def query(self) -> bool:
@@ -390,6 +390,9 @@ class Stream(Closes):
         handle = self._handle
         if handle is not None:
             return _is_done(self._door.cuStreamQuery(handle)[0], "cuStreamQuery")
+        return self._query_slowly()
+
+    def _query_slowly(self) -> bool:
         try:
             self._call("cuStreamQuery")
         except NotReadyError:
