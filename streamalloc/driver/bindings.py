@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import difflib
+import functools
 import re
 from typing import Any
 
@@ -20,6 +21,7 @@ __all__ = [
     "cuda",
     "enum_member",
     "handle_types_member",
+    "parameters",
     "read_handle_types",
     "version_that_added",
 ]
@@ -77,6 +79,14 @@ def version_tuple(text: str) -> tuple[int, ...]:
 def enum_member(enum_name: str, member: str) -> Any | None:
     """The member of a bindings enum, or None where these bindings lack it."""
     return getattr(getattr(cuda, enum_name, None), member, None)
+
+
+@functools.cache
+def parameters(name: str) -> tuple[str, ...]:
+    """The names of what a driver function takes, in order, as its documentation says; empty where it does not."""
+    head = (getattr(getattr(cuda, name, None), "__doc__", None) or "").split("\n")[0]
+    inside = re.sub(r"\[[^]]*\]", "", head.partition("(")[2].rpartition(")")[0])
+    return tuple(re.split("[:=]", one)[0].split()[-1].lstrip("*") for one in inside.split(",") if one.strip())
 
 
 def handle_types_member(value: int) -> Any:

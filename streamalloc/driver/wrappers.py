@@ -13,7 +13,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, TextIO
 
 from streamalloc.driver.account import MAKERS
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver.bindings import cuda, parameters
 
 if TYPE_CHECKING:
     from streamalloc.driver.protocol import Driver as _Interface
@@ -45,8 +45,10 @@ class Wrapper(_Interface):
         def function(*args: Any, **named: Any) -> tuple[Any, ...]:
             if not named:
                 return self._observe(name, target, args)
-            # Observers see values in the order given; the driver gets each under its name.
-            return self._observe(name, lambda *_: target(*args, **named), (*args, *named.values()))
+            # Observers see values in their places; the driver gets each under its name.
+            places = parameters(name)
+            values = [named[one] for one in places[len(args) :] if one in named] or named.values()
+            return self._observe(name, lambda *_: target(*args, **named), (*args, *values))
 
         function.__name__ = name
         setattr(self, name, function)

@@ -1,67 +1,41 @@
-"""What is captured from streams: judged once by itself, and again at each launch."""
+"""What is captured from streams or put into a graph by hand: judged once by itself, and again at each launch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from streamalloc.driver.checker.clocks import Clock, Stream, Timeline
 from streamalloc.driver.checker.hazards import Access, Bytes, Judge, Moment, Piece, Range
 from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.stacks import Stack
 
-__all__ = ["Capture", "Node"]
+__all__ = ["Capture", "Graph", "Node"]
 
 
-@dataclass
+@dataclass(eq=False)
 class Node:
     """What a graph does at each launch."""
 
     kind: str
-    """``"use"``, ``"allocate"`` or ``"free"``."""
+    """``"use"``, ``"allocate"``, ``"free"`` or, what orders streams, ``"step"``."""
     what: str = ""
     stack: Stack = ()
     pieces: list[tuple[Piece, bool]] = field(default_factory=list)
     range: Range = field(default_factory=lambda: Range(0, 0, "nothing"))
+    step: Callable[[Any], object] = lambda handle: None
+    """Called with the handle of the stream of a launch."""
 
 
-class Capture:
-    """A capture under way. Inside, its streams have an order of their own."""
+class _Inside:
+    """Ranges as a graph sees them, while it is made: nobody else uses them, and streams have an order of their own."""
 
     def __init__(self, found: Callable[[Hazard], None]) -> None:
-        self.nodes: list[Node] = []
-        self.ended = False
-        self._timeline: Timeline = Timeline()
-        self._judge: Judge = Judge(self._timeline, found)
-        self._streams: dict[Stream, Stream] = {}
+        self.timeline: Timeline = Timeline()
+        self._judge: Judge = Judge(self.timeline, found)
         self._ranges: dict[Range, Range] = {}
         self._bytes: dict[Bytes, Bytes] = {}
-
-    def join(self, stream: Stream, clock: Clock | None = None) -> None:
-        """A stream takes part, after what a captured event has recorded."""
-        inside = self._streams.get(stream)
-        if inside is None:
-            inside = self._streams[stream] = self._timeline.stream(stream.name)
-        if clock is not None:
-            inside.clock.learn(clock)
-
-    def record(self, stream: Stream) -> Clock:
-        """What comes before an event."""
-        inside = self._streams[stream]
-        self._timeline.submit(inside, lambda stream: None)
-        return inside.clock.copy()
-
-    def use(self, stream: Stream, pieces: list[tuple[Piece, bool]], what: str, stack: Stack) -> None:
-        """A stream is to read and write memory."""
-        self.nodes.append(Node("use", what, stack, pieces))
-        inside = self._streams[stream]
-
-        def touch(inside: Stream) -> None:
-            for (range_, low, high), write in pieces:
-                access = Access(inside, what, stack, write)
-                self._judge.use(((self._shadow(range_), low, high),), access, inside.clock)
-
-        self._timeline.submit(inside, touch)
 
     def _shadow(self, range_: Range) -> Range:
         found = self._ranges.get(range_)
@@ -71,24 +45,110 @@ class Capture:
             self._ranges[range_] = found
         return found
 
+    def judge(self, stream: Stream, node: Node) -> Callable[[], None]:
+        """Judge a node in a stream; returns what takes a free back."""
+        self.timeline.submit(stream, lambda stream: self._judge_now(stream, node))
+        return lambda: setattr(self._shadow(node.range), "ended", None)
+
+    def _judge_now(self, stream: Stream, node: Node) -> None:
+        if node.kind == "use":
+            for (range_, low, high), write in node.pieces:
+                access = Access(stream, node.what, node.stack, write)
+                self._judge.use(((self._shadow(range_), low, high),), access, stream.clock)
+        elif node.kind == "allocate":
+            self._judge.allocate(self._shadow(node.range), stream)
+        elif node.kind == "free":
+            self._judge.free(self._shadow(node.range), stream, stream.clock, node.what, node.stack)
+
+
+class Graph:
+    """A graph: its nodes, in an order that is possible unless edges were added later."""
+
+    def __init__(self, nodes: list[Node] | None = None) -> None:
+        self.nodes: list[Node] = [] if nodes is None else nodes
+        self.handles: dict[int, list[Node]] = {}
+        """The nodes that were added by hand."""
+        self.after: dict[int, list[int]] = {}
+        """What these come after."""
+
+    def add(self, handle: int, node: Node, after: list[int]) -> None:
+        """A node was added by hand."""
+        self.nodes.append(node)
+        self.handles.setdefault(handle, []).append(node)
+        self.after.setdefault(handle, []).extend(after)
+
+    def clear(self) -> None:
+        """Know nothing of it any more."""
+        self.nodes, self.handles, self.after = [], {}, {}
+
+    def judge(self, found: Callable[[Hazard], None]) -> None:
+        """Judge the nodes that were added by hand, in the order that their edges give."""
+        inside = _Inside(found)
+        done: dict[int, Stream] = {}
+        waiting = list(self.handles)
+        while waiting:
+            ready = [one for one in waiting if all(it in done or it not in self.handles for it in self.after[one])]
+            if not ready:
+                return
+            for handle in ready:
+                nodes = self.handles[handle]
+                stream = done[handle] = inside.timeline.stream(f"graph node {len(done) + 1} ({nodes[0].what})")
+                for it in self.after[handle]:
+                    if it in done:
+                        stream.clock.learn(done[it].clock)
+                for node in nodes:
+                    inside.judge(stream, node)
+            waiting = [one for one in waiting if one not in done]
+
+
+class Capture:
+    """A capture under way."""
+
+    def __init__(self, found: Callable[[Hazard], None]) -> None:
+        self.graph: Graph = Graph()
+        self.ended = False
+        self._inside = _Inside(found)
+        self._streams: dict[Stream, Stream] = {}
+
+    def join(self, stream: Stream, clock: Clock | None = None) -> None:
+        """A stream takes part, after what a captured event has recorded."""
+        inside = self._streams.get(stream)
+        if inside is None:
+            inside = self._streams[stream] = self._inside.timeline.stream(stream.name)
+        if clock is not None:
+            inside.clock.learn(clock)
+
+    def record(self, stream: Stream) -> Clock:
+        """What comes before an event."""
+        inside = self._streams[stream]
+        self._inside.timeline.submit(inside, lambda stream: None)
+        return inside.clock.copy()
+
+    def step(self, step: Callable[[Any], object]) -> None:
+        """A stream is to do something that orders streams, at each launch."""
+        self.graph.nodes.append(Node("step", step=step))
+
+    def use(self, stream: Stream, pieces: list[tuple[Piece, bool]], what: str, stack: Stack) -> None:
+        """A stream is to read and write memory."""
+        self.add(stream, Node("use", what, stack, pieces))
+
     def allocate(self, stream: Stream, made: Range) -> None:
         """A stream is to allocate memory, which the graph owns."""
-        self.nodes.append(Node("allocate", stack=made.stack, range=made))
-        inside = self._streams[stream]
-        shadow = self._shadow(made)
-        self._timeline.submit(inside, lambda inside: self._judge.allocate(shadow, inside))
+        self.add(stream, Node("allocate", stack=made.stack, range=made))
         made.born = Moment(stream, "allocation at a launch of its graph", made.stack)
 
     def free(self, stream: Stream, range_: Range, what: str, stack: Stack) -> Callable[[], None]:
         """A stream is to free memory; returns what takes that back."""
         node = Node("free", what, stack, range=range_)
-        self.nodes.append(node)
-        inside = self._streams[stream]
-        shadow = self._shadow(range_)
-        self._timeline.submit(inside, lambda inside: self._judge.free(shadow, inside, inside.clock, what, stack))
+        take_back = self.add(stream, node)
 
         def undo() -> None:
-            self.nodes.remove(node)
-            shadow.ended = None
+            self.graph.nodes.remove(node)
+            take_back()
 
         return undo
+
+    def add(self, stream: Stream, node: Node) -> Callable[[], None]:
+        """Something is captured; returns what takes a free back."""
+        self.graph.nodes.append(node)
+        return self._inside.judge(self._streams[stream], node)

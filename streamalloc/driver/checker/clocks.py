@@ -292,7 +292,15 @@ class Timeline:
         source = obstacle.source
         while source is not None and obstacle.clock is None and source.obstacle is not None:
             self._force(source.obstacle)
-        self.end(obstacle, self.host)
+        # Whoever was behind it that nobody has told of, what was queued before may all have come first.
+        self.end(obstacle, self.host if source is not None else self.everything())
+
+    def everything(self) -> Clock:
+        """All that any stream has come to."""
+        clock = self.host.copy()
+        for stream in self._streams:
+            clock.learn(stream.clock)
+        return clock
 
     def force_mark(self, obstacle: Obstacle) -> None:
         """The host has seen that an obstacle is over."""

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from streamalloc.driver.account import COUNTED, ENDERS
 from streamalloc.driver.bindings import cuda
-from streamalloc.driver.checker.calls import RULES, Steps
 from streamalloc.driver.checker.reports import Hazard
+from streamalloc.driver.checker.rules.table import AFTER, BEFORE, Finish
 from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import State
 from streamalloc.driver.errors import DriverMisuseError
@@ -76,29 +76,29 @@ class Checked(Wrapper):
         return super().__getattr__(name)
 
     def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        rule = RULES.get(name)
-        if rule is None and name not in COUNTED:
+        if name not in AFTER and name not in BEFORE and name not in COUNTED:
             return _keeps_convention(name, function(*args))
         if self._inside():
             answer = _keeps_convention(name, function(*args))
             self._postponed.append(lambda: self._late(name, args, answer))
             return answer
-        steps = None if rule is None else rule(self._state, name, args)
-        refused: tuple[Any, ...] | None = self._alone(self._before, name, args, steps)
-        if refused is not None:
-            self._deliver()
-            return refused
-        self._deliver(lambda: steps and self._send(steps, _INVALID))
+        finish: Finish | None = None
+        if name in BEFORE or name in ENDERS:
+            finish = self._alone(self._before, name, args)
+            if finish is None:
+                self._deliver()
+                return _INVALID
+            self._deliver(lambda: self._alone(finish, _INVALID))
         if self._poison and name in _POISONED:
             self._poison_before(name, args)
         try:
             answer = _keeps_convention(name, function(*args))
         except BaseException:
             # Nothing has happened, such as with arguments that the bindings do not take.
-            if steps is not None:
-                self._alone(self._send, steps, _INVALID)
+            if finish is not None:
+                self._alone(finish, _INVALID)
             raise
-        self._alone(self._after, name, args, answer, steps)
+        self._alone(self._after, name, args, answer, finish)
         self._deliver()
         if self._poison and not answer[0] and name in _POISONED:
             self._poison_after(name, args, answer)
@@ -121,17 +121,20 @@ class Checked(Wrapper):
                 # No call comes before this that a signal handler could interrupt.
                 self._observing = 0
 
-    def _before(self, name: str, args: tuple[Any, ...], steps: Steps | None) -> tuple[Any, ...] | None:
+    def _before(self, name: str, args: tuple[Any, ...]) -> Finish | None:
+        """What is to be called with the answer; None where the call must not be made."""
         state = self._state
         if state.timeline.held:
-            state.look()
+            state.words.look()
         if name in ENDERS:
             handle = int(args[0] or 0) if args else 0
             if handle and not state.account.may_end(name, handle):
-                return self._refuse(name, handle)
-        return None if steps is None else next(steps)
+                self._refuse(name, handle)
+                return None
+        rule = BEFORE.get(name)
+        return _nothing if rule is None else rule(state, name, args)
 
-    def _refuse(self, name: str, handle: int) -> tuple[Any, ...]:
+    def _refuse(self, name: str, handle: int) -> None:
         kinds = " or ".join(ENDERS[name])
         range_ = self._state.addresses.find(handle)
         places = [("this call", here())]
@@ -148,30 +151,24 @@ class Checked(Wrapper):
         if self._on == "raise":
             raise DriverMisuseError(str(hazard), hazard)
         self._found.append(hazard)
-        return _INVALID
 
-    def _after(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], steps: Steps | None) -> None:
+    def _after(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], finish: Finish | None) -> None:
         if not answer[0] and name in COUNTED:
             stream = args[-1] if name in ("cuMemAllocAsync", "cuMemAllocFromPoolAsync") else None
             state = self._state
             captured = bool(state.captures) and stream is not None and state.stream(stream) in state.captures
             state.account.note(name, args, answer, captured)
-        if steps is not None:
-            self._send(steps, answer)
-
-    @staticmethod
-    def _send(steps: Steps, answer: tuple[Any, ...]) -> None:
-        try:
-            steps.send(answer)
-        except StopIteration:
-            return
+        if finish is not None:
+            finish(answer)
+        rule = AFTER.get(name)
+        if rule is not None and not answer[0]:
+            if self._state.timeline.held:
+                self._state.words.look()
+            rule(self._state, name, args, answer)
 
     def _late(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
-        rule = RULES.get(name)
-        steps = None if rule is None else rule(self._state, name, args)
-        if steps is not None:
-            next(steps)
-        self._after(name, args, answer, steps)
+        rule = BEFORE.get(name)
+        self._after(name, args, answer, None if rule is None else rule(self._state, name, args))
 
     # -- what was found --------------------------------------------------------------------------------------
 
@@ -212,7 +209,7 @@ class Checked(Wrapper):
 
     def _use(self, address: int, nbytes: int, stream: Any, write: bool) -> None:
         if self._state.timeline.held:
-            self._state.look()
+            self._state.words.look()
         if stream is None:
             self._state.use_on_host(address, nbytes, write)
         else:
@@ -370,6 +367,10 @@ def _keeps_convention(name: str, answer: tuple[Any, ...]) -> tuple[Any, ...]:
     if not isinstance(answer, tuple) or not answer or not isinstance(answer[0], cuda.CUresult):
         raise DriverMisuseError(f"{name} answered {answer!r}, not a tuple that starts with a CUresult")
     return answer
+
+
+def _nothing(answer: tuple[Any, ...]) -> None:
+    """What is to be done with the answer to a call of which nothing was said before."""
 
 
 _alive: weakref.WeakSet[Checked] = weakref.WeakSet()

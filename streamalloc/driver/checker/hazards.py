@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from streamalloc.driver.checker.clocks import BY_CHOICE, CERTAIN, Actor, Clock, Stream, Timeline
@@ -73,9 +73,11 @@ _MANY = 64
 class Bytes:
     """Physical memory, and the latest uses of each part."""
 
-    __slots__ = ("_segments",)
+    __slots__ = ("_segments", "shared")
 
     def __init__(self) -> None:
+        self.shared = False
+        """Whether other processes may have it."""
         # One list alone, so that no interrupt leaves two that differ.
         self._segments: list[_Segment] = []
 
@@ -176,7 +178,7 @@ class Range:
     """Allocated in a stream that has not come so far, or by a graph that was not launched."""
     last: dict[int, Access] = field(default_factory=dict)
     """The latest use of each actor."""
-    previous: Range | None = None
+    previous: tuple[Range, ...] = ()
     """Who had the same memory before."""
     grants: dict[int, int] | None = None
     """What devices may do: 1 read, 3 write; None where anybody may."""
@@ -233,27 +235,35 @@ class Addresses:
         self._most = _KEPT
 
     def add(self, made: Range) -> None:
-        """Add a range, in place of what was there."""
+        """Add a range, in place of what was there; what is left of freed memory beside it stays."""
         for old in self.overlapping(made.base, made.end):
-            if made.previous is None and old.ended is not None:
-                made.previous = old
-                # One generation is enough to tell whose memory it was.
-                old.previous = None
-            self._remove(old)
+            self.remove(old.base)
+            if old.ended is None:
+                continue
+            made.previous += (old,)
+            # One generation is enough to tell whose memory it was.
+            old.previous = ()
+            for low, high in ((old.base, made.base), (made.end, old.end)):
+                if low < high:
+                    self._insert(replace(old, base=low, size=high - low, offset=old.offset + low - old.base))
         if len(self._at) > self._most:
             for old in [one for one in self._at.values() if one.ended is not None]:
-                self._remove(old)
+                self.remove(old.base)
             self._most = max(_KEPT, 2 * len(self._at))
+        self._insert(made)
+
+    def _insert(self, made: Range) -> None:
         self._at[made.base] = made
         at = bisect_left(self._bases, made.base)
         if self._bases[at : at + 1] != [made.base]:
             self._bases.insert(at, made.base)
 
-    def _remove(self, old: Range) -> None:
+    def remove(self, base: int) -> None:
+        """Take the range out that begins at an address."""
         # In this order an interrupt leaves a base without a range, which is nothing.
-        self._at.pop(old.base, None)
-        at = bisect_left(self._bases, old.base)
-        if self._bases[at : at + 1] == [old.base]:
+        self._at.pop(base, None)
+        at = bisect_left(self._bases, base)
+        if self._bases[at : at + 1] == [base]:
             del self._bases[at]
 
     def find(self, address: int) -> Range | None:
@@ -303,9 +313,10 @@ class Judge:
         """A stream has come to an allocation."""
         made.born = Moment(stream, "allocation", made.stack)
         made.pending = False
-        previous = made.previous
-        if previous is not None and previous.ended is not None and previous.ended.actor is not stream:
+        for previous in made.previous:
             ended = previous.ended
+            if ended is None or ended.actor is stream:
+                continue
             if self.timeline.order(stream.clock, ended.actor.number, ended.time) != CERTAIN:
                 # The driver gives memory out only when, or so that, its free comes first.
                 stream.clock.learn_by_choice(previous.freed_after or Clock({ended.actor.number: ended.time}))
@@ -378,7 +389,7 @@ class Judge:
             if born is not None and (born.actor is not actor or range_.pending):
                 ordered = order(clock, born.actor.number, born.time)
                 if ordered != CERTAIN or range_.pending:
-                    self._before_birth(range_, born, access, clock, ordered)
+                    self._before_birth((range_, low, high), born, access, clock, ordered)
             needed = 3 if access.write else 1
             if device is not None and range_.grants is not None and needed & ~range_.grants.get(device, 0):
                 self._tell(
@@ -439,15 +450,15 @@ class Judge:
                 places,
             )
 
-    def _before_birth(self, range_: Range, born: Moment, access: Access, clock: Clock, ordered: int) -> None:
-        actor, previous = access.actor, range_.previous
+    def _before_birth(self, piece: Piece, born: Moment, access: Access, clock: Clock, ordered: int) -> None:
+        range_, low, high = piece
+        actor = access.actor
         places = [("this call", access.stack), ("allocated", range_.stack)]
-        if previous is not None and previous.ended is not None and not ordered:
-            first = previous.born
-            if first is not None and (
-                first.actor is actor or self.timeline.order(clock, first.actor.number, first.time)
-            ):
-                ended = previous.ended
+        for previous in () if ordered else range_.previous:
+            first, ended = previous.born, previous.ended
+            if first is None or ended is None or previous.end <= low or high <= previous.base:
+                continue
+            if first.actor is actor or self.timeline.order(clock, first.actor.number, first.time):
                 self._tell(
                     "reuse race",
                     f"{access.what} of {actor.name} uses memory that {ended.actor.name} has freed and that is now "
@@ -485,4 +496,6 @@ def _edge(before: Moment, later: Actor, by_host: bool) -> str:
         return f"the host must synchronise with {before.actor.name} after its {before.what}"
     if not isinstance(before.actor, Stream):
         return f"{before.actor.name} must do its {before.what} before the work of {later.name} is queued"
+    if later.name.startswith("graph node"):
+        return f"{later.name} must depend on {before.actor.name}"
     return f"{later.name} must wait for an event recorded on {before.actor.name} after its {before.what}"

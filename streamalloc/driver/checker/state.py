@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,27 +12,25 @@ from typing import Any
 import numpy as np
 
 from streamalloc.driver.account import Account
+from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker import ledger
-from streamalloc.driver.checker.capture import Capture, Node
+from streamalloc.driver.checker.capture import Capture, Graph, Node
 from streamalloc.driver.checker.clocks import CERTAIN, Actor, Clock, Obstacle, Stream, Timeline
-from streamalloc.driver.checker.hazards import Access, Addresses, Binding, Bytes, Judge, Moment, Piece, Range
+from streamalloc.driver.checker.hazards import Access, Addresses, Binding, Bytes, Judge, Moment, Piece, Range, size_text
 from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.stacks import Stack, here
+from streamalloc.driver.checker.words import Words
 
-__all__ = ["Event", "Physical", "State", "Touch", "number_of"]
+__all__ = ["OPENED", "Event", "Physical", "State", "Touch", "number_of"]
 
 Touch = tuple[int, int, bool]
 """Where, how many bytes, and whether they are written."""
 
+OPENED = "memory of another process"
+"""The kind of a range that ``cuIpcOpenMemHandle`` gives."""
 _LEGACY, _PER_THREAD = 1, 2
-_COMPARISONS: dict[int, Callable[[int, int, int], bool]] = {
-    0: lambda word, value, bits: (word - value) % (1 << bits) < 1 << (bits - 1),  # GEQ, cyclic
-    1: lambda word, value, bits: word == value,
-    2: lambda word, value, bits: word & value != 0,
-    3: lambda word, value, bits: ~(word | value) % (1 << bits) != 0,
-}
-_WORDS: dict[int, Any] = {32: ctypes.c_uint32, 64: ctypes.c_uint64}
-_WRITES_KEPT, _WORDS_KEPT = 16, 10_000
+_MEMORY_TYPE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+_HOST = int(cuda.CUmemorytype.CU_MEMORYTYPE_HOST)
 
 
 def number_of(value: Any) -> int:
@@ -49,14 +47,18 @@ def number_of(value: Any) -> int:
 class Event:
     """An event, and its latest recording."""
 
-    __slots__ = ("captured", "mark", "shared")
+    __slots__ = ("captured", "elsewhere", "foreign", "mark", "shared")
 
-    def __init__(self, shared: bool = False) -> None:
+    def __init__(self, shared: bool = False, foreign: bool = False) -> None:
         self.mark: Obstacle | None = None
-        """None where it was never recorded, or not in this process."""
+        """None where it was never recorded, or not by us."""
         self.captured: tuple[Capture, Clock] | None = None
         self.shared = shared
         """Whether other processes may wait for it."""
+        self.elsewhere = False
+        """Whether another process has it, which may have recorded it."""
+        self.foreign = foreign
+        """Whether another library has made it, which may have recorded it."""
 
 
 class Physical:
@@ -72,19 +74,20 @@ class Physical:
         """The device of each binding."""
         self.mappings: list[Range] = []
 
+    def __str__(self) -> str:
+        return f"physical memory of {size_text(self.size)}"
 
-class _Word(Obstacle):
-    """A stream waits for a value of a word."""
 
-    __slots__ = ("accepts", "key", "range", "read")
+class _Thread:
+    """A host thread, with its per-thread streams by context; what is left of it when it has ended is ``over``."""
 
-    def __init__(self, key: tuple[Bytes, int] | None, accepts: Callable[[int], bool]) -> None:
-        super().__init__()
-        self.key = key
-        self.accepts = accepts
-        self.range: Range | None = None
-        self.read: Callable[[], int] | None = None
-        """Reads the word, where the host can."""
+    def __init__(self, actor: Actor, over: deque[list[Stream]]) -> None:
+        self.actor = actor
+        self.streams: dict[int, Stream] = {}
+        self._over = over
+
+    def __del__(self) -> None:
+        self._over.append(list(self.streams.values()))
 
 
 class State:
@@ -97,11 +100,14 @@ class State:
         self.judge: Judge = Judge(self.timeline, found)
         self.found: Callable[[Hazard], None] = found
         self.addresses: Addresses = Addresses()
+        self.reserved: Addresses = Addresses()
+        """Addresses that memory can be mapped at."""
+        self.words: Words = Words(self.timeline, self.addresses, self._is_of_host)
         self.streams: dict[int, Stream] = {}
         self.devices: dict[Stream, int | None] = {}
         self.events: dict[int, Event] = {}
         self.captures: dict[Stream, Capture] = {}
-        self.graphs: dict[int, list[Node]] = {}
+        self.graphs: dict[int, Graph] = {}
         self.executables: dict[int, list[Node]] = {}
         self.launched: dict[int, Obstacle] = {}
         """The end of the latest launch of each."""
@@ -113,25 +119,29 @@ class State:
         self.exported: dict[Range, bytes] = {}
         self.entries: dict[Range, Path] = {}
         self.shared_events: dict[bytes, Event] = {}
-        self.exported_files: dict[tuple[int, int, int], Physical] = {}
+        self.files: dict[tuple[int, int], Physical] = {}
+        """What was exported or imported, by its file."""
         self._legacy: dict[int, Stream] = {}
-        self._per_thread: dict[tuple[int, int], Stream] = {}
-        self._threads: dict[int, Actor] = {}
+        self._per_thread: list[Stream] = []
+        self._here = threading.local()
+        self._over: deque[list[Stream]] = deque()
+        """The per-thread streams of threads that have ended."""
         self._unannounced: dict[int, list[tuple[Range, Stack]]] = {}
-        self._words: dict[tuple[Bytes, int], list[tuple[int | None, Clock]]] = {}
         # The bindings take 0 for the per-thread stream where this is set.
         per_thread = os.environ.get("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM") == "1"
         self._zero = _PER_THREAD if per_thread else _LEGACY
 
     # -- who -------------------------------------------------------------------------------------------------
 
+    def _thread(self) -> _Thread:
+        found: _Thread | None = getattr(self._here, "thread", None)
+        if found is None:
+            found = self._here.thread = _Thread(self.timeline.thread(""), self._over)
+        return found
+
     def thread(self) -> Actor:
         """The calling host thread."""
-        number = threading.get_ident()
-        actor = self._threads.get(number)
-        if actor is None:
-            # A number is given to another thread when one has ended: what either did comes before what the other does.
-            actor = self._threads[number] = self.timeline.thread("")
+        actor = self._thread().actor
         actor.name = f"host thread {threading.current_thread().name}"
         return actor
 
@@ -160,11 +170,16 @@ class State:
             legacy = self.legacy(context)
             if kind == _LEGACY:
                 return legacy
-            thread = threading.get_ident()
-            found = self._per_thread.get((context, thread))
+            mine = self._thread().streams
+            found = mine.get(context)
             if found is None:
+                while self._over:
+                    for one in self._over.popleft():
+                        self._per_thread.remove(one)
+                        self.retire(one)
                 name = f"the per-thread default stream of {threading.current_thread().name}"
-                found = self._per_thread[context, thread] = self.timeline.stream(name, context, legacy)
+                found = mine[context] = self.timeline.stream(name, context, legacy)
+                self._per_thread.append(found)
                 self.devices[found] = self.devices[legacy]
             return found
         # Made before anybody looked. Asking a stream that is captured for its flags would break the capture.
@@ -195,8 +210,14 @@ class State:
 
     def all_streams(self, context: int | None = None) -> list[Stream]:
         """The streams of a context, or all; those that were destroyed may have something left to do."""
-        found = [*self.streams.values(), *self._legacy.values(), *self._per_thread.values(), *self.timeline.retired]
+        found = [*self.streams.values(), *self._legacy.values(), *self._per_thread, *self.timeline.retired]
         return [one for one in found if context is None or one.context == context]
+
+    def retire(self, stream: Stream) -> None:
+        """A stream was destroyed."""
+        self.captures.pop(stream, None)
+        self.devices.pop(stream, None)
+        self.timeline.retire(stream)
 
     # -- what the host learns --------------------------------------------------------------------------------
 
@@ -220,14 +241,55 @@ class State:
         """The host has waited for all of a stream."""
         self.reached(self.behind((stream,)))
 
-    def look(self) -> None:
-        """See which words that streams wait for the host has written meanwhile."""
-        for stream in tuple(self.timeline.held):
-            word = stream.obstacle
-            if isinstance(word, _Word) and word.read is not None:
-                gone = word.range is not None and word.range.ended is not None
-                if gone or word.accepts(word.read()):
-                    self.timeline.end(word, self.timeline.host)
+    # -- events ----------------------------------------------------------------------------------------------
+
+    def event(self, handle: Any) -> Event:
+        """The event of a handle."""
+        number = number_of(handle)
+        found = self.events.get(number)
+        if found is None:
+            found = self.events[number] = Event(foreign=True)
+        return found
+
+    def record(self, event: Event, handle: Any, external: bool = False) -> None:
+        """An event is recorded; ``external``: in a capture, at each launch."""
+        stream = self.stream(handle)
+        capture = self.captures.get(stream) if self.captures else None
+        if capture is not None and external:
+            capture.step(lambda handle: self.record(event, handle))
+        elif capture is not None:
+            event.mark, event.captured = None, (capture, capture.record(stream))
+        else:
+            event.captured = None
+            mark = event.mark = self.timeline.record(stream)
+            if event.shared:
+                self.timeline.submit(stream, lambda stream: self.words.told.learn(stream.clock))
+                if mark.clock is not None:
+                    self.announce(self.exports_of_thread(), mark.clock)
+
+    def wait(self, stream: Stream, event: Event, external: bool = False) -> None:
+        """A stream is to wait for an event; ``external``: in a capture, for one of outside at each launch."""
+        capture = self.captures.get(stream) if self.captures else None
+        if event.captured is not None:
+            of, clock = event.captured
+            if not of.ended:
+                of.join(stream, clock)
+                self.captures[stream] = of
+        elif capture is not None:
+            if external:
+                capture.step(lambda handle: self.wait(self.stream(handle), event))
+        else:
+            if event.mark is not None:
+                self.timeline.wait(stream, event.mark)
+            others = self.elsewhere(event)
+            if others is not None:
+                self.timeline.submit(stream, lambda stream: stream.clock.learn(others))
+
+    def elsewhere(self, event: Event) -> Clock | None:
+        """What may come before a recording that was not seen; None where there is none."""
+        if event.foreign and event.mark is None:
+            return self.timeline.everything()
+        return self.words.told.copy() if event.elsewhere else None
 
     # -- memory ----------------------------------------------------------------------------------------------
 
@@ -256,8 +318,6 @@ class State:
         """A stream reads and writes memory."""
         for piece, write in pieces:
             self.judge.use((piece,), Access(stream, what, stack, write, atomic), stream.clock, device)
-            if write and self.timeline.held:
-                self._wrote(piece, stream)
 
     def use_on_host(self, address: int, nbytes: int, write: bool) -> None:
         """A host thread reads or writes memory itself."""
@@ -276,6 +336,43 @@ class State:
             return
         device = self.devices.get(stream)
         self.timeline.submit(stream, lambda stream: self.touch(stream, pieces, "a kernel", stack, device=device))
+        if sum(high - low for (_, low, high), _ in pieces) < nbytes:
+            for range_ in self.reserved.overlapping(address, address + nbytes):
+                self._unmapped(stream, range_, stack)
+
+    def _unmapped(self, stream: Stream, range_: Range, stack: Stack) -> None:
+        self.found(
+            Hazard(
+                "access without a grant",
+                f"a kernel of {stream.name} uses a part of {range_} where no memory is mapped",
+                "map memory there and grant access before it is used (cuMemMap, cuMemSetAccess)",
+                range_.base,
+                range_.size,
+                places=(("this call", stack), ("reserved", range_.stack)),
+            )
+        )
+
+    def revoke(
+        self, ranges: Iterable[Range], old: dict[int, int], new: dict[int, int], what: str, stack: Stack
+    ) -> None:
+        """The rights of devices are about to change."""
+        lost = {device for device, rights in new.items() if old.get(device, 0) & ~rights}
+        for range_ in ranges if lost else ():
+            for use in range_.last.values():
+                if not isinstance(use.actor, Stream) or self.devices.get(use.actor) not in lost:
+                    continue
+                if self.timeline.order(self.timeline.host, use.actor.number, use.time) != CERTAIN:
+                    self.found(
+                        Hazard(
+                            "access without a grant",
+                            f"{what} takes away the access of device {self.devices[use.actor]} to {range_}, which "
+                            f"{use.what} of {use.actor.name} may still be using",
+                            f"the host must synchronise with {use.actor.name} after its {use.what}",
+                            range_.base,
+                            range_.size,
+                            places=(("this call", stack), ("used", use.stack), ("allocated", range_.stack)),
+                        )
+                    )
 
     def allocate(self, address: int, size: int, handle: Any, grants: dict[int, int] | None, stack: Stack) -> Range:
         """Memory was allocated in stream order."""
@@ -290,16 +387,17 @@ class State:
             self.timeline.submit(stream, lambda stream: self.judge.allocate(made, stream))
         return made
 
-    def free(self, address: int, handle: Any, what: str, stack: Stack) -> Callable[[], None]:
-        """Memory is about to be freed in stream order; returns what takes that back."""
+    def free(self, address: int, handle: Any, what: str, stack: Stack) -> Callable[[Any], None]:
+        """Memory is about to be freed in stream order; returns what is to be called with the answer."""
         found = self.addresses.find(address)
         stream = self.stream(handle)
         if found is None or found.base != address:
             self.timeline.submit(stream, lambda stream: None)
-            return lambda: None
+            return lambda answer: None
         capture = self.captures.get(stream) if self.captures else None
         if capture is not None:
-            return capture.free(stream, found, what, stack)
+            take_back = capture.free(stream, found, what, stack)
+            return lambda answer: take_back() if answer[0] else None
         self._exporter_frees(found, what, stack)
         refused: list[bool] = []
 
@@ -307,15 +405,16 @@ class State:
             if not refused:
                 self.judge.free(found, stream, stream.clock, what, stack)
 
-        def undo() -> None:
-            refused.append(True)
-            found.ended = None
+        def finish(answer: Any) -> None:
+            if answer[0]:
+                refused.append(True)
+                found.ended = None
 
         self.timeline.submit(stream, free)
-        return undo
+        return finish
 
-    def end(self, ranges: Iterable[Range], what: str, stack: Stack, ending: str = "") -> Callable[[], None]:
-        """The host is about to end ranges at once; returns what takes that back."""
+    def end(self, ranges: Iterable[Range], what: str, stack: Stack, ending: str = "") -> Callable[[Any], None]:
+        """The host is about to end ranges at once; returns what is to be called with the answer."""
         thread = self.thread()
         self.timeline.act(thread)
         ended = [one for one in ranges if one.ended is None]
@@ -323,11 +422,11 @@ class State:
             self._exporter_frees(one, what, stack)
             self.judge.free(one, thread, self.timeline.host, what, stack, ending)
 
-        def undo() -> None:
-            for one in ended:
+        def finish(answer: Any) -> None:
+            for one in ended if answer[0] else ():
                 one.ended = None
 
-        return undo
+        return finish
 
     def map(self, address: int, size: int, offset: int, memory: Physical, stack: Stack) -> None:
         """Memory was mapped."""
@@ -368,10 +467,9 @@ class State:
         order = self.timeline.order
         return next((one for one in moments if order(clock, one.actor.number, one.time) != CERTAIN), None)
 
-    def export(self, range_: Range, exported: bytes, stack: Stack, announced_later: bool) -> None:
-        """An allocation was exported."""
-        self.exports[exported] = range_
-        self.exported[range_] = exported
+    def export(self, range_: Range, stack: Stack, announced_later: bool) -> None:
+        """Memory was exported."""
+        range_.bytes.shared = True
         if announced_later:
             self._unannounced.setdefault(threading.get_ident(), []).append((range_, stack))
             return
@@ -407,74 +505,31 @@ class State:
 
     # -- words -----------------------------------------------------------------------------------------------
 
-    def _key(self, address: int) -> tuple[tuple[Bytes, int] | None, Range | None]:
-        pieces = self.addresses.pieces(address, 4)
-        if not pieces:
-            return None, None
-        range_, low, high = pieces[0]
-        places = range_.physical(low, high)
-        return ((places[0][0], places[0][1]) if places else None), range_
-
-    def write_word(self, handle: Any, address: int, value: int, bits: int, what: str, stack: Stack) -> None:
+    def write_word(self, handle: Any, address: int, value: int, bits: int) -> None:
         """A stream is to write a word, after all that it has queued."""
         stream = self.stream(handle)
-        if self.captures and stream in self.captures:
+        capture = self.captures.get(stream) if self.captures else None
+        if capture is not None:
+            capture.step(lambda handle: self.write_word(handle, address, value, bits))
             return
-        key, _ = self._key(address)
         exports = self.exports_of_thread()
-
-        def write(stream: Stream) -> None:
-            self.announce(exports, stream.clock)
-            if key is None:
-                return
-            writes = self._words.setdefault(key, [])
-            writes.append((value, stream.clock.copy()))
-            del writes[:-_WRITES_KEPT]
-            if len(self._words) > _WORDS_KEPT:
-                del self._words[next(iter(self._words))]
-            for held in tuple(self.timeline.held):
-                word = held.obstacle
-                if isinstance(word, _Word) and word.key == key and word.accepts(value):
-                    self.timeline.end(word, stream.clock)
-
-        self.timeline.submit(stream, write)
-
-    def _wrote(self, piece: Piece, stream: Stream) -> None:
-        """A copy, a fill or a kernel has written memory: with what is not known."""
-        range_, low, high = piece
-        for memory, start, end in range_.physical(low, high):
-            for held in tuple(self.timeline.held):
-                word = held.obstacle
-                if isinstance(word, _Word) and word.key and word.key[0] is memory and start <= word.key[1] < end:
-                    self.timeline.end(word, stream.clock)
+        if exports:
+            self.timeline.submit(stream, lambda stream: self.announce(exports, stream.clock))
+        self.words.write(stream, address, value)
 
     def wait_word(self, handle: Any, address: int, value: int, flag: int, bits: int) -> None:
         """A stream is to wait for a value of a word."""
         stream = self.stream(handle)
-        if self.captures and stream in self.captures:
-            return
-        key, range_ = self._key(address)
-        compare = _COMPARISONS.get(flag & 3, _COMPARISONS[0])
-        word = _Word(key, lambda there: compare(there, value, bits))
-        word.range = range_
-        if range_ is None or range_.kind in ("pinned memory", "registered memory"):
-            # Of other memory than that of devices nobody tells us who writes it.
-            word.read = lambda: int(_WORDS[bits].from_address(address).value)
+        capture = self.captures.get(stream) if self.captures else None
+        if capture is not None:
+            capture.step(lambda handle: self.wait_word(handle, address, value, flag, bits))
+        else:
+            self.words.wait(stream, address, value, flag, bits)
 
-        def meet(stream: Stream) -> None:
-            order: Clock | None = None
-            for written, clock in reversed(self._words.get(key, ()) if key else ()):
-                if written is None or not word.accepts(written):
-                    break
-                # Any of these may be what the stream sees.
-                order = clock if order is None else order.common(clock)
-            if order is None and word.read is not None and word.accepts(word.read()):
-                order = self.timeline.host
-            if order is not None:
-                self.timeline.end(word, order)
-
-        self.timeline.submit(stream, meet)
-        self.timeline.wait(stream, word)
+    def _is_of_host(self, address: int) -> bool:
+        function = getattr(self.driver, "cuPointerGetAttribute", None)
+        answer: Any = (1,) if function is None else function(_MEMORY_TYPE, address)
+        return not answer[0] and int(answer[1]) == _HOST
 
     # -- host functions --------------------------------------------------------------------------------------
 
@@ -496,14 +551,30 @@ class State:
 
     # -- graphs ----------------------------------------------------------------------------------------------
 
+    def graph(self, handle: Any) -> Graph:
+        """The graph of a handle."""
+        return self.graphs.setdefault(number_of(handle), Graph())
+
     def launch(self, executable: int, handle: Any, stack: Stack) -> None:
         """A stream is to run a graph, after earlier launches of the same."""
         stream = self.stream(handle)
         nodes = self.executables.get(executable, [])
+        capture = self.captures.get(stream) if self.captures else None
+        if capture is not None:
+            for node in nodes:
+                capture.add(stream, node)
+            return
         before = self.launched.get(executable)
         if before is not None:
             self.timeline.wait(stream, before)
+        together: list[Node] = []
         for node in nodes:
+            if node.kind == "step":
+                self._run(stream, together, stack)
+                together = []
+                node.step(handle)
+                continue
+            together.append(node)
             if node.kind == "allocate":
                 self._place(node.range)
             elif any(piece[0].kind == "mapping" and piece[0].ended for piece, _ in node.pieces):
@@ -513,7 +584,10 @@ class State:
                     for (_, low, high), write in node.pieces
                     for there in self.addresses.pieces(low, high - low)
                 ]
+        self._run(stream, together, stack)
+        self.launched[executable] = self.timeline.record(stream)
 
+    def _run(self, stream: Stream, nodes: list[Node], stack: Stack) -> None:
         def run(stream: Stream) -> None:
             device = self.devices.get(stream)
             for node in nodes:
@@ -532,7 +606,6 @@ class State:
                     self.judge.allocate(made, stream)
 
         self.timeline.submit(stream, run)
-        self.launched[executable] = self.timeline.record(stream)
 
     def _place(self, made: Range) -> None:
         if self.addresses.find(made.base) is not made:
@@ -542,20 +615,27 @@ class State:
 
     def leaks(self) -> list[Hazard]:
         """Memory that is there and was not given back: one for each place that allocated it."""
-        places: dict[tuple[str, Stack], list[Range]] = {}
-        for one in self.addresses.living():
-            if not one.pending and one.kind != "registered memory":
-                places.setdefault((one.kind, one.stack), []).append(one)
+        there: list[tuple[str, Range | Physical]] = [
+            (one.kind, one) for one in self.addresses.living() if not one.pending and one.kind != "registered memory"
+        ]
+        there += [
+            ("physical memory", one)
+            for one in dict.fromkeys(self.physical.values())
+            if one.stack and all(mapping.ended for mapping in one.mappings)
+        ]
+        places: dict[tuple[str, Stack], list[Range | Physical]] = {}
+        for kind, one in there:
+            places.setdefault((kind, one.stack), []).append(one)
         return [
             Hazard(
                 "leak",
-                f"{ranges[0]} was not given back" + (f", and {len(ranges) - 1} more" if len(ranges) > 1 else ""),
+                f"{leaked[0]} was not given back" + (f", and {len(leaked) - 1} more" if len(leaked) > 1 else ""),
                 "free it, or let it go, before the end",
-                ranges[0].base,
-                sum(one.size for one in ranges),
+                leaked[0].base if isinstance(leaked[0], Range) else 0,
+                sum(one.size for one in leaked),
                 places=(("allocated", stack),),
             )
-            for (_, stack), ranges in places.items()
+            for (_, stack), leaked in places.items()
         ]
 
     def close(self) -> None:

@@ -1220,9 +1220,8 @@ def a_mapping_is_left(b: Bench, right: bool) -> None:
     memory = Mapped(b)
     if right:
         memory.unmap(memory.at[0])
+        memory.release()
     b.driver.finish()
-    if right:
-        memory.map(memory.at[0])
 
 
 # -- the cases of PyTorch's sanitizer, test/test_cuda_sanitizer.py -------------------------------------------

@@ -1,0 +1,208 @@
+"""Captures, graphs and their launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+from streamalloc.driver.checker.capture import Capture, Graph, Node
+from streamalloc.driver.checker.hazards import Range
+from streamalloc.driver.checker.rules.work import plane, rows
+from streamalloc.driver.checker.stacks import here
+from streamalloc.driver.checker.state import State, Touch, number_of
+
+__all__ = ["AFTER", "BEFORE"]
+
+Arguments: TypeAlias = "tuple[Any, ...]"
+Answer: TypeAlias = "tuple[Any, ...]"
+Rule: TypeAlias = Callable[[State, str, Arguments, Answer], object]
+
+
+# -- captures ------------------------------------------------------------------------------------------------
+
+
+def _begins_capture(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    stream = state.stream(args[0])
+    capture = state.captures[stream] = Capture(state.found)
+    capture.join(stream)
+    if name == "cuStreamBeginCaptureToGraph":
+        capture.graph = state.graph(args[1])
+
+
+def _ends_capture(state: State, name: str, args: Arguments) -> Callable[[Answer], None]:
+    capture = state.captures.get(state.stream(args[0]))
+
+    def finish(answer: Answer) -> None:
+        if capture is None or (answer[0] and "UNMATCHED" in getattr(answer[0], "name", "")):
+            return
+        capture.ended = True
+        state.captures = {stream: one for stream, one in state.captures.items() if one is not capture}
+        if not answer[0]:
+            state.graphs[int(answer[1])] = capture.graph
+
+    return finish
+
+
+# -- graphs by hand ------------------------------------------------------------------------------------------
+
+
+def _makes_graph(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    state.graphs[int(answer[1])] = Graph()
+
+
+def _clones_graph(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    # Its nodes have other handles.
+    state.graphs[int(answer[1])] = Graph(list(state.graph(args[0]).nodes))
+
+
+def _ends_graph(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    state.graphs.pop(number_of(args[0]), None)
+
+
+def _adds(make: Callable[[State, str, Arguments], list[Node]]) -> Rule:
+    """A call that adds a node; its graph is judged when it is instantiated, as edges may follow."""
+
+    def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
+        graph = state.graph(args[0])
+        for node in make(state, name, args):
+            node.what, node.stack = node.what or name, node.stack or here()
+            graph.add(int(answer[1]), node, [int(one) for one in args[1] or ()])
+
+    return rule
+
+
+def _use(state: State, touched: Iterable[Touch]) -> list[Node]:
+    pieces = [(piece, write) for at, size, write in touched for piece in state.addresses.pieces(number_of(at), size)]
+    return [Node("use", pieces=pieces)]
+
+
+def _fill_node(state: State, one: Any) -> list[Node]:
+    width, height = int(one.width) * int(one.elementSize), int(one.height) or 1
+    return _use(state, rows(number_of(one.dst), int(one.pitch), width, height, True))
+
+
+def _allocation_node(state: State, params: Any) -> list[Node]:
+    made = Range(int(params.dptr), int(params.bytesize), "allocation", stack=here(), pending=True)
+    state.addresses.add(made)
+    return [Node("allocate", range=made)]
+
+
+def _free_node(state: State, address: Any) -> list[Node]:
+    found = state.addresses.find(number_of(address))
+    return [Node("use") if found is None else Node("free", range=found)]
+
+
+def _record_node(state: State, event: Any) -> list[Node]:
+    return [Node("step", step=lambda handle: state.record(state.event(event), handle))]
+
+
+def _wait_node(state: State, event: Any) -> list[Node]:
+    return [Node("step", step=lambda handle: state.wait(state.stream(handle), state.event(event)))]
+
+
+def _child(state: State, graph: Any) -> list[Node]:
+    return [Node(one.kind, one.what, one.stack, one.pieces, one.range, one.step) for one in state.graph(graph).nodes]
+
+
+def _params_at(at: int, make: Callable[[State, Any], list[Node]]) -> Rule:
+    return _adds(lambda state, name, args: make(state, args[at]))
+
+
+_OF_TYPE: dict[str, tuple[str, Callable[[State, Any], list[Node]]]] = {
+    "MEMCPY": ("memcpy", lambda state, params: _use(state, plane(params.copyParams))),
+    "MEMSET": ("memset", _fill_node),
+    "GRAPH": ("graph", lambda state, params: _child(state, params.graph)),
+    "WAIT_EVENT": ("eventWait", lambda state, params: _wait_node(state, params.event)),
+    "EVENT_RECORD": ("eventRecord", lambda state, params: _record_node(state, params.event)),
+    "MEM_ALLOC": ("alloc", _allocation_node),
+    "MEM_FREE": ("free", lambda state, params: _free_node(state, params.dptr)),
+}
+
+
+def _node(state: State, name: str, args: Arguments) -> list[Node]:
+    """``cuGraphAddNode``: what its parameters say."""
+    kind = getattr(args[-1].type, "name", "").removeprefix("CU_GRAPH_NODE_TYPE_")
+    if kind not in _OF_TYPE:
+        return [Node("use")]
+    field, make = _OF_TYPE[kind]
+    return make(state, getattr(args[-1], field))
+
+
+def _adds_edges(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    graph = state.graph(args[0])
+    for before, after in zip(args[1] or (), args[2] or (), strict=False):
+        graph.after.setdefault(int(after), []).append(int(before))
+
+
+def _forgets_graph(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    """Something of a graph has changed in a way that is not followed: nothing is known of it any more."""
+    graph = state.graphs.get(number_of(args[0]))
+    for one in state.graphs.values() if graph is None else (graph,):
+        if graph is not None or number_of(args[0]) in one.handles:
+            one.clear()
+
+
+def _forgets_executable(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    state.executables[number_of(args[0])] = []
+
+
+# -- launches ------------------------------------------------------------------------------------------------
+
+
+def _instantiates(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    graph = state.graph(args[0])
+    graph.judge(state.found)
+    state.executables[int(answer[1])] = list(graph.nodes)
+
+
+def _ends_executable(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    state.executables.pop(number_of(args[0]), None)
+    state.launched.pop(number_of(args[0]), None)
+
+
+def _updates_executable(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    state.executables[number_of(args[0])] = list(state.graph(args[1]).nodes)
+
+
+def _launches(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    state.launch(number_of(args[0]), args[1], here())
+
+
+AFTER: dict[str, Rule] = {
+    "cuStreamBeginCapture": _begins_capture,
+    "cuStreamBeginCaptureToGraph": _begins_capture,
+    "cuGraphCreate": _makes_graph,
+    "cuGraphClone": _clones_graph,
+    "cuGraphDestroy": _ends_graph,
+    "cuGraphAddMemsetNode": _params_at(3, _fill_node),
+    "cuGraphAddMemcpyNode": _params_at(3, lambda state, params: _use(state, plane(params))),
+    "cuGraphAddMemAllocNode": _params_at(3, _allocation_node),
+    "cuGraphAddMemFreeNode": _params_at(3, _free_node),
+    "cuGraphAddChildGraphNode": _params_at(3, _child),
+    "cuGraphAddEventRecordNode": _params_at(3, _record_node),
+    "cuGraphAddEventWaitNode": _params_at(3, _wait_node),
+    "cuGraphAddNode": _adds(_node),
+    "cuGraphAddDependencies": _adds_edges,
+    "cuGraphInstantiate": _instantiates,
+    "cuGraphInstantiateWithParams": _instantiates,
+    "cuGraphExecUpdate": _updates_executable,
+    "cuGraphExecDestroy": _ends_executable,
+    "cuGraphLaunch": _launches,
+    # kernels, host functions and the like: only their place in the graph is known
+    **dict.fromkeys(
+        (f"cuGraphAdd{kind}Node" for kind in ("Kernel", "Host", "Empty", "BatchMemOp")),
+        _adds(lambda state, name, args: [Node("use")]),
+    ),
+    **dict.fromkeys(
+        (
+            "cuGraphDestroyNode",
+            "cuGraphRemoveDependencies",
+            *(f"cuGraph{kind}NodeSetParams" for kind in ("Memcpy", "Memset", "")),
+        ),
+        _forgets_graph,
+    ),
+    **dict.fromkeys(
+        (f"cuGraphExec{kind}NodeSetParams" for kind in ("Memcpy", "Memset", "ChildGraph", "")), _forgets_executable
+    ),
+}
+BEFORE: dict[str, Any] = {"cuStreamEndCapture": _ends_capture}

@@ -1,0 +1,157 @@
+"""Physical memory, its mappings, and multicast objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from streamalloc.driver.bindings import cuda
+from streamalloc.driver.checker.hazards import Binding, Range
+from streamalloc.driver.checker.rules.memory import granted
+from streamalloc.driver.checker.stacks import here
+from streamalloc.driver.checker.state import Physical, State, number_of
+
+__all__ = ["AFTER", "BEFORE"]
+
+Arguments: TypeAlias = "tuple[Any, ...]"
+Answer: TypeAlias = "tuple[Any, ...]"
+Rule: TypeAlias = Callable[[State, str, Arguments, Answer], object]
+Finish: TypeAlias = "Callable[[Answer], object]"
+
+_DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
+
+
+def _reserves(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    state.reserved.add(Range(int(answer[1]), int(args[0]), "reserved addresses", stack=here()))
+
+
+def _ends_reservation(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    state.reserved.remove(number_of(args[0]))
+
+
+def _creates(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    location = args[1].location
+    device = int(location.id) if int(location.type) == _DEVICE else None
+    state.physical[int(answer[1])] = Physical(int(args[0]), here(), device)
+
+
+def _releases(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    if not state.account.may_end(name, number_of(args[0])):
+        state.physical.pop(number_of(args[0]), None)
+
+
+def _retains(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    found = state.addresses.find(number_of(args[0]))
+    if found is None:
+        return
+    for memory in state.physical.values():
+        if found in memory.mappings:
+            state.physical[int(answer[1])] = memory
+            return
+    # Its handle was released: the mapping has kept the memory.
+    memory = Physical(found.size, found.stack, None)
+    memory.bytes, memory.bindings = found.bytes, found.bindings
+    state.physical[int(answer[1])] = memory
+
+
+def _maps(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    memory = state.physical.get(number_of(args[3]))
+    if memory is None:
+        memory = state.physical[number_of(args[3])] = Physical(int(args[1]), (), None)
+    state.map(number_of(args[0]), int(args[1]), int(args[2]), memory, here())
+
+
+def _unmaps(state: State, name: str, args: Arguments) -> Finish:
+    return state.end(state.mappings(number_of(args[0]), int(args[1])), name, here(), "unmap")
+
+
+def _grants(state: State, name: str, args: Arguments) -> Finish:
+    rights = granted(args[2])
+    mappings = state.mappings(number_of(args[0]), int(args[1]))
+    for one in mappings:
+        state.revoke((one,), one.grants or {}, rights, name, here())
+
+    def finish(answer: Answer) -> None:
+        for one in () if answer[0] else mappings:
+            if one.grants is not None:
+                one.grants.update(rights)
+
+    return finish
+
+
+# -- multicast objects ---------------------------------------------------------------------------------------
+
+
+def _creates_multicast(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    state.physical[int(answer[1])] = Physical(int(args[0].size), here(), None, multicast=True)
+
+
+def _binds(device_at: int | None) -> Rule:
+    shift = 0 if device_at is None else 1
+
+    def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
+        target = state.physical.get(number_of(args[0]))
+        if target is None or target.bindings is None:
+            return
+        device = None if device_at is None else number_of(args[device_at])
+        if "BindMem" in name:
+            memory = state.physical.get(number_of(args[2 + shift]))
+            start, size = int(args[3 + shift]), int(args[4 + shift])
+            parts = [] if memory is None else [(memory.bytes, start, start + size)]
+            if device is None and memory is not None:
+                device = memory.device
+        else:
+            address, size = number_of(args[2 + shift]), int(args[3 + shift])
+            pieces = state.addresses.pieces(address, size)
+            parts = [part for one, low, high in pieces for part in one.physical(low, high)]
+        at = int(args[1 + shift])
+        for behind, first, last in parts:
+            target.bindings.append(Binding(at, last - first, behind, first))
+            target.bound_on.append(device)
+            at += last - first
+
+    return rule
+
+
+def _unbinds(state: State, name: str, args: Arguments) -> Finish:
+    target = state.physical.get(number_of(args[0]))
+    if target is None or target.bindings is None:
+        return lambda answer: None
+    bindings, bound_on = target.bindings, target.bound_on
+    device, start, size = number_of(args[1]), int(args[2]), int(args[3])
+    # What reaches the memory through the object would reach nothing; the mappings themselves stay.
+    state.end(target.mappings, name, here(), "unmap")((1,))
+
+    def finish(answer: Answer) -> None:
+        if answer[0]:
+            return
+        kept = [
+            at
+            for at, one in enumerate(bindings)
+            if bound_on[at] not in (None, device) or not (start <= one.offset < start + size)
+        ]
+        # The mappings share the list.
+        bindings[:] = [bindings[at] for at in kept]
+        bound_on[:] = [bound_on[at] for at in kept]
+
+    return finish
+
+
+AFTER: dict[str, Rule] = {
+    "cuMemAddressReserve": _reserves,
+    "cuMemAddressFree": _ends_reservation,
+    "cuMemCreate": _creates,
+    "cuMemRelease": _releases,
+    "cuMemRetainAllocationHandle": _retains,
+    "cuMemMap": _maps,
+    "cuMulticastCreate": _creates_multicast,
+    "cuMulticastBindMem": _binds(None),
+    "cuMulticastBindMem_v2": _binds(1),
+    "cuMulticastBindAddr": _binds(None),
+    "cuMulticastBindAddr_v2": _binds(1),
+}
+BEFORE: dict[str, Callable[[State, str, Arguments], Finish]] = {
+    "cuMemUnmap": _unmaps,
+    "cuMemSetAccess": _grants,
+    "cuMulticastUnbind": _unbinds,
+}

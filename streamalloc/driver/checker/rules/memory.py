@@ -1,0 +1,158 @@
+"""Memory that is allocated and freed, pools, and memory of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from streamalloc.driver.bindings import cuda
+from streamalloc.driver.checker.hazards import Range
+from streamalloc.driver.checker.stacks import here
+from streamalloc.driver.checker.state import OPENED, State, number_of
+
+__all__ = ["AFTER", "BEFORE", "frees_at_once", "granted"]
+
+Arguments: TypeAlias = "tuple[Any, ...]"
+Answer: TypeAlias = "tuple[Any, ...]"
+Rule: TypeAlias = Callable[[State, str, Arguments, Answer], object]
+Finish: TypeAlias = "Callable[[Answer], object]"
+
+_DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
+_PINNED = int(cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED)
+
+
+# -- stream order --------------------------------------------------------------------------------------------
+
+
+def _allocates(stream_at: int, pool_at: int | None) -> Rule:
+    def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
+        if not int(answer[1]):
+            return
+        if pool_at is not None:
+            pool = int(args[pool_at])
+        else:
+            device = state.devices.get(state.stream(args[stream_at]))
+            pool = state.current_pools.get(-1 if device is None else device, 0)
+        state.allocate(int(answer[1]), int(args[0]), args[stream_at], state.pools.get(pool), here())
+
+    return rule
+
+
+def _frees(state: State, name: str, args: Arguments) -> Finish:
+    return state.free(number_of(args[0]), args[1], name, here())
+
+
+# -- at once -------------------------------------------------------------------------------------------------
+
+
+def frees_at_once(state: State, name: str, args: Arguments) -> Finish:
+    """A free or a closing by the host."""
+    found = state.addresses.find(number_of(args[0]))
+    ranges = [found] if found is not None and found.base == number_of(args[0]) else []
+    if found is not None and found.opened > 1:
+        return lambda answer: setattr(found, "opened", found.opened - (not answer[0]))
+    if ranges and ranges[0].kind in ("device memory", OPENED):
+        # The driver waits for the device, unless it is memory of a pool.
+        goals = state.behind(state.all_streams())
+        for stream in state.all_streams():
+            state.timeline.force(stream)
+        state.reached(goals)
+    return state.end(ranges, name, here())
+
+
+def _releases_host_memory(state: State, name: str, args: Arguments) -> Finish:
+    found = state.addresses.find(number_of(args[0]))
+    return state.end([found] if found is not None else [], name, here(), "release")
+
+
+def _makes(kind: str, size: Callable[[Arguments, Answer], int]) -> Rule:
+    def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
+        if int(answer[1]):
+            state.addresses.add(Range(int(answer[1]), max(size(args, answer), 1), kind, stack=here()))
+
+    return rule
+
+
+def _first(args: Arguments, answer: Answer) -> int:
+    return int(args[0])
+
+
+def _registers(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    made = Range(number_of(args[0]), int(args[1]), "registered memory", stack=here())
+    made.bytes.shared = True
+    state.addresses.add(made)
+
+
+# -- pools ---------------------------------------------------------------------------------------------------
+
+
+def _makes_pool(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    location = args[0].location
+    managed = "MANAGED" in getattr(args[0].allocType, "name", "")
+    grants = {int(location.id): 3} if int(location.type) == _DEVICE else {}
+    state.pools[int(answer[1])] = None if managed else grants
+
+
+def _finds_pool(current: bool) -> Rule:
+    def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
+        pool, device = int(answer[1]), _device(args)
+        if device is not None:
+            state.pools.setdefault(pool, {device: 3})
+            if current:
+                state.current_pools[device] = pool
+
+    return rule
+
+
+def _sets_pool(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    device = _device(args)
+    if device is not None:
+        state.current_pools[device] = int(args[-1])
+
+
+def _device(args: Arguments) -> int | None:
+    """The device whose pool a call is about: it is named, or a location and a type are. None: not one of a device."""
+    location = getattr(args[0], "type", None)
+    if location is None:
+        return int(args[0])
+    return int(args[0].id) if int(location) == _DEVICE and int(args[1]) == _PINNED else None
+
+
+def granted(descriptors: Any) -> dict[int, int]:
+    """The rights of devices in ``CUmemAccessDesc``, one or several."""
+    several = descriptors if isinstance(descriptors, (list, tuple)) else [descriptors]
+    return {int(one.location.id): int(one.flags) for one in several if int(one.location.type) == _DEVICE}
+
+
+def _grants_pool(state: State, name: str, args: Arguments) -> Finish:
+    grants, rights = state.pools.get(number_of(args[0])), granted(args[1])
+    if grants is None:
+        return lambda answer: None
+    state.revoke((one for one in state.addresses.living() if one.grants is grants), grants, rights, name, here())
+    return lambda answer: None if answer[0] else grants.update(rights)
+
+
+AFTER: dict[str, Rule] = {
+    "cuMemAllocAsync": _allocates(1, None),
+    "cuMemAllocFromPoolAsync": _allocates(2, 1),
+    "cuMemAlloc": _makes("device memory", _first),
+    "cuMemAllocManaged": _makes("device memory", _first),
+    "cuMemAllocPitch": _makes("device memory", lambda args, answer: int(answer[2]) * int(args[1])),
+    "cuMemHostAlloc": _makes("pinned memory", _first),
+    "cuMemAllocHost": _makes("pinned memory", _first),
+    "cuMemHostRegister": _registers,
+    "cuMemPoolCreate": _makes_pool,
+    "cuDeviceGetDefaultMemPool": _finds_pool(current=False),
+    "cuDeviceGetMemPool": _finds_pool(current=True),
+    "cuDeviceSetMemPool": _sets_pool,
+    "cuMemGetDefaultMemPool": _finds_pool(current=False),
+    "cuMemGetMemPool": _finds_pool(current=True),
+    "cuMemSetMemPool": _sets_pool,
+}
+BEFORE: dict[str, Callable[[State, str, Arguments], Finish]] = {
+    "cuMemFreeAsync": _frees,
+    "cuMemFree": frees_at_once,
+    "cuMemFreeHost": _releases_host_memory,
+    "cuMemHostUnregister": _releases_host_memory,
+    "cuMemPoolSetAccess": _grants_pool,
+}

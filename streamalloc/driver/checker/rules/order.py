@@ -1,0 +1,195 @@
+"""Streams, events and words: what comes before what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from streamalloc.driver.bindings import cuda
+from streamalloc.driver.checker.state import Event, State, number_of
+
+__all__ = ["AFTER", "BEFORE"]
+
+Arguments: TypeAlias = "tuple[Any, ...]"
+Answer: TypeAlias = "tuple[Any, ...]"
+Rule: TypeAlias = Callable[[State, str, Arguments, Answer], object]
+Finish: TypeAlias = "Callable[[Answer], object]"
+
+_INTERPROCESS = int(cuda.CUevent_flags.CU_EVENT_INTERPROCESS)
+_EXTERNAL = 1  # CU_EVENT_RECORD_EXTERNAL, CU_EVENT_WAIT_EXTERNAL
+
+
+# -- streams -------------------------------------------------------------------------------------------------
+
+
+def _makes_stream(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    state.add_stream(int(answer[1]), not int(args[0]) & 1)
+
+
+def _ends_stream(state: State, name: str, args: Arguments) -> Finish:
+    number = number_of(args[0])
+    stream = state.streams.pop(number, None)
+
+    def finish(answer: Answer) -> None:
+        if stream is None:
+            return
+        if answer[0]:
+            state.streams[number] = stream
+        else:
+            state.retire(stream)
+
+    return finish
+
+
+def _synchronises(state: State, name: str, args: Arguments) -> Finish:
+    goals = state.behind((state.stream(args[0]),))
+    return lambda answer: None if answer[0] else state.reached(goals)
+
+
+def _synchronises_context(state: State, name: str, args: Arguments) -> Finish:
+    goals = state.behind(state.all_streams(number_of(args[0]) if args else state.context()))
+    return lambda answer: None if answer[0] else state.reached(goals)
+
+
+def _queries(state: State, name: str, args: Arguments) -> Finish:
+    stream = state.stream(args[0])
+    clock = stream.clock.copy() if stream.obstacle is None and not stream.peers else None
+
+    def finish(answer: Answer) -> None:
+        if answer[0]:
+            return
+        if clock is None:
+            state.host_knows(stream)
+        else:
+            state.timeline.tell(clock)
+        # The facade then tells importers itself, in no stream.
+        state.announce(state.exports_of_thread(), state.timeline.host)
+
+    return finish
+
+
+# -- events --------------------------------------------------------------------------------------------------
+
+
+def _makes_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    state.events[int(answer[1])] = Event(bool(int(args[0]) & _INTERPROCESS))
+
+
+def _ends_event(state: State, name: str, args: Arguments) -> Finish:
+    number = number_of(args[0])
+    event = state.events.pop(number, None)
+
+    def finish(answer: Answer) -> None:
+        if answer[0] and event is not None:
+            state.events[number] = event
+
+    return finish
+
+
+def _records(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    external = name.endswith("WithFlags") and int(args[2]) & _EXTERNAL
+    state.record(state.event(args[0]), args[1], bool(external))
+
+
+def _records_context(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    event, context = state.event(args[1]), number_of(args[0])
+    # A stream that does nothing else stands for all of them.
+    meeting = state.timeline.stream("the context")
+    for stream in state.all_streams(context):
+        state.timeline.wait(meeting, state.timeline.record(stream))
+    event.captured, event.mark = None, state.timeline.record(meeting)
+    state.timeline.retire(meeting)
+
+
+def _waits(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    external = len(args) > 2 and int(args[2]) & _EXTERNAL
+    state.wait(state.stream(args[0]), state.event(args[1]), bool(external))
+
+
+def _context_waits(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    for stream in state.all_streams(number_of(args[0])):
+        state.wait(stream, state.event(args[1]))
+
+
+def _happened(count: int) -> Callable[[State, str, Arguments], Finish]:
+    """The host learns that events are over."""
+
+    def rule(state: State, name: str, args: Arguments) -> Finish:
+        events = [state.event(handle) for handle in args[:count]]
+        marks = [one.mark for one in events if one.mark is not None]
+
+        def finish(answer: Answer) -> None:
+            if answer[0]:
+                return
+            for mark in marks:
+                state.timeline.force_mark(mark)
+                assert mark.clock is not None
+                state.timeline.tell(mark.clock)
+            for one in events:
+                others = state.elsewhere(one)
+                if others is not None:
+                    state.timeline.tell(others)
+
+        return finish
+
+    return rule
+
+
+# -- words ---------------------------------------------------------------------------------------------------
+
+
+def _writes_word(bits: int) -> Rule:
+    def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
+        state.write_word(args[0], number_of(args[1]), int(args[2]), bits)
+
+    return rule
+
+
+def _waits_word(bits: int) -> Rule:
+    def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
+        state.wait_word(args[0], number_of(args[1]), int(args[2]), int(args[3]), bits)
+
+    return rule
+
+
+def _words(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    """``cuStreamBatchMemOp``."""
+    for one in args[2] or ():
+        kind = getattr(one.operation, "name", "")
+        bits = 64 if kind.endswith("64") else 32
+        if "WAIT_VALUE" in kind:
+            wait = one.waitValue
+            value = int(wait.value64 if bits == 64 else wait.value)
+            state.wait_word(args[0], number_of(wait.address), value, int(wait.flags), bits)
+        elif "WRITE_VALUE" in kind:
+            write = one.writeValue
+            value = int(write.value64 if bits == 64 else write.value)
+            state.write_word(args[0], number_of(write.address), value, bits)
+
+
+AFTER: dict[str, Rule] = {
+    "cuStreamCreate": _makes_stream,
+    "cuStreamCreateWithPriority": _makes_stream,
+    "cuEventCreate": _makes_event,
+    "cuEventRecord": _records,
+    "cuEventRecordWithFlags": _records,
+    "cuCtxRecordEvent": _records_context,
+    "cuStreamWaitEvent": _waits,
+    "cuCtxWaitEvent": _context_waits,
+    "cuStreamWriteValue32": _writes_word(32),
+    "cuStreamWriteValue64": _writes_word(64),
+    "cuStreamWaitValue32": _waits_word(32),
+    "cuStreamWaitValue64": _waits_word(64),
+    "cuStreamBatchMemOp": _words,
+}
+BEFORE: dict[str, Callable[[State, str, Arguments], Finish]] = {
+    "cuStreamDestroy": _ends_stream,
+    "cuStreamSynchronize": _synchronises,
+    "cuStreamQuery": _queries,
+    "cuCtxSynchronize": _synchronises_context,
+    "cuCtxSynchronize_v2": _synchronises_context,
+    "cuEventDestroy": _ends_event,
+    "cuEventSynchronize": _happened(1),
+    "cuEventQuery": _happened(1),
+    "cuEventElapsedTime": _happened(2),
+}

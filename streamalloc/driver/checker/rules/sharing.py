@@ -1,0 +1,136 @@
+"""Memory and events that processes share."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from streamalloc.driver.bindings import opaque_bytes
+from streamalloc.driver.checker import ledger
+from streamalloc.driver.checker.hazards import Range
+from streamalloc.driver.checker.rules.memory import frees_at_once
+from streamalloc.driver.checker.stacks import from_package, here
+from streamalloc.driver.checker.state import OPENED, Event, Physical, State, number_of
+
+__all__ = ["AFTER", "BEFORE"]
+
+Arguments: TypeAlias = "tuple[Any, ...]"
+Answer: TypeAlias = "tuple[Any, ...]"
+Rule: TypeAlias = Callable[[State, str, Arguments, Answer], object]
+Finish: TypeAlias = "Callable[[Answer], object]"
+
+
+# -- allocations ---------------------------------------------------------------------------------------------
+
+
+def _exports_pointer(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    found = state.addresses.find(number_of(args[0]))
+    if found is None:
+        return
+    data = opaque_bytes(answer[1])
+    if name == "cuMemPoolExportPointer":
+        state.exports[data] = found
+    state.exported[found] = data
+    state.export(found, here(), from_package())
+
+
+def _size_at(state: State, address: Any) -> int:
+    """How much memory there is, as the driver says; one byte where it does not."""
+    ask = getattr(state.driver, "cuMemGetAddressRange", None)
+    answer: Any = (1,) if ask is None else ask(address)
+    return 1 if answer[0] else max(int(answer[2]), 1)
+
+
+def _opened(state: State, made: Range, data: bytes) -> None:
+    made.bytes.shared = True
+    state.addresses.add(made)
+    entry = ledger.open_import(data)
+    if entry is not None:
+        state.entries[made] = entry
+
+
+def _imports_pointer(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    exported = opaque_bytes(args[1])
+    origin = state.exports.get(exported)
+    made = Range(int(answer[1]), 1 if origin is None else origin.size, "import", stack=here())
+    made.grants = state.pools.get(number_of(args[0]))
+    if origin is not None and origin.ended is None:
+        made.bytes, made.offset, made.born = origin.bytes, origin.offset, origin.born
+        origin.imports.append(made)
+    else:
+        made.size = _size_at(state, answer[1])
+    _opened(state, made, exported)
+
+
+def _opens_plain(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    there = state.addresses.find(int(answer[1]))
+    if there is not None and there.ended is None and there.kind == OPENED:
+        # The driver has given the same address again, and counts.
+        there.opened += 1
+        return
+    _opened(state, Range(int(answer[1]), _size_at(state, answer[1]), OPENED, stack=here()), opaque_bytes(args[0]))
+
+
+# -- events --------------------------------------------------------------------------------------------------
+
+
+def _exports_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    event = state.shared_events[opaque_bytes(answer[1])] = state.event(args[0])
+    event.elsewhere = True
+
+
+def _opens_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    found = state.shared_events.setdefault(opaque_bytes(args[0]), Event(shared=True))
+    found.elsewhere = True
+    state.events[int(answer[1])] = found
+
+
+# -- physical memory -----------------------------------------------------------------------------------------
+
+
+def _file(number: Any) -> tuple[int, int] | None:
+    """What tells an exported file from all others; None where nothing does, as with files of real drivers."""
+    try:
+        status = os.fstat(int(number))
+    except (OSError, TypeError, ValueError, OverflowError):
+        return None
+    return (status.st_dev, status.st_ino) if stat.S_ISREG(status.st_mode) else None
+
+
+def _exports_memory(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    memory = state.physical.get(number_of(args[0]))
+    if memory is None:
+        return
+    memory.bytes.shared = True
+    if memory.bindings is None and not from_package():
+        for one in memory.mappings:
+            state.export(one, here(), announced_later=False)
+    key = _file(answer[1])
+    if key is not None:
+        state.files[key] = memory
+
+
+def _imports_memory(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    key = _file(args[0])
+    memory = state.files.get(key) if key is not None else None
+    if memory is None:
+        memory = Physical(0, here(), None)
+        memory.bytes.shared = True
+        if key is not None:
+            state.files[key] = memory
+    state.physical[int(answer[1])] = memory
+
+
+AFTER: dict[str, Rule] = {
+    "cuMemPoolExportPointer": _exports_pointer,
+    "cuMemPoolImportPointer": _imports_pointer,
+    "cuIpcGetMemHandle": _exports_pointer,
+    "cuIpcOpenMemHandle": _opens_plain,
+    "cuIpcGetEventHandle": _exports_event,
+    "cuIpcOpenEventHandle": _opens_event,
+    "cuMemExportToShareableHandle": _exports_memory,
+    "cuMemImportFromShareableHandle": _imports_memory,
+}
+BEFORE: dict[str, Callable[[State, str, Arguments], Finish]] = {"cuIpcCloseMemHandle": frees_at_once}
