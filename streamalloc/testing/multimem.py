@@ -97,6 +97,8 @@ def multimem_red(stream: Stream, address: AddressLike, values: Values, op: str =
         given = np.frombuffer(data, array.dtype, size // array.itemsize, offset)
         replica[:] = _combine(op, replica, given)
 
+    # Says to a driver that checks that others of its kind may come before or after it.
+    reduce.atomic = True  # type: ignore[attr-defined]
     _launch(stream, lambda launch: launch.update(at, len(data), reduce))
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from streamalloc.driver.account import COUNTED, ENDERS
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.reports import Hazard
-from streamalloc.driver.checker.rules.table import AFTER, BEFORE, Finish
+from streamalloc.driver.checker.rules import AFTER, BEFORE, Finish
 from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import State
 from streamalloc.driver.errors import DriverMisuseError
@@ -276,11 +276,13 @@ class Checked(Wrapper):
 
     def _watched_multimem(self, launch: Any) -> Any:
         def function(stream: Any, kernel: Callable[[Any], None]) -> tuple[Any, ...]:
-            watched: list[tuple[int, int, bool]] = []
+            watched: dict[bool, list[tuple[int, int, bool]]] = {False: [], True: []}
             answer: tuple[Any, ...] = launch(stream, lambda there: kernel(_WatchedLaunch(there, watched)))
             if not answer[0]:
                 stack = here()
-                self._alone(lambda: self._state.act(stream, "multimem_launch", watched, stack, atomic=True))
+                for atomic, touched in watched.items():
+                    if touched:
+                        self._alone(self._state.act, stream, "multimem_launch", touched, stack, atomic)
                 self._deliver()
             return answer
 
@@ -350,17 +352,19 @@ class _Asked:
 class _WatchedLaunch:
     """What stands for a kernel works with this, and what it touches is noted."""
 
-    def __init__(self, there: Any, watched: list[tuple[int, int, bool]]) -> None:
+    def __init__(self, there: Any, watched: dict[bool, list[tuple[int, int, bool]]]) -> None:
         self._there = there
         self._watched = watched
+        """What is used, by whether others of its kind may do that at the same time."""
 
     def update(self, address: int, size: int, apply: Any) -> None:
         self._there.update(address, size, apply)
-        self._watched.append((address, size, True))
+        self._watched[getattr(apply, "atomic", False)].append((address, size, True))
 
     def gather(self, target: int, address: int, size: int, combine: Any) -> None:
         self._there.gather(target, address, size, combine)
-        self._watched += [(address, size, False), (target, size, True)]
+        self._watched[True].append((address, size, False))
+        self._watched[False].append((target, size, True))
 
 
 def _keeps_convention(name: str, answer: tuple[Any, ...]) -> tuple[Any, ...]:
