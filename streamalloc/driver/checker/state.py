@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -79,15 +80,11 @@ class Physical:
 
 
 class _Thread:
-    """A host thread, with its per-thread streams by context; what is left of it when it has ended is ``over``."""
+    """A host thread, with its per-thread streams by context."""
 
-    def __init__(self, actor: Actor, over: deque[list[Stream]]) -> None:
+    def __init__(self, actor: Actor) -> None:
         self.actor = actor
         self.streams: dict[int, Stream] = {}
-        self._over = over
-
-    def __del__(self) -> None:
-        self._over.append(list(self.streams.values()))
 
 
 class State:
@@ -124,7 +121,7 @@ class State:
         self._legacy: dict[int, Stream] = {}
         self._per_thread: list[Stream] = []
         self._here = threading.local()
-        self._over: deque[list[Stream]] = deque()
+        self._over: deque[dict[int, Stream]] = deque()
         """The per-thread streams of threads that have ended."""
         self._unannounced: dict[int, list[tuple[Range, Stack]]] = {}
         # The bindings take 0 for the per-thread stream where this is set.
@@ -136,7 +133,8 @@ class State:
     def _thread(self) -> _Thread:
         found: _Thread | None = getattr(self._here, "thread", None)
         if found is None:
-            found = self._here.thread = _Thread(self.timeline.thread(""), self._over)
+            found = self._here.thread = _Thread(self.timeline.thread(""))
+            weakref.finalize(found, self._over.append, found.streams).atexit = False
         return found
 
     def thread(self) -> Actor:
@@ -174,7 +172,7 @@ class State:
             found = mine.get(context)
             if found is None:
                 while self._over:
-                    for one in self._over.popleft():
+                    for one in self._over.popleft().values():
                         self._per_thread.remove(one)
                         self.retire(one)
                 name = f"the per-thread default stream of {threading.current_thread().name}"
