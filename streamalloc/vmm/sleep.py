@@ -10,7 +10,7 @@ from streamalloc.core.arguments import check_device
 from streamalloc.core.buffer import Buffer
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
-from streamalloc.core.errors import CudaError, EvictedError, size_text, undoing
+from streamalloc.core.errors import ClosedError, CudaError, EvictedError, size_text, undoing
 from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size
@@ -55,7 +55,7 @@ class SleepGroup(Closes):
         ``device`` is no device, or ``backup`` no pool.
     """
 
-    __slots__ = ("_backup", "_copies", "_handle_types", "_members", "_own", "device")
+    __slots__ = ("_backup", "_copies", "_handle_types", "_members", "_own", "closed", "device")
 
     def __init__(
         self,
@@ -67,6 +67,8 @@ class SleepGroup(Closes):
         check_device("device", device)
         self.device: Device = device
         """The device that it allocates from."""
+        self.closed: bool = False
+        """Whether :meth:`close` was called."""
         if backup is not None and not isinstance(backup, MemoryPool):
             raise TypeError(f"backup must be a MemoryPool, not {type(backup).__name__} ({backup!r})")
         self._backup = backup
@@ -84,6 +86,7 @@ class SleepGroup(Closes):
     @property
     def backup(self) -> MemoryPool:
         """The pool in host memory that takes the bytes; made when it is first asked for."""
+        self._check_open()
         if self._backup is None:
             pool = MemoryPool(MemLocation.host(), release_threshold=_KEEP, driver=self.device.driver)
             with undoing(pool.close):
@@ -107,7 +110,10 @@ class SleepGroup(Closes):
         ------
         OutOfMemoryError
             There is no memory.
+        ClosedError
+            The group was closed.
         """
+        self._check_open()
         size = checked_size("nbytes", nbytes)
         buffer = GrowableBuffer(self.device, max(size, 1), size, handle_types=self._handle_types, stream=stream)
         self._members[buffer] = tag
@@ -124,7 +130,10 @@ class SleepGroup(Closes):
         ------
         TypeError, ValueError
             It is no virtual buffer, or of another driver.
+        ClosedError
+            The group was closed.
         """
+        self._check_open()
         if not isinstance(buffer, VirtualBuffer):
             raise TypeError(f"buffer must be a GrowableBuffer or another VirtualBuffer, not {buffer!r}")
         if buffer._door is not self._door:
@@ -320,13 +329,18 @@ class SleepGroup(Closes):
     def close(self) -> None:
         """Let the buffers go, which stay as they are, and close the pool for backups if it is the group's own.
 
-        The bytes of buffers that sleep stay until those are closed.
+        The bytes of buffers that sleep stay until those are closed. A closed group takes no buffers. Idempotent.
         """
+        self.closed = True
         self._members.clear()
         self._copies.clear()
         if self._own and self._backup is not None:
             self._backup.close()
             self._backup, self._own = None, False
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"{self!r} was closed")
 
     @property
     def _door(self) -> Door:
@@ -335,6 +349,8 @@ class SleepGroup(Closes):
     def __repr__(self) -> str:
         if not hasattr(self, "_members"):
             return f"<{type(self).__name__} that could not be made>"
+        if self.closed:
+            return f"<{type(self).__name__}, closed>"
         buffers = self.buffers
         state = f"{sum(buffer.evicted for buffer in buffers)} asleep, {size_text(self.mapped_bytes)} mapped"
         return f"<{type(self).__name__} of {len(buffers)} buffers, {state}>"

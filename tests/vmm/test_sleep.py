@@ -170,6 +170,23 @@ class TestMembers:
         device.synchronize()
         assert group.backup.statistics().used == 0
 
+    def test_a_closed_group_takes_no_buffers(self, device: sa.Device, group: vmm.SleepGroup) -> None:
+        (buffer,) = buffers(group, "a")
+        tagged = group.tagged("a")
+        group.close()
+        group.close()
+        assert group.closed and not group.buffers and shows(buffer, 0) and "closed" in repr(group)
+        for refused in (
+            lambda: group.allocate(1),
+            lambda: tagged.allocate(1),
+            lambda: group.add(buffer),
+            lambda: group.backup,
+        ):
+            with pytest.raises(sa.ClosedError, match="closed"):
+                refused()
+        assert group.sleep() == group.wake() == 0
+        buffer.close()
+
     def test_an_allocator_for_each_tag(self, device: sa.Device, group: vmm.SleepGroup, stream: sa.Stream) -> None:
         source = group.tagged("weights")
         buffer = source.allocate(100, stream)
