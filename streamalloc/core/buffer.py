@@ -142,7 +142,8 @@ class Allocator(Unique):
             direct = False
         if not direct:
             return self._allocate_slowly(nbytes, stream)
-        # The buffer is there before its memory, so that nothing can come between and lose it.
+        # The buffer is there before its memory, so that nothing loses that but a signal handler which raises as the
+        # driver's function returns: what would help there costs a fifth of the call, see tests/package/test_signals.py.
         buffer: Buffer = PlainBuffer()
         buffer._nbytes = nbytes
         buffer._stream = stream  # type: ignore[assignment]
@@ -181,7 +182,10 @@ class Allocator(Unique):
         raw = stream._checked_raw()
         alloc = self._alloc if type(buffer) is PlainBuffer else bare(self._alloc)
         with stream._context():
-            result, buffer._ptr = alloc(buffer._nbytes, self._raw, raw)
+            # A loop, before whose end Python does not look for signals: what a handler raises does not lose the memory.
+            for answer in map(alloc, (buffer._nbytes,), (self._raw,), (raw,)):
+                result, buffer._ptr = answer
+                break
         return result
 
     def _recover(self, result: Any, buffer: Buffer) -> None:
@@ -445,29 +449,47 @@ class PlainBuffer(Buffer):
                 return
         except AttributeError:  # the call that was to allocate it raised
             return
-        door = self._allocator._door
-        if not door.usable:
+        door, shared = self._allocator._door, self._shared
+        try:
+            usable = door.usable
+        except BaseException:
+            self.__del__()  # once more: a signal handler has raised, and Python does not come again
+            raise
+        if not usable:
             return
-        if self._shared is not None:
-            self._shared[0].drop(self)
+        if shared is not None:
+            shared[0].drop(self)
             return
         ptr, stream = self._ptr, self._stream
+        # Lists, which C fills before Python looks for signals again: what a handler raises loses neither.
+        taken: list[bool] = []
+        answers: list[Any] = []
+        called = asked = False
         # Another finaliser of the same garbage cycle may still look at it, and must not free it again.
         self._ptr = None
-        # The owner of the stream may be closing it on another thread; who would have to wait for that hands in.
-        if stream._direct is door and stream._in_use.acquire(blocking=False):
-            try:
+        try:
+            # The owner of the stream may be closing it on another thread; who would have to wait for that hands in.
+            if stream._direct is door:
+                taken += map(stream._in_use.acquire, (False,))
+            if taken and taken[0]:
                 handle = stream._handle
                 if handle is not None:
-                    result: Any = None
                     # In the relaxed mode it breaks no capture of other code that may be under way on this thread.
                     with contextlib.suppress(CudaError), door.relaxed():
-                        result = self._allocator._free(ptr, handle)[0]
-                    if result is not None and (not result or isinstance(error_from(result, "cuMemFreeAsync"), LOST)):
-                        return
-            finally:
+                        calls = map(self._allocator._free, (ptr,), (handle,))
+                        called = True
+                        answers += calls
+        except BaseException as error:
+            asked = called and not answers and was_asked(self._allocator, ptr, error)
+            raise
+        finally:
+            if taken and taken[0]:
                 stream._in_use.release()
-        later_of(door).hand_in(_FreeDropped(door, ptr, stream))
+            if answers:
+                result = answers[0][0]
+                asked = not result or isinstance(error_from(result, "cuMemFreeAsync"), LOST)
+            if not asked:
+                later_of(door).hand_in(_FreeDropped(door, ptr, stream))
 
 
 PlainBuffer.__name__ = PlainBuffer.__qualname__ = "Buffer"

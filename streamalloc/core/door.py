@@ -347,8 +347,8 @@ class _Current:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._door.check_process()
-        result = self._door.driver.cuCtxPopCurrent()[0]
+        # Nothing is called before that a signal handler could interrupt, once this has begun.
+        result = (refuse_after_fork if self._door.forked else self._door.driver.cuCtxPopCurrent)()[0]
         if result:
             if error is None:
                 # No name for it here: a frame that knows its own error keeps what the block has made.
@@ -383,7 +383,10 @@ class _Relaxed:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._door.call("cuThreadExchangeStreamCaptureMode", self._mode)
+        # As above.
+        result = self._door.cuThreadExchangeStreamCaptureMode(self._mode)[0]
+        if result:
+            raise error_from(result, "cuThreadExchangeStreamCaptureMode")
 
 
 _FORKED = (

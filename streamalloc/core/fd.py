@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import starmap
+from typing import TYPE_CHECKING, Any
 
 from streamalloc.core.errors import ClosedError
 from streamalloc.core.ownership import Closes
+
+if TYPE_CHECKING:
+    from streamalloc.core.door import Door
 
 __all__ = ["Fd"]
 
@@ -43,6 +48,24 @@ class Fd(Closes):
         owners = tuple([cls.__new__(cls) for _ in range(count)])
         cls.give(owners, [-1] * count)
         return owners
+
+    @classmethod
+    def opened(cls, function: Callable[..., int], *args: Any) -> Fd:
+        """The new descriptor that a function of C gives, such as ``os.open``; no signal handler that raises loses it.
+
+        It is close-on-exec already. Where the function gives -1, the result is closed.
+        """
+        owners = cls.owners(1)
+        cls.give(owners, starmap(function, (args,)))
+        return owners[0]
+
+    @classmethod
+    def made_by(cls, door: Door, name: str, *args: Any, hint: str = "") -> Fd:
+        """The new descriptor that driver function ``name`` gives, likewise; errors as for :meth:`Door.call`."""
+        owner = cls.owners(1)[0]
+        door.create(owner, "_number", name, *args, hint=hint)
+        os.set_inheritable(owner._number, False)
+        return owner
 
     @staticmethod
     def give(owners: Sequence[Fd], numbers: Iterable[int]) -> None:
@@ -80,7 +103,11 @@ class Fd(Closes):
             os.close(number)
 
     def __del__(self) -> None:
-        number = getattr(self, "_number", -1)
+        try:
+            number = self._number
+        except AttributeError:  # what was to make it has raised
+            return
+        # Nothing is called before that a signal handler could interrupt, once this has begun.
         if number >= 0:
             self._number = -1
             os.close(number)

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from streamalloc.core.errors import ClosedError, CudaError, undoing
+from streamalloc.core.errors import ClosedError, CudaError, error_from
 from streamalloc.core.later import HandleEnd, later_of, work
 from streamalloc.core.ownership import Closes
 from streamalloc.core.stream import StreamLike, as_stream
@@ -169,18 +169,25 @@ def capturing(stream: Stream, mode: CaptureMode) -> Iterator[Graph]:
     door = stream._door
     raw = stream._checked_raw()
     driver_mode = getattr(cuda.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{mode.upper()}")
+    begin = door._function("cuStreamBeginCapture")
     capture = Capture(stream)
     later = later_of(door)
+    # A list, which C fills before Python looks for signals again: a capture that has begun is ended.
+    answers: list[Any] = []
     later.paused += 1
     try:
         with stream._context():
-            door.call(
-                "cuStreamBeginCapture", raw, driver_mode, hint="is the stream being captured already, or a legacy one?"
-            )
-        with undoing(lambda: _abort(capture)):
-            capture.adopt(stream)
-            yield capture.graph
+            answers += map(begin, (raw,), (driver_mode,))
+        if answers[0][0]:
+            hint = "is the stream being captured already, or a legacy one?"
+            raise error_from(answers[0][0], "cuStreamBeginCapture", hint)
+        capture.adopt(stream)
+        yield capture.graph
         _end(capture)
+    except BaseException:
+        if answers and not answers[0][0]:
+            _abort(capture)
+        raise
     finally:
         later.paused -= 1
         work(door)

@@ -287,13 +287,16 @@ class _Held:
             return
         # In the relaxed mode it breaks no capture of other code that may be under way on this thread.
         exchange = sources.exchange
-        mode = exchange(_RELAXED)[1]
+        # A list, which C fills before Python looks for signals again: what a handler raises does not leave it on.
+        modes: list[Any] = []
         try:
+            modes += map(exchange, (_RELAXED,))
             self._buffer.free()
         except Exception:
             give_back(self._buffer)
         finally:
-            exchange(mode)
+            if modes:
+                exchange(modes[0][1])
 
 
 def give_back(buffer: Buffer, thread: int | None = None) -> None:

@@ -152,10 +152,9 @@ def _dma_buf(door: Door, address: int, nbytes: int) -> Answer:
     size = -(-(address + nbytes - start) // _PAGE) * _PAGE
     kind = cuda.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
     try:
-        number = door.call("cuMemGetHandleForAddressRange", start, size, kind, 0)
+        Fd.made_by(door, "cuMemGetHandleForAddressRange", start, size, kind, 0).close()
     except (CudaError, NotImplementedError) as error:
         return Answer(False, "", str(error))
-    Fd(int(number)).close()
     whole = start == address and size == nbytes
     return Answer(True, "DMA-BUF", "" if whole else "of whole pages, as it does not begin and end at pages")
 

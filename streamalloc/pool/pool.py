@@ -460,8 +460,14 @@ class CurrentPool(Allocator):
     def __init__(self, device: Device) -> None:
         door = door_of(device, None)
         function = door.driver.cuMemAllocAsync
+
+        def allocate(nbytes: int, _: None, stream: Any) -> Any:
+            # A loop, in which Python does not look for signals before it returns: none loses the memory.
+            for answer in map(function, (nbytes,), (stream,)):
+                return answer
+
         self.location: MemLocation = device.location
-        self._bind(door, lambda nbytes, _, stream: function(nbytes, stream), None)
+        self._bind(door, allocate, None)
 
     @staticmethod
     def of(device: Device) -> CurrentPool:

@@ -105,8 +105,14 @@ class OwnsNode(Closes, Drawn):
 
     def __del__(self) -> None:
         node: HandleNode | None = getattr(self, "_node", None)
-        if node is not None and node.raw is not None and not node.given_up and node.allocations.door.usable:
-            node.allocations.drop(node)
+        if node is None or node._raw is None or node.given_up:
+            return
+        try:
+            if node.allocations.door.usable:
+                node.allocations.drop(node)
+        except BaseException:
+            node.allocations.drop(node)  # once more: a signal handler has raised, and to drop it twice does no harm
+            raise
 
 
 class AllocationHandle(HandleNode):

@@ -43,4 +43,4 @@ def dma_buf(memory: Memory, *, pcie: bool = False) -> Fd:
     kind = cuda.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
     allocations_of(memory._door).note_elsewhere(memory.address, memory.nbytes)
     with memory.stream.device.current():
-        return Fd(int(memory._door.call("cuMemGetHandleForAddressRange", memory.address, memory.nbytes, kind, flags)))
+        return Fd.made_by(memory._door, "cuMemGetHandleForAddressRange", memory.address, memory.nbytes, kind, flags)

@@ -6,7 +6,6 @@ Both are exported, mapped and released by the same calls.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
 from typing import Any
 
 from streamalloc.core.arguments import FABRIC_NEEDS
@@ -112,15 +111,19 @@ class GenericAllocation(OwnsNode):
         ValueError
             It was not made with this handle type.
         """
-        if not isinstance(handle_type, MemHandleType) or handle_type not in _EXPORTS:
+        if handle_type not in (MemHandleType.POSIX_FILE_DESCRIPTOR, MemHandleType.FABRIC):
             raise ValueError(f"handle_type={handle_type!r}: allowed are POSIX_FILE_DESCRIPTOR and FABRIC")
         raw = self._checked_raw()
         if not self._handle_types & handle_type:
             raise ValueError(f"{self!r} cannot be exported so: make it with handle_types={handle_type!r}")
         kind = cuda.CUmemAllocationHandleType(int(handle_type))
-        answer = self._door.call("cuMemExportToShareableHandle", raw, kind, 0)
+        arguments = ("cuMemExportToShareableHandle", raw, kind, 0)
+        if handle_type is MemHandleType.FABRIC:
+            exported: Fd | bytes = bytes(self._door.call(*arguments).data)
+        else:
+            exported = Fd.made_by(self._door, *arguments)
         self._state.exported = True
-        return _EXPORTS[handle_type](answer)
+        return exported
 
     def close(self) -> None:
         """Give the handle back (``cuMemRelease``); where it is mapped it stays usable. Idempotent.
@@ -158,9 +161,3 @@ class GenericAllocation(OwnsNode):
         """The handle and its mappings, for ``repr``."""
         state = "closed" if self.closed else f"handle {int(self._node.raw):#x}"
         return f"{state}, mapped {self.mapping_count} times" if self.mapping_count else state
-
-
-_EXPORTS: dict[MemHandleType, Callable[[Any], Fd | bytes]] = {
-    MemHandleType.POSIX_FILE_DESCRIPTOR: lambda answer: Fd(int(answer)),
-    MemHandleType.FABRIC: lambda answer: bytes(answer.data),
-}

@@ -18,7 +18,7 @@ import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from tests.ipc.sharing.test_descriptor import again
 from tests.ipc.support import PAGE, POSIX, shared_pool
-from tests.package.test_sweeps import ACTS, Faults, fails_in_turn, members
+from tests.package.test_sweeps import ACTS, Faults, fails_in_turn, makers, members
 from tests.processes import eventually
 from tests.support import end_what_was_dropped
 
@@ -122,11 +122,7 @@ MAKERS: dict[str, Callable[[Sharing], Any]] = {
 }
 
 
-def _makers() -> list[Any]:
-    return [pytest.param(object, lambda world, one, make=make: make(world), id=name) for name, make in MAKERS.items()]
-
-
 @pytest.mark.simulated_only("calls that fail are the same on any driver")
-@pytest.mark.parametrize(("kind", "act"), [*members(CLASSES, SHARED_ACTS), *_makers()])
+@pytest.mark.parametrize(("kind", "act"), [*members(CLASSES, SHARED_ACTS), *makers(MAKERS)])
 def test_each_call_fails_in_turn(machine: Any, kind: type, act: Any) -> None:
     fails_in_turn(lambda: Sharing(machine), kind, act)

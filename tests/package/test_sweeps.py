@@ -314,8 +314,9 @@ MAKERS_OF: dict[str, Callable[[World], Any]] = {
 """What makes objects, and functions beside classes."""
 
 
-def _makers() -> Iterator[Any]:
-    for name, make in MAKERS_OF.items():
+def makers(those: dict[str, Callable[[Any], Any]]) -> Iterator[Any]:
+    """What makes objects, as operations on nothing."""
+    for name, make in those.items():
         yield pytest.param(object, lambda world, one, make=make: make(world), id=name)
 
 
@@ -350,13 +351,18 @@ def _perform(world: Any, kind: type, act: Act) -> BaseException | None:
 
 
 @pytest.mark.simulated_only("calls that fail are the same on any driver")
-@pytest.mark.parametrize(("kind", "act"), [*members(CLASSES, ACTS), *_makers()])
+@pytest.mark.parametrize(("kind", "act"), [*members(CLASSES, ACTS), *makers(MAKERS_OF)])
 def test_each_call_fails_in_turn(machine: Any, kind: type, act: Act | None) -> None:
     fails_in_turn(lambda: World(machine), kind, act)
 
 
-def fails_in_turn(new: Callable[[], Faults], kind: type, act: Any) -> None:
-    """Perform an operation in new worlds in which its first call fails, then the second, and so on."""
+def fails_in_turn(
+    new: Callable[[], Faults], kind: type, act: Any, most: int = MANY, errors: tuple[type[Exception], ...] = ()
+) -> None:
+    """Perform an operation in new worlds in which its first call fails, then the second, and so on.
+
+    ``most``: about how many calls fail at most; ``errors``: what it may raise besides errors of the driver.
+    """
     assert act is not None, "a new operation: say in ACTS how to perform it"
     world = new()
     before = len(world.faulty.seen)
@@ -368,7 +374,7 @@ def fails_in_turn(new: Callable[[], Faults], kind: type, act: Any) -> None:
     refused = isinstance(error, ValueError) and "which the host cannot reach" in str(error)  # arrays of device memory
     assert error is None or refused, repr(error)
     world.close()
-    for first in range(1, calls + 1, 1 + calls // MANY):
+    for first in range(1, calls + 1, 1 + calls // most):
         for times in (0, 1, 2):
             world = new()
             world.faulty._times = times
@@ -380,7 +386,7 @@ def fails_in_turn(new: Callable[[], Faults], kind: type, act: Any) -> None:
             world.faulty._target, world.driver.at = 1 << 60, 0
             failed = world.faulty.failed
             world.put_right()
-            expected = sa.CudaError if times else Interrupted
+            expected: tuple[type[BaseException], ...] = (sa.CudaError if times else Interrupted, *errors)
             assert raised is None or isinstance(raised, expected), (first, times, failed, raised)
             if times == 1 and not any(name in ENDERS for name in failed):
                 # What the driver refuses to end is still there, and where undoing fails as well, there may be more.

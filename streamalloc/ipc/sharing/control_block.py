@@ -211,7 +211,7 @@ class ControlBlock:
             words = np.frombuffer(self._map, np.uint32, SLOTS * IMPORTERS, _PLACES[name][0])
             setattr(self, name, words.reshape(SLOTS, IMPORTERS))
         # Locks belong to the open file, and a descriptor that was received is the sender's open file.
-        self._own = Fd(os.open(f"/proc/self/fd/{fd.fileno()}", os.O_RDWR | os.O_CLOEXEC))
+        self._own = Fd.opened(os.open, f"/proc/self/fd/{fd.fileno()}", os.O_RDWR | os.O_CLOEXEC)
         self._raw: int | None = None
         """The address until the driver was told to let go of it."""
         self._address = 0
@@ -246,7 +246,7 @@ class ControlBlock:
     @classmethod
     def create(cls, door: Door) -> ControlBlock:
         """A new control block, of which this process is the exporter."""
-        fd = Fd(os.memfd_create("streamalloc:control block", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        fd = Fd.opened(os.memfd_create, "streamalloc:control block", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd.fileno(), _BYTES)
         # Whoever touches a page that is not there any more is killed.
         fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, _SEALS)
@@ -345,14 +345,18 @@ class ControlBlock:
             self._tell_slowly(stream, word, value, checked)
             return
         if sees_all:
-            # Asked in this mode, it breaks no capture of another stream.
-            mode = door.cuThreadExchangeStreamCaptureMode(_RELAXED)
-            if mode[0]:
-                raise error_from(mode[0], "cuThreadExchangeStreamCaptureMode")
+            # Asked in this mode, it breaks no capture of another stream. A list, which C fills before Python looks for
+            # signals again: what a handler raises does not leave the thread in it.
+            modes: list[Any] = []
+            failed: Any = None
             try:
+                modes += map(door.cuThreadExchangeStreamCaptureMode, (_RELAXED,))
+                if modes[0][0]:
+                    raise error_from(modes[0][0], "cuThreadExchangeStreamCaptureMode")
                 result = door.cuStreamQuery(handle)[0]
             finally:
-                failed = door.cuThreadExchangeStreamCaptureMode(mode[1])[0]
+                if modes and not modes[0][0]:
+                    failed = door.cuThreadExchangeStreamCaptureMode(modes[0][1])[0]
             if failed:
                 raise error_from(failed, "cuThreadExchangeStreamCaptureMode")
             if not result:
@@ -447,7 +451,7 @@ class ControlBlock:
             return
         self._watched.add(byte)
         with undoing(lambda: self._watched.discard(byte)):
-            file = Fd(os.open(f"/proc/self/fd/{self.fd.fileno()}", os.O_RDWR | os.O_CLOEXEC))
+            file = Fd.opened(os.open, f"/proc/self/fd/{self.fd.fileno()}", os.O_RDWR | os.O_CLOEXEC)
             # It lasts as long as the other process, and must not keep the block, nor the driver behind it, so long.
             # Not threading.Thread, whose start() breaks the new thread where a signal handler raises. The file is the
             # thread's: an interrupt may come when that runs already.

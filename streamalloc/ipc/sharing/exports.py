@@ -168,9 +168,9 @@ class _Route:
     __slots__ = ("_heads", "_marks", "device", "fd", "origin")
 
     def __init__(self, pool: MemoryPool, device: bytes) -> None:
-        call, raw = door_behind(pool).call, cuda.CUmemoryPool(pool.handle)
-        number = call("cuMemPoolExportToShareableHandle", raw, _POSIX_MEMBER, 0, hint=_NOT_EXPORTABLE)
-        self.fd: Fd = Fd(int(number))
+        door, raw = door_behind(pool), cuda.CUmemoryPool(pool.handle)
+        name = "cuMemPoolExportToShareableHandle"
+        self.fd: Fd = Fd.made_by(door, name, raw, _POSIX_MEMBER, 0, hint=_NOT_EXPORTABLE)
         self.origin: bytes = secrets.token_bytes(16)
         self.device: bytes = device
         self._heads: dict[tuple[bytes, bytes], tuple[bytes, dict[bytes, Fd]]] = {}

@@ -37,13 +37,13 @@ def fetch_descriptor(pid: int, number: int) -> Fd:
             raise TypeError(f"{name} must be an int, not {type(value).__name__} ({value!r})")
         if not 0 <= value < 1 << 31 or (name == "pid" and not value):
             raise ValueError(f"{name}={value} is out of range")
-    with Fd(_called("pidfd_open", pid, number, _PIDFD_OPEN, pid, 0)) as process:
-        return Fd(_called("pidfd_getfd", pid, number, _PIDFD_GETFD, process.fileno(), number))
+    with _called("pidfd_open", pid, number, _PIDFD_OPEN, pid, 0) as process:
+        return _called("pidfd_getfd", pid, number, _PIDFD_GETFD, process.fileno(), number)
 
 
-def _called(function: str, pid: int, number: int, call: int, *arguments: int) -> int:
-    answer: int = _syscall(call, *arguments, *[0] * (3 - len(arguments)))
-    if answer >= 0:
+def _called(function: str, pid: int, number: int, call: int, *arguments: int) -> Fd:
+    answer = Fd.opened(_syscall, call, *arguments, *[0] * (3 - len(arguments)))
+    if not answer.closed:
         return answer
     code = ctypes.get_errno()
     causes = {

@@ -1,0 +1,388 @@
+"""A signal whose handler raises, at every point of every area where CPython can run it, leaves nothing behind.
+
+Each program does what an area is for. A signal comes at one of its points (:mod:`tests.interrupting`). Then everything
+that the program had is dropped; the same program runs in another thread, which any lock that is still held would stop;
+all is closed; and the driver has nothing left, was given nothing back twice, and its thread has the context and the
+capture mode that it had. Without ``--soak`` a sample of the points is tried, with it all of them.
+
+A point that cannot be held is in :data:`LOST`, which has to be exact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import ipc, vmm
+from streamalloc.driver.bindings import cuda
+from tests.interrupting import Atomic, Points, Signal
+from tests.ipc.support import POSIX, shared_pool
+from tests.processes import eventually
+from tests.support import MiB, end_what_was_dropped
+
+PAGE = 2 * MiB
+SAMPLE = int(os.environ.get("STREAMALLOC_TEST_POINTS", "12"))
+"""How many points of a program are tried."""
+WAIT = 20.0
+"""Seconds after which a program counts as stuck."""
+KEPT = {"registered memory", "registered host memory", "imported pool", "pinned memory", "event"}
+"""What stays for as long as a driver, or its devices: control blocks, pools of others, events that order work."""
+BEGINS = "a function of Python, before whose first bytecode the handler may run"
+DEAR = "to have the driver's answer stored before Python looks for signals costs 0.2 us, a fifth of such a call"
+LOST = {
+    ("Allocator.allocate", "CALL"): ("pools", DEAR),
+    ("PlainBuffer.__del__", "RESUME"): ("pools", BEGINS),
+    ("OwnsNode.__del__", "RESUME"): ("ranges", BEGINS),
+    ("_Current.__exit__", "RESUME"): ("streams", BEGINS),
+    ("_Relaxed.__exit__", "RESUME"): ("ranges", BEGINS),
+}
+"""Where what a handler raises loses something: function and bytecode, a program that comes by, and why nothing helps.
+
+Memory stays until its pool or the process ends; of a finaliser, Python tells what has come out of it. Without its
+``__exit__`` a block leaves a context current, or the thread's capture mode relaxed.
+"""
+
+pytestmark = [
+    pytest.mark.simulated_only("where a signal may come is the same on any driver"),
+    pytest.mark.skipif(sys.version_info < (3, 11), reason="looks for signals at other bytecodes"),
+]
+
+
+class Bench:
+    """A device, streams and a pool, through a driver whose functions are one call each."""
+
+    def __init__(self, machine: Any) -> None:
+        self.checked = sd.checked(machine)
+        self.machine = machine
+        self.driver: Any = Atomic(self.checked)
+        self.made = contextlib.ExitStack()
+        keep = self.made.enter_context
+        self.device = sa.Device(0, driver=self.driver)
+        self.stream = keep(self.device.create_stream())
+        self.other = keep(self.device.create_stream())
+        self.pool = keep(shared_pool(self.device))
+
+    def thread_state(self) -> tuple[int, int]:
+        """This thread's current context and capture mode."""
+        context = int(self.machine.cuCtxGetCurrent()[1])
+        relaxed = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        mode = self.machine.cuThreadExchangeStreamCaptureMode(relaxed)[1]
+        self.machine.cuThreadExchangeStreamCaptureMode(mode)
+        return context, int(mode)
+
+
+Program = Callable[[Any], None]
+PROGRAMS: dict[str, tuple[type[Bench], Program]] = {}
+
+
+def program(bench: type[Bench]) -> Callable[[Program], Program]:
+    def add(function: Program) -> Program:
+        PROGRAMS[function.__name__] = bench, function
+        return function
+
+    return add
+
+
+@program(Bench)
+def pools(bench: Bench) -> None:
+    with sa.MemoryPool(bench.device, release_threshold=MiB) as pool:
+        buffer = pool.allocate(64, bench.stream)
+        pool.allocate(64, bench.stream)  # dropped
+        buffer.free(bench.other)
+        with pool.allocate(4096, bench.stream) as other:
+            other.fill(1)
+        pool.allocate(64, bench.device.default_stream).free()
+        with pool.make_current():
+            sa.allocate(64, bench.stream).close()
+        bench.device.synchronize()
+        pool.trim()
+        assert pool.statistics().used >= 0
+
+
+@program(Bench)
+def streams(bench: Bench) -> None:
+    with bench.device.create_stream() as stream, bench.device.create_event() as event:
+        buffer = bench.pool.allocate(64, stream)
+        stream.record(event)
+        bench.other.wait(event)
+        bench.other.wait(stream)
+        stream.record().close()
+        stream.record().close()
+        stream.launch_host_func(int)
+        stream.synchronize()
+        buffer.free(bench.other)
+
+
+@program(Bench)
+def captures(bench: Bench) -> None:
+    with sa.MemoryPool(bench.device) as pool:  # memory of graphs cannot be shared
+        with bench.stream.capture() as graph:
+            buffer = pool.allocate(64, bench.stream)
+            buffer.fill(1)
+            buffer.free()
+        with graph, graph.instantiate() as executable:
+            executable.launch(bench.stream)
+            bench.stream.synchronize()
+
+
+@program(Bench)
+def copies(bench: Bench) -> None:
+    data = np.arange(64, dtype=np.uint8)
+    with bench.pool.allocate(64, bench.stream) as one, bench.pool.allocate(64, bench.stream) as two:
+        one.copy_from(data)
+        two.copy_from(one)
+        two[8:16].fill(7)
+        two.view_as(np.uint32)
+        two.__dlpack__(stream=1)
+        back = np.zeros(64, np.uint8)
+        two.copy_to(back)
+        bench.stream.synchronize()
+        assert back[:8].tolist() == data[:8].tolist() and back[8] == 7
+
+
+@program(Bench)
+def caches(bench: Bench) -> None:
+    with sa.CachingAllocator(bench.pool) as cache:
+        first, second = cache.allocate(600, bench.stream), cache.allocate(600, bench.stream)
+        first.free()
+        again = cache.allocate(600, bench.stream)
+        again.free(bench.other)
+        cache.allocate(600, bench.stream)  # dropped
+        second.free(bench.device.default_stream)
+        with bench.device.create_stream() as short:
+            cache.allocate(5000, short).free()
+        shared = cache.allocate(4096, bench.stream)
+        ipc.share(shared)
+        shared.free()
+        assert cache.statistics().in_use == 0
+
+
+@program(Bench)
+def ranges(bench: Bench) -> None:
+    with vmm.PhysicalMemory(PAGE, bench.device) as memory, vmm.AddressRange(4 * PAGE, driver=bench.driver) as range:
+        mapping = range.map(memory, access=bench.device)
+        range.map(memory, 2 * PAGE, access=bench.device)
+        range.set_access(bench.device, sa.MemAccess.READ, stop=PAGE)
+        range.view(0, 64)
+        mapping.close()
+        range.unmap()
+    vmm.PhysicalMemory(PAGE, bench.device)  # dropped
+    vmm.AddressRange(PAGE, driver=bench.driver).map(vmm.PhysicalMemory(PAGE, bench.device))
+
+
+@program(Bench)
+def growables(bench: Bench) -> None:
+    with vmm.GrowableBuffer(bench.device, 8 * PAGE, PAGE) as buffer:
+        buffer.fill(3)
+        buffer.grow(PAGE)
+        buffer.resize(PAGE, after=[bench.stream])
+        buffer.evict()
+        buffer.restore()
+        assert buffer.nbytes == PAGE
+    vmm.GrowableBuffer(bench.device, 2 * PAGE, PAGE)  # dropped
+    vmm.stripe(2 * PAGE, [bench.device]).close()
+
+
+@program(Bench)
+def recyclers(bench: Bench) -> None:
+    with vmm.MemoryRecycler(bench.device, 4 * PAGE) as recycler:
+        with vmm.GrowableBuffer(bench.device, 8 * PAGE, PAGE, recycler=recycler) as buffer:
+            buffer.grow(PAGE)
+            buffer.resize(PAGE)
+            buffer.grow(PAGE)
+        recycler.take(PAGE).close()
+        recycler.trim()
+
+
+@program(Bench)
+def sleepers(bench: Bench) -> None:
+    with (
+        sa.MemoryPool(sa.MemLocation.host_numa(0), driver=bench.driver) as backup,
+        vmm.SleepGroup(bench.device, backup=backup) as group,
+    ):
+        backup.set_access(bench.device, sa.MemAccess.READWRITE)
+        one = group.allocate(PAGE, bench.stream, tag="one")
+        two = group.allocate(PAGE, bench.stream)
+        one.fill(1)
+        group.sleep(stream=bench.stream)
+        group.wake(stream=bench.stream)
+        one.close()
+        two.close()
+
+
+@program(Bench)
+def sparse(bench: Bench) -> None:
+    with vmm.TilePool(bench.device, PAGE) as tiles, vmm.SparseArray(bench.device, (256, 256)) as array:
+        array.map(tiles, stream=bench.stream)
+        array.copy_from(np.zeros(array.level_shape(), array.dtype), bench.stream)
+        array.unmap(stream=bench.other)
+        array.map(tiles, stream=bench.stream)
+
+
+@program(Bench)
+def exports(bench: Bench) -> None:
+    buffer = bench.pool.allocate(4096, bench.stream)
+    ipc.share(buffer)
+    held = ipc.share(buffer, hold=True)
+    buffer.free()
+    held.cancel()
+    with vmm.GrowableBuffer(bench.device, 4 * PAGE, PAGE, handle_types=POSIX, stream=bench.stream) as growable:
+        ipc.share(growable)
+        growable.grow(PAGE)
+        ipc.share(growable)
+    with bench.device.create_event(interprocess=True) as event:
+        ipc.share(event)
+
+
+class Opening(Bench):
+    """And what another machine shares."""
+
+    def __init__(self, machine: Any) -> None:
+        super().__init__(machine)
+        keep = self.made.enter_context
+        theirs = sa.Device(0, driver=sd.simulated())
+        stream, pool = keep(theirs.create_stream()), keep(shared_pool(theirs))
+        self.theirs: dict[str, Any] = {
+            "buffer": keep(pool.allocate(4096, stream)),
+            "growable": keep(vmm.GrowableBuffer(theirs, 2 * PAGE, PAGE, handle_types=POSIX, stream=stream)),
+            "memory": keep(vmm.PhysicalMemory(PAGE, theirs, handle_types=POSIX)),
+            "event": keep(theirs.create_event(interprocess=True)),
+            "array": pool.allocate(4096, stream).view_as(np.float32),
+        }
+        stream.record(self.theirs["event"])
+        theirs.synchronize()
+
+    def open(self, name: str) -> Any:
+        shared = ipc.share(self.theirs[name])
+        handles = [ipc.Fd.opened(os.dup, fd.fileno()) for fd in shared.fds]
+        return ipc.open(bytes(shared), handles, stream=self.stream, driver=self.driver)
+
+
+@program(Opening)
+def imports(bench: Opening) -> None:
+    for name in bench.theirs:
+        with bench.open(name):
+            pass
+    first, second = bench.open("buffer"), bench.open("buffer")
+    first.close()
+    del second  # dropped
+
+
+@pytest.fixture(autouse=True)
+def no_collections() -> Iterator[None]:
+    """Only where the sweep asks for one, so that a program has the same points each time."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def points_of(machine: Any, kind: type[Bench], run: Program) -> Points:
+    """Where signals make a difference; the first run makes what is made once."""
+    for _ in range(2):
+        bench = kind(machine)
+        points = Points()
+        with points:
+            run(bench)
+        bench.made.close()
+    return points
+
+
+def one_signal(machine: Any, kind: type[Bench], run: Program, nth: int) -> tuple[Signal, str]:
+    """A program that a signal stops, and what is wrong afterwards."""
+    descriptors = len(os.listdir("/proc/self/fd"))
+    bench = kind(machine)
+    before = bench.thread_state()
+    block = Signal(nth)
+    try:
+        with block:
+            run(bench)
+    except BaseException:
+        # What closes may raise on its way what it has found half done.
+        if block.came is None:
+            raise
+    if bench.thread_state() != before:
+        _, mode = before
+        bench.machine.cuCtxPopCurrent()
+        bench.machine.cuThreadExchangeStreamCaptureMode(cuda.CUstreamCaptureMode(mode))
+        return block, f"the thread has another context or capture mode than {before}"
+    errors: list[BaseException] = []
+
+    def again() -> None:
+        try:
+            run(bench)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=again, daemon=True)
+    thread.start()
+    thread.join(WAIT)
+    if thread.is_alive():
+        return block, "another thread is stuck"
+    if errors:
+        return block, f"another thread has {errors.pop()!r}"
+    bench.device.synchronize()
+    bench.made.close()
+    checked = bench.checked
+    bench.__dict__.clear()
+
+    def found() -> str:
+        twice = [str(hazard) for hazard in checked.hazards if hazard.kind == "double free"]
+        if twice:
+            return f"given back twice: {twice}"
+        end_what_was_dropped()
+        outstanding = checked.outstanding().items()
+        left = {kind: handles for kind, handles in outstanding if kind not in KEPT}
+        opened = len(os.listdir("/proc/self/fd")) - descriptors
+        return f"left: {left}" if left else f"{opened} descriptors are open" if opened > 0 else ""
+
+    if found():
+        gc.collect()
+        eventually(lambda: not found(), 3.0)
+    return block, found()
+
+
+def sweep(machine: Any, name: str, stride: int) -> None:
+    kind, run = PROGRAMS[name]
+    points = list(points_of(machine, kind, run))
+    wrong = []
+    for nth in points[:: stride or max(1, len(points) // SAMPLE)]:
+        block, found = one_signal(machine, kind, run, nth)
+        place = block.finaliser or block.came
+        if found and place is not None and (place.function, place.opcode) not in LOST:
+            wrong.append(f"{nth}: {block.came}: {found}")
+            if "stuck" in found:
+                break
+    assert not wrong, f"{len(wrong)} of {len(points)} points:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_at_some_points(machine: Any, name: str) -> None:
+    sweep(machine, name, 0)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_at_every_point(machine: Any, name: str) -> None:
+    sweep(machine, name, 1)
+
+
+@pytest.mark.parametrize(("function", "opcode"), LOST)
+def test_what_is_lost(machine: Any, function: str, opcode: str) -> None:
+    """Each of these is needed: where it is held one day, it goes."""
+    kind, run = PROGRAMS[LOST[function, opcode][0]]
+    for nth in points_of(machine, kind, run).at(function, opcode):
+        block, found = one_signal(machine, kind, run, nth)
+        place = block.finaliser or block.came
+        if found and place is not None and (place.function, place.opcode) == (function, opcode):
+            return
+    pytest.fail("nothing is lost there")

@@ -1,0 +1,86 @@
+"""Every public operation on sparse arrays and striped memory, with each of its driver calls failing in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+from streamalloc import vmm
+from tests.package.test_sweeps import ACTS, Faults, fails_in_turn, makers, members
+from tests.vmm.support import PAGE
+
+CLASSES: list[type] = [vmm.SparseArray, vmm.TilePool, vmm.StripedBuffer, vmm.Tagged]
+
+
+class Tiles(Faults):
+    """One of each class."""
+
+    def __init__(self, machine: Any) -> None:
+        super().__init__(machine)
+        keep = self.made.enter_context
+        self.tiles = keep(vmm.TilePool(self.device, PAGE))
+        self.spare = keep(vmm.TilePool(self.device, PAGE))
+        self.array = keep(vmm.SparseArray(self.device, (512, 512), np.float32, levels=10))
+        self.array.map(self.tiles, (slice(0, 128), slice(0, 128)), stream=self.stream)
+        self.data = np.zeros((128, 128), np.float32)
+        self.host_pool = keep(sa.MemoryPool(sa.MemLocation.host_numa(0), driver=self.driver))
+        self.host_pool.set_access(self.device, sa.MemAccess.READWRITE)
+        self.striped = keep(vmm.stripe(PAGE, [self.device]))
+        self.group = keep(vmm.SleepGroup(self.device))
+        self.stream.synchronize()
+        self.things = {
+            vmm.SparseArray: self.array,
+            vmm.TilePool: self.spare,
+            vmm.StripedBuffer: self.striped,
+            vmm.Tagged: self.group.tagged("one"),
+            object: None,
+        }
+
+    def shape(self) -> dict[str, Any]:
+        striped = self.striped
+        return {
+            **super().shape(),
+            "tiles": (self.tiles.free_tiles, self.array.closed or self.array.mapped_bytes),
+            "striped": striped.closed or (striped.mapped_bytes, striped.evicted),
+        }
+
+
+CORNER = (slice(0, 128), slice(0, 128))
+
+
+def _tail(world: Tiles, one: vmm.SparseArray) -> None:
+    one.map_tail(world.tiles, stream=world.stream)
+    world.shapes.append(world.shape())
+    one.unmap_tail(stream=world.stream)
+
+
+TILE_ACTS: dict[str, Callable[[Any, Any], Any]] = {
+    **ACTS,
+    "SparseArray.copy_from": lambda world, one: one.copy_from(world.data, world.stream, region=CORNER),
+    "SparseArray.copy_to": lambda world, one: one.copy_to(world.data, world.stream, region=CORNER),
+    "level_shape": lambda world, one: one.level_shape(),
+    "SparseArray.map": lambda world, one: one.map(world.tiles, (slice(128, 256), slice(0, 128)), stream=world.stream),
+    "map_tail": _tail,
+    "mapped": lambda world, one: one.mapped(),
+    "SparseArray.unmap": lambda world, one: one.unmap(stream=world.other),
+    "unmap_tail": lambda world, one: None,  # with map_tail
+    "Tagged.allocate": lambda world, one: one.allocate(PAGE, world.stream),
+    "StripedBuffer.set_access": lambda world, one: one.set_access(world.device, sa.MemAccess.READWRITE),
+}
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "SparseArray": lambda world: vmm.SparseArray(world.device, (1024, 1024)),
+    "SparseArray of levels": lambda world: vmm.SparseArray(world.device, (512, 512), levels=10),
+    "TilePool": lambda world: vmm.TilePool(world.device, PAGE),
+    "stripe": lambda world: vmm.stripe(4 * PAGE, [world.device]),
+    "dma_buf": lambda world: vmm.dma_buf(world.striped),
+}
+
+
+@pytest.mark.simulated_only("calls that fail are the same on any driver")
+@pytest.mark.parametrize(("kind", "act"), [*members(CLASSES, TILE_ACTS), *makers(MAKERS)])
+def test_each_call_fails_in_turn(machine: Any, kind: type, act: Any) -> None:
+    fails_in_turn(lambda: Tiles(machine), kind, act, most=12)
