@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from streamalloc.core.errors import ClosedError, CudaError, error_from
 from streamalloc.core.later import HandleEnd, later_of, work
-from streamalloc.core.ownership import Closes
+from streamalloc.core.ownership import Closes, finaliser
 from streamalloc.core.stream import StreamLike, as_stream
 from streamalloc.driver.internal import cuda
 
@@ -45,8 +45,8 @@ class Graph(Closes):
     def __init__(self, device: Device) -> None:
         self.device = device
         self._door = device._door
-        self._handle = _Handle()
-        self._executable = _Handle()
+        self._handle = HandleEnd(self._door, "cuGraphDestroy", None)
+        self._executable = HandleEnd(self._door, "cuGraphExecDestroy", None)
         self.kept = ()
 
     @property
@@ -108,30 +108,22 @@ class Graph(Closes):
     def close(self) -> None:
         """Destroy the graph and its launchable form; launches that are queued still run. Idempotent."""
         try:
-            self._door.give_back(self._executable, "cuGraphExecDestroy")
+            self._executable.attempt()
         finally:
-            self._door.give_back(self._handle, "cuGraphDestroy")
+            self._handle.attempt()
 
+    @finaliser
     def __del__(self) -> None:
-        executable: _Handle | None = getattr(self, "_executable", None)
+        executable: HandleEnd | None = getattr(self, "_executable", None)
         if executable is not None and (executable._raw or self._handle._raw) and self._door.usable:
             later = later_of(self._door)
-            later.hand_in(HandleEnd(self._door, "cuGraphExecDestroy", executable._raw))
-            later.hand_in(HandleEnd(self._door, "cuGraphDestroy", self._handle._raw))
+            later.hand_in(executable)
+            later.hand_in(self._handle)
 
     def __repr__(self) -> str:
         if not hasattr(self, "_executable"):
             return "<Graph that could not be made>"
         return f"<Graph of device {self.device.ordinal}, {'complete' if self.complete else 'without nodes'}>"
-
-
-class _Handle:
-    """A driver handle; None before it was made and after it was given back."""
-
-    __slots__ = ("_raw",)
-
-    def __init__(self) -> None:
-        self._raw: Any = None
 
 
 class Capture:

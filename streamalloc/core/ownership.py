@@ -6,12 +6,14 @@ import sys
 import types
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Closes", "Unique", "close_all"]
+__all__ = ["Closes", "Unique", "close_all", "finaliser"]
+
+T = TypeVar("T")
 
 
 reduce_for_processes: Callable[[object], tuple[Any, ...] | None] | None = None
@@ -57,6 +59,23 @@ class Closes(Unique):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def finaliser(drop: Callable[[T], None]) -> Callable[[T], None]:
+    """A ``__del__`` that does its work once more where what a signal handler raises has stopped it.
+
+    Python tells what comes out of a finaliser, and does not call it again. To call ``drop`` twice does no harm, however
+    far the first call has come. Hot finalisers do without this, in their own words.
+    """
+
+    def __del__(self: T) -> None:
+        try:
+            drop(self)
+        except BaseException:
+            drop(self)
+            raise
+
+    return __del__
 
 
 def close_all(owners: Iterable[Closes]) -> None:

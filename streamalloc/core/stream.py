@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Union, cast
 from streamalloc.core.door import Door
 from streamalloc.core.errors import CaptureError, ClosedError, CudaError, NotReadyError, error_from, refused
 from streamalloc.core.later import Deferred, later_of, refused_to_end, work
-from streamalloc.core.ownership import Closes
+from streamalloc.core.ownership import Closes, finaliser
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -479,6 +479,7 @@ class Stream(Closes):
         """Protocol version 0 and the handle, for other libraries."""
         return (0, self.handle)
 
+    @finaliser
     def __del__(self) -> None:
         # A stream whose making was interrupted has a handle, and counts as closed.
         raw = getattr(self, "_raw", None)
@@ -489,7 +490,10 @@ class Stream(Closes):
             self._closed = True
             self._forbid_direct()
             self._spare.end(self._door)
-            result = self._door.driver.cuStreamDestroy(raw)[0]
+            destroy = self._door.driver.cuStreamDestroy
+            # From here to the driver nothing is called that a signal handler could interrupt.
+            self._raw = None
+            result = destroy(raw)[0]
             if result:
                 refused_to_end(self._door, "cuStreamDestroy", raw, result)
 

@@ -35,7 +35,7 @@ from streamalloc.core.door import Door, PerDriver, door_behind
 from streamalloc.core.errors import ClosedError, CudaError
 from streamalloc.core.later import Deferred, later_of, work
 from streamalloc.core.memory import Memory
-from streamalloc.core.ownership import Closes
+from streamalloc.core.ownership import Closes, finaliser
 from streamalloc.core.properties import MemLocation, MemLocationType
 from streamalloc.core.stream import Stream, context_event, raw_handle
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda
@@ -271,6 +271,7 @@ class _Held:
         self._thread = threading.get_ident() if buffer.stream.is_default else None
         self._sources = sources
 
+    @finaliser
     def __del__(self) -> None:
         sources = getattr(self, "_sources", None)
         if sources is None or not sources.door.usable:

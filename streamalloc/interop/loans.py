@@ -17,7 +17,7 @@ from streamalloc.core.door import Door, door_behind
 from streamalloc.core.errors import ClosedError, size_text
 from streamalloc.core.later import Deferred, later_of, work
 from streamalloc.core.memory import Memory, TypedView
-from streamalloc.core.ownership import Closes
+from streamalloc.core.ownership import Closes, finaliser
 from streamalloc.core.properties import MemLocation
 from streamalloc.core.stream import Event, Stream, StreamLike, as_stream, context_event, ordered_after
 from streamalloc.driver import Driver
@@ -71,6 +71,7 @@ class Lent(TypedView):
             self._user = Stream.of_handle(device, stream, device)
         return capsule
 
+    @finaliser
     def __del__(self) -> None:
         memory = getattr(self, "_parent", None)
         if memory is None or not hasattr(self, "_user"):
@@ -224,6 +225,7 @@ class Borrowed(Memory, Closes):
         if self._keep is None:
             raise ClosedError(f"this borrowed array of {size_text(self._nbytes)} was closed")
 
+    @finaliser
     def __del__(self) -> None:
         keep = getattr(self, "_keep", None)
         if keep is not None and self._door.usable:

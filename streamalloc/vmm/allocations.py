@@ -20,7 +20,7 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.html import Drawn
 from streamalloc.core.later import Deferred, Later, later_of, work
-from streamalloc.core.ownership import Closes
+from streamalloc.core.ownership import Closes, finaliser
 from streamalloc.core.stream import Event, context_event
 from streamalloc.vmm.access import Rights
 from streamalloc.vmm.release_order import Kind, Node, ReleaseOrder
@@ -103,16 +103,11 @@ class OwnsNode(Closes, Drawn):
             raise ClosedError(f"{self!r} was closed")
         return node._raw
 
+    @finaliser
     def __del__(self) -> None:
         node: HandleNode | None = getattr(self, "_node", None)
-        if node is None or node._raw is None or node.given_up:
-            return
-        try:
-            if node.allocations.door.usable:
-                node.allocations.drop(node)
-        except BaseException:
-            node.allocations.drop(node)  # once more: a signal handler has raised, and to drop it twice does no harm
-            raise
+        if node is not None and node.raw is not None and not node.given_up and node.allocations.door.usable:
+            node.allocations.drop(node)
 
 
 class AllocationHandle(HandleNode):

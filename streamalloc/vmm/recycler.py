@@ -15,7 +15,7 @@ from streamalloc.core.device import Device
 from streamalloc.core.door import Door
 from streamalloc.core.errors import ClosedError, CudaError, size_text
 from streamalloc.core.later import Deferred, later_of
-from streamalloc.core.ownership import Closes
+from streamalloc.core.ownership import Closes, finaliser
 from streamalloc.core.properties import MemAllocationProp, MemHandleType, MemLocation, checked_size
 from streamalloc.driver import Driver
 from streamalloc.vmm.address_range import MappingEntry
@@ -209,6 +209,7 @@ class Kept(Deferred):
         """The driver has ended."""
         self._raw = None
 
+    @finaliser
     def __del__(self) -> None:
         if getattr(self, "_raw", None) is not None and self._door.usable:
             later_of(self._door).hand_in(self)

@@ -31,7 +31,7 @@ from streamalloc.core.errors import ClosedError, size_text
 from streamalloc.core.html import Row, Shown, mib
 from streamalloc.core.later import Deferred, later_of
 from streamalloc.core.memory import BufferView, Memory
-from streamalloc.core.ownership import Closes
+from streamalloc.core.ownership import Closes, finaliser
 from streamalloc.core.stream import Stream
 from streamalloc.ipc.sharing.control_block import SLOTS
 from streamalloc.ipc.transport.channel import Message, ProtocolError
@@ -212,6 +212,7 @@ class RingEnd(Closes, Shown):
             later_of(self._door).end(ending)
             self._ending = None
 
+    @finaliser
     def __del__(self) -> None:
         ending = getattr(self, "_ending", None)
         if ending is not None and self._door.usable:

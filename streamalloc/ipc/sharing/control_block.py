@@ -43,6 +43,7 @@ from streamalloc.core.device import Device
 from streamalloc.core.door import Door
 from streamalloc.core.errors import CudaError, error_from, undoing
 from streamalloc.core.fd import Fd
+from streamalloc.core.ownership import finaliser
 from streamalloc.core.stream import Stream, direct_handle, direct_view, refuse_capture, sees_all_work, stream_call
 from streamalloc.driver.internal import cuda
 
@@ -175,11 +176,15 @@ class Mark:
         """Whether an importer has ended it."""
         return self._index >= 0 and self._word.value != self._value
 
+    @finaliser
     def __del__(self) -> None:
-        if getattr(self, "_index", -1) >= 0:
+        index = getattr(self, "_index", -1)
+        if index >= 0:
             with contextlib.suppress(AttributeError):  # an interrupt came before it was set
                 self._word.value = 0
-            self._free.append(self._index)
+            # Nothing is called between these two.
+            self._index = -1
+            self._free.append(index)
 
 
 class ControlBlock:
@@ -235,6 +240,7 @@ class ControlBlock:
             with contextlib.suppress(CudaError), self.door.current(0):
                 self.door.give_back(self, "cuMemHostUnregister")
 
+    @finaliser
     def __del__(self) -> None:
         # As when the driver is dropped: whoever lets go of a block by itself has closed it.
         while getattr(self, "_raw", None) is not None and self.door.usable:

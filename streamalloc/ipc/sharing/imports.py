@@ -36,7 +36,7 @@ from streamalloc.core.fd import Fd
 from streamalloc.core.html import Row
 from streamalloc.core.later import Deferred, Later, later_of, work
 from streamalloc.core.memory import Memory, TypedView
-from streamalloc.core.ownership import Closes
+from streamalloc.core.ownership import Closes, finaliser
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation
 from streamalloc.core.stream import (
     Event,
@@ -922,10 +922,19 @@ class ImportedBuffer(Memory, Closes):
     def _door(self) -> Door:
         return self._way.importer.door
 
+    @finaliser
     def __del__(self) -> None:
         held = getattr(self, "_held", None)
-        if held is not None and held.way.importer.door.usable:
-            held.way.importer.drop(_DroppedImport(held, self._stream))
+        if held is None or not held.way.importer.door.usable:
+            return
+        dropped = _DroppedImport(held, self._stream)
+        try:
+            held.way.importer.drop(dropped)
+        except BaseException:
+            # The same one again, which lets go once.
+            self._held = None
+            held.way.importer.drop(dropped)
+            raise
 
     def __repr__(self) -> str:
         if not hasattr(self, "_held"):

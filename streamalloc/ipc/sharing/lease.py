@@ -19,6 +19,7 @@ from streamalloc.core.door import Door, PerDriver
 from streamalloc.core.errors import CudaError, StillImportedError
 from streamalloc.core.fd import Fd
 from streamalloc.core.later import Deferred, Later, later_of
+from streamalloc.core.ownership import finaliser
 from streamalloc.core.stream import Stream, direct_handle, ordered_after, raw_handle, refuse_capture
 from streamalloc.core.watching import tell_freed
 from streamalloc.ipc.sharing.control_block import (
@@ -266,6 +267,7 @@ class Lease(SharedState):
             self._announcer = self.route = None
             self._leases.leaving.append(self)
 
+    @finaliser
     def __del__(self) -> None:
         if hasattr(self, "_held"):
             self.give_back()
@@ -375,6 +377,7 @@ class _DeferredFree(Deferred):
     def forget(self) -> None:
         self._raw = self._lease = None
 
+    @finaliser
     def __del__(self) -> None:
         # An interrupt came before it was handed in.
         if getattr(self, "_raw", None) is not None and self._door.usable:

@@ -29,7 +29,7 @@ from typing_extensions import Buffer as BytesLike
 
 from streamalloc.core.errors import ClosedError, undoing
 from streamalloc.core.fd import Fd
-from streamalloc.core.ownership import Closes, close_all
+from streamalloc.core.ownership import Closes, close_all, finaliser
 from streamalloc.ipc.transport.deadlines import end_of, left, milliseconds, refuse
 from streamalloc.ipc.transport.socket_address import (
     Address,
@@ -616,6 +616,7 @@ class Listener(_HasSocket):
             _shut_down(self._socket)
         self._socket.close()
 
+    @finaliser
     def __del__(self) -> None:
         if getattr(self, "_socket", None) is not None:
             self.close()
