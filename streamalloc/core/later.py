@@ -157,8 +157,11 @@ class Later:
         a signal handler raises, goes on to the caller, and the item stays. Nothing is done while a capture is under
         way, and where this thread is at work already.
         """
+        # Mostly there is nothing, at points that come often.
+        if not (self._handed_in or self._orphaned or self._waiting) or self.paused:
+            return 0
         me = threading.get_ident()
-        if not (self._handed_in or self._orphaned or self._waiting) or self.paused or me in self._working:
+        if me in self._working:
             return 0
         total = 0
         with self._guard():
@@ -277,7 +280,7 @@ def queues() -> tuple[Later, ...]:
 def work(door: Door) -> int:
     """One of the points of work: try to end what waits; how many items have ended."""
     later = later_of(door)
-    # Mostly there is nothing, at points that come often.
+    # Before it is asked whether the driver can be used.
     if not (later._handed_in or later._orphaned or later._waiting) or not door.usable:
         return 0
     return later.work()

@@ -111,10 +111,15 @@ class Word(ctypes.c_uint32):
         return word
 
 
+def _row(kind: str, slot: int) -> slice:
+    begin, step = _PLACES[kind]
+    return slice(begin + step * slot, begin + step * (slot + 1))
+
+
 class SlotWords:
     """The words of one slot that its exporter writes."""
 
-    __slots__ = ("announced", "generation", "lost", "ready", "said")
+    __slots__ = ("announced", "closed", "generation", "lost", "opened", "ready", "said")
 
     said: int
     """What the exporter has announced; importers can write into the word."""
@@ -124,6 +129,9 @@ class SlotWords:
         self.announced: Word = block.word("announced", slot)
         self.ready: Word = block.word("ready", slot)
         self.lost: Word = block.word("lost", slot)
+        self.opened: slice = _row("opened", slot)
+        """Where the words of all importers are in the file."""
+        self.closed: slice = _row("closed", slot)
         self.said = 0
 
     def was_lost(self, wanted: int) -> bool:
@@ -332,12 +340,9 @@ class ControlBlock:
             raise ValueError(f"the descriptor's {kind} mark {index} is none of its control block, which has {SLOTS}")
         return self.word(kind, index)
 
-    def all_closed(self, slot: int) -> bool:
+    def all_closed(self, words: SlotWords) -> bool:
         """Whether all importers that have opened a slot have closed it, and their work has ended."""
-        opened, step = _PLACES["opened"]
-        closed = _PLACES["closed"][0]
-        at = step * slot
-        return self._map[opened + at : opened + at + step] == self._map[closed + at : closed + at + step]
+        return self._map[words.opened] == self._map[words.closed]
 
     def tell(self, stream: Stream, word: Word, value: int, *, checked: bool = False) -> None:
         """Have a word say ``value`` after a stream's work so far; ``checked``: it is known not to be captured.

@@ -45,7 +45,6 @@ class Mechanism(enum.IntEnum):
 
 
 _WITHOUT_MEMORY = (Mechanism.POOL, Mechanism.EVENT)
-_POINTER = Mechanism.POOL_POINTER
 _MECHANISMS = {int(mechanism): mechanism for mechanism in Mechanism}
 MAGIC = b"SAipc"
 VERSION = 3
@@ -125,28 +124,33 @@ _NOT_PLAIN = ~_FLAGS | Flags.ARRAY
 class Head:
     """The first part of a descriptor of allocations, once one was checked that begins so."""
 
-    __slots__ = ("_checksum", "data", "names", "pool_mark", "total")
+    __slots__ = ("_before", "_behind", "_checksum", "_total", "data")
 
     def __init__(self, data: bytes) -> None:
         self.data: bytes = data
-        _, _, _, self.total, *names, self.pool_mark = _HEAD.unpack(data)
-        self.names: tuple[bytes, ...] = tuple(names)
+        _, _, _, self._total, *names, pool_mark = _HEAD.unpack(data)
         self._checksum = zlib.crc32(data)
+        # What a descriptor has of it, before and behind what is not the same for all.
+        self._before = (Mechanism.POOL_POINTER, *names)
+        self._behind = (pool_mark, "", ())
 
     def descriptor(self, data: bytes) -> Descriptor | None:
         """The descriptor in bytes that begin so, if all is right with it; else :meth:`Descriptor.from_bytes` tells."""
-        if len(data) != self.total or self.total != _PLAIN_BYTES:
+        if not len(data) == self._total == _PLAIN_BYTES:
             return None
         numbers = _PLAIN.unpack_from(data, HEAD_BYTES)
         flags, _, _, _, _, handle_type, offset, size, base_size, hold, extra, count, payload, said = numbers
-        if zlib.crc32(data[HEAD_BYTES : -_CHECK.size], self._checksum) != said:
+        if (
+            zlib.crc32(data[HEAD_BYTES : -_CHECK.size], self._checksum) != said
+            or count
+            or extra != len(payload)
+            or flags & _NOT_PLAIN
+            or handle_type not in (0, 1)
+            or base_size > _MOST_BYTES
+            or offset + size > base_size
+        ):
             return None
-        if count or extra != len(payload) or flags & _NOT_PLAIN or handle_type not in (0, 1):
-            return None
-        if base_size > _MOST_BYTES or offset + size > base_size:
-            return None
-        fields = (_POINTER, *self.names, *numbers[:9], payload, (), hold, self.pool_mark, "", ())
-        return tuple.__new__(Descriptor, fields)
+        return tuple.__new__(Descriptor, (*self._before, *numbers[:9], payload, (), hold, *self._behind))
 
 
 def with_hold(data: bytes, hold: int) -> bytes:

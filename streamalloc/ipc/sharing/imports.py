@@ -366,13 +366,6 @@ class Importer:
                     del self.blocks[name]
                     later.hand_in(_OnceIdle(self.door, block.close))
 
-    def size_at(self, address: int) -> int:
-        """How many bytes the driver has there (``cuPointerGetAttribute``)."""
-        result, size = self.door.cuPointerGetAttribute(_RANGE_SIZE, address)
-        if result:
-            raise error_from(result, "cuPointerGetAttribute")
-        return int(size)
-
     def memory(self, chunk: Chunk, handles: Handles) -> PhysicalMemory:
         """Physical memory; each import holds it by itself."""
         if chunk.fabric:
@@ -535,13 +528,14 @@ def _prepared(importer: Importer, described: Descriptor, device: Device, stream:
         importer.warn_of_version(described.driver_version)
     if described.slot >= SLOTS:
         raise ValueError(f"the descriptor's slot {described.slot} is none of its control block, which has {SLOTS}")
-    ordered = device.default_stream if stream is None else stream
-    if type(ordered) is not Stream or direct_handle(ordered, importer.door) is None:
+    ordered: Any = device.default_stream if stream is None else stream
+    if direct_handle(ordered, importer.door) is None:
         ordered = as_stream(ordered, importer.door)
         if not ordered.is_default:
             # Of default streams, which others may capture, it is asked where there is something to wait for.
             refuse_capture(ordered, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
-    return ordered
+    checked: Stream = ordered
+    return checked
 
 
 def _open_pool(
@@ -672,7 +666,7 @@ def _open_allocation(way: _PoolWay | _LegacyWay, described: Descriptor, stream: 
     if block is not None:
         if on_its_way:
             block.marked("hold", described.hold)
-        if direct_handle(stream, importer.door) is None and not _is_ready(block, described):
+        if stream.is_default and not _is_ready(block, described):
             # Before anything is open here, which could not be closed on that stream.
             refuse_capture(stream, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
     if not importer.watching:
@@ -721,8 +715,10 @@ def _count_import(way: _PoolWay | _LegacyWay, described: Descriptor, opened: Imp
                 _check_generation(way.block, described)
         way.acquire(made)
         made.address = int(made._raw)
-    size = way.importer.size_at(held.address)
-    if size != described.base_size:
+    result, size = way.importer.door.cuPointerGetAttribute(_RANGE_SIZE, held.address)
+    if result:
+        raise error_from(result, "cuPointerGetAttribute")
+    if int(size) != described.base_size:
         raise ValueError(f"the descriptor says {size_text(described.base_size)}, and the driver has {size_text(size)}")
 
 

@@ -168,7 +168,7 @@ class Lease(SharedState):
 
     def _using(self) -> list[int]:
         """The importers whose use has not ended."""
-        if self.block.all_closed(self.slot):
+        if self.block.all_closed(self.words):
             return []
         opened, closed = self.block.opened[self.slot], self.block.closed[self.slot]
         importers: list[int] = (opened != closed).nonzero()[0].tolist()
@@ -186,7 +186,7 @@ class Lease(SharedState):
         ready, said = self.words.ready.value, self.words.said
         if ready != said and not reached(ready, said):
             return False
-        return self.block.all_closed(self.slot) or not self._using()
+        return self.block.all_closed(self.words) or not self._using()
 
     def end(self, stream: Stream | None, *, for_good: bool = False) -> bool:
         """Whether the memory can be freed on ``stream``, which is made to wait for importers that have closed it.
@@ -202,7 +202,7 @@ class Lease(SharedState):
             self.revoke()
             ended = False
             try:
-                using = [] if self.block.all_closed(self.slot) else self._using()
+                using = [] if self.block.all_closed(self.words) else self._using()
                 if not using or not self._still_open(using):
                     for importer in using if stream is not None else ():
                         theirs = self.block.importer_words(self.slot, importer)
