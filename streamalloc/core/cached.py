@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from streamalloc.core.buffer import Allocator, Buffer, PlainBuffer, SharedState, StillImported, shared_state
 from streamalloc.core.door import Door
+from streamalloc.core.errors import error_from
 from streamalloc.core.later import Deferred, later_of
 from streamalloc.core.stream import Stream, StreamLike, direct_handle
 from streamalloc.core.watching import Watcher, look, was_asked
@@ -31,6 +32,7 @@ __all__ = [
     "end_with_stream",
     "forbid_lists",
     "give_lists",
+    "has_lists",
     "leave_stream",
     "mend",
 ]
@@ -93,15 +95,6 @@ class Blocks:
         plain._ptr = None
         return block
 
-    def hand_over(self, block: Block, stream: Stream) -> Buffer:
-        """Make a plain buffer of a block's memory. It is freed on ``stream``, and when it is dropped."""
-        plain = self._plain(0, stream)
-        pointer = cuda.CUdeviceptr(int(block))
-        address = int(block)
-        del self._all[address]
-        plain._ptr = pointer
-        return plain
-
     def free(self, block: Block, raw: Any) -> tuple[Any]:
         """Give a block back to the driver (``cuMemFreeAsync``): its answer. It stays where that is refused."""
         address = int(block)
@@ -116,6 +109,21 @@ class Blocks:
         if answer[0]:
             self._all[address] = block
         return answer
+
+    def give_back(self, blocks: list[Block], stream: Stream, most: int = 1 << 64) -> int:
+        """Give free blocks of a list back to the driver in stream order; how many. Those that it refuses stay."""
+        given = 0
+        while given < most:
+            try:
+                block = blocks.pop()
+            except IndexError:
+                break
+            result = self.free(block, stream._handle)[0]
+            if result:
+                blocks.append(block)
+                raise error_from(result, "cuMemFreeAsync")
+            given += 1
+        return given
 
     def move(self, block: Block, shelf: Shelf) -> None:
         """Let a block that the caller has belong to another shelf."""
@@ -308,7 +316,8 @@ class CachedAllocator(Allocator):
                 buffer._ptr = None
                 home.append(block)
                 shelf.returned()
-            look(watchers)
+            if watchers:
+                look(watchers)
             return
         # As for memory that is shared: where the driver refuses, the buffer still has it.
         self._blocks.leave(buffer)
@@ -409,6 +418,11 @@ def give_lists(stream: Stream, key: object, lists: dict[int, list[Block]]) -> No
     # A capture may just have begun.
     if direct_handle(stream, stream._door) is None:
         stream._forbid_direct()
+
+
+def has_lists(stream: Stream, key: object, lists: dict[int, list[Block]]) -> bool:
+    """Whether the fast path finds these lists of a cache for a stream."""
+    return stream._lists.get(key) is lists
 
 
 def forbid_lists(stream: Stream) -> None:

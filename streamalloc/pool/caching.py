@@ -1,17 +1,20 @@
 """A cache over a pool: memory that was freed is handed out again without asking the driver.
 
-Each stream has a list of free blocks for each size class (:class:`_Shelf`). What was freed on a stream may be handed
-out on it at once, as the driver's own pools do. It goes to another stream only after an event that was recorded behind
-the free has passed (:class:`_Mark`). The fast path counts nothing: figures are those of the pool, and what lies in the
-lists.
+Each stream has a list of free blocks for each size class (:class:`_Shelf`). What was freed on a stream is handed out
+on that stream again, as the driver's own pools do, and on no other: between streams memory goes by way of the pool,
+and the driver knows when the free has passed. So the cache needs no events.
+
+The fast path counts nothing: figures are those of the pool, and what lies in the lists. How much may lie there is
+looked at when the cache takes memory from the pool, by two rules: :meth:`_Cache.make_room` and :meth:`_Cache.grown`.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import weakref
+from bisect import bisect_left
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from streamalloc.core.buffer import Buffer, PlainBuffer
@@ -22,17 +25,17 @@ from streamalloc.core.cached import (
     end_with_stream,
     forbid_lists,
     give_lists,
+    has_lists,
     leave_stream,
 )
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door, door_behind
-from streamalloc.core.errors import ClosedError, OutOfMemoryError, refused, size_text
+from streamalloc.core.errors import ClosedError, OutOfMemoryError, error_from, refused, size_text
 from streamalloc.core.html import Row, Shown, gauge, mib
-from streamalloc.core.later import Deferred, later_of
+from streamalloc.core.later import Deferred, Later, later_of
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemLocation, checked_size
 from streamalloc.core.stream import (
-    Event,
     Stream,
     StreamLike,
     as_stream,
@@ -41,6 +44,7 @@ from streamalloc.core.stream import (
     ordered_after,
     sees_all_work,
 )
+from streamalloc.driver.internal import cuda
 from streamalloc.pool.ending import pools_of
 from streamalloc.pool.pool import MemoryPool
 
@@ -54,13 +58,12 @@ LARGEST = 8 << 20
 _UNIT = 512
 _FIT = 3
 """How many times as large as asked for a free block may be that is handed out."""
-_SOME = 8
-"""How many blocks a stream takes of another one at once."""
 _LEAST = 32 << 20
-_SLACK = 3
+_SLACK = 1
 """More of the pool may be used than ever was in use at once: so many bytes, or that divided by this power of two."""
-_BULK = 6
+_BULK = 4
 """By this power of two what may be used is divided for what is given back at a time."""
+_RESERVED = cuda.CUmemPool_attribute.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT
 
 
 class CacheStatistics(NamedTuple):
@@ -88,104 +91,30 @@ def class_size(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-class _Mark:
-    """Blocks of a shelf that all streams may have once an event has passed."""
-
-    __slots__ = ("blocks", "event")
-
-    def __init__(self) -> None:
-        self.blocks: list[Block] = []
-        self.event: Event | None = None
-        """Recorded after the last block was put in; None until then: only their own stream may have them."""
-
-
 class _Shelf:
     """The free blocks of one size class and one stream."""
 
-    __slots__ = ("blocks", "lane", "lost", "marks", "nbytes")
+    __slots__ = ("blocks", "fitting", "lane", "nbytes")
 
     def __init__(self, lane: _Lane, nbytes: int) -> None:
         self.lane = lane
         self.nbytes = nbytes
         self.blocks: list[Block] = []
         """What the fast path takes from."""
-        self.marks: list[_Mark] = []
-        """Blocks that other streams wait for."""
-        self.lost: bool = False
-        """Whether another stream has taken some since this one last asked for one."""
+        self.fitting: tuple[list[Block], ...] = ()
+        """Its list, and those of the classes up to ``_FIT`` times the size, in order; ``()`` where not known."""
 
     def returned(self) -> None:
         """A block was put back on the slow path: where nobody takes it any more, it is given back."""
         if self.lane.ended:
             later_of(self.lane.door).hand_in(self.lane)
 
-    def take(self) -> Block | None:
-        """A block for the shelf's own stream, which has what others wait for, too."""
-        blocks = self.blocks
-        if self.marks and not blocks:
-            for mark in tuple(self.marks):
-                with contextlib.suppress(ValueError):
-                    self.marks.remove(mark)
-                self._empty(mark)
-        try:
-            return blocks.pop()
-        except IndexError:
-            return None
-
-    def spare(self) -> list[Block]:
-        """Some blocks for any other stream. If there are none yet, some that are free now will be."""
-        for mark in tuple(self.marks):
-            if mark.event is None or (mark.blocks and not mark.event.query()):
-                return []
-            some: list[Block] = []
-            with contextlib.suppress(IndexError):
-                for _ in range(_SOME):
-                    some.append(mark.blocks.pop())
-            if some:
-                self.lost = True
-                return some
-            with contextlib.suppress(ValueError):
-                self.marks.remove(mark)
-        if self.blocks:
-            self._mark()
-        return []
-
-    def _mark(self) -> None:
-        stream = self.lane.stream()
-        if stream is None or direct_handle(stream, self.lane.door) is None:
-            return
-        mark = _Mark()
-        self.marks.append(mark)
-        with contextlib.suppress(IndexError):
-            for _ in range(-(-len(self.blocks) // 2)):
-                mark.blocks.append(self.blocks.pop(0))
-        try:
-            with ordered_after(stream) as ordered:
-                if ordered is stream:
-                    mark.event = stream.record()
-        finally:
-            # Another thread may have taken it back before the last block was in it.
-            if mark not in self.marks:
-                self._empty(mark)
-
-    def _empty(self, mark: _Mark) -> None:
-        """Put the blocks of a mark that nobody waits for any more back."""
-        with contextlib.suppress(IndexError):
-            while True:
-                self.blocks.append(mark.blocks.pop())
-
-    @property
-    def count(self) -> int:
-        """How many blocks are free."""
-        return len(self.blocks) + sum(len(mark.blocks) for mark in tuple(self.marks))
-
 
 class _Lane(Deferred):
     """The shelves of one stream. It ends when the stream is closed or dropped, or the cache is closed."""
 
     __slots__ = (
-        "__weakref__", "_blocks", "_key", "_shelf_of", "_sizes", "device", "door", "ended", "lists", "shelves",
-        "stream",
+        "__weakref__", "_blocks", "_key", "_shelf_of", "device", "door", "ended", "lists", "shelves", "stream",
     )  # fmt: skip
 
     def __init__(self, cache: _Cache, stream: Stream) -> None:
@@ -195,12 +124,10 @@ class _Lane(Deferred):
         self.ended = False
         self.shelves: dict[int, _Shelf] = {}
         """By size class."""
-        self._sizes: list[int] = []
-        """The classes in order."""
         self._shelf_of: dict[int, _Shelf] = {}
-        """The shelf of its own for each requested size in units, whichever list the fast path takes from now."""
+        """By the requested size in units."""
         self.lists: dict[int, list[Block]] = {}
-        """Their lists for the fast path, by the requested size in units."""
+        """What the fast path takes from, by the requested size in units: the list of the shelf, or of a larger one."""
         self._blocks = cache.blocks
         self._key = cache.key
         self.door.shut_with_me(self)
@@ -211,27 +138,34 @@ class _Lane(Deferred):
         shelf = self._shelf_of.get(unit)
         if shelf is None:
             size = class_size(nbytes)
-            shelf = self.shelves.setdefault(size, _Shelf(self, size))
-            self._sizes = sorted(self.shelves)
-            self._shelf_of[unit] = shelf
-        if not self.ended:
-            self.lists[unit] = shelf.blocks
+            if size not in self.shelves:
+                self.shelves.setdefault(size, _Shelf(self, size))
+                for other in tuple(self.shelves.values()):
+                    other.fitting = ()
+            shelf = self._shelf_of[unit] = self.shelves[size]
         return shelf
 
-    def larger(self, shelf: _Shelf, nbytes: int) -> Block | None:
-        """A block of a larger class. The fast path goes on taking these for the size, until there are none."""
-        sizes, most = self._sizes, _FIT * shelf.nbytes
-        for at in range(bisect.bisect_right(sizes, shelf.nbytes), len(sizes)):
-            if sizes[at] > most:
-                break
-            blocks = self.shelves[sizes[at]].blocks
+    def take(self, shelf: _Shelf, nbytes: int) -> Block | None:
+        """A free block for a size. The fast path goes on taking from that list for the size, until there are none."""
+        for blocks in shelf.fitting or self._fitting(shelf):
             if blocks:
-                with contextlib.suppress(IndexError):
+                try:
                     block = blocks.pop()
-                    if not self.ended:
-                        self.lists[(nbytes - 1) >> 9] = blocks
-                    return block
-        return None
+                except IndexError:  # another thread took it
+                    continue
+                break
+        else:
+            block, blocks = None, shelf.blocks
+        if not self.ended:
+            self.lists[(nbytes - 1) >> 9] = blocks
+        return block
+
+    def _fitting(self, shelf: _Shelf) -> tuple[list[Block], ...]:
+        shelves = self.shelves
+        sizes = sorted(shelves)
+        some = sizes[bisect_left(sizes, shelf.nbytes) : bisect_left(sizes, _FIT * shelf.nbytes + 1)]
+        shelf.fitting = tuple(shelves[size].blocks for size in some)
+        return shelf.fitting
 
     def attempt(self) -> bool:
         self.ended = True
@@ -240,30 +174,18 @@ class _Lane(Deferred):
         stream = self.stream()
         if stream is not None and not stream.closed and direct_handle(stream, self.door) is None:
             return False  # It is being captured.
-        self.give_back()
+        free = [shelf for shelf in tuple(self.shelves.values()) if shelf.blocks]
+        if free:
+            with self.ordered() as ordered:
+                for shelf in free:
+                    self._blocks.give_back(shelf.blocks, ordered)
         if stream is not None:
             leave_stream(stream, self._key, self)
         return not self.cached
 
-    def give_back(self, enough: int = 1 << 64) -> int:
-        """Give free blocks back to the pool in stream order, the largest first, until it is enough; how many bytes."""
-        given = 0
-        shelves = self.shelves
-        free = [shelf for size in sorted(shelves, reverse=True) if (shelf := shelves[size]).blocks or shelf.marks]
-        if not free:
-            return given
-        with self._ordered() as ordered:
-            for shelf in free:
-                while given < enough and (block := shelf.take()) is not None:
-                    plain = self._blocks.hand_over(block, ordered)
-                    del block
-                    plain.free()
-                    given += shelf.nbytes
-        return given
-
     @contextlib.contextmanager
-    def _ordered(self) -> Iterator[Stream]:
-        """The stream, or one that comes after its work."""
+    def ordered(self) -> Iterator[Stream]:
+        """The stream, which nobody closes meanwhile, or one that comes after its work."""
         stream = self.stream()
         if stream is not None:
             with ordered_after(stream) as ordered:
@@ -276,7 +198,7 @@ class _Lane(Deferred):
     @property
     def cached(self) -> int:
         """Bytes that are free."""
-        return sum(shelf.nbytes * shelf.count for shelf in tuple(self.shelves.values()))
+        return sum(shelf.nbytes * len(shelf.blocks) for shelf in tuple(self.shelves.values()))
 
     def _shut_after_fork(self) -> None:
         self.lists.clear()
@@ -288,11 +210,16 @@ class _Lane(Deferred):
 class _Cache(Deferred):
     """What there is of a cache apart from the object that users have, and its end when that is closed or dropped."""
 
-    __slots__ = ("_most", "_room", "blocks", "closed", "door", "key", "lane_of", "lanes", "misses", "pool")
+    __slots__ = (
+        "_grown_to", "_later", "_most", "_room", "blocks", "closed", "door", "key", "lane_of", "lanes", "misses",
+        "pool",
+    )  # fmt: skip
 
     def __init__(self, pool: MemoryPool) -> None:
         self.pool = pool
         self.door: Door = door_behind(pool)
+        self._later: Later = later_of(self.door)
+        """It tells whether a capture is under way, which the driver's answers about pools and streams might break."""
         self.blocks = Blocks(pool)
         self.key: object = self.blocks.key
         self.closed = False
@@ -304,6 +231,8 @@ class _Cache(Deferred):
         """How much of the pool may be used before what is free is given back."""
         self._room = 0
         """How much may be allocated before it has to be looked at how much is used."""
+        self._grown_to = 0
+        """How much the pool had reserved when all that was free was given back last."""
 
     def attempt(self) -> bool:
         self.closed = True
@@ -318,6 +247,8 @@ class _Cache(Deferred):
     def lane(self, stream: Stream) -> _Lane:
         """The lane of a stream of our own."""
         lane = self.lane_of.get(id(stream))
+        if lane is not None and has_lists(stream, self.key, lane.lists):
+            return lane
         if lane is None or lane.ended or lane.stream() is not stream:
             lane = _Lane(self, stream)
             end_with_stream(stream, lane)
@@ -335,72 +266,94 @@ class _Cache(Deferred):
                     self.lane_of.pop(number, None)
         return [lane for lane in tuple(self.lanes) if not lane.ended]
 
-    @property
-    def capturing(self) -> bool:
-        """Whether a capture is under way, which the driver's answers about other streams might break."""
-        return bool(later_of(self.door).paused)
-
-    def take(self, lane: _Lane, shelf: _Shelf, nbytes: int) -> Block | None:
-        """A free block for a size: of the stream's own, a larger one, or one of a stream whose work with it is done."""
-        if self.blocks.dropped:
-            self.blocks.mend()
-        block = shelf.take() or lane.larger(shelf, nbytes)
-        if block is not None or len(self.lanes) < 2 or self.capturing:
-            return block
-        if shelf.lost:
-            # Streams that all use the size in turn would take it from each other each time: this one gets its own.
-            shelf.lost = False
+    def new(self, shelf: _Shelf, stream: Stream) -> Block | None:
+        """A new block; None where there is no memory, or the stream is being captured."""
+        plain = self.allocate(shelf.nbytes, stream)
+        if plain is None or type(plain) is not PlainBuffer:
             return None
-        for other in self.live():
-            theirs = other.shelves.get(shelf.nbytes)
-            if theirs is None or other is lane:
-                continue
-            some = theirs.spare()
-            for block in some:
-                self.blocks.move(block, shelf)
-            if some:
-                shelf.blocks += some[1:]
-                return some[0]
-        return None
+        self.misses += 1
+        return self.blocks.take_over(plain, shelf)
 
-    def flush(self) -> int:
-        """Give free blocks back to the pool; how many bytes. None while a capture is under way, which it might break.
+    def allocate(self, nbytes: int, stream: Stream, direct: bool = True) -> Buffer | None:
+        """A buffer that is the pool's own; None where there is no memory.
+
+        On a stream that is not ``direct`` nothing else is asked of the pool: that might break a capture.
+        """
+        looks = direct and not self._later.paused
+        if looks:
+            self.make_room(nbytes)
+        try:
+            buffer = self.pool.allocate(nbytes, stream)
+        except OutOfMemoryError:
+            return None
+        if looks:
+            self.grown()
+        return buffer
+
+    def make_room(self, nbytes: int) -> None:
+        """Before so much more of the pool is used than ever was in use at once, give the largest free blocks back."""
+        self._room -= nbytes
+        if self._room >= 0:
+            return
+        attributes = self.pool.attributes
+        used = attributes.used_mem_current
+        need = used + nbytes - self._most
+        if need > 0:
+            self.give_back(need + (self._most >> _BULK))
+            used = attributes.used_mem_current
+            if used + nbytes > self._most:
+                self._most = used + nbytes + max(_LEAST, used >> _SLACK)
+        self._room = self._most - used - nbytes
+
+    def grown(self) -> None:
+        """Where the pool has grown, it lacked what is free here, or it is in pieces: give all of that back."""
+        result, reserved = self.door.cuMemPoolGetAttribute(self.pool._checked_raw(), _RESERVED)
+        if result:
+            raise error_from(result, "cuMemPoolGetAttribute")
+        if int(reserved) > self._grown_to:
+            self._grown_to = int(reserved)
+            self.give_back()
+
+    def give_back(self, enough: int = 1 << 64) -> list[Stream]:
+        """Give free blocks back to the pool, the largest first, until it is enough; on which streams."""
+        shelves = [shelf for lane in self.live() for shelf in tuple(lane.shelves.values()) if shelf.blocks]
+        shelves.sort(key=attrgetter("nbytes"), reverse=True)
+        streams = []
+        for shelf in shelves:
+            stream = shelf.lane.stream()
+            # Of others it ends by itself, or it is being captured.
+            if stream is not None and direct_handle(stream, self.door) is not None:
+                with shelf.lane.ordered() as ordered:
+                    given = self.blocks.give_back(shelf.blocks, ordered, -(-enough // shelf.nbytes))
+                streams += [stream] * (given > 0)
+                enough -= given * shelf.nbytes
+                if enough <= 0:
+                    break
+        return streams
+
+    def flush(self) -> bool:
+        """Give all free blocks back; whether there were any. None while a capture is under way, which it might break.
 
         Nothing is waited for: with the streams that have nothing to do the host synchronises, so that the driver sees
         the frees; those of others are pending.
         """
         self.blocks.mend()
         self.blocks.find()
-        given = 0
-        for lane in () if self.capturing else self.live():
-            stream = lane.stream()
-            if stream is None or direct_handle(stream, self.door) is None:
-                continue  # It ends by itself, or it is being captured.
-            idle = _idle(stream)
-            here = lane.give_back()
-            given += here
-            if here and idle:
+        if self._later.paused:
+            return False
+        self._grown_to = 0
+        idle = [stream for lane in self.live() if (stream := lane.stream()) is not None and self._idle(stream)]
+        streams = self.give_back()
+        for stream in idle:
+            if stream in streams:
                 stream.synchronize()
-        return given
+        return bool(streams)
 
-    def keep_small(self, nbytes: int) -> None:
-        """Before so much more of the pool is used than ever was in use at once, give the largest free blocks back."""
-        self._room -= nbytes
-        if self._room >= 0 or self.capturing:
-            return
-        attributes = self.pool.attributes
-        used = attributes.used_mem_current
-        need = used + nbytes - self._most
-        if need > 0:
-            need += self._most >> _BULK
-            for lane in self.live():
-                stream = lane.stream()
-                if need > 0 and stream is not None and direct_handle(stream, self.door) is not None:
-                    need -= lane.give_back(need)
-            used = attributes.used_mem_current
-            if used + nbytes > self._most:
-                self._most = used + nbytes + max(_LEAST, used >> _SLACK)
-        self._room = self._most - used - nbytes
+    def _idle(self, stream: Stream) -> bool:
+        """Whether synchronising with a stream waits for nothing."""
+        if direct_handle(stream, self.door) is None:
+            return False
+        return stream.query() and (sees_all_work(stream) or stream.device.default_stream.query())
 
     @property
     def cached(self) -> int:
@@ -409,24 +362,19 @@ class _Cache(Deferred):
         return sum(lane.cached for lane in self.live())
 
 
-def _idle(stream: Stream) -> bool:
-    """Whether synchronising with a stream waits for nothing."""
-    return stream.query() and (sees_all_work(stream) or stream.device.default_stream.query())
-
-
 class CachingAllocator(CachedAllocator, Closes, Shown):
     """A cache of free memory over a pool, for programs that allocate and free all the time.
 
     It is used like the pool: same :meth:`allocate`, same :class:`Buffer`. Memory that was freed on a stream, or
-    dropped, is handed out again on that stream without asking the driver. Another stream gets it once the driver has
-    seen the stream pass the free (``cuEventQuery``), and only where it has none of its own.
+    dropped, is handed out again on that stream without asking the driver, and on no other: other streams get it from
+    the pool, once the cache has given it back there and the driver has seen the free pass.
 
     Sizes are rounded up to classes: multiples of 512 bytes up to 8 KiB, then eight classes to each power of two, so
     that at most a ninth of a block is wasted from 4 KiB on. Where a class has no free block, one of up to three times
-    the size is handed out. Blocks are never split, nor do neighbours become one. So that this does not fragment the
-    pool, the cache gives the largest free blocks back before more of the pool is used than ever was in use at once,
-    and 32 MiB or an eighth. Sizes above ``largest`` are not cached: the driver's pool orders them itself and rounds
-    nothing.
+    the size is handed out. Blocks are never split, nor do neighbours become one: that is left to the pool. Two rules
+    say when the cache gives free blocks back to it: the largest, before more of the pool is used than ever was in use
+    at once and half as much again, or 32 MiB; and all, when the pool has grown. Sizes above ``largest`` are not
+    cached: the driver's pool orders them itself and rounds nothing.
 
     Some memory goes past the cache, and comes from the pool and returns to it as without one: on default streams and
     streams of other libraries, as nobody tells when these end; in captures, where allocations become nodes of the
@@ -527,46 +475,38 @@ class CachingAllocator(CachedAllocator, Closes, Shown):
     def _allocate_slowly(self, nbytes: int, stream: StreamLike) -> Buffer:
         for watcher in self._blocks.watchers:
             watcher.asked(self, checked_size("nbytes", nbytes))
-        self._check_open()
         cache = self._cache
-        if type(stream) is not Stream or direct_handle(stream, cache.door) is None:
-            stream = as_stream(stream, cache.door)
-            return self._ask(checked_size("nbytes", nbytes), stream)
-        size = nbytes if type(nbytes) is int and 0 < nbytes <= self.largest else checked_size("nbytes", nbytes)
+        if cache.closed:
+            self._check_open()
+        direct = direct_handle(stream, cache.door) is not None
+        ordered: Stream = stream if direct else as_stream(stream, cache.door)  # type: ignore[assignment]
+        size = nbytes if type(nbytes) is int and nbytes >= 0 else checked_size("nbytes", nbytes)
         # A driver that checks uses would not see which of them belong to which allocation.
-        if not 0 < size <= self.largest or cache.door.used is not None:
-            return self._ask(size, stream)
-        lane = cache.lane(stream)
+        if not direct or not 0 < size <= self.largest or cache.door.used is not None:
+            return self._go_past(size, ordered, direct)
+        lane = cache.lane(ordered)
         shelf = lane.shelf(size)
-        block = cache.take(lane, shelf, size)
+        block = lane.take(shelf, size)
         if block is None:
-            cache.keep_small(shelf.nbytes)
             if self._limit and self.pool.attributes.used_mem_current + shelf.nbytes > self._limit:
-                return self._ask(size, stream)
-            try:
-                plain = cache.pool.allocate(shelf.nbytes, stream)
-            except OutOfMemoryError:
-                plain = None
-            if plain is None or type(plain) is not PlainBuffer:
-                return self._ask(size, stream)
-            cache.misses += 1
-            block = self._blocks.take_over(plain, shelf)
+                return self._go_past(size, ordered, direct)
+            block = cache.new(shelf, ordered)
+            if block is None:
+                return self._go_past(size, ordered, direct)
         if lane.ended or cache.closed:
             block.home = None
-        return self._wrap(block, size, stream)
+        return self._wrap(block, size, ordered)
 
-    def _ask(self, nbytes: int, stream: Stream) -> Buffer:
+    def _go_past(self, nbytes: int, stream: Stream, direct: bool) -> Buffer:
         """A buffer that is the pool's own. Where memory runs out, what is cached is given back first."""
         cache = self._cache
-        if self._limit and (direct_handle(stream, cache.door) is not None or not stream.capturing):
+        if self._limit and (direct or not stream.capturing):
             self._keep_limit(nbytes)
-        cache.keep_small(nbytes)
-        try:
-            return cache.pool.allocate(nbytes, stream)
-        except OutOfMemoryError:
-            if not cache.flush():
-                raise
-        return cache.pool.allocate(nbytes, stream)
+        buffer = cache.allocate(nbytes, stream, direct)
+        if buffer is None:
+            cache.flush()
+            buffer = cache.pool.allocate(nbytes, stream)
+        return buffer
 
     def _keep_limit(self, nbytes: int) -> None:
         attributes = self.pool.attributes
