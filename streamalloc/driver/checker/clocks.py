@@ -7,8 +7,8 @@ host function), what follows in it is kept until then, so that operations are ju
 What one host thread has learned, all threads know from then on: Python gives threads many ways to tell each other, of
 which nothing is seen here. What the host has synchronised with comes before all that it does later.
 
-The driver orders more than a program asks for, such as an allocation after the free whose memory it gets. That order
-is kept apart: :attr:`Clock.seen` holds it, :attr:`Clock.known` does not.
+The driver orders more than a program asks for, such as an allocation after the free whose memory it gets. Clocks know
+nothing of that: its latest choices are kept apart, and looked through where an order is missing.
 """
 
 from __future__ import annotations
@@ -21,62 +21,38 @@ __all__ = ["BY_CHOICE", "CERTAIN", "UNORDERED", "Actor", "Clock", "Obstacle", "S
 UNORDERED, BY_CHOICE, CERTAIN = range(3)
 """Whether one thing comes before another: no; in this run, as the driver chose; always."""
 
-
-def _raise(known: dict[int, int], other: dict[int, int]) -> None:
-    for number, time in other.items():
-        if known.get(number, 0) < time:
-            known[number] = time
+_CHOICES = 256
+"""How many of the driver's choices are kept."""
 
 
 class Clock:
     """All that comes before a point: of each actor, by its number, the time of the last operation."""
 
-    __slots__ = ("known", "seen")
+    __slots__ = ("known",)
 
-    def __init__(self, known: dict[int, int] | None = None, seen: dict[int, int] | None = None) -> None:
+    def __init__(self, known: dict[int, int] | None = None) -> None:
         self.known: dict[int, int] = {} if known is None else known
-        """By what the program has asked for."""
-        self.seen: dict[int, int] | None = seen
-        """By the driver's choices, too; None where they add nothing."""
 
     def copy(self) -> Clock:
         """The same, for keeping."""
-        return Clock(self.known.copy(), None if self.seen is None else self.seen.copy())
+        return Clock(self.known.copy())
 
     def learn(self, other: Clock) -> None:
         """All that comes before the other comes before this."""
-        if self.seen is not None:
-            _raise(self.seen, other.known if other.seen is None else other.seen)
-        elif other.seen is not None:
-            self.seen = self.known.copy()
-            _raise(self.seen, other.seen)
-        _raise(self.known, other.known)
-
-    def learn_by_choice(self, other: Clock) -> None:
-        """The same, because the driver has chosen so."""
-        if self.seen is None:
-            self.seen = self.known.copy()
-        _raise(self.seen, other.known if other.seen is None else other.seen)
-
-    def tick(self, number: int, time: int) -> None:
-        """An actor has come to a time."""
-        self.known[number] = time
-        if self.seen is not None:
-            self.seen[number] = time
+        known = self.known
+        get = known.get
+        for number, time in other.known.items():
+            if get(number, 0) < time:
+                known[number] = time
 
     def common(self, other: Clock) -> Clock:
         """What comes before either of the two, whichever it is."""
-        known = {number: min(time, other.known.get(number, 0)) for number, time in self.known.items()}
-        if self.seen is None and other.seen is None:
-            return Clock(known)
-        mine, theirs = self.seen or self.known, other.seen or other.known
-        return Clock(known, {number: min(time, theirs.get(number, 0)) for number, time in mine.items()})
+        get = other.known.get
+        return Clock({number: min(time, get(number, 0)) for number, time in self.known.items()})
 
-    def order(self, number: int, time: int) -> int:
-        """Whether an operation comes before: one of the three constants of this module."""
-        if self.known.get(number, 0) >= time:
-            return CERTAIN
-        return BY_CHOICE if self.seen is not None and self.seen.get(number, 0) >= time else UNORDERED
+    def after(self, number: int, time: int) -> bool:
+        """Whether an operation comes before."""
+        return self.known.get(number, 0) >= time
 
 
 class Actor:
@@ -150,6 +126,8 @@ class Timeline:
         self.retired: list[Stream] = []
         """Streams that were destroyed, of which the host does not know that all is done."""
         self._gone: set[int] = set()
+        self._choices: deque[tuple[Clock, int, int]] = deque(maxlen=_CHOICES)
+        """What comes before which operation, as the driver has chosen."""
         self._ready: deque[Stream] = deque()
         self._draining = False
 
@@ -185,10 +163,32 @@ class Timeline:
     # -- order -----------------------------------------------------------------------------------------------
 
     def order(self, clock: Clock, number: int, time: int) -> int:
-        """Whether an operation of an actor comes before what has this clock."""
-        found = clock.order(number, time)
+        """Whether an operation of an actor comes before what has this clock: one of the constants of this module."""
         # A stream is gone when the host knows all that it did, and with it everything that is queued since.
-        return CERTAIN if not found and number in self._gone else found
+        if clock.known.get(number, 0) >= time or number in self._gone:
+            return CERTAIN
+        return BY_CHOICE if self._choices and self._is_chosen(clock, number, time) else UNORDERED
+
+    def _is_chosen(self, clock: Clock, number: int, time: int) -> bool:
+        """Whether some of the driver's choices, one after the other, lead from an operation to a clock."""
+        left, ends = list(self._choices), [clock]
+        while ends:
+            end = ends.pop()
+            rest = []
+            for choice in left:
+                before, later, at = choice
+                if not end.after(later, at):
+                    rest.append(choice)
+                elif before.after(number, time):
+                    return True
+                else:
+                    ends.append(before)
+            left = rest
+        return False
+
+    def chosen(self, before: Clock, stream: Stream) -> None:
+        """The driver has chosen that the latest operation of a stream comes after a clock."""
+        self._choices.append((before, stream.number, stream.time))
 
     def submit(self, stream: Stream, action: Action) -> None:
         """Have a stream do something: ``action(stream)`` is called when its clock says all that comes before."""
@@ -220,7 +220,7 @@ class Timeline:
                     stream.clock.learn(peer.clock)
                     stream.peers[peer] = peer.time
         time = stream.time = stream.time + 1
-        stream.clock.tick(stream.number, time)
+        stream.clock.known[stream.number] = time
 
     def _wait(self, stream: Stream, obstacle: Obstacle) -> None:
         """Have a stream wait, behind what it waits for already."""
@@ -312,7 +312,7 @@ class Timeline:
     def act(self, thread: Actor) -> None:
         """A host thread does something itself, at its time from now on."""
         thread.time += 1
-        self.host.tick(thread.number, thread.time)
+        self.host.known[thread.number] = thread.time
         self._version += 1
 
     def tell(self, clock: Clock) -> None:
@@ -332,6 +332,5 @@ class Timeline:
         for stream in over:
             del self._streams[stream]
         for clock in (self.host, *(stream.clock for stream in self._streams)):
-            for times in (clock.known, clock.seen or {}):
-                for number in numbers & times.keys():
-                    del times[number]
+            for number in numbers & clock.known.keys():
+                del clock.known[number]

@@ -317,9 +317,9 @@ class Judge:
             ended = previous.ended
             if ended is None or ended.actor is stream:
                 continue
-            if self.timeline.order(stream.clock, ended.actor.number, ended.time) != CERTAIN:
+            if not stream.clock.after(ended.actor.number, ended.time):
                 # The driver gives memory out only when, or so that, its free comes first.
-                stream.clock.learn_by_choice(previous.freed_after or Clock({ended.actor.number: ended.time}))
+                self.timeline.chosen(previous.freed_after or Clock({ended.actor.number: ended.time}), stream)
 
     def free(self, range_: Range, actor: Actor, clock: Clock, what: str, stack: Stack, ending: str = "") -> None:
         """An actor frees or, where ``ending`` says so, unmaps or releases memory."""
