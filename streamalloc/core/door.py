@@ -83,6 +83,7 @@ class Door:
         "_state",
         "driver",
         "forked",
+        "shared",
         "used",
     )
 
@@ -90,6 +91,7 @@ class Door:
     """The driver itself, for code that binds its functions."""
     forked: bool
     """True in a forked child: no call goes through any more."""
+    shared: Callable[[int, int, Any], None] | None
     used: Callable[[int, int, Any, bool], None] | None
     """Told of uses that are no calls of the driver, where it checks the order of all."""
     cuEventQuery: Any
@@ -117,6 +119,7 @@ class Door:
         self.driver = driver
         self.forked = False
         self.used = getattr(driver, "used", None)
+        self.shared = getattr(driver, "shared", None)
         self._contexts: dict[int, Any] = {}
         self._state: dict[object, Any] = {}
         self._hot: weakref.WeakSet[Any] = weakref.WeakSet()

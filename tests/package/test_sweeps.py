@@ -53,7 +53,7 @@ class Interrupted(BaseException):
 class Interrupts:
     """A driver around a driver, one of whose calls is interrupted."""
 
-    used = None  # who is told of uses gets no cached memory
+    used = shared = None  # who is told of uses gets no cached memory
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver

@@ -207,6 +207,12 @@ class Checked(Wrapper):
             self._alone(self._use, address, nbytes, stream, write)
             self._deliver()
 
+    def shared(self, address: int, nbytes: int, stream: Any) -> None:
+        """Say that other processes are told that memory is ready, in the order of a stream by its handle."""
+        if not self._inside():
+            self._alone(self._state.share, stream, address, nbytes)
+            self._deliver()
+
     def _use(self, address: int, nbytes: int, stream: Any, write: bool) -> None:
         if self._state.timeline.held:
             self._state.words.look()

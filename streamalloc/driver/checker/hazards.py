@@ -125,6 +125,10 @@ class Bytes:
             segments[first : first + len(chosen)] = [_Segment(start, end, access)]
         return list(found.items())
 
+    def writes(self, start: int, end: int) -> list[Access]:
+        """The latest writes of the bytes from ``start`` to ``end``."""
+        return [one.write for one in self._segments if one.write is not None and one.start < end and start < one.end]
+
     def _between(self, start: int, end: int) -> list[_Segment]:
         """The segments of a range, cut at its ends, with new ones where there were none."""
         segments = self._segments
@@ -303,9 +307,15 @@ class Addresses:
 class Judge:
     """Notes what is done to ranges, and tells ``found`` of each hazard."""
 
-    def __init__(self, timeline: Timeline, found: Callable[[Hazard], None]) -> None:
+    def __init__(self, timeline: Timeline, found: Callable[[Hazard], None], told: Clock | None = None) -> None:
         self.timeline = timeline
         self._found = found
+        self._told = Clock() if told is None else told
+        """What other processes may wait for. They may tell us when they have, in ways that nobody sees."""
+
+    def _is_open(self, range_: Range, before: Moment) -> bool:
+        """Whether other processes may have given an order that is not known here."""
+        return range_.bytes.shared and self._told.after(before.actor.number, before.time)
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -351,7 +361,7 @@ class Judge:
             if use.actor is actor:
                 continue
             ordered = order(clock, use.actor.number, use.time)
-            if ordered != CERTAIN:
+            if ordered != CERTAIN and not self._is_open(range_, use):
                 self._tell(
                     f"{ending} while in use" if ending else "free racing a use",
                     f"{what} on {actor.name} of {range_}, which {use.what} of {use.actor.name} may still be using",
@@ -388,7 +398,7 @@ class Judge:
             born = range_.born
             if born is not None and (born.actor is not actor or range_.pending):
                 ordered = order(clock, born.actor.number, born.time)
-                if ordered != CERTAIN or range_.pending:
+                if range_.pending or (ordered != CERTAIN and not self._is_open(range_, born)):
                     self._before_birth((range_, low, high), born, access, clock, ordered)
             needed = 3 if access.write else 1
             if device is not None and range_.grants is not None and needed & ~range_.grants.get(device, 0):
@@ -405,7 +415,7 @@ class Judge:
                 self._forget(range_.last)
             for memory, start, end in range_.physical(low, high):
                 for before, ordered in memory.touch(start, end, access, clock, order, self._forget):
-                    if not (access.atomic and before.atomic):
+                    if not (access.atomic and before.atomic) and not self._is_open(range_, before):
                         self._race(range_, before, access, by_host, ordered)
 
     def _forget(self, uses: dict[int, Access]) -> None:

@@ -15,6 +15,7 @@ Stack: TypeAlias = "tuple[tuple[CodeType, int], ...]"
 
 _DEPTH = 8
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + "/"
+_BETWEEN = 3  # calls of a driver around a driver that is the user's own
 # What runs a test is no part of it.
 _RUNNERS = ("/_pytest/", "/pluggy/")
 _THEIRS, _OWN, _RUNNER = range(3)
@@ -50,11 +51,17 @@ def _kind(file: str) -> int:
 
 
 def from_package() -> bool:
-    """Whether code of this package, other than that of drivers, has made the call."""
+    """Whether code of this package, other than that of drivers, has made the call, perhaps through a user's driver."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE + "driver/"):
-        frame = frame.f_back
-    return frame.f_code.co_filename.startswith(_PACKAGE)
+    others = 0
+    while frame is not None and others < _BETWEEN:
+        file = frame.f_code.co_filename
+        if not file.startswith(_PACKAGE):
+            others += 1
+        elif not file.startswith(_PACKAGE + "driver/"):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def lines(stack: Stack) -> list[str]:

@@ -94,12 +94,12 @@ class State:
         self.driver = driver
         self.account: Account = Account()
         self.timeline: Timeline = Timeline()
-        self.judge: Judge = Judge(self.timeline, found)
         self.found: Callable[[Hazard], None] = found
         self.addresses: Addresses = Addresses()
         self.reserved: Addresses = Addresses()
         """Addresses that memory can be mapped at."""
         self.words: Words = Words(self.timeline, self.addresses, self._is_of_host)
+        self.judge: Judge = Judge(self.timeline, found, self.words.told)
         self.streams: dict[int, Stream] = {}
         self.devices: dict[Stream, int | None] = {}
         self.events: dict[int, Event] = {}
@@ -123,7 +123,6 @@ class State:
         self._here = threading.local()
         self._over: deque[dict[int, Stream]] = deque()
         """The per-thread streams of threads that have ended."""
-        self._unannounced: dict[int, list[tuple[Range, Stack]]] = {}
         # The bindings take 0 for the per-thread stream where this is set.
         per_thread = os.environ.get("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM") == "1"
         self._zero = _PER_THREAD if per_thread else _LEGACY
@@ -259,11 +258,9 @@ class State:
             event.mark, event.captured = None, (capture, capture.record(stream))
         else:
             event.captured = None
-            mark = event.mark = self.timeline.record(stream)
+            event.mark = self.timeline.record(stream)
             if event.shared:
                 self.timeline.submit(stream, lambda stream: self.words.told.learn(stream.clock))
-                if mark.clock is not None:
-                    self.announce(self.exports_of_thread(), mark.clock)
 
     def wait(self, stream: Stream, event: Event, external: bool = False) -> None:
         """A stream is to wait for an event; ``external``: in a capture, for one of outside at each launch."""
@@ -457,35 +454,35 @@ class State:
                     )
                 )
 
-    def incomplete(self, range_: Range, clock: Clock) -> Moment | None:
+    def _missing(self, piece: Piece, clock: Clock) -> Moment | None:
         """What has been done to memory and does not come before something with this clock."""
-        moments: list[Moment] = [one for one in range_.last.values() if one.write]
-        if range_.born is not None:
-            moments.append(range_.born)
+        range_, low, high = piece
+        moments: list[Moment] = [] if range_.born is None else [range_.born]
+        for memory, start, end in range_.physical(low, high):
+            moments += memory.writes(start, end)
         order = self.timeline.order
         return next((one for one in moments if order(clock, one.actor.number, one.time) != CERTAIN), None)
 
-    def export(self, range_: Range, stack: Stack, announced_later: bool) -> None:
-        """Memory was exported."""
-        range_.bytes.shared = True
-        if announced_later:
-            self._unannounced.setdefault(threading.get_ident(), []).append((range_, stack))
-            return
-        missing = self.incomplete(range_, self.timeline.host)
+    def export(self, range_: Range, stack: Stack) -> None:
+        """Memory was exported; other processes know of nothing but events that come before."""
+        piece = (range_, range_.base, range_.end)
+        missing = self._missing(piece, self.timeline.host)
         clocks = (one.mark.clock for one in self.events.values() if one.shared and one.mark and one.mark.clock)
-        if missing is not None and not any(self.incomplete(range_, clock) is None for clock in clocks):
+        if missing is not None and not any(self._missing(piece, clock) is None for clock in clocks):
             self._incomplete(range_, missing, stack)
 
-    def exports_of_thread(self) -> list[tuple[Range, Stack]]:
-        """What the calling thread has exported, and has not said yet when it is ready; it says so now."""
-        return self._unannounced.pop(threading.get_ident(), [])
+    def share(self, handle: Any, address: int, nbytes: int) -> None:
+        """Other processes are told that memory is ready, after all that a stream has queued."""
+        stream, stack, pieces = self.stream(handle), here(), self.addresses.pieces(address, nbytes)
 
-    def announce(self, exports: list[tuple[Range, Stack]], clock: Clock) -> None:
-        """Importers are told that memory is ready, after all of a clock."""
-        for range_, stack in exports:
-            missing = self.incomplete(range_, clock)
-            if missing is not None and self.incomplete(range_, self.timeline.host) is not None:
-                self._incomplete(range_, missing, stack)
+        def share(stream: Stream) -> None:
+            for piece in pieces:
+                missing = self._missing(piece, stream.clock)
+                if missing is not None:
+                    self._incomplete(piece[0], missing, stack)
+            self.words.told.learn(stream.clock)
+
+        self.timeline.submit(stream, share)
 
     def _incomplete(self, range_: Range, missing: Moment, stack: Stack) -> None:
         self.found(
@@ -509,11 +506,8 @@ class State:
         capture = self.captures.get(stream) if self.captures else None
         if capture is not None:
             capture.step(lambda handle: self.write_word(handle, address, value, bits))
-            return
-        exports = self.exports_of_thread()
-        if exports:
-            self.timeline.submit(stream, lambda stream: self.announce(exports, stream.clock))
-        self.words.write(stream, address, value)
+        else:
+            self.words.write(stream, address, value)
 
     def wait_word(self, handle: Any, address: int, value: int, flag: int, bits: int) -> None:
         """A stream is to wait for a value of a word."""

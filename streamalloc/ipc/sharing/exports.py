@@ -28,7 +28,7 @@ from streamalloc.core.html import Row, Shown, mib
 from streamalloc.core.later import Later, later_of, work
 from streamalloc.core.memory import BufferView, CopySide, TypedView, check_usable, viewed
 from streamalloc.core.properties import MemHandleType, MemLocationType
-from streamalloc.core.stream import Event, Stream, StreamLike, as_stream, direct_handle, refuse_capture
+from streamalloc.core.stream import Event, Stream, StreamLike, as_stream, direct_handle, raw_handle, refuse_capture
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda, opaque_bytes
 from streamalloc.ipc.sharing import descriptor as wire
@@ -526,7 +526,7 @@ def _share_part(buffer: Buffer, offset: int, size: int, stream: StreamLike | Non
     ordered = buffer.stream if stream is None else stream
     if type(ordered) is not Stream or direct_handle(ordered, door) is None:
         ordered = _ordered(ordered, door)
-    return _leased(exports, exports.lease(buffer, address), ordered, (offset, size, nbytes), hold)
+    return _leased(exports, exports.lease(buffer, address), address, ordered, (offset, size, nbytes), hold)
 
 
 def _share_plain(buffer: Buffer, stream: StreamLike | None, hold: bool) -> Shared | None:
@@ -558,11 +558,15 @@ def _share_plain(buffer: Buffer, stream: StreamLike | None, hold: bool) -> Share
             raise error_from(result, "cuMemPoolExportPointer", _NOT_EXPORTABLE)
         lease.payload = opaque_bytes(data)
         set_shared(buffer, lease)
-    return _leased(exports, lease, ordered, (0, nbytes, nbytes), hold)
+    return _leased(exports, lease, pointer, ordered, (0, nbytes, nbytes), hold)
 
 
-def _leased(exports: Exports, lease: Lease, stream: Stream, part: tuple[int, int, int], hold: bool) -> Shared:
+def _leased(
+    exports: Exports, lease: Lease, address: Any, stream: Stream, part: tuple[int, int, int], hold: bool
+) -> Shared:
     """The descriptor of an allocation that has a lease; ``part`` is offset, size, and size of the allocation."""
+    if exports.door.shared is not None:
+        exports.door.shared(int(address) + part[0], part[1], raw_handle(stream))
     ready = lease.announce(stream)
     route: Any = lease.route
     head, handles = route.head(lease.block, exports)
@@ -601,6 +605,8 @@ def _share_range(thing: VirtualBuffer | RangeView, asked: _Asked, begin: int = 0
             "grow in larger steps, or share parts of it"
         )
     memories = [chunk.memory for chunk in mapped]
+    if door.shared is not None:
+        door.shared(thing.range.address + begin, size, raw_handle(ordered))
     return _share_chunks(thing, door, memories, ordered, asked, offset=begin - mapped[0].offset, size=size, **fields)
 
 

@@ -62,8 +62,6 @@ def _queries(state: State, name: str, args: Arguments) -> Finish:
             state.host_knows(stream)
         else:
             state.timeline.tell(clock)
-        # The facade then tells importers itself, in no stream.
-        state.announce(state.exports_of_thread(), state.timeline.host)
 
     return finish
 

@@ -33,7 +33,14 @@ def _exports_pointer(state: State, name: str, args: Arguments, answer: Answer) -
     if name == "cuMemPoolExportPointer":
         state.exports[data] = found
     state.exported[found] = data
-    state.export(found, here(), from_package())
+    _export(state, found)
+
+
+def _export(state: State, range_: Range) -> None:
+    range_.bytes.shared = True
+    # The facade exports when it likes, and says when importers are told that memory is ready (Checked.shared).
+    if not from_package():
+        state.export(range_, here())
 
 
 def _size_at(state: State, address: Any) -> int:
@@ -104,9 +111,9 @@ def _exports_memory(state: State, name: str, args: Arguments, answer: Answer) ->
     if memory is None:
         return
     memory.bytes.shared = True
-    if memory.bindings is None and not from_package():
-        for one in memory.mappings:
-            state.export(one, here(), announced_later=False)
+    for one in memory.mappings if memory.bindings is None else ():
+        if one.ended is None:
+            _export(state, one)
     key = _file(answer[1])
     if key is not None:
         state.files[key] = memory
