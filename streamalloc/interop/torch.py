@@ -205,20 +205,23 @@ class Callbacks:
         return tuple(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._functions)
 
     def _allocate(self, nbytes: int, ordinal: int, stream: int | None) -> int:
+        address = 0
         try:
             # PyTorch asks for segments in the middle of captures, too, and wants memory that is no graph's.
             with self.ledger.sources.door.relaxed():
-                return self.ledger.allocate(nbytes, ordinal, stream or 0, in_capture=False)
+                address = self.ledger.allocate(nbytes, ordinal, stream or 0, in_capture=False)
+            return address
         except OutOfMemoryError as error:
             self.refusal = error
         except BaseException as error:
             _report(error, self._allocate)
+        if address:
+            self._free(address, nbytes, ordinal, stream)
         return 0  # of which PyTorch makes its own error for exhausted memory
 
     def _free(self, address: int | None, nbytes: int, ordinal: int, stream: int | None) -> None:
         try:
-            with self.ledger.sources.door.relaxed():
-                self.ledger.free(address or 0, ordinal)
+            self.ledger.free(address or 0, ordinal)
         except BaseException as error:
             _report(error, self._free)
 

@@ -343,9 +343,10 @@ class Allocations:
         """Keep nodes until devices have done the work that they have now."""
         if devices:
             work = QueuedWork(self.door, devices)
+            # Before anything waits for it: a signal handler may raise, and what waits would do so for ever.
+            self.drop(work)
             for node in nodes:
                 self.order.relate(work, node)
-            self.drop(work)
 
     def end(self, node: Node) -> None:
         """Release a node now, or where others have to go before it when they have gone.
