@@ -26,6 +26,8 @@ class Allocation:
     """Never given to another one."""
     pool: Pool | ImportedPool | None = field(init=False, default=None)
     mapping: Mapping | None = field(init=False, default=None)
+    waits: bool = field(init=False, default=False)
+    """Whether SYNC_MEMOPS was set."""
 
     @property
     def on_host(self) -> bool:

@@ -89,6 +89,7 @@ graph: Convert = _handle(cuda.CUgraph)
 graph_exec: Convert = _handle(cuda.CUgraphExec)
 graph_node: Convert = _handle(cuda.CUgraphNode)
 host_function: Convert = _handle(cuda.CUhostFn)
+stream_callback: Convert = _handle(cuda.CUstreamCallback)
 
 
 def word32(value: Any) -> int:
@@ -153,6 +154,14 @@ def number(name: str, value: Any, cls: Any) -> int:
     if value is None or isinstance(value, cls) or not hasattr(cuda, "cuMemGetDefaultMemPool"):  # before CUDA 13
         return member(name, value, cls)
     return int(value)
+
+
+def number_in(struct: Any, name: str, otherwise: int = 0) -> int:
+    """The number of an enum member in a field of a struct; ``otherwise`` where the getter raises, as it is none."""
+    try:
+        return int(getattr(struct, name))
+    except ValueError:
+        return otherwise
 
 
 def field(struct: Any, name: str) -> int:

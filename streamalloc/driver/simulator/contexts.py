@@ -41,6 +41,12 @@ class Context:
         self.retained = 0
         self.error: Any = None  # the code every later call fails with
         self.peers: set[int] = set()
+        self.limits: dict[str, int] = {}
+        """Those that were set."""
+        self.stacks: int = 0
+        """Bytes of the device that stacks take, beside those they have at first."""
+        self.awaited: list[tuple[Stream, int]] = []
+        """What streams that are made from now on wait for."""
         self.streams: dict[int, Stream] = {}  # by handle
         self.retired: Clock = {}  # what destroyed streams did
         self._timeline = timeline
@@ -89,7 +95,10 @@ class Context:
             stream.legacy = self.legacy
             assert stream.legacy.peers is not None
             stream.legacy.peers[stream] = None
-        return self._timeline.adopt(stream)
+        self._timeline.adopt(stream)
+        self.awaited = [(other, seq) for other, seq in self.awaited if other.done < seq]
+        stream.barrier = tuple(self.awaited)
+        return stream
 
     def forget(self, stream: Stream) -> None:
         """The stream is destroyed. What it has queued still happens; the handle is gone."""
@@ -127,6 +136,10 @@ class Context:
         self.alive = False
         self.error = None
         self.peers.clear()
+        self.limits.clear()
+        self.device.bank.used -= self.stacks
+        self.stacks = 0
+        self.awaited.clear()
         if self._marks is not None:
             self._timeline.retire(self._marks)
         self._legacy = self._marks = None

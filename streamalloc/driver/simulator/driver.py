@@ -9,17 +9,20 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .calls.arrays import ArrayCalls
-from .calls.capture import CaptureCalls
+from .calls.attributes import StreamAttributeCalls
+from .calls.batches import BatchCalls
 from .calls.contexts import ContextCalls
 from .calls.copies import CopyCalls
 from .calls.devices import DeviceCalls
+from .calls.graph_updates import GraphUpdateCalls
+from .calls.limits import LimitCalls
+from .calls.managed import ManagedMemoryCalls
 from .calls.multicast import MulticastCalls
 from .calls.plain import PlainMemoryCalls
 from .calls.pools import PoolCalls
 from .calls.sharing import SharingCalls
 from .calls.streams import StreamCalls
 from .calls.virtual import VirtualMemoryCalls
-from .calls.words import WordCalls
 from .errors import NotModelled
 from .machine import Machine
 from .profiles import MachineSpec
@@ -28,14 +31,17 @@ from .profiles import MachineSpec
 class SimulatedDriver(
     DeviceCalls,
     ContextCalls,
+    LimitCalls,
     StreamCalls,
-    WordCalls,
+    StreamAttributeCalls,
     PlainMemoryCalls,
+    ManagedMemoryCalls,
+    GraphUpdateCalls,
     ArrayCalls,
+    BatchCalls,
     MulticastCalls,
     CopyCalls,
     PoolCalls,
-    CaptureCalls,
     VirtualMemoryCalls,
     SharingCalls,
 ):

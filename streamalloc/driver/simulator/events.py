@@ -6,10 +6,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from .constants import new_handle
+from .constants import EventFlag, new_handle
 from .contexts import Context
 from .shared_events import SharedEvent
-from .timeline import Clock, Operation, Stream
+from .timeline import Clock, Operation, Stream, Until, merge
 
 
 class Record(Operation):
@@ -71,6 +71,17 @@ class Event:
             else:
                 self.record.shared = shared
         return shared
+
+    def hold(self, stream: Stream) -> None:
+        """Have a stream wait for the latest recording."""
+        elsewhere, record = self.elsewhere, self.record
+        if elsewhere is not None:
+            stream.submit(Until(elsewhere.arrival()))
+        elif record is not None and record.stream is not stream:
+            stream.submit(Operation(), ((record.stream, record.seq),))
+            live = stream.timeline.streams
+            if not self.flags & EventFlag.INTERPROCESS:  # pools do not see what these order (H200: test_placements)
+                merge(stream.clock, {number: seq for number, seq in record.clock.items() if number in live})
 
     def record_in(self, stream: Stream, after: tuple[tuple[Stream, int], ...] = ()) -> None:
         """Record after all that is in ``stream`` now, and after ``after``."""

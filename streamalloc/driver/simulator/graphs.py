@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .allocations import Allocations, GraphAllocation
@@ -21,6 +21,10 @@ GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # CUstreamCaptureMode
 AUTO_FREE_ON_LAUNCH = 1
 
 
+Values = dict[str, Any]
+"""The parameters of a node: fields of the struct that describes it."""
+
+
 @dataclass(eq=False)
 class Node:
     """One node. ``operation`` is what a launch does, or ``enter`` does it in the stream of the launch; allocations
@@ -32,14 +36,17 @@ class Node:
     after: list[Node]
     operation: Operation | None = None
     enter: Callable[[Stream], object] | None = None
-    params: Any = None
-    """What the call that asks for the node's parameters answers, where the node was not captured."""
+    values: Values | None = None
+    """The parameters it was made with."""
+    enabled: bool = True
+    """Of a graph that was instantiated: whether a launch carries it out."""
+    child: Graph | None = None
+    origin: Node | None = None
+    """In a graph that was cloned, the node it was cloned from."""
     address: int = 0
     size: int = 0
     device: int = 0
     """Of an allocation."""
-    pool: Pool | None = None
-    """Of an allocation that was captured."""
     freed: bool = False
     """Of an allocation: another node frees it."""
     is_other: bool = False
@@ -61,19 +68,69 @@ class Graph:
     open: dict[int, Node] = field(default_factory=dict)
     """Allocations that no node frees, by address."""
 
-    def add(self, kind: str, after: list[Node], operation: Operation | None = None) -> Node:
-        node = Node(kind, self, after, operation)
+    def add(
+        self, kind: str, after: list[Node], operation: Operation | None = None, values: Values | None = None
+    ) -> Node:
+        return self.take(Node(kind, self, after, operation, values=values))
+
+    def take(self, node: Node) -> Node:
         self.nodes.append(node)
         self.graphs.nodes[node.handle] = node
         return node
 
-    def allocate(self, size: int, device: int, after: list[Node]) -> Node:
+    def remove(self, node: Node) -> None:
+        self.nodes.remove(node)
+        del self.graphs.nodes[node.handle]
+        for other in self.nodes:
+            other.after = [one for one in other.after if one is not node]
+
+    def clone(self) -> Graph:
+        """A graph of the same nodes. There is none of a graph with memory of its own."""
+        made = self.graphs.create()
+        copies: dict[Node, Node] = {}
+        for node in self.ordered():
+            after = [copies[one] for one in node.after]
+            copies[node] = replace(node, graph=made, after=after, origin=node, handle=new_handle())
+        for node in self.nodes:
+            made.take(copies[node])
+        return made
+
+    def ordered(self) -> list[Node]:
+        """The nodes, each behind those it comes after; as they were added where that leaves a choice."""
+        order: dict[Node, None] = {}
+        todo = self.nodes
+        while todo:
+            for node in todo:
+                if all(one in order for one in node.after):
+                    order[node] = None
+            left = [node for node in todo if node not in order]
+            check(len(left) < len(todo))  # only here a circle is refused (observed on H200: test_graph_nodes)
+            todo = left
+        return list(order)
+
+    def flat(self) -> list[Node]:
+        """The same with the nodes of child graphs in the place of these."""
+        found = []
+        for node in self.ordered():
+            found += [node] if node.child is None else node.child.flat()
+        return found
+
+    def holds(self, address: int) -> bool:
+        """Whether an address is one of its own allocations'."""
+        return any(memory.holds(address) for memory in self.memories.values())
+
+    def covers(self, address: int, size: int) -> bool:
+        """Whether a range lies in one of its own allocations."""
+        own = (node for node in self.nodes if node.kind == "MEM_ALLOC")
+        return any(one.address <= address and address + size <= one.address + one.size for one in own)
+
+    def allocate(self, size: int, device: int, after: list[Node], values: Values | None = None) -> Node:
         memory = self.memories.get(device)
         if memory is None:
             memory = self.memories[device] = GraphMemory(self.graphs.devices[device].graphs)
         earlier = ancestors(after) if memory.has_holes else ()
         address = memory.place(size, earlier)
-        node = self.add("MEM_ALLOC", after)
+        node = self.add("MEM_ALLOC", after, values=values)
         node.address, node.size, node.device = address, size, device
         self.open[address] = node
         return node
@@ -84,6 +141,7 @@ class Graph:
         allocation = self.open.pop(address, None)
         if allocation is None:
             check(self.graphs.is_left(address))
+            check(not any(node.is_other and node.address == address for node in self.nodes))
             node = self.add("MEM_FREE", after)
             node.address, node.is_other = address, True
             return node
@@ -106,28 +164,39 @@ class GraphExec:
     flags: int
     handle: int = field(default_factory=new_handle)
     last: tuple[Stream, int] | None = None  # the end of the latest launch
+    nodes: list[Node] = field(init=False)
+    """Copies in the order they are carried out in: what becomes of the graph does not matter."""
+    unfreed: list[Node] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nodes = [replace(node, origin=node) for node in self.graph.flat()]
+        self.unfreed = self.graph.unfreed()
 
     def launch(self, allocations: Allocations, stream: Stream) -> None:
         """Submit all nodes, one after the other: a stricter order than the graph asks for."""
         memories = self.graph.memories.values()
         live = [(memory, address) for memory in memories for address in memory.live]
         check(not live or self.flags & AUTO_FREE_ON_LAUNCH)
-        others = [allocations.at.get(node.address) for node in self.graph.nodes if node.is_other]
+        others = [allocations.at.get(node.address) for node in self.nodes if node.is_other]
         check(all(isinstance(other, GraphAllocation) for other in others))
         for memory, address in live:
             allocations.remove(allocations.at[address])
             memory.freed(address)
         self._begin(stream)
-        for node in self.graph.nodes:
+        for node in self.nodes:
+            if not node.enabled:
+                continue
             if node.operation is not None:
                 stream.submit(copy.copy(node.operation), clock={})
+            elif node.enter is not None:
+                node.enter(stream)
             elif node.is_other:
                 allocation = allocations.at[node.address]
                 assert isinstance(allocation, GraphAllocation)
                 allocations.remove(allocation)
                 allocation.memory.freed(node.address, stream)
         self._in_use(stream, stream.submit(Operation(), clock={}))
-        for node in self.graph.unfreed():
+        for node in self.unfreed:
             memory = self.graph.memories[node.device]
             allocations.add(GraphAllocation(node.address, node.size, node.device, stream.context, memory))
             memory.live.add(node.address)
@@ -149,7 +218,7 @@ class GraphExec:
         stream.catch_up(clock)
         clock[stream.id] = stream.seq
         merge(clock, order)
-        outlives = {node.device for node in self.graph.unfreed()}
+        outlives = {node.device for node in self.unfreed}
         slabs = [(memory, memory.prepare(clock, device in outlives)) for device, memory in self.graph.memories.items()]
 
         def map_memory() -> None:
@@ -202,15 +271,14 @@ class Capture:
 
     # -- nodes -----------------------------------------------------------------------------------------------
 
-    def add(self, kind: str, operation: Operation | None, stream: Stream) -> Node:
-        node = self.graph.add(kind, self._frontier[stream], operation)
+    def add(self, kind: str, operation: Operation | None, stream: Stream, values: Values | None = None) -> Node:
+        node = self.graph.add(kind, self._frontier[stream], operation, values)
         self._frontier[stream] = [node]
         return node
 
     def allocate(self, size: int, pool: Pool, stream: Stream) -> int:
         assert pool.device is not None
         node = self.graph.allocate(size, pool.device, self._frontier[stream])
-        node.pool = pool
         self._frontier[stream] = [node]
         return node.address
 

@@ -7,6 +7,16 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
+
+
+class Limit(NamedTuple):
+    """Of a context: what it is at first, and what it can be."""
+
+    default: int
+    least: int
+    most: int
+    step: int
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,8 @@ class Profile:
     """Device attributes by enum name without CU_DEVICE_ATTRIBUTE_; what is not here is
     CUDA_ERROR_INVALID_VALUE.
     """
+    limits: Mapping[str, Limit] = field(repr=False)
+    """Limits of contexts by enum name without CU_LIMIT_; those that are not here are not supported."""
     peer_attributes: Mapping[str, int] = field(repr=False)
     """The same between two devices, by enum name without CU_DEVICE_P2P_ATTRIBUTE_."""
     error_strings: Mapping[str, str] = field(repr=False)
@@ -39,7 +51,8 @@ class Profile:
 def _read(name: str) -> Profile:
     """A profile from its file."""
     data = json.loads(Path(__file__).with_name(f"{name}.json").read_text())
-    return Profile(**{**data, "stream_priorities": tuple(data["stream_priorities"])})
+    limits = {limit: Limit(*numbers) for limit, numbers in data["limits"].items()}
+    return Profile(**{**data, "stream_priorities": tuple(data["stream_priorities"]), "limits": limits})
 
 
 # Read from an H200 with driver 580.159 (CUDA 13.0), except the multicast granularity: 512 MiB is what H100s told users

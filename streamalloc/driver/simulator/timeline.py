@@ -128,6 +128,10 @@ class Stream:
         self.done: int = 0
         self.clock: Clock = {}
         self.capture: Any = None
+        self.barrier: tuple[tuple[Stream, int], ...] = ()
+        """What the next operation waits for beside what comes before it."""
+        self.attributes: dict[int, bytes] = {}
+        """What was set of those that change nothing here, by number."""
         self.destroyed = False
 
     def __repr__(self) -> str:
@@ -184,7 +188,8 @@ class Stream:
         """Put an operation at the end of the stream, after ``after`` too; it may run before this returns. What the
         legacy stream implies is written into ``clock`` where that is given.
         """
-        after += self.catch_up(clock)
+        after += self.catch_up(clock) + self.barrier
+        self.barrier = ()
         if after:
             after = tuple((other, seq) for other, seq in after if other.done < seq and other is not self)
         self.seq += 1

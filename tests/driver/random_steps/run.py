@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import ast
+import ctypes
+import struct
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from tests.facts.support import COUNTERS, Gate, Rig, said, value
 
+_LOOKED_AT = 4096
+"""How many bytes of an allocation are compared."""
+_BARRIER = 6
 UNRESERVED = 0x123400000000
 _LOCATIONS = ("NONE", "DEVICE", "HOST", "NUMA", "NUMA_CURRENT")
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -59,6 +65,8 @@ class Program:
     live: dict[str, int] = field(default_factory=dict)
     freed: dict[str, int] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
+    sizes: dict[str, int] = field(default_factory=dict)
+    words: int | None = None
 
     def __post_init__(self) -> None:
         self.gate = self.rig.gate()
@@ -190,7 +198,7 @@ class Program:
         if not address:
             return "SUCCESS null"
         pool.origin = address if pool.origin is None else pool.origin
-        self.live[n] = address
+        self.live[n], self.sizes[n] = address, size
         return f"SUCCESS off={address - pool.origin}"
 
     def do_free(self, a: str, s: str) -> str:
@@ -217,6 +225,89 @@ class Program:
 
     def do_free_bogus(self, s: str) -> str:
         return said(self.rig.raw.cuMemFreeAsync(UNRESERVED, self._stream(s)))
+
+    # -- planes, words, graphs
+
+    def do_plane(self, a: str, at: int, pitch: int, w: int, h: int, element: int, s: str) -> str:
+        """Zeros, and a fill of rows over them."""
+        if a not in self.live:
+            return "SKIP"
+        raw, stream, size = self.rig.raw, self._stream(s), min(self.sizes[a], _LOOKED_AT)
+        zeros = said(raw.cuMemsetD8Async(self.live[a], 0, size, stream))
+        fill = getattr(raw, f"cuMemsetD2D{8 * element}Async")
+        return f"{zeros} {said(fill(self.live[a] + at, pitch, 0x5A, w, h, stream))} {self._contents(a)}"
+
+    def do_box(self, dst: str, src: str, e: list[int], p: list[int], r: list[int], o: list[int], s: str) -> str:
+        if dst not in self.live or src not in self.live:
+            return "SKIP"
+        raw, stream = self.rig.raw, self._stream(s)
+        words = []
+        for name, value_ in ((dst, 0), (src, 7)):
+            words.append(said(raw.cuMemsetD8Async(self.live[name], value_, min(self.sizes[name], _LOOKED_AT), stream)))
+        copy = raw.CUDA_MEMCPY3D()
+        copy.dstMemoryType = copy.srcMemoryType = raw.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        copy.dstDevice, copy.srcDevice = self.live[dst], self.live[src]
+        copy.WidthInBytes, copy.Height, copy.Depth = e
+        (copy.dstPitch, copy.srcPitch), (copy.dstHeight, copy.srcHeight) = p, r
+        copy.dstXInBytes, copy.dstY, copy.srcXInBytes, copy.srcY = o
+        return " ".join([*words, said(raw.cuMemcpy3DAsync(copy, stream)), self._contents(dst)])
+
+    def _contents(self, name: str) -> str:
+        size = min(self.sizes[name], _LOOKED_AT)
+        return f"{zlib.crc32(bytes(self.rig.read(self.live[name], size))):08x}"
+
+    def do_words(self, ops: list[tuple[int, int, int]], s: str) -> str:
+        if self.words is None:
+            self.words = int(self.rig.pinned(64))
+        batch = []
+        for kind, at, number in ops:
+            one = self.rig.raw.CUstreamBatchMemOpParams()
+            entry = struct.pack("=i4xQQQ", kind, self.words + at if kind != _BARRIER else 0, number, 0)
+            ctypes.memmove(int(one.getPtr()), entry, len(entry))
+            batch.append(one)
+        answer = said(self.rig.raw.cuStreamBatchMemOp(self._stream(s), len(batch), batch, 0))
+        value(self.rig.raw.cuStreamSynchronize(self.streams[s]))
+        return f"{answer} {ctypes.string_at(self.words, 64).hex()}"
+
+    def do_graph(self, nodes: list[tuple[str, int, list[int]]], flags: int, s: str) -> str:
+        raw, made, words = self.rig.raw, dict[int, Any](), []
+        addresses: dict[int, int] = {}
+        self.rig.forget_graph_memory()
+        graph = value(raw.cuGraphCreate(0))
+        for number, (kind, what, after) in enumerate(nodes):
+            behind = [made[one] for one in after if one in made]
+            if kind == "alloc":
+                params = raw.CUDA_MEM_ALLOC_NODE_PARAMS()
+                params.poolProps, params.bytesize = self.rig.pool_props(), what
+                answer = raw.cuGraphAddMemAllocNode(graph, behind, len(behind), params)
+                addresses[number] = int(params.dptr)
+            elif kind == "free":
+                answer = raw.cuGraphAddMemFreeNode(graph, behind, len(behind), addresses[what])
+            elif kind == "fill":
+                fill = raw.CUDA_MEMSET_NODE_PARAMS()
+                fill.dst, fill.value, fill.elementSize, fill.width, fill.height = addresses[what], 1, 1, 64, 1
+                answer = raw.cuGraphAddMemsetNode(graph, behind, len(behind), fill, self.rig.context)
+            else:
+                answer = raw.cuGraphAddEmptyNode(graph, behind, len(behind))
+            words.append(said(answer))
+            if said(answer) == "SUCCESS":
+                made[number] = answer[1]
+        first = min((one for one in addresses.values() if one), default=0)
+        words.append(",".join(str(one - first) for one in addresses.values() if one))
+        self._run_graph(graph, flags, s, [one for one in addresses.values() if one], words)
+        value(raw.cuGraphDestroy(graph))
+        return " ".join(words)
+
+    def _run_graph(self, graph: Any, flags: int, s: str, addresses: list[int], words: list[str]) -> None:
+        raw, stream = self.rig.raw, self._stream(s)
+        instance = raw.cuGraphInstantiate(graph, flags)
+        words.append(said(instance))
+        if said(instance) == "SUCCESS":
+            words += [said(raw.cuGraphLaunch(instance[1], stream)) for _ in range(2)]
+            words += [said(raw.cuMemFreeAsync(one, stream)) for one in addresses]
+            value(raw.cuStreamSynchronize(stream))
+            words.append(str(self.rig.graph_memory()))
+            value(raw.cuGraphExecDestroy(instance[1]))
 
     def finish(self) -> None:
         if self.closed:

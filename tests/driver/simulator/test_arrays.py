@@ -318,10 +318,6 @@ def _solid_mipmap(rig: ArrayRig) -> None:
     rig.raw.cuMipmappedArrayCreate(rig.descriptor((256, 256, 256)), 3)
 
 
-def _unset_fields(rig: ArrayRig) -> None:
-    rig.raw.cuMemcpy3D(rig.raw.CUDA_MEMCPY3D())
-
-
 def _no_context(rig: ArrayRig) -> None:
     ok(rig.raw.cuCtxSetCurrent(rig.raw.CUcontext(0)))
     rig.array()
@@ -343,7 +339,6 @@ def _requirements(rig: ArrayRig) -> None:
         (_captured, "during stream capture"),
         (_shallow_mipmap, "no smaller level"),
         (_solid_mipmap, "three dimensions"),
-        (_unset_fields, "no member"),
         (_no_context, "without a current context"),
         (_requirements, "cuArrayGetMemoryRequirements"),
     ],

@@ -280,13 +280,6 @@ def _hole(rig: Rig) -> None:
     rig.raw.cuMemcpy(rig.reserve(PAGE), mapped(rig), 4)
 
 
-def _host_to_device(rig: Rig) -> None:
-    memory = mapped(rig, location=HOST)
-    grant(rig, memory, flags=NO_ACCESS)
-    grant(rig, memory, location=HOST)
-    rig.raw.cuMemcpy(ok(rig.raw.cuMemAlloc(4)), memory, 4)
-
-
 def _no_access_at_all(rig: Rig) -> None:
     memory = mapped(rig, location=HOST)
     grant(rig, memory, flags=NO_ACCESS)
@@ -311,11 +304,6 @@ def _pools_have_it(rig: Rig) -> None:
     rig.memory(100 * GiB)
 
 
-def _dma_buf_of_host_memory(rig: Rig) -> None:
-    kind = rig.raw.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
-    rig.raw.cuMemGetHandleForAddressRange(mapped(rig, location=HOST), PAGE, kind, 0)
-
-
 @pytest.mark.parametrize(
     ("attempt", "message"),
     [
@@ -323,11 +311,9 @@ def _dma_buf_of_host_memory(rig: Rig) -> None:
         (_released, "handle that does not exist"),
         (_tile_pool, "memory for tiles"),
         (_hole, "nothing is mapped"),
-        (_host_to_device, "mapped host memory"),
         (_no_access_at_all, "mapped host memory"),
         (_access_of_queued_work, "work on the memory is queued"),
         (_pools_have_it, "pools hold in reserve"),
-        (_dma_buf_of_host_memory, "of host memory"),
     ],
     ids=lambda value: value.__name__.strip("_") if callable(value) else "",
 )

@@ -29,7 +29,8 @@ from ..errors import NotModelled, check, need, not_modelled
 from ..memory import view_address
 from ..physical import Memory
 from ..timeline import Stream
-from .planes import ARRAY, DEVICE, HOST, PlaneCalls
+from .copies import ARRAY, DEVICE, OF_HOST
+from .planes import PlaneCalls
 
 _LAYERED, _GATHER, _SPARSE = 0x01, 0x08, 0x40  # CUDA_ARRAY3D_*
 # Surface, cube map, depth texture, deferred mapping (observed on H200: test_sparse_arrays).
@@ -242,13 +243,13 @@ class ArrayCalls(PlaneCalls):
     def _copy_box(self, pCopy: Any, hStream: Any) -> None:
         """``hStream`` None: a call that waits."""
         copy = arguments.struct("pCopy", pCopy, cuda.CUDA_MEMCPY3D)
-        kinds = (arguments.field(copy, "srcMemoryType"), arguments.field(copy, "dstMemoryType"))
+        kinds = (arguments.number_in(copy, "srcMemoryType"), arguments.number_in(copy, "dstMemoryType"))
         if ARRAY not in kinds:
-            self._copy_rows(copy, hStream, int(copy.Height), int(copy.Depth), None)
+            self._copy_rows(copy, hStream, int(copy.Height), int(copy.Depth))
             return
         waits = hStream is None
         stream = self._stream_to_launch_in(hStream, "cuMemcpy3DAsync")
-        if kinds.count(ARRAY) != 1 or not set(kinds) <= {HOST, DEVICE, ARRAY}:
+        if kinds.count(ARRAY) != 1 or not set(kinds) <= {OF_HOST, DEVICE, ARRAY}:
             raise NotModelled("cuMemcpy3D other than between an array and host or device memory")
         into = kinds[1] == ARRAY
         side, other = ("dst", "src") if into else ("src", "dst")
@@ -297,5 +298,5 @@ class ArrayCalls(PlaneCalls):
         end = self._copy_end(linear.address, size, must_be_device, False, context)
         if end is not None and end.mapping is not None and end.mapping.is_multicast:
             raise NotModelled("cuMemcpy3D with a multicast object")
-        self._check_mapped(linear.address, size, end, READ if into else READ_WRITE, context, end)
+        self._check_mapped(linear.address, size, end, READ if into else READ_WRITE, context)
         return end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import inspect
 import sys
@@ -13,8 +14,9 @@ from streamalloc.driver.bindings import cuda
 from .. import arguments, turns
 from ..contexts import Context, Device
 from ..errors import Fault, Result, check, need, not_modelled
+from ..events import Event
 from ..machine import Machine
-from ..timeline import Operation, Stream
+from ..timeline import HostFunction, Operation, Stream
 
 Method = Callable[..., Any]
 
@@ -25,8 +27,11 @@ _VALUES = {
     "cuStreamGetCaptureInfo": 5 + EDGE_DATA,
     "cuStreamGetCaptureInfo_v3": 6,
     "cuGraphGetEdges": 3 + EDGE_DATA,
+    "cuGraphNodeGetDependencies": 2 + EDGE_DATA,
+    "cuGraphNodeGetDependentNodes": 2 + EDGE_DATA,
     "cuGraphGetEdges_v2": 4,
 }
+_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _BEFORE_INIT = {"cuInit", "cuDriverGetVersion", "cuGetErrorName", "cuGetErrorString"}
 
 
@@ -116,6 +121,18 @@ class Calls:
         context = self._context(ctx)
         check(context.alive, Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
         return context
+
+    def _given_or_current(self, ctx: Any) -> Context:
+        return self._alive(ctx) if arguments.context(ctx) else self._machine.current()
+
+    def _event(self, event: Any) -> Event:
+        # Seen once on H200, where a destroyed handle can also end the process.
+        return need(self._machine.events.get(arguments.event(event)), Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
+
+    def _host_function(self, address: int, data: int) -> Operation:
+        check(address)
+        function = _HOST_FUNCTION(address)
+        return HostFunction(self._machine.timeline, lambda: function(data or None))
 
     def _stream(self, stream: Any) -> Stream:
         return self._machine.stream(arguments.stream(stream))

@@ -8,15 +8,18 @@ from streamalloc.driver.bindings import cuda
 
 from .. import arguments
 from ..arguments import UnsignedLongLong
+from ..constants import PINNED, Location
+from ..contexts import Context
 from ..errors import Fault, Result, check, need, not_modelled
 from ..graphs import AUTO_FREE_ON_LAUNCH, RELAXED, Capture, Graph, GraphExec, Node
-from ..moves import Fill
 from ..timeline import Stream
-from .base import EDGE_DATA, Calls
+from .base import EDGE_DATA
+from .copies import FILL_FIELDS, CopyCalls
 
 _ACTIVE = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
 _INACTIVE = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 _INVALIDATED = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_INVALIDATED
+_UPLOAD, _DEVICE_LAUNCH, _USE_NODE_PRIORITY = 2, 4, 8  # CUgraphInstantiate_flags
 _NODE_TYPE = "CU_GRAPH_NODE_TYPE_"
 
 # CUgraphMem_attribute, in the order of the enum, as fields of what a device has for graphs.
@@ -27,11 +30,16 @@ def _nodes(nodes: list[Node]) -> list[Any]:
     return [cuda.CUgraphNode(node.handle) for node in nodes]
 
 
+def padded(nodes: list[Node], count: int) -> list[Any]:
+    """Handles as the bindings give them that were asked for ``count``: null handles behind those there are."""
+    return _nodes(nodes) + [cuda.CUgraphNode(0) for _ in range(count - len(nodes))]
+
+
 def _edge_data(count: int) -> list[Any]:
     return [cuda.CUgraphEdgeData() for _ in range(count)]
 
 
-class CaptureCalls(Calls):
+class CaptureCalls(CopyCalls):
     """cuStream*Capture*, cuGraph*, cuDevice*GraphMem*."""
 
     # -- capture ---------------------------------------------------------------------------------------------
@@ -104,7 +112,7 @@ class CaptureCalls(Calls):
     def _some(nodes: list[Node], count: Any) -> tuple[list[Any], int]:
         """As many as are asked for; their number where none is."""
         wanted = arguments.size_t(count)
-        return _nodes(nodes[:wanted]), min(wanted, len(nodes)) if wanted else len(nodes)
+        return padded(nodes[:wanted], wanted), min(wanted, len(nodes)) if wanted else len(nodes)
 
     def cuGraphGetRootNodes(self, hGraph: Any, numRootNodes: Any = 0) -> tuple[list[Any], int]:
         return self._some([node for node in self._graph(hGraph).nodes if not node.after], numRootNodes)
@@ -117,9 +125,11 @@ class CaptureCalls(Calls):
 
     def _edges(self, hGraph: Any, numEdges: Any, with_data: bool) -> Any:
         edges = [(before, node) for node in self._graph(hGraph).nodes for before in node.after]
-        some = edges[: arguments.size_t(numEdges)]
-        data = ([cuda.CUgraphEdgeData() for _ in some],) if with_data else ()
-        return (_nodes([one for one, _ in some]), _nodes([two for _, two in some]), *data, len(some or edges))
+        wanted = arguments.size_t(numEdges)
+        some = edges[:wanted]
+        data = (_edge_data(wanted),) if with_data else ()
+        ends = (padded([one for one, _ in some], wanted), padded([two for _, two in some], wanted))
+        return (*ends, *data, len(some or edges))
 
     def cuGraphNodeGetType(self, hNode: Any) -> Any:
         return getattr(cuda.CUgraphNodeType, _NODE_TYPE + self._node(hNode).kind)
@@ -127,12 +137,13 @@ class CaptureCalls(Calls):
     def cuGraphMemAllocNodeGetParams(self, hNode: Any) -> Any:
         node = self._node(hNode)
         check(node.kind == "MEM_ALLOC")
-        assert node.pool is not None
-        location = cuda.CUmemLocation()
-        location.type, location.id = cuda.CUmemLocationType(node.pool.place.type), node.pool.place.id
+        location, values = cuda.CUmemLocation(), node.values or {}
+        location.type, location.id = cuda.CUmemLocationType(Location.DEVICE), node.device
         props = cuda.CUmemPoolProps()
-        props.allocType, props.location = cuda.CUmemAllocationType(node.pool.allocation_type), location
+        props.allocType, props.location = cuda.CUmemAllocationType(PINNED), location
+        props.maxSize, props.usage = values.get("maxSize", 0), values.get("usage", 0)
         params = cuda.CUDA_MEM_ALLOC_NODE_PARAMS()
+        params.accessDescCount = values.get("accessDescCount", 0)
         params.poolProps, params.bytesize, params.dptr = props, node.size, cuda.CUdeviceptr(node.address)
         return params
 
@@ -151,20 +162,34 @@ class CaptureCalls(Calls):
 
     def cuGraphInstantiateWithParams(self, hGraph: Any, instantiateParams: Any) -> Any:
         params = arguments.struct("instantiateParams", instantiateParams, cuda.CUDA_GRAPH_INSTANTIATE_PARAMS)
-        return self._instantiate(hGraph, int(need(params).flags))
+        flags = int(params.flags)
+        made = self._instantiate(hGraph, flags, _UPLOAD)
+        if flags & _UPLOAD:
+            self._graph_exec(made).upload(self._stream_to_launch_in(params.hUploadStream, "cuGraphUpload"))
+        params.result_out = cuda.CUgraphInstantiateResult.CUDA_GRAPH_INSTANTIATE_SUCCESS
+        return made
 
-    def _instantiate(self, hGraph: Any, flags: int) -> Any:
+    def _check_fill_node(self, graph: Graph, values: dict[str, int], context: Context) -> None:
+        address, pitch, _, element, width, height = (values[name] for name in FILL_FIELDS)
+        check(width and height and element in (1, 2, 4) and address % element == 0)
+        check(height == 1 or (pitch >= width * element and pitch % element == 0))
+        span = (height - 1) * pitch + width * element
+        if graph.holds(address):
+            check(graph.covers(address, span))
+        else:
+            self._check_fill(address, span, context)
+
+    def _instantiate(self, hGraph: Any, flags: int, uploads: int = 0) -> Any:
         graph = self._graph(hGraph)
         self._unsafe_during_capture()
-        self._machine.current()  # refused where no context is current (observed on H200: test_contexts)
-        not_modelled(flags & ~AUTO_FREE_ON_LAUNCH, f"cuGraphInstantiate with flags {flags:#x}")
+        context = self._machine.current()  # refused where none is current (observed on H200: test_contexts)
+        not_modelled(flags & _DEVICE_LAUNCH and flags != _DEVICE_LAUNCH, f"cuGraphInstantiate with flags {flags:#x}")
+        check(not flags & ~(AUTO_FREE_ON_LAUNCH | _USE_NODE_PRIORITY | uploads))
         # a graph with memory nodes has one instance at a time (observed on H200: test_graph_memory)
         check(not (graph.memories or graph.frees) or not graph.instances, Result.CUDA_ERROR_NOT_SUPPORTED)
-        for node in graph.nodes:
-            if isinstance(node.operation, Fill):  # its memory has to be there (observed on H200: test_capture)
-                at = node.operation.target
-                own = any(memory.holds(at) for memory in graph.memories.values())
-                check(own or self._machine.allocations.find(at) is not None)
+        for node in graph.flat():
+            if node.kind == "MEMSET":  # its memory has to be there (observed on H200: test_capture)
+                self._check_fill_node(graph, node.values or {}, context)
         machine = self._machine
         instance = GraphExec(graph, flags)
         machine.graphs.executables[instance.handle] = instance

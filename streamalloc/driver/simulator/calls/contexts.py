@@ -109,9 +109,6 @@ class ContextCalls(Calls):
         check(stack, Result.CUDA_ERROR_INVALID_CONTEXT)
         return cuda.CUcontext(stack.pop().handle)
 
-    def _given_or_current(self, ctx: Any) -> Context:
-        return self._alive(ctx) if arguments.context(ctx) else self._machine.current()
-
     def cuCtxGetDevice(self) -> Any:
         return cuda.CUdevice(self._machine.current().device.ordinal)
 
@@ -139,7 +136,12 @@ class ContextCalls(Calls):
         self._spoil(stream.capture for stream in context.all_streams())
 
     def cuCtxGetFlags(self) -> int:
-        return self._machine.current().flags | self._machine.profile.context_flags
+        context = self._machine.current()
+        return context.flags | (self._machine.profile.context_flags if context.primary else 0)
+
+    def cuCtxSetFlags(self, flags: Any) -> None:
+        context = self._machine.current()
+        context.flags = self._context_flags(flags)
 
     def cuCtxGetApiVersion(self, ctx: Any) -> int:
         self._given_or_current(ctx)

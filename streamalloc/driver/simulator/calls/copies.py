@@ -11,11 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import arguments
-from ..allocations import Allocation, HostMemory
+from ..allocations import Allocation
 from ..arguments import DevicePointer, HostPointer, Size
 from ..constants import HOST, READ, READ_WRITE, STEP, device_place
 from ..contexts import Context
 from ..errors import NotModelled, check, need, not_modelled
+from ..graphs import Graph, Values
 from ..moves import Copy, Shape, fill
 from ..physical import least_right
 from ..timeline import Operation, Stream
@@ -23,6 +24,14 @@ from .base import Calls
 
 _READING = "reading a multicast object with a copy: hardware defines it for multimem.ld_reduce alone"
 
+
+OF_HOST, DEVICE, ARRAY, UNIFIED = 1, 2, 3, 4  # CUmemorytype
+Span = tuple[int, int]
+"""Where memory begins, and its size."""
+Contexts = tuple[Context, Context]
+"""Whose the ends of a copy are, target first."""
+FILL_FIELDS = ("dst", "pitch", "value", "elementSize", "width", "height")
+"""Of a CUDA_MEMSET_NODE_PARAMS."""
 
 _VALUES: dict[int, Callable[[Any], int]] = {
     1: arguments.unsigned_char,
@@ -55,23 +64,31 @@ class CopyCalls(Calls):
         self._fill(dstDevice, ui, N, 4, hStream)
 
     def _fill(
-        self, dstDevice: Any, value: Any, N: Any, width: int, hStream: Any = 0, rows: int = 1, pitch: int = 0
+        self, dstDevice: Any, value: Any, N: Any, width: int, hStream: Any = None, rows: int = 1, pitch: int = 0
     ) -> None:
-        # without a stream it goes into the legacy stream, and the host does not wait (observed on H200: test_copies)
+        # without a stream it goes into the legacy stream, and the host waits only for one of its own memory
+        # (observed on H200: test_copies, test_planes)
         address = arguments.device_pointer(dstDevice)
-        pattern = _VALUES[width](value).to_bytes(width, "little")
+        number = _VALUES[width](value)
         count = arguments.size_t(N)
         stream = self._stream(hStream)
         captured = bool(self._machine.graphs.captures) and self._captured(stream)
         if not count or not rows:
             return
         size = count * width
-        if not captured:  # a graph is not checked while it is captured (observed on H200: test_capture)
-            check(address % width == 0)
-            self._check_fill(address, (rows - 1) * pitch + size, stream.context)
-        self._submit(stream, fill(self._machine, stream.context, address, pattern, count, rows, pitch), "MEMSET")
+        pattern = number.to_bytes(width, "little")
+        operation = fill(self._machine, stream.context, address, pattern, count, rows, pitch)
+        check(address % width == 0)
+        if captured:  # where it is comes later (observed on H200: test_capture)
+            values = (address, pitch, number, width, count, rows)
+            stream.capture.add("MEMSET", operation, stream, dict(zip(FILL_FIELDS, values, strict=True)))
+            return
+        allocation = self._check_fill(address, (rows - 1) * pitch + size, stream.context)
+        stream.submit(operation)
+        if hStream is None and allocation.on_host:
+            self._finish(stream)
 
-    def _check_fill(self, address: int, size: int, context: Context) -> None:
+    def _check_fill(self, address: int, size: int, context: Context) -> Allocation:
         allocation = need(self._machine.allocations.find(address))
         check(allocation.known)
         if allocation.mapping is not None:
@@ -81,6 +98,7 @@ class CopyCalls(Calls):
         else:
             check(address + size <= allocation.base + allocation.size)
             check(_reachable(allocation, context))
+        return allocation
 
     # -- copies ----------------------------------------------------------------------------------------------
 
@@ -135,11 +153,12 @@ class CopyCalls(Calls):
         size: int,
         hStream: Any = None,
         device: str = "",
-        contexts: Any = None,
+        contexts: Contexts | None = None,
         shape: Shape | None = None,
+        values: Values | None = None,
     ) -> None:
         """``device`` says which ends the caller promised to be device memory; ``hStream`` None: a call that
-        waits; ``shape``: of what is no single row.
+        waits; ``shape`` and ``values``: of what is no single row, also as a node of a graph has it.
 
         Pool memory must be accessible from the device of the current context, plain memory from anywhere
         (observed on H200: test_two_devices; the driver stages such copies).
@@ -148,26 +167,24 @@ class CopyCalls(Calls):
         waits = hStream is None
         stream = self._stream(hStream)
         captured = bool(machine.graphs.captures) and self._captured(stream)
-        if captured:
-            if machine.multicast.mapping_at(source) is not None:
-                raise NotModelled(_READING)
-            stream.capture.add("MEMCPY", self._move(stream, target, source, size, shape), stream)
-            return
         if not size:
             return
         here = machine.current_or_none() or stream.context
-        target_context, source_context = contexts or (here, here)
         written, read = (size, size) if shape is None else (shape.target_span, shape.source_span)
-        destination = self._copy_end(target, written, device in ("dst", "both"), device == "both", target_context)
-        origin = self._copy_end(source, read, device in ("src", "both"), device == "both", source_context)
-        self._check_mapped(target, written, destination, READ_WRITE, target_context, origin)
-        self._check_mapped(source, read, origin, READ, source_context, destination)
+        graph = stream.capture.graph if captured else None
+        destination, origin = self._check_copy(
+            (target, written), (source, read), device, contexts or (here, here), graph
+        )
+        if captured:
+            values = values or _values_of_row(target, source, size, device)
+            stream.capture.add("MEMCPY", self._move(stream, target, source, size, shape), stream, values)
+            return
         at_once = origin is not None or destination is None or self._quiet(stream, size)
         # pageable memory is read before the call returns
         taken = source if at_once else ctypes.string_at(source, read)
         stream.submit(self._move(stream, target, taken, size, shape))
-        on_host = any(end is None or end.on_host for end in (destination, origin))
-        if destination is None or (waits and on_host):
+        of_host = [end is None or end.on_host for end in (destination, origin)]
+        if destination is None or all(of_host) or (waits and any(of_host)):
             self._finish(stream)
 
     def _move(self, stream: Stream, target: int, source: int | bytes, size: int, shape: Shape | None) -> Operation:
@@ -187,6 +204,24 @@ class CopyCalls(Calls):
         if stream.done < seq:
             self._machine.timeline.wait(lambda: stream.done >= seq)
         stream.context.check()
+
+    def _check_copy(
+        self, target: Span, source: Span, device: str, contexts: Contexts, graph: Graph | None = None
+    ) -> tuple[Allocation | None, Allocation | None]:
+        """Both ends of a copy: the allocation of each, or None for memory that only the host uses. Addresses of the
+        ``graph`` that the copy is for are none of an allocation yet.
+        """
+        found: list[Allocation | None] = []
+        for (address, size), side, needed, context in zip(
+            (target, source), ("dst", "src"), (READ_WRITE, READ), contexts, strict=True
+        ):
+            if graph is not None and graph.holds(address):
+                check(graph.covers(address, size))
+                found.append(None)
+                continue
+            end = self._copy_end(address, size, device in (side, "both"), device == "both", context)
+            found.append(end if self._check_mapped(address, size, end, needed, context) else None)
+        return found[0], found[1]
 
     def _copy_end(
         self, address: int, size: int, must_be_device: bool, no_host_pool: bool, context: Context
@@ -213,22 +248,21 @@ class CopyCalls(Calls):
             check(_accessible(allocation, context))
         return allocation
 
-    def _check_mapped(
-        self, address: int, size: int, end: Allocation | None, needed: int, context: Context, other: Allocation | None
-    ) -> None:
-        """That work of ``context`` may touch mapped memory as a copy does whose other end is ``other``."""
+    def _check_mapped(self, address: int, size: int, end: Allocation | None, needed: int, context: Context) -> bool:
+        """That work of ``context`` may touch mapped memory as a copy does; false where the host does it, as with memory
+        that the driver does not know (observed on H200: test_planes).
+        """
         if end is None or end.mapping is None:
-            return
+            return True
         mappings = self._machine.virtual.span(address, size)
         if least_right(mappings, device_place(context.device.ordinal)) & needed == needed:
             not_modelled(needed == READ and any(mapping.is_multicast for mapping in mappings), _READING)
             self._check_team(address, size)
-            return
-        # the host copies between its own memory, also where no device has access
+            return True
         check(all(mapping.memory.properties.device is None for mapping in mappings))
-        by_host = least_right(mappings, HOST) & needed == needed
-        if not by_host or not (other is None or isinstance(other, HostMemory)):
-            raise NotModelled("a copy of mapped host memory that neither the device nor the host may make alone")
+        if least_right(mappings, HOST) & needed != needed:
+            raise NotModelled("a copy of mapped host memory that neither the device nor the host may use")
+        return False
 
     def _check_team(self, address: int, size: int) -> None:
         """That all devices of the teams have memory under a range of mappings, which may be of multicast objects.
@@ -240,6 +274,16 @@ class CopyCalls(Calls):
             if mapping.is_multicast:
                 first, end = max(address, mapping.base), min(address + size, mapping.end)
                 self._machine.multicast.check_bound(first, end - first)
+
+
+def _values_of_row(target: int, source: int, size: int, device: str) -> Values:
+    """A copy of a single row as a node of a graph has it."""
+    values: Values = {"WidthInBytes": size, "Height": 1, "Depth": 1}
+    for side, at in (("dst", target), ("src", source)):
+        kind = UNIFIED if not device else DEVICE if device in (side, "both") else OF_HOST
+        values[side + "MemoryType"] = kind
+        values[side + ("Host" if kind == OF_HOST else "Device")] = at
+    return values
 
 
 def _accessible(allocation: Allocation, context: Context) -> bool:

@@ -27,6 +27,18 @@ def _pci(device: Device) -> str:
     return "{PCI_DOMAIN_ID:04x}:{PCI_BUS_ID:02x}:{PCI_DEVICE_ID:02x}.0".format_map(device.attributes)
 
 
+_PROPERTIES = {  # fields of a CUdevprop
+    "maxThreadsPerBlock": "MAX_THREADS_PER_BLOCK",
+    "sharedMemPerBlock": "MAX_SHARED_MEMORY_PER_BLOCK",
+    "totalConstantMemory": "TOTAL_CONSTANT_MEMORY",
+    "SIMDWidth": "WARP_SIZE",
+    "memPitch": "MAX_PITCH",
+    "regsPerBlock": "MAX_REGISTERS_PER_BLOCK",
+    "clockRate": "CLOCK_RATE",
+    "textureAlign": "TEXTURE_ALIGNMENT",
+}
+
+
 class DeviceCalls(Calls):
     """cuInit, cuDevice*, cuGetError*."""
 
@@ -82,6 +94,18 @@ class DeviceCalls(Calls):
         device = self._device(dev)
         number = int(attrib.value) if hasattr(attrib, "value") else arguments.signed_int(attrib)
         return need(device.attributes.get(_DEVICE_ATTRIBUTES.get(number, "")), Result.CUDA_ERROR_INVALID_VALUE)
+
+    def cuDeviceGetProperties(self, dev: Any) -> Any:
+        attributes, properties = self._device(dev).attributes, cuda.CUdevprop()
+        for name, attribute in _PROPERTIES.items():
+            setattr(properties, name, attributes[attribute])
+        properties.maxThreadsDim = [attributes[f"MAX_BLOCK_DIM_{axis}"] for axis in "XYZ"]
+        properties.maxGridSize = [attributes[f"MAX_GRID_DIM_{axis}"] for axis in "XYZ"]
+        return properties
+
+    def cuDeviceComputeCapability(self, dev: Any) -> tuple[int, int]:
+        attributes = self._device(dev).attributes
+        return attributes["COMPUTE_CAPABILITY_MAJOR"], attributes["COMPUTE_CAPABILITY_MINOR"]
 
     def cuDeviceGetPCIBusId(self, length: Int, dev: Any) -> bytes:
         name = _pci(self._device(dev)).encode()

@@ -163,6 +163,7 @@ class PlainMemoryCalls(Calls):
                 "Argument 'attributes' is not instance of type (expected tuple[cydriver.CUpointer_attribute] "
                 "or list[cydriver.CUpointer_attribute]"
             )
+        check(numAttributes or wanted)
         if numAttributes > len(wanted):
             raise RuntimeError(f"List is too small: {len(wanted)} < {numAttributes}")
         allocation = self._machine.allocations.find(ptr)
@@ -210,7 +211,7 @@ _POINTER_ATTRIBUTES: dict[str, Callable[[Allocation, int], Any]] = {
     "MEMORY_TYPE": lambda a, at: _MEMORY_TYPE_HOST if a.on_host else _MEMORY_TYPE_DEVICE,
     "DEVICE_POINTER": lambda a, at: cuda.CUdeviceptr(at) if a.known else None,
     "HOST_POINTER": lambda a, at: at if a.on_host else None,
-    "SYNC_MEMOPS": lambda a, at: False,
+    "SYNC_MEMOPS": lambda a, at: a.waits,
     "BUFFER_ID": lambda a, at: a.id,
     "IS_MANAGED": lambda a, at: False,
     "DEVICE_ORDINAL": lambda a, at: _ordinal(a),

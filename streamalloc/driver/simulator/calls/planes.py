@@ -9,11 +9,22 @@ from streamalloc.driver.bindings import cuda
 from .. import arguments
 from ..arguments import Size
 from ..errors import check, not_modelled
+from ..graphs import Values
 from ..moves import Shape
-from .copies import CopyCalls
+from .copies import ARRAY, DEVICE, OF_HOST, UNIFIED, Contexts, CopyCalls
 
-HOST, DEVICE, ARRAY, UNIFIED = 1, 2, 3, 4  # CUmemorytype
-MAX_PITCH = (1 << 31) - 1
+PROMISED = {(DEVICE, DEVICE): "both", (DEVICE, OF_HOST): "dst", (OF_HOST, DEVICE): "src"}
+"""Which ends a copy says to be device memory, target first, as :meth:`CopyCalls._copy` takes it."""
+
+_OF_SIDE = ("XInBytes", "Y", "Z", "LOD", "MemoryType", "Host", "Device", "Array", "Pitch", "Height")
+COPY_FIELDS = ("WidthInBytes", "Height", "Depth", *(side + name for side in ("src", "dst") for name in _OF_SIDE))
+"""Of a CUDA_MEMCPY3D; a CUDA_MEMCPY2D has some of them."""
+
+
+def copy_values(copy: Any, height: int, depth: int) -> Values:
+    """The fields of a copy as a CUDA_MEMCPY3D has them."""
+    values = {name: int(getattr(copy, name) or 0) for name in COPY_FIELDS if hasattr(copy, name)}
+    return {**values, "Height": height, "Depth": depth}
 
 
 class PlaneCalls(CopyCalls):
@@ -46,7 +57,7 @@ class PlaneCalls(CopyCalls):
         self._fill_rows(dstDevice, dstPitch, ui, Width, Height, 4, hStream)
 
     def _fill_rows(
-        self, dstDevice: Any, pitch: int, value: Any, width: Any, height: int, element: int, hStream: Any = 0
+        self, dstDevice: Any, pitch: int, value: Any, width: Any, height: int, element: int, hStream: Any = None
     ) -> None:
         if height > 1:
             check(pitch >= arguments.size_t(width) * element and pitch % element == 0)
@@ -71,32 +82,39 @@ class PlaneCalls(CopyCalls):
 
     def _copy_plane(self, pCopy: Any, hStream: Any) -> None:
         copy = arguments.struct("pCopy", pCopy, cuda.CUDA_MEMCPY2D)
-        self._copy_rows(copy, hStream, int(copy.Height), 1, None)
+        self._copy_rows(copy, hStream, int(copy.Height), 1)
 
     def _copy_between(self, pCopy: Any, hStream: Any) -> None:
         copy = arguments.struct("pCopy", pCopy, cuda.CUDA_MEMCPY3D_PEER)
-        contexts = (self._alive(copy.dstContext), self._alive(copy.srcContext))
+        contexts = (self._given_or_current(copy.dstContext), self._given_or_current(copy.srcContext))
         self._copy_rows(copy, hStream, int(copy.Height), int(copy.Depth), contexts)
 
-    def _copy_rows(self, copy: Any, hStream: Any, height: int, depth: int, contexts: Any) -> None:
-        """Between two ends that are both no arrays."""
-        kinds = arguments.field(copy, "dstMemoryType"), arguments.field(copy, "srcMemoryType")
+    def _copy_rows(self, copy: Any, hStream: Any, height: int, depth: int, contexts: Contexts | None = None) -> None:
+        """Between two ends that are no arrays."""
+        if not int(copy.WidthInBytes) * height * depth:  # whatever else is asked for
+            self._copy(0, 0, 0, hStream)
+            return
+        target, source, kinds, shape = self._rows_of(copy, height, depth)
+        values = copy_values(copy, height, depth)
+        self._copy(target, source, shape.size, hStream, PROMISED.get(kinds, ""), contexts, shape, values)
+
+    def _rows_of(self, copy: Any, height: int, depth: int) -> tuple[int, int, tuple[int, int], Shape]:
+        """Where a copy between two ends that are no arrays begins, what is said of them, and how its rows lie."""
+        kinds = arguments.number_in(copy, "dstMemoryType"), arguments.number_in(copy, "srcMemoryType")
         not_modelled(ARRAY in kinds, "a copy of a plane of an array")
         width = int(copy.WidthInBytes)
         (target, *target_steps), (source, *source_steps) = (
             self._side(copy, side, kind, width, height, depth) for side, kind in zip(("dst", "src"), kinds, strict=True)
         )
-        device = {(DEVICE, DEVICE): "both", (DEVICE, HOST): "dst", (HOST, DEVICE): "src"}.get(kinds, "")
-        shape = Shape(width, height, depth, *target_steps, *source_steps)
-        self._copy(target, source, shape.size, hStream, device, contexts, shape)
+        return target, source, kinds, Shape(width, height, depth, *target_steps, *source_steps)
 
     @staticmethod
     def _side(copy: Any, side: str, kind: int, width: int, height: int, depth: int) -> tuple[int, int, int]:
         """Where the first byte of an end lies, and how far rows and slices are apart."""
         x, y, z = (int(getattr(copy, side + name, 0)) for name in ("XInBytes", "Y", "Z"))
-        pitch, rows = int(getattr(copy, side + "Pitch")), int(getattr(copy, side + "Height", 0))
-        not_modelled(getattr(copy, side + "LOD", 0), "a copy of another level of detail")
-        check(kind in (HOST, DEVICE, UNIFIED) and pitch <= MAX_PITCH)
-        check(x + width <= pitch and (depth == 1 or y + height <= rows))
-        address = int(getattr(copy, side + ("Host" if kind == HOST else "Device")))
+        check(kind in (OF_HOST, DEVICE, UNIFIED))
+        pitch = int(getattr(copy, side + "Pitch")) or x + width
+        rows = int(getattr(copy, side + "Height", 0)) or y + height
+        check(x + width <= pitch and y + height <= rows)
+        address = int(getattr(copy, side + ("Host" if kind == OF_HOST else "Device")))
         return address + (z * rows + y) * pitch + x, pitch, rows * pitch

@@ -12,7 +12,7 @@ from ..arguments import HostFunctionHandle, HostPointer, Int, UnsignedInt
 from ..constants import LEGACY_STREAM, PER_THREAD_STREAM, EventFlag
 from ..errors import Fault, Result, check, need, not_modelled
 from ..events import Event
-from ..timeline import HostFunction, Operation, Until, merge
+from ..timeline import HostFunction, Until
 from .base import Calls
 
 _NON_BLOCKING = 1
@@ -24,7 +24,7 @@ _EXTERNAL = 1
 """CU_EVENT_WAIT_EXTERNAL: in a capture, wait for what is recorded elsewhere by the time of a launch."""
 
 
-_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 
 
 class StreamCalls(Calls):
@@ -87,6 +87,10 @@ class StreamCalls(Calls):
     def cuStreamGetCtx_v2(self, hStream: Any) -> tuple[Any, Any]:
         return cuda.CUcontext(self._stream(hStream).context.handle), cuda.CUgreenCtx(0)
 
+    def cuStreamGetGreenCtx(self, hStream: Any) -> Any:
+        self._stream(hStream)
+        return cuda.CUgreenCtx(0)
+
     def cuStreamGetDevice(self, hStream: Any) -> Any:
         stream = self._stream(hStream)
         self._spoil([stream.capture])  # as cuStreamGetFlags
@@ -125,27 +129,21 @@ class StreamCalls(Calls):
                 stream.capture.invalidate()
                 raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_ISOLATION)
             return
-        elsewhere, record = event.elsewhere, event.record
-        if elsewhere is not None:
-            stream.submit(Until(elsewhere.arrival()))
-        elif record is not None and record.stream is not stream:
-            stream.submit(Operation(), ((record.stream, record.seq),))
-            live = self._machine.timeline.streams
-            if not event.flags & EventFlag.INTERPROCESS:  # pools do not see what these order (H200: test_placements)
-                merge(stream.clock, {number: seq for number, seq in record.clock.items() if number in live})
+        event.hold(stream)
 
     def cuLaunchHostFunc(self, hStream: Any, fn: HostFunctionHandle, userData: HostPointer) -> None:
         stream = self._stream(hStream)
-        check(fn)
-        function = _HOST_FUNCTION(fn)
-        timeline = self._machine.timeline
-        self._submit(stream, HostFunction(timeline, lambda: function(userData or None)), "HOST")
+        self._submit(stream, self._host_function(fn, userData), "HOST")
+
+    def cuStreamAddCallback(self, hStream: Any, callback: Any, userData: HostPointer, flags: UnsignedInt) -> None:
+        stream, address = self._stream(hStream), arguments.stream_callback(callback)
+        check(not flags)
+        not_modelled(not address, "cuStreamAddCallback without a function: the real driver crashes")
+        self._spoil([stream.capture])
+        function, handle = _CALLBACK(address), stream.handle
+        stream.submit(HostFunction(self._machine.timeline, lambda: function(handle, 0, userData or None)))
 
     # -- events ----------------------------------------------------------------------------------------------
-
-    def _event(self, event: Any) -> Event:
-        # Seen once on H200, where a destroyed handle can also end the process.
-        return need(self._machine.events.get(arguments.event(event)), Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
 
     def cuEventCreate(self, Flags: UnsignedInt) -> Any:
         context = self._machine.current()

@@ -13,6 +13,7 @@ from streamalloc.driver.bindings import cuda, handle_types_member, read_handle_t
 from .. import arguments
 from ..arguments import DevicePointer, HostPointer, MemoryHandle, Size, UnsignedLongLong
 from ..arrays import TileCopy
+from ..blocks import round_up
 from ..constants import GRANULARITY, HOST, PINNED, Handle, Location, Place, device_place
 from ..errors import Fault, NotModelled, Result, check, need, not_modelled
 from ..machine import Machine
@@ -190,8 +191,8 @@ class VirtualMemoryCalls(Calls):
     ) -> int:
         """A file of the right size, without the bytes: the devices that can use it are not simulated."""
         kind = arguments.number("handleType", handleType, cuda.CUmemRangeHandleType)
-        if kind != _DMA_BUF or flags not in (0, _PCIE_MAPPING):
-            raise NotModelled(f"cuMemGetHandleForAddressRange of {handleType!r} with flags {flags:#x}")
+        not_modelled(kind != _DMA_BUF, f"cuMemGetHandleForAddressRange of {handleType!r}")
+        check(flags in (0, _PCIE_MAPPING))
         check(size and dptr % _PAGE == 0 and size % _PAGE == 0)
         self._machine.current()
         allocation = need(self._machine.allocations.find(dptr))
@@ -200,10 +201,10 @@ class VirtualMemoryCalls(Calls):
         if allocation.mapping is not None:
             devices = [mapping.memory.properties.device for mapping in self._machine.virtual.span(dptr, size)]
         else:
-            check(dptr + size <= allocation.base + allocation.size)
+            check(dptr + size <= round_up(allocation.base + allocation.size, GRANULARITY))
             check(allocation.pool is None or dptr % _LARGE_PAGE == 0)
             devices = [allocation.device]
-        not_modelled(None in devices, "cuMemGetHandleForAddressRange of host memory")
+        check(None not in devices)
         check(flags != _PCIE_MAPPING, Result.CUDA_ERROR_NOT_SUPPORTED)
         return _unreadable_file(size)
 

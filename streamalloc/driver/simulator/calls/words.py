@@ -21,10 +21,11 @@ from .base import Calls
 _GEQ, _EQ, _AND, _NOR = range(4)
 _FLUSH = 1 << 30
 # CUstreamBatchMemOpType
-_WAIT_32, _WRITE_32, _WAIT_64, _WRITE_64 = 1, 2, 4, 5
-_BARRIERS = (6,)
+_WAIT_32, _WRITE_32, _FLUSH_REMOTE, _WAIT_64, _WRITE_64, _BARRIER = range(1, 7)
 _ENTRY = struct.Struct("=i4xQQI")  # of a CUstreamBatchMemOpParams
-_MOST = 256
+_BARRIER_FLAGS = struct.Struct("=4xI")
+_MOST = 255
+"""Operations of a batch (observed on H200: test_stream_words)."""
 
 _WORDS = {32: ctypes.c_uint32, 64: ctypes.c_uint64}
 
@@ -50,7 +51,7 @@ class Batch(Operation):
         self.polled: bool = any(part.polled for part in parts)
 
     def held(self) -> bool:
-        return self._parts[self._at].held()
+        return self._at < len(self._parts) and self._parts[self._at].held()
 
     def step(self) -> bool:
         while self._at < len(self._parts):
@@ -78,27 +79,43 @@ class WordCalls(Calls):
 
     def _one(self, hStream: Any, kind: int, address: int, value: int, flags: int) -> None:
         stream = self._stream(hStream)
-        self._submit(stream, self._word_operation(stream.context, kind, address, value, flags), "BATCH_MEM_OP")
+        captured = bool(self._machine.graphs.captures) and self._captured(stream)
+        operation = self._word_operation(stream.context, kind, address, value, flags, captured)
+        self._submit(stream, operation, "BATCH_MEM_OP")
 
     def cuStreamBatchMemOp(self, stream: Any, count: UnsignedInt, paramArray: Any, flags: UnsignedInt) -> None:
-        wanted = arguments.structs("paramArray", paramArray, cuda.CUstreamBatchMemOpParams, count)
         target = self._stream(stream)
-        check(not flags and count <= _MOST)
-        operations = [self._batched(target.context, one) for one in wanted]
-        if operations:
-            self._submit(target, Batch(operations), "BATCH_MEM_OP")
+        captured = bool(self._machine.graphs.captures) and self._captured(target)
+        operation = self._batch(target.context, paramArray, count, flags, captured)
+        if captured:
+            target.capture.add("BATCH_MEM_OP", operation, target)
+        elif count:
+            target.submit(operation)
 
-    def _batched(self, context: Context, one: Any) -> Operation:
+    def _batch(self, context: Context, params: Any, count: int, flags: int, in_graph: bool) -> Operation:
+        wanted = arguments.structs("paramArray", params, cuda.CUstreamBatchMemOpParams, count)
+        check(not flags and count <= _MOST)
+        return Batch([self._batched(context, one, in_graph) for one in wanted])
+
+    def _batched(self, context: Context, one: Any, in_graph: bool) -> Operation:
         """Of an entry of a batch. All kinds of them begin with the kind, those of words go on alike."""
-        kind, address, value, flags = _ENTRY.unpack(ctypes.string_at(int(one.getPtr()), _ENTRY.size))
-        if kind in _BARRIERS:
+        entry = ctypes.string_at(int(one.getPtr()), _ENTRY.size)
+        kind, address, value, flags = _ENTRY.unpack(entry)
+        check(kind != _FLUSH_REMOTE, Result.CUDA_ERROR_NOT_SUPPORTED)
+        if kind == _BARRIER:
+            check(_BARRIER_FLAGS.unpack(entry[: _BARRIER_FLAGS.size])[0] in (0, 1))
             return Operation()
         check(kind in (_WAIT_32, _WRITE_32, _WAIT_64, _WRITE_64))
-        return self._word_operation(context, kind, address, value, flags)
+        return self._word_operation(context, kind, address, value, flags, in_graph)
 
-    def _word_operation(self, context: Context, kind: int, address: int, value: int, flags: int) -> Operation:
+    def _word_operation(
+        self, context: Context, kind: int, address: int, value: int, flags: int, in_graph: bool
+    ) -> Operation:
         bits = 32 if kind in (_WAIT_32, _WRITE_32) else 64
         written = kind in (_WRITE_32, _WRITE_64)
+        check(address % (bits // 8) == 0)
+        if in_graph and self._machine.allocations.find(address) is None:
+            raise NotModelled("a word that is not there in a graph: it is the launch that fails")
         self._check_word(context, address, bits, written)
         # what is queued must not refer to the driver object, whose end is the end of the machine
         machine, word = self._machine, _WORDS[bits]
@@ -129,7 +146,7 @@ class WordCalls(Calls):
     def _check_word(self, context: Context, address: int, bits: int, written: bool) -> None:
         """An aligned word in plain device, pinned, registered or mapped memory; pool memory is refused here."""
         allocation = self._machine.allocations.find(address)
-        check(address % (bits // 8) == 0 and allocation is not None and allocation.pool is None)
+        check(allocation is not None and allocation.pool is None)
         assert allocation is not None
         if allocation.mapping is not None:
             not_modelled(allocation.mapping.is_multicast, "waiting for or writing a word of a multicast object")

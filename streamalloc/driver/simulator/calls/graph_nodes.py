@@ -1,0 +1,276 @@
+"""Graphs that are built node by node. Their allocations, frees and launches are those of captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from streamalloc.driver.bindings import cuda, read_handle_types
+
+from .. import arguments
+from ..arguments import DevicePointer, UnsignedInt
+from ..constants import PINNED, READ_WRITE, Location
+from ..contexts import Context
+from ..errors import Result, check, need, not_modelled
+from ..events import Event
+from ..graphs import Graph, Node, Values
+from ..moves import fill
+from ..timeline import Operation, Stream
+from .base import EDGE_DATA
+from .capture import CaptureCalls
+from .copies import FILL_FIELDS
+from .planes import PROMISED, PlaneCalls, copy_values
+from .words import WordCalls
+
+_SHAREABLE = 1 | 8
+"""Handle types that there are on this system."""
+
+
+def _struct(cls: Any, values: Values | None) -> Any:
+    made = cls()
+    for name, value in (values or {}).items():
+        setattr(made, name, cuda.CUmemorytype(value) if name.endswith("MemoryType") else value)
+    return made
+
+
+class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
+    """cuGraphCreate, cuGraphAdd*, and what there is to know of nodes."""
+
+    def cuGraphCreate(self, flags: UnsignedInt) -> Any:
+        check(not flags)
+        return cuda.CUgraph(self._machine.graphs.create().handle)
+
+    def cuGraphClone(self, originalGraph: Any) -> Any:
+        return cuda.CUgraph(self._without_memory(originalGraph).clone().handle)
+
+    def _without_memory(self, hGraph: Any) -> Graph:
+        """A graph with which more can be done than with one that allocates or frees."""
+        graph = self._graph(hGraph)
+        check(not graph.memories and not graph.frees, Result.CUDA_ERROR_NOT_SUPPORTED)
+        return graph
+
+    def cuGraphNodeFindInClone(self, hOriginalNode: Any, hClonedGraph: Any) -> Any:
+        original, clone = self._node(hOriginalNode), self._graph(hClonedGraph)
+        found = [node for node in clone.nodes if node.origin is original]
+        check(found)
+        return cuda.CUgraphNode(found[0].handle)
+
+    # -- edges -----------------------------------------------------------------------------------------------
+
+    def _behind(self, hGraph: Any, dependencies: Any, count: Any) -> tuple[Graph, list[Node]]:
+        """A graph, and the nodes in it that a new one comes after."""
+        given = arguments.structs("dependencies", dependencies, cuda.CUgraphNode, arguments.size_t(count))
+        graph = self._graph(hGraph)
+        nodes = [self._node(one) for one in given]
+        check(all(node.graph is graph for node in nodes) and len(set(nodes)) == len(nodes))
+        return graph, nodes
+
+    def _pairs(self, graph: Graph, from_: Any, to: Any, count: Any) -> list[tuple[Node, Node]]:
+        number = arguments.size_t(count)
+        before = arguments.structs("from_", from_, cuda.CUgraphNode, number)
+        behind = arguments.structs("to", to, cuda.CUgraphNode, number)
+        pairs = [(self._node(one), self._node(two)) for one, two in zip(before, behind, strict=True)]
+        check(all(one.graph is graph and two.graph is graph and one is not two for one, two in pairs))
+        return pairs
+
+    def cuGraphAddDependencies_v2(self, hGraph: Any, from_: Any, to: Any, edgeData: Any, numDependencies: Any) -> None:
+        for one, two in self._pairs(self._graph(hGraph), from_, to, numDependencies):
+            check(one not in two.after)
+            two.after = [*two.after, one]
+
+    def cuGraphRemoveDependencies_v2(
+        self, hGraph: Any, from_: Any, to: Any, edgeData: Any, numDependencies: Any
+    ) -> None:
+        for one, two in self._pairs(self._without_memory(hGraph), from_, to, numDependencies):
+            check(one in two.after)
+            two.after = [other for other in two.after if other is not one]
+
+    if EDGE_DATA:
+        cuGraphAddDependencies = cuGraphAddDependencies_v2
+        cuGraphRemoveDependencies = cuGraphRemoveDependencies_v2
+    else:
+
+        def cuGraphAddDependencies(  # type: ignore[misc]
+            self, hGraph: Any, from_: Any, to: Any, numDependencies: Any
+        ) -> None:
+            self.cuGraphAddDependencies_v2(hGraph, from_, to, None, numDependencies)
+
+        def cuGraphRemoveDependencies(  # type: ignore[misc]
+            self, hGraph: Any, from_: Any, to: Any, numDependencies: Any
+        ) -> None:
+            self.cuGraphRemoveDependencies_v2(hGraph, from_, to, None, numDependencies)
+
+    def cuGraphDestroyNode(self, hNode: Any) -> None:
+        node = self._node(hNode)
+        self._without_memory(node.graph.handle)
+        node.graph.remove(node)
+
+    def cuGraphNodeGetDependencies(self, hNode: Any, numDependencies: Any = 0) -> Any:
+        return self._neighbours(self._node(hNode).after, numDependencies)
+
+    def cuGraphNodeGetDependentNodes(self, hNode: Any, numDependentNodes: Any = 0) -> Any:
+        node = self._node(hNode)
+        return self._neighbours([one for one in node.graph.nodes if node in one.after], numDependentNodes)
+
+    def _neighbours(self, nodes: list[Node], count: Any) -> Any:
+        some, number = self._some(nodes, count)
+        return (some, [cuda.CUgraphEdgeData() for _ in some], number) if EDGE_DATA else (some, number)
+
+    # -- nodes of memory -------------------------------------------------------------------------------------
+
+    def cuGraphAddMemAllocNode(self, hGraph: Any, dependencies: Any, numDependencies: Any, nodeParams: Any) -> Any:
+        graph, after = self._behind(hGraph, dependencies, numDependencies)
+        params = arguments.struct("nodeParams", nodeParams, cuda.CUDA_MEM_ALLOC_NODE_PARAMS)
+        props, size = params.poolProps, int(params.bytesize)
+        place, handle_types = arguments.place(props.location), read_handle_types(props)
+        check(size and arguments.number_in(props, "allocType") == PINNED and not handle_types & ~_SHAREABLE)
+        on_host = place.type in (Location.HOST, Location.HOST_NUMA)
+        check(not on_host and not handle_types, Result.CUDA_ERROR_NOT_SUPPORTED)
+        check(place.type == Location.DEVICE and 0 <= place.id < len(self._machine.devices))
+        count = int(params.accessDescCount)
+        self._check_grants(params.accessDescs[:count], place.id)
+        values = {"maxSize": int(props.maxSize), "usage": int(props.usage), "accessDescCount": count}
+        node = graph.allocate(size, place.id, after, values)
+        params.dptr = cuda.CUdeviceptr(node.address)
+        return cuda.CUgraphNode(node.handle)
+
+    def _check_grants(self, grants: Any, device: int) -> None:
+        """Access that an allocation node is to give: read and write, once for each place."""
+        places = [arguments.place(one.location) for one in grants]
+        check(len(set(places)) == len(places))
+        for place, grant in zip(places, grants, strict=True):
+            if place.type == Location.DEVICE:
+                check(0 <= place.id < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
+                not_modelled(place.id != device, "an allocation node with access for another device")
+            check(int(grant.flags) == READ_WRITE, Result.CUDA_ERROR_NOT_SUPPORTED)
+
+    def cuGraphAddMemFreeNode(self, hGraph: Any, dependencies: Any, numDependencies: Any, dptr: DevicePointer) -> Any:
+        # It need not come behind the allocation (observed on H200: test_graph_nodes).
+        graph, after = self._behind(hGraph, dependencies, numDependencies)
+        return cuda.CUgraphNode(graph.free(dptr, after).handle)
+
+    # -- fills and copies ------------------------------------------------------------------------------------
+
+    def cuGraphAddMemsetNode(
+        self, hGraph: Any, dependencies: Any, numDependencies: Any, memsetParams: Any, ctx: Any
+    ) -> Any:
+        graph, after = self._behind(hGraph, dependencies, numDependencies)
+        values, operation = self._fill_of_node(graph, memsetParams, ctx)
+        return cuda.CUgraphNode(graph.add("MEMSET", after, operation, values).handle)
+
+    def _fill_of_node(self, graph: Graph, memsetParams: Any, ctx: Any) -> tuple[Values, Operation]:
+        params = arguments.struct("memsetParams", memsetParams, cuda.CUDA_MEMSET_NODE_PARAMS)
+        context = self._context_of_node(ctx)
+        values = {name: int(getattr(params, name)) for name in FILL_FIELDS}
+        self._check_fill_node(graph, values, context)
+        address, pitch, value, element, width, height = values.values()
+        pattern = value.to_bytes(8, "little")[:element]
+        return values, fill(self._machine, context, address, pattern, width, height, pitch)
+
+    def _context_of_node(self, ctx: Any) -> Context:
+        """What is given, or what is current; a node can be made where there is neither."""
+        if arguments.context(ctx):
+            return self._alive(ctx)
+        return self._machine.current_or_none() or self._machine.devices[0].primary
+
+    def cuGraphMemsetNodeGetParams(self, hNode: Any) -> Any:
+        return _struct(cuda.CUDA_MEMSET_NODE_PARAMS, self._of_kind(hNode, "MEMSET").values)
+
+    def cuGraphMemsetNodeSetParams(self, hNode: Any, nodeParams: Any) -> None:
+        node = self._of_kind(hNode, "MEMSET")
+        node.values, node.operation = self._fill_of_node(node.graph, nodeParams, None)
+
+    def _of_kind(self, hNode: Any, kind: str) -> Node:
+        node = self._node(hNode)
+        check(node.kind == kind)
+        return node
+
+    def cuGraphAddMemcpyNode(
+        self, hGraph: Any, dependencies: Any, numDependencies: Any, copyParams: Any, ctx: Any
+    ) -> Any:
+        graph, after = self._behind(hGraph, dependencies, numDependencies)
+        values, operation = self._copy_of_node(graph, copyParams, ctx)
+        return cuda.CUgraphNode(graph.add("MEMCPY", after, operation, values).handle)
+
+    def _copy_of_node(self, graph: Graph, copyParams: Any, ctx: Any) -> tuple[Values, Operation]:
+        copy = arguments.struct("copyParams", copyParams, cuda.CUDA_MEMCPY3D)
+        context = self._context_of_node(ctx)
+        height, depth = int(copy.Height), int(copy.Depth)
+        check(int(copy.WidthInBytes) and height and depth)
+        target, source, kinds, shape = self._rows_of(copy, height, depth)
+        spans = (target, shape.target_span), (source, shape.source_span)
+        self._check_copy(*spans, PROMISED.get(kinds, ""), (context, context), graph)
+        return copy_values(copy, height, depth), shape.copy(self._machine, context, target, source)
+
+    def cuGraphMemcpyNodeGetParams(self, hNode: Any) -> Any:
+        return _struct(cuda.CUDA_MEMCPY3D, self._of_kind(hNode, "MEMCPY").values)
+
+    def cuGraphMemcpyNodeSetParams(self, hNode: Any, nodeParams: Any) -> None:
+        node = self._of_kind(hNode, "MEMCPY")
+        node.values, node.operation = self._copy_of_node(node.graph, nodeParams, None)
+
+    # -- other nodes -----------------------------------------------------------------------------------------
+
+    def cuGraphAddEmptyNode(self, hGraph: Any, dependencies: Any, numDependencies: Any) -> Any:
+        graph, after = self._behind(hGraph, dependencies, numDependencies)
+        return cuda.CUgraphNode(graph.add("EMPTY", after).handle)
+
+    def cuGraphAddHostNode(self, hGraph: Any, dependencies: Any, numDependencies: Any, nodeParams: Any) -> Any:
+        graph, after = self._behind(hGraph, dependencies, numDependencies)
+        params = arguments.struct("nodeParams", nodeParams, cuda.CUDA_HOST_NODE_PARAMS)
+        operation = self._host_function(int(params.fn), int(params.userData or 0))
+        values = {"fn": params.fn, "userData": params.userData}
+        return cuda.CUgraphNode(graph.add("HOST", after, operation, values).handle)
+
+    def cuGraphHostNodeGetParams(self, hNode: Any) -> Any:
+        node = self._of_kind(hNode, "HOST")
+        not_modelled(node.values is None, "the parameters of a host function that was captured")
+        return _struct(cuda.CUDA_HOST_NODE_PARAMS, node.values)
+
+    def cuGraphAddBatchMemOpNode(self, hGraph: Any, dependencies: Any, numDependencies: Any, nodeParams: Any) -> Any:
+        graph, after = self._behind(hGraph, dependencies, numDependencies)
+        params = arguments.struct("nodeParams", nodeParams, cuda.CUDA_BATCH_MEM_OP_NODE_PARAMS)
+        operation = self._batch(self._alive(params.ctx), params.paramArray, int(params.count), int(params.flags), True)
+        return cuda.CUgraphNode(graph.add("BATCH_MEM_OP", after, operation).handle)
+
+    def cuGraphAddEventRecordNode(self, hGraph: Any, dependencies: Any, numDependencies: Any, event: Any) -> Any:
+        recorded = self._event_to_keep(event)
+        return self._add_event_node("EVENT_RECORD", hGraph, dependencies, numDependencies, recorded, recorded.record_in)
+
+    def cuGraphAddEventWaitNode(self, hGraph: Any, dependencies: Any, numDependencies: Any, event: Any) -> Any:
+        awaited = self._event_to_keep(event)
+        return self._add_event_node("WAIT_EVENT", hGraph, dependencies, numDependencies, awaited, awaited.hold)
+
+    def _event_to_keep(self, event: Any) -> Event:
+        check(arguments.event(event))
+        return self._event(event)
+
+    def _add_event_node(
+        self, kind: str, hGraph: Any, dependencies: Any, count: Any, event: Event, enter: Callable[[Stream], object]
+    ) -> Any:
+        graph, after = self._behind(hGraph, dependencies, count)
+        node = graph.add(kind, after, values={"event": event})
+        node.enter = enter
+        return cuda.CUgraphNode(node.handle)
+
+    def _event_of_node(self, hNode: Any, kind: str) -> Any:
+        values = self._of_kind(hNode, kind).values
+        not_modelled(values is None, "the event of a node that was captured")
+        return cuda.CUevent((values or {})["event"].handle)
+
+    def cuGraphEventRecordNodeGetEvent(self, hNode: Any) -> Any:
+        return self._event_of_node(hNode, "EVENT_RECORD")
+
+    def cuGraphEventWaitNodeGetEvent(self, hNode: Any) -> Any:
+        return self._event_of_node(hNode, "WAIT_EVENT")
+
+    def cuGraphAddChildGraphNode(self, hGraph: Any, dependencies: Any, numDependencies: Any, childGraph: Any) -> Any:
+        graph, after = self._behind(hGraph, dependencies, numDependencies)
+        child = self._without_memory(childGraph).clone()
+        node = graph.add("GRAPH", after)
+        node.child = child
+        return cuda.CUgraphNode(node.handle)
+
+    def cuGraphChildGraphNodeGetGraph(self, hNode: Any) -> Any:
+        child = need(self._node(hNode).child)
+        return cuda.CUgraph(child.handle)

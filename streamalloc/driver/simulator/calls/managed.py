@@ -1,0 +1,63 @@
+"""Calls for managed memory. What they say of other memory is all that is modelled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from streamalloc.driver.bindings import cuda
+
+from .. import arguments
+from ..arguments import DevicePointer, Size, UnsignedInt
+from ..constants import MANAGED, Location
+from ..errors import Fault, Result, check, not_modelled
+from ..pool import Pool
+from .base import EDGE_DATA, Calls
+
+_SYNC_MEMOPS = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
+
+
+class ManagedMemoryCalls(Calls):
+    """cuMemPrefetchAsync, cuMemAdvise, cuMemRangeGetAttribute, cuStreamAttachMemAsync, cuPointerSetAttribute."""
+
+    def _refuse_unmanaged(self, address: int) -> None:
+        """Fails: there is no managed memory but that of managed pools, which is not modelled here."""
+        allocation = self._machine.allocations.find(address)
+        pool = None if allocation is None else allocation.pool
+        managed = isinstance(pool, Pool) and pool.allocation_type == MANAGED
+        not_modelled(managed, "prefetching managed memory, or advice for it")
+        raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
+
+    def cuStreamAttachMemAsync(self, hStream: Any, dptr: DevicePointer, length: Size, flags: UnsignedInt) -> None:
+        self._stream(hStream)
+        self._refuse_unmanaged(dptr)
+
+    def cuMemRangeGetAttribute(self, dataSize: Size, attribute: Any, devPtr: DevicePointer, count: Size) -> Any:
+        self._refuse_unmanaged(devPtr)
+
+    if EDGE_DATA:  # earlier bindings take other arguments
+
+        def cuMemPrefetchAsync(
+            self, devPtr: DevicePointer, count: Size, location: Any, flags: UnsignedInt, hStream: Any
+        ) -> None:
+            self._check_place(location)
+            self._refuse_unmanaged(devPtr)
+
+        def cuMemAdvise(self, devPtr: DevicePointer, count: Size, advice: Any, location: Any) -> None:
+            self._check_place(location)
+            self._refuse_unmanaged(devPtr)
+
+    def _check_place(self, location: Any) -> None:
+        place = arguments.place(arguments.struct("location", location, cuda.CUmemLocation))
+        known = place.type != Location.DEVICE or 0 <= place.id < len(self._machine.devices)
+        check(known, Result.CUDA_ERROR_INVALID_DEVICE)
+
+    def cuPointerSetAttribute(self, value: Any, attribute: Any, ptr: DevicePointer) -> None:
+        """The only attribute that can be set changes nothing that is seen here: copies that the host does not wait for
+        are not waited for with it either (observed on H200: test_pointer_attributes).
+        """
+        check(arguments.member("attribute", attribute, cuda.CUpointer_attribute) == int(_SYNC_MEMOPS))
+        allocation = self._machine.allocations.find(ptr)
+        check(allocation is not None)
+        assert allocation is not None
+        check(allocation.mapping is None, Result.CUDA_ERROR_NOT_SUPPORTED)
+        allocation.waits = bool(value)
