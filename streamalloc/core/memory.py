@@ -39,6 +39,7 @@ _FILLS = {1: "cuMemsetD8Async", 2: "cuMemsetD16Async", 4: "cuMemsetD32Async"}
 # All classes of memory: to look here takes a fifth of what isinstance takes for an abstract class.
 _kinds: set[type] = set()
 _cuda_windows = dlpack.cuda_windows
+_Array = np.ndarray
 # What the driver answers to a copy of pool memory while the context of another device is current.
 _WRONG_CONTEXT = cuda.CUresult.CUDA_ERROR_INVALID_VALUE
 
@@ -713,16 +714,16 @@ def _copied(target: Any, source: Any, ours: Memory, stream: StreamLike | None) -
     ptr, home = ours._ptr, ours._home
     if ptr is None or home is None:
         return False
-    own = ours._stream
+    own, nbytes = ours._stream, ours._nbytes
+    door = own._door
     ordered: Any = own if stream is None else stream
-    door, nbytes = own._door, ours._nbytes
-    handle = direct_handle(ordered, door)
+    handle = own._handle if stream is None else direct_handle(stream, door)
     # An empty array has no address that the driver would take.
     if handle is None or not nbytes or ordered.device.ordinal != home:
         return False
     writing = target is ours
     other = source if writing else target
-    if type(other) is np.ndarray:
+    if type(other) is _Array:
         flags = other.flags
         if other.nbytes != nbytes or not flags.c_contiguous:
             return False
