@@ -5,7 +5,7 @@ on that stream again, as the driver's own pools do, and on no other: between str
 and the driver knows when the free has passed. So the cache needs no events.
 
 The fast path counts nothing: figures are those of the pool, and what lies in the lists. How much may lie there is
-looked at when the cache takes memory from the pool, by two rules: :meth:`_Cache.make_room` and :meth:`_Cache.grown`.
+looked at when the cache takes memory from the pool, by two rules: :meth:`_Cache.look`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from streamalloc.core.buffer import Buffer, PlainBuffer
 from streamalloc.core.cached import (
@@ -53,17 +53,20 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheStatistics", "CachingAllocator"]
 
-LARGEST = 8 << 20
+LARGEST = 12 << 20
 """Where classes end by default."""
 _UNIT = 512
 _FIT = 3
 """How many times as large as asked for a free block may be that is handed out."""
-_LEAST = 32 << 20
+_STEP = 16 << 20
+"""How much is taken of the pool between two looks at its figures."""
 _SLACK = 1
-"""More of the pool may be used than ever was in use at once: so many bytes, or that divided by this power of two."""
-_BULK = 4
+"""More of the pool may be used than ever was in use at once: one step, or that divided by this power of two."""
+_BULK = 3
 """By this power of two what may be used is divided for what is given back at a time."""
+_ALL = 1 << 64
 _RESERVED = cuda.CUmemPool_attribute.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT
+_USED = cuda.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT
 
 
 class CacheStatistics(NamedTuple):
@@ -211,7 +214,7 @@ class _Cache(Deferred):
     """What there is of a cache apart from the object that users have, and its end when that is closed or dropped."""
 
     __slots__ = (
-        "_grown_to", "_later", "_most", "_room", "blocks", "closed", "door", "key", "lane_of", "lanes", "misses",
+        "_later", "_most", "_unseen", "blocks", "closed", "door", "grown_to", "key", "lane_of", "lanes", "misses",
         "pool",
     )  # fmt: skip
 
@@ -229,10 +232,10 @@ class _Cache(Deferred):
         self.misses = 0
         self._most = 0
         """How much of the pool may be used before what is free is given back."""
-        self._room = 0
-        """How much may be allocated before it has to be looked at how much is used."""
-        self._grown_to = 0
-        """How much the pool had reserved when all that was free was given back last."""
+        self.grown_to = 0
+        """The most that the pool was seen to have reserved, less what came back by trimming."""
+        self._unseen = 0
+        """How much may be taken of the pool before the next look at its figures."""
 
     def attempt(self) -> bool:
         self.closed = True
@@ -268,53 +271,46 @@ class _Cache(Deferred):
 
     def new(self, shelf: _Shelf, stream: Stream) -> Block | None:
         """A new block; None where there is no memory, or the stream is being captured."""
-        plain = self.allocate(shelf.nbytes, stream)
-        if plain is None or type(plain) is not PlainBuffer:
+        self.look(shelf.nbytes)
+        try:
+            plain = self.pool.allocate(shelf.nbytes, stream)
+        except OutOfMemoryError:
+            return None
+        if type(plain) is not PlainBuffer:
             return None
         self.misses += 1
         return self.blocks.take_over(plain, shelf)
 
-    def allocate(self, nbytes: int, stream: Stream, direct: bool = True) -> Buffer | None:
-        """A buffer that is the pool's own; None where there is no memory.
+    def look(self, nbytes: int) -> None:
+        """Before so much is taken of the pool, see now and then whether the largest free blocks have to be given back.
 
-        On a stream that is not ``direct`` nothing else is asked of the pool: that might break a capture.
+        They have to where more of it would be used than ever was in use at once, and what may be free besides; and
+        where it has grown since, for it lacks them, or is in pieces between them: as much as it has grown.
         """
-        looks = direct and not self._later.paused
-        if looks:
-            self.make_room(nbytes)
-        try:
-            buffer = self.pool.allocate(nbytes, stream)
-        except OutOfMemoryError:
-            return None
-        if looks:
-            self.grown()
-        return buffer
-
-    def make_room(self, nbytes: int) -> None:
-        """Before so much more of the pool is used than ever was in use at once, give the largest free blocks back."""
-        self._room -= nbytes
-        if self._room >= 0:
+        self._unseen -= nbytes
+        if self._unseen >= 0 or self._later.paused:
             return
-        attributes = self.pool.attributes
-        used = attributes.used_mem_current
-        need = used + nbytes - self._most
-        if need > 0:
-            self.give_back(need + (self._most >> _BULK))
-            used = attributes.used_mem_current
+        reserved, used = self._figure(_RESERVED), self._figure(_USED)
+        over = used + nbytes - self._most
+        enough = over + (self._most >> _BULK) if over > 0 else 0
+        if reserved > self.grown_to:
+            enough = max(enough, reserved - self.grown_to)
+            self.grown_to = reserved
+        if enough:
+            self.give_back(enough)
+            used = self._figure(_USED)
             if used + nbytes > self._most:
-                self._most = used + nbytes + max(_LEAST, used >> _SLACK)
-        self._room = self._most - used - nbytes
+                self._most = used + nbytes + max(_STEP, used >> _SLACK)
+        self._unseen = min(_STEP, self._most - used) - nbytes
 
-    def grown(self) -> None:
-        """Where the pool has grown, it lacked what is free here, or it is in pieces: give all of that back."""
-        result, reserved = self.door.cuMemPoolGetAttribute(self.pool._checked_raw(), _RESERVED)
+    def _figure(self, attribute: Any) -> int:
+        """A figure of the pool."""
+        result, value = self.door.cuMemPoolGetAttribute(self.pool._checked_raw(), attribute)
         if result:
             raise error_from(result, "cuMemPoolGetAttribute")
-        if int(reserved) > self._grown_to:
-            self._grown_to = int(reserved)
-            self.give_back()
+        return int(value)
 
-    def give_back(self, enough: int = 1 << 64) -> list[Stream]:
+    def give_back(self, enough: int = _ALL) -> list[Stream]:
         """Give free blocks back to the pool, the largest first, until it is enough; on which streams."""
         shelves = [shelf for lane in self.live() for shelf in tuple(lane.shelves.values()) if shelf.blocks]
         shelves.sort(key=attrgetter("nbytes"), reverse=True)
@@ -341,7 +337,6 @@ class _Cache(Deferred):
         self.blocks.find()
         if self._later.paused:
             return False
-        self._grown_to = 0
         idle = [stream for lane in self.live() if (stream := lane.stream()) is not None and self._idle(stream)]
         streams = self.give_back()
         for stream in idle:
@@ -372,9 +367,10 @@ class CachingAllocator(CachedAllocator, Closes, Shown):
     Sizes are rounded up to classes: multiples of 512 bytes up to 8 KiB, then eight classes to each power of two, so
     that at most a ninth of a block is wasted from 4 KiB on. Where a class has no free block, one of up to three times
     the size is handed out. Blocks are never split, nor do neighbours become one: that is left to the pool. Two rules
-    say when the cache gives free blocks back to it: the largest, before more of the pool is used than ever was in use
-    at once and half as much again, or 32 MiB; and all, when the pool has grown. Sizes above ``largest`` are not
-    cached: the driver's pool orders them itself and rounds nothing.
+    say when the cache gives the largest free blocks back to it: before more of the pool is used than ever was in use at
+    once and half as much again, or 16 MiB; and when the pool has grown, as much as that. Both are looked at for each
+    16 MiB that is taken of the pool. Sizes above ``largest`` are not cached: the driver's pool orders them itself and
+    rounds nothing.
 
     Some memory goes past the cache, and comes from the pool and returns to it as without one: on default streams and
     streams of other libraries, as nobody tells when these end; in captures, where allocations become nodes of the
@@ -461,7 +457,9 @@ class CachingAllocator(CachedAllocator, Closes, Shown):
         checked_size("keep", keep)
         self._check_open()
         self._cache.flush()
-        return self.pool.trim(keep)
+        given = self.pool.trim(keep)
+        self._cache.grown_to -= given
+        return given
 
     def close(self) -> None:
         """Give back what is cached, and keep nothing any more; idempotent. Live buffers stay, and go to the pool."""
@@ -502,11 +500,15 @@ class CachingAllocator(CachedAllocator, Closes, Shown):
         cache = self._cache
         if self._limit and (direct or not stream.capturing):
             self._keep_limit(nbytes)
-        buffer = cache.allocate(nbytes, stream, direct)
-        if buffer is None:
-            cache.flush()
-            buffer = cache.pool.allocate(nbytes, stream)
-        return buffer
+        if direct:
+            # Of other streams it would have to be asked first whether the pool can be asked for figures.
+            cache.look(nbytes)
+        try:
+            return cache.pool.allocate(nbytes, stream)
+        except OutOfMemoryError:
+            if not cache.flush():
+                raise
+        return cache.pool.allocate(nbytes, stream)
 
     def _keep_limit(self, nbytes: int) -> None:
         attributes = self.pool.attributes
