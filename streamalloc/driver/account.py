@@ -37,13 +37,16 @@ ENDERS = {
 """The kinds of what a function ends."""
 
 
+_UNCOUNTED = ("cuMemPoolImportFromShareableHandle", "cuMipmappedArrayGetLevel")
+
+
 class Account:
     """How many owners each handle or address has."""
 
     def __init__(self) -> None:
         self._live: Counter[tuple[str, int]] = Counter()
         self._uncounted: set[int] = set()
-        """Memory of graphs, which may be freed, and imported pools, which may be destroyed; neither has to be."""
+        """What may be ended and need not be: memory of graphs, imported pools, the levels of mipmapped arrays."""
 
     def may_end(self, name: str, handle: int) -> bool:
         """Whether something with this handle lives that a call may end."""
@@ -65,7 +68,7 @@ class Account:
                 if self._live[kind, handle]:
                     self._live[kind, handle] -= 1
                     break
-        elif name == "cuMemPoolImportFromShareableHandle":
+        elif name in _UNCOUNTED:
             self._uncounted.add(int(answer[1]))
         elif name == "cuMemMap":
             self._live["mapping", int(args[0])] += 1
@@ -84,5 +87,5 @@ class Account:
         return live
 
 
-COUNTED = frozenset((*MAKERS, *ENDERS, "cuMemMap", "cuMemUnmap", "cuMemPoolImportFromShareableHandle"))
+COUNTED = frozenset((*MAKERS, *ENDERS, "cuMemMap", "cuMemUnmap", *_UNCOUNTED))
 """The calls that change an account."""

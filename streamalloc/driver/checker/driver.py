@@ -132,7 +132,11 @@ class Checked(Wrapper):
                 self._refuse(name, handle)
                 return None
         rule = BEFORE.get(name)
-        return _nothing if rule is None else rule(state, name, args)
+        try:
+            return _nothing if rule is None else rule(state, name, args)
+        except (AttributeError, TypeError, ValueError):
+            # What the arguments should be, the bindings say.
+            return _nothing
 
     def _refuse(self, name: str, handle: int) -> None:
         kinds = " or ".join(ENDERS[name])

@@ -158,6 +158,8 @@ class Binding:
     size: int
     bytes: Bytes
     start: int
+    device: int | None = None
+    """Whose replica it is; None where that is not known."""
 
 
 @dataclass(eq=False)

@@ -71,8 +71,6 @@ class Physical:
         self.stack = stack
         self.device = device
         self.bindings: list[Binding] | None = [] if multicast else None
-        self.bound_on: list[int | None] = []
-        """The device of each binding."""
         self.mappings: list[Range] = []
 
     def __str__(self) -> str:

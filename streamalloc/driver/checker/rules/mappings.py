@@ -106,8 +106,7 @@ def _binds(device_at: int | None) -> Rule:
             parts = [part for one, low, high in pieces for part in one.physical(low, high)]
         at = int(args[1 + shift])
         for behind, first, last in parts:
-            target.bindings.append(Binding(at, last - first, behind, first))
-            target.bound_on.append(device)
+            target.bindings.append(Binding(at, last - first, behind, first, device))
             at += last - first
 
     return rule
@@ -117,7 +116,7 @@ def _unbinds(state: State, name: str, args: Arguments) -> Finish:
     target = state.physical.get(number_of(args[0]))
     if target is None or target.bindings is None:
         return lambda answer: None
-    bindings, bound_on = target.bindings, target.bound_on
+    bindings = target.bindings
     device, start, size = number_of(args[1]), int(args[2]), int(args[3])
     # What reaches the memory through the object would reach nothing; the mappings themselves stay.
     state.end(target.mappings, name, here(), "unmap")((1,))
@@ -125,14 +124,10 @@ def _unbinds(state: State, name: str, args: Arguments) -> Finish:
     def finish(answer: Answer) -> None:
         if answer[0]:
             return
-        kept = [
-            at
-            for at, one in enumerate(bindings)
-            if bound_on[at] not in (None, device) or not (start <= one.offset < start + size)
-        ]
         # The mappings share the list.
-        bindings[:] = [bindings[at] for at in kept]
-        bound_on[:] = [bound_on[at] for at in kept]
+        bindings[:] = [
+            one for one in bindings if one.device not in (None, device) or not (start <= one.offset < start + size)
+        ]
 
     return finish
 

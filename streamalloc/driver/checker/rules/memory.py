@@ -120,7 +120,7 @@ def _device(args: Arguments) -> int | None:
 
 def granted(descriptors: Any) -> dict[int, int]:
     """The rights of devices in ``CUmemAccessDesc``, one or several."""
-    several = descriptors if isinstance(descriptors, (list, tuple)) else [descriptors]
+    several = descriptors if isinstance(descriptors, (list, tuple)) else [descriptors] if descriptors else []
     return {int(one.location.id): int(one.flags) for one in several if int(one.location.type) == _DEVICE}
 
 

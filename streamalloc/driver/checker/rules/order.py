@@ -138,14 +138,14 @@ def _happened(count: int) -> Callable[[State, str, Arguments], Finish]:
 
 def _writes_word(bits: int) -> Rule:
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
-        state.write_word(args[0], number_of(args[1]), int(args[2]), bits)
+        state.write_word(args[0], number_of(args[1]), number_of(args[2]), bits)
 
     return rule
 
 
 def _waits_word(bits: int) -> Rule:
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
-        state.wait_word(args[0], number_of(args[1]), int(args[2]), int(args[3]), bits)
+        state.wait_word(args[0], number_of(args[1]), number_of(args[2]), int(args[3]), bits)
 
     return rule
 
