@@ -180,6 +180,8 @@ class Range:
     """The free, or the end of a mapping."""
     freed_after: Clock | None = None
     """What comes before a free in stream order."""
+    vacated: bool = False
+    """It has ended, and its addresses may be those of ordinary memory by now."""
     pending: bool = False
     """Allocated in a stream that has not come so far, or by a graph that was not launched."""
     last: dict[int, Access] = field(default_factory=dict)
@@ -300,6 +302,12 @@ class Addresses:
             return [(found, start, start + size)] if size else []
         end = start + size
         return [(one, max(start, one.base), min(end, one.end)) for one in self.overlapping(start, end)]
+
+    def vacate(self, which: Callable[[Range], bool]) -> None:
+        """Some of what has ended has left its addresses to others."""
+        for one in self._at.values():
+            if one.ended is not None and which(one):
+                one.vacated = True
 
     def living(self) -> list[Range]:
         """All that have not ended."""

@@ -290,7 +290,10 @@ class State:
         """A stream is to read and write memory."""
         stream = self.stream(handle)
         pieces = [
-            (piece, write) for at, size, write in touched for piece in self.addresses.pieces(number_of(at), int(size))
+            (piece, write)
+            for at, size, write in touched
+            for piece in self.addresses.pieces(number_of(at), int(size))
+            if not piece[0].vacated
         ]
         capture = self.captures.get(stream) if self.captures else None
         if capture is not None:
@@ -416,8 +419,12 @@ class State:
             self.judge.free(one, thread, self.timeline.host, what, stack, ending)
 
         def finish(answer: Any) -> None:
-            for one in ended if answer[0] else ():
-                one.ended = None
+            for one in ended:
+                if answer[0]:
+                    one.ended = None
+                else:
+                    # Memory of pools and mappings keep their addresses longer.
+                    one.vacated = one.kind not in ("allocation", "import", "mapping")
 
         return finish
 

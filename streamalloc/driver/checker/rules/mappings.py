@@ -26,7 +26,9 @@ def _reserves(state: State, name: str, args: Arguments, answer: Answer) -> None:
 
 
 def _ends_reservation(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    state.reserved.remove(number_of(args[0]))
+    start, size = number_of(args[0]), int(args[1])
+    state.reserved.remove(start)
+    state.addresses.vacate(lambda one: start <= one.base < start + size)
 
 
 def _creates(state: State, name: str, args: Arguments, answer: Answer) -> None:

@@ -93,6 +93,12 @@ def _makes_pool(state: State, name: str, args: Arguments, answer: Answer) -> Non
     state.pools[int(answer[1])] = None if managed else grants
 
 
+def _ends_pool(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    grants = state.pools.pop(number_of(args[0]), None)
+    if grants is not None:
+        state.addresses.vacate(lambda one: one.grants is grants)
+
+
 def _finds_pool(current: bool) -> Rule:
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
         pool, device = int(answer[1]), _device(args)
@@ -142,6 +148,7 @@ AFTER: dict[str, Rule] = {
     "cuMemAllocHost": _makes("pinned memory", _first),
     "cuMemHostRegister": _registers,
     "cuMemPoolCreate": _makes_pool,
+    "cuMemPoolDestroy": _ends_pool,
     "cuDeviceGetDefaultMemPool": _finds_pool(current=False),
     "cuDeviceGetMemPool": _finds_pool(current=True),
     "cuDeviceSetMemPool": _sets_pool,

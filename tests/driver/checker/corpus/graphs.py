@@ -1,0 +1,171 @@
+"""Captures and graphs."""
+
+from __future__ import annotations
+
+import streamalloc as sa
+from streamalloc import vmm
+from streamalloc.driver.bindings import cuda
+from tests.driver.checker.corpus.bench import PAGE, SIZE, Bench, hazard
+
+
+@hazard("race")
+def a_branch_of_a_capture_is_not_joined_in_time(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    b.a.synchronize()
+    with b.a.capture() as graph:
+        b.b.wait(b.a)
+        x.fill(1, b.b)
+        if right:
+            b.a.wait(b.b)
+        x.fill(2, b.a)
+        if not right:
+            b.a.wait(b.b)
+    graph.launch(b.a)
+    b.done(x)
+    graph.close()
+
+
+@hazard("race")
+def a_launch_is_not_ordered_with_other_work(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    b.a.synchronize()
+    with b.a.capture() as graph:
+        x.fill(1)
+    b.write(x, b.b)
+    if right:
+        b.c.wait(b.b)
+    graph.launch(b.c)
+    b.done(x)
+    graph.close()
+
+
+@hazard("race")
+def two_launches_of_two_graphs(b: Bench, right: bool) -> None:
+    """Launches of the same graph come one after the other, whatever their streams."""
+    x = b.new(b.a)
+    b.a.synchronize()
+    graphs = []
+    for _ in range(2):
+        with b.a.capture() as graph:
+            x.fill(1)
+        graphs.append(graph)
+    graphs[0].launch(b.b)
+    graphs[0 if right else 1].launch(b.c)
+    b.done(x)
+    for graph in graphs:
+        graph.close()
+
+
+@hazard("free racing a use")
+def freed_while_a_graph_runs(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    b.a.synchronize()
+    with b.a.capture() as graph:
+        x.fill(1)
+    graph.launch(b.c)
+    if right:
+        b.a.wait(b.c)
+    x.free()
+    b.done()
+    graph.close()
+
+
+@hazard("use after free")
+def a_graph_is_launched_after_its_memory_is_freed(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    b.a.synchronize()
+    with b.a.capture() as graph:
+        x.fill(1)
+    graph.instantiate()
+    if not right:
+        x.free()
+    graph.launch(b.a)
+    b.done(x)
+    graph.close()
+
+
+@hazard("use before allocation")
+def memory_of_a_graph_is_used_before_its_launch(b: Bench, right: bool) -> None:
+    with b.a.capture() as graph:
+        x = sa.allocate(SIZE, b.a)
+    if right:
+        graph.launch(b.a)
+    b.write(x, b.a)
+    if not right:
+        graph.launch(b.a)
+    x.free(b.a)
+    b.done()
+    graph.close()
+
+
+@hazard("use before allocation")
+def memory_of_a_graph_is_used_elsewhere(b: Bench, right: bool) -> None:
+    with b.a.capture() as graph:
+        x = sa.allocate(SIZE, b.a)
+    graph.launch(b.a)
+    if right:
+        b.b.wait(b.a)
+    b.write(x, b.b)
+    b.a.wait(b.b)
+    x.free(b.a)
+    b.done()
+    graph.close()
+
+
+@hazard("race")
+def the_input_of_a_graph_is_written_before_its_launch(b: Bench, right: bool) -> None:
+    x, y = b.new(b.a), b.new(b.a)
+    b.a.synchronize()
+    with b.a.capture() as graph:
+        y.copy_from(x, b.a)
+    x.fill(3, b.c)
+    if right:
+        b.order(b.c, b.b)
+    graph.launch(b.b)
+    b.done(x, y)
+    graph.close()
+
+
+@hazard("race")
+def an_event_of_before_does_not_hold_for_the_launch(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    b.a.synchronize()
+    with b.a.capture() as graph:
+        x.fill(1, b.a)
+    graph.launch(b.a)
+    event = b.a.record(b.event())
+    graph.launch(b.a)
+    b.b.wait(b.a.record(event) if right else event)
+    b.read(x, b.b)
+    b.done(x)
+    graph.close()
+
+
+@hazard("free racing a use")
+def memory_is_freed_by_the_next_launch(b: Bench, right: bool) -> None:
+    with b.a.capture() as graph:
+        x = b.pool.allocate(SIZE, b.a)
+    graph.instantiate(auto_free_on_launch=True)
+    graph.launch(b.a)
+    b.order(b.a, b.b)
+    b.at(x.address, b.b)
+    if right:
+        b.order(b.b, b.a)
+    graph.launch(b.a)
+    b.raw("cuMemFreeAsync", x.address, cuda.CUstream(b.a.handle))
+    b.device.synchronize()
+    graph.close()
+
+
+@hazard("unmap while in use")
+def unmapped_while_a_graph_runs(b: Bench, right: bool) -> None:
+    addresses = b.keep(vmm.AddressRange(PAGE, driver=b.driver))
+    mapping = addresses.map(b.keep(vmm.PhysicalMemory(PAGE, b.device)), access=b.device)
+    with b.a.capture() as graph:
+        b.at(addresses.address, b.a)
+    graph.launch(b.b)
+    if right:
+        b.b.synchronize()
+    mapping.close(after=())
+    b.device.synchronize()
+    graph.close()

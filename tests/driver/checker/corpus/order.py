@@ -1,0 +1,419 @@
+"""Two uses of the same memory; host functions and words."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+
+import streamalloc as sa
+from streamalloc.driver.bindings import cuda
+from tests.driver.checker.corpus.bench import SIZE, Bench, hazard
+
+# -- two uses -------------------------------------------------------------------------------------------------
+
+
+@hazard("race")
+def two_streams_write(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    b.order(b.a, b.b)
+    x.fill(1, b.a)
+    if right:
+        b.order(b.a, b.b)
+    x.fill(2, b.b)
+    b.done(x)
+
+
+@hazard("race")
+def parts_that_overlap_by_a_byte(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    b.order(b.a, b.b)
+    b.write(x[:2048], b.a)
+    b.write(x[2048 if right else 2047 :], b.b)
+    b.done(x)
+
+
+@hazard("race")
+def copied_while_it_is_written(b: Bench, right: bool) -> None:
+    x, y = b.new(b.a), b.new(b.a)
+    b.order(b.a, b.b)
+    x.fill(7, b.a)
+    if right:
+        b.b.wait(b.a)
+    y.copy_from(x, b.b)
+    b.done(x, y)
+
+
+@hazard("race", simulated="the real driver may make a blocking copy here")
+def pinned_memory_is_written_while_it_is_copied(b: Bench, right: bool) -> None:
+    address = b.word()
+    x = b.new(b.a, 64)
+    b.raw("cuMemcpyAsync", x.address, address, 64, cuda.CUstream(b.a.handle))
+    if right:
+        b.a.synchronize()
+    b.driver.used(address, 64, None, True)
+    b.done(x)
+
+
+@hazard("race")
+def read_back_before_it_is_there(b: Bench, right: bool) -> None:
+    address = b.word()
+    x = b.new(b.a, 64)
+    x.fill(3)
+    b.raw("cuMemcpyAsync", address, x.address, 64, cuda.CUstream(b.a.handle))
+    if right:
+        b.a.record(b.event()).synchronize()
+    b.driver.used(address, 64, None, False)
+    b.done(x)
+
+
+@hazard("race")
+def the_legacy_stream_and_a_non_blocking_one(b: Bench, right: bool) -> None:
+    s = b.stream(blocking=right)
+    x = b.new(b.a)
+    b.a.synchronize()
+    b.write(x, s)
+    b.write(x, b.device.default_stream)
+    b.done(x)
+
+
+@hazard("race")
+def two_blocking_streams_without_the_legacy_one_between(b: Bench, right: bool) -> None:
+    one, two = b.stream(blocking=True), b.stream(blocking=True)
+    x, y = b.new(b.a), b.new(b.a)
+    b.a.synchronize()
+    b.write(x, one)
+    if right:
+        b.write(y, b.device.default_stream)
+    b.write(x, two)
+    b.done(x, y)
+
+
+def _in_thread(run: Callable[[], object]) -> None:
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+@hazard("race")
+def per_thread_streams_of_two_threads(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    b.a.synchronize()
+    mine = b.device.per_thread_stream
+
+    def other() -> None:
+        b.write(x, b.device.per_thread_stream)
+        if right:
+            b.device.per_thread_stream.synchronize()
+
+    _in_thread(other)
+    b.write(x, mine)
+    b.done(x)
+
+
+@hazard("race")
+def work_of_another_thread(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    b.a.synchronize()
+
+    def other() -> None:
+        b.write(x, b.b)
+        if right:
+            b.b.synchronize()
+
+    _in_thread(other)
+    b.write(x, b.c)
+    b.done(x)
+
+
+@hazard("race")
+def the_context_was_not_waited_for(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    b.a.synchronize()
+    b.write(x, b.b)
+    if right:
+        b.device.synchronize()
+    b.write(x, b.c)
+    b.done(x)
+
+
+# -- host functions and words ---------------------------------------------------------------------------------
+
+
+@hazard("race")
+def a_host_function_tells_too_early(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    b.a.synchronize()
+    told = threading.Event()
+    if right:
+        b.write(x, b.b)
+    b.b.launch_host_func(told.set)
+    if not right:
+        b.write(x, b.b)
+    assert told.wait(10)
+    b.write(x, b.c)
+    b.done(x)
+
+
+@hazard("race")
+def a_host_function_holds_a_stream(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    b.a.synchronize()
+    go = threading.Event()
+    b.b.launch_host_func(lambda: go.wait(10) and None)
+    b.write(x, b.b)
+    b.write(x, b.c)
+    if right:
+        b.c.synchronize()
+    go.set()
+    b.b.synchronize()
+    b.done(x)
+
+
+def _plain_word(b: Bench) -> int:
+    address = int(b.raw("cuMemAlloc", 64))
+    b.raw("cuMemsetD8", address, 0, 64)
+    b.device.synchronize()
+    b._stack.callback(lambda: b.raw("cuMemFree", address))
+    return address
+
+
+@hazard("race")
+def a_word_is_written_before_the_work(b: Bench, right: bool) -> None:
+    word, x = _plain_word(b), b.new(b.a)
+    b.a.synchronize()
+    if right:
+        b.write(x, b.a)
+    b.raw("cuStreamWriteValue32", cuda.CUstream(b.a.handle), word, 1, 0)
+    if not right:
+        b.write(x, b.a)
+    b.raw("cuStreamWaitValue32", cuda.CUstream(b.b.handle), word, 1, 0)
+    b.write(x, b.b)
+    b.done(x)
+
+
+@hazard("race")
+def who_waits_for_a_word_was_queued_first(b: Bench, right: bool) -> None:
+    word, x = _plain_word(b), b.new(b.a)
+    b.a.synchronize()
+    b.raw("cuStreamWaitValue32", cuda.CUstream(b.b.handle), word, 1, 0)
+    b.write(x, b.b)
+    if right:
+        b.write(x, b.a)
+    b.raw("cuStreamWriteValue32", cuda.CUstream(b.a.handle), word, 1, 0)
+    if not right:
+        b.write(x, b.a)
+    b.done(x)
+
+
+@hazard("race")
+def an_earlier_value_satisfies_the_wait(b: Bench, right: bool) -> None:
+    word, x = _plain_word(b), b.new(b.a)
+    b.a.synchronize()
+    b.raw("cuStreamWriteValue32", cuda.CUstream(b.a.handle), word, 1, 0)
+    b.write(x, b.a)
+    b.raw("cuStreamWriteValue32", cuda.CUstream(b.a.handle), word, 2, 0)
+    b.raw("cuStreamWaitValue32", cuda.CUstream(b.b.handle), word, 2 if right else 1, 0)
+    b.write(x, b.b)
+    b.done(x)
+
+
+@hazard("race")
+def a_gate_that_the_host_opens_orders_nothing(b: Bench, right: bool) -> None:
+    word, x = b.word(), b.new(b.a)
+    b.a.synchronize()
+    b.raw("cuStreamWaitValue32", cuda.CUstream(b.a.handle), word, 1, 0)
+    b.write(x, b.a)
+    if right:
+        b.order(b.a, b.b)
+    b.write(x, b.b)
+    ctypes.c_uint32.from_address(word).value = 1
+    b.done(x)
+
+
+@hazard("race")
+def the_host_opens_a_gate_when_it_knows(b: Bench, right: bool) -> None:
+    word, x = b.word(), b.new(b.a)
+    b.a.synchronize()
+    b.raw("cuStreamWaitValue32", cuda.CUstream(b.a.handle), word, 1, 0)
+    b.write(x, b.a)
+    b.write(x, b.b)
+    if right:
+        b.b.synchronize()
+    ctypes.c_uint32.from_address(word).value = 1
+    b.done(x)
+
+
+# -- more streams, threads and devices -------------------------------------------------------------------------
+
+
+@hazard("race")
+def a_slot_of_a_ring_is_filled_too_early(b: Bench, right: bool) -> None:
+    x = b.new(b.a, 4 * 256)
+    b.a.synchronize()
+    read: list[sa.Event] = []
+    for turn in range(6):
+        slot = x[turn % 4 * 256 : (turn % 4 + 1) * 256]
+        if turn >= 4 and right:
+            b.a.wait(read[turn - 4])
+        slot.fill(turn, b.a)
+        b.order(b.a, b.b)
+        b.read(slot, b.b)
+        read.append(b.b.record(b.event()))
+    b.done(x)
+
+
+@hazard("race")
+def an_event_was_recorded_between_two_uses(b: Bench, right: bool) -> None:
+    """Timing that ends before the work does."""
+    pinned = b.word()
+    x = b.new(b.a, 64)
+    start, stop = b.event(timing=True), b.event(timing=True)
+    b.a.record(start)
+    for late in (False, True):
+        if late is not right:
+            b.raw("cuMemcpyHtoDAsync", x.address, pinned, 64, cuda.CUstream(b.a.handle))
+        if not late:
+            b.a.record(stop)
+    stop.synchronize()
+    stop.elapsed_since(start)
+    b.driver.used(pinned, 64, None, True)
+    b.done(x)
+
+
+@hazard("race")
+def a_marker_in_the_legacy_stream_orders_blocking_streams_only(b: Bench, right: bool) -> None:
+    one, other = b.stream(blocking=right), b.stream(blocking=True)
+    x = b.new(b.a)
+    b.a.synchronize()
+    x.fill(1, one)
+    b.device.default_stream.record(b.event())
+    x.fill(2, other)
+    b.done(x)
+
+
+@hazard("race")
+def threads_one_after_the_other_have_streams_of_their_own(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    b.a.synchronize()
+
+    def work() -> None:
+        stream = b.device.per_thread_stream
+        x.fill(1, stream)
+        if right:
+            stream.synchronize()
+
+    for _ in range(2):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    b.done(x)
+
+
+@hazard("race", gpus=2)
+def the_legacy_streams_of_two_devices(b: Bench, right: bool) -> None:
+    peer = sa.Device(1, driver=b.driver)
+    b.pool.set_access(peer, sa.MemAccess.READWRITE)
+    x = b.new(b.a)
+    b.a.synchronize()
+    x.fill(1, b.device.default_stream)
+    if right:
+        peer.default_stream.wait(b.device.default_stream.record(b.event()))
+    x.used(peer.default_stream)
+    peer.synchronize()
+    b.done(x)
+
+
+@hazard("race")
+def a_copy_of_the_legacy_stream_waits_for_blocking_streams_only(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    b.a.synchronize()
+    x.fill(1, b.stream(blocking=True) if right else b.a)
+    b.raw("cuMemcpyDtoH", bytearray(SIZE), x.address, SIZE)
+    b.done(x)
+
+
+# -- other libraries -------------------------------------------------------------------------------------------
+
+
+@hazard("race")
+def dlpack_was_asked_for_no_order(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    b.a.synchronize()
+    b.write(x, b.a)
+    x.__dlpack__(stream=b.b.handle if right else -1)
+    b.read(x, b.b)
+    b.done(x)
+
+
+@hazard("race")
+def dlpack_was_asked_for_another_stream(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    b.a.synchronize()
+    b.write(x, b.a)
+    x.__dlpack__()  # the same as 1, the legacy stream
+    b.read(x, b.device.default_stream if right else b.b)
+    b.done(x)
+
+
+class _Array:
+    """Memory as another library shows it."""
+
+    def __init__(self, memory: sa.Memory, stream: int | None) -> None:
+        data = (memory.address, False)
+        self.__cuda_array_interface__ = {
+            "version": 3, "shape": (memory.nbytes,), "typestr": "|u1", "data": data, "stream": stream
+        }  # fmt: skip
+
+
+@hazard("race")
+def an_array_without_a_stream_has_to_be_ready(b: Bench, right: bool) -> None:
+    x, y = b.new(b.a), b.new(b.b)
+    b.device.synchronize()
+    b.write(x, b.a)
+    y.copy_from(_Array(x, b.a.handle if right else None), b.b)
+    b.done(x, y)
+
+
+@hazard("race")
+def an_array_of_the_wrong_stream(b: Bench, right: bool) -> None:
+    x, y = b.new(b.a), b.new(b.b)
+    b.device.synchronize()
+    b.write(y, b.device.default_stream if right else b.c)
+    x.copy_to(_Array(y, 1), b.b)
+    b.done(x, y)
+
+
+# -- words -----------------------------------------------------------------------------------------------------
+
+
+@hazard("race")
+def a_word_is_set_by_a_fill(b: Bench, right: bool) -> None:
+    flag = int(b.raw("cuMemAlloc", 512))
+    b.raw("cuMemsetD8", flag, 0, 512)
+    x = b.new(b.a)
+    b.device.synchronize()
+    if right:
+        x.fill(1, b.a)
+    b.raw("cuMemsetD32Async", flag, 1, 1, cuda.CUstream(b.a.handle))
+    if not right:
+        x.fill(1, b.a)
+    b.raw("cuStreamWaitValue32", cuda.CUstream(b.b.handle), flag, 1, 0)
+    x.fill(2, b.b)
+    b.done(x)
+    b.raw("cuMemFree", flag)
+
+
+@hazard("race")
+def the_word_of_one_of_two_writers(b: Bench, right: bool) -> None:
+    word = b.word()
+    x, y = b.new(b.a), b.new(b.a)
+    b.a.synchronize()
+    for memory, stream, at in ((x, b.a, word), (y, b.b, word + 4)):
+        memory.fill(1, stream)
+        b.raw("cuStreamWriteValue32", cuda.CUstream(stream.handle), at, 1, 0)
+    for at in (word, word + 4) if right else (word,):
+        b.raw("cuStreamWaitValue32", cuda.CUstream(b.c.handle), at, 1, 2)
+    x.fill(2, b.c)
+    y.fill(2, b.c)
+    b.done(x, y)
