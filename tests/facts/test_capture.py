@@ -379,3 +379,56 @@ def test_what_another_graph_allocates_can_be_freed(rig: Rig) -> None:
     value(rig.raw.cuGraphLaunch(second, stream))
     value(rig.raw.cuStreamSynchronize(stream))
     assert said(rig.raw.cuMemFreeAsync(pointer, stream)) == "INVALID_VALUE"
+
+
+def test_elapsed_time_of_a_captured_event(scene: Scene) -> None:
+    # it breaks no capture, and comes before the question whether an event keeps time
+    scene.rig.begin_capture(scene.stream, RELAXED)
+    value(scene.raw.cuEventRecord(scene.event, scene.stream))
+    assert said(scene.raw.cuEventElapsedTime(scene.event, scene.rig.event())) == "CAPTURED_EVENT"
+    assert said(scene.rig.end_capture(scene.stream)) == "SUCCESS"
+
+
+def test_a_broken_capture_s_event_and_stream(scene: Scene) -> None:
+    rig, raw = scene.rig, scene.raw
+    rig.begin_capture(scene.stream, RELAXED)
+    value(raw.cuEventRecord(scene.event, scene.stream))
+    assert said(raw.cuStreamQuery(scene.stream)) == "STREAM_CAPTURE_UNSUPPORTED"
+    assert said(raw.cuEventSynchronize(scene.event)) == "INVALID_VALUE"
+    assert said(raw.cuStreamGetCtx(scene.stream)) == "STREAM_CAPTURE_INVALIDATED"
+    assert said(rig.end_capture(scene.stream)) == "STREAM_CAPTURE_INVALIDATED"
+
+
+@pytest.mark.parametrize("flags", [0, 1])
+def test_the_legacy_stream_waits_for_no_event_while_a_blocking_one_is_captured(rig: Rig, flags: int) -> None:
+    stream = rig.stream(BLOCKING)
+    rig.begin_capture(stream, RELAXED)
+    assert said(rig.raw.cuStreamWaitEvent(LEGACY, rig.event(), flags)) == "STREAM_CAPTURE_IMPLICIT"
+    assert said(rig.end_capture(stream)) == "STREAM_CAPTURE_INVALIDATED"
+
+
+def test_a_fill_of_more_than_4_kib_changes_the_flags_of_the_context(rig: Rig) -> None:
+    def flags_after(size: int) -> int:
+        stream = rig.stream()
+        rig.begin_capture(stream, RELAXED)
+        value(rig.raw.cuMemsetD8Async(rig.plain(8192), 1, size, stream))
+        graph = rig.own(value(rig.end_capture(stream)), rig.raw.cuGraphDestroy)
+        rig.own(value(rig.raw.cuGraphInstantiate(graph, 0)), rig.raw.cuGraphExecDestroy)
+        return int(value(rig.raw.cuCtxGetFlags()))
+
+    before = int(value(rig.raw.cuCtxGetFlags()))
+    assert flags_after(4096) == before
+    assert flags_after(4097) == before | 0x10
+    # nobody has set it
+    assert int(value(rig.raw.cuDevicePrimaryCtxGetState(0))[0]) & 0x10 == 0
+
+
+def test_a_fill_is_instantiated_only_where_one_allocation_is(rig: Rig) -> None:
+    pool, stream, captured = rig.pool(UINT64_MAX), rig.stream(), rig.stream()
+    pointer = rig.allocate(pool, MiB, stream)
+    rig.begin_capture(captured, RELAXED)
+    value(rig.raw.cuMemsetD8Async(pointer, 1, MiB, captured))
+    graph = rig.own(value(rig.end_capture(captured)), rig.raw.cuGraphDestroy)
+    rig.free(pointer, stream)
+    assert rig.allocate(pool, 64, stream) == pointer
+    assert said(rig.raw.cuGraphInstantiate(graph, 0)) == "INVALID_VALUE"

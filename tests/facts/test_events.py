@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.facts.support import BLOCKING, NON_BLOCKING, TIMED, Rig, said, value
+from tests.facts.support import BLOCKING, LEGACY, NON_BLOCKING, TIMED, UINT64_MAX, UNTIMED, Gate, MiB, Rig, said, value
 
 
 @pytest.mark.parametrize("flags", [0, 1, 2, 3, 6, 7])
@@ -106,3 +106,61 @@ class TestElapsedTime:
         value(rig.raw.cuEventRecord(end, stream))
         value(rig.raw.cuStreamSynchronize(stream))
         assert said(rig.raw.cuEventElapsedTime(start, end)) == "INVALID_HANDLE"
+
+
+class TestLegacyOrder:
+    """What takes part in the order of the legacy stream, which waits behind a gate here."""
+
+    @pytest.fixture
+    def gate(self, rig: Rig) -> Gate:
+        held, event, gate = rig.stream(), rig.event(), rig.gate()
+        gate.hold(held)
+        value(rig.raw.cuEventRecord(event, held))
+        value(rig.raw.cuStreamWaitEvent(LEGACY, event, 0))
+        return gate
+
+    @pytest.mark.usefixtures("gate")
+    def test_a_record_without_time_is_no_work(self, rig: Rig) -> None:
+        stream, event = rig.stream(BLOCKING), rig.event()
+        value(rig.raw.cuEventRecord(event, stream))
+        assert rig.query(stream) == "SUCCESS"
+        assert said(rig.raw.cuEventQuery(event)) == "NOT_READY"
+        value(rig.raw.cuStreamWaitEvent(stream, event, 0))  # even its own
+        assert rig.held(stream)
+
+    @pytest.mark.usefixtures("gate")
+    def test_a_record_with_time_is_work(self, rig: Rig) -> None:
+        stream = rig.stream(BLOCKING)
+        value(rig.raw.cuEventRecord(rig.event(TIMED), stream))
+        assert rig.held(stream)
+
+    def test_a_wait_for_what_has_happened_is_no_work(self, rig: Rig) -> None:
+        event = rig.event()
+        value(rig.raw.cuEventRecord(event, rig.stream()))
+        held, pending, gate = rig.stream(), rig.event(), rig.gate()
+        gate.hold(held)
+        value(rig.raw.cuEventRecord(pending, held))
+        value(rig.raw.cuStreamWaitEvent(LEGACY, pending, 0))
+        stream = rig.stream(BLOCKING)
+        value(rig.raw.cuStreamWaitEvent(stream, event, 0))
+        assert rig.query(stream) == "SUCCESS"
+
+    @pytest.mark.parametrize(("size", "held"), [(4 * MiB, False), (40 * MiB, True)], ids=["there", "growing"])
+    def test_an_allocation_is_work_where_the_pool_grows(self, rig: Rig, size: int, held: bool) -> None:
+        pool, stream, pending, gate = rig.pool(UINT64_MAX), rig.stream(BLOCKING), rig.event(), rig.gate()
+        rig.allocate(pool, 4 * MiB, stream)
+        first = rig.stream()
+        gate.hold(first)
+        value(rig.raw.cuEventRecord(pending, first))
+        value(rig.raw.cuStreamWaitEvent(LEGACY, pending, 0))
+        rig.allocate(pool, size, stream)
+        assert rig.held(stream) == held
+
+
+@pytest.mark.parametrize(("flags", "held"), [(UNTIMED | 4, True), (UNTIMED, False)], ids=["interprocess", "own"])
+def test_an_interprocess_event_s_records_happen_in_turn(rig: Rig, flags: int, held: bool) -> None:
+    first, second, event, gate = rig.stream(), rig.stream(), rig.event(flags), rig.gate()
+    gate.hold(first)
+    value(rig.raw.cuEventRecord(event, first))
+    value(rig.raw.cuEventRecord(event, second))
+    assert rig.held(second) == held

@@ -203,3 +203,16 @@ class TestWork:
     def test_a_refusal_comes_before_further_mappings(self, rig: Rig, start: int) -> None:
         assert rig.set_access(start, 2 * PAGE, OWN, (HOST, 0, READWRITE)) == "NOT_SUPPORTED"
         assert [rig.get_access(start + page * PAGE) for page in range(2)] == [READWRITE, NO_ACCESS]
+
+
+def test_over_a_hole_only_what_lies_before_it_gets_access(rig: Rig) -> None:
+    start, memory = rig.reserve(8 * PAGE), rig.memory()
+    for page in (0, 1, 3, 5):
+        rig.map(start + page * PAGE, memory)
+    assert rig.set_access(start, 6 * PAGE, OWN) == "SUCCESS"
+    assert [rig.get_access(start + page * PAGE) for page in (0, 1, 3, 5)] == [
+        READWRITE,
+        READWRITE,
+        NO_ACCESS,
+        NO_ACCESS,
+    ]

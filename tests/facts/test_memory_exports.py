@@ -16,6 +16,7 @@ from tests.facts.support import (
     PAGE,
     POSIX_FD,
     READWRITE,
+    UINT64_MAX,
     WIN32,
     Answer,
     MiB,
@@ -231,3 +232,28 @@ class TestDmaBuf:
     def test_of_pool_memory(self, rig: Rig, fds: Descriptors) -> None:
         pointer = rig.allocate(rig.pool(), 4 * MiB, rig.stream())
         self.check(fds, int(pointer), 4 * MiB, "SUCCESS")
+
+    @pytest.mark.parametrize(
+        ("at", "size", "expected"),
+        [
+            (0, 4096, "SUCCESS"),
+            (4096, 4096, "INVALID_VALUE"),
+            (2 * MiB, 2 * MiB, "INVALID_VALUE"),
+            (2 * MiB, 32 * MiB, "SUCCESS"),
+            (4096, 32 * MiB, "SUCCESS"),
+            (32 * MiB, 4096, "SUCCESS"),
+            (34 * MiB, 4096, "INVALID_VALUE"),
+            (64 * MiB, 100 * MiB, "SUCCESS"),  # into the next allocation
+        ],
+    )
+    def test_within_a_chunk_of_a_pool_only_from_its_beginning(
+        self, rig: Rig, fds: Descriptors, at: int, size: int, expected: str
+    ) -> None:
+        pool, stream = rig.pool(UINT64_MAX), rig.stream()
+        pointer = rig.allocate(pool, 100 * MiB, stream)
+        rig.allocate(pool, 64 * MiB, stream)
+        raw = rig.raw
+        dma_buf = raw.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+        assert said(fds.keep(raw.cuMemGetHandleForAddressRange(pointer + at, size, dma_buf, 0))) == expected
+        # what is not supported is seen before that
+        assert said(fds.keep(raw.cuMemGetHandleForAddressRange(pointer + at, size, dma_buf, 1))) == "NOT_SUPPORTED"

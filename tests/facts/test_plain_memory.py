@@ -235,8 +235,52 @@ def test_unregistering_what_is_pinned_otherwise(rig: Rig) -> None:
     assert said(rig.raw.cuMemHostUnregister(int(rig.pinned(4096)) + 16)) == "INVALID_VALUE"
 
 
-@pytest.mark.parametrize(("size", "flags"), [(4096, 2), (3 * MiB, 3)])
-def test_portable_is_what_has_a_block_of_its_own(rig: Rig, size: int, flags: int) -> None:
-    rig.own(int(value(rig.raw.cuMemHostAlloc(4096, 0))), rig.raw.cuMemFreeHost)  # small ones share the block of this
-    pointer = rig.own(int(value(rig.raw.cuMemHostAlloc(size, 1))), rig.raw.cuMemFreeHost)
-    assert value(rig.raw.cuMemHostGetFlags(pointer)) == flags
+def host_flags(rig: Rig, *wanted: tuple[int, int]) -> list[int]:
+    """What pinned allocations of these sizes and flags, one after the other, say of theirs."""
+    pointers = [rig.own(int(value(rig.raw.cuMemHostAlloc(*one))), rig.raw.cuMemFreeHost) for one in wanted]
+    return [value(rig.raw.cuMemHostGetFlags(one)) for one in pointers]
+
+
+class TestPlacement:
+    """Small allocations share blocks of 2 MiB."""
+
+    BLOCK = 2 * MiB
+
+    def test_the_best_fit_of_all_blocks(self, rig: Rig) -> None:
+        first, second = (int(rig.plain(self.BLOCK - 4096)) for _ in range(2))
+        assert int(rig.plain(4096)) in (first + self.BLOCK - 4096, second + self.BLOCK - 4096)
+
+    def test_no_small_allocation_reaches_over_a_block(self, rig: Rig) -> None:
+        pointers = [int(rig.plain(self.BLOCK - 512 * (1 + at % 3))) for at in range(6)]
+        assert [pointer % self.BLOCK for pointer in pointers] == [0] * 6
+
+    def test_of_equal_parts_that_which_has_been_free_longest(self, rig: Rig) -> None:
+        size = 3 * 512
+        parts = [rig.plain(size) for _ in range(5)]
+        for at in (3, 1):
+            value(rig.raw.cuMemFree(rig.disown(parts[at])))
+        assert [int(rig.plain(size)) for _ in range(2)] == [int(parts[3]), int(parts[1])]
+
+    def test_what_was_freed_in_a_stream_comes_back_when_the_host_knows(self, rig: Rig) -> None:
+        stream = rig.stream()
+        pointer = rig.plain(3 * MiB)
+        free = value(rig.raw.cuMemGetInfo())[0]
+        value(rig.raw.cuMemFreeAsync(rig.disown(pointer), stream))
+        assert rig.executed(stream)
+        assert value(rig.raw.cuMemGetInfo())[0] == free
+        value(rig.raw.cuStreamSynchronize(stream))
+        assert value(rig.raw.cuMemGetInfo())[0] == free + 4 * MiB
+
+    @pytest.mark.parametrize("first", [0, 1])
+    def test_a_block_s_first_allocation_says_whether_it_is_portable(self, rig: Rig, first: int) -> None:
+        rig.own(int(value(rig.raw.cuMemHostAlloc(self.BLOCK - 512, 0))), rig.raw.cuMemFreeHost)
+        assert host_flags(rig, (self.BLOCK - 4096, first), (2048, 1 - first)) == [2 | first, 2 | first]
+
+    def test_write_combined_memory_has_blocks_of_its_own(self, rig: Rig) -> None:
+        pinned, combined = (
+            rig.own(int(value(rig.raw.cuMemHostAlloc(512, flags))), rig.raw.cuMemFreeHost) for flags in (0, 4)
+        )
+        assert pinned // self.BLOCK != combined // self.BLOCK
+
+    def test_large_host_memory_has_its_own_flags(self, rig: Rig) -> None:
+        assert host_flags(rig, (3 * MiB, 1), (3 * MiB, 0), (3 * MiB, 5)) == [3, 2, 7]

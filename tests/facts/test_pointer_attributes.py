@@ -192,8 +192,9 @@ def test_attribute_that_the_bindings_cannot_read(rig: Rig, name: str) -> None:
         rig.raw.cuPointerGetAttribute(attribute(rig.raw, name), int(rig.plain(64)))
 
 
-def test_where_a_range_of_a_host_s_pool_begins_is_a_place_in_the_pool(rig: Rig) -> None:
+def test_where_a_range_of_a_host_s_pool_begins_is_a_place_in_a_chunk(rig: Rig) -> None:
     stream, pool = rig.stream(), rig.pool(location=HOST)
-    pointers = [rig.allocate(pool, 512, stream) for _ in range(2)]
+    pointers = [rig.allocate(pool, size, stream) for size in (512, 40 * MiB, 512)]
     attribute = rig.raw.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
-    assert [int(value(rig.raw.cuPointerGetAttribute(attribute, one))) for one in pointers] == [0, 512]
+    places = [int(value(rig.raw.cuPointerGetAttribute(attribute, one))) for one in pointers]
+    assert places == [0, 512, 8 * MiB + 512]

@@ -257,7 +257,6 @@ class TestOrder:
             device.synchronize()
             assert library.holds(other, 2)
 
-
     @pytest.mark.parametrize("source", ["pool", "cache"])
     def test_in_a_garbage_cycle(self, get: Get, pool: sa.MemoryPool, device: sa.Device, source: str) -> None:
         """The buffer and what holds it are finalised in any order, and the memory is freed once."""

@@ -168,9 +168,7 @@ def _totals(observer: sa.Observer, path: Path) -> dict[str, list[int]]:
     return found
 
 
-def test_chrome_s_counters_where_the_beginning_is_gone(
-    pool: sa.MemoryPool, stream: sa.Stream, tmp_path: Path
-) -> None:
+def test_chrome_s_counters_where_the_beginning_is_gone(pool: sa.MemoryPool, stream: sa.Stream, tmp_path: Path) -> None:
     with sa.observe(pool, history=2) as observer:
         buffers = [pool.allocate(nbytes, stream) for nbytes in (100, 200, 300)]
         buffers[0].free()

@@ -35,6 +35,8 @@ class Context:
         self.device = device
         self.primary = primary
         self.flags = flags
+        self.implied_flags = 0
+        """Those that cuCtxGetFlags shows and nobody has set."""
         self.id: int = number
         self.handle: int = new_handle()
         self.alive: bool = not primary

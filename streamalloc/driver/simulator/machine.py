@@ -46,6 +46,9 @@ class Machine:
         self.contexts: dict[int, Context] = {}
         self.streams: dict[int, Stream] = {}
         self.events: dict[int, Event] = {}
+        self.freed: list[tuple[Allocation, Stream, int]] = []
+        """Plain memory that was freed in a stream: it is given back once the host knows that this has happened
+        (observed on H200: test_plain_memory)."""
         self._thread = threading.local()
         self._context_numbers = itertools.count(1)
         names, timeline = Names(spec.identity), self.timeline
@@ -130,6 +133,7 @@ class Machine:
                 self.discard(allocation)
             elif isinstance(allocation, OpenedMemory):
                 self.sharing.forget_memory(allocation)
+        self._give_back_freed(lambda stream, seq: stream.context is context)
         self.arrays.forget(context)
         context.end()
 
@@ -187,6 +191,8 @@ class Machine:
         host = self.timeline.host
         merge(host, clock)
         self.pools.settle(host, told)
+        if self.freed:
+            self._give_back_freed(lambda stream, seq: host.get(stream.id, 0) >= seq or stream.destroyed)
         for gone in [number for number in clock if number not in self.timeline.streams]:
             host.pop(gone, None)
 
@@ -201,6 +207,14 @@ class Machine:
 
     # -- plain memory ----------------------------------------------------------------------------------------
 
+    def _give_back_freed(self, known: Callable[[Stream, int], bool]) -> None:
+        freed, self.freed = self.freed, []
+        for allocation, stream, seq in freed:
+            if known(stream, seq) and stream.done >= seq:
+                self.unallocate(allocation)
+            else:
+                self.freed.append((allocation, stream, seq))
+
     def discard(self, allocation: Allocation) -> None:
         """Forget plain or pinned memory and give it back at once."""
         self.allocations.remove(allocation)
@@ -210,7 +224,7 @@ class Machine:
         """Give back the memory of a plain or pinned allocation that is no longer known."""
         if isinstance(allocation, (DeviceMemory, HostMemory)) and allocation.block is not None:
             heap = self.host_heap if allocation.device is None else self.devices[allocation.device].heap
-            heap.free(allocation.base, allocation.block)
+            heap.free(allocation.block)
             self.sharing.withdraw(allocation)
 
 

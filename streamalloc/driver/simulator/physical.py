@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -132,6 +133,14 @@ class Mapping:
         if any(place.type == Location.DEVICE and place.id for place in self.rights):
             raise NotModelled("cuMemGetAccess for HOST where a device other than 0 has access")
         return next(reversed(self.rights.values()), NO_ACCESS)
+
+
+def connected(mappings: list[Mapping]) -> list[Mapping]:
+    """The first mappings up to a hole: no others get access, and that is no error (observed on H200:
+    test_mapping_access).
+    """
+    hole = (at for at, (one, two) in enumerate(itertools.pairwise(mappings), 1) if one.end != two.base)
+    return mappings[: next(hole, len(mappings))]
 
 
 def least_right(mappings: Iterable[Mapping], place: Place) -> int:

@@ -98,15 +98,16 @@ class Pool:
         if block is None:  # no addresses are left
             self._lowered = True  # what is free by now goes at the next synchronisation (H200: test_placements)
             raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
+        grown = block.owner == HEAP and bool(line.missing(block, rounded))
         if block.owner == HEAP and not self._back(block, rounded):
             self._release()
             block = line.find_left(rounded) if policies.internal_dependencies else None
             if block is None:
                 raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
             self._wait_for(block, stream)
-        used = line.carve(block, rounded)
-        if stream.peers is not None:  # only there an allocation is work (observed on H200: test_placements)
+        if grown or block.owner not in (HEAP, stream.id):  # no other allocation is work (H200: test_streams)
             stream.submit(Operation())
+        used = line.carve(block, rounded)
         self._outstanding += 1
         self.used += size
         if self.used > self.used_high:

@@ -183,12 +183,18 @@ class Stream:
         _learn(self.clock, other)
 
     def submit(
-        self, operation: Operation, after: tuple[tuple[Stream, int], ...] = (), clock: Clock | None = None
+        self,
+        operation: Operation,
+        after: tuple[tuple[Stream, int], ...] = (),
+        clock: Clock | None = None,
+        joins: bool = True,
     ) -> int:
         """Put an operation at the end of the stream, after ``after`` too; it may run before this returns. What the
-        legacy stream implies is written into ``clock`` where that is given.
+        legacy stream implies is written into ``clock`` where that is given; unless it ``joins`` nothing is implied.
         """
-        after += self.catch_up(clock) + self.barrier
+        if joins:
+            after += self.catch_up(clock)
+        after += self.barrier
         self.barrier = ()
         if after:
             after = tuple((other, seq) for other, seq in after if other.done < seq and other is not self)

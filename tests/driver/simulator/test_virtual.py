@@ -310,7 +310,7 @@ def _pools_have_it(rig: Rig) -> None:
         (_beyond_the_end, "beyond the end of a reservation"),
         (_released, "handle that does not exist"),
         (_tile_pool, "memory for tiles"),
-        (_hole, "nothing is mapped"),
+        (_hole, "where nothing lies"),
         (_no_access_at_all, "mapped host memory"),
         (_access_of_queued_work, "work on the memory is queued"),
         (_pools_have_it, "pools hold in reserve"),

@@ -20,6 +20,9 @@ _ACTIVE = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
 _INACTIVE = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 _INVALIDATED = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_INVALIDATED
 _UPLOAD, _DEVICE_LAUNCH, _USE_NODE_PRIORITY = 2, 4, 8  # CUgraphInstantiate_flags
+_LOCAL_MEMORY = 0x10  # CU_CTX_LMEM_RESIZE_TO_MAX
+_SMALL_FILL = 4096
+"""Instantiating a graph that fills more bytes sets that flag of the context (observed on H200: test_capture)."""
 _NODE_TYPE = "CU_GRAPH_NODE_TYPE_"
 
 # CUgraphMem_attribute, in the order of the enum, as fields of what a device has for graphs.
@@ -189,7 +192,10 @@ class CaptureCalls(CopyCalls):
         check(not (graph.memories or graph.frees) or not graph.instances, Result.CUDA_ERROR_NOT_SUPPORTED)
         for node in graph.flat():
             if node.kind == "MEMSET":  # its memory has to be there (observed on H200: test_capture)
-                self._check_fill_node(graph, node.values or {}, context)
+                values = node.values or {}
+                self._check_fill_node(graph, values, context)
+                if values["elementSize"] * values["width"] * values["height"] > _SMALL_FILL:
+                    context.implied_flags = _LOCAL_MEMORY
         machine = self._machine
         instance = GraphExec(graph, flags)
         machine.graphs.executables[instance.handle] = instance

@@ -137,7 +137,8 @@ class ContextCalls(Calls):
 
     def cuCtxGetFlags(self) -> int:
         context = self._machine.current()
-        return context.flags | (self._machine.profile.context_flags if context.primary else 0)
+        usual = self._machine.profile.context_flags if context.primary else 0
+        return context.flags | context.implied_flags | usual
 
     def cuCtxSetFlags(self, flags: Any) -> None:
         context = self._machine.current()

@@ -221,7 +221,11 @@ class CopyCalls(Calls):
                 continue
             end = self._copy_end(address, size, device in (side, "both"), device == "both", context)
             found.append(end if self._check_mapped(address, size, end, needed, context) else None)
-        return found[0], found[1]
+        destination, origin = found
+        if destination is not None and destination.mapping is not None and origin is None:
+            unable = least_right(self._machine.virtual.span(*target), HOST) == READ
+            not_modelled(unable, "a copy by the host to memory that it may only read: the real driver crashes")
+        return destination, origin
 
     def _copy_end(
         self, address: int, size: int, must_be_device: bool, no_host_pool: bool, context: Context
@@ -230,9 +234,9 @@ class CopyCalls(Calls):
         machine = self._machine
         allocation = machine.allocations.find(address)
         if allocation is None:
-            if address and not must_be_device and machine.virtual.range_of(address) is not None:
-                raise NotModelled("a copy of reserved addresses that nothing is mapped to: the real driver crashes")
-            check(address and not must_be_device and machine.supply.arenas.find(address) is None)
+            check(address and not must_be_device)
+            if machine.supply.arenas.find(address) is not None:
+                raise NotModelled("a copy where nothing lies: the real driver takes it for the host's, and crashes")
             return None
         if not allocation.known:
             # host pool memory that no device has access to is like any other host memory

@@ -10,7 +10,7 @@ from streamalloc.driver.bindings import cuda
 from .. import arguments
 from ..allocations import Allocation, DeviceMemory, GraphAllocation, HostMemory, PoolMemory
 from ..arguments import DevicePointer, HostPointer, Size, UnsignedInt
-from ..constants import BLOCK
+from ..constants import CHUNK
 from ..errors import Fault, NotModelled, Result, check, need, not_modelled
 from .base import Calls
 from .virtual import mapped_attribute
@@ -18,7 +18,7 @@ from .virtual import mapped_attribute
 _HOST_ALLOC_FLAGS = 0x7  # portable, device map, write combined
 _HOST_REGISTER_FLAGS = 0xF
 _HOST_REGISTER_SPECIAL = 0xC  # I/O memory, read only
-_PORTABLE, _DEVICE_MAPPED = 1, 2
+_PORTABLE, _DEVICE_MAPPED, _WRITE_COMBINED = 1, 2, 4
 _PITCH = 512
 
 
@@ -43,7 +43,7 @@ class PlainMemoryCalls(Calls):
         check(size)
         device = context.device
         got = need(device.heap.allocate(size), Result.CUDA_ERROR_OUT_OF_MEMORY)
-        address, block = got
+        address, block, _ = got
         machine.allocations.add(DeviceMemory(address, size, device.ordinal, context, block))
         return address
 
@@ -85,11 +85,11 @@ class PlainMemoryCalls(Calls):
         check(flags & ~_HOST_ALLOC_FLAGS == 0)
         if not size:
             return 0
-        got = need(self._machine.host_heap.allocate(size), Result.CUDA_ERROR_OUT_OF_MEMORY)
-        address, block = got
-        if size < BLOCK:  # what shares a block is as portable as that (observed on H200: test_plain_memory)
-            flags &= ~_PORTABLE
-        self._machine.allocations.add(HostMemory(address, size, None, context, block, flags | _DEVICE_MAPPED))
+        combined = flags & _WRITE_COMBINED
+        got = self._machine.host_heap.allocate(size, combined, flags & _PORTABLE)
+        address, block, portable = need(got, Result.CUDA_ERROR_OUT_OF_MEMORY)
+        flags = combined | portable | _DEVICE_MAPPED
+        self._machine.allocations.add(HostMemory(address, size, None, context, block, flags))
         return address
 
     def cuMemFreeHost(self, p: HostPointer) -> None:
@@ -235,9 +235,9 @@ _NOT_READ_BY_BINDINGS = (
 
 
 def _range_start(allocation: Allocation) -> int:
-    """In pools of the host this is a place in the pool instead (observed on H200: test_pointer_attributes)."""
+    """In a host's pool this is a place in one of its chunks instead (observed on H200: test_pointer_attributes)."""
     if isinstance(allocation, PoolMemory) and allocation.on_host:
-        return allocation.block.start
+        return allocation.block.start % CHUNK
     return allocation.base
 
 

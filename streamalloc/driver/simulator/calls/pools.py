@@ -13,7 +13,7 @@ from ..constants import MANAGED, NO_ACCESS, PINNED, READ, READ_WRITE, Handle, Lo
 from ..errors import Fault, Result, check, not_modelled
 from ..imported_pool import ImportedPool
 from ..pool import Pool
-from ..timeline import Call, Stream
+from ..timeline import Operation, Stream
 from .base import Calls
 
 _USAGE_FLAGS = 0xFFFF
@@ -252,4 +252,4 @@ class PoolCalls(Calls):
         elif isinstance(allocation, GraphAllocation):
             allocation.memory.freed(dptr, stream)
         else:
-            stream.submit(Call(lambda: machine.unallocate(allocation)))
+            machine.freed.append((allocation, stream, stream.submit(Operation())))

@@ -11,19 +11,20 @@ from typing import Any
 from streamalloc.driver.bindings import cuda, handle_types_member, read_handle_types
 
 from .. import arguments
+from ..allocations import PoolMemory
 from ..arguments import DevicePointer, HostPointer, MemoryHandle, Size, UnsignedLongLong
 from ..arrays import TileCopy
 from ..blocks import round_up
-from ..constants import GRANULARITY, HOST, PINNED, Handle, Location, Place, device_place
+from ..constants import CHUNK, GRANULARITY, HOST, PINNED, Handle, Location, Place, device_place
 from ..errors import Fault, NotModelled, Result, check, need, not_modelled
 from ..machine import Machine
 from ..moves import Move, Rows
 from ..multicast import MulticastObject
-from ..physical import Mapping, Memory, Properties
+from ..physical import Mapping, Memory, Properties, connected
 from .base import Calls
 
 _TILE_POOL = 1  # CUmemAllocationProp.allocFlags.usage
-_PAGE, _LARGE_PAGE = 4096, 64 << 10
+_PAGE = 4096
 _DMA_BUF = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 _PCIE_MAPPING = 1  # CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE
 
@@ -122,7 +123,7 @@ class VirtualMemoryCalls(Calls):
     def cuMemSetAccess(self, ptr: DevicePointer, size: Size, desc: Any, count: Size) -> None:
         descriptors = arguments.structs("desc", desc, cuda.CUmemAccessDesc, count)
         check(count and size)
-        mappings = self._machine.virtual.whole_span(ptr, size)
+        mappings = connected(self._machine.virtual.whole_span(ptr, size))
         on_device = any(mapping.memory.properties.device is not None for mapping in mappings)
         wanted = []
         refused: Fault | None = None
@@ -201,11 +202,16 @@ class VirtualMemoryCalls(Calls):
         if allocation.mapping is not None:
             devices = [mapping.memory.properties.device for mapping in self._machine.virtual.span(dptr, size)]
         else:
-            check(dptr + size <= round_up(allocation.base + allocation.size, GRANULARITY))
-            check(allocation.pool is None or dptr % _LARGE_PAGE == 0)
+            if isinstance(allocation, PoolMemory):
+                check(self._machine.supply.is_backed(dptr, size))
+            else:
+                check(dptr + size <= round_up(allocation.base + allocation.size, GRANULARITY))
             devices = [allocation.device]
         check(None not in devices)
         check(flags != _PCIE_MAPPING, Result.CUDA_ERROR_NOT_SUPPORTED)
+        if isinstance(allocation, PoolMemory):  # what lies in one chunk begins with it (H200: test_memory_exports)
+            at = (allocation.block.start + dptr - allocation.base) % CHUNK
+            check(not at or at + size > CHUNK)
         return _unreadable_file(size)
 
 
