@@ -32,7 +32,7 @@ class GraphUpdateCalls(GraphNodeCalls):
 
     def _may_replace(self, old: Node, new: Node) -> bool:
         """Several rows keep their shape, and if they are copied their place; a copy keeps what it says of its ends
-        (observed on H200: test_graph_updates).
+        (observed on H200: test_graph_nodes).
         """
         if old.kind not in ("MEMSET", "MEMCPY"):
             not_modelled(old.kind == "BATCH_MEM_OP", "updating a batch of memory operations")

@@ -1,0 +1,178 @@
+"""Copies in batches, and calls for managed memory."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.facts.support import DEVICE, HOST, LEGACY, PAGE, READ, MiB, Rig, in_new_thread, said, value
+
+IN_STREAM, AT_CALL, ANY = 1, 2, 3  # CUmemcpySrcAccessOrder
+
+
+class Batch:
+    """Memory of every kind, and batches of copies of 64 bytes between it."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig, self.raw, self.stream = rig, rig.raw, rig.stream()
+        self.array = np.zeros(MiB, np.uint8)
+        self.places = {
+            "plain": int(rig.plain(MiB)),
+            "other": int(rig.plain(MiB)),
+            "pinned": int(rig.pinned(4096)),
+            "pageable": self.array.ctypes.data,
+            "pool": rig.allocate(rig.pool(), MiB, self.stream),
+            "readable": rig.mapping(PAGE, (DEVICE, 0, READ)),
+            "untouchable": rig.mapping(PAGE),
+            "null": 0,
+        }
+        self.places["end"] = self.places["plain"] + MiB - 8
+        rig.synchronize()
+
+    def attributes(self, order: int = IN_STREAM, flags: int = 0, hint: tuple[int, int] | None = None) -> Any:
+        made = self.raw.CUmemcpyAttributes()
+        ctypes.c_int.from_address(int(made.getPtr())).value = order
+        made.flags = flags
+        if hint is not None:
+            made.srcLocHint = self.rig.location(*hint)
+        return made
+
+    def copy(
+        self,
+        *pairs: str,
+        size: int = 64,
+        attributes: list[Any] | None = None,
+        at: tuple[int, ...] = (0,),
+        stream: Any = None,
+    ) -> str:
+        ends = [[self.places[name] for name in pair.split()] for pair in pairs]
+        targets, sources = ([self.raw.CUdeviceptr(pair[side]) for pair in ends] for side in (0, 1))
+        given = [self.attributes()] if attributes is None else attributes
+        stream = self.stream if stream is None else stream
+        sizes = [size] * len(pairs)
+        return said(
+            self.raw.cuMemcpyBatchAsync(
+                targets, sources, sizes, len(pairs), given, list(at), len(given), self.raw.CUstream(int(stream))
+            )
+        )
+
+
+@pytest.fixture
+def batch(rig: Rig) -> Batch:
+    if not hasattr(rig.raw, "cuMemGetDefaultMemPool"):
+        pytest.skip("the bindings before CUDA 13 take other arguments")
+    return Batch(rig)
+
+
+def test_ends(batch: Batch) -> None:
+    for pair in ("plain other", "plain pageable", "pageable plain", "pinned plain", "pool plain", "plain readable"):
+        assert batch.copy(pair) == "SUCCESS"
+    for pair in ("null other", "end other", "readable other", "untouchable other", "plain untouchable"):
+        assert batch.copy("plain other", pair) == "INVALID_VALUE"
+
+
+def test_counts(batch: Batch) -> None:
+    one, other = batch.attributes(), batch.attributes(ANY)
+    assert batch.copy() == "INVALID_VALUE"
+    assert batch.copy("plain other", size=0) == "INVALID_VALUE"
+    assert batch.copy("plain other", attributes=[], at=()) == "INVALID_VALUE"
+    pairs = ("plain other", "plain other")
+    assert batch.copy(*pairs, attributes=[one, other], at=(0, 1)) == "SUCCESS"
+    assert batch.copy(*pairs, attributes=[one, other], at=(0, 0)) == "INVALID_VALUE"
+    assert batch.copy(*pairs, at=(1,)) == "INVALID_VALUE"
+    assert batch.copy("plain other", attributes=[one, other], at=(0, 1)) == "INVALID_VALUE"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"order": 0}, "INVALID_VALUE"),
+        ({"order": AT_CALL}, "SUCCESS"),
+        ({"order": 4}, "INVALID_VALUE"),
+        ({"flags": 1}, "SUCCESS"),
+        ({"flags": 2}, "INVALID_VALUE"),
+        ({"hint": (HOST, 0)}, "SUCCESS"),
+        ({"hint": (DEVICE, 99)}, "INVALID_VALUE"),
+    ],
+)
+def test_attributes(batch: Batch, given: dict[str, Any], expected: str) -> None:
+    assert batch.copy("plain pageable", attributes=[batch.attributes(**given)]) == expected
+
+
+def test_streams(batch: Batch) -> None:
+    assert batch.copy("plain other", stream=LEGACY) == "INVALID_VALUE"
+    assert batch.copy("plain other", stream=1) == "INVALID_VALUE"
+    assert batch.copy("plain other", stream=batch.rig.per_thread) == "SUCCESS"
+
+    def outside() -> None:
+        assert batch.copy("plain other") == "INVALID_VALUE"
+
+    in_new_thread(outside)
+    batch.rig.begin_capture(batch.stream)
+    assert batch.copy("plain other") == "STREAM_CAPTURE_UNSUPPORTED"
+    assert batch.rig.capture_status(batch.stream) == "ACTIVE"
+
+
+WAITS = {
+    "plain pageable": (True, False, False),
+    "pageable plain": (False, True, False),
+    "pageable pinned": (False, False, False),
+    "pinned pageable": (False, False, False),
+    "pinned pinned": (False, True, False),
+    "plain pinned": (False, True, False),
+    "pinned plain": (False, True, False),
+}
+
+
+@pytest.mark.parametrize("pair", WAITS)
+def test_which_are_waited_for(batch: Batch, pair: str) -> None:
+    rig, gate = batch.rig, batch.rig.gate()
+    for order, waits in zip((IN_STREAM, AT_CALL, ANY), WAITS[pair], strict=True):
+        gate.hold(batch.stream)
+        with gate.opening_after(0.03 if waits else 5):
+            assert batch.copy(pair, attributes=[batch.attributes(order)]) == "SUCCESS"
+            assert gate.is_open == waits
+        rig.synchronize()
+
+
+def test_pageable_memory_is_read_before_the_call_returns(batch: Batch) -> None:
+    gate, plain = batch.rig.gate(), batch.places["plain"]
+    for order in (AT_CALL, ANY):
+        value(batch.raw.cuMemsetD8(plain, 0, 64))
+        batch.array[:64] = 1
+        gate.hold(batch.stream)
+        assert batch.copy("plain pageable", attributes=[batch.attributes(order)]) == "SUCCESS"
+        batch.array[:64] = 2
+        gate.open()
+        assert batch.rig.read(plain, 64) == [1] * 64
+
+
+def test_what_is_not_managed_is_refused(batch: Batch) -> None:
+    raw, stream, own = batch.raw, batch.stream, batch.rig.location(DEVICE)
+    for name in ("plain", "pinned", "pageable", "pool", "readable"):
+        address = batch.places[name]
+        assert said(raw.cuMemPrefetchAsync(address, 4096, own, 0, stream)) == "INVALID_VALUE"
+        assert said(raw.cuMemAdvise(address, 4096, raw.CUmem_advise(1), own)) == "INVALID_VALUE"
+    elsewhere = batch.rig.location(DEVICE, 99)
+    assert said(raw.cuMemPrefetchAsync(batch.places["plain"], 4096, elsewhere, 0, stream)) == "INVALID_DEVICE"
+    assert said(raw.cuStreamAttachMemAsync(stream, batch.places["plain"], 0, 4)) == "INVALID_VALUE"
+
+
+def test_setting_that_copies_are_waited_for(batch: Batch) -> None:
+    """It can be read again, and changes nothing for calls that need not wait."""
+    raw, gate = batch.raw, batch.rig.gate()
+    attribute = raw.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
+    for name in ("plain", "pool", "pinned"):
+        assert said(raw.cuPointerSetAttribute(True, attribute, batch.places[name])) == "SUCCESS"
+        assert value(raw.cuPointerGetAttribute(attribute, batch.places[name])) is True
+    assert said(raw.cuPointerSetAttribute(True, attribute, batch.places["readable"])) == "NOT_SUPPORTED"
+    assert said(raw.cuPointerSetAttribute(True, attribute, batch.places["pageable"])) == "INVALID_VALUE"
+    kind = raw.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+    assert said(raw.cuPointerSetAttribute(1, kind, batch.places["plain"])) == "INVALID_VALUE"
+    gate.hold(batch.stream)
+    with gate.opening_after(5):
+        value(raw.cuMemcpyDtoDAsync(batch.places["plain"], batch.places["other"], 64, batch.stream))
+        assert not gate.is_open

@@ -1,0 +1,159 @@
+"""Limits and settings of contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.facts.support import Rig, in_new_thread, said, value
+
+STACK, PRINTF, HEAP, DEPTH, LAUNCHES, GRANULARITY, PERSISTING, SHARED, GRAPHICS, FALLBACK = range(10)  # CUlimit
+PAGE = 2 << 20
+
+
+@pytest.fixture(autouse=True)
+def unchanged(rig: Rig) -> Iterator[None]:
+    """Limits are those of the primary context, which other tests use."""
+    limits = {number: rig.raw.cuCtxGetLimit(limit(rig, number)) for number in range(GRANULARITY + 2)}
+    yield
+    rig.settle()
+    for number, answer in limits.items():
+        if said(answer) == "SUCCESS":
+            rig.raw.cuCtxSetLimit(limit(rig, number), answer[1])
+
+
+def limit(rig: Rig, number: int) -> Any:
+    return rig.raw.CUlimit(number)
+
+
+def put(rig: Rig, number: int, wanted: int) -> int | str:
+    """Set a limit: what it is then, or what the call says where it fails."""
+    answer = rig.raw.cuCtxSetLimit(limit(rig, number), wanted)
+    return int(value(rig.raw.cuCtxGetLimit(limit(rig, number)))) if said(answer) == "SUCCESS" else said(answer)
+
+
+def test_defaults(rig: Rig) -> None:
+    expected = {
+        STACK: 1024,
+        PRINTF: 8650752,
+        HEAP: 8 << 20,
+        DEPTH: "UNSUPPORTED_LIMIT",
+        LAUNCHES: 2048,
+        GRANULARITY: 64,
+        PERSISTING: 11796480,
+        SHARED: 232448,
+        GRAPHICS: 0,
+        FALLBACK: "UNSUPPORTED_LIMIT",
+    }
+    for number, known in expected.items():
+        answer = rig.raw.cuCtxGetLimit(limit(rig, number))
+        assert (answer[1] if said(answer) == "SUCCESS" else said(answer)) == known
+    assert said(rig.raw.cuCtxGetLimit(rig.raw.CUlimit.CU_LIMIT_MAX)) == "INVALID_VALUE"
+
+
+@pytest.mark.parametrize(
+    ("number", "wanted", "kept"),
+    [
+        (STACK, 1, 16),
+        (STACK, 1000, 1008),
+        (STACK, 512 << 10, "INVALID_VALUE"),
+        (PRINTF, 0, 524288),
+        (PRINTF, 1000001, 1000192),
+        (PRINTF, 1 << 45, 1 << 31),
+        (HEAP, 1000, 4 << 20),
+        (HEAP, 5000001, 5046272),
+        (LAUNCHES, 1, 32),
+        (LAUNCHES, 33, 33),
+        (LAUNCHES, 1 << 20, 599186),
+        (GRANULARITY, 0, 0),
+        (GRANULARITY, 33, 33),
+        (GRANULARITY, 129, "INVALID_VALUE"),
+        (PERSISTING, 1, 3932160),
+        (PERSISTING, 3932161, 7864320),
+        (PERSISTING, 39321601, "INVALID_VALUE"),
+        (SHARED, 1024, "NOT_PERMITTED"),
+        (GRAPHICS, 0, "NOT_PERMITTED"),
+        (DEPTH, 2, "UNSUPPORTED_LIMIT"),
+    ],
+)
+def test_what_can_be_set(rig: Rig, number: int, wanted: int, kept: int | str) -> None:
+    assert put(rig, number, wanted) == kept
+
+
+@pytest.mark.parametrize("size", [512, 2048, 3008, 4096])
+def test_stacks_take_memory(rig: Rig, size: int) -> None:
+    """One for every thread that can run at a time: 132 multiprocessors of 2048."""
+    put(rig, STACK, 1024)
+    before, threads = rig.device_free(), 132 * 2048
+    assert put(rig, STACK, size) == size
+    assert before - rig.device_free() == (size * threads // PAGE - 1024 * threads // PAGE) * PAGE
+    put(rig, STACK, 1024)
+    assert rig.device_free() == before
+
+
+def test_other_stacks_wait_for_all_streams(rig: Rig) -> None:
+    gate = rig.gate()
+    for number, wanted, waits in ((STACK, 2048, True), (HEAP, 16 << 20, False), (GRANULARITY, 32, False)):
+        gate.hold(rig.stream())
+        with gate.opening_after(0.05 if waits else 5):
+            assert put(rig, number, wanted) == wanted
+            assert gate.is_open == waits
+        rig.synchronize()
+
+
+def test_not_during_a_capture(rig: Rig) -> None:
+    stream = rig.stream()
+    rig.begin_capture(stream)
+    assert said(rig.raw.cuCtxGetLimit(limit(rig, STACK))) == "SUCCESS"
+    assert rig.capture_status(stream) == "ACTIVE"
+    assert put(rig, STACK, 2048) == "STREAM_CAPTURE_UNSUPPORTED"
+    assert rig.capture_status(stream) == "INVALIDATED"
+
+
+def test_without_a_context(rig: Rig) -> None:
+    raw = rig.raw
+
+    def outside() -> None:
+        assert said(raw.cuCtxGetLimit(limit(rig, STACK))) == "INVALID_CONTEXT"
+        assert said(raw.cuCtxSetLimit(limit(rig, STACK), 2048)) == "INVALID_CONTEXT"
+        assert said(raw.cuCtxGetCacheConfig()) == "INVALID_CONTEXT"
+        assert said(raw.cuCtxResetPersistingL2Cache()) == "INVALID_CONTEXT"
+        assert said(raw.cuProfilerStart()) == "INVALID_CONTEXT"
+        assert said(raw.cuProfilerStop()) == "INVALID_CONTEXT"
+
+    in_new_thread(outside)
+
+
+def test_settings(rig: Rig) -> None:
+    raw = rig.raw
+    assert int(value(raw.cuCtxGetCacheConfig())) == 0
+    assert said(raw.cuCtxSetCacheConfig(raw.CUfunc_cache(1))) == "SUCCESS"
+    assert int(value(raw.cuCtxGetCacheConfig())) == 1
+    value(raw.cuCtxSetCacheConfig(raw.CUfunc_cache(0)))
+    assert said(raw.cuCtxResetPersistingL2Cache()) == "SUCCESS"
+    assert value(raw.cuDeviceComputeCapability(0)) == (9, 0)
+    properties = value(raw.cuDeviceGetProperties(0))
+    assert (properties.maxThreadsPerBlock, properties.SIMDWidth) == (1024, 32)
+    assert list(properties.maxThreadsDim) == [1024, 1024, 64]
+
+
+def test_all_streams_wait_for_an_event(rig: Rig) -> None:
+    """Those that are made later, too; but a stream that has nothing to do is done."""
+    raw, stream, gate, event, plain = rig.raw, rig.stream(), rig.gate(), rig.event(), rig.plain(64)
+    other = rig.stream()
+    assert said(raw.cuCtxWaitEvent(rig.context, event)) == "SUCCESS"
+    gate.hold(stream)
+    value(raw.cuEventRecord(event, stream))
+    assert said(raw.cuCtxWaitEvent(rig.context, event)) == "SUCCESS"
+    for one in (other, rig.stream()):
+        assert rig.query(one) == "SUCCESS"
+        value(raw.cuMemsetD8Async(plain, 1, 64, one))
+        assert rig.held(one)
+    gate.open()
+    assert rig.executed(other)
+    assert said(raw.cuCtxWaitEvent(None, event)) == "INVALID_CONTEXT"
+    rig.begin_capture(stream)
+    assert said(raw.cuCtxWaitEvent(rig.context, event)) == "STREAM_CAPTURE_UNSUPPORTED"
+    assert rig.capture_status(stream) == "INVALIDATED"
