@@ -95,10 +95,11 @@ _RIGHTS_BYTES = socket.CMSG_SPACE(PACKET_HANDLES * array.array("i").itemsize)
 # Plain numbers: operators of enum members cost more than the rest of a call.
 _DAMAGED = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 
-# A receiver looks for a message without sleeping for about as long as it takes to fall asleep and to be woken up: what
-# comes at once then comes in a third of the time. Where both ends share one processor, or messages take longer, that
-# only costs: after so many times in vain it is done once in a while.
-_SPIN_NANOSECONDS = 50_000 if len(os.sched_getaffinity(0)) > 1 else 0
+# A receiver looks for a message without sleeping for as long as the other end takes to hand over memory, even where it
+# had to be woken up for that: what comes at once then comes in a third of the time. Were it less, two ends that hand
+# something to and fro would each find the other asleep, for ever. Where both ends share one processor, or messages take
+# longer, that only costs: after so many times in vain it is done once in a while.
+_SPIN_NANOSECONDS = 150_000 if len(os.sched_getaffinity(0)) > 1 else 0
 _IN_VAIN, _ONCE_IN = 3, 32
 # No call waits in the kernel, where Python would begin anew after each signal: poll() keeps any deadline.
 _SEND = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
