@@ -16,6 +16,8 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.core.later import later_of
+from streamalloc.core.ownership import close_all
+from streamalloc.ipc.sharing.descriptor import Descriptor
 from streamalloc.testing import Gate
 from tests.ipc.support import (
     POSIX,
@@ -623,6 +625,21 @@ class TestSlotsAreUsedAgain:
         assert partner.run(idle)
         partner.kept("it").close()
         buffer.free()
+
+    def test_one_after_the_other(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        """A few places do, whose words stay close to the processor."""
+        places = set()
+        here, there = ipc.Channel.pair()
+        with here, there:
+            for _ in range(20):
+                buffer = pool.allocate(512, stream)
+                ipc.send(here, buffer)
+                message = there.receive()
+                close_all(message.handles)
+                places.add(Descriptor.from_bytes(message.data).slot)
+                buffer.free()
+                assert executed(stream)
+        assert len(places) <= 3
 
     def test_two_thousand(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         """More than a control block has: a second control block is made, and the places come back."""
