@@ -162,7 +162,7 @@ class Memory(Unique, Shown, abc.ABC):
         TypeError, ValueError
             The target is not one of these, is read-only or not contiguous, or has another size.
         """
-        if not _copied(target, self, self, stream):
+        if not _copied(self, target, stream, False):
             self._copy_slowly(target, self, stream)
 
     def copy_from(self, source: Memory | Any, stream: StreamLike | None = None) -> None:
@@ -172,7 +172,7 @@ class Memory(Unique, Shown, abc.ABC):
         pinned or pool memory is read when the stream gets there. In a capture every source is read, and every target
         written, at each launch; the graph keeps them alive.
         """
-        if not _copied(self, source, self, stream):
+        if not _copied(self, source, stream, True):
             self._copy_slowly(self, source, stream)
 
     def _copy_slowly(self, target: Any, source: Any, stream: StreamLike | None) -> None:
@@ -709,8 +709,8 @@ def viewed(memory: Memory) -> tuple[Memory, int]:
     return memory, offset
 
 
-def _copied(target: Any, source: Any, ours: Memory, stream: StreamLike | None) -> bool:
-    """The fast path of copies, one side of which is ``ours``; whether it was taken."""
+def _copied(ours: Memory, other: Any, stream: StreamLike | None, writing: bool) -> bool:
+    """The fast path of copies, by which ``ours`` is written, or read; whether it was taken."""
     ptr, home = ours._ptr, ours._home
     if ptr is None or home is None:
         return False
@@ -721,17 +721,13 @@ def _copied(target: Any, source: Any, ours: Memory, stream: StreamLike | None) -
     # An empty array has no address that the driver would take.
     if handle is None or not nbytes or ordered.device.ordinal != home:
         return False
-    writing = target is ours
-    other = source if writing else target
     if type(other) is _Array:
         flags = other.flags
         if other.nbytes != nbytes or not flags.c_contiguous:
             return False
         if writing:
-            name = "cuMemcpyHtoDAsync"
             result = door.cuMemcpyHtoDAsync(ptr, other, nbytes, handle)[0]
         elif flags.writeable:
-            name = "cuMemcpyDtoHAsync"
             result = door.cuMemcpyDtoHAsync(other, ptr, nbytes, handle)[0]
         else:
             return False
@@ -739,12 +735,12 @@ def _copied(target: Any, source: Any, ours: Memory, stream: StreamLike | None) -
         there = other._ptr
         if there is None or other._home != home or other._nbytes != nbytes or other._stream._door is not door:
             return False
-        name = "cuMemcpyAsync"
         to, of = (ptr, there) if writing else (there, ptr)
         result = door.cuMemcpyAsync(to, of, nbytes, handle)[0]
     else:
         return False
     if result and (result != _WRONG_CONTEXT or int(door.call("cuCtxGetCurrent")) in (0, int(door.context(home)))):
+        name = "cuMemcpyAsync" if type(other) in _kinds else "cuMemcpyHtoDAsync" if writing else "cuMemcpyDtoHAsync"
         raise error_from(result, name, ours._access_hint(ordered))
     return not result
 
