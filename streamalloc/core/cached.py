@@ -241,10 +241,11 @@ class CachedAllocator(Allocator):
         """
         if type(nbytes) is int:
             try:
-                block = stream._lists[self._key][(nbytes - 1) >> 9].pop()  # type: ignore[union-attr]
+                blocks = stream._lists[self._key][(nbytes - 1) >> 9]  # type: ignore[union-attr]
+                block = blocks.pop() if blocks else None
             except (LookupError, AttributeError, TypeError):
-                pass
-            else:
+                block = None
+            if block is not None:
                 # An interrupt from here on leaves the block to be found.
                 buffer: CachedBuffer = CachedBuffer()
                 buffer._ptr = block
@@ -253,20 +254,7 @@ class CachedAllocator(Allocator):
                 buffer._allocator = self
                 buffer._shared = None
                 return buffer
-            if self._blocks.dropped:
-                self._blocks.mend()
-                back = self._taken(nbytes, stream)
-                if back is not None:
-                    return self._wrap(back, nbytes, stream)  # type: ignore[arg-type]
         return self._allocate_slowly(nbytes, stream)
-
-    def _taken(self, nbytes: int, stream: StreamLike) -> Block | None:
-        """A block as the fast path takes it; None where there is none."""
-        try:
-            block: Block = stream._lists[self._key][(nbytes - 1) >> 9].pop()  # type: ignore[union-attr]
-        except (LookupError, AttributeError, TypeError):
-            return None
-        return block
 
     def _over(self, blocks: Blocks, key: object, door: Door) -> None:
         """What takes the place of binding driver functions."""
@@ -356,6 +344,16 @@ class CachedBuffer(Buffer):
             # Nothing is called between these that a signal handler could interrupt: the memory is freed once.
             self._ptr = None
             block.home.append(block)
+            return
+        allocator = self._allocator
+        if (
+            block is not None
+            and block.home is not None
+            and still_imported is _DEFER
+            and stream is not None
+            and direct_handle(stream, allocator._door) is not None
+        ):
+            allocator._put_back(self, stream)  # type: ignore[arg-type]
             return
         self._free_slowly(stream, still_imported, timeout)
 

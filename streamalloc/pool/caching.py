@@ -301,7 +301,7 @@ class _Cache(Deferred):
             used = self._figure(_USED)
             if used + nbytes > self._most:
                 self._most = used + nbytes + max(_STEP, used >> _SLACK)
-        self._unseen = min(_STEP, self._most - used) - nbytes
+        self._unseen = min(max(_STEP, self._most >> 7), self._most - used) - nbytes
 
     def _figure(self, attribute: Any) -> int:
         """A figure of the pool."""
@@ -476,6 +476,8 @@ class CachingAllocator(CachedAllocator, Closes, Shown):
         cache = self._cache
         if cache.closed:
             self._check_open()
+        if self._blocks.dropped:
+            self._blocks.mend()
         direct = direct_handle(stream, cache.door) is not None
         ordered: Stream = stream if direct else as_stream(stream, cache.door)  # type: ignore[assignment]
         size = nbytes if type(nbytes) is int and nbytes >= 0 else checked_size("nbytes", nbytes)

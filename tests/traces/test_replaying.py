@@ -156,6 +156,24 @@ class TestOurs:
         assert found.driver_calls is not None and 2 <= found.driver_calls < 8
         assert found.peak_reserved == 32 * MiB
 
+    @pytest.mark.parametrize(("name", "cupy", "pytorch"), [("training", 1.215, 1.287), ("serving", 1.560, 1.572)])
+    def test_a_cache_holds_no_more_than_others_and_seldom_asks(
+        self, machine: Any, name: str, cupy: float, pytorch: float
+    ) -> None:
+        driver = sd.traced(machine)
+        trace = traces.WORKLOADS[name]()
+        device = sa.Device(0, driver=driver)
+        with contextlib.ExitStack() as resources:
+            pool = resources.enter_context(sa.MemoryPool(device, release_threshold=2**64 - 1))
+            cache = resources.enter_context(sa.CachingAllocator(pool))
+            prepared = resources.enter_context(traces.prepare(trace, cache, device))
+            prepared.run()
+            assert cache.statistics().reserved_high / trace.peak <= min(cupy, pytorch)
+            del driver.calls[:]
+            prepared.run()
+            assert len(driver.calls) < len(trace.events) / 5
+            assert cache.statistics().reserved_high / trace.peak <= 1.6
+
     def test_the_raw_calls_have_the_same_figures(self, device: sa.Device) -> None:
         trace = trace_of((0, 20 * MiB), (1, 20 * MiB, 1), (0, 20 * MiB, 1), (2, 10 * MiB), (1, 20 * MiB, 1))
         ours, raw = (traces.replay(trace, name, device, rounds=1) for name in ("pool", "raw"))
