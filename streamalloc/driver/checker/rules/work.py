@@ -81,14 +81,12 @@ def plane(copy: Any) -> list[Touch]:
         kind = getattr(getattr(copy, f"{side}MemoryType"), "name", "")
         if "ARRAY" in kind:
             continue
-        pitch = int(getattr(copy, f"{side}Pitch"))
-        slice_ = pitch * int(getattr(copy, f"{side}Height", 0) or height)
-        start = (
-            number_of(getattr(copy, f"{side}Host" if "HOST" in kind else f"{side}Device"))
-            + int(getattr(copy, f"{side}XInBytes"))
-            + int(getattr(copy, f"{side}Y")) * pitch
-            + int(getattr(copy, f"{side}Z", 0)) * slice_
-        )
+        x, y, z = (int(getattr(copy, f"{side}{name}", 0)) for name in ("XInBytes", "Y", "Z"))
+        # Zero stands for what just holds the rows, those that are left out included.
+        pitch = int(getattr(copy, f"{side}Pitch")) or x + width
+        slice_ = pitch * (int(getattr(copy, f"{side}Height", 0)) or y + height)
+        start = number_of(getattr(copy, f"{side}Host" if "HOST" in kind else f"{side}Device"))
+        start += x + y * pitch + z * slice_
         if slice_ == pitch * height:
             found += rows(start, pitch, width, height * depth, write)
         else:

@@ -11,8 +11,7 @@ from .. import arguments
 from ..arguments import DevicePointer, UnsignedInt
 from ..constants import PINNED, READ_WRITE, Location
 from ..contexts import Context
-from ..errors import Result, check, need, not_modelled
-from ..events import Event
+from ..errors import NotModelled, Result, check, need, not_modelled
 from ..graphs import Graph, Node, Values
 from ..moves import fill
 from ..timeline import Operation, Stream
@@ -73,17 +72,23 @@ class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
         check(all(one.graph is graph and two.graph is graph and one is not two for one, two in pairs))
         return pairs
 
-    def cuGraphAddDependencies_v2(self, hGraph: Any, from_: Any, to: Any, edgeData: Any, numDependencies: Any) -> None:
-        for one, two in self._pairs(self._graph(hGraph), from_, to, numDependencies):
+    def _connect(self, hGraph: Any, from_: Any, to: Any, count: Any) -> None:
+        for one, two in self._pairs(self._graph(hGraph), from_, to, count):
             check(one not in two.after)
             two.after = [*two.after, one]
+
+    def _disconnect(self, hGraph: Any, from_: Any, to: Any, count: Any) -> None:
+        for one, two in self._pairs(self._without_memory(hGraph), from_, to, count):
+            check(one in two.after)
+            two.after = [other for other in two.after if other is not one]
+
+    def cuGraphAddDependencies_v2(self, hGraph: Any, from_: Any, to: Any, edgeData: Any, numDependencies: Any) -> None:
+        self._connect(hGraph, from_, to, numDependencies)
 
     def cuGraphRemoveDependencies_v2(
         self, hGraph: Any, from_: Any, to: Any, edgeData: Any, numDependencies: Any
     ) -> None:
-        for one, two in self._pairs(self._without_memory(hGraph), from_, to, numDependencies):
-            check(one in two.after)
-            two.after = [other for other in two.after if other is not one]
+        self._disconnect(hGraph, from_, to, numDependencies)
 
     if EDGE_DATA:
         cuGraphAddDependencies = cuGraphAddDependencies_v2
@@ -93,12 +98,12 @@ class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
         def cuGraphAddDependencies(  # type: ignore[misc]
             self, hGraph: Any, from_: Any, to: Any, numDependencies: Any
         ) -> None:
-            self.cuGraphAddDependencies_v2(hGraph, from_, to, None, numDependencies)
+            self._connect(hGraph, from_, to, numDependencies)
 
         def cuGraphRemoveDependencies(  # type: ignore[misc]
             self, hGraph: Any, from_: Any, to: Any, numDependencies: Any
         ) -> None:
-            self.cuGraphRemoveDependencies_v2(hGraph, from_, to, None, numDependencies)
+            self._disconnect(hGraph, from_, to, numDependencies)
 
     def cuGraphDestroyNode(self, hNode: Any) -> None:
         node = self._node(hNode)
@@ -121,6 +126,9 @@ class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
     def cuGraphAddMemAllocNode(self, hGraph: Any, dependencies: Any, numDependencies: Any, nodeParams: Any) -> Any:
         graph, after = self._behind(hGraph, dependencies, numDependencies)
         params = arguments.struct("nodeParams", nodeParams, cuda.CUDA_MEM_ALLOC_NODE_PARAMS)
+        return cuda.CUgraphNode(self._add_allocation(graph, after, params).handle)
+
+    def _add_allocation(self, graph: Graph, after: list[Node], params: Any) -> Node:
         props, size = params.poolProps, int(params.bytesize)
         place, handle_types = arguments.place(props.location), read_handle_types(props)
         check(size and arguments.number_in(props, "allocType") == PINNED and not handle_types & ~_SHAREABLE)
@@ -132,7 +140,7 @@ class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
         values = {"maxSize": int(props.maxSize), "usage": int(props.usage), "accessDescCount": count}
         node = graph.allocate(size, place.id, after, values)
         params.dptr = cuda.CUdeviceptr(node.address)
-        return cuda.CUgraphNode(node.handle)
+        return node
 
     def _check_grants(self, grants: Any, device: int) -> None:
         """Access that an allocation node is to give: read and write, once for each place."""
@@ -155,11 +163,11 @@ class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
         self, hGraph: Any, dependencies: Any, numDependencies: Any, memsetParams: Any, ctx: Any
     ) -> Any:
         graph, after = self._behind(hGraph, dependencies, numDependencies)
-        values, operation = self._fill_of_node(graph, memsetParams, ctx)
+        params = arguments.struct("memsetParams", memsetParams, cuda.CUDA_MEMSET_NODE_PARAMS)
+        values, operation = self._fill_of_node(graph, params, ctx)
         return cuda.CUgraphNode(graph.add("MEMSET", after, operation, values).handle)
 
-    def _fill_of_node(self, graph: Graph, memsetParams: Any, ctx: Any) -> tuple[Values, Operation]:
-        params = arguments.struct("memsetParams", memsetParams, cuda.CUDA_MEMSET_NODE_PARAMS)
+    def _fill_of_node(self, graph: Graph, params: Any, ctx: Any) -> tuple[Values, Operation]:
         context = self._context_of_node(ctx)
         values = {name: int(getattr(params, name)) for name in FILL_FIELDS}
         self._check_fill_node(graph, values, context)
@@ -178,7 +186,8 @@ class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
 
     def cuGraphMemsetNodeSetParams(self, hNode: Any, nodeParams: Any) -> None:
         node = self._of_kind(hNode, "MEMSET")
-        node.values, node.operation = self._fill_of_node(node.graph, nodeParams, None)
+        params = arguments.struct("nodeParams", nodeParams, cuda.CUDA_MEMSET_NODE_PARAMS)
+        node.values, node.operation = self._fill_of_node(node.graph, params, None)
 
     def _of_kind(self, hNode: Any, kind: str) -> Node:
         node = self._node(hNode)
@@ -218,9 +227,11 @@ class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
     def cuGraphAddHostNode(self, hGraph: Any, dependencies: Any, numDependencies: Any, nodeParams: Any) -> Any:
         graph, after = self._behind(hGraph, dependencies, numDependencies)
         params = arguments.struct("nodeParams", nodeParams, cuda.CUDA_HOST_NODE_PARAMS)
+        return cuda.CUgraphNode(self._add_host_function(graph, after, params).handle)
+
+    def _add_host_function(self, graph: Graph, after: list[Node], params: Any) -> Node:
         operation = self._host_function(int(params.fn), int(params.userData or 0))
-        values = {"fn": params.fn, "userData": params.userData}
-        return cuda.CUgraphNode(graph.add("HOST", after, operation, values).handle)
+        return graph.add("HOST", after, operation, {"fn": params.fn, "userData": params.userData})
 
     def cuGraphHostNodeGetParams(self, hNode: Any) -> Any:
         node = self._of_kind(hNode, "HOST")
@@ -234,24 +245,23 @@ class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
         return cuda.CUgraphNode(graph.add("BATCH_MEM_OP", after, operation).handle)
 
     def cuGraphAddEventRecordNode(self, hGraph: Any, dependencies: Any, numDependencies: Any, event: Any) -> Any:
-        recorded = self._event_to_keep(event)
-        return self._add_event_node("EVENT_RECORD", hGraph, dependencies, numDependencies, recorded, recorded.record_in)
+        graph, after = self._behind(hGraph, dependencies, numDependencies)
+        return cuda.CUgraphNode(self._add_event(graph, after, "EVENT_RECORD", event).handle)
 
     def cuGraphAddEventWaitNode(self, hGraph: Any, dependencies: Any, numDependencies: Any, event: Any) -> Any:
-        awaited = self._event_to_keep(event)
-        return self._add_event_node("WAIT_EVENT", hGraph, dependencies, numDependencies, awaited, awaited.hold)
+        graph, after = self._behind(hGraph, dependencies, numDependencies)
+        return cuda.CUgraphNode(self._add_event(graph, after, "WAIT_EVENT", event).handle)
 
-    def _event_to_keep(self, event: Any) -> Event:
-        check(arguments.event(event))
-        return self._event(event)
-
-    def _add_event_node(
-        self, kind: str, hGraph: Any, dependencies: Any, count: Any, event: Event, enter: Callable[[Stream], object]
-    ) -> Any:
-        graph, after = self._behind(hGraph, dependencies, count)
-        node = graph.add(kind, after, values={"event": event})
+    def _add_event(self, graph: Graph, after: list[Node], kind: str, event: Any) -> Node:
+        values, enter = self._event_of(kind, event)
+        node = graph.add(kind, after, values=values)
         node.enter = enter
-        return cuda.CUgraphNode(node.handle)
+        return node
+
+    def _event_of(self, kind: str, event: Any) -> tuple[Values, Callable[[Stream], object]]:
+        check(arguments.event(event))
+        found = self._event(event)
+        return {"event": found}, found.record_in if kind == "EVENT_RECORD" else found.hold
 
     def _event_of_node(self, hNode: Any, kind: str) -> Any:
         values = self._of_kind(hNode, kind).values
@@ -264,13 +274,68 @@ class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
     def cuGraphEventWaitNodeGetEvent(self, hNode: Any) -> Any:
         return self._event_of_node(hNode, "WAIT_EVENT")
 
+    def cuGraphEventRecordNodeSetEvent(self, hNode: Any, event: Any) -> None:
+        node = self._of_kind(hNode, "EVENT_RECORD")
+        node.values, node.enter = self._event_of(node.kind, event)
+
+    def cuGraphEventWaitNodeSetEvent(self, hNode: Any, event: Any) -> None:
+        node = self._of_kind(hNode, "WAIT_EVENT")
+        node.values, node.enter = self._event_of(node.kind, event)
+
     def cuGraphAddChildGraphNode(self, hGraph: Any, dependencies: Any, numDependencies: Any, childGraph: Any) -> Any:
         graph, after = self._behind(hGraph, dependencies, numDependencies)
+        return cuda.CUgraphNode(self._add_child(graph, after, childGraph).handle)
+
+    def _add_child(self, graph: Graph, after: list[Node], childGraph: Any) -> Node:
         child = self._without_memory(childGraph).clone()
         node = graph.add("GRAPH", after)
         node.child = child
-        return cuda.CUgraphNode(node.handle)
+        return node
 
     def cuGraphChildGraphNodeGetGraph(self, hNode: Any) -> Any:
         child = need(self._node(hNode).child)
         return cuda.CUgraph(child.handle)
+
+    # -- nodes of any kind -----------------------------------------------------------------------------------
+
+    def _add_node(self, hGraph: Any, dependencies: Any, count: Any, nodeParams: Any) -> Any:
+        graph, after = self._behind(hGraph, dependencies, count)
+        params = arguments.struct("nodeParams", nodeParams, cuda.CUgraphNodeParams)
+        kind = params.type.name.removeprefix("CU_GRAPH_NODE_TYPE_")
+        if kind == "MEMSET":
+            values, operation = self._fill_of_node(graph, params.memset, params.memset.ctx)
+            node = graph.add(kind, after, operation, values)
+        elif kind == "MEMCPY":
+            values, operation = self._copy_of_node(graph, params.memcpy.copyParams, params.memcpy.copyCtx)
+            node = graph.add(kind, after, operation, values)
+        elif kind == "MEM_ALLOC":
+            node = self._add_allocation(graph, after, params.alloc)
+        elif kind == "MEM_FREE":
+            node = graph.free(int(params.free.dptr), after)
+        elif kind == "HOST":
+            node = self._add_host_function(graph, after, params.host)
+        elif kind == "EVENT_RECORD":
+            node = self._add_event(graph, after, kind, params.eventRecord.event)
+        elif kind == "WAIT_EVENT":
+            node = self._add_event(graph, after, kind, params.eventWait.event)
+        elif kind == "GRAPH":
+            node = self._add_child(graph, after, params.graph.graph)
+        elif kind == "EMPTY":
+            node = graph.add(kind, after)
+        else:
+            raise NotModelled(f"a graph node of kind {kind}")
+        return cuda.CUgraphNode(node.handle)
+
+    def cuGraphAddNode_v2(
+        self, hGraph: Any, dependencies: Any, dependencyData: Any, numDependencies: Any, nodeParams: Any
+    ) -> Any:
+        return self._add_node(hGraph, dependencies, numDependencies, nodeParams)
+
+    if EDGE_DATA:
+        cuGraphAddNode = cuGraphAddNode_v2
+    else:
+
+        def cuGraphAddNode(  # type: ignore[misc]
+            self, hGraph: Any, dependencies: Any, numDependencies: Any, nodeParams: Any
+        ) -> Any:
+            return self._add_node(hGraph, dependencies, numDependencies, nodeParams)

@@ -7,6 +7,7 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda
 
+from .. import arguments
 from ..arguments import UnsignedInt
 from ..errors import Result, check, need, not_modelled
 from ..graphs import GraphExec, Node, Values
@@ -54,7 +55,8 @@ class GraphUpdateCalls(GraphNodeCalls):
 
     def cuGraphExecMemsetNodeSetParams(self, hGraphExec: Any, hNode: Any, memsetParams: Any, ctx: Any) -> None:
         instance, number = self._instantiated(hGraphExec, hNode, "MEMSET")
-        values, operation = self._fill_of_node(instance.graph, memsetParams, ctx)
+        params = arguments.struct("memsetParams", memsetParams, cuda.CUDA_MEMSET_NODE_PARAMS)
+        values, operation = self._fill_of_node(instance.graph, params, ctx)
         self._change(instance, number, replace(instance.nodes[number], values=values, operation=operation))
 
     def cuGraphExecMemcpyNodeSetParams(self, hGraphExec: Any, hNode: Any, copyParams: Any, ctx: Any) -> None:
