@@ -734,7 +734,7 @@ def _let_go_on(resources: RankResources, signals: Signals, end: float | None, lo
             resources.replicas[rank][at : at + words.nbytes].copy_from(words, stream)
             stream.synchronize()
 
-    if signals.used and resources.replicas:
+    if signals.used and resources.replicas and not resources.going:
         for rank, device in resources.devices.items():
             in_time(device, functools.partial(write, rank, device), end, lost)
     finish(resources.devices.values(), end, lost)

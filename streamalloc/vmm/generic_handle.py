@@ -111,7 +111,8 @@ class GenericAllocation(OwnsNode):
         ValueError
             It was not made with this handle type.
         """
-        if handle_type not in (MemHandleType.POSIX_FILE_DESCRIPTOR, MemHandleType.FABRIC):
+        kinds = (MemHandleType.POSIX_FILE_DESCRIPTOR, MemHandleType.FABRIC)
+        if not isinstance(handle_type, MemHandleType) or handle_type not in kinds:
             raise ValueError(f"handle_type={handle_type!r}: allowed are POSIX_FILE_DESCRIPTOR and FABRIC")
         raw = self._checked_raw()
         if not self._handle_types & handle_type:

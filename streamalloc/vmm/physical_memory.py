@@ -10,7 +10,15 @@ from typing import Any
 from streamalloc.core.arguments import FABRIC_NEEDS, check_location, door_of, location_of
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
-from streamalloc.core.errors import CudaError, NotSupportedError, OutOfMemoryError, error_from, refused, size_text
+from streamalloc.core.errors import (
+    CudaError,
+    NotSupportedError,
+    OutOfMemoryError,
+    error_from,
+    refused,
+    size_text,
+    undoing,
+)
 from streamalloc.core.fd import Fd
 from streamalloc.core.html import Row, mib, place
 from streamalloc.core.properties import (
@@ -357,7 +365,8 @@ def import_memory(door: Door, handle: Fd | int | bytes, nbytes: int) -> Physical
     memory = PhysicalMemory.__new__(PhysicalMemory)
     memory._prepare(door, nbytes, Kind.MEMORY)
     memory._import(handle)
-    memory._set_spec(MemorySpec(door, memory.query(), found=True))
+    with undoing(memory.close):
+        memory._set_spec(MemorySpec(door, memory.query(), found=True))
     return memory
 
 

@@ -13,7 +13,7 @@ from streamalloc.core.door import Door
 from streamalloc.core.errors import ClosedError, CudaError, EvictedError, InUseError, attach, size_text, undoing
 from streamalloc.core.html import Drawn, Html, Row, gauge
 from streamalloc.core.memory import Memory
-from streamalloc.core.ownership import Closes
+from streamalloc.core.ownership import Closes, close_all
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
 from streamalloc.core.stream import Stream, StreamLike, as_stream, refuse_capture
 from streamalloc.pool import MemoryPool
@@ -352,12 +352,21 @@ class VirtualBuffer(Memory, Closes, Drawn):
         self._trim(start)
         for watcher in self.range._node.allocations.watchers:
             watcher.to_be_mapped(self.range.address + start, sum(chunk.nbytes for chunk in chunks))
+        made: list[PhysicalMemory] = []
+
+        def memories() -> Iterator[PhysicalMemory]:
+            for chunk in chunks:
+                made.append(chunk.spec.make(chunk.nbytes))
+                yield made[-1]
+
         # Not by undoing(), which takes a third as long as all that it is about.
         try:
-            return self._map_all(start, (chunk.spec.make(chunk.nbytes) for chunk in chunks))
+            return self._map_all(start, memories())
         except BaseException as first:
             try:
                 self._trim(start)
+                # What was not mapped nobody else releases as long as the error is there.
+                close_all(made)
             except Exception as later:
                 attach(first, later)
             raise

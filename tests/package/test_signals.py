@@ -11,7 +11,9 @@ A point that cannot be held is in :data:`LOST`, which has to be exact.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import importlib
 import os
 import sys
 import threading
@@ -23,8 +25,10 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc import ipc, vmm
+from streamalloc import interop, ipc, multicast, vmm
 from streamalloc.driver.bindings import cuda
+from tests.interop.libraries import LIBRARIES
+from tests.interop.standins import STANDINS
 from tests.interrupting import Atomic, Points, Signal
 from tests.ipc.support import POSIX, shared_pool
 from tests.processes import eventually
@@ -277,6 +281,135 @@ def imports(bench: Opening) -> None:
     first, second = bench.open("buffer"), bench.open("buffer")
     first.close()
     del second  # dropped
+
+
+@program(Opening)
+def messages(bench: Opening) -> None:
+    with ipc.Channel.listen() as listener, ipc.Channel.connect(listener.address) as one, listener.accept() as two:
+        with bench.device.create_event(interprocess=True) as event:
+            ipc.send(one, event)
+            two.receive(timeout=WAIT)
+        ipc.send(one, bench.theirs["buffer"], hold=True)
+        with ipc.receive(two, stream=bench.stream, timeout=WAIT, driver=bench.driver):
+            pass
+        ipc.send(one, bench.theirs["buffer"], hold=True)  # never received
+
+
+@program(Opening)
+def rings(bench: Opening) -> None:
+    """The other end is on a thread, which no signal stops."""
+    ours, theirs = ipc.Channel.pair()
+    others: list[Any] = []
+
+    def beside(there: Callable[[], Any]) -> threading.Thread:
+        def run() -> None:
+            with contextlib.suppress(sa.CudaError, sa.ClosedError, OSError, EOFError):
+                others.append(there())
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return thread
+
+    stream = bench.theirs["buffer"].stream
+    other = beside(lambda: None)
+    try:
+        with ipc.Ring.producer(bench.pool, 4096, 2, stream=bench.stream) as ring:
+            other = beside(lambda: ipc.Ring.consumer(theirs, stream=stream, timeout=WAIT))
+            ring.add(ours, WAIT)
+            other.join()
+            ring.put(b"some bytes", WAIT)
+            others[0].next(WAIT).release()
+            ring.next(WAIT).give_back()
+        others.pop().close()
+        ours, theirs = ipc.Channel.pair()
+        with ipc.Ring.producer(bench.theirs["buffer"].owner, 4096, 2, stream=stream) as ring:
+            other = beside(lambda: ring.add(theirs, WAIT))
+            with ipc.Ring.consumer(ours, stream=bench.stream, timeout=WAIT) as consumer:
+                other.join()
+                ring.put(b"some bytes", WAIT)
+                with consumer.next(WAIT):
+                    pass
+    finally:
+        ours.close()
+        theirs.close()
+        other.join(WAIT)
+        for one in others:
+            if one is not None:
+                one.close()
+
+
+@program(Bench)
+def observers(bench: Bench) -> None:
+    with sa.observe(driver=bench.driver) as observer:
+        with observer.phase("one"), bench.pool.allocate(64, bench.stream) as buffer:
+            buffer.fill(1)
+        with vmm.GrowableBuffer(bench.device, 4 * PAGE, PAGE) as growable:
+            growable.grow(PAGE)
+        bench.pool.allocate(64, bench.stream)  # dropped
+        assert observer.nbytes == 0
+
+
+_two_devices = functools.cache(functools.partial(sd.simulated, devices=2))
+
+
+class Team(Bench):
+    """On a machine of two devices."""
+
+    def __init__(self, machine: Any) -> None:
+        super().__init__(_two_devices())
+        self.devices = sa.Device.all(self.driver)
+
+
+@program(Team)
+def multicasts(bench: Team) -> None:
+    with multicast.MulticastObject(2 * PAGE, 2, driver=bench.driver) as made:
+        for device in bench.devices:
+            made.add_device(device)
+        memories = [vmm.PhysicalMemory(2 * PAGE, device) for device in bench.devices]
+        bindings = [made.bind(memory) for memory in memories]
+        with made.map(access=bench.devices) as view:
+            view.set_access(bench.devices[1])
+        bindings[0].close()
+
+
+@program(Team)
+def symmetric(bench: Team) -> None:
+    with multicast.SymmetricMemory.local(5000, bench.devices) as memory:
+        with bench.devices[1].create_stream() as second:
+            memory.barrier(bench.stream, second)
+            second.synchronize()
+        memory.buffers[0].fill(1)
+        memory.sleep()
+        memory.wake()
+
+
+class Lending(Bench):
+    """And a library that allocates from the pool."""
+
+    def __init__(self, machine: Any) -> None:
+        super().__init__(machine)
+        patch = pytest.MonkeyPatch()
+        self.made.callback(patch.undo)
+        for imported, standin in STANDINS["cupy"](machine).items():
+            patch.setitem(sys.modules, imported, standin)
+        self.library = LIBRARIES["cupy"](importlib.import_module("cupy"))
+
+    def thread_state(self) -> tuple[int, int]:
+        return 0, 0  # the library, which is one of Python here, leaves what it had
+
+
+@program(Lending)
+def bridges(bench: Lending) -> None:
+    theirs = bench.library.make(64)
+    with interop.cupy.use(bench.pool, callbacks=True):
+        array = bench.library.make(4096)
+        bench.library.fill(array, 1)
+        del array
+    with bench.pool.allocate(64, bench.stream) as buffer:
+        lent = interop.cupy.array(buffer)
+        del lent
+    with interop.cupy.memory(theirs, bench.stream) as borrowed:
+        borrowed.fill(2)
 
 
 @pytest.fixture(autouse=True)

@@ -42,6 +42,8 @@ class RankResources(Deferred):
         self.memories: dict[int, PhysicalMemory] = {}
         """By rank, as what maps it."""
         self.replicas: dict[int, Mapping] = {}
+        self.going = False
+        """Whether giving the memory back has begun: its work was waited for, and some of it may have gone."""
         self.multicast: MulticastObject | None = None
         """The multicast object, if there is one, and what maps it."""
         self.view: Mapping | None = None
@@ -138,6 +140,7 @@ class RankResources(Deferred):
         CudaError
             The first call that failed, with the others attached.
         """
+        self.going = True
         self._close_handles()
         if self.multicast is not None:
             # The work of all devices was waited for.
@@ -148,6 +151,7 @@ class RankResources(Deferred):
         self.multicast = self.view = None
         self.replicas.clear()
         self.memories.clear()
+        self.going = False
 
     def attempt(self) -> bool:
         """Give everything back, as :meth:`give_memory_back`, and then the addresses."""
