@@ -82,6 +82,7 @@ def complete(on_cuda: bool, *arguments: str) -> Complete:
         code = main(arguments)
     sa.Device(0, driver=driver).synchronize()
     assert err.getvalue() == ""
+    assert [str(one) for one in driver.hazards] == []
     return Complete(code, out.getvalue(), driver.outstanding())
 
 

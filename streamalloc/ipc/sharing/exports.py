@@ -566,7 +566,7 @@ def _leased(
 ) -> Shared:
     """The descriptor of an allocation that has a lease; ``part`` is offset, size, and size of the allocation."""
     if exports.door.shared is not None:
-        exports.door.shared(int(address) + part[0], part[1], raw_handle(stream))
+        _say_ready(exports.door, int(address) + part[0], part[1], stream)
     ready = lease.announce(stream)
     route: Any = lease.route
     head, handles = route.head(lease.block, exports)
@@ -605,8 +605,7 @@ def _share_range(thing: VirtualBuffer | RangeView, asked: _Asked, begin: int = 0
             "grow in larger steps, or share parts of it"
         )
     memories = [chunk.memory for chunk in mapped]
-    if door.shared is not None:
-        door.shared(thing.range.address + begin, size, raw_handle(ordered))
+    _say_ready(door, thing.range.address + begin, size, ordered)
     return _share_chunks(thing, door, memories, ordered, asked, offset=begin - mapped[0].offset, size=size, **fields)
 
 
@@ -626,6 +625,13 @@ def _share_chunks(
     handles = {chunk.id: fd for chunk, fd in chunks if fd is not None}
     fields["handle_type"], fields["chunks"] = int(kind), tuple(chunk for chunk, _ in chunks)
     return exports.describe(Mechanism.PHYSICAL, exports.uuid(_device_of(memories[0])), stream, handles, **fields)
+
+
+def _say_ready(door: Door, address: int, nbytes: int, stream: Stream) -> None:
+    """Tell a driver that checks stream order that importers will use memory after what a stream has queued."""
+    if door.shared is not None:
+        with stream.device.current():
+            door.shared(address, nbytes, raw_handle(stream))
 
 
 def _device_of(memory: PhysicalMemory) -> Device:
