@@ -167,8 +167,14 @@ class TestFree:
         assert rig.free_range(start, 2 * PAGE) == "SUCCESS"
 
 
-def test_so_large_a_range_only_where_the_hint_leads(rig: Rig) -> None:
+def test_so_large_a_range_only_where_there_is_room_behind_the_hint(rig: Rig) -> None:
     taken = rig.reserve(4 * PAGE)
     assert said(rig.try_reserve(1 << 40, hint=taken)) == "OUT_OF_MEMORY"
     assert said(rig.try_reserve(1 << 30, hint=taken)) == "SUCCESS"
     assert said(rig.try_reserve(1 << 40)) == "SUCCESS"
+
+
+@pytest.mark.parametrize(("size", "alignment"), [(16 * PAGE, 0), (PAGE, 64 * MiB)], ids=["large", "aligned"])
+def test_what_is_large_or_aligned_lies_low(rig: Rig, size: int, alignment: int) -> None:
+    low = rig.reserve(size, alignment)
+    assert said(rig.try_reserve(1 << 40, hint=low)) == "SUCCESS"

@@ -16,8 +16,8 @@ from .memory import Arena, Bank, Physical
 from .supply import Supply
 
 _REGION = 32 << 20
-_LEFT_BY_CONTEXT = (24 << 20, 2 << 20)
-"""What the context leaves free of the regions in which it has memory of its own, the newest last."""
+_LEFT_BY_CONTEXT = 24 << 20
+"""What the context leaves free of the region in which it has memory of its own."""
 
 
 class Pieces:
@@ -87,8 +87,7 @@ class Heap:
         self._addresses.add(0, self._capacity)
         self._regions: list[tuple[Block, Pieces]] = []
         """The newest last."""
-        for free in _LEFT_BY_CONTEXT:
-            self._new_region(_REGION).take(_REGION - free)
+        self._new_region(_REGION).take(_REGION - _LEFT_BY_CONTEXT)
         self._small: dict[int, Pieces] = {}
         """What shares blocks, by kind."""
         self._blocks: dict[int, tuple[Block, int, int]] = {}

@@ -273,22 +273,25 @@ _kept: deque[tuple[int, int, int]] = deque()
 
 
 class Arena:
-    """A reservation with its own physical memory, the same offset in both.
+    """A reservation with its own physical memory, the same offset in both; the file is there from its first use on.
 
     ``on_host``: arrays of the host may look at it, also when it is freed. See :data:`FREED`.
     """
 
     def __init__(self, name: str, size: int, alignment: int, on_host: bool = False) -> None:
+        self._name = name
         self._on_host = on_host
         self._used = 0
         """All that was ever backed is below."""
         self.reservation: Reservation = Reservation(size, alignment)
-        try:
-            self.physical: Physical = Physical(name, size)
-        except OSError:
-            self.reservation.close()
-            raise
         self.base: int = self.reservation.base
+        self._physical: Physical | None = None
+
+    @property
+    def physical(self) -> Physical:
+        if self._physical is None:
+            self._physical = Physical(self._name, self.reservation.size)
+        return self._physical
 
     def back(self, offset: int, size: int) -> None:
         self.reservation.map(self.base + offset, size, self.physical, offset)
@@ -302,7 +305,8 @@ class Arena:
 
     def close(self) -> None:
         self.reservation.close(self._used if self._on_host else 0)
-        self.physical.close()
+        if self._physical is not None:
+            self._physical.close()
 
 
 class Bank:

@@ -105,8 +105,8 @@ class Pool:
             if block is None:
                 raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
             self._wait_for(block, stream)
-        if grown or block.owner not in (HEAP, stream.id):  # no other allocation is work (H200: test_streams)
-            stream.submit(Operation())
+        if grown or block.owner not in (HEAP, stream.id):  # no other allocation is work (H200: test_events)
+            stream.submit(Operation(), clock=stream.clock if stream.peers is not None else {})  # nor tells of others
         used = line.carve(block, rounded)
         self._outstanding += 1
         self.used += size

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from .allocator import Line
 from .blocks import round_up
 from .constants import CHUNK
+from .errors import operating_system
 from .memory import AddressMap, Arena, Bank, Physical, Reservation
 
 
@@ -73,44 +74,35 @@ class Space:
         supply: Supply,
         bank: Bank,
         capacity: int,
-        chunk: int = CHUNK,
         ranks: dict[int, int] | None = None,
     ) -> None:
-        self.line: Line = Line(round_up(capacity, chunk), chunk, ranks)
+        self.line: Line = Line(round_up(capacity, CHUNK), CHUNK, ranks)
         self.bank = bank
-        self._name = name
         self._arenas = supply.arenas
-        self._on_host = chunk == CHUNK and bank is supply.host  # for arrays that look at a host pool
-        self._arena: Arena | None = None
+        # from the beginning, so that nothing else comes there (observed on H200: test_pool_creation)
+        with operating_system(only_memory=True):
+            self._arena = Arena(name, self.line.capacity, CHUNK, on_host=bank is supply.host)
+        self._arenas.add(self._arena.reservation)
 
     @property
     def base(self) -> int:
-        return self._open().base
+        return self._arena.base
 
     @property
     def physical(self) -> Physical:
-        return self._open().physical
-
-    def holds(self, address: int) -> bool:
-        return self._arena is not None and 0 <= address - self._arena.base < self.line.capacity
-
-    def _open(self) -> Arena:
-        if self._arena is None:
-            self._arena = Arena(self._name, self.line.capacity, self.line.chunk, self._on_host)
-            self._arenas.add(self._arena.reservation)
-        return self._arena
+        return self._arena.physical
 
     def back(self, chunks: list[int]) -> None:
         """Put memory under chunks of the line."""
         for first, count in _runs(chunks):
-            self._open().back(first * self.line.chunk, count * self.line.chunk)
+            self._arena.back(first * self.line.chunk, count * self.line.chunk)
             self.line.back(range(first, first + count))
             self.bank.used += count * self.line.chunk
 
     def give_up(self, chunks: list[int]) -> None:
         """Give back the memory under chunks of the line."""
         for first, count in _runs(chunks):
-            self._open().release(first * self.line.chunk, count * self.line.chunk)
+            self._arena.release(first * self.line.chunk, count * self.line.chunk)
             self.line.unback(range(first, first + count))
             self.bank.used -= count * self.line.chunk
 
@@ -127,10 +119,8 @@ class Space:
     def close(self) -> None:
         self.bank.used -= self.line.reserved
         self.line.unback_all()
-        if self._arena is not None:
-            self._arenas.remove(self._arena.reservation)
-            self._arena.close()
-            self._arena = None
+        self._arenas.remove(self._arena.reservation)
+        self._arena.close()
 
 
 def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
