@@ -32,6 +32,11 @@ def _struct(cls: Any, values: Values | None) -> Any:
     return made
 
 
+def _kind(params: Any) -> str:
+    name: str = params.type.name
+    return name.removeprefix("CU_GRAPH_NODE_TYPE_")
+
+
 class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
     """cuGraphCreate, cuGraphAdd*, and what there is to know of nodes."""
 
@@ -298,15 +303,29 @@ class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
 
     # -- nodes of any kind -----------------------------------------------------------------------------------
 
+    def _work_of_node(self, graph: Graph, params: Any) -> tuple[Values, Operation]:
+        """Of a fill or a copy."""
+        if _kind(params) == "MEMSET":
+            return self._fill_of_node(graph, params.memset, params.memset.ctx)
+        return self._copy_of_node(graph, params.memcpy.copyParams, params.memcpy.copyCtx)
+
+    def _check_kind(self, node: Node, nodeParams: Any) -> Any:
+        """Parameters that a fill or a copy is to get."""
+        params = arguments.struct("nodeParams", nodeParams, cuda.CUgraphNodeParams)
+        check(_kind(params) == node.kind)
+        not_modelled(node.kind not in ("MEMSET", "MEMCPY"), f"other parameters for a node of kind {node.kind}")
+        return params
+
+    def cuGraphNodeSetParams(self, hNode: Any, nodeParams: Any) -> None:
+        node = self._node(hNode)
+        node.values, node.operation = self._work_of_node(node.graph, self._check_kind(node, nodeParams))
+
     def _add_node(self, hGraph: Any, dependencies: Any, count: Any, nodeParams: Any) -> Any:
         graph, after = self._behind(hGraph, dependencies, count)
         params = arguments.struct("nodeParams", nodeParams, cuda.CUgraphNodeParams)
-        kind = params.type.name.removeprefix("CU_GRAPH_NODE_TYPE_")
-        if kind == "MEMSET":
-            values, operation = self._fill_of_node(graph, params.memset, params.memset.ctx)
-            node = graph.add(kind, after, operation, values)
-        elif kind == "MEMCPY":
-            values, operation = self._copy_of_node(graph, params.memcpy.copyParams, params.memcpy.copyCtx)
+        kind = _kind(params)
+        if kind in ("MEMSET", "MEMCPY"):
+            values, operation = self._work_of_node(graph, params)
             node = graph.add(kind, after, operation, values)
         elif kind == "MEM_ALLOC":
             node = self._add_allocation(graph, after, params.alloc)

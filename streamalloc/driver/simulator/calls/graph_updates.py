@@ -64,6 +64,12 @@ class GraphUpdateCalls(GraphNodeCalls):
         values, operation = self._copy_of_node(instance.graph, copyParams, ctx)
         self._change(instance, number, replace(instance.nodes[number], values=values, operation=operation))
 
+    def cuGraphExecNodeSetParams(self, hGraphExec: Any, hNode: Any, nodeParams: Any) -> None:
+        params = self._check_kind(self._node(hNode), nodeParams)
+        instance, number = self._instantiated(hGraphExec, hNode, "MEMSET", "MEMCPY")
+        values, operation = self._work_of_node(instance.graph, params)
+        self._change(instance, number, replace(instance.nodes[number], values=values, operation=operation))
+
     def _change(self, instance: GraphExec, number: int, changed: Node) -> None:
         check(self._may_replace(instance.nodes[number], changed))
         instance.nodes[number] = changed

@@ -1,4 +1,4 @@
-"""Calls for managed memory. What they say of other memory is all that is modelled."""
+"""Calls for managed memory, of which there is none here: what they say of other memory is all that is modelled."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from streamalloc.driver.bindings import cuda
 
 from .. import arguments
 from ..arguments import DevicePointer, Size, UnsignedInt
-from ..constants import MANAGED, Location
-from ..errors import Fault, Result, check, not_modelled
-from ..pool import Pool
+from ..constants import Location
+from ..errors import Fault, Result, check
 from .base import EDGE_DATA, Calls
 
 _SYNC_MEMOPS = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
@@ -19,20 +18,12 @@ _SYNC_MEMOPS = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
 class ManagedMemoryCalls(Calls):
     """cuMemPrefetchAsync, cuMemAdvise, cuMemRangeGetAttribute, cuStreamAttachMemAsync, cuPointerSetAttribute."""
 
-    def _refuse_unmanaged(self, address: int) -> None:
-        """Fails: there is no managed memory but that of managed pools, which is not modelled here."""
-        allocation = self._machine.allocations.find(address)
-        pool = None if allocation is None else allocation.pool
-        managed = isinstance(pool, Pool) and pool.allocation_type == MANAGED
-        not_modelled(managed, "prefetching managed memory, or advice for it")
-        raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
-
     def cuStreamAttachMemAsync(self, hStream: Any, dptr: DevicePointer, length: Size, flags: UnsignedInt) -> None:
         self._stream(hStream)
-        self._refuse_unmanaged(dptr)
+        raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
 
     def cuMemRangeGetAttribute(self, dataSize: Size, attribute: Any, devPtr: DevicePointer, count: Size) -> Any:
-        self._refuse_unmanaged(devPtr)
+        raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
 
     if EDGE_DATA:  # earlier bindings take other arguments
 
@@ -40,11 +31,11 @@ class ManagedMemoryCalls(Calls):
             self, devPtr: DevicePointer, count: Size, location: Any, flags: UnsignedInt, hStream: Any
         ) -> None:
             self._check_place(location)
-            self._refuse_unmanaged(devPtr)
+            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
 
         def cuMemAdvise(self, devPtr: DevicePointer, count: Size, advice: Any, location: Any) -> None:
             self._check_place(location)
-            self._refuse_unmanaged(devPtr)
+            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
 
     def _check_place(self, location: Any) -> None:
         place = arguments.place(arguments.struct("location", location, cuda.CUmemLocation))
