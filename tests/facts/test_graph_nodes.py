@@ -392,7 +392,7 @@ def test_flags(nodes: Nodes, flags: int, expected: str) -> None:
     answer = raw.cuGraphInstantiate(nodes.graph, flags)
     assert said(answer) == expected
     if expected == "SUCCESS":
-        assert int(value(raw.cuGraphExecGetFlags(answer[1]))) == flags
+        assert int(value(raw.cuGraphExecGetFlags(answer[1]))) == flags & ~USE_NODE_PRIORITY
         value(raw.cuGraphExecDestroy(answer[1]))
     assert said(raw.cuGraphInstantiate(nodes.graph, 16 + flags)) == "INVALID_VALUE"
 
@@ -487,8 +487,83 @@ def test_single_nodes_of_an_instance_can_be_changed(nodes: Nodes) -> None:
     assert (rig.read(plain, 1), rig.read(plain + 2048, 1)) == ([5], [0])
 
 
-def test_a_graph_without_memory_is_not_updated_to_one_with(nodes: Nodes) -> None:
+def test_updates_from_a_graph_with_memory(nodes: Nodes) -> None:
+    """It may have no instance of its own but the one that is updated."""
+    raw, other, instance = nodes.raw, Nodes(nodes.rig), None
     value(nodes.fill(int(nodes.rig.plain(64))))
-    other = Nodes(nodes.rig)
+    instance = nodes.instantiate()
     other.allocate(100)
-    assert said(nodes.raw.cuGraphExecUpdate(nodes.instantiate(), other.graph)) == "NOT_SUPPORTED"
+    assert said(raw.cuGraphExecUpdate(instance, other.graph)) == "GRAPH_EXEC_UPDATE_FAILURE"
+    of_its_own = other.instantiate()
+    assert said(raw.cuGraphExecUpdate(instance, other.graph)) == "NOT_SUPPORTED"
+    assert said(raw.cuGraphExecUpdate(of_its_own, other.graph)) == "SUCCESS"
+
+
+def test_nodes_of_any_kind(nodes: Nodes) -> None:
+    """``cuGraphAddNode`` does what the calls for single kinds do."""
+    rig, raw, kinds, plain = nodes.rig, nodes.raw, nodes.raw.CUgraphNodeType, int(nodes.rig.plain(64))
+
+    def params(kind: str) -> Any:
+        made = raw.CUgraphNodeParams()
+        made.type = getattr(kinds, f"CU_GRAPH_NODE_TYPE_{kind}")
+        return made
+
+    def add(given: Any, *after: Any) -> Answer:
+        try:
+            answer: Answer = raw.cuGraphAddNode(nodes.graph, list(after), None, len(after), given)
+        except TypeError:  # the bindings before CUDA 13 take no data of edges
+            answer = raw.cuGraphAddNode(nodes.graph, list(after), len(after), given)
+        return answer
+
+    allocation = params("MEM_ALLOC")
+    allocation.alloc.poolProps, allocation.alloc.bytesize = rig.pool_props(), 64
+    first = value(add(allocation))
+    own = int(allocation.alloc.dptr)
+    fill = params("MEMSET")
+    fill.memset.dst, fill.memset.value, fill.memset.elementSize = own, 7, 1
+    fill.memset.width, fill.memset.height = 64, 1
+    assert said(add(fill, first)) == "INVALID_VALUE"
+    fill.memset.ctx = rig.context
+    second = value(add(fill, first))
+    copy = params("MEMCPY")
+    copy.memcpy.copyParams = nodes.copy_params(plain, own, (DEVICE_KIND, DEVICE_KIND), WidthInBytes=64)
+    third = value(add(copy, second))
+    copy.memcpy.flags = 1
+    assert said(add(copy, second)) == "INVALID_VALUE"
+    freeing = params("MEM_FREE")
+    freeing.free.dptr = own
+    value(add(freeing, third))
+    event = rig.event()
+    recording = params("EVENT_RECORD")
+    recording.eventRecord.event = event
+    value(add(recording, value(add(params("EMPTY")))))
+    value(raw.cuGraphLaunch(nodes.instantiate(), rig.stream()))
+    assert rig.read(plain, 64) == [7] * 64
+
+
+def test_events_of_nodes_can_be_changed(nodes: Nodes) -> None:
+    rig, raw, stream, gate = nodes.rig, nodes.raw, nodes.rig.stream(), nodes.rig.gate()
+    event, other = rig.event(), rig.event()
+    node = value(raw.cuGraphAddEventRecordNode(nodes.graph, [], 0, event))
+    instance = nodes.instantiate()
+    assert said(raw.cuGraphEventRecordNodeSetEvent(node, None)) == "INVALID_VALUE"
+    assert said(raw.cuGraphEventWaitNodeSetEvent(node, other)) == "INVALID_VALUE"
+    assert said(raw.cuGraphEventRecordNodeSetEvent(node, other)) == "SUCCESS"
+    assert int(value(raw.cuGraphEventRecordNodeGetEvent(node))) == int(other)
+    assert said(raw.cuGraphExecEventRecordNodeSetEvent(instance, node, other)) == "SUCCESS"
+    gate.hold(stream)
+    value(raw.cuGraphLaunch(instance, stream))
+    assert (said(raw.cuEventQuery(event)), said(raw.cuEventQuery(other))) == ("SUCCESS", "NOT_READY")
+
+
+def test_a_capture_can_record_an_event_for_others(nodes: Nodes) -> None:
+    rig, raw, stream, gate, event = nodes.rig, nodes.raw, nodes.rig.stream(), nodes.rig.gate(), nodes.rig.event()
+    assert said(raw.cuEventRecordWithFlags(event, stream, 1)) == "ILLEGAL_STATE"
+    rig.begin_capture(stream)
+    assert said(raw.cuEventRecordWithFlags(event, stream, 1)) == "SUCCESS"
+    graph = value(rig.end_capture(stream))
+    node = value(raw.cuGraphGetNodes(graph, 1))[0][0]
+    assert int(value(raw.cuGraphEventRecordNodeGetEvent(node))) == int(event)
+    gate.hold(stream)
+    value(raw.cuGraphLaunch(rig.instantiate(graph), stream))
+    assert said(raw.cuEventQuery(event)) == "NOT_READY"

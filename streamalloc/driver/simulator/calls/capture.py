@@ -215,7 +215,7 @@ class CaptureCalls(CopyCalls):
         self._graph_exec(hGraphExec).upload(self._stream_to_launch_in(hStream, "cuGraphUpload"))
 
     def cuGraphExecGetFlags(self, hGraphExec: Any) -> Any:
-        return cuda.cuuint64_t(self._graph_exec(hGraphExec).flags)
+        return cuda.cuuint64_t(self._graph_exec(hGraphExec).flags & ~_USE_NODE_PRIORITY)
 
     def cuGraphExecDestroy(self, hGraphExec: Any) -> None:
         instance = self._graph_exec(hGraphExec)

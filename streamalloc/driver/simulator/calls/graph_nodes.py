@@ -177,6 +177,8 @@ class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
         values = {name: int(getattr(params, name)) for name in FILL_FIELDS}
         self._check_fill_node(graph, values, context)
         address, pitch, value, element, width, height = values.values()
+        # where the memory is the graph's own nothing else says whose it is (observed on H200: test_graph_nodes)
+        check(arguments.context(ctx) or not graph.holds(address))
         pattern = value.to_bytes(8, "little")[:element]
         return values, fill(self._machine, context, address, pattern, width, height, pitch)
 
@@ -282,10 +284,12 @@ class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
     def cuGraphEventRecordNodeSetEvent(self, hNode: Any, event: Any) -> None:
         node = self._of_kind(hNode, "EVENT_RECORD")
         node.values, node.enter = self._event_of(node.kind, event)
+        node.operation = None
 
     def cuGraphEventWaitNodeSetEvent(self, hNode: Any, event: Any) -> None:
         node = self._of_kind(hNode, "WAIT_EVENT")
         node.values, node.enter = self._event_of(node.kind, event)
+        node.operation = None
 
     def cuGraphAddChildGraphNode(self, hGraph: Any, dependencies: Any, numDependencies: Any, childGraph: Any) -> Any:
         graph, after = self._behind(hGraph, dependencies, numDependencies)
@@ -307,6 +311,7 @@ class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
         """Of a fill or a copy."""
         if _kind(params) == "MEMSET":
             return self._fill_of_node(graph, params.memset, params.memset.ctx)
+        check(not params.memcpy.flags)
         return self._copy_of_node(graph, params.memcpy.copyParams, params.memcpy.copyCtx)
 
     def _check_kind(self, node: Node, nodeParams: Any) -> Any:

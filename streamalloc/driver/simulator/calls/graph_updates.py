@@ -19,13 +19,13 @@ class GraphUpdateCalls(GraphNodeCalls):
 
     def cuGraphExecUpdate(self, hGraphExec: Any, hGraph: Any) -> Any:
         instance, graph = self._graph_exec(hGraphExec), self._graph(hGraph)
-        memory = [bool(one.memories or one.frees) for one in (instance.graph, graph)]
-        check(memory[0] == memory[1], Result.CUDA_ERROR_NOT_SUPPORTED)
-        not_modelled(all(memory) and graph is not instance.graph, "updating a graph that has memory of its own")
+        memory = bool(graph.memories or graph.frees) and graph is not instance.graph
+        check(not memory or not graph.instances, Result.CUDA_ERROR_NOT_SUPPORTED)
         not_modelled(any(node.child is not None for node in graph.nodes), "updating from a graph with child graphs")
         nodes = graph.ordered()
         failure = Result.CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE
         check(_topology([need(node.origin) for node in instance.nodes]) == _topology(nodes), failure)
+        not_modelled(memory, "updating to a graph that has memory of its own")
         check(all(self._may_replace(old, new) for old, new in zip(instance.nodes, nodes, strict=True)), failure)
         for number, (old, new) in enumerate(zip(instance.nodes, nodes, strict=True)):
             instance.nodes[number] = replace(new, origin=old.origin, enabled=old.enabled)
@@ -73,6 +73,17 @@ class GraphUpdateCalls(GraphNodeCalls):
     def _change(self, instance: GraphExec, number: int, changed: Node) -> None:
         check(self._may_replace(instance.nodes[number], changed))
         instance.nodes[number] = changed
+
+    def cuGraphExecEventRecordNodeSetEvent(self, hGraphExec: Any, hNode: Any, event: Any) -> None:
+        self._change_event(hGraphExec, hNode, "EVENT_RECORD", event)
+
+    def cuGraphExecEventWaitNodeSetEvent(self, hGraphExec: Any, hNode: Any, event: Any) -> None:
+        self._change_event(hGraphExec, hNode, "WAIT_EVENT", event)
+
+    def _change_event(self, hGraphExec: Any, hNode: Any, kind: str, event: Any) -> None:
+        instance, number = self._instantiated(hGraphExec, hNode, kind)
+        values, enter = self._event_of(kind, event)
+        instance.nodes[number] = replace(instance.nodes[number], values=values, enter=enter, operation=None)
 
     def cuGraphNodeGetEnabled(self, hGraphExec: Any, hNode: Any) -> int:
         instance, number = self._instantiated(hGraphExec, hNode, "MEMSET", "MEMCPY")

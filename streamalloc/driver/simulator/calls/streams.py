@@ -21,7 +21,7 @@ _NON_BLOCKING = 1
 _EVENT_FLAGS = {f for f in range(8) if not f & EventFlag.INTERPROCESS or f & EventFlag.DISABLE_TIMING}
 
 _EXTERNAL = 1
-"""CU_EVENT_WAIT_EXTERNAL: in a capture, wait for what is recorded elsewhere by the time of a launch."""
+"""CU_EVENT_WAIT_EXTERNAL, CU_EVENT_RECORD_EXTERNAL: in a capture, what a launch is to do with events of others."""
 
 
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
@@ -122,7 +122,7 @@ class StreamCalls(Calls):
             stream.capture.invalidate()
             raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         if Flags:
-            stream.capture.add("WAIT_EVENT", Until(lambda: event.complete), stream)
+            stream.capture.add("WAIT_EVENT", Until(lambda: event.complete), stream, {"event": event})
             return
         if event.capture is not None:
             event.capture.join(stream, event)
@@ -163,9 +163,14 @@ class StreamCalls(Calls):
         self._record(hEvent, hStream)
 
     def cuEventRecordWithFlags(self, hEvent: Any, hStream: Any, flags: UnsignedInt) -> None:
-        check(flags in (0, 1))
-        not_modelled(flags, "CU_EVENT_RECORD_EXTERNAL")
-        self._record(hEvent, hStream)
+        check(flags in (0, _EXTERNAL))
+        if not flags:
+            self._record(hEvent, hStream)
+            return
+        event, stream = self._event(hEvent), self._stream(hStream)
+        check(stream.capture is not None, Result.CUDA_ERROR_ILLEGAL_STATE)
+        check(self._captured(stream))
+        stream.capture.add("EVENT_RECORD", None, stream, {"event": event}).enter = event.record_in
 
     def _record(self, hEvent: Any, hStream: Any) -> None:
         event, stream = self._event(hEvent), self._stream(hStream)
