@@ -245,7 +245,8 @@ def interface_of(thing: Any) -> Call:
 
 
 def capsule_of(thing: Any) -> Call:
-    return functools.partial(thing.__dlpack__, stream=-1)
+    # As a program calls it: functools.partial takes longer to pass a name along.
+    return lambda: thing.__dlpack__(stream=-1)
 
 
 def view_of(thing: Any) -> Call:
