@@ -56,7 +56,6 @@ __all__ = [
     "Mark",
     "SlotWords",
     "fence",
-    "next_word",
     "reached",
 ]
 
@@ -523,11 +522,6 @@ def fence() -> None:
     not let them. A new one, which nobody else can hold.
     """
     _new_lock().acquire()
-
-
-def next_word(value: Any) -> int:
-    """The next value of a word that counts up, round and round."""
-    return (int(value) + 1) % WORD
 
 
 def reached(value: Any, wanted: int) -> bool:

@@ -29,7 +29,6 @@ from streamalloc.ipc.sharing.control_block import (
     Mark,
     SlotWords,
     fence,
-    next_word,
     reached,
 )
 from streamalloc.ipc.transport.channel import Channel
@@ -200,9 +199,11 @@ class Lease(SharedState):
             if self._holds and self._on_its_way():
                 return False
             self.revoke()
+            if self.block.all_closed(self.words):
+                return True
             ended = False
             try:
-                using = [] if self.block.all_closed(self.words) else self._using()
+                using = self._using()
                 if not using or not self._still_open(using):
                     for importer in using if stream is not None else ():
                         theirs = self.block.importer_words(self.slot, importer)
@@ -263,7 +264,7 @@ class Lease(SharedState):
         """Give the slot back, which is used again once it is quiet; descriptors of it are stale. Idempotent."""
         if self._held:
             self._held = False
-            self.words.generation.value = next_word(self.generation)
+            self.words.generation.value = (self.generation + 1) % WORD
             self._announcer = self.route = None
             self._leases.leaving.append(self)
 
