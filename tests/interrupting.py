@@ -17,6 +17,7 @@ import signal
 import sys
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -217,6 +218,15 @@ class Points(Signal):
             for number, places in self._places.items()
             if any((_name(code), name) == (function, opcode) for code, name in places) and number > 1
         ]
+
+    def distinct(self, folder: Path) -> list[int]:
+        """The first one of each kind of bytecode in each function of a folder."""
+        found: dict[tuple[CodeType, str], int] = {}
+        for number in self:
+            for place in self._places[number]:
+                if place[0].co_filename.startswith(str(folder)):
+                    found.setdefault(place, number)
+        return sorted(set(found.values()))
 
     def _called(self, frame: FrameType, event: str, argument: object) -> Any:
         traced = super()._called(frame, event, argument)
