@@ -186,7 +186,8 @@ class Mark:
     @finaliser
     def __del__(self) -> None:
         index = getattr(self, "_index", -1)
-        if index >= 0:
+        # A forked child has a copy of this, and the word itself.
+        if index >= 0 and not self._block.door.forked:
             with contextlib.suppress(AttributeError):  # an interrupt came before it was set
                 self._word.value = 0
             # Nothing is called between these two.

@@ -270,7 +270,8 @@ class Lease(SharedState):
 
     @finaliser
     def __del__(self) -> None:
-        if hasattr(self, "_held"):
+        # A forked child has a copy of this, and the words themselves.
+        if hasattr(self, "_leases") and not self._leases.door.forked:
             self.give_back()
 
 

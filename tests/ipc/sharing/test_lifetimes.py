@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -521,6 +522,30 @@ class TestChildren:
         assert shows(opened, 1) and shows(buffer, 1)
         assert partner.open(shared).shows(1)
         opened.close()
+
+    @pytest.mark.simulated_only("CUDA does not survive a fork")
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    def test_of_fork_end_nothing_of_their_parent_s(
+        self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner
+    ) -> None:
+        """The child drops what it has a copy of; it has the parent's words in shared memory, too."""
+        buffers = [pool.allocate(SIZE, stream) for _ in range(2)]
+        for seed, buffer in enumerate(buffers):
+            filled(buffer, seed)
+        plain, held = ipc.share(buffers[0]), ipc.share(buffers[1], hold=True)
+        ready = bytes(plain), bytes(held)
+        child = os.fork()
+        if not child:
+            try:
+                del buffers, buffer, plain, held
+                gc.collect()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert (bytes(plain), bytes(held)) == ready and held.held
+        assert partner.open(plain).shows(0) and partner.open(held).shows(1)
+        for buffer in buffers:
+            buffer.free()
 
     @pytest.mark.simulated_only("CUDA does not survive a fork")
     def test_of_fork_do_not_keep_a_dead_owner_alive(self, another: Another, stream: sa.Stream) -> None:
