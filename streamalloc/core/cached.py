@@ -329,9 +329,9 @@ class CachedBuffer(Buffer):
     ) -> None:
         """Free the memory in stream order: later work must not use it; earlier work may.
 
-        It goes to the cache of the stream, and is handed out again on that stream only, or once all that the stream
-        has queued so far is done. On a stream without a cache (captured, a default stream, of another library) it goes
-        back to the pool (``cuMemFreeAsync``). Arguments and errors are those of :meth:`Buffer.free`.
+        It goes to the cache of the stream, and is handed out again on that stream. On a stream without a cache
+        (captured, a default stream, of another library) it goes back to the pool (``cuMemFreeAsync``). Arguments and
+        errors are those of :meth:`Buffer.free`.
         """
         block = self._ptr
         if (
