@@ -60,8 +60,9 @@ _FIT = 3
 """How many times as large as asked for a free block may be that is handed out."""
 _STEP = 16 << 20
 """How much is taken of the pool between two looks at its figures."""
-_SLACK = 1
-"""More of the pool may be used than ever was in use at once: one step, or that divided by this power of two."""
+_SHARES = 4
+"""More of the pool may be used than ever was in use at once: one of as many shares of it for a cache in use, and one
+for each stream, up to all; and a step at least."""
 _BULK = 3
 """By this power of two what may be used is divided for what is given back at a time."""
 _ALL = 1 << 64
@@ -300,7 +301,8 @@ class _Cache(Deferred):
             self.give_back(enough)
             used = self._figure(_USED)
             if used + nbytes > self._most:
-                self._most = used + nbytes + max(_STEP, used >> _SLACK)
+                shares = min(1 + len(self.lanes), _SHARES)
+                self._most = used + nbytes + max(_STEP, used * shares // _SHARES)
         self._unseen = min(max(_STEP, self._most >> 7), self._most - used) - nbytes
 
     def _figure(self, attribute: Any) -> int:
@@ -368,9 +370,9 @@ class CachingAllocator(CachedAllocator, Closes, Shown):
     that at most a ninth of a block is wasted from 4 KiB on. Where a class has no free block, one of up to three times
     the size is handed out. Blocks are never split, nor do neighbours become one: that is left to the pool. Two rules
     say when the cache gives the largest free blocks back to it: before more of the pool is used than ever was in use at
-    once and half as much again, or 16 MiB; and when the pool has grown, as much as that. Both are looked at for each
-    16 MiB that is taken of the pool. Sizes above ``largest`` are not cached: the driver's pool orders them itself and
-    rounds nothing.
+    once and half as much again, or twice as much with three streams and more; and when the pool has grown, as much as
+    that. Both are looked at for each 16 MiB that is taken of the pool. Sizes above ``largest`` are not cached: the
+    driver's pool orders them itself and rounds nothing.
 
     Some memory goes past the cache, and comes from the pool and returns to it as without one: on default streams and
     streams of other libraries, as nobody tells when these end; in captures, where allocations become nodes of the

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -55,7 +54,8 @@ def of_allocator(allocator: Allocator, device: Device, streams: int, resources: 
     return Subject(
         [resources.enter_context(device.create_stream()) for _ in range(streams)],
         allocator.allocate,
-        operator.methodcaller("free"),
+        # A method caller, which is C, would take 0.1 us more: Python calls Python without it.
+        lambda buffer: buffer.free(),
         lambda buffer, own, other: buffer.free(other),
         OutOfMemoryError,
         _reserved_by(allocator),
