@@ -84,6 +84,15 @@ def test_managed_pool(rig: Rig, name: str) -> None:
         assert said(rig.raw.cuMemPoolDestroy(rig.disown(answer[1]))) == "SUCCESS"
 
 
+def test_a_pool_has_its_addresses_from_the_beginning(rig: Rig) -> None:
+    stream, first, second = rig.stream(), rig.pool(), rig.pool()
+    address = rig.allocate(first, MiB, stream)
+    rig.free(address, stream)
+    value(rig.raw.cuStreamSynchronize(stream))
+    value(rig.raw.cuMemPoolDestroy(rig.disown(first)))
+    assert rig.allocate(second, MiB, stream) != address
+
+
 def test_a_new_pool_takes_no_device_memory(rig: Rig) -> None:
     stream, free = rig.stream(), rig.device_free()
     pool = rig.pool()

@@ -18,7 +18,7 @@ import pytest
 
 from streamalloc.driver.simulator.memory import AddressMap, AddressRange
 from tests.driver.simulator.support import KEEP, grant, mapped, new_rig
-from tests.facts.support import DEVICE, HOST, NO_ACCESS, PAGE, READ, MiB, Rig
+from tests.facts.support import DEVICE, HOST, NO_ACCESS, PAGE, READ, READWRITE, MiB, Rig
 from tests.facts.support import value as ok
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
@@ -280,6 +280,17 @@ def _hole(rig: Rig) -> None:
     rig.raw.cuMemcpy(rig.reserve(PAGE), mapped(rig), 4)
 
 
+def _behind_the_end(rig: Rig) -> None:
+    rig.raw.cuMemcpy(int(rig.plain(512)) + 512, rig.plain(3 * MiB), 4)
+
+
+def _read_only_for_the_host(rig: Rig) -> None:
+    memory = mapped(rig, location=HOST)
+    for kind, flags in ((DEVICE, READWRITE), (HOST, READ)):
+        assert rig.set_access(memory, PAGE, (kind, 0, flags)) == "SUCCESS"
+    rig.raw.cuMemcpyHtoD(memory, bytes(4), 4)
+
+
 def _no_access_at_all(rig: Rig) -> None:
     memory = mapped(rig, location=HOST)
     grant(rig, memory, flags=NO_ACCESS)
@@ -311,6 +322,8 @@ def _pools_have_it(rig: Rig) -> None:
         (_released, "handle that does not exist"),
         (_tile_pool, "memory for tiles"),
         (_hole, "where nothing lies"),
+        (_behind_the_end, "where nothing lies"),
+        (_read_only_for_the_host, "memory that it may only read"),
         (_no_access_at_all, "mapped host memory"),
         (_access_of_queued_work, "work on the memory is queued"),
         (_pools_have_it, "pools hold in reserve"),
