@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from .blocks import HEAP, USED, Block, Shelf, round_up
 from .constants import ALIGNMENT, BLOCK
-from .errors import operating_system
+from .errors import Fault, operating_system
 from .memory import Arena, Bank, Physical
 from .supply import Supply
 
@@ -148,8 +148,12 @@ class Heap:
         found = (block for _, pieces in reversed(self._regions) if (block := pieces.take(size)) is not None)
         block = next(found, None) or self._new_region(round_up(size, _REGION)).take(size)
         assert block is not None
-        with operating_system(only_memory=True):
-            self._open().back(block.start, size)
+        try:
+            with operating_system(only_memory=True):
+                self._open().back(block.start, size)
+        except Fault:
+            self._leave(block)
+            raise
         self._used += size
         self._bank.used += size
         return block
@@ -158,6 +162,10 @@ class Heap:
         self._open().release(block.start, block.size)
         self._used -= block.size
         self._bank.used -= block.size
+        self._leave(block)
+
+    def _leave(self, block: Block) -> None:
+        """Give back the addresses of a large piece, and those of its region where that was the last."""
         at = next(at for at, (whole, _) in enumerate(self._regions) if whole.start <= block.start < whole.end)
         whole, pieces = self._regions[at]
         if pieces.give(block) is not None:
