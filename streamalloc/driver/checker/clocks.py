@@ -23,6 +23,8 @@ UNORDERED, BY_CHOICE, CERTAIN = range(3)
 
 _CHOICES = 256
 """How many of the driver's choices are kept."""
+_SEARCHES = 2000
+"""How often they are looked through: a program in which so much is missing has other things to mend first."""
 
 
 class Clock:
@@ -128,6 +130,7 @@ class Timeline:
         self._gone: set[int] = set()
         self._choices: deque[tuple[Clock, int, int]] = deque(maxlen=_CHOICES)
         """What comes before which operation, as the driver has chosen."""
+        self._searches = 0
         self._ready: deque[Stream] = deque()
         self._draining = False
 
@@ -167,7 +170,10 @@ class Timeline:
         # A stream is gone when the host knows all that it did, and with it everything that is queued since.
         if clock.known.get(number, 0) >= time or number in self._gone:
             return CERTAIN
-        return BY_CHOICE if self._choices and self._is_chosen(clock, number, time) else UNORDERED
+        if not self._choices or self._searches == _SEARCHES:
+            return UNORDERED
+        self._searches += 1
+        return BY_CHOICE if self._is_chosen(clock, number, time) else UNORDERED
 
     def _is_chosen(self, clock: Clock, number: int, time: int) -> bool:
         """Whether some of the driver's choices, one after the other, lead from an operation to a clock."""

@@ -88,7 +88,8 @@ class Checked(Wrapper):
             if finish is None:
                 self._deliver()
                 return _INVALID
-            self._deliver(lambda: self._alone(finish, _INVALID))
+            if self._found:
+                self._deliver(lambda: self._alone(finish, _INVALID))
         if self._poison and name in _POISONED:
             self._poison_before(name, args)
         try:
@@ -99,7 +100,8 @@ class Checked(Wrapper):
                 self._alone(finish, _INVALID)
             raise
         self._alone(self._after, name, args, answer, finish)
-        self._deliver()
+        if self._found:
+            self._deliver()
         if self._poison and not answer[0] and name in _POISONED:
             self._poison_after(name, args, answer)
         return answer

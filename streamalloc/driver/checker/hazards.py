@@ -244,6 +244,11 @@ class Addresses:
 
     def add(self, made: Range) -> None:
         """Add a range, in place of what was there; what is left of freed memory beside it stays."""
+        same = self._at.get(made.base)
+        if same is not None and same.size == made.size and same.ended is not None:
+            made.previous, same.previous = (same,), ()
+            self._at[made.base] = made
+            return
         for old in self.overlapping(made.base, made.end):
             self.remove(old.base)
             if old.ended is None:
