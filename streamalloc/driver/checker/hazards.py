@@ -16,7 +16,11 @@ from streamalloc.driver.checker.clocks import BY_CHOICE, CERTAIN, Actor, Clock, 
 from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.stacks import Stack
 
-__all__ = ["Access", "Addresses", "Binding", "Bytes", "Judge", "Moment", "Piece", "Range", "size_text"]
+__all__ = ["NEVER", "Access", "Addresses", "Binding", "Bytes", "Judge", "Moment", "Piece", "Range", "size_text"]
+
+
+NEVER = 1 << 62
+"""The time of what nobody can know to be over."""
 
 
 class Moment:
@@ -39,8 +43,12 @@ class Access(Moment):
 
     __slots__ = ("atomic", "write")
 
-    def __init__(self, actor: Actor, what: str, stack: Stack, write: bool, atomic: bool = False) -> None:
+    def __init__(
+        self, actor: Actor, what: str, stack: Stack, write: bool, atomic: bool = False, time: int | None = None
+    ) -> None:
         super().__init__(actor, what, stack)
+        if time is not None:
+            self.time = time
         self.write = write
         self.atomic = atomic
         """Whether it and others of its kind may come in any order."""
@@ -456,6 +464,9 @@ class Judge:
         ended = range_.ended
         assert ended is not None
         actor = access.actor
+        waited = range_.last.pop(actor.number, None)
+        if waited is not None and waited.time == NEVER:
+            return  # it was told of when the memory was ended
         after = ended.actor is actor or self.timeline.order(clock, ended.actor.number, ended.time)
         places = (("this call", access.stack), ("freed", ended.stack), ("allocated", range_.stack))
         if after:

@@ -17,7 +17,18 @@ from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker import ledger
 from streamalloc.driver.checker.capture import Capture, Graph, Node
 from streamalloc.driver.checker.clocks import CERTAIN, Actor, Clock, Obstacle, Stream, Timeline
-from streamalloc.driver.checker.hazards import Access, Addresses, Binding, Bytes, Judge, Moment, Piece, Range, size_text
+from streamalloc.driver.checker.hazards import (
+    NEVER,
+    Access,
+    Addresses,
+    Binding,
+    Bytes,
+    Judge,
+    Moment,
+    Piece,
+    Range,
+    size_text,
+)
 from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.stacks import Stack, here
 from streamalloc.driver.checker.words import Words
@@ -300,7 +311,15 @@ class State:
             capture.use(stream, pieces, what, stack)
         else:
             self.timeline.submit(stream, lambda stream: self.touch(stream, pieces, what, stack, atomic))
+            if stream.obstacle is not None:
+                self._is_to_touch(stream, pieces, what, stack)
         return stream
+
+    def _is_to_touch(self, stream: Stream, pieces: list[tuple[Piece, bool]], what: str, stack: Stack) -> None:
+        """A stream that waits is to use memory, which must not be ended at once before."""
+        if not self.words.may_be_over(stream):
+            for (range_, _, _), write in pieces:
+                range_.last[stream.number] = Access(stream, what, stack, write, time=NEVER)
 
     def touch(
         self,
@@ -332,6 +351,8 @@ class State:
             return
         device = self.devices.get(stream)
         self.timeline.submit(stream, lambda stream: self.touch(stream, pieces, "a kernel", stack, device=device))
+        if stream.obstacle is not None:
+            self._is_to_touch(stream, pieces, "a kernel", stack)
         if sum(high - low for (_, low, high), _ in pieces) < nbytes:
             for range_ in self.reserved.overlapping(address, address + nbytes):
                 self._unmapped(stream, range_, stack)

@@ -102,6 +102,13 @@ class Words:
         self._timeline.submit(stream, meet)
         self._timeline.wait(stream, word)
 
+    def may_be_over(self, stream: Stream) -> bool:
+        """Whether what a stream waits for in the end is a word that the host cannot read."""
+        obstacle = stream.obstacle
+        while obstacle is not None and obstacle.source is not None and obstacle.source.obstacle is not None:
+            obstacle = obstacle.source.obstacle
+        return isinstance(obstacle, _Waiting) and obstacle.read is None
+
     def look(self) -> None:
         """See which words that streams wait for the host or another process has written meanwhile."""
         for stream in tuple(self._timeline.held):

@@ -7,8 +7,9 @@ import threading
 from collections.abc import Callable
 
 import streamalloc as sa
+from streamalloc import vmm
 from streamalloc.driver.bindings import cuda
-from tests.driver.checker.corpus.bench import SIZE, Bench, hazard
+from tests.driver.checker.corpus.bench import PAGE, SIZE, Bench, hazard
 
 # -- two uses -------------------------------------------------------------------------------------------------
 
@@ -417,3 +418,35 @@ def the_word_of_one_of_two_writers(b: Bench, right: bool) -> None:
     x.fill(2, b.c)
     y.fill(2, b.c)
     b.done(x, y)
+
+
+# -- streams that are held -------------------------------------------------------------------------------------
+
+
+@hazard("free racing a use")
+def freed_elsewhere_while_a_gate_holds_the_use(b: Bench, right: bool) -> None:
+    x = b.new(b.b)
+    b.b.synchronize()
+    gate = b.word()
+    b.raw("cuStreamWaitValue32", cuda.CUstream(b.a.handle), gate, 1, 0)
+    b.write(x, b.a)
+    if right:
+        b.order(b.a, b.b)
+    x.free(b.b)
+    ctypes.c_uint32.from_address(gate).value = 1
+    b.device.synchronize()
+
+
+@hazard("unmap while in use")
+def unmapped_while_a_host_function_holds_the_use(b: Bench, right: bool) -> None:
+    addresses = b.keep(vmm.AddressRange(PAGE, driver=b.driver))
+    mapping = addresses.map(b.keep(vmm.PhysicalMemory(PAGE, b.device)), access=b.device)
+    go = threading.Event()
+    b.a.launch_host_func(go.wait)
+    b.at(addresses.address, b.a)
+    if right:
+        go.set()
+        b.a.synchronize()
+    mapping.close(after=())
+    go.set()
+    b.device.synchronize()
