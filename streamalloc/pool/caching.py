@@ -15,7 +15,7 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from streamalloc.core.buffer import Buffer, PlainBuffer
 from streamalloc.core.cached import (
@@ -291,7 +291,7 @@ class _Cache(Deferred):
         self._unseen -= nbytes
         if self._unseen >= 0 or self._later.paused:
             return
-        reserved, used = self._figure(_RESERVED), self._figure(_USED)
+        reserved, used = self._figures()
         over = used + nbytes - self._most
         enough = over + (self._most >> _BULK) if over > 0 else 0
         if reserved > self.grown_to:
@@ -299,18 +299,21 @@ class _Cache(Deferred):
             self.grown_to = reserved
         if enough:
             self.give_back(enough)
-            used = self._figure(_USED)
+            _, used = self._figures()
             if used + nbytes > self._most:
                 shares = min(1 + len(self.lanes), _SHARES)
                 self._most = used + nbytes + max(_STEP, used * shares // _SHARES)
         self._unseen = min(max(_STEP, self._most >> 7), self._most - used) - nbytes
 
-    def _figure(self, attribute: Any) -> int:
-        """A figure of the pool."""
-        result, value = self.door.cuMemPoolGetAttribute(self.pool._checked_raw(), attribute)
+    def _figures(self) -> tuple[int, int]:
+        """What the pool has reserved, and what of that is used."""
+        read, raw = self.door.cuMemPoolGetAttribute, self.pool._checked_raw()
+        result, reserved = read(raw, _RESERVED)
+        if not result:
+            result, used = read(raw, _USED)
         if result:
             raise error_from(result, "cuMemPoolGetAttribute")
-        return int(value)
+        return int(reserved), int(used)
 
     def give_back(self, enough: int = _ALL) -> list[Stream]:
         """Give free blocks back to the pool, the largest first, until it is enough; on which streams."""

@@ -754,9 +754,11 @@ def _use(
 ) -> None:
     choose = random.Random(seed).random
     mine: list[sa.Buffer] = []
-    sizes = (1, 600, 4096, 4096, 9000)
+    sizes = (1, 600, 4096, 4096, 9000, MiB, 3 * MiB)
     try:
-        for _ in range(times):
+        for number in range(times):
+            if number % 400 == seed:
+                cache._cache.flush()
             stream = streams[int(choose() * len(streams))]
             if choose() < 0.5 or not mine:
                 buffer = cache.allocate(sizes[int(choose() * len(sizes))], stream)
