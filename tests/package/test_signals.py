@@ -304,7 +304,7 @@ def rings(bench: Opening) -> None:
 
     def beside(there: Callable[[], Any]) -> threading.Thread:
         def run() -> None:
-            with contextlib.suppress(sa.CudaError, sa.ClosedError, OSError, EOFError):
+            with contextlib.suppress(Exception):  # this end has gone
                 others.append(there())
 
         threads.append(threading.Thread(target=run, daemon=True))
