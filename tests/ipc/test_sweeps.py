@@ -16,6 +16,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
+from streamalloc.core.buffer import shared_state
 from tests.ipc.sharing.test_descriptor import again
 from tests.ipc.support import PAGE, POSIX, shared_pool
 from tests.package.test_sweeps import ACTS, Faults, fails_in_turn, makers, members
@@ -86,7 +87,7 @@ class Sharing(Faults):
     def shape(self) -> dict[str, Any]:
         # Pools, control blocks and the threads that watch over them come and stay.
         found = {kind: count for kind, count in super().shape().items() if kind not in KEPT}
-        return {**found, "shared": self.shared.freed}
+        return {**found, "shared": (self.shared.freed, shared_state(self.shared) is not None)}
 
     def close(self) -> None:
         shared = self.things.get(ipc.Shared)
