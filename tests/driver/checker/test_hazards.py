@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
@@ -222,3 +223,71 @@ def test_memory_of_a_graph_that_was_built_by_hand() -> None:
 
 def test_clocks_of_words_keep_what_is_common() -> None:
     assert Clock({1: 2}).common(Clock({2: 3})).known == {1: 0}
+
+
+def test_an_event_of_another_library_may_have_been_recorded() -> None:
+    """It was made and recorded past the checker, so that nobody knows after what."""
+    calls = Calls()
+    calls.driver.used(1 << 20, 8, calls.a, True)
+    calls.driver.cuStreamWaitEvent(calls.b, cuda.CUevent(0x99), 0)
+    calls.use(0)
+    assert calls.kinds() == []
+    own = calls.make(cuda.CUevent(0x98), "cuEventCreate", 0)
+    calls.driver.used(1 << 20, 8, calls.a, True)
+    calls.driver.cuStreamWaitEvent(calls.b, own, 0)
+    calls.use(0)
+    assert "race" in calls.kinds()
+
+
+@pytest.mark.parametrize("external", [True, False])
+def test_an_event_that_each_launch_records(external: bool) -> None:
+    calls = Calls()
+    event = calls.make(cuda.CUevent(0x98), "cuEventCreate", 0)
+    calls.driver.cuStreamBeginCapture(calls.a, 0)
+    calls.driver.used(1 << 20, 8, calls.a, True)
+    calls.driver.cuEventRecordWithFlags(event, calls.a, int(external))
+    graph = calls.make(cuda.CUgraph(0x30), "cuStreamEndCapture", calls.a)
+    calls.driver.cuGraphLaunch(calls.make(cuda.CUgraphExec(0x32), "cuGraphInstantiate", graph, 0), calls.a)
+    calls.driver.cuStreamWaitEvent(calls.b, event, 0)
+    calls.use(0)
+    assert calls.kinds() == ([] if external else ["race"])
+
+
+def test_words_in_a_capture_order_each_launch() -> None:
+    calls = Calls()
+    word = calls.make(cuda.CUdeviceptr(8 << 20), "cuMemAlloc", 64)
+    calls.driver.cuStreamBeginCapture(calls.a, 0)
+    calls.driver.used(1 << 20, 8, calls.a, True)
+    calls.driver.cuStreamWriteValue32(calls.a, word, 1, 0)
+    graph = calls.make(cuda.CUgraph(0x30), "cuStreamEndCapture", calls.a)
+    calls.driver.cuGraphLaunch(calls.make(cuda.CUgraphExec(0x32), "cuGraphInstantiate", graph, 0), calls.a)
+    calls.driver.cuStreamWaitValue32(calls.b, word, 1, 0)
+    calls.use(0)
+    assert calls.kinds() == []
+
+
+def test_an_order_that_another_process_gives_is_no_hazard() -> None:
+    """We record an event that it waits for, and wait for one that it has recorded. What is between, nobody sees."""
+    calls = Calls()
+    ours = calls.make(cuda.CUevent(0x98), "cuEventCreate", 6)
+    calls.driver.used(1 << 20, 8, calls.a, True)
+    calls.driver.cuEventRecord(ours, calls.a)
+    theirs = calls.make(cuda.CUevent(0x97), "cuIpcOpenEventHandle", cuda.CUipcEventHandle())
+    calls.driver.cuStreamWaitEvent(calls.b, theirs, 0)
+    calls.use(0)
+    assert calls.kinds() == []
+    calls.driver.used(1 << 20, 8, calls.a, True)  # of which nobody was told
+    calls.driver.cuStreamWaitEvent(calls.b, theirs, 0)
+    calls.use(0)
+    assert "race" in calls.kinds()
+
+
+def test_addresses_are_those_of_ordinary_memory_again() -> None:
+    calls = Calls()
+    array = np.zeros(64, np.uint8)
+    calls.driver.cuMemHostRegister(array.ctypes.data, 64, 0)
+    calls.driver.cuMemHostUnregister(array.ctypes.data)
+    calls.driver.cuMemcpyHtoDAsync(cuda.CUdeviceptr(1 << 20), array.ctypes.data, 64, calls.a)
+    assert calls.kinds() == []
+    calls.driver.used(array.ctypes.data, 64, calls.a, False)
+    assert calls.kinds() == ["use after free"]

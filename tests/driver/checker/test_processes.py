@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -108,3 +109,29 @@ def test_sharing_announces_what_is_ready(bench: Bench, partner: Partner, wrong: 
     del shared
     bench.done(buffer)
     assert kinds(bench) == (["export before completion"] if wrong else [])
+
+
+def _answers(there: There) -> None:
+    """That it was asked is all that is asked."""
+
+
+def test_a_process_may_say_that_it_has_seen_what_it_was_told(bench: Bench, partner: Partner) -> None:
+    """It waits for the word that says that memory is ready, and answers. The host knows then; no call shows that."""
+    pool = bench.keep(
+        sa.MemoryPool(bench.device, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR, release_threshold=KEEP)
+    )
+    buffer, other = pool.allocate(SIZE, bench.a), pool.allocate(SIZE, bench.a)
+    bench.a.synchronize()
+    gate = bench.word()
+    bench.raw("cuStreamWaitValue32", cuda.CUstream(bench.a.handle), gate, 1, 0)
+    for one in (buffer, other):
+        one.fill(1)
+    shared = ipc.share(buffer)
+    ctypes.c_uint32.from_address(gate).value = 1
+    partner.run(_answers)
+    buffer.fill(2, bench.b)
+    assert kinds(bench) == []
+    other.fill(2, bench.b)  # of this nobody was told
+    assert kinds(bench) == ["race"]
+    del shared
+    bench.done(buffer, other)

@@ -108,6 +108,19 @@ def _fill_rows(width: int) -> Callable[[tuple[Any, ...]], list[Touch]]:
     return lambda args: rows(number_of(args[0]), int(args[1]), int(args[3]) * width, int(args[4]), True)
 
 
+def _copies_plane(stream_at: int) -> Rule:
+    """A copy of a plane in stream order; the host waits for one to ordinary memory of its own."""
+
+    def rule(state: State, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
+        copy = args[0]
+        stream = state.act(args[stream_at], name, plane(copy), here())
+        to_host = "HOST" in getattr(copy.dstMemoryType, "name", "")
+        if to_host and _is_pageable(state, copy.dstHost) and stream not in state.captures:
+            state.host_knows(stream)
+
+    return rule
+
+
 def _plane_of_first(args: tuple[Any, ...]) -> list[Touch]:
     return plane(args[0])
 
@@ -147,9 +160,9 @@ AFTER: dict[str, Rule] = {
     "cuMemcpyPeerAsync": _copies(5, size_at=4, source_at=2),
     "cuMemcpy2D": _touches(None, _plane_of_first, waits=True),
     "cuMemcpy2DUnaligned": _touches(None, _plane_of_first, waits=True),
-    "cuMemcpy2DAsync": _touches(1, _plane_of_first),
+    "cuMemcpy2DAsync": _copies_plane(1),
     "cuMemcpy3D": _touches(None, _plane_of_first, waits=True),
-    "cuMemcpy3DAsync": _touches(1, _plane_of_first),
+    "cuMemcpy3DAsync": _copies_plane(1),
     "cuMemcpy3DPeer": _touches(None, _plane_of_first),
     "cuMemcpy3DPeerAsync": _touches(1, _plane_of_first),
     "cuMemcpyBatchAsync": _touches(-1, _batch),

@@ -1,0 +1,181 @@
+"""Graphs that are built node by node, and copies and fills of planes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from streamalloc.driver.bindings import cuda
+from tests.driver.checker.corpus.bench import SIZE, Bench, hazard
+
+
+class Graph:
+    """A graph by raw calls. What it was given stays as it is until the end."""
+
+    def __init__(self, b: Bench) -> None:
+        self.b = b
+        self.handle = b.raw("cuGraphCreate", 0)
+        with b.device.current():
+            self.context = b.driver.cuCtxGetCurrent()[1]
+        b._stack.callback(lambda: b.raw("cuGraphDestroy", self.handle))
+
+    def add(self, kind: str, after: list[Any], *params: Any) -> Any:
+        return self.b.raw(f"cuGraphAdd{kind}Node", self.handle, after, len(after), *params)
+
+    def fill(self, address: int, *after: Any, nbytes: int = SIZE) -> Any:
+        params = cuda.CUDA_MEMSET_NODE_PARAMS()
+        params.dst, params.pitch, params.value = cuda.CUdeviceptr(address), nbytes, 1
+        params.elementSize, params.width, params.height = 1, nbytes, 1
+        return self.add("Memset", list(after), params, self.context)
+
+    def allocate(self, *after: Any) -> tuple[Any, int]:
+        params = cuda.CUDA_MEM_ALLOC_NODE_PARAMS()
+        params.poolProps.allocType = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        params.poolProps.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        params.poolProps.location.id = 0
+        params.bytesize = SIZE
+        node = self.add("MemAlloc", list(after), params)
+        return node, int(params.dptr)
+
+    def free(self, address: int, *after: Any) -> Any:
+        return self.add("MemFree", list(after), cuda.CUdeviceptr(address))
+
+    def launch(self, *streams: Any) -> None:
+        made = self.b.raw("cuGraphInstantiate", self.handle, 0)
+        for stream in streams:
+            self.b.raw("cuGraphLaunch", made, cuda.CUstream(stream.handle))
+        self.b._stack.callback(lambda: self.b.raw("cuGraphExecDestroy", made))
+
+
+@hazard("race")
+def two_nodes_without_an_edge(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    b.a.synchronize()
+    graph = Graph(b)
+    first = graph.fill(x.address)
+    graph.fill(x.address, *([first] if right else []))
+    graph.launch(b.a)
+    b.done(x)
+
+
+@hazard("race")
+def an_edge_that_is_added_leads_elsewhere(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    b.a.synchronize()
+    graph = Graph(b)
+    first, other = graph.fill(x.address), graph.add("Empty", [])
+    second = graph.fill(x.address)
+    with b.device.current():
+        rest = ([cuda.CUgraphEdgeData()], 1) if hasattr(cuda, "CUgraphEdgeData") and _takes_data() else (1,)
+        b.driver.cuGraphAddDependencies(graph.handle, [first if right else other], [second], *rest)
+    graph.launch(b.a)
+    b.done(x)
+
+
+def _takes_data() -> bool:
+    """Whether edges have data in these bindings, from 13 on."""
+    return "edgeData" in (cuda.cuGraphAddDependencies.__doc__ or "").split("\n")[0]
+
+
+@hazard("use before allocation")
+def a_node_uses_memory_that_another_allocates(b: Bench, right: bool) -> None:
+    graph = Graph(b)
+    made, address = graph.allocate()
+    before = graph.add("Empty", [])
+    used = graph.fill(address, made if right else before)
+    graph.free(address, used, made)
+    graph.launch(b.a)
+    b.a.synchronize()
+
+
+@hazard("free racing a use")
+def a_node_frees_what_another_uses(b: Bench, right: bool) -> None:
+    graph = Graph(b)
+    made, address = graph.allocate()
+    used = graph.fill(address, made)
+    graph.free(address, used if right else made)
+    graph.launch(b.a)
+    b.a.synchronize()
+
+
+@hazard("race")
+def a_launch_of_nodes_and_other_work(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    b.a.synchronize()
+    graph = Graph(b)
+    graph.fill(x.address)
+    b.write(x, b.b)
+    graph.launch(b.b if right else b.c)
+    b.done(x)
+
+
+@hazard("race")
+def a_graph_within_a_graph(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    b.a.synchronize()
+    inner, outer = Graph(b), Graph(b)
+    inner.fill(x.address)
+    outer.add("ChildGraph", [], inner.handle)
+    outer.launch(b.a)
+    if right:
+        b.order(b.a, b.b)
+    b.read(x, b.b)
+    b.done(x)
+
+
+@hazard("race")
+def an_event_that_a_node_records(b: Bench, right: bool) -> None:
+    x, event = b.new(b.a), b.event()
+    b.a.synchronize()
+    graph = Graph(b)
+    if right:
+        graph.add("EventRecord", [graph.fill(x.address)], cuda.CUevent(event.handle))
+    else:
+        graph.add("EventRecord", [], cuda.CUevent(event.handle))
+        graph.fill(x.address)
+    graph.launch(b.a)
+    b.b.wait(event)
+    if not right:
+        b.a.record(event)  # too late
+    b.write(x, b.b)
+    b.done(x)
+
+
+# -- planes ----------------------------------------------------------------------------------------------------
+
+
+def _plane(source: int, target: int, width: int, height: int = 64, pitch: int = 64) -> Any:
+    copy = cuda.CUDA_MEMCPY2D()
+    copy.srcMemoryType = copy.dstMemoryType = cuda.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    copy.srcDevice, copy.dstDevice = cuda.CUdeviceptr(source), cuda.CUdeviceptr(target)
+    copy.srcPitch = copy.dstPitch = pitch
+    copy.WidthInBytes, copy.Height = width, height
+    return copy
+
+
+@hazard("race")
+def two_halves_of_a_plane_that_overlap(b: Bench, right: bool) -> None:
+    x, y = b.new(b.a), b.new(b.a)
+    b.a.synchronize()
+    b.raw("cuMemcpy2DAsync", _plane(y.address, x.address, 32 if right else 33), cuda.CUstream(b.a.handle))
+    b.raw("cuMemcpy2DAsync", _plane(y.address + 32, x.address + 32, 32), cuda.CUstream(b.b.handle))
+    b.done(x, y)
+
+
+@hazard("race")
+def the_last_row_of_a_plane(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    b.a.synchronize()
+    b.raw("cuMemsetD2D8Async", x.address, 64, 1, 16, 64, cuda.CUstream(b.a.handle))
+    x[63 * 64 + (16 if right else 15) :].fill(2, b.b)
+    b.done(x)
+
+
+@hazard("free racing a use")
+def a_plane_is_freed_while_it_is_copied(b: Bench, right: bool) -> None:
+    x, y = b.new(b.a), b.new(b.b)
+    b.order(b.a, b.b)
+    b.raw("cuMemcpy2DAsync", _plane(x.address, y.address, 16), cuda.CUstream(b.b.handle))
+    if right:
+        b.order(b.b, b.a)
+    x.free(b.a)
+    b.done(y)
