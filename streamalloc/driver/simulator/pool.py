@@ -105,8 +105,11 @@ class Pool:
             if block is None:
                 raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
             self._wait_for(block, stream)
-        if grown or block.owner not in (HEAP, stream.id):  # no other allocation is work (H200: test_events)
-            stream.submit(Operation(), clock=stream.clock if stream.peers is not None else {})  # nor tells of others
+        # no other allocation is work (observed on H200: test_events); what a growth waits for pools do not count on
+        if block.owner not in (HEAP, stream.id) or (grown and stream.peers is not None):
+            stream.submit(Operation())
+        elif grown:
+            stream.submit(Operation(), clock={})
         used = line.carve(block, rounded)
         self._outstanding += 1
         self.used += size
