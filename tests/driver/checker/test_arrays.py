@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,9 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
+from streamalloc.core.door import door_behind
+from streamalloc.core.later import work
+from streamalloc.interop.loans import Lent
 
 
 @pytest.mark.parametrize("host", [np.arange(64, dtype=np.uint8), np.ones((8, 1), np.int64)], ids=["bytes", "words"])
@@ -31,3 +35,20 @@ def test_objects_that_are_no_arrays(machine: Any) -> None:
         driver.cuMemcpyDtoHAsync(back, buffer.address, 4, stream.handle)
         stream.synchronize()
         assert back == b"abcd"
+
+
+@pytest.mark.parametrize("given_back", [True, False])
+def test_memory_that_is_freed_while_a_library_has_it(machine: Any, given_back: bool) -> None:
+    """Of the library's kernels nobody tells. That they may run until it is given back is known."""
+    driver = sd.checked(machine)
+    device = sa.Device(0, driver=driver)
+    with device.create_stream() as ours, device.create_stream() as theirs, sa.MemoryPool(device) as pool:
+        buffer = pool.allocate(64, ours)
+        array = Lent(buffer.view_as(np.uint8), theirs)
+        if given_back:
+            del array
+            gc.collect()
+            work(door_behind(buffer))  # in which our stream waits for theirs
+        buffer.free()
+        device.synchronize()
+    assert [one.kind for one in driver.hazards] == ([] if given_back else ["free racing a use"])
