@@ -375,7 +375,8 @@ class Memory(Unique, Shown, abc.ABC):
             handle = dlpack.LEGACY_STREAM if stream is None else stream
             if handle != ours.handle:
                 order_handle_after(handle, ours)
-                if self._door.used is not None:
+                # Who names no stream for memory that the host can reach, such as NumPy, is the host.
+                if self._door.used is not None and not (stream is None and self.host_accessible):
                     self.used(Stream.of_handle(ours.device, handle, self), write=False)
         part = dlpack.part(self, self.address, self.nbytes, device)
         if self._read_only(on_host=on_host):

@@ -416,6 +416,10 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False) -> Chec
     captures), which memory every call touches, and when that memory lives. So it finds a missing dependency also where
     the run happened to go well. Kernels of other libraries are not seen: tell of them with ``buffer.used(stream)``.
 
+    Where it cannot know an order, it takes it to be there: what other processes were told of and may have answered,
+    events that another library has made, and words in memory of a device that no call of this driver has written. What
+    one host thread has waited for, all threads know.
+
     Parameters
     ----------
     driver

@@ -52,3 +52,19 @@ def test_memory_that_is_freed_while_a_library_has_it(machine: Any, given_back: b
         buffer.free()
         device.synchronize()
     assert [one.kind for one in driver.hazards] == ([] if given_back else ["free racing a use"])
+
+
+def test_numpy_takes_pinned_memory_for_itself(machine: Any) -> None:
+    """It names no stream, and is no work of the legacy one."""
+    driver = sd.checked(machine)
+    device = sa.Device(0, driver=driver)
+    props = sa.MemPoolProps(location=sa.MemLocation.host())
+    with device.create_stream() as stream, sa.MemoryPool(props, driver=driver) as pool:
+        pool.set_access(device, sa.MemAccess.READWRITE)
+        buffer = pool.allocate(64, stream)
+        buffer.fill(3)
+        stream.synchronize()
+        assert (np.from_dlpack(buffer) == 3).all()
+        buffer.free()
+        stream.synchronize()
+    assert driver.hazards == []
