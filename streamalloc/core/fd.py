@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import starmap
+from itertools import chain, starmap
 from typing import TYPE_CHECKING, Any
 
 from streamalloc.core.errors import ClosedError
@@ -58,6 +58,13 @@ class Fd(Closes):
         owners = cls.owners(1)
         cls.give(owners, starmap(function, (args,)))
         return owners[0]
+
+    @classmethod
+    def pipe(cls) -> tuple[Fd, ...]:
+        """Both ends of a new pipe: what is read, and what is written (``os.pipe2``)."""
+        ends = cls.owners(2)
+        cls.give(ends, chain.from_iterable(starmap(os.pipe2, ((os.O_CLOEXEC,),))))
+        return ends
 
     @classmethod
     def made_by(cls, door: Door, name: str, *args: Any, hint: str = "") -> Fd:

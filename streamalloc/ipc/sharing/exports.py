@@ -357,7 +357,7 @@ def send(
     else:
         # The message has one end of a pipe, which the kernel closes with it; whoever opens the descriptor closes it
         # when that is done. So the hold ends without anybody's help.
-        ours, theirs = map(Fd, os.pipe2(os.O_CLOEXEC))
+        ours, theirs = Fd.pipe()
         with theirs:
             lease.hold(Hold(functools.partial(hung_up, ours)))
             channel.send(wire.with_hold(shared._data, 0), (*handles, theirs), timeout=timeout)

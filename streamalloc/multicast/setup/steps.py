@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -251,22 +250,26 @@ def _clear(resources: RankResources, layout: Layout, rank: int) -> None:
     bases = np.array([one.address for one in resources.replicas.values()], np.uint64)
     start, first = int(bases[rank]), layout.signal_pad
     # A stream for this alone, which nothing is ordered after: less than a Stream is.
-    stream = HandleEnd(door, "cuStreamDestroy", None)
-    with device.current(), contextlib.ExitStack() as undo:
-        undo.callback(later_of(door).end, stream)
-        door.create(stream, "_raw", "cuStreamCreateWithPriority", _NON_BLOCKING, 0)
-        if layout.total - first > _AT_ONCE:
-            # A signal pad of the user's size; what is behind it is written from the host.
-            door.call("cuMemsetD8Async", start + first, 0, layout.words - first, stream.raw)
-            first = layout.words
-        image = np.zeros(layout.total - first, np.uint8)
-        for table, addresses in (
-            (layout.buffer_table, bases),
-            (layout.signal_table, bases + np.uint64(layout.signal_pad)),
-        ):
-            image[table - first :][: addresses.nbytes] = addresses.view(np.uint8)
-        door.call("cuMemcpyHtoDAsync", start + first, image.ctypes.data, image.nbytes, stream.raw)
-        door.call("cuStreamSynchronize", stream.raw)
+    later, stream = later_of(door), HandleEnd(door, "cuStreamDestroy", None)
+    try:
+        with device.current():
+            door.create(stream, "_raw", "cuStreamCreateWithPriority", _NON_BLOCKING, 0)
+            if layout.total - first > _AT_ONCE:
+                # A signal pad of the user's size; what is behind it is written from the host.
+                door.call("cuMemsetD8Async", start + first, 0, layout.words - first, stream.raw)
+                first = layout.words
+            image = np.zeros(layout.total - first, np.uint8)
+            for table, addresses in (
+                (layout.buffer_table, bases),
+                (layout.signal_table, bases + np.uint64(layout.signal_pad)),
+            ):
+                image[table - first :][: addresses.nbytes] = addresses.view(np.uint8)
+            door.call("cuMemcpyHtoDAsync", start + first, image.ctypes.data, image.nbytes, stream.raw)
+            door.call("cuStreamSynchronize", stream.raw)
+        later.end(stream)
+    except BaseException:
+        later.hand_in(stream)  # perhaps again; it ends once
+        raise
 
 
 class KnownDevices:

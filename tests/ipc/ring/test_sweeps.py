@@ -138,6 +138,7 @@ RING_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "opened": lambda world, one: one.opened(os.dup, 0),
     "owners": lambda world, one: one.owners(1)[0],
     "pair": lambda world, one: [end.close() for end in one.pair()] and None,
+    "pipe": lambda world, one: [end.close() for end in one.pipe()] and None,
     "put": lambda world, one: one.put(b"some bytes", SECONDS),
     "receive": _sent,
     "release": lambda world, one: one.release(),
