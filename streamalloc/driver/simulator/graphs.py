@@ -237,8 +237,11 @@ class GraphExec:
 class Capture:
     """A capture in progress: which streams take part, and behind which nodes each of them is."""
 
-    def __init__(self, graphs: Graphs, origin: Stream, mode: int) -> None:
-        self.graph: Graph = graphs.create()
+    def __init__(
+        self, graphs: Graphs, origin: Stream, mode: int, graph: Graph | None = None, after: Iterable[Node] = ()
+    ) -> None:
+        self.graph: Graph = graphs.create() if graph is None else graph
+        self._own = graph is None
         self.origin = origin
         self.mode = mode
         graphs.capture_count += 1
@@ -246,7 +249,7 @@ class Capture:
         self.valid: bool = True
         self._graphs = graphs
         self._caller = origin.timeline.caller
-        self._frontier: dict[Stream, list[Node]] = {origin: []}
+        self._frontier: dict[Stream, list[Node]] = {origin: list(after)}
         origin.capture = self
         graphs.captures.append(self)
 
@@ -268,6 +271,11 @@ class Capture:
     def behind(self, stream: Stream) -> list[Node]:
         """The nodes that the next one of ``stream`` will depend on."""
         return self._frontier.get(stream, [])
+
+    def put_behind(self, stream: Stream, nodes: list[Node], instead: bool) -> None:
+        """Have the next node of ``stream`` depend on these, too or ``instead``."""
+        before = [] if instead else self._frontier[stream]
+        self._frontier[stream] = before + [node for node in nodes if node not in before]
 
     # -- nodes -----------------------------------------------------------------------------------------------
 
@@ -338,7 +346,8 @@ class Capture:
             stream.capture = None
 
     def discard(self) -> None:
-        self._graphs.destroy(self.graph)
+        if self._own:
+            self._graphs.destroy(self.graph)
 
 
 def ancestors(nodes: Iterable[Node]) -> set[Node]:

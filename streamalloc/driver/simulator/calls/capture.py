@@ -48,12 +48,15 @@ class CaptureCalls(CopyCalls):
     # -- capture ---------------------------------------------------------------------------------------------
 
     def cuStreamBeginCapture(self, hStream: Any, mode: Any) -> None:
-        stream = self._stream(hStream)
-        number = int(mode)
+        stream, number = self._stream_to_capture(hStream, mode)
+        Capture(self._machine.graphs, stream, number)
+
+    def _stream_to_capture(self, hStream: Any, mode: Any) -> tuple[Stream, int]:
+        stream, number = self._stream(hStream), int(mode)
         check(0 <= number <= RELAXED)
         check(stream.peers is None, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         check(stream.capture is None, Result.CUDA_ERROR_ILLEGAL_STATE)
-        Capture(self._machine.graphs, stream, number)
+        return stream, number
 
     def cuStreamEndCapture(self, hStream: Any) -> Any:
         stream = self._stream(hStream)

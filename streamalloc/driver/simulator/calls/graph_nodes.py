@@ -12,7 +12,7 @@ from ..arguments import DevicePointer, UnsignedInt
 from ..constants import PINNED, READ_WRITE, Location
 from ..contexts import Context
 from ..errors import NotModelled, Result, check, need, not_modelled
-from ..graphs import Graph, Node, Values
+from ..graphs import Capture, Graph, Node, Values
 from ..moves import fill
 from ..timeline import Operation, Stream
 from .base import EDGE_DATA
@@ -21,6 +21,7 @@ from .copies import FILL_FIELDS
 from .planes import PROMISED, PlaneCalls, copy_values
 from .words import WordCalls
 
+_ADD, _SET = 0, 1  # CUstreamUpdateCaptureDependencies_flags
 _SHAREABLE = 1 | 8
 """Handle types that there are on this system."""
 
@@ -109,6 +110,37 @@ class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
             self, hGraph: Any, from_: Any, to: Any, numDependencies: Any
         ) -> None:
             self._disconnect(hGraph, from_, to, numDependencies)
+
+    # -- captures that add to a graph ------------------------------------------------------------------------
+
+    def cuStreamBeginCaptureToGraph(
+        self, hStream: Any, hGraph: Any, dependencies: Any, dependencyData: Any, numDependencies: Any, mode: Any
+    ) -> None:
+        stream, number = self._stream_to_capture(hStream, mode)
+        graph, after = self._behind(hGraph, dependencies, numDependencies)
+        Capture(self._machine.graphs, stream, number, graph, after)
+
+    def _put_behind(self, hStream: Any, dependencies: Any, count: Any, flags: Any) -> None:
+        stream, how = self._stream(hStream), arguments.unsigned_int(flags)
+        check(stream.capture is not None, Result.CUDA_ERROR_ILLEGAL_STATE)
+        check(self._captured(stream) and how in (_ADD, _SET))
+        capture: Capture = stream.capture
+        _, nodes = self._behind(cuda.CUgraph(capture.graph.handle), dependencies, count)
+        capture.put_behind(stream, nodes, how == _SET)
+
+    def cuStreamUpdateCaptureDependencies_v2(
+        self, hStream: Any, dependencies: Any, dependencyData: Any, numDependencies: Any, flags: Any
+    ) -> None:
+        self._put_behind(hStream, dependencies, numDependencies, flags)
+
+    if EDGE_DATA:
+        cuStreamUpdateCaptureDependencies = cuStreamUpdateCaptureDependencies_v2
+    else:
+
+        def cuStreamUpdateCaptureDependencies(  # type: ignore[misc]
+            self, hStream: Any, dependencies: Any, numDependencies: Any, flags: Any
+        ) -> None:
+            self._put_behind(hStream, dependencies, numDependencies, flags)
 
     def cuGraphDestroyNode(self, hNode: Any) -> None:
         node = self._node(hNode)
