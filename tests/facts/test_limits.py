@@ -133,6 +133,8 @@ def test_settings(rig: Rig) -> None:
     assert int(value(raw.cuCtxGetCacheConfig())) == 1
     value(raw.cuCtxSetCacheConfig(raw.CUfunc_cache(0)))
     assert said(raw.cuCtxResetPersistingL2Cache()) == "SUCCESS"
+    target, scope = raw.CUflushGPUDirectRDMAWritesTarget(0), raw.CUflushGPUDirectRDMAWritesScope(100)
+    assert said(raw.cuFlushGPUDirectRDMAWrites(target, scope)) == "SUCCESS"
     assert value(raw.cuDeviceComputeCapability(0)) == (9, 0)
     properties = value(raw.cuDeviceGetProperties(0))
     assert (properties.maxThreadsPerBlock, properties.SIMDWidth) == (1024, 32)

@@ -327,6 +327,7 @@ def test_memory_that_was_released_is_mapped_again_as_long_as_it_is_mapped(scene:
     assert scene.map(0, PAGE, one) == "SUCCESS"
     assert scene.rig.release(one) == "SUCCESS"
     assert scene.map(1, PAGE, one) == "SUCCESS"
+    assert said(scene.raw.cuMemGetAllocationPropertiesFromHandle(one)) == "SUCCESS"
     there, again = scene.open(0), scene.open(1)
     value(scene.raw.cuMemsetD8(there, 5, 16))
     assert scene.rig.read(again, 16) == [5] * 16

@@ -86,6 +86,10 @@ class LimitCalls(Calls):
     def cuCtxResetPersistingL2Cache(self) -> None:
         self._machine.current()
 
+    def cuFlushGPUDirectRDMAWrites(self, target: Any, scope: Any) -> None:
+        """Writes of other devices are not simulated."""
+        self._machine.current()
+
     def cuProfilerStart(self) -> None:
         self._machine.current()
 

@@ -78,7 +78,7 @@ class VirtualMemoryCalls(Calls):
         return cuda.CUmemGenericAllocationHandle(virtual.retain(mapping.memory))
 
     def cuMemGetAllocationPropertiesFromHandle(self, handle: MemoryHandle) -> Any:
-        named = self._machine.virtual.named(handle)
+        named = self._machine.virtual.named_or_mapped(handle)
         if not isinstance(named, Memory):
             raise NotModelled("cuMemGetAllocationPropertiesFromHandle of a multicast object")
         properties = named.properties
