@@ -81,6 +81,8 @@ class Graph:
     def remove(self, node: Node) -> None:
         self.nodes.remove(node)
         del self.graphs.nodes[node.handle]
+        if node.child is not None:
+            self.graphs.destroy(node.child)
         for other in self.nodes:
             other.after = [one for one in other.after if one is not node]
 
@@ -90,7 +92,8 @@ class Graph:
         copies: dict[Node, Node] = {}
         for node in self.ordered():
             after = [copies[one] for one in node.after]
-            copies[node] = replace(node, graph=made, after=after, origin=node, handle=new_handle())
+            child = None if node.child is None else node.child.clone()
+            copies[node] = replace(node, graph=made, after=after, origin=node, child=child, handle=new_handle())
         for node in self.nodes:
             made.take(copies[node])
         return made
@@ -387,5 +390,7 @@ class Graphs:
         self.graphs.pop(graph.handle, None)
         for node in graph.nodes:
             self.nodes.pop(node.handle, None)
+            if node.child is not None:
+                self.destroy(node.child)
         for memory in graph.memories.values():
             memory.disown()
