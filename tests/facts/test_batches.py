@@ -176,3 +176,81 @@ def test_setting_that_copies_are_waited_for(batch: Batch) -> None:
     with gate.opening_after(5):
         value(raw.cuMemcpyDtoDAsync(batch.places["plain"], batch.places["other"], 64, batch.stream))
         assert not gate.is_open
+
+
+class TestBoxes:
+    def box(self, batch: Batch, pair: str, **given: int) -> Any:
+        """Two rows of eight bytes, sixteen bytes apart, of one layer of four."""
+        made, places = batch.raw.CUDA_MEMCPY3D_BATCH_OP(), pair.split()
+        for side, name, row, rows in ((made.dst, places[0], "drow", "drows"), (made.src, places[1], "srow", "srows")):
+            side.type = batch.raw.CUmemcpy3DOperandType.CU_MEMCPY_OPERAND_TYPE_POINTER
+            side.op.ptr.ptr = batch.raw.CUdeviceptr(batch.places[name])
+            side.op.ptr.rowLength, side.op.ptr.layerHeight = given.get(row, 16), given.get(rows, 4)
+        for field, default in (("width", 8), ("height", 2), ("depth", 1)):
+            setattr(made.extent, field, given.get(field, default))
+        if given.get("order", IN_STREAM):
+            made.srcAccessOrder = batch.raw.CUmemcpySrcAccessOrder(given.get("order", IN_STREAM))
+        made.flags = given.get("flags", 0)
+        return made
+
+    def copy(self, batch: Batch, *boxes: Any, stream: Any = None, flags: int = 0) -> str:
+        stream = batch.stream if stream is None else batch.raw.CUstream(stream)
+        return said(batch.raw.cuMemcpy3DBatchAsync(len(boxes), list(boxes), flags, stream))
+
+    @pytest.mark.parametrize(
+        ("given", "places"),
+        [
+            ({}, {0: 0, 16: 16}),
+            ({"srow": 0}, {0: 0, 16: 8}),
+            ({"drow": 0}, {0: 0, 8: 16}),
+            ({"drows": 0, "srows": 0, "depth": 2}, {0: 0, 16: 16, 32: 32, 48: 48}),
+            ({"drow": 0, "srow": 0, "drows": 0, "srows": 0, "depth": 2}, {0: 0, 8: 8, 16: 16, 24: 24}),
+        ],
+    )
+    def test_a_length_of_zero_is_that_of_what_is_copied(
+        self, batch: Batch, given: dict[str, int], places: dict[int, int]
+    ) -> None:
+        batch.array[:256] = range(256)
+        value(batch.raw.cuMemcpyHtoD(batch.places["other"], batch.array, 256))
+        value(batch.raw.cuMemsetD8(batch.places["plain"], 255, 256))
+        assert self.copy(batch, self.box(batch, "plain other", **given)) == "SUCCESS"
+        expected = [255] * 64
+        for target, source in places.items():
+            expected[target : target + 8] = range(source, source + 8)
+        assert batch.rig.read(batch.places["plain"], 64) == expected
+
+    @pytest.mark.parametrize("field", ["width", "height", "depth", "order"])
+    def test_nothing_may_be_zero(self, batch: Batch, field: str) -> None:
+        assert self.copy(batch, self.box(batch, "plain other", **{field: 0})) == "INVALID_VALUE"
+
+    def test_what_is_refused(self, batch: Batch) -> None:
+        good = self.box(batch, "plain other")
+        for given in ({"srow": 7}, {"srow": 7, "height": 1}, {"srows": 1}, {"flags": 2}):
+            assert self.copy(batch, self.box(batch, "plain other", **given)) == "INVALID_VALUE"
+        for pair in ("null other", "end other"):
+            assert self.copy(batch, good, self.box(batch, pair)) == "INVALID_VALUE"
+        assert self.copy(batch) == "INVALID_VALUE"
+        assert self.copy(batch, good, flags=1) == "INVALID_VALUE"
+        assert self.copy(batch, good, stream=0) == "INVALID_VALUE"
+        assert self.copy(batch, good, stream=2) == "SUCCESS"
+        batch.rig.begin_capture(batch.stream)
+        assert self.copy(batch, good) == "STREAM_CAPTURE_UNSUPPORTED"
+        assert batch.rig.capture_status(batch.stream) == "ACTIVE"
+
+    @pytest.mark.parametrize(
+        ("pair", "waits"),
+        [
+            ("plain pageable", (False, True, False)),
+            ("pageable plain", (True, True, True)),
+            ("plain pinned", (False, True, False)),
+            ("pinned plain", (False, True, False)),
+        ],
+    )
+    def test_which_are_waited_for(self, batch: Batch, pair: str, waits: tuple[bool, ...]) -> None:
+        rig, gate = batch.rig, batch.rig.gate()
+        for order, wait in zip((IN_STREAM, AT_CALL, ANY), waits, strict=True):
+            gate.hold(batch.stream)
+            with gate.opening_after(0.03 if wait else 5):
+                assert self.copy(batch, self.box(batch, pair, order=order)) == "SUCCESS"
+                assert gate.is_open == wait
+            rig.synchronize()

@@ -13,6 +13,7 @@ from tests.facts.support import (
     FABRIC,
     HOST,
     HOST_NUMA,
+    LEGACY,
     NOWHERE,
     PAGE,
     POSIX_FD,
@@ -497,6 +498,76 @@ def test_updates_from_a_graph_with_memory(nodes: Nodes) -> None:
     of_its_own = other.instantiate()
     assert said(raw.cuGraphExecUpdate(instance, other.graph)) == "NOT_SUPPORTED"
     assert said(raw.cuGraphExecUpdate(of_its_own, other.graph)) == "SUCCESS"
+
+
+def test_an_update_to_a_graph_with_memory_uses_that(nodes: Nodes) -> None:
+    """The instance is then the other graph's."""
+    rig, raw, stream, other = nodes.rig, nodes.raw, nodes.rig.stream(), Nodes(nodes.rig)
+    (one, first), (two, second) = nodes.allocate(MiB), other.allocate(MiB)
+    value(nodes.fill(first, one))
+    value(other.fill(second, two, value=2))
+    instance = nodes.instantiate()
+    assert said(raw.cuGraphExecUpdate(instance, other.graph)) == "SUCCESS"
+    value(raw.cuGraphLaunch(instance, stream))
+    assert rig.read(second, 2) == [2, 2]
+    assert said(raw.cuMemFreeAsync(first, stream)) == "INVALID_VALUE"
+    assert said(raw.cuMemFreeAsync(second, stream)) == "SUCCESS"
+    assert said(raw.cuGraphInstantiate(other.graph, 0)) == "NOT_SUPPORTED"
+    nodes.instantiate()
+
+
+class TestCapturesIntoAGraph:
+    def begin(self, nodes: Nodes, stream: Any, *after: Any, graph: Any = None) -> str:
+        mode = nodes.raw.CUstreamCaptureMode(2)
+        given = nodes.graph if graph is None else graph
+        return said(nodes.raw.cuStreamBeginCaptureToGraph(stream, given, list(after), None, len(after), mode))
+
+    def put_behind(self, nodes: Nodes, stream: Any, *after: Any, flags: int) -> str:
+        call = nodes.raw.cuStreamUpdateCaptureDependencies
+        try:
+            return said(call(stream, list(after), None, len(after), flags))
+        except TypeError:  # the bindings before CUDA 13 take no data of edges
+            return said(call(stream, list(after), len(after), flags))
+
+    def kinds(self, nodes: Nodes) -> list[str]:
+        found, count = value(nodes.raw.cuGraphGetNodes(nodes.graph, 9))
+        names: list[str] = [value(nodes.raw.cuGraphNodeGetType(node)).name for node in found[:count]]
+        return [name.removeprefix("CU_GRAPH_NODE_TYPE_") for name in names]
+
+    def test_nodes_come_behind_others(self, nodes: Nodes) -> None:
+        raw, stream, first = nodes.raw, nodes.rig.stream(), nodes.empty()
+        plain = nodes.rig.plain(64)
+        assert self.put_behind(nodes, stream, first, flags=0) == "ILLEGAL_STATE"
+        assert self.begin(nodes, stream, first) == "SUCCESS"
+        value(raw.cuMemsetD8Async(plain, 1, 16, stream))
+        second = nodes.empty()
+        assert self.put_behind(nodes, stream, second, flags=0) == "SUCCESS"
+        value(raw.cuMemsetD8Async(plain, 2, 16, stream))
+        assert self.put_behind(nodes, stream, first, flags=1) == "SUCCESS"
+        assert self.put_behind(nodes, stream, first, flags=2) == "INVALID_VALUE"
+        value(raw.cuMemsetD8Async(plain, 3, 16, stream))
+        assert self.begin(nodes, nodes.rig.stream()) == "ILLEGAL_STATE"
+        assert int(value(raw.cuStreamEndCapture(stream))) == int(nodes.graph)
+        assert self.kinds(nodes) == ["EMPTY", "MEMSET", "EMPTY", "MEMSET", "MEMSET"]
+        assert value(raw.cuGraphGetEdges(nodes.graph))[-1] == 4
+        assert self.begin(nodes, stream) == "SUCCESS"
+        assert self.begin(nodes, stream) == "ILLEGAL_STATE"
+        value(raw.cuStreamEndCapture(stream))
+
+    def test_what_is_refused(self, nodes: Nodes) -> None:
+        stream = nodes.rig.stream()
+        assert self.begin(nodes, stream, Nodes(nodes.rig).empty()) == "INVALID_VALUE"
+        assert self.begin(nodes, stream, graph=nodes.raw.CUgraph(0)) == "INVALID_VALUE"
+        assert self.begin(nodes, LEGACY) == "STREAM_CAPTURE_UNSUPPORTED"
+        assert nodes.rig.capture_status(stream) == "NONE"
+
+    def test_a_capture_that_fails_takes_the_graph_with_it(self, nodes: Nodes) -> None:
+        raw, stream = nodes.raw, nodes.rig.stream()
+        graph = nodes.rig.disown(nodes.graph)
+        assert self.begin(nodes, stream) == "SUCCESS"
+        assert said(raw.cuStreamQuery(stream)) == "STREAM_CAPTURE_UNSUPPORTED"
+        assert said(raw.cuStreamEndCapture(stream)) == "STREAM_CAPTURE_INVALIDATED"
+        assert said(raw.cuGraphGetNodes(graph)) == "INVALID_VALUE"
 
 
 def test_nodes_of_any_kind(nodes: Nodes) -> None:

@@ -223,6 +223,20 @@ def test_boxes(memory: Memory, case: str) -> None:
     assert said(memory.raw.cuMemcpy3DAsync(copy, memory.stream)) == expected
 
 
+def test_rows_need_not_fit_between_pools(memory: Memory) -> None:
+    """Only where they end has to be memory: the place of a row is counted as if they did."""
+    rig, raw, stream = memory.rig, memory.raw, memory.stream
+    memory.plain, memory.other = (rig.allocate(rig.pool(), 4096, stream) for _ in range(2))
+    value(raw.cuMemsetD8Async(memory.plain, 0, 4096, stream))
+    value(raw.cuMemsetD8Async(memory.other, 7, 4096, stream))
+    beyond = {"WidthInBytes": 7, "Height": 1, "Depth": 2, "srcPitch": 8, "srcXInBytes": 5, "dstPitch": 16}
+    copy = box(memory, "DD", "plain", "other", **beyond, dstY=7, dstHeight=4)
+    assert said(raw.cuMemcpy3DAsync(copy, stream)) == "SUCCESS"
+    found = rig.read(memory.plain, 256)
+    assert [at for at, byte in enumerate(found) if byte] == [*range(112, 119), *range(176, 183)]
+    assert said(raw.cuMemcpy3DAsync(box(memory, "DD", "plain", "other", srcY=70), stream)) == "INVALID_VALUE"
+
+
 def test_what_a_copy_moves(memory: Memory) -> None:
     memory.array[:256] = range(256)
     value(memory.raw.cuMemsetD8(memory.plain, 255, 64))

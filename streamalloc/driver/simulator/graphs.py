@@ -175,6 +175,25 @@ class GraphExec:
         self.nodes = [replace(node, origin=node) for node in self.graph.flat()]
         self.unfreed = self.graph.unfreed()
 
+    def adopt(self, graph: Graph) -> None:
+        """Be an instance of another graph with memory of its own, which counts for that graph from now on (observed on
+        H200: test_graph_nodes).
+        """
+        self.release()
+        self.graph, self.unfreed = graph, graph.unfreed()
+        self.hold()
+
+    def hold(self) -> None:
+        """Keep the addresses of the graph's allocations."""
+        self.graph.instances += 1
+        for memory in self.graph.memories.values():
+            memory.owners += 1
+
+    def release(self) -> None:
+        self.graph.instances -= 1
+        for memory in self.graph.memories.values():
+            memory.disown()
+
     def launch(self, allocations: Allocations, stream: Stream) -> None:
         """Submit all nodes, one after the other: a stricter order than the graph asks for."""
         memories = self.graph.memories.values()
@@ -244,7 +263,6 @@ class Capture:
         self, graphs: Graphs, origin: Stream, mode: int, graph: Graph | None = None, after: Iterable[Node] = ()
     ) -> None:
         self.graph: Graph = graphs.create() if graph is None else graph
-        self._own = graph is None
         self.origin = origin
         self.mode = mode
         graphs.capture_count += 1
@@ -349,8 +367,7 @@ class Capture:
             stream.capture = None
 
     def discard(self) -> None:
-        if self._own:
-            self._graphs.destroy(self.graph)
+        self._graphs.destroy(self.graph)
 
 
 def ancestors(nodes: Iterable[Node]) -> set[Node]:

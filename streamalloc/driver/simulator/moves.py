@@ -128,6 +128,8 @@ class Shape:
     target_slice: int
     source_pitch: int
     source_slice: int
+    fits: bool = True
+    """Whether the rows lie within their pitch, and the slices within their height."""
 
     @property
     def size(self) -> int:

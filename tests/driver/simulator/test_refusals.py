@@ -48,7 +48,17 @@ def _access_of_another_device(rig: Rig) -> None:
 
 
 def _update_with_memory(rig: Rig) -> None:
-    rig.raw.cuGraphExecUpdate(rig.instantiate(_allocation_node(rig)), _allocation_node(rig))
+    instance = rig.instantiate(_allocation_node(rig))
+    value(rig.raw.cuGraphLaunch(instance, rig.stream()))
+    rig.raw.cuGraphExecUpdate(instance, _allocation_node(rig))
+
+
+def _rows_beyond_their_pitch(rig: Rig) -> None:
+    copy, stream, pool = rig.raw.CUDA_MEMCPY2D(), rig.stream(), rig.pool()
+    copy.dstMemoryType = copy.srcMemoryType = rig.raw.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    copy.dstDevice, copy.srcDevice = rig.allocate(pool, 4096, stream), rig.plain(4096)
+    copy.WidthInBytes, copy.Height, copy.srcPitch, copy.dstPitch = 8, 2, 4, 8
+    rig.raw.cuMemcpy2DAsync(copy, stream)
 
 
 @pytest.mark.simulated_only("says what is not simulated")
@@ -61,7 +71,8 @@ def _update_with_memory(rig: Rig) -> None:
         (_large_stacks, "a stack of 200000 bytes"),
         (_stacks_beyond_the_memory, "more memory than there is"),
         (_access_of_another_device, "access for another device"),
-        (_update_with_memory, "memory of its own"),
+        (_update_with_memory, "what a launch has left is not freed"),
+        (_rows_beyond_their_pitch, "rows that do not fit"),
     ],
     ids=lambda value: value.__name__.strip("_") if callable(value) else "",
 )

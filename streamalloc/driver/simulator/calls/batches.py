@@ -9,21 +9,22 @@ from streamalloc.driver.bindings import cuda
 
 from .. import arguments
 from ..allocations import Allocation
-from ..arguments import Size
+from ..arguments import Size, UnsignedLongLong
 from ..constants import LEGACY_STREAM, Location
-from ..errors import Result, check
-from ..moves import Copy
+from ..errors import Result, check, not_modelled
+from ..moves import Copy, Shape
 from ..timeline import Stream
 from .base import EDGE_DATA
 from .copies import CopyCalls
 
 # CUmemcpySrcAccessOrder: sources are read in stream order, before the call returns, or whenever it is best.
-_IN_STREAM, _AT_CALL, _ANY = 1, 2, 3
+_IN_STREAM, _AT_CALL, _ANY = _ORDERS = 1, 2, 3
+_POINTER = 1  # CUmemcpy3DOperandType
 _OVERLAP = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 
 
 class BatchCalls(CopyCalls):
-    """cuMemcpyBatchAsync."""
+    """cuMemcpyBatchAsync, cuMemcpy3DBatchAsync."""
 
     if EDGE_DATA:  # earlier bindings return more
 
@@ -62,9 +63,44 @@ class BatchCalls(CopyCalls):
             if waits:
                 self._finish(stream)
 
+        def cuMemcpy3DBatchAsync(self, numOps: Size, opList: Any, flags: UnsignedLongLong, hStream: Any) -> None:
+            boxes = arguments.structs("opList", opList, cuda.CUDA_MEMCPY3D_BATCH_OP, numOps)
+            check(self._machine.current_or_none() is not None and boxes and not flags)
+            check(arguments.stream(hStream) not in (0, LEGACY_STREAM))
+            stream = self._stream(hStream)
+            shapes = [self._box_of(one) for one in boxes]
+            check(stream.capture is None, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+            context = self._machine.current()
+            waits = False
+            ends = [
+                self._check_copy((target, shape.target_span), (source, shape.source_span), "", (context, context))
+                for target, source, shape, _ in shapes
+            ]
+            for (target, source, shape, order), (destination, origin) in zip(shapes, ends, strict=True):
+                taken = ctypes.string_at(source, shape.source_span) if origin is None else source
+                stream.submit(shape.copy(self._machine, context, target, taken))
+                waits |= order == _AT_CALL or destination is None
+            if waits:
+                self._finish(stream)
+
+    @staticmethod
+    def _box_of(one: Any) -> tuple[int, int, Shape, int]:
+        """Target, source, shape and order of an entry. A length of zero is that of what is copied."""
+        extent, order = one.extent, arguments.number_in(one, "srcAccessOrder")
+        width, height, depth = int(extent.width), int(extent.height), int(extent.depth)
+        check(width and height and depth and order in _ORDERS and int(one.flags) in (0, _OVERLAP))
+        steps = []
+        for side in (one.dst, one.src):
+            not_modelled(arguments.number_in(side, "type") != _POINTER, "a batch of copies of arrays")
+            row, rows = int(side.op.ptr.rowLength) or width, int(side.op.ptr.layerHeight) or height
+            check(width <= row and height <= rows)
+            steps.append((row, row * rows))
+        shape = Shape(width, height, depth, *steps[0], *steps[1])
+        return int(one.dst.op.ptr.ptr), int(one.src.op.ptr.ptr), shape, order
+
     def _order(self, attributes: Any) -> int:
         order = ctypes.c_int.from_address(int(attributes.getPtr())).value
-        check(order in (_IN_STREAM, _AT_CALL, _ANY) and int(attributes.flags) in (0, _OVERLAP))
+        check(order in _ORDERS and int(attributes.flags) in (0, _OVERLAP))
         for location in (attributes.srcLocHint, attributes.dstLocHint):
             if arguments.number_in(location, "type") == Location.DEVICE:
                 check(0 <= int(location.id) < len(self._machine.devices))

@@ -202,9 +202,7 @@ class CaptureCalls(CopyCalls):
         machine = self._machine
         instance = GraphExec(graph, flags)
         machine.graphs.executables[instance.handle] = instance
-        graph.instances += 1
-        for memory in graph.memories.values():
-            memory.owners += 1
+        instance.hold()
         return cuda.CUgraphExec(instance.handle)
 
     def _graph_exec(self, graph_exec: Any) -> GraphExec:
@@ -224,9 +222,7 @@ class CaptureCalls(CopyCalls):
         instance = self._graph_exec(hGraphExec)
         self._unsafe_during_capture()
         del self._machine.graphs.executables[instance.handle]
-        instance.graph.instances -= 1
-        for memory in instance.graph.memories.values():
-            memory.disown()
+        instance.release()
 
     # -- memory of graphs ------------------------------------------------------------------------------------
 

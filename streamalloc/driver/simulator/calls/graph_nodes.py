@@ -118,6 +118,8 @@ class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
     ) -> None:
         stream, number = self._stream_to_capture(hStream, mode)
         graph, after = self._behind(hGraph, dependencies, numDependencies)
+        taken = any(capture.graph is graph for capture in self._machine.graphs.captures)
+        check(not taken, Result.CUDA_ERROR_ILLEGAL_STATE)
         Capture(self._machine.graphs, stream, number, graph, after)
 
     def _put_behind(self, hStream: Any, dependencies: Any, count: Any, flags: Any) -> None:
@@ -247,7 +249,9 @@ class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
         check(int(copy.WidthInBytes) and height and depth)
         target, source, kinds, shape = self._rows_of(copy, height, depth)
         spans = (target, shape.target_span), (source, shape.source_span)
-        self._check_copy(*spans, PROMISED.get(kinds, ""), (context, context), graph)
+        ends = self._check_copy(*spans, PROMISED.get(kinds, ""), (context, context), graph)
+        if not shape.fits:
+            self._check_loose(*ends, True)
         return copy_values(copy, height, depth), shape.copy(self._machine, context, target, source)
 
     def cuGraphMemcpyNodeGetParams(self, hNode: Any) -> Any:

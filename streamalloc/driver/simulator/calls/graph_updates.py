@@ -25,10 +25,13 @@ class GraphUpdateCalls(GraphNodeCalls):
         nodes = graph.ordered()
         failure = Result.CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE
         check(_topology([need(node.origin) for node in instance.nodes]) == _topology(nodes), failure)
-        not_modelled(memory, "updating to a graph that has memory of its own")
+        live = any(one.live for one in instance.graph.memories.values())
+        not_modelled(memory and live, "updating to other memory while what a launch has left is not freed")
         check(all(self._may_replace(old, new) for old, new in zip(instance.nodes, nodes, strict=True)), failure)
         for number, (old, new) in enumerate(zip(instance.nodes, nodes, strict=True)):
             instance.nodes[number] = replace(new, origin=old.origin, enabled=old.enabled)
+        if memory:
+            instance.adopt(graph)
         return cuda.CUgraphExecUpdateResultInfo()
 
     def _may_replace(self, old: Node, new: Node) -> bool:

@@ -103,18 +103,17 @@ class PlaneCalls(CopyCalls):
         kinds = arguments.number_in(copy, "dstMemoryType"), arguments.number_in(copy, "srcMemoryType")
         not_modelled(ARRAY in kinds, "a copy of a plane of an array")
         width = int(copy.WidthInBytes)
-        (target, *target_steps), (source, *source_steps) = (
-            self._side(copy, side, kind, width, height, depth) for side, kind in zip(("dst", "src"), kinds, strict=True)
-        )
-        return target, source, kinds, Shape(width, height, depth, *target_steps, *source_steps)
+        target, fits, *steps = self._side(copy, "dst", kinds[0], width, height)
+        source, also, pitch, slice_ = self._side(copy, "src", kinds[1], width, height)
+        return target, source, kinds, Shape(width, height, depth, steps[0], steps[1], pitch, slice_, fits and also)
 
     @staticmethod
-    def _side(copy: Any, side: str, kind: int, width: int, height: int, depth: int) -> tuple[int, int, int]:
-        """Where the first byte of an end lies, and how far rows and slices are apart."""
+    def _side(copy: Any, side: str, kind: int, width: int, height: int) -> tuple[int, bool, int, int]:
+        """Where the first byte of an end lies, whether its rows fit, and how far rows and slices are apart."""
         x, y, z = (int(getattr(copy, side + name, 0)) for name in ("XInBytes", "Y", "Z"))
         check(kind in (OF_HOST, DEVICE, UNIFIED))
         pitch = int(getattr(copy, side + "Pitch")) or x + width
         rows = int(getattr(copy, side + "Height", 0)) or y + height
-        check(x + width <= pitch and y + height <= rows)
         address = int(getattr(copy, side + ("Host" if kind == OF_HOST else "Device")))
-        return address + (z * rows + y) * pitch + x, pitch, rows * pitch
+        fits = x + width <= pitch and y + height <= rows
+        return address + (z * rows + y) * pitch + x, fits, pitch, rows * pitch
