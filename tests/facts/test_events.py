@@ -6,7 +6,21 @@ from typing import Any
 
 import pytest
 
-from tests.facts.support import BLOCKING, LEGACY, NON_BLOCKING, TIMED, UINT64_MAX, UNTIMED, Gate, MiB, Rig, said, value
+from tests.facts.support import (
+    BLOCKING,
+    DEVICE,
+    HOST_NUMA,
+    LEGACY,
+    NON_BLOCKING,
+    TIMED,
+    UINT64_MAX,
+    UNTIMED,
+    Gate,
+    MiB,
+    Rig,
+    said,
+    value,
+)
 
 
 @pytest.mark.parametrize("flags", [0, 1, 2, 3, 6, 7])
@@ -145,13 +159,25 @@ class TestLegacyOrder:
         value(rig.raw.cuStreamWaitEvent(stream, event, 0))
         assert rig.query(stream) == "SUCCESS"
 
-    @pytest.mark.parametrize(("size", "held"), [(4 * MiB, False), (40 * MiB, True)], ids=["there", "growing"])
-    def test_an_allocation_is_work_where_the_pool_grows(self, rig: Rig, size: int, held: bool) -> None:
-        pool, stream, pending, gate = rig.pool(UINT64_MAX), rig.stream(BLOCKING), rig.event(), rig.gate()
-        rig.allocate(pool, 4 * MiB, stream)
-        first = rig.stream()
-        gate.hold(first)
-        value(rig.raw.cuEventRecord(pending, first))
+    @pytest.mark.parametrize(
+        ("location", "size", "held"),
+        [
+            (DEVICE, 2 * MiB, False),
+            (DEVICE, 4 * MiB, True),
+            (DEVICE, 40 * MiB, True),
+            (HOST_NUMA, 2 * MiB, False),
+            (HOST_NUMA, 4 * MiB, False),
+        ],
+        ids=["known", "from the end", "growing", "known to the host", "from the end for the host"],
+    )
+    def test_an_allocation_is_work_where_memory_is_new(self, rig: Rig, location: int, size: int, held: bool) -> None:
+        pool, stream, pending = rig.pool(UINT64_MAX, location=location), rig.stream(BLOCKING), rig.event()
+        first, _ = (rig.allocate(pool, 2 * MiB, stream) for _ in range(2))
+        rig.free(first, stream)
+        rig.synchronize()
+        waiting, gate = rig.stream(), rig.gate()
+        gate.hold(waiting)
+        value(rig.raw.cuEventRecord(pending, waiting))
         value(rig.raw.cuStreamWaitEvent(LEGACY, pending, 0))
         rig.allocate(pool, size, stream)
         assert rig.held(stream) == held

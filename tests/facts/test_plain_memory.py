@@ -271,6 +271,17 @@ class TestPlacement:
         value(rig.raw.cuStreamSynchronize(stream))
         assert value(rig.raw.cuMemGetInfo())[0] == free + 4 * MiB
 
+    def test_the_first_graph_of_a_context_takes_a_block(self, rig: Rig) -> None:
+        def taken() -> int:
+            stream, before = rig.stream(), value(rig.raw.cuMemGetInfo())[0]
+            rig.begin_capture(stream, 2)
+            graph = rig.own(value(rig.end_capture(stream)), rig.raw.cuGraphDestroy)
+            rig.own(value(rig.raw.cuGraphInstantiate(graph, 0)), rig.raw.cuGraphExecDestroy)
+            return int(before - value(rig.raw.cuMemGetInfo())[0])
+
+        assert taken() in (0, self.BLOCK)  # nothing where there was another graph before
+        assert taken() == 0
+
     @pytest.mark.parametrize("first", [0, 1])
     def test_a_block_s_first_allocation_says_whether_it_is_portable(self, rig: Rig, first: int) -> None:
         rig.own(int(value(rig.raw.cuMemHostAlloc(self.BLOCK - 512, 0))), rig.raw.cuMemFreeHost)

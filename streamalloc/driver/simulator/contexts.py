@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from .blocks import Block
 from .constants import LEGACY_STREAM, PER_THREAD_STREAM, new_handle
 from .errors import Fault
 from .graph_memory import DeviceGraphMemory
@@ -35,6 +36,8 @@ class Context:
         self.device = device
         self.primary = primary
         self.flags = flags
+        self.graph_block: Block | None = None
+        """What the first graph that is instantiated takes of the device's plain memory (H200: test_plain_memory)."""
         self.implied_flags = 0
         """Those that cuCtxGetFlags shows and nobody has set."""
         self.id: int = number

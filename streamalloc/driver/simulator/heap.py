@@ -114,6 +114,10 @@ class Heap:
             assert piece is not None
         return self._open().base + piece.start, piece, self._blocks[piece.start // BLOCK * BLOCK][2]
 
+    def keep(self) -> Block | None:
+        """A block for the driver's own use."""
+        return self._take(BLOCK)
+
     def free(self, piece: Block) -> None:
         """Give back what :meth:`allocate` gave."""
         shared = self._blocks.get(piece.start // BLOCK * BLOCK)

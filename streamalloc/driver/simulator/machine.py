@@ -134,6 +134,9 @@ class Machine:
             elif isinstance(allocation, OpenedMemory):
                 self.sharing.forget_memory(allocation)
         self._give_back_freed(lambda stream, seq: stream.context is context)
+        if context.graph_block is not None:
+            context.device.heap.free(context.graph_block)
+            context.graph_block = None
         self.arrays.forget(context)
         context.end()
 

@@ -98,18 +98,21 @@ class Pool:
         if block is None:  # no addresses are left
             self._lowered = True  # what is free by now goes at the next synchronisation (H200: test_placements)
             raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
-        grown = block.owner == HEAP and bool(line.missing(block, rounded))
+        # with memory that is new, or from the end of the line in pools of devices (observed on H200: test_events)
+        fresh = block.owner == HEAP and (
+            bool(line.missing(block, rounded)) or (block.next is None and self.device is not None)
+        )
         if block.owner == HEAP and not self._back(block, rounded):
             self._release()
             block = line.find_left(rounded) if policies.internal_dependencies else None
             if block is None:
                 raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
             self._wait_for(block, stream)
-        # no other allocation is work (observed on H200: test_events); what a growth waits for pools do not count on
-        if block.owner not in (HEAP, stream.id) or (grown and stream.peers is not None):
+        # no other allocation is work (observed on H200: test_events)
+        if block.owner not in (HEAP, stream.id) or (fresh and stream.peers is not None):
             stream.submit(Operation())
-        elif grown:
-            stream.submit(Operation(), clock={})
+        elif fresh:
+            stream.submit(Operation(), clock={})  # pools do not count on what it waits for
         used = line.carve(block, rounded)
         self._outstanding += 1
         self.used += size

@@ -190,7 +190,7 @@ class TestLaunches:
             assert reserved(rig) == 0
 
     def test_for_which_there_is_no_memory(self) -> None:
-        rig = new_rig(memory=2 * STEP)
+        rig = new_rig(memory=2 * STEP + 2 * MiB)  # with what the first graph takes
         d, stream, graph = rig.raw, rig.stream(), Written(rig, 1, 40 * MiB)
         plain = ok(d.cuMemAlloc(STEP))
         assert d.cuGraphLaunch(graph.executable, stream)[0] == d.CUresult.CUDA_ERROR_OUT_OF_MEMORY

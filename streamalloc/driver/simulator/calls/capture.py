@@ -199,6 +199,8 @@ class CaptureCalls(CopyCalls):
                 self._check_fill_node(graph, values, context)
                 if values["elementSize"] * values["width"] * values["height"] > _SMALL_FILL:
                     context.implied_flags = _LOCAL_MEMORY
+        if context.graph_block is None:
+            context.graph_block = context.device.heap.keep()
         machine = self._machine
         instance = GraphExec(graph, flags)
         machine.graphs.executables[instance.handle] = instance
