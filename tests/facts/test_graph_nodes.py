@@ -300,6 +300,38 @@ def test_a_launch(nodes: Nodes) -> None:
         assert said(raw.cuGraphNodeGetEnabled(instance, node)) == "INVALID_VALUE"
 
 
+COUNTERS = [  # MiB that are allocated one behind the other; steps of 32 MiB that are used and reserved
+    ([20, 12], 1, 1),
+    ([20, 13], 2, 2),
+    ([33], 2, 2),
+    ([1, 33], 2, 3),
+    ([1, 33, 1], 2, 3),
+    ([33, 31], 2, 2),
+    ([33, 33], 3, 4),
+    ([33, 30, 33], 3, 4),
+    ([40, 20, 20], 3, 3),
+    ([20, 40, 20], 3, 3),
+    ([10] * 7, 3, 3),
+    ([64, 64], 4, 4),
+]
+
+
+@pytest.mark.parametrize(("sizes", "used", "kept"), COUNTERS)
+@pytest.mark.parametrize("freed", [False, True])
+def test_counters(nodes: Nodes, sizes: list[int], used: int, kept: int, freed: bool) -> None:
+    """Used is as much as has addresses. No allocation lies in two blocks of what is reserved."""
+    rig, raw, stream, allocations = nodes.rig, nodes.raw, nodes.rig.stream(), list[tuple[Any, int]]()
+    for size in sizes:
+        allocations.append(nodes.allocate(size * MiB, *[node for node, _ in allocations[-1:]]))
+    if freed:
+        for _, address in allocations:
+            value(nodes.free(address, allocations[-1][0]))
+    value(raw.cuGraphLaunch(nodes.instantiate(), stream))
+    assert rig.graph_memory() == (kept * STEP, kept * STEP, used * STEP, used * STEP)
+    for _, address in allocations:
+        assert said(raw.cuMemFreeAsync(address, stream)) == ("INVALID_VALUE" if freed else "SUCCESS")
+
+
 def test_memory_that_outlives_its_launch(nodes: Nodes) -> None:
     raw, stream, (allocation, start) = nodes.raw, nodes.rig.stream(), nodes.allocate(3 * MiB)
     value(nodes.fill(start, allocation))

@@ -40,11 +40,14 @@ class Uses:
 
 @dataclass(eq=False)
 class DeviceGraphMemory:
-    """What a device has for graphs, and the most there was; all of it counts as used (H200: test_graph_memory)."""
+    """What a device has for graphs, and the most there was. What has addresses counts as used, whether it is in use or
+    not (observed on H200: test_graph_memory, test_graph_nodes).
+    """
 
     supply: Supply
     bank: Bank
     size: int = 0
+    used: int = 0
     used_high: int = 0
     reserved_high: int = 0
     slabs: list[Slab] = field(default_factory=list)
@@ -53,10 +56,11 @@ class DeviceGraphMemory:
     def __post_init__(self) -> None:
         self.supply.reserves.append(self.trim)
 
-    def resize(self, change: int) -> None:
+    def resize(self, change: int, used: int) -> None:
         self.bank.used += change
         self.size += change
-        self.used_high = max(self.used_high, self.size)
+        self.used += used
+        self.used_high = max(self.used_high, self.used)
         self.reserved_high = max(self.reserved_high, self.size)
 
     def collect(self) -> None:
@@ -87,21 +91,21 @@ class Slab:
         self.owner: GraphMemory | None = None
         """The one graph that may use it as long as it has live allocations, because these outlive its launches."""
         self.size: int = 0
+        self.used: int = 0
         self.uses: Uses = Uses()
         self.physical: Physical = Physical("graph", round_up(shared.bank.total, CHUNK))
         shared.slabs.append(self)
 
-    def grow(self, size: int) -> None:
-        """Have at least ``size`` bytes."""
-        missing = size - self.size
-        if missing <= 0:
-            return
+    def grow(self, size: int, used: int) -> None:
+        """Have at least ``size`` bytes, of which ``used`` have addresses."""
+        missing, more = max(size - self.size, 0), max(used - self.used, 0)
         bank = self._shared.bank
         if missing > bank.free:
             self._shared.supply.make_room(bank, missing)
         check(missing <= bank.free, Result.CUDA_ERROR_OUT_OF_MEMORY)
-        self._shared.resize(missing)
-        self.size = size
+        self._shared.resize(missing, more)
+        self.size += missing
+        self.used += more
 
     def is_for(self, memory: GraphMemory, outlives: bool) -> bool:
         """Whether a graph may use it; ``outlives``: to leave allocations behind."""
@@ -114,7 +118,7 @@ class Slab:
         return not self.uses.unfinished() and not (self.owner is not None and self.owner.live)
 
     def close(self) -> None:
-        self._shared.resize(-self.size)
+        self._shared.resize(-self.size, -self.used)
         self._shared.slabs.remove(self)
         self.physical.close()
 
@@ -140,6 +144,9 @@ class GraphMemory:
         self._reservation = Reservation(round_up(shared.bank.total, CHUNK), CHUNK)
         shared.supply.arenas.add(self._reservation)
         self._size = 0
+        self._blocks: list[int] = []
+        """How much is left in each block of memory: an allocation lies in one (observed on H200: test_graph_memory)."""
+        self._reserved = 0
         self._holes: list[Hole] = []
         self._slab: Slab | None = None
         self._mapped: tuple[Slab, int] | None = None  # in stream order: what launches that are queued will find
@@ -184,7 +191,18 @@ class GraphMemory:
         if rest:
             check(self._size + rest <= self._shared.bank.total, Result.CUDA_ERROR_OUT_OF_MEMORY)
             self._size += rest
+            self._take(rest)
         return address
+
+    def _take(self, size: int) -> None:
+        """Find room for an allocation in the blocks, or have one more."""
+        for number, left in enumerate(self._blocks):
+            if size <= left:
+                self._blocks[number] -= size
+                return
+        block = round_up(size, CHUNK)
+        self._blocks.append(block - size)
+        self._reserved += block
 
     def leave(self, address: int, size: int, freed_by: object) -> None:
         """A node of the graph frees its range."""
@@ -199,7 +217,7 @@ class GraphMemory:
         if slab is None:
             slab = Slab(self._shared)
         slab.owner = self if outlives else None
-        slab.grow(round_up(self._size, CHUNK))
+        slab.grow(self._reserved, round_up(self._size, CHUNK))
         self._slab = slab
         return slab
 

@@ -110,7 +110,7 @@ class Maker:
             allocations = [at for at, (kind, _, _) in enumerate(nodes) if kind == "alloc"]
             kind = self.dice.choice(("alloc", "alloc", "fill", "free", "free", "empty"))
             if kind == "alloc":
-                nodes.append((kind, self.dice.choice((0, 100, 513, MiB, 3 * MiB)), after))
+                nodes.append((kind, self.dice.choice((0, 100, 513, MiB, 3 * MiB, 33 * MiB)), after))
             elif kind == "empty" or not allocations:
                 nodes.append(("empty", 0, after))
             else:

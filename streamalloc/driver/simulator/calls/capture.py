@@ -26,7 +26,7 @@ _SMALL_FILL = 4096
 _NODE_TYPE = "CU_GRAPH_NODE_TYPE_"
 
 # CUgraphMem_attribute, in the order of the enum, as fields of what a device has for graphs.
-_MEMORY_ATTRIBUTES = ("size", "used_high", "size", "reserved_high")
+_MEMORY_ATTRIBUTES = ("used", "used_high", "size", "reserved_high")
 
 
 def _nodes(nodes: list[Node]) -> list[Any]:
@@ -236,8 +236,8 @@ class CaptureCalls(CopyCalls):
         number = arguments.member("attr", attr, cuda.CUgraphMem_attribute)
         value.getPtr()  # the bindings want an object of their own here, and raise AttributeError for others
         found, name = self._device(device).graphs, _MEMORY_ATTRIBUTES[number]
-        check(name != "size" and int(value) == 0)
-        setattr(found, name, found.size)
+        check(name in ("used_high", "reserved_high") and int(value) == 0)
+        setattr(found, name, found.used if name == "used_high" else found.size)
 
     def cuDeviceGraphMemTrim(self, device: Any) -> None:
         self._device(device).graphs.trim()
