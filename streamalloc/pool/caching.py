@@ -61,8 +61,7 @@ _FIT = 3
 _STEP = 16 << 20
 """How much is taken of the pool between two looks at its figures."""
 _SHARES = 4
-"""More of the pool may be used than ever was in use at once: one of as many shares of it for a cache in use, and one
-for each stream, up to all; and a step at least."""
+"""How much may be free, in quarters of the most ever in use at once: one, and one for each stream, up to all."""
 _BULK = 3
 """By this power of two what may be used is divided for what is given back at a time."""
 _ALL = 1 << 64
