@@ -300,6 +300,18 @@ def test_a_launch(nodes: Nodes) -> None:
         assert said(raw.cuGraphNodeGetEnabled(instance, node)) == "INVALID_VALUE"
 
 
+def test_memory_that_is_left_lies_where_another_launch_had_its_own(nodes: Nodes) -> None:
+    rig, raw, stream, other = nodes.rig, nodes.raw, nodes.rig.stream(), Nodes(nodes.rig)
+    allocation, start = nodes.allocate(MiB)
+    value(nodes.free(start, allocation))
+    value(raw.cuGraphLaunch(nodes.instantiate(), stream))
+    rig.synchronize()
+    _, left = other.allocate(3 * MiB)
+    value(raw.cuGraphLaunch(other.instantiate(), stream))
+    assert rig.graph_memory() == (STEP,) * 4
+    value(raw.cuMemFreeAsync(left, stream))
+
+
 COUNTERS = [  # MiB that are allocated one behind the other; steps of 32 MiB that are used and reserved
     ([20, 12], 1, 1),
     ([20, 13], 2, 2),

@@ -2,8 +2,8 @@
 
 A graph that frees all it allocates needs memory only while a launch runs. Such launches take turns on one slab
 of physical memory as long as each is ordered after the one before, or finds it done; a launch that could run at
-the same time as another gets a different slab. A graph whose allocations outlive a launch has a slab to itself.
-Slabs stay until cuDeviceGraphMemTrim, whatever becomes of the graphs.
+the same time as another gets a different slab. A graph whose allocations outlive a launch has a slab to itself as
+long as they live. Slabs stay until cuDeviceGraphMemTrim, whatever becomes of the graphs.
 """
 
 from __future__ import annotations
@@ -107,11 +107,9 @@ class Slab:
         self.size += missing
         self.used += more
 
-    def is_for(self, memory: GraphMemory, outlives: bool) -> bool:
-        """Whether a graph may use it; ``outlives``: to leave allocations behind."""
-        if self.owner is None:
-            return not outlives
-        return self.owner is memory or not self.owner.live
+    def is_for(self, memory: GraphMemory) -> bool:
+        """Whether a graph may use it, as far as live allocations go."""
+        return self.owner is None or self.owner is memory or not self.owner.live
 
     @property
     def idle(self) -> bool:
@@ -212,7 +210,7 @@ class GraphMemory:
 
     def prepare(self, clock: Clock, outlives: bool) -> Slab:
         """The slab for a launch that is ordered after ``clock``. ``outlives``: it leaves allocations behind."""
-        usable = [slab for slab in self._shared.slabs if slab.is_for(self, outlives) and slab.uses.over_for(clock)]
+        usable = [slab for slab in self._shared.slabs if slab.is_for(self) and slab.uses.over_for(clock)]
         slab = self._slab if self._slab in usable else max(usable, key=lambda one: one.size, default=None)
         if slab is None:
             slab = Slab(self._shared)

@@ -124,9 +124,11 @@ class TestSharing:
         ok(d.cuMemsetD8Async(left, 9, 64, stream))
         executable = ok(d.cuGraphInstantiate(ok(d.cuStreamEndCapture(stream)), 0))
         shared.launch(stream)
+        ok(d.cuStreamSynchronize(stream))
         ok(d.cuGraphLaunch(executable, stream))
-        assert reserved(rig) == 2
+        assert reserved(rig) == 1
         shared.launch(stream)
+        assert reserved(rig) == 2
         ok(d.cuStreamSynchronize(stream))
         assert shared.right and ctypes.string_at(left, 64) == b"\x09" * 64
         ok(d.cuDeviceGraphMemTrim(0))
