@@ -35,7 +35,7 @@ from tests.processes import ROOT, eventually
 from tests.support import MiB, end_what_was_dropped
 
 PAGE = 2 * MiB
-SAMPLE = int(os.environ.get("STREAMALLOC_TEST_POINTS", "12"))
+SAMPLE = int(os.environ.get("STREAMALLOC_TEST_POINTS", "10"))
 """How many points of a program are tried, of all kinds: of those in the same place of a function, the first."""
 WAIT = 20.0
 """Seconds after which a program counts as stuck."""

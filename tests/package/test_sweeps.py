@@ -30,7 +30,7 @@ from tests.support import GROWTH, MiB, end_what_was_dropped
 
 PAGE = 2 * MiB
 DATA = np.zeros(PAGE, np.uint8)
-MANY = 40
+MANY = 24
 """Of an operation that makes more calls than so many, some fail."""
 CLASSES: list[type] = [
     sa.Device,
