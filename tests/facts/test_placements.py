@@ -20,6 +20,7 @@ class Program:
 
     def __init__(self, rig: Rig, **pool: Any) -> None:
         self.rig, self.pool = rig, rig.pool(UINT64_MAX, **pool)
+        value(rig.raw.cuCtxSynchronize())  # what earlier pools leave to the next synchronisation is done
         self.streams: dict[str, Any] = {"L": rig.raw.CUstream(1), "T": rig.raw.CUstream(2)}
         self.events: dict[str, Any] = {}
         self.live: dict[str, int] = {}
@@ -134,6 +135,21 @@ PLACES: dict[str, tuple[str, str]] = {
     "addresses without memory come after what others left": (
         "111", "keep 0, a=s1:70, b=s1:31, c=s2:20, a>s1, sync s1, c>s2, d=s1:1 @101",
     ),
+    "once what is done has joined, the best fit with memory or without": (
+        "010", "a=s0:32, b=s0:1, c=s1:20, d=s2:20, x=s0:1, keep 0, a>s0, sync s0, c>s1, d>s2, e=s3:30 @0",
+    ),
+    "memory goes first where it has been free longest": (
+        "111", "keep 96, a=s0:40, b=s1:1, c=s0:64, d=s1:2, a>s0, c>s0, sync s0, e=s2:8 @0",
+    ),
+    "memory goes first from the end of the line": (
+        "111", "keep 96, a=s0:64, b=s1:1, c=s0:63, a>s0, sync s0, c>s0, sync s0, d=s2:64 @0",
+    ),
+    "looking at what others left tells the legacy stream of the blocking ones": (
+        "100", "a=T:40, a>T, x=L:50, c=b:20 @0",
+    ),
+    "taking what is at hand does not": (
+        "100", "x=L:8, a=T:40, x>L, a>T, y=L:4 @0, c=b:20 @48",
+    ),
     "addresses without memory before the end of the line": (
         "000", "keep 32, a=s0:37, a>s0, b=s1:15, b>s1, sync s0, c=s0:1 @0",
     ),
@@ -164,6 +180,9 @@ AMOUNTS: dict[str, tuple[str, str]] = {
     "a stream that is destroyed shows what came before it": (
         "100", "keep 0, a=s0:7, a>s0, s1:1000!, s0>e, e>s1, end s1 =0",
     ),
+    "synchronising a stream that never used a pool releases nothing": (
+        "111", "a=s0:64, b=s1:1, a>s0, sync s0, keep 16, sync s2 =96, sync s1 =32",
+    ),
     "synchronising releases what it has not freed only after the threshold was lowered": (
         "111", "keep 64, a=s0:24, b=s1:48, c=s0:48 =128, a>s0, c>s0, b>s1, d=s0:64, sync s1 =128, keep 32, sync s1 =64",
     ),
@@ -173,7 +192,7 @@ AMOUNTS: dict[str, tuple[str, str]] = {
     "so many bytes to keep that they overflow are none": (
         "111", "a=s0:20, a>s0, sync s0, trim all =0",
     ),
-    "an allocation is no work, except in the legacy stream": (
+    "an allocation is no work where it takes what is at hand": (
         "000", "keep 0, a=b:20, b=L:20, a>b, b>L, c=b:1, sync b =64",
     ),
 }  # fmt: skip
@@ -199,9 +218,9 @@ class TestAddresses:
         """Whether there is one device only."""
         return bool(value(raw.cuDeviceGetCount()) == 1)
 
-    def test_what_has_no_addresses_releases_nothing_until_one_synchronises(self, rig: Rig, only: bool) -> None:
-        steps = f"keep 1, a=s0:19, a>s0, s1:70! ={32 if only else 0}, sync s0 =0"
-        Program(rig, policies="111", max_size=32 * MiB).run(steps)
+    def test_what_has_no_addresses_releases_nothing(self, rig: Rig, only: bool) -> None:
+        left = 32 if only else 0
+        Program(rig, policies="111", max_size=32 * MiB).run(f"keep 0, a=s0:19, a>s0, s1:70! ={left}, sync s0 ={left}")
 
     def test_what_has_addresses_takes_what_others_hold_free_in_vain(self, rig: Rig, only: bool) -> None:
         holding, full = rig.pool(UINT64_MAX), rig.pool(UINT64_MAX, max_size=32 * MiB)
@@ -215,8 +234,30 @@ class TestAddresses:
         assert rig.reserved(holding) == 0
 
 
+class TestAllPools:
+    """Pools release at a synchronisation that tells of something new to any of them, or after one was destroyed."""
+
+    def test_both(self, rig: Rig) -> None:
+        stream, other = rig.stream(), rig.disown(rig.pool(UINT64_MAX))
+        rig.free(rig.allocate(other, MiB, stream), stream)
+        assert rig.executed(stream)
+        value(rig.raw.cuStreamSynchronize(stream))
+        program = Program(rig, policies="111")
+        # what another stream has taken together is free, but that is no news
+        program.run("keep 0, a=s0:40, b=s1:40, a>s0, b>s1, c=s2:50 @0, sync s2 =96")
+        rig.free(rig.allocate(other, MiB, stream), stream)
+        assert rig.executed(stream)
+        value(rig.raw.cuStreamSynchronize(stream))
+        assert rig.reserved(program.pool) == 64 * MiB
+        program.run("d=s0:40, e=s1:40, d>s0, e>s1, f=s2:50, sync s2 =160")
+        value(rig.raw.cuMemPoolDestroy(other))
+        program.run("sync s2 =128")
+
+
 class TestStreamsInOrder:
-    """Of the first use of any pool, not of this one."""
+    """Of the first use of any pool, not of this one. A blocking stream comes into the order with its first work, where
+    the legacy stream is in it.
+    """
 
     def order(self, rig: Rig, pool: Any, *streams: Any) -> list[int]:
         """Which of the streams' memory another stream gets one after the other."""
@@ -247,3 +288,16 @@ class TestStreamsInOrder:
         value(rig.raw.cuStreamDestroy(gone))
         new, other = rig.stream(), rig.stream()
         assert self.order(rig, pool, new, other, one) == [0, 2, 1]
+
+    def test_work_in_a_blocking_stream(self, rig: Rig) -> None:
+        blocking, one, pool = rig.stream(BLOCKING), rig.stream(), rig.pool(UINT64_MAX, "010")
+        self.use(rig, pool, rig.raw.CUstream(1))
+        value(rig.raw.cuEventRecord(rig.event(UNTIMED), blocking))
+        assert self.order(rig, pool, one, blocking) == [1, 0]
+
+    def test_a_captured_allocation(self, rig: Rig) -> None:
+        captured, one, pool = rig.stream(), rig.stream(), rig.pool(UINT64_MAX, "010")
+        rig.begin_capture(captured)
+        value(rig.raw.cuMemAllocAsync(512, captured))
+        value(rig.end_capture(captured))
+        assert self.order(rig, pool, one, captured) == [1, 0]

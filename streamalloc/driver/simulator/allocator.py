@@ -19,8 +19,10 @@ enough of
 5. those free for everybody, whether there is memory under them or not, and last the end of the line.
 
 Within each the best fit comes first, and of equal ones that which has been free longest; 3 and 4 go from stream to
-stream, in the order in which these first used any pool. What memory is missing then is first taken from under other
-addresses that are free for everybody.
+stream, in the order of their places (:meth:`.timeline.Timeline.rank`). What memory is missing then is first taken from
+under other addresses that are free for everybody.
+
+Memory is given up from block to block, from that which has been free longest on; the end of the line is one of them.
 """
 
 from __future__ import annotations
@@ -77,21 +79,24 @@ class Line:
 
         ``ordered``: what the stream comes after, if that counts. ``done``: what is free by now as far as that counts.
         """
+        block = self.find_at_hand(size, stream)
+        return self.find_further(size, ordered, done) if block is None else block
+
+    def find_at_hand(self, size: int, stream: int) -> Block | None:
+        """1 and 2 of :meth:`find`: what other streams left is not looked at."""
         own = self._shelf(stream).best(size)
-        if own is not None:
-            return own
-        block = self._heap.best(size, self._is_backed)
-        if block is None and ordered is not None:
-            block = self._best_left(size, ordered)
+        return self._heap.best(size, self._is_backed) if own is None else own
+
+    def find_further(self, size: int, ordered: Reach | None, done: Reach) -> Block | None:
+        """3 to 5 of :meth:`find`."""
+        block = None if ordered is None else self._best_left(size, ordered)
         if block is None:
             block = self._best_left(size, done)
         if block is None:
-            if self.settle(done):
-                block = self._heap.best(size, self._is_backed)
-            if block is None:
-                block = self._heap.best(size)
-            if block is None and self._last.owner == HEAP and self._last.size >= size:
-                block = self._last
+            self.settle(done)
+            block = self._heap.best(size)
+        if block is None and self._last.owner == HEAP and self._last.size >= size:
+            block = self._last
         return block
 
     def find_left(self, size: int) -> Block | None:
@@ -167,18 +172,18 @@ class Line:
         last = (block.start + size - 1) // self.chunk
         return [chunk for chunk in range(block.start // self.chunk, last + 1) if chunk not in self._backed]
 
-    def spare(self, besides: tuple[Block, int] | None = None) -> list[int]:
-        """The chunks of memory that are free for everybody, lowest first; without those under the first bytes of
-        a block.
-        """
-        found = [at for block in self._heap.fitting(self.chunk) for at in self._inner(block) if at in self._backed]
+    def spare(self) -> list[int]:
+        """The chunks of memory that are free for everybody, in the order in which they are given up."""
+        found = [(block.stamp, at) for block in self._heap for at in self._inner(block) if at in self._backed]
         if self._last.owner == HEAP:
             low = -(-self._last.start // self.chunk)
-            found += [at for at in self._backed if at >= low]
-        if besides is not None:
-            low, high = besides[0].start // self.chunk, (besides[0].start + besides[1] - 1) // self.chunk
-            found = [at for at in found if not low <= at <= high]
-        return sorted(found)
+            found += [(self._last.stamp, at) for at in self._backed if at >= low]
+        return [at for _, at in sorted(found)]
+
+    def spare_besides(self, block: Block, size: int) -> list[int]:
+        """Those that are not under the first bytes of a block, lowest first."""
+        low, high = block.start // self.chunk, (block.start + size - 1) // self.chunk
+        return sorted(at for at in self.spare() if not low <= at <= high)
 
     def back(self, chunks: Iterable[int]) -> None:
         """There is memory under these now."""
@@ -220,6 +225,8 @@ class Line:
             self._left[block.owner].put(block, self._clock)
         elif block is not self._last:
             self._heap.put(block, self._clock)
+        else:
+            block.stamp = self._clock
 
     def _take_off(self, block: Block) -> None:
         if block.owner != HEAP:

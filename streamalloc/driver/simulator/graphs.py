@@ -307,6 +307,7 @@ class Capture:
 
     def allocate(self, size: int, pool: Pool, stream: Stream) -> int:
         assert pool.device is not None
+        stream.timeline.rank(stream)
         node = self.graph.allocate(size, pool.device, self._frontier[stream])
         self._frontier[stream] = [node]
         return node.address

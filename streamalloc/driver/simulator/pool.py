@@ -5,7 +5,6 @@ rights.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,8 +59,6 @@ class Pool:
     access: dict[int, int] = field(default_factory=dict)
     handle: int = field(default_factory=new_handle)
     _outstanding: int = 0
-    _lowered: bool = False
-    """Whether to release at the next synchronisation, although it may not tell of anything new."""
 
     def __post_init__(self) -> None:
         self.max_size = round_up(self.max_size, CHUNK)
@@ -87,29 +84,33 @@ class Pool:
 
     def take(self, size: int, stream: Stream) -> tuple[int, Block]:
         """Memory for ``size`` bytes, first used in ``stream``: its address and its block."""
-        self._timeline.rank(stream)
+        line, policies, timeline = self.line, self.policies, self._timeline
+        timeline.rank(stream)
         rounded = round_up(size, ALIGNMENT)
-        line, policies = self.line, self.policies
-        if line.streams > 2 * len(self._timeline.streams) + 8:
-            line.forget(lambda number: number not in self._timeline.streams)
-        ordered = self._ordered(stream) if policies.follow_events else None
-        done = self._timeline.executed if policies.opportunistic else self._timeline.outlived
-        block = line.find(rounded, stream.id, ordered, done)
-        if block is None:  # no addresses are left
-            self._lowered = True  # what is free by now goes at the next synchronisation (H200: test_placements)
+        if line.streams > 2 * len(timeline.streams) + 8:
+            line.forget(lambda number: number not in timeline.streams)
+        block = line.find_at_hand(rounded, stream.id)
+        if block is None:
+            ordered = None
+            if policies.follow_events:  # looking is enough to know of them (observed on H200: test_placements)
+                stream.look()
+                ordered = stream.comes_after
+            done = timeline.executed if policies.opportunistic else timeline.outlived
+            block = line.find_further(rounded, ordered, done)
+        if block is None:
             raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
         # with memory that is new, or from the end of the line in pools of devices (observed on H200: test_events)
         fresh = block.owner == HEAP and (
             bool(line.missing(block, rounded)) or (block.next is None and self.device is not None)
         )
         if block.owner == HEAP and not self._back(block, rounded):
-            self._release()
+            self.release()
             block = line.find_left(rounded) if policies.internal_dependencies else None
             if block is None:
                 raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
             self._wait_for(block, stream)
         # no other allocation is work (observed on H200: test_events)
-        if block.owner not in (HEAP, stream.id) or (fresh and stream.peers is not None):
+        if block.owner not in (HEAP, stream.id):
             stream.submit(Operation())
         elif fresh:
             stream.submit(Operation(), clock={})  # pools do not count on what it waits for
@@ -134,14 +135,8 @@ class Pool:
         The statistics do not notice (observed on H200: test_pool_sizes; USED_MEM_CURRENT counts on).
         """
         self.line.free_ready(block)
-        self._release()
+        self.release()
         self.returned()
-
-    @staticmethod
-    def _ordered(stream: Stream) -> Callable[[int], int]:
-        clock = dict(stream.clock)
-        stream.catch_up(clock)
-        return lambda other: clock.get(other, 0)
 
     def _back(self, block: Block, size: int) -> bool:
         """Put memory under the first ``size`` bytes of a block: what lies free elsewhere in the pool, then more.
@@ -151,7 +146,7 @@ class Pool:
         missing = self.line.missing(block, size)
         if not missing:
             return True
-        spare = self.line.spare((block, size))[-len(missing) :]
+        spare = self.line.spare_besides(block, size)[-len(missing) :]
         self.space.give_up(spare)
         grown = self._grow(missing, len(spare))
         self.reserved_high = max(self.reserved_high, self.reserved)
@@ -188,22 +183,21 @@ class Pool:
 
     # -- giving memory up ------------------------------------------------------------------------------------
 
-    def settle(self, clock: Clock, told: bool) -> None:
-        """The host now knows that all in ``clock`` happened: release what exceeds the threshold.
-
-        Where it learns of nothing here that it did not know, that is done only if it synchronised (``told``), and
-        only if the threshold has been set below what is reserved since then (observed on H200: test_placements).
+    def settle(self, clock: Clock) -> bool:
+        """The host now knows that all in ``clock`` happened. If that is news here, what exceeds the threshold is
+        released.
         """
-        if self.line.settle(lambda stream: clock.get(stream, 0)) or (told and self._lowered):
-            self._release()
-        if told:
-            self._lowered = False
+        news = self.line.settle(lambda stream: clock.get(stream, 0))
+        if news:
+            self.release()
+        return news
 
     def set_threshold(self, threshold: int) -> None:
         self.threshold = threshold
-        self._lowered = self.reserved > threshold
+        if self.reserved > threshold:
+            self.owner.to_release = True
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Give up what is free for everybody and the threshold does not cover."""
         self.space.release(self.threshold)
 
@@ -226,6 +220,8 @@ class Pool:
             self.close()
 
     def close(self) -> None:
+        if self.reserved:
+            self.owner.to_release = True
         self._supply.pools.pop(self.handle, None)
         self.space.close()
 
@@ -263,6 +259,10 @@ class Pools:
     timeline: Timeline
     pools: dict[int, Pool] = field(default_factory=dict)
     current: dict[tuple[int, int, int], Pool] = field(default_factory=dict)
+    to_release: bool = False
+    """Whether pools are to release at the next synchronisation, although it may not tell of anything new: a threshold
+    was set below what its pool has reserved, or a pool was destroyed that had something reserved.
+    """
     _defaults: dict[tuple[int, int, int], Pool] = field(default_factory=dict)
 
     def create(self, *description: Any, **more: Any) -> Pool:
@@ -292,9 +292,16 @@ class Pools:
         return self.default(place, allocation_type) if pool is None else pool
 
     def settle(self, clock: Clock, told: bool) -> None:
-        """The host now knows that all in ``clock`` happened; ``told``: because it synchronised."""
-        for pool in list(self.pools.values()):
-            pool.settle(clock, told)
+        """The host now knows that all in ``clock`` happened; ``told``: because it synchronised. Where that is news to
+        any pool, or :attr:`to_release`, all release what exceeds their thresholds (observed on H200: test_placements).
+        """
+        pools = list(self.pools.values())
+        news = [pool.settle(clock) for pool in pools]
+        if told and (self.to_release or any(news)):
+            for pool in pools:
+                pool.release()
+        if told:
+            self.to_release = False
 
     def pending_streams(self) -> set[int]:
         """The streams with frees that the host has not seen."""

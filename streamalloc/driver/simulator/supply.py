@@ -107,10 +107,10 @@ class Space:
             self.bank.used -= count * self.line.chunk
 
     def release(self, keep: int) -> None:
-        """Give up what is free for everybody, lowest addresses first, until at most ``keep`` bytes are left."""
+        """Give up what is free for everybody until at most ``keep`` bytes are left."""
         excess = -(-(self.line.reserved - keep) // self.line.chunk)
         if excess > 0:
-            self.give_up(self.line.spare()[:excess])
+            self.give_up(sorted(self.line.spare()[:excess]))
 
     def trim(self, keep: int) -> None:
         """Give up what is free for everybody, but keep at least ``keep`` bytes."""

@@ -133,6 +133,8 @@ class Stream:
         self.attributes: dict[int, bytes] = {}
         """What was set of those that change nothing here, by number."""
         self.destroyed = False
+        self.created = False
+        """By a call, unlike the legacy and the per-thread stream."""
 
     def __repr__(self) -> str:
         return f"<Stream {self.id} {self.done}/{self.seq}>"
@@ -148,6 +150,10 @@ class Stream:
         """What is ordered before anything submitted from now on."""
         self.catch_up()
         return self.done_with()
+
+    def comes_after(self, other: int) -> int:
+        """Up to which of its operations this stream comes after another one, as far as it knows."""
+        return self.clock.get(other, 0)
 
     def done_with(self) -> Clock:
         """What has happened once all that is in the stream has. What else comes before is known from the next work
@@ -178,6 +184,18 @@ class Stream:
                 pending.append((other, other.seq))
         return tuple(pending)
 
+    def look(self) -> None:
+        """Take in the order that the legacy stream implies, without work; of what the legacy stream takes in others
+        learn as if it were work.
+        """
+        self.catch_up()
+        if self.peers is not None:
+            self.seq += 1
+            if self.queue:
+                self.queue[-1].seq = self.seq
+            else:
+                self.done = self.seq
+
     def learn(self, other: Stream) -> None:
         """Know all that ``other`` knows, and what is in it."""
         _learn(self.clock, other)
@@ -193,6 +211,8 @@ class Stream:
         legacy stream implies is written into ``clock`` where that is given; unless it ``joins`` nothing is implied.
         """
         if joins:
+            if self.created and self.legacy is not None and self.legacy.id in self.timeline.ranks:
+                self.timeline.rank(self)
             after += self.catch_up(clock)
         after += self.barrier
         self.barrier = ()
@@ -232,8 +252,9 @@ class Timeline:
         self._busy: dict[int, Stream] = {}
         self.streams: dict[int, Stream] = {}
         self.ranks: dict[int, int] = {}
-        """In which order pools look at streams, by their numbers: that of their first use of any pool. Who comes after
-        a stream is gone takes the first free place (observed on H200: test_placements)."""
+        """The places of streams, by their numbers: in this order pools look at them. A stream gets the first free place
+        when it first uses any pool, also in a capture; one that is made as a blocking stream already with its first
+        work, where the legacy stream has a place (observed on H200: test_placements)."""
         self._free_ranks: list[int] = []
         self._last_id = 0
         self._worker: threading.Thread | None = None

@@ -172,16 +172,24 @@ def test_blocks_without_memory_come_after_what_others_left() -> None:
     assert take(line, 4 * MiB, 1, nothing).start == 0
 
 
-def test_spare_chunks_are_whole_and_lowest_first() -> None:
+def test_spare_chunks_are_whole() -> None:
     line = Line(1 << 40)
     _, rest, _ = takes(line, 1, 120, 1)
     line.free_ready(rest)
     assert line.spare() == [1, 2]
     block = line.find(70 * MiB, 1, None, nothing)
-    assert block is not None and line.spare((block, 70 * MiB)) == []
+    assert block is not None and line.spare_besides(block, 70 * MiB) == []
     line.unback([1, 2])
     assert line.reserved == 64 * MiB and line.spare() == []
     assert line.missing(block, 70 * MiB) == [1, 2]
+
+
+def test_spare_chunks_that_have_been_free_longest_come_first() -> None:
+    line = Line(1 << 40)
+    first, _, second, _, end = takes(line, 32, 32, 32, 32, 64)
+    for block in (second, end, first):
+        line.free_ready(block)
+    assert line.spare() == [2, 4, 5, 0]
 
 
 def test_streams_that_are_gone_are_forgotten_once_they_left_nothing() -> None:
