@@ -13,7 +13,7 @@ import random
 import signal
 import sys
 import time
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -42,7 +42,9 @@ class Interrupted:
     def __init__(self, nth: int) -> None:
         self.left = nth
         self.inside: FrameType | None = None
-        """The call of the driver, or of a finaliser, that is under way."""
+        """The call of the driver, of a finaliser, or of what others run in collections, that is under way."""
+        self.callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+        """What is raised there goes nowhere."""
 
     def __enter__(self) -> None:
         sys.setprofile(self._event)
@@ -54,12 +56,15 @@ class Interrupted:
         if self.inside is not None:
             if event == "return" and frame is self.inside:
                 self.inside = None
-        elif event == "call" and (frame.f_code.co_filename.startswith(DRIVER) or frame.f_code.co_name == "__del__"):
+        elif event == "call" and self._is_another_s(frame.f_code):
             self.inside = frame
         elif event in ("call", "c_return") and frame.f_code.co_filename != __file__:
             self.left -= 1
             if not self.left:
                 raise Boom
+
+    def _is_another_s(self, code: CodeType) -> bool:
+        return code.co_filename.startswith(DRIVER) or code.co_name == "__del__" or code in self.callbacks
 
 
 def interrupt(account: Account, kind: type[Case], nth: int) -> tuple[Any, bool]:
