@@ -510,6 +510,7 @@ def test_at_some_points(machine: Any, name: str) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_at_every_point(machine: Any, name: str) -> None:
     sweep(machine, name, list(points_of(machine, *PROGRAMS[name])))
