@@ -166,7 +166,7 @@ class TestLegacyOrder:
             (DEVICE, 4 * MiB, True),
             (DEVICE, 40 * MiB, True),
             (HOST_NUMA, 2 * MiB, False),
-            (HOST_NUMA, 4 * MiB, False),
+            (HOST_NUMA, 4 * MiB, True),
         ],
         ids=["known", "from the end", "growing", "known to the host", "from the end for the host"],
     )

@@ -99,10 +99,8 @@ class Pool:
             block = line.find_further(rounded, ordered, done)
         if block is None:
             raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
-        # with memory that is new, or from the end of the line in pools of devices (observed on H200: test_events)
-        fresh = block.owner == HEAP and (
-            bool(line.missing(block, rounded)) or (block.next is None and self.device is not None)
-        )
+        # with memory that is new, or from the end of the line (observed on H200: test_events)
+        fresh = block.owner == HEAP and (block.next is None or bool(line.missing(block, rounded)))
         if block.owner == HEAP and not self._back(block, rounded):
             self.release()
             block = line.find_left(rounded) if policies.internal_dependencies else None
