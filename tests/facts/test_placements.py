@@ -292,7 +292,8 @@ class TestStreamsInOrder:
     def test_work_in_a_blocking_stream(self, rig: Rig) -> None:
         blocking, one, pool = rig.stream(BLOCKING), rig.stream(), rig.pool(UINT64_MAX, "010")
         self.use(rig, pool, rig.raw.CUstream(1))
-        value(rig.raw.cuEventRecord(rig.event(UNTIMED), blocking))
+        value(rig.raw.cuMemsetD8Async(rig.plain(64), 0, 64, blocking))
+        assert rig.executed(blocking)
         assert self.order(rig, pool, one, blocking) == [1, 0]
 
     def test_a_captured_allocation(self, rig: Rig) -> None:
