@@ -5,12 +5,12 @@ in a forked child.
 
 **Fast paths** have one shape. The plain case calls a driver function that was bound beforehand: one of those that
 :data:`DIRECT` names, which are attributes of the door, or those of an allocator. It is plain where the stream is our
-own, open, not captured and no default stream, the memory is there, and the arguments have the usual types. Everything
-else falls through to one slow path, which checks, explains and copes: ``_fill_slowly`` is that of ``fill``, and where
-there is nothing to explain the same function called by its name. An answer of the driver that is an error is raised,
-unless the slow path can do better: copies are refused while the context of another device is current, and the
-slow path makes the stream's own current. Fills, copies, records, waits and queries need no current context otherwise
-(``tests/facts/test_contexts.py``).
+own, open, not captured, no default stream and owes no wait (:func:`~streamalloc.core.stream.queue_behind`), the memory
+is there, and the arguments have the usual types. Everything else falls through to one slow path, which checks, explains
+and copes: ``_fill_slowly`` is that of ``fill``, and where there is nothing to explain the same function called by its
+name. An answer of the driver that is an error is raised, unless the slow path can do better: copies are refused while
+the context of another device is current, and the slow path makes the stream's own current. Fills, copies, records,
+waits and queries need no current context otherwise (``tests/facts/test_contexts.py``).
 """
 
 from __future__ import annotations

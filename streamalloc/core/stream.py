@@ -43,6 +43,7 @@ __all__ = [
     "order_after_context",
     "order_handle_after",
     "ordered_after",
+    "queue_behind",
     "raw_handle",
     "refuse_capture",
     "sees_all_work",
@@ -151,6 +152,8 @@ class Stream(Closes):
         "_in_use",
         "_last",
         "_lists",
+        "_owed",
+        "_paying",
         "_raw",
         "_sees_all",
         "_spare",
@@ -185,6 +188,10 @@ class Stream(Closes):
         """By cache, the lists of memory for this stream that fast paths take from; none where they may not."""
         self._endings: tuple[Deferred, ...] = ()
         """What ends before the stream is closed."""
+        self._owed: list[Deferred] = []
+        """What is attempted before anything more is queued, see :func:`queue_behind`."""
+        self._paying: list[int] = []
+        """The threads that do so."""
 
     def _open(self, *, non_blocking: bool = False) -> None:
         number = int(self._raw)
@@ -219,7 +226,7 @@ class Stream(Closes):
 
     def _allow_direct(self) -> None:
         # Other code may capture its own streams without our knowing, so those are looked at each time.
-        if not (self._default or self._closed or self._capture or self._foreign is not None):
+        if not (self._default or self._closed or self._capture or self._owed or self._foreign is not None):
             self._handle = self._raw
             self._direct = self._door
 
@@ -286,7 +293,27 @@ class Stream(Closes):
     def _checked_raw(self) -> Any:
         if self._closed:
             raise ClosedError(f"{self!r} was closed")
+        if self._owed and threading.get_ident() not in self._paying:
+            self._pay()
         return self._raw
+
+    def _pay(self) -> None:
+        """Attempt what comes before anything that is queued from now on; then fast paths may be taken again."""
+        me = threading.get_ident()
+        self._paying.append(me)
+        try:
+            for item in tuple(self._owed):
+                # Where the driver refuses, it is tried again.
+                with contextlib.suppress(CudaError):
+                    if item.attempt():
+                        with contextlib.suppress(ValueError):  # another thread was faster
+                            self._owed.remove(item)
+        finally:
+            self._paying.remove(me)
+        self._allow_direct()
+        # Another finaliser may just have come.
+        if self._owed:
+            self._forbid_direct()
 
     def _context(self) -> contextlib.AbstractContextManager[None]:
         """The device's context made current, where the handle means nothing without one."""
@@ -649,6 +676,16 @@ class Event(Closes):
         if not hasattr(self, "device"):
             return "<Event that could not be made>"
         return f"<Event {'closed' if raw is None else hex(int(raw))} of device {self.device.ordinal}>"
+
+
+def queue_behind(stream: Stream, item: Deferred) -> None:
+    """Have ``item`` end before anything more is queued on ``stream``, or at a point of work. Called by finalisers.
+
+    Two threads may attempt it at once, which must be as good as once.
+    """
+    later_of(stream._door).hand_in(item)
+    stream._owed.append(item)
+    stream._forbid_direct()
 
 
 def _by_protocol(stream: Any) -> int | None:

@@ -19,7 +19,7 @@ from streamalloc.core.later import Deferred, later_of, work
 from streamalloc.core.memory import Memory, TypedView
 from streamalloc.core.ownership import Closes, finaliser
 from streamalloc.core.properties import MemLocation
-from streamalloc.core.stream import Event, Stream, StreamLike, as_stream, context_event, ordered_after
+from streamalloc.core.stream import Event, Stream, StreamLike, as_stream, context_event, ordered_after, queue_behind
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 
@@ -80,14 +80,14 @@ class Lent(TypedView):
             return
         door = self._door
         if door.usable:
-            later_of(door).hand_in(_LoanEnd(memory, self._user))
+            queue_behind(memory.stream, _LoanEnd(memory, self._user))
 
     def __repr__(self) -> str:
         return super().__repr__() if hasattr(self, "_user") else f"<{type(self).__name__} that could not be made>"
 
 
 class _LoanEnd(Deferred):
-    """The end of a loan: the memory's stream waits for its user's before the memory may be freed."""
+    """The end of a loan: the memory's stream waits for its user's, before it does anything more and before the free."""
 
     __slots__ = ("_event", "_memory", "_user")
 
@@ -103,6 +103,8 @@ class _LoanEnd(Deferred):
         ours, user = memory.stream, self._user
         if _captured(ours) or _captured(user):
             return False
+        if self._memory is None:
+            return True  # Asking our stream has done it.
         if self._event is None:
             # Where nobody said which stream uses it: all of them.
             self._event = context_event(ours.device) if user is None or user.closed else user.record()

@@ -12,6 +12,8 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import interop
+from streamalloc.core.door import door_behind
+from streamalloc.core.stream import direct_handle
 from streamalloc.testing import Gate
 from tests.interop.conftest import Get
 from tests.support import MiB, holds, pending, read
@@ -100,6 +102,38 @@ class TestLent:
         assert holds(other, 3)
         other.free()
         assert used(pool, device) == 0
+
+    @pytest.mark.parametrize("use", ["fill", "record", "free", "cached", "allocate", "dropped with it"])
+    def test_whatever_comes_next_waits(
+        self, get: Get, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device, gate: Gate, use: str
+    ) -> None:
+        """Without a point of work in between; and after it the stream is as direct as before."""
+        library = get("cupy")
+        theirs = library.stream()
+        with sa.CachingAllocator(pool) as cache:
+            source = cache if use == "cached" else pool
+            buffer = source.allocate(MiB, stream)
+            array = interop.cupy.array(buffer, stream=theirs)
+            gate.hold(theirs)
+            library.fill(array, 2, theirs)
+            del array
+            if use == "fill":
+                buffer.fill(1)
+            elif use == "record":
+                assert not stream.record().query()
+            elif use in ("free", "cached"):
+                buffer.free()
+            elif use == "allocate":
+                pool.allocate(64, stream).free()
+            else:
+                del buffer
+            other = source.allocate(MiB, stream)
+            other.fill(3)
+            assert direct_handle(stream, door_behind(stream)) is not None
+            assert pending(stream)
+            gate.open()
+            device.synchronize()
+            assert holds(other, 3) and (use != "fill" or holds(buffer, 1))
 
     def test_after_its_stream_was_closed(self, get: Get, pool: sa.MemoryPool, device: sa.Device, gate: Gate) -> None:
         """What is left to do waits for the library, and keeps nobody from anything else."""
