@@ -325,13 +325,14 @@ COUNTERS = [  # MiB that are allocated one behind the other; steps of 32 MiB tha
     ([20, 40, 20], 3, 3),
     ([10] * 7, 3, 3),
     ([64, 64], 4, 4),
+    ([33, 33, 33, 33, 3], 5, 6),
 ]
 
 
 @pytest.mark.parametrize(("sizes", "used", "kept"), COUNTERS)
 @pytest.mark.parametrize("freed", [False, True])
 def test_counters(nodes: Nodes, sizes: list[int], used: int, kept: int, freed: bool) -> None:
-    """Used is as much as has addresses. No allocation lies in two blocks of what is reserved."""
+    """Used is as much as has addresses. Where there is too little for an allocation, as much as all of it is added."""
     rig, raw, stream, allocations = nodes.rig, nodes.raw, nodes.rig.stream(), list[tuple[Any, int]]()
     for size in sizes:
         allocations.append(nodes.allocate(size * MiB, *[node for node, _ in allocations[-1:]]))

@@ -224,7 +224,7 @@ def test_boxes(memory: Memory, case: str) -> None:
 
 
 def test_rows_need_not_fit_between_pools(memory: Memory) -> None:
-    """Only where they end has to be memory: the place of a row is counted as if they did."""
+    """What is left out in front of them is not looked at: the place of a row is counted as if they did."""
     rig, raw, stream = memory.rig, memory.raw, memory.stream
     memory.plain, memory.other = (rig.allocate(rig.pool(), 4096, stream) for _ in range(2))
     value(raw.cuMemsetD8Async(memory.plain, 0, 4096, stream))
@@ -234,7 +234,8 @@ def test_rows_need_not_fit_between_pools(memory: Memory) -> None:
     assert said(raw.cuMemcpy3DAsync(copy, stream)) == "SUCCESS"
     found = rig.read(memory.plain, 256)
     assert [at for at, byte in enumerate(found) if byte] == [*range(112, 119), *range(176, 183)]
-    assert said(raw.cuMemcpy3DAsync(box(memory, "DD", "plain", "other", srcY=70), stream)) == "INVALID_VALUE"
+    for wrong in ({"srcPitch": 9}, {"srcHeight": 2}):
+        assert said(raw.cuMemcpy3DAsync(box(memory, "DD", "plain", "other", **wrong), stream)) == "INVALID_VALUE"
 
 
 def test_what_a_copy_moves(memory: Memory) -> None:

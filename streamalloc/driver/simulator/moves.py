@@ -130,6 +130,8 @@ class Shape:
     source_slice: int
     fits: bool = True
     """Whether the rows lie within their pitch, and the slices within their height."""
+    left_out: tuple[int, int] = (0, 0)
+    """Bytes before the first that is written, and before the first that is read."""
 
     @property
     def size(self) -> int:

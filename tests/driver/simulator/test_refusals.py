@@ -57,7 +57,7 @@ def _rows_beyond_their_pitch(rig: Rig) -> None:
     copy, stream, pool = rig.raw.CUDA_MEMCPY2D(), rig.stream(), rig.pool()
     copy.dstMemoryType = copy.srcMemoryType = rig.raw.CUmemorytype.CU_MEMORYTYPE_DEVICE
     copy.dstDevice, copy.srcDevice = rig.allocate(pool, 4096, stream), rig.plain(4096)
-    copy.WidthInBytes, copy.Height, copy.srcPitch, copy.dstPitch = 8, 2, 4, 8
+    copy.WidthInBytes, copy.Height, copy.srcPitch, copy.dstPitch, copy.srcXInBytes = 8, 2, 8, 8, 4
     rig.raw.cuMemcpy2DAsync(copy, stream)
 
 

@@ -15,7 +15,7 @@ from ..allocations import Allocation
 from ..arguments import DevicePointer, HostPointer, Size
 from ..constants import HOST, READ, READ_WRITE, STEP, device_place
 from ..contexts import Context
-from ..errors import NotModelled, check, need, not_modelled
+from ..errors import Fault, NotModelled, check, need, not_modelled
 from ..graphs import Graph, Values
 from ..moves import Copy, Shape, fill
 from ..physical import least_right
@@ -172,9 +172,17 @@ class CopyCalls(Calls):
         here = machine.current_or_none() or stream.context
         written, read = (size, size) if shape is None else (shape.target_span, shape.source_span)
         graph = stream.capture.graph if captured else None
-        destination, origin = self._check_copy(
-            (target, written), (source, read), device, contexts or (here, here), graph
-        )
+        try:
+            destination, origin = self._check_copy(
+                (target, written), (source, read), device, contexts or (here, here), graph
+            )
+        except Fault:
+            if shape is None or shape.fits:
+                raise
+            to, start = target - shape.left_out[0], source - shape.left_out[1]
+            self._check_copy((to, written), (start, read), device, contexts or (here, here), graph)
+            not_modelled(self._in_pools(to, start), "a copy of rows that do not fit and go beyond the memory of a pool")
+            raise
         if shape is not None and not shape.fits:
             self._check_loose(destination, origin, waits or captured)
         if captured:
@@ -189,10 +197,14 @@ class CopyCalls(Calls):
         if destination is None or all(of_host) or (waits and any(of_host)):
             self._finish(stream)
 
+    def _in_pools(self, *addresses: int) -> bool:
+        found = [self._machine.allocations.find(address) for address in addresses]
+        return any(one is not None and one.pool is not None for one in found)
+
     @staticmethod
     def _check_loose(destination: Allocation | None, origin: Allocation | None, otherwise: bool) -> None:
-        """Between memory of pools the driver does not look whether rows fit into their pitch, nor slices into their
-        height, at least where the host does not wait (observed on H200: test_planes).
+        """Between memory of pools the driver does not look whether rows fit behind what is left out before them, at
+        least where the host does not wait (observed on H200: test_planes).
         """
         in_pools = [end is not None and end.pool is not None for end in (destination, origin)]
         check(any(in_pools))

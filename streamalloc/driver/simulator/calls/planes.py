@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
@@ -19,6 +20,10 @@ PROMISED = {(DEVICE, DEVICE): "both", (DEVICE, OF_HOST): "dst", (OF_HOST, DEVICE
 _OF_SIDE = ("XInBytes", "Y", "Z", "LOD", "MemoryType", "Host", "Device", "Array", "Pitch", "Height")
 COPY_FIELDS = ("WidthInBytes", "Height", "Depth", *(side + name for side in ("src", "dst") for name in _OF_SIDE))
 """Of a CUDA_MEMCPY3D; a CUDA_MEMCPY2D has some of them."""
+
+
+def _sides(kinds: tuple[int, int]) -> Iterable[tuple[str, int]]:
+    return zip(("dst", "src"), kinds, strict=True)
 
 
 def copy_values(copy: Any, height: int, depth: int) -> Values:
@@ -105,7 +110,12 @@ class PlaneCalls(CopyCalls):
         width = int(copy.WidthInBytes)
         target, fits, *steps = self._side(copy, "dst", kinds[0], width, height)
         source, also, pitch, slice_ = self._side(copy, "src", kinds[1], width, height)
-        return target, source, kinds, Shape(width, height, depth, steps[0], steps[1], pitch, slice_, fits and also)
+        bases = (getattr(copy, side + ("Host" if kind == OF_HOST else "Device")) for side, kind in _sides(kinds))
+        left_out = tuple(first - int(base) for first, base in zip((target, source), bases, strict=True))
+        shape = Shape(
+            width, height, depth, steps[0], steps[1], pitch, slice_, fits and also, (left_out[0], left_out[1])
+        )
+        return target, source, kinds, shape
 
     @staticmethod
     def _side(copy: Any, side: str, kind: int, width: int, height: int) -> tuple[int, bool, int, int]:
@@ -115,5 +125,6 @@ class PlaneCalls(CopyCalls):
         pitch = int(getattr(copy, side + "Pitch")) or x + width
         rows = int(getattr(copy, side + "Height", 0)) or y + height
         address = int(getattr(copy, side + ("Host" if kind == OF_HOST else "Device")))
+        check(width <= pitch and height <= rows)
         fits = x + width <= pitch and y + height <= rows
         return address + (z * rows + y) * pitch + x, fits, pitch, rows * pitch
