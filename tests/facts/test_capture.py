@@ -198,8 +198,13 @@ def test_allocation_from_a_host_pool(scene: Scene) -> None:
 
 @pytest.mark.parametrize(
     "call",
-    [lambda scene: scene.raw.cuMemsetD8Async(scene.plain, 1, 4, LEGACY), lambda scene: scene.rig.end_capture(LEGACY)],
-    ids=["work", "the end of a capture"],
+    [
+        lambda scene: scene.raw.cuMemsetD8Async(scene.plain, 1, 4, LEGACY),
+        lambda scene: scene.raw.cuStreamBeginCapture(LEGACY, scene.raw.CUstreamCaptureMode(GLOBAL)),
+        lambda scene: scene.rig.end_capture(LEGACY),
+        lambda scene: scene.raw.cuStreamGetPriority(LEGACY),
+    ],
+    ids=["work", "the beginning of a capture", "the end of a capture", "asking for the priority"],
 )
 def test_in_the_legacy_stream_while_a_blocking_one_captures(scene: Scene, call: Call) -> None:
     rig, blocking = scene.rig, scene.rig.stream(BLOCKING)

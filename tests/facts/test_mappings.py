@@ -57,6 +57,7 @@ REFUSED: dict[str, tuple[int, int, int, str]] = {
     "not all of the last page": (0, 2 * PAGE - 4096, 0, "NOT_SUPPORTED"),
     "past the end of the memory": (0, 2 * PAGE, PAGE, "NOT_SUPPORTED"),
     "from inside a page": (0, 2 * PAGE, 4096, "NOT_SUPPORTED"),
+    "half of the memory, to inside a page": (4096, PAGE, 0, "NOT_SUPPORTED"),
     "no bytes": (0, 0, 0, "INVALID_VALUE"),
     "to 4 KiB inside a page": (4096, 2 * PAGE, 0, "INVALID_VALUE"),
     "to 64 KiB inside a page": (1 << 16, 2 * PAGE, 0, "INVALID_VALUE"),

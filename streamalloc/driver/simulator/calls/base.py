@@ -154,11 +154,14 @@ class Calls:
         """Whether work for ``stream`` goes into a graph now; fails where it may go nowhere."""
         capture = stream.capture
         if capture is None:
-            # work in the legacy stream would have to wait for a stream that is being captured
-            self._spoil([peer.capture for peer in stream.peers or ()], Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
+            self._not_behind_captures(stream)
             return False
         check(capture.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
         return True
+
+    def _not_behind_captures(self, stream: Stream) -> None:
+        """The legacy stream would wait for blocking streams that are being captured; that spoils their captures."""
+        self._spoil([peer.capture for peer in stream.peers or ()], Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
 
     def _unsafe_during_capture(self) -> None:
         """A call that may not be made while a capture runs that forbids it; it spoils that capture."""

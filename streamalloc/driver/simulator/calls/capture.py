@@ -54,6 +54,7 @@ class CaptureCalls(CopyCalls):
     def _stream_to_capture(self, hStream: Any, mode: Any) -> tuple[Stream, int]:
         stream, number = self._stream(hStream), int(mode)
         check(0 <= number <= RELAXED)
+        self._not_behind_captures(stream)
         check(stream.peers is None, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         check(stream.capture is None, Result.CUDA_ERROR_ILLEGAL_STATE)
         return stream, number
