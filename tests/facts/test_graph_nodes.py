@@ -120,7 +120,6 @@ PROPS: dict[str, tuple[dict[str, Any], str]] = {
     "a usage": ({"usage": 2}, "SUCCESS"),
     "access": ({"access": ((DEVICE, 0, READWRITE),)}, "SUCCESS"),
     "access to read": ({"access": ((DEVICE, 0, READ),)}, "NOT_SUPPORTED"),
-    "access twice": ({"access": ((DEVICE, 0, READWRITE),) * 2}, "INVALID_VALUE"),
     "access of the host": ({"access": ((HOST, 0, READWRITE),)}, "SUCCESS"),
     "access of no such device": ({"access": ((DEVICE, 99, READWRITE),)}, "INVALID_DEVICE"),
 }
@@ -137,6 +136,18 @@ def test_what_can_be_allocated(nodes: Nodes, case: str) -> None:
         assert (kept.bytesize, int(kept.dptr)) == (100, int(params.dptr))
         assert kept.poolProps.maxSize == given.get("max_size", 0)
         assert kept.accessDescCount == len(given.get("access", ()))
+
+
+@pytest.mark.gpus(2)
+def test_access_twice_where_there_are_two_devices(nodes: Nodes) -> None:
+    params = nodes.params(size=100, access=((DEVICE, 0, READWRITE),) * 2)
+    assert said(nodes.raw.cuGraphAddMemAllocNode(nodes.graph, [], 0, params)) == "SUCCESS"
+
+
+def test_access_more_often_than_there_are_devices(nodes: Nodes) -> None:
+    count = value(nodes.raw.cuDeviceGetCount()) + 1
+    params = nodes.params(size=100, access=((DEVICE, 0, READWRITE),) * count)
+    assert said(nodes.raw.cuGraphAddMemAllocNode(nodes.graph, [], 0, params)) == "INVALID_VALUE"
 
 
 def test_addresses(nodes: Nodes) -> None:
