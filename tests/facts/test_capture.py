@@ -203,13 +203,23 @@ def test_allocation_from_a_host_pool(scene: Scene) -> None:
         lambda scene: scene.raw.cuStreamBeginCapture(LEGACY, scene.raw.CUstreamCaptureMode(GLOBAL)),
         lambda scene: scene.rig.end_capture(LEGACY),
         lambda scene: scene.raw.cuStreamGetPriority(LEGACY),
+        lambda scene: scene.raw.cuStreamGetFlags(LEGACY),
     ],
-    ids=["work", "the beginning of a capture", "the end of a capture", "asking for the priority"],
+    ids=["work", "the beginning of a capture", "the end of a capture", "asking for the priority", "asking for flags"],
 )
 def test_in_the_legacy_stream_while_a_blocking_one_captures(scene: Scene, call: Call) -> None:
     rig, blocking = scene.rig, scene.rig.stream(BLOCKING)
     rig.begin_capture(blocking, RELAXED)
     assert said(call(scene)) == "STREAM_CAPTURE_IMPLICIT"
+    assert said(rig.end_capture(blocking)) == "STREAM_CAPTURE_INVALIDATED"
+
+
+def test_time_to_an_event_of_a_capture_that_was_spoilt(scene: Scene) -> None:
+    rig, blocking, events = scene.rig, scene.rig.stream(BLOCKING), (scene.rig.event(), scene.rig.event())
+    rig.begin_capture(blocking, RELAXED)
+    value(rig.raw.cuEventRecord(events[0], blocking))
+    assert said(rig.raw.cuStreamWaitEvent(LEGACY, events[1], 0)) == "STREAM_CAPTURE_IMPLICIT"
+    assert said(rig.raw.cuEventElapsedTime(*events)) == "INVALID_VALUE"
     assert said(rig.end_capture(blocking)) == "STREAM_CAPTURE_INVALIDATED"
 
 

@@ -756,8 +756,9 @@ def _use(
     mine: list[sa.Buffer] = []
     sizes = (1, 600, 4096, 4096, 9000, MiB, 3 * MiB)
     try:
+        flush = max(400, times // 50)
         for number in range(times):
-            if number % 400 == seed:
+            if number % flush == seed:
                 cache._cache.flush()
             stream = streams[int(choose() * len(streams))]
             if choose() < 0.5 or not mine:

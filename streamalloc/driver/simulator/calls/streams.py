@@ -76,6 +76,7 @@ class StreamCalls(Calls):
 
     def cuStreamGetFlags(self, hStream: Any) -> int:
         stream = self._stream(hStream)
+        self._not_behind_captures(stream)
         self._spoil([stream.capture])  # observed on H200 (test_capture): asking breaks the capture
         return 0 if stream.blocking else _NON_BLOCKING
 
@@ -218,7 +219,7 @@ class StreamCalls(Calls):
         events = (self._event(hStart), self._event(hEnd))
         records = []
         for event in events:
-            check(event.capture is None or event.capture.running)
+            check(event.capture is None or (event.capture.running and event.capture.valid))
             # the capture goes on (observed on H200: test_capture)
             check(event.capture is None, Result.CUDA_ERROR_CAPTURED_EVENT)
             check(not event.flags & EventFlag.DISABLE_TIMING, Result.CUDA_ERROR_INVALID_HANDLE)
