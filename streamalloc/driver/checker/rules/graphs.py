@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any
 
 from streamalloc.driver.checker.capture import Capture, Graph, Node
 from streamalloc.driver.checker.hazards import Range
+from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Rule
 from streamalloc.driver.checker.rules.work import plane, rows
 from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import State, Touch, number_of
 
 __all__ = ["AFTER", "BEFORE"]
-
-Arguments: TypeAlias = "tuple[Any, ...]"
-Answer: TypeAlias = "tuple[Any, ...]"
-Rule: TypeAlias = Callable[[State, str, Arguments, Answer], object]
 
 
 # -- captures ------------------------------------------------------------------------------------------------
@@ -205,4 +202,4 @@ AFTER: dict[str, Rule] = {
         (f"cuGraphExec{kind}NodeSetParams" for kind in ("Memcpy", "Memset", "ChildGraph", "")), _forgets_executable
     ),
 }
-BEFORE: dict[str, Any] = {"cuStreamEndCapture": _ends_capture}
+BEFORE: dict[str, Asked] = {"cuStreamEndCapture": _ends_capture}

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
-
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.hazards import Binding, Range
+from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Finish, Rule
 from streamalloc.driver.checker.rules.memory import granted
 from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import Physical, State, number_of
 
 __all__ = ["AFTER", "BEFORE"]
 
-Arguments: TypeAlias = "tuple[Any, ...]"
-Answer: TypeAlias = "tuple[Any, ...]"
-Rule: TypeAlias = Callable[[State, str, Arguments, Answer], object]
-Finish: TypeAlias = "Callable[[Answer], object]"
 
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
 
@@ -147,7 +141,7 @@ AFTER: dict[str, Rule] = {
     "cuMulticastBindAddr": _binds(None),
     "cuMulticastBindAddr_v2": _binds(1),
 }
-BEFORE: dict[str, Callable[[State, str, Arguments], Finish]] = {
+BEFORE: dict[str, Asked] = {
     "cuMemUnmap": _unmaps,
     "cuMemSetAccess": _grants,
     "cuMulticastUnbind": _unbinds,

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.hazards import Range
+from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Finish, Rule
 from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import OPENED, State, number_of
 
 __all__ = ["AFTER", "BEFORE", "frees_at_once", "granted"]
 
-Arguments: TypeAlias = "tuple[Any, ...]"
-Answer: TypeAlias = "tuple[Any, ...]"
-Rule: TypeAlias = Callable[[State, str, Arguments, Answer], object]
-Finish: TypeAlias = "Callable[[Answer], object]"
 
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
 _PINNED = int(cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED)
@@ -156,7 +153,7 @@ AFTER: dict[str, Rule] = {
     "cuMemGetMemPool": _finds_pool(current=True),
     "cuMemSetMemPool": _sets_pool,
 }
-BEFORE: dict[str, Callable[[State, str, Arguments], Finish]] = {
+BEFORE: dict[str, Asked] = {
     "cuMemFreeAsync": _frees,
     "cuMemFree": frees_at_once,
     "cuMemFreeHost": _releases_host_memory,

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
-
 from streamalloc.driver.bindings import cuda
+from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Finish, Rule
 from streamalloc.driver.checker.state import Event, State, number_of
 
 __all__ = ["AFTER", "BEFORE"]
 
-Arguments: TypeAlias = "tuple[Any, ...]"
-Answer: TypeAlias = "tuple[Any, ...]"
-Rule: TypeAlias = Callable[[State, str, Arguments, Answer], object]
-Finish: TypeAlias = "Callable[[Answer], object]"
 
 _INTERPROCESS = int(cuda.CUevent_flags.CU_EVENT_INTERPROCESS)
 _EXTERNAL = 1  # CU_EVENT_RECORD_EXTERNAL, CU_EVENT_WAIT_EXTERNAL
@@ -109,7 +103,7 @@ def _context_waits(state: State, name: str, args: Arguments, answer: Answer) -> 
         state.wait(stream, state.event(args[1]))
 
 
-def _happened(count: int) -> Callable[[State, str, Arguments], Finish]:
+def _happened(count: int) -> Asked:
     """The host learns that events are over."""
 
     def rule(state: State, name: str, args: Arguments) -> Finish:
@@ -180,7 +174,7 @@ AFTER: dict[str, Rule] = {
     "cuStreamWaitValue64": _waits_word(64),
     "cuStreamBatchMemOp": _words,
 }
-BEFORE: dict[str, Callable[[State, str, Arguments], Finish]] = {
+BEFORE: dict[str, Asked] = {
     "cuStreamDestroy": _ends_stream,
     "cuStreamSynchronize": _synchronises,
     "cuStreamQuery": _queries,

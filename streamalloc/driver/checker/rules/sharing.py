@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 from streamalloc.driver.bindings import opaque_bytes
 from streamalloc.driver.checker import ledger
 from streamalloc.driver.checker.hazards import Range
+from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Rule
 from streamalloc.driver.checker.rules.memory import frees_at_once
 from streamalloc.driver.checker.stacks import from_package, here
 from streamalloc.driver.checker.state import OPENED, Event, Physical, State, number_of
 
 __all__ = ["AFTER", "BEFORE"]
-
-Arguments: TypeAlias = "tuple[Any, ...]"
-Answer: TypeAlias = "tuple[Any, ...]"
-Rule: TypeAlias = Callable[[State, str, Arguments, Answer], object]
-Finish: TypeAlias = "Callable[[Answer], object]"
 
 
 # -- allocations ---------------------------------------------------------------------------------------------
@@ -140,4 +135,4 @@ AFTER: dict[str, Rule] = {
     "cuMemExportToShareableHandle": _exports_memory,
     "cuMemImportFromShareableHandle": _imports_memory,
 }
-BEFORE: dict[str, Callable[[State, str, Arguments], Finish]] = {"cuIpcCloseMemHandle": frees_at_once}
+BEFORE: dict[str, Asked] = {"cuIpcCloseMemHandle": frees_at_once}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
+from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Rule
 from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import State, Touch, number_of
 
@@ -14,13 +15,11 @@ __all__ = ["AFTER", "BEFORE", "plane", "rows"]
 _MEMORY_TYPE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 _ROWS = 1024
 
-Rule = Callable[[State, str, "tuple[Any, ...]", "tuple[Any, ...]"], object]
 
-
-def _touches(stream_at: int | None, touched: Callable[[tuple[Any, ...]], Iterable[Touch]], waits: bool = False) -> Rule:
+def _touches(stream_at: int | None, touched: Callable[[Arguments], Iterable[Touch]], waits: bool = False) -> Rule:
     """A call that queues reads and writes; with ``waits`` the host waits for them."""
 
-    def rule(state: State, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
+    def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
         stream = state.act(0 if stream_at is None else args[stream_at], name, touched(args), here())
         if waits:
             state.host_knows(stream)
@@ -31,7 +30,7 @@ def _touches(stream_at: int | None, touched: Callable[[tuple[Any, ...]], Iterabl
 def _fills(stream_at: int | None, width: int) -> Rule:
     """A fill. What streams may wait for, as small as a word, is known from then on."""
 
-    def rule(state: State, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
+    def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
         handle, address, nbytes = 0 if stream_at is None else args[stream_at], number_of(args[0]), int(args[2]) * width
         state.act(handle, name, ((address, nbytes, True),), here())
         if 4 <= nbytes <= 64 and not state.captures:
@@ -45,7 +44,7 @@ def _fills(stream_at: int | None, width: int) -> Rule:
 def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1, waits: bool = False) -> Rule:
     """A copy; the host waits for one to ordinary memory of its own."""
 
-    def rule(state: State, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
+    def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
         size = int(args[size_at])
         touched = ((args[source_at], size, False), (args[0], size, True))
         stream = state.act(0 if stream_at is None else args[stream_at], name, touched, here())
@@ -95,7 +94,7 @@ def plane(copy: Any) -> list[Touch]:
     return found
 
 
-def _batch(args: tuple[Any, ...]) -> list[Touch]:
+def _batch(args: Arguments) -> list[Touch]:
     targets, sources, sizes = args[:3]
     return [
         touch
@@ -104,14 +103,14 @@ def _batch(args: tuple[Any, ...]) -> list[Touch]:
     ]
 
 
-def _fill_rows(width: int) -> Callable[[tuple[Any, ...]], list[Touch]]:
+def _fill_rows(width: int) -> Callable[[Arguments], list[Touch]]:
     return lambda args: rows(number_of(args[0]), int(args[1]), int(args[3]) * width, int(args[4]), True)
 
 
 def _copies_plane(stream_at: int) -> Rule:
     """A copy of a plane in stream order; the host waits for one to ordinary memory of its own."""
 
-    def rule(state: State, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
+    def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
         copy = args[0]
         stream = state.act(args[stream_at], name, plane(copy), here())
         to_host = "HOST" in getattr(copy.dstMemoryType, "name", "")
@@ -121,7 +120,7 @@ def _copies_plane(stream_at: int) -> Rule:
     return rule
 
 
-def _plane_of_first(args: tuple[Any, ...]) -> list[Touch]:
+def _plane_of_first(args: Arguments) -> list[Touch]:
     return plane(args[0])
 
 
@@ -130,7 +129,7 @@ def _work(stream_at: int) -> Rule:
     return _touches(stream_at, lambda args: ())
 
 
-def _launches_with_config(state: State, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
+def _launches_with_config(state: State, name: str, args: Arguments, answer: Answer) -> None:
     state.act(args[0].hStream, name, (), here())
 
 
