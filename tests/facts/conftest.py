@@ -1,4 +1,4 @@
-"""The fixture of the fact tests."""
+"""The fixtures of the fact tests."""
 
 from __future__ import annotations
 
@@ -16,3 +16,12 @@ def rig(raw: Any) -> Iterator[Rig]:
     rig = Rig(raw)
     yield rig
     rig.close()
+
+
+@pytest.fixture
+def nothing_reserved(rig: Rig) -> Iterator[None]:
+    """No graph memory is reserved on device 0, and its peaks are forgotten, before and after."""
+    rig.forget_graph_memory()
+    yield
+    rig.settle()
+    rig.raw.cuDeviceGraphMemTrim(0)

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.facts.support import UINT64_MAX, MiB, Rig, Stats, said, value
 
+pytestmark = pytest.mark.usefixtures("nothing_reserved")
+
 AUTO_FREE_ON_LAUNCH = 1
 STEP = 32 * MiB
-
-
-@pytest.fixture(autouse=True)
-def nothing_reserved(rig: Rig) -> Iterator[None]:
-    """No graph memory is reserved on device 0, and its peaks are forgotten, before and after."""
-    rig.forget_graph_memory()
-    yield
-    rig.settle()
-    rig.raw.cuDeviceGraphMemTrim(0)
 
 
 def reserved(rig: Rig) -> tuple[int, ...]:

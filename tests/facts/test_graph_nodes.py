@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,6 +28,8 @@ from tests.facts.support import (
     said,
     value,
 )
+
+pytestmark = pytest.mark.usefixtures("nothing_reserved")
 
 STEP = 32 * MiB
 USE_NODE_PRIORITY, UPLOAD = 8, 2
@@ -97,14 +99,6 @@ class Nodes:
 @pytest.fixture
 def nodes(rig: Rig) -> Nodes:
     return Nodes(rig)
-
-
-@pytest.fixture(autouse=True)
-def nothing_reserved(rig: Rig) -> Iterator[None]:
-    rig.forget_graph_memory()
-    yield
-    rig.settle()
-    rig.raw.cuDeviceGraphMemTrim(0)
 
 
 PROPS: dict[str, tuple[dict[str, Any], str]] = {
