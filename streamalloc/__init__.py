@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         StillImportedError,
         SystemNotReadyError,
     )
+    from streamalloc.core.event import Event
     from streamalloc.core.fd import Fd
     from streamalloc.core.graph import Graph, GraphMemory, GraphMemoryStatistics
     from streamalloc.core.memory import BufferView, Memory, TypedView
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
         MemPoolProps,
         MulticastObjectProp,
     )
-    from streamalloc.core.stream import Event, Stream, StreamLike
+    from streamalloc.core.stream import Stream, StreamLike
     from streamalloc.driver import DriverNotFoundError, ForkedProcessError
     from streamalloc.observing import Observer, observe
     from streamalloc.pool import CacheStatistics, CachingAllocator, MemoryPool, PoolAttributes, PoolStatistics, allocate
@@ -207,7 +208,8 @@ _LATER = {
         ),
         "core.properties",
     ),
-    **dict.fromkeys(("Event", "Stream", "StreamLike"), "core.stream"),
+    "Event": "core.event",
+    **dict.fromkeys(("Stream", "StreamLike"), "core.stream"),
     **dict.fromkeys(("DriverNotFoundError", "ForkedProcessError"), "driver"),
     **dict.fromkeys(("Observer", "observe"), "observing"),
     **dict.fromkeys(

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from streamalloc.core.door import Door
 from streamalloc.core.errors import unsupported
+from streamalloc.core.event import Event
 from streamalloc.core.later import work
 from streamalloc.core.properties import MemLocation
-from streamalloc.core.stream import Event, Stream
+from streamalloc.core.stream import Stream
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import BINDINGS_VERSION, check_name, cuda, enum_member, version_that_added
 

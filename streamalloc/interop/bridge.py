@@ -33,11 +33,12 @@ from streamalloc.core.cached import CachedBuffer
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door, PerDriver, door_behind
 from streamalloc.core.errors import ClosedError, CudaError
+from streamalloc.core.event import context_event
 from streamalloc.core.later import Deferred, later_of, work
 from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes, finaliser
 from streamalloc.core.properties import MemLocation, MemLocationType
-from streamalloc.core.stream import Stream, context_event, raw_handle
+from streamalloc.core.stream import Stream, raw_handle
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda
 from streamalloc.pool import MemoryPool
 

@@ -15,11 +15,12 @@ import numpy.typing as npt
 
 from streamalloc.core.door import Door, door_behind
 from streamalloc.core.errors import ClosedError, size_text
+from streamalloc.core.event import Event, context_event
 from streamalloc.core.later import Deferred, later_of, work
 from streamalloc.core.memory import Memory, TypedView
 from streamalloc.core.ownership import Closes, finaliser
 from streamalloc.core.properties import MemLocation
-from streamalloc.core.stream import Event, Stream, StreamLike, as_stream, context_event, ordered_after, queue_behind
+from streamalloc.core.stream import Stream, StreamLike, as_stream, ordered_after, queue_behind
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 

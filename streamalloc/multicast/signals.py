@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.stream import Event, Stream, refuse_capture, stream_call
+from streamalloc.core.event import Event
+from streamalloc.core.stream import Stream, refuse_capture, stream_call
 from streamalloc.driver.internal import cuda
 from streamalloc.multicast.setup.agreement import CHANNELS, Layout
 

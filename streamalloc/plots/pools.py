@@ -19,8 +19,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from streamalloc.core.buffer import Buffer
+from streamalloc.core.event import Event
 from streamalloc.core.html import place
-from streamalloc.core.stream import Event, Stream
+from streamalloc.core.stream import Stream
 from streamalloc.plots.style import (
     ADDRESSES,
     GREY,

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door, PerDriver
 from streamalloc.core.errors import CudaError, InvalidValueError, unsupported
+from streamalloc.core.event import Event, context_event
 from streamalloc.core.later import Deferred
 from streamalloc.core.properties import MemAllocationType, MemLocation, MemLocationType
-from streamalloc.core.stream import Event, context_event
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda, enum_member, version_that_added
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from streamalloc.core.errors import (
     InvalidValueError,
     undo_all,
 )
+from streamalloc.core.event import Event, context_event
 from streamalloc.core.html import Drawn
 from streamalloc.core.later import Deferred, Later, later_of, work
 from streamalloc.core.ownership import Closes, finaliser
-from streamalloc.core.stream import Event, context_event
 from streamalloc.vmm.access import Rights
 from streamalloc.vmm.release_order import Kind, Node, ReleaseOrder
 from streamalloc.vmm.waiting import accessing

@@ -17,9 +17,10 @@ import numpy.typing as npt
 from streamalloc.core.arguments import check_device
 from streamalloc.core.device import Device
 from streamalloc.core.errors import ClosedError, CudaError, OutOfMemoryError, refused, size_text, undoing, unsupported
+from streamalloc.core.event import Event
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import checked_size
-from streamalloc.core.stream import Event, Stream, StreamLike, as_stream, raw_handle, refuse_capture
+from streamalloc.core.stream import Stream, StreamLike, as_stream, raw_handle, refuse_capture
 from streamalloc.driver.internal import cuda
 from streamalloc.vmm.allocations import HandleNode, OwnsNode, allocations_of
 from streamalloc.vmm.physical_memory import PhysicalMemory

@@ -7,9 +7,10 @@ from typing import Any, TypeAlias
 
 from streamalloc.core.door import Door
 from streamalloc.core.errors import CaptureError, refused
+from streamalloc.core.event import Event
 from streamalloc.core.later import later_of, work
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
-from streamalloc.core.stream import Event, StreamLike, as_stream
+from streamalloc.core.stream import StreamLike, as_stream
 
 __all__ = ["After", "accessing", "wait", "wait_for_users"]
 

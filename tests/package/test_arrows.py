@@ -24,7 +24,7 @@ ROOMS = {"ipc": ("transport", "sharing", "ring"), "multicast": ("objects", "setu
 # The part that all areas share: its modules may be imported one by one.
 SHARED = "core"
 # They name each other in their types, which no order of files could change.
-KNOW_EACH_OTHER = {"streamalloc.core.device", "streamalloc.core.stream", "streamalloc.core.graph"}
+KNOW_EACH_OTHER = {f"streamalloc.core.{name}" for name in ("device", "event", "graph", "stream")}
 
 
 def _name(path: Path) -> str:

@@ -23,12 +23,13 @@ from streamalloc.core.buffer import (
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door, PerDriver, door_behind
 from streamalloc.core.errors import error_from, size_text
+from streamalloc.core.event import Event
 from streamalloc.core.fd import Fd
 from streamalloc.core.html import Row, Shown, mib
 from streamalloc.core.later import Later, later_of, work
 from streamalloc.core.memory import BufferView, CopySide, TypedView, check_usable, viewed
 from streamalloc.core.properties import MemHandleType, MemLocationType
-from streamalloc.core.stream import Event, Stream, StreamLike, as_stream, direct_handle, raw_handle, refuse_capture
+from streamalloc.core.stream import Stream, StreamLike, as_stream, direct_handle, raw_handle, refuse_capture
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda, opaque_bytes
 from streamalloc.ipc.sharing import descriptor as wire

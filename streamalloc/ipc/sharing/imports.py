@@ -32,6 +32,7 @@ from streamalloc.core.errors import (
     size_text,
     undoing,
 )
+from streamalloc.core.event import Event, context_event, opened_event
 from streamalloc.core.fd import Fd
 from streamalloc.core.html import Row
 from streamalloc.core.later import Deferred, Later, later_of, work
@@ -39,13 +40,10 @@ from streamalloc.core.memory import Memory, TypedView
 from streamalloc.core.ownership import Closes, finaliser
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation
 from streamalloc.core.stream import (
-    Event,
     Stream,
     StreamLike,
     as_stream,
-    context_event,
     direct_handle,
-    opened_event,
     ordered_after,
     raw_handle,
     refuse_capture,

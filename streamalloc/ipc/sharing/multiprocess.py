@@ -29,9 +29,9 @@ from typing import Any
 from streamalloc.core.buffer import PlainBuffer
 from streamalloc.core.cached import CachedBuffer
 from streamalloc.core.door import door_behind
+from streamalloc.core.event import Event
 from streamalloc.core.fd import Fd
 from streamalloc.core.memory import BufferView, TypedView
-from streamalloc.core.stream import Event
 from streamalloc.driver import default as default_driver
 from streamalloc.ipc.sharing.exports import serve, share
 from streamalloc.ipc.sharing.imports import Imported

@@ -11,10 +11,10 @@ from typing import TypeAlias
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door, door_behind
 from streamalloc.core.errors import CaptureError, CudaError, undo_all
+from streamalloc.core.event import context_event
 from streamalloc.core.fd import Fd
 from streamalloc.core.later import Deferred
 from streamalloc.core.properties import MemHandleType
-from streamalloc.core.stream import context_event
 from streamalloc.ipc.internal import left
 from streamalloc.multicast.objects.multicast_object import MulticastObject
 from streamalloc.vmm import AddressRange, Mapping, PhysicalMemory

@@ -1,0 +1,230 @@
+"""Events: points in the work of streams."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from streamalloc.core.door import Door
+from streamalloc.core.errors import ClosedError, error_from
+from streamalloc.core.later import refused_to_end, work
+from streamalloc.core.ownership import Closes
+from streamalloc.driver.internal import cuda
+
+if TYPE_CHECKING:
+    from streamalloc.core.device import Device
+    from streamalloc.core.graph import Capture
+
+__all__ = ["Event", "EventLike", "Spares", "context_event", "foreign_event", "is_done", "opened_event"]
+
+_NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
+
+
+class EventLike(Protocol):
+    """An event of cuda.core."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+
+class Spares(list[Any]):
+    """A stream's events (``CUevent``) that were closed, for it to record again.
+
+    Making an event costs twice as much as recording one, and may wait for the device where the driver has to make room.
+    A stream that waits goes on waiting for what the event stood for when it was told to (``cuStreamWaitEvent``).
+    """
+
+    __slots__ = ("open",)
+
+    most = 8
+
+    def __init__(self) -> None:
+        self.open = True
+
+    def take_back(self, raw: Any, door: Door) -> None:
+        """Keep an event."""
+        self.append(raw)
+        if not self.open:  # closed meanwhile, by another thread
+            self.end(door)
+
+    def end(self, door: Door) -> None:
+        """Destroy them all, and take no more."""
+        self.open = False
+        while self:
+            try:
+                raw = self.pop()
+            except IndexError:  # another thread took it
+                return
+            result = door.driver.cuEventDestroy(raw)[0]
+            if result:
+                refused_to_end(door, "cuEventDestroy", raw, result)
+
+
+class Event(Closes):
+    """A point in a stream's work, recorded by :meth:`Stream.record`.
+
+    Parameters
+    ----------
+    device
+        The device whose streams can record it.
+    timing
+        Whether :meth:`elapsed_since` works; events that do not measure time are cheaper.
+    blocking_sync
+        Whether :meth:`synchronize` sleeps rather than spins.
+    interprocess
+        Whether other processes can open it; such an event cannot measure time.
+    """
+
+    __slots__ = ("__weakref__", "_capture", "_door", "_raw", "_spare", "device", "interprocess")
+
+    interprocess: bool
+    """Whether other processes can open it."""
+
+    def __init__(
+        self, device: Device, *, timing: bool = False, blocking_sync: bool = False, interprocess: bool = False
+    ) -> None:
+        self._raw: Any = None
+        if timing and interprocess:
+            raise ValueError(
+                "interprocess=True: an event that other processes can open cannot measure time (timing=True)"
+            )
+        kinds = cuda.CUevent_flags
+        flags = (
+            (0 if timing else int(kinds.CU_EVENT_DISABLE_TIMING))
+            | (int(kinds.CU_EVENT_BLOCKING_SYNC) if blocking_sync else 0)
+            | (int(kinds.CU_EVENT_INTERPROCESS) if interprocess else 0)
+        )
+        self._adopt(device, bool(interprocess))
+        with device.current():
+            self._door.create(self, "_raw", "cuEventCreate", flags)
+
+    def _adopt(self, device: Device, interprocess: bool) -> None:
+        self._spare: Spares | None = None
+        self.device: Device = device
+        self.interprocess = interprocess
+        self._door = device._door
+        self._capture: Capture | None = None
+
+    @property
+    def handle(self) -> int:
+        """The driver's handle (``CUevent``) as a number.
+
+        Raises
+        ------
+        ClosedError
+            The event was closed.
+        """
+        return int(self._checked_raw())
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._raw is None
+
+    def _checked_raw(self) -> Any:
+        raw = self._raw
+        if raw is None:
+            raise ClosedError(f"{self!r} was closed")
+        return raw
+
+    def query(self) -> bool:
+        """Whether the work before the event is done; True if it was never recorded (``cuEventQuery``)."""
+        return is_done(self._door.cuEventQuery(self._checked_raw())[0], "cuEventQuery")
+
+    def synchronize(self) -> None:
+        """Block the host until the work before the event is done (``cuEventSynchronize``)."""
+        self._door.call("cuEventSynchronize", self._checked_raw())
+        work(self._door)
+
+    def elapsed_since(self, start: Event) -> float:
+        """Milliseconds between two recorded events that measure time (``cuEventElapsedTime``).
+
+        Raises
+        ------
+        InvalidHandleError
+            One of them does not measure time, was not recorded, or is of another device.
+        NotReadyError
+            The work before one of them is not done.
+        """
+        if not isinstance(start, Event):
+            raise TypeError(f"start must be an Event, not {type(start).__name__} ({start!r})")
+        return float(
+            self._door.call(
+                "cuEventElapsedTime",
+                start._checked_raw(),
+                self._checked_raw(),
+                hint="both events must be made with timing=True and recorded on the same device",
+            )
+        )
+
+    def close(self) -> None:
+        """Destroy the event (``cuEventDestroy``); streams that wait for it go on waiting. Idempotent."""
+        if not self._kept_for_later():
+            self._door.give_back(self, "cuEventDestroy")
+
+    def _kept_for_later(self) -> bool:
+        """Leave the driver's event for the next record, where it can be; whether that was done."""
+        spare = self._spare
+        if spare is None or not spare.open or self._capture is not None or len(spare) >= spare.most:
+            return False
+        self._door.check_process()
+        # No call between the two, so that two threads do not both take it.
+        raw = self._raw
+        self._raw = None
+        if raw is not None:
+            spare.take_back(raw, self._door)
+        return True
+
+    def __del__(self) -> None:
+        raw = getattr(self, "_raw", None)
+        if raw is None or not self._door.usable or self._kept_for_later():
+            return
+        # What else is in the same garbage cycle may still look at it.
+        self._raw = None
+        result = self._door.driver.cuEventDestroy(raw)[0]
+        if result:
+            refused_to_end(self._door, "cuEventDestroy", raw, result)
+
+    def __repr__(self) -> str:
+        raw = getattr(self, "_raw", None)
+        if not hasattr(self, "device"):
+            return "<Event that could not be made>"
+        return f"<Event {'closed' if raw is None else hex(int(raw))} of device {self.device.ordinal}>"
+
+
+def is_done(result: Any, call: str) -> bool:
+    """What the answer to a query means."""
+    if not result:
+        return True
+    if result == _NOT_READY:
+        return False
+    raise error_from(result, call)
+
+
+def foreign_event(event: object) -> Any | None:
+    """The driver's event behind one of cuda.core or of the bindings; None for anything else."""
+    if isinstance(event, cuda.CUevent):
+        return event
+    if type(event).__module__.startswith("cuda.core") and hasattr(event, "is_done"):
+        return cuda.CUevent(int(getattr(event, "handle", 0)))
+    return None
+
+
+def opened_event(device: Device, handle: Any) -> Event:
+    """An event that another process made, by the driver's ``CUipcEventHandle`` (``cuIpcOpenEventHandle``)."""
+    event = Event.__new__(Event)
+    event._raw = None
+    event._adopt(device, interprocess=False)
+    with device.current():
+        event._door.create(
+            event, "_raw", "cuIpcOpenEventHandle", handle, hint="the process that made the event has ended"
+        )
+    return event
+
+
+def context_event(device: Device) -> Event:
+    """An event after all that a device's context has queued so far (``cuCtxRecordEvent``)."""
+    event = Event(device)
+    door = device._door
+    with device.current():
+        door.call("cuCtxRecordEvent", door.context(device.ordinal), event._raw)
+    return event
