@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import uuid
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from streamalloc.core.door import Door
@@ -16,6 +15,8 @@ from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import BINDINGS_VERSION, check_name, cuda, enum_member, version_that_added
 
 if TYPE_CHECKING:
+    import uuid
+
     from streamalloc.core.capabilities import Capabilities
     from streamalloc.core.graph import GraphMemory
     from streamalloc.driver import Driver
@@ -90,7 +91,9 @@ class Device:
     @property
     def uuid(self) -> uuid.UUID:
         """The identity that stays the same in every process (``cuDeviceGetUuid``)."""
-        return uuid.UUID(bytes=bytes(self._door.call("cuDeviceGetUuid", self.ordinal).bytes))
+        from uuid import UUID
+
+        return UUID(bytes=bytes(self._door.call("cuDeviceGetUuid", self.ordinal).bytes))
 
     @property
     def pci_bus_id(self) -> str:

@@ -6,7 +6,6 @@ A class says what there is to say (:meth:`Shown._about`). The colours of places 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from html import escape
 from typing import Any, TypeAlias
 
 from streamalloc.core import ownership
@@ -31,6 +30,13 @@ Row: TypeAlias = tuple[str, object]
 """What a line is about, and what it says: a number of bytes is an :func:`mib` text, all else its ``str``."""
 
 
+def _escape(text: str) -> str:
+    # Loaded when something is shown: its table of entities is a tenth of what importing us takes.
+    from html import escape
+
+    return escape(text)
+
+
 def mib(nbytes: int) -> str:
     """A size as everywhere in pictures."""
     return f"{nbytes / 2**20:,.1f} MiB"
@@ -53,7 +59,7 @@ def color_of(location: MemLocation) -> str:
 
 
 def _cell(value: object) -> str:
-    return value if isinstance(value, Html) else escape(str(value))
+    return value if isinstance(value, Html) else _escape(str(value))
 
 
 def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> Html:
@@ -75,7 +81,7 @@ def strip(nbytes: int, pieces: Iterable[tuple[int, int, MemLocation, str]]) -> H
     for offset, size, where, text in pieces:
         left, width = 100 * offset / nbytes, 100 * size / nbytes
         parts.append(
-            f"<div title='{escape(text, quote=True)}' style='position:absolute;left:{left:.3f}%;width:{width:.3f}%;"
+            f"<div title='{_escape(text)}' style='position:absolute;left:{left:.3f}%;width:{width:.3f}%;"
             f"height:100%;background:{color_of(where)};box-sizing:border-box;border-right:1px solid white'></div>"
         )
     frame = "position:relative;height:18px;width:480px;max-width:100%;border:1px dashed #6e7781"
@@ -95,8 +101,8 @@ class Shown:
         try:
             rows = list(self._about())
         except Exception:  # closed, freed, evicted, or half made: what it says of itself is enough
-            return f"<code>{escape(repr(self))}</code>"
-        return f"<b>{escape(type(self).__name__)}</b>{table((), rows)}"
+            return f"<code>{_escape(repr(self))}</code>"
+        return f"<b>{_escape(type(self).__name__)}</b>{table((), rows)}"
 
 
 class Drawn(Shown):
