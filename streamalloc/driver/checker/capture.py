@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streamalloc.driver.checker.clocks import Clock, Stream, Timeline
-from streamalloc.driver.checker.hazards import Access, Bytes, Judge, Moment, Piece, Range
+from streamalloc.driver.checker.hazards import Bytes, Judge, Moment, Piece, Range, accesses
 from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.stacks import Stack
 
@@ -24,6 +24,8 @@ class Node:
     stack: Stack = ()
     pieces: list[tuple[Piece, bool]] = field(default_factory=list)
     range: Range = field(default_factory=lambda: Range(0, 0, "nothing"))
+    kernel: bool = False
+    """Whether its uses have an order of their own."""
     step: Callable[[Any], object] = lambda handle: None
     """Called with the handle of the stream of a launch."""
 
@@ -52,8 +54,7 @@ class _Inside:
 
     def _judge_now(self, stream: Stream, node: Node) -> None:
         if node.kind == "use":
-            for (range_, low, high), write in node.pieces:
-                access = Access(stream, node.what, node.stack, write)
+            for access, (range_, low, high) in accesses(stream, node.pieces, node.what, node.stack, kernel=node.kernel):
                 self._judge.use(((self._shadow(range_), low, high),), access, stream.clock)
         elif node.kind == "allocate":
             self._judge.allocate(self._shadow(node.range), stream)
@@ -118,6 +119,10 @@ class Capture:
         if clock is not None:
             inside.clock.learn(clock)
 
+    def join_all(self, stream: Stream) -> None:
+        """A stream is to come after whatever was captured."""
+        self._streams[stream].clock.learn(self._inside.timeline.everything())
+
     def record(self, stream: Stream) -> Clock:
         """What comes before an event."""
         inside = self._streams[stream]
@@ -128,9 +133,11 @@ class Capture:
         """A stream is to do something that orders streams, at each launch."""
         self.graph.nodes.append(Node("step", step=step))
 
-    def use(self, stream: Stream, pieces: list[tuple[Piece, bool]], what: str, stack: Stack) -> None:
+    def use(
+        self, stream: Stream, pieces: list[tuple[Piece, bool]], what: str, stack: Stack, kernel: bool = False
+    ) -> None:
         """A stream is to read and write memory."""
-        self.add(stream, Node("use", what, stack, pieces))
+        self.add(stream, Node("use", what, stack, pieces, kernel=kernel))
 
     def allocate(self, stream: Stream, made: Range) -> None:
         """A stream is to allocate memory, which the graph owns."""

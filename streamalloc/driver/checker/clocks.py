@@ -225,6 +225,10 @@ class Timeline:
                 if heard < peer.time:
                     stream.clock.learn(peer.clock)
                     stream.peers[peer] = peer.time
+        self.next(stream)
+
+    def next(self, stream: Stream) -> None:
+        """What a stream does from now on comes after what it has done."""
         time = stream.time = stream.time + 1
         stream.clock.known[stream.number] = time
 

@@ -67,7 +67,7 @@ class Checked(Wrapper):
     # -- calls -----------------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        if name == "cuLaunchHostFunc":
+        if name in ("cuLaunchHostFunc", "cuLaunchHostFunc_v2"):
             function = self._watched_host_function(super().__getattr__(name))
             setattr(self, name, function)
             return function
@@ -260,10 +260,10 @@ class Checked(Wrapper):
     # -- calls that are more than passed on ------------------------------------------------------------------
 
     def _watched_host_function(self, launch: Function) -> Function:
-        def function(stream: Any, fn: Any, data: Any) -> tuple[Any, ...]:
+        def function(stream: Any, fn: Any, data: Any, *mode: Any) -> tuple[Any, ...]:
             told = self._alone(self._state.host_function, stream)
             if told is None:
-                return launch(stream, fn, data)
+                return launch(stream, fn, data, *mode)
             begins, ends = told
             theirs = _HOST_FUNCTION(int(fn))
 
@@ -278,7 +278,7 @@ class Checked(Wrapper):
             ours = _HOST_FUNCTION(run)
             pointer = ctypes.cast(ours, ctypes.c_void_p).value or 0
             self._host_functions[pointer] = ours
-            answer = launch(stream, cuda.CUhostFn(pointer), data)
+            answer = launch(stream, cuda.CUhostFn(pointer), data, *mode)
             if answer[0]:
                 self._host_functions.pop(pointer, None)
                 self._alone(ends)
@@ -294,7 +294,7 @@ class Checked(Wrapper):
                 stack = here()
                 for atomic, touched in watched.items():
                     if touched:
-                        self._alone(self._state.act, stream, "multimem_launch", touched, stack, atomic)
+                        self._alone(self._state.act, stream, "multimem_launch", touched, stack, atomic, True)
                 self._deliver()
             return answer
 

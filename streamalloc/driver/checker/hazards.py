@@ -8,15 +8,27 @@ replicas of a multicast object. Uses are kept with the bytes, as intervals, so t
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
-from streamalloc.driver.checker.clocks import BY_CHOICE, CERTAIN, Actor, Clock, Stream, Timeline
+from streamalloc.driver.checker.clocks import BY_CHOICE, CERTAIN, UNORDERED, Actor, Clock, Stream, Timeline
 from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.stacks import Stack
 
-__all__ = ["NEVER", "Access", "Addresses", "Binding", "Bytes", "Judge", "Moment", "Piece", "Range", "size_text"]
+__all__ = [
+    "NEVER",
+    "Access",
+    "Addresses",
+    "Binding",
+    "Bytes",
+    "Judge",
+    "Moment",
+    "Piece",
+    "Range",
+    "accesses",
+    "size_text",
+]
 
 
 NEVER = 1 << 62
@@ -98,7 +110,9 @@ class Bytes:
         order: Order,
         forget: Callable[[dict[int, Access]], None] = lambda reads: None,
     ) -> list[tuple[Access, int]]:
-        """Note a use of the bytes from ``start`` to ``end``; the earlier uses that do not certainly come before it.
+        """Note a use of the bytes from ``start`` to ``end``; the uses that do not certainly come before it.
+
+        Those of another :class:`Access` of the same time are another part of the same operation.
 
         ``forget`` takes out of many reads those that do not matter any more.
         """
@@ -109,18 +123,24 @@ class Bytes:
             chosen = self._between(start, end)
         found: dict[Access, int] = {}
         number, write = access.actor.number, access.write
+        time = access.time
         for segment in chosen:
             before = segment.write
-            if before is not None and before.actor.number != number:
-                ordered = order(clock, before.actor.number, before.time)
-                if ordered != CERTAIN:
-                    found[before] = ordered
+            if before is not None:
+                if before.actor.number != number:
+                    ordered = order(clock, before.actor.number, before.time)
+                    if ordered != CERTAIN:
+                        found[before] = ordered
+                elif before.time == time and before is not access:
+                    found[before] = UNORDERED  # another part of the same operation
             if write:
                 for read in segment.reads.values():
                     if read.actor.number != number:
                         ordered = order(clock, read.actor.number, read.time)
                         if ordered != CERTAIN:
                             found[read] = ordered
+                    elif read.time == time and read is not access:
+                        found[read] = UNORDERED
                 segment.write = access
                 if segment.reads:
                     segment.reads = {}
@@ -228,6 +248,23 @@ class Range:
 
 Piece = tuple[Range, int, int]
 """Addresses of a range: from the first to behind the last."""
+
+
+def accesses(
+    actor: Actor,
+    pieces: Iterable[tuple[Piece, bool]],
+    what: str,
+    stack: Stack,
+    atomic: bool = False,
+    kernel: bool = False,
+) -> Iterator[tuple[Access, Piece]]:
+    """What an operation does to pieces: an access for each; of a kernel one for all reads and one for all writes."""
+    made: dict[bool, Access] = {}
+    for piece, write in pieces:
+        access = made.get(write)
+        if access is None or not kernel:
+            access = made[write] = Access(actor, what, stack, write, atomic)
+        yield access, piece
 
 
 def size_text(nbytes: int) -> str:
@@ -450,6 +487,15 @@ class Judge:
 
     def _race(self, range_: Range, before: Access, access: Access, by_host: bool, ordered: int) -> None:
         actor = access.actor
+        if before.actor is actor:
+            self._tell(
+                "race",
+                f"{access.what} of {actor.name} reads and writes the same bytes of {range_}, in no order",
+                "let what it reads and what it writes not overlap, or make it several operations",
+                range_,
+                (("this call", access.stack), ("allocated", range_.stack)),
+            )
+            return
         self._tell(
             "race",
             f"{access.what} of {actor.name} {'writes' if access.write else 'reads'} what {before.what} of "

@@ -27,6 +27,7 @@ from streamalloc.driver.checker.hazards import (
     Moment,
     Piece,
     Range,
+    accesses,
     size_text,
 )
 from streamalloc.driver.checker.reports import Hazard
@@ -107,7 +108,7 @@ class State:
         self.addresses: Addresses = Addresses()
         self.reserved: Addresses = Addresses()
         """Addresses that memory can be mapped at."""
-        self.words: Words = Words(self.timeline, self.addresses, self._is_of_host)
+        self.words: Words = Words(self.timeline, self.addresses, self.is_of_host)
         self.judge: Judge = Judge(self.timeline, found, self.words.told)
         self.streams: dict[int, Stream] = {}
         self.devices: dict[Stream, int | None] = {}
@@ -297,7 +298,15 @@ class State:
 
     # -- memory ----------------------------------------------------------------------------------------------
 
-    def act(self, handle: Any, what: str, touched: Iterable[Touch], stack: Stack, atomic: bool = False) -> Stream:
+    def act(
+        self,
+        handle: Any,
+        what: str,
+        touched: Iterable[Touch],
+        stack: Stack,
+        atomic: bool = False,
+        kernel: bool = False,
+    ) -> Stream:
         """A stream is to read and write memory."""
         stream = self.stream(handle)
         pieces = [
@@ -310,7 +319,7 @@ class State:
         if capture is not None:
             capture.use(stream, pieces, what, stack)
         else:
-            self.timeline.submit(stream, lambda stream: self.touch(stream, pieces, what, stack, atomic))
+            self.timeline.submit(stream, lambda stream: self.touch(stream, pieces, what, stack, atomic, kernel))
             if stream.obstacle is not None:
                 self._is_to_touch(stream, pieces, what, stack)
         return stream
@@ -328,11 +337,12 @@ class State:
         what: str,
         stack: Stack,
         atomic: bool = False,
+        kernel: bool = False,
         device: int | None = None,
     ) -> None:
-        """A stream reads and writes memory."""
-        for piece, write in pieces:
-            self.judge.use((piece,), Access(stream, what, stack, write, atomic), stream.clock, device)
+        """A stream reads and writes memory: in no order, save for a kernel, whose own order is not known."""
+        for access, piece in accesses(stream, pieces, what, stack, atomic, kernel):
+            self.judge.use((piece,), access, stream.clock, device)
 
     def use_on_host(self, address: int, nbytes: int, write: bool) -> None:
         """A host thread reads or writes memory itself."""
@@ -347,10 +357,12 @@ class State:
         pieces = [(piece, write) for piece in self.addresses.pieces(address, nbytes)]
         capture = self.captures.get(stream)
         if capture is not None:
-            capture.use(stream, pieces, "a kernel", stack)
+            capture.use(stream, pieces, "a kernel", stack, kernel=True)
             return
         device = self.devices.get(stream)
-        self.timeline.submit(stream, lambda stream: self.touch(stream, pieces, "a kernel", stack, device=device))
+        self.timeline.submit(
+            stream, lambda stream: self.touch(stream, pieces, "a kernel", stack, kernel=True, device=device)
+        )
         if stream.obstacle is not None:
             self._is_to_touch(stream, pieces, "a kernel", stack)
         if sum(high - low for (_, low, high), _ in pieces) < nbytes:
@@ -544,7 +556,8 @@ class State:
         else:
             self.words.wait(stream, address, value, flag, bits)
 
-    def _is_of_host(self, address: int) -> bool:
+    def is_of_host(self, address: int) -> bool:
+        """Whether the driver knows an address as one of memory of the host."""
         function = getattr(self.driver, "cuPointerGetAttribute", None)
         answer: Any = (1,) if function is None else function(_MEMORY_TYPE, address)
         return not answer[0] and int(answer[1]) == _HOST
@@ -609,8 +622,9 @@ class State:
         def run(stream: Stream) -> None:
             device = self.devices.get(stream)
             for node in nodes:
+                self.timeline.next(stream)
                 if node.kind == "use":
-                    self.touch(stream, node.pieces, node.what, node.stack, device=device)
+                    self.touch(stream, node.pieces, node.what, node.stack, kernel=node.kernel, device=device)
                 elif node.kind == "free":
                     self.judge.free(node.range, stream, stream.clock, node.what, node.stack)
                 else:

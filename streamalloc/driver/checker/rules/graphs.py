@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from streamalloc.driver.checker.capture import Capture, Graph, Node
 from streamalloc.driver.checker.hazards import Range
 from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Rule
+from streamalloc.driver.checker.rules.order import batch_of_words
 from streamalloc.driver.checker.rules.work import plane, rows
 from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import State, Touch, number_of
@@ -38,6 +40,13 @@ def _ends_capture(state: State, name: str, args: Arguments) -> Callable[[Answer]
             state.graphs[int(answer[1])] = capture.graph
 
     return finish
+
+
+def _reorders_capture(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    """``cuStreamUpdateCaptureDependencies``: which nodes these are is not known, so it may be all."""
+    stream = state.stream(args[0])
+    if stream in state.captures:
+        state.captures[stream].join_all(stream)
 
 
 # -- graphs by hand ------------------------------------------------------------------------------------------
@@ -97,8 +106,12 @@ def _wait_node(state: State, event: Any) -> list[Node]:
     return [Node("step", step=lambda handle: state.wait(state.stream(handle), state.event(event)))]
 
 
+def _word_node(state: State, params: Any) -> list[Node]:
+    return [Node("step", step=lambda handle: batch_of_words(state, handle, params.paramArray))]
+
+
 def _child(state: State, graph: Any) -> list[Node]:
-    return [Node(one.kind, one.what, one.stack, one.pieces, one.range, one.step) for one in state.graph(graph).nodes]
+    return [replace(one) for one in state.graph(graph).nodes]
 
 
 def _params_at(at: int, make: Callable[[State, Any], list[Node]]) -> Rule:
@@ -111,6 +124,7 @@ _OF_TYPE: dict[str, tuple[str, Callable[[State, Any], list[Node]]]] = {
     "GRAPH": ("graph", lambda state, params: _child(state, params.graph)),
     "WAIT_EVENT": ("eventWait", lambda state, params: _wait_node(state, params.event)),
     "EVENT_RECORD": ("eventRecord", lambda state, params: _record_node(state, params.event)),
+    "BATCH_MEM_OP": ("memOp", lambda state, params: _word_node(state, params)),
     "MEM_ALLOC": ("alloc", _allocation_node),
     "MEM_FREE": ("free", lambda state, params: _free_node(state, params.dptr)),
 }
@@ -165,8 +179,14 @@ def _launches(state: State, name: str, args: Arguments, answer: Answer) -> None:
     state.launch(number_of(args[0]), args[1], here())
 
 
+_SETTERS = (
+    *(f"cuGraph{kind}NodeSetParams" for kind in ("Memcpy", "Memset", "ChildGraph", "BatchMemOp", "")),
+    "cuGraphNodeSetParams_v2",
+    *(f"cuGraphEvent{kind}NodeSetEvent" for kind in ("Record", "Wait")),
+)
 AFTER: dict[str, Rule] = {
     "cuStreamBeginCapture": _begins_capture,
+    "cuStreamUpdateCaptureDependencies": _reorders_capture,
     "cuStreamBeginCaptureToGraph": _begins_capture,
     "cuGraphCreate": _makes_graph,
     "cuGraphClone": _clones_graph,
@@ -178,6 +198,7 @@ AFTER: dict[str, Rule] = {
     "cuGraphAddChildGraphNode": _params_at(3, _child),
     "cuGraphAddEventRecordNode": _params_at(3, _record_node),
     "cuGraphAddEventWaitNode": _params_at(3, _wait_node),
+    "cuGraphAddBatchMemOpNode": _params_at(3, _word_node),
     **dict.fromkeys(("cuGraphAddNode", "cuGraphAddNode_v2", "cuGraphAddNode_v3"), _adds(_node)),
     **dict.fromkeys(("cuGraphAddDependencies", "cuGraphAddDependencies_v2"), _adds_edges),
     "cuGraphInstantiate": _instantiates,
@@ -187,19 +208,19 @@ AFTER: dict[str, Rule] = {
     "cuGraphLaunch": _launches,
     # kernels, host functions and the like: only their place in the graph is known
     **dict.fromkeys(
-        (f"cuGraphAdd{kind}Node" for kind in ("Kernel", "Host", "Empty", "BatchMemOp")),
+        (f"cuGraphAdd{kind}Node" for kind in ("Kernel", "Host", "Empty")),
         _adds(lambda state, name, args: [Node("use")]),
     ),
     **dict.fromkeys(
         (
             "cuGraphDestroyNode",
             "cuGraphRemoveDependencies",
-            *(f"cuGraph{kind}NodeSetParams" for kind in ("Memcpy", "Memset", "")),
+            *_SETTERS,
         ),
         _forgets_graph,
     ),
     **dict.fromkeys(
-        (f"cuGraphExec{kind}NodeSetParams" for kind in ("Memcpy", "Memset", "ChildGraph", "")), _forgets_executable
+        (*(name.replace("cuGraph", "cuGraphExec") for name in _SETTERS), "cuGraphNodeSetEnabled"), _forgets_executable
     ),
 }
 BEFORE: dict[str, Asked] = {"cuStreamEndCapture": _ends_capture}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Finish, Rule
 from streamalloc.driver.checker.state import Event, State, number_of
 
-__all__ = ["AFTER", "BEFORE"]
+__all__ = ["AFTER", "BEFORE", "batch_of_words"]
 
 
 _INTERPROCESS = int(cuda.CUevent_flags.CU_EVENT_INTERPROCESS)
@@ -103,6 +105,22 @@ def _context_waits(state: State, name: str, args: Arguments, answer: Answer) -> 
         state.wait(stream, state.event(args[1]))
 
 
+def _records_elsewhere(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    """``cuGreenCtxRecordEvent``: of which streams is not known."""
+    event = state.event(args[1])
+    event.mark, event.captured, event.foreign = None, None, True
+
+
+def _green_context_waits(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    for stream in state.all_streams():
+        state.wait(stream, state.event(args[1]))
+
+
+def _waits_for_others(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    """A stream waits for something that other libraries bring about, after whatever may come before that."""
+    state.wait(state.stream(args[-1]), Event(foreign=True))
+
+
 def _happened(count: int) -> Asked:
     """The host learns that events are over."""
 
@@ -146,17 +164,22 @@ def _waits_word(bits: int) -> Rule:
 
 def _words(state: State, name: str, args: Arguments, answer: Answer) -> None:
     """``cuStreamBatchMemOp``."""
-    for one in args[2] or ():
+    batch_of_words(state, args[0], args[2])
+
+
+def batch_of_words(state: State, stream: Any, operations: Any) -> None:
+    """A stream is to write words and to wait for some, one after the other."""
+    for one in operations or ():
         kind = getattr(one.operation, "name", "")
         bits = 64 if kind.endswith("64") else 32
         if "WAIT_VALUE" in kind:
             wait = one.waitValue
             value = int(wait.value64 if bits == 64 else wait.value)
-            state.wait_word(args[0], number_of(wait.address), value, int(wait.flags), bits)
+            state.wait_word(stream, number_of(wait.address), value, int(wait.flags), bits)
         elif "WRITE_VALUE" in kind:
             write = one.writeValue
             value = int(write.value64 if bits == 64 else write.value)
-            state.write_word(args[0], number_of(write.address), value, bits)
+            state.write_word(stream, number_of(write.address), value, bits)
 
 
 AFTER: dict[str, Rule] = {
@@ -168,6 +191,9 @@ AFTER: dict[str, Rule] = {
     "cuCtxRecordEvent": _records_context,
     "cuStreamWaitEvent": _waits,
     "cuCtxWaitEvent": _context_waits,
+    "cuGreenCtxRecordEvent": _records_elsewhere,
+    "cuGreenCtxWaitEvent": _green_context_waits,
+    "cuWaitExternalSemaphoresAsync": _waits_for_others,
     "cuStreamWriteValue32": _writes_word(32),
     "cuStreamWriteValue64": _writes_word(64),
     "cuStreamWaitValue32": _waits_word(32),

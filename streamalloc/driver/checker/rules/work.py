@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
+from streamalloc.driver.checker.clocks import Stream
 from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Rule
 from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import State, Touch, number_of
@@ -13,16 +14,15 @@ from streamalloc.driver.checker.state import State, Touch, number_of
 __all__ = ["AFTER", "BEFORE", "plane", "rows"]
 
 _MEMORY_TYPE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
-_ROWS = 1024
+_ROWS = 1 << 15
+"""Of a plane with more rows, only so many are looked at."""
 
 
-def _touches(stream_at: int | None, touched: Callable[[Arguments], Iterable[Touch]], waits: bool = False) -> Rule:
-    """A call that queues reads and writes; with ``waits`` the host waits for them."""
+def _touches(stream_at: int | None, touched: Callable[[Arguments], Iterable[Touch]]) -> Rule:
+    """A call that queues reads and writes."""
 
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
-        stream = state.act(0 if stream_at is None else args[stream_at], name, touched(args), here())
-        if waits:
-            state.host_knows(stream)
+        state.act(0 if stream_at is None else args[stream_at], name, touched(args), here())
 
     return rule
 
@@ -41,17 +41,30 @@ def _fills(stream_at: int | None, width: int) -> Rule:
     return rule
 
 
-def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1, waits: bool = False) -> Rule:
-    """A copy; the host waits for one to ordinary memory of its own."""
+def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1) -> Rule:
+    """A copy.
+
+    The host waits for one that is not in stream order and has a side of the host's, and for one to ordinary memory.
+    """
 
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
-        size = int(args[size_at])
-        touched = ((args[source_at], size, False), (args[0], size, True))
+        size, source, target = int(args[size_at]), args[source_at], args[0]
+        touched = [(source, size, False), (target, size, True)]
+        if number_of(source) == number_of(target):
+            del touched[0]
         stream = state.act(0 if stream_at is None else args[stream_at], name, touched, here())
-        if waits or (stream_at is not None and size and _is_pageable(state, args[0]) and stream not in state.captures):
+        if stream_at is None:
+            _returns_late(state, stream, source, target)
+        elif size and _is_pageable(state, target) and stream not in state.captures:
             state.host_knows(stream)
 
     return rule
+
+
+def _returns_late(state: State, stream: Stream, *sides: Any) -> None:
+    """A copy that is not in stream order was made: the host has waited for it, unless both sides are of devices."""
+    if any(_is_pageable(state, one) or state.is_of_host(number_of(one)) for one in sides):
+        state.host_knows(stream)
 
 
 def _is_pageable(state: State, address: Any) -> bool:
@@ -67,9 +80,7 @@ def rows(start: int, pitch: int, width: int, height: int, write: bool) -> list[T
     """The rows of a plane, in as few pieces as they are."""
     if pitch in (0, width) or height <= 1:
         return [(start, width * height, write)]
-    if height > _ROWS:
-        return [(start, pitch * (height - 1) + width, write)]
-    return [(start + row * pitch, width, write) for row in range(height)]
+    return [(start + row * pitch, width, write) for row in range(min(height, _ROWS))]
 
 
 def plane(copy: Any) -> list[Touch]:
@@ -103,18 +114,32 @@ def _batch(args: Arguments) -> list[Touch]:
     ]
 
 
+def _discarded(args: Arguments) -> list[Touch]:
+    """What was there is lost, as if it was written."""
+    return [(at, int(size), True) for at, size in zip(args[0], args[1], strict=False)]
+
+
 def _fill_rows(width: int) -> Callable[[Arguments], list[Touch]]:
     return lambda args: rows(number_of(args[0]), int(args[1]), int(args[3]) * width, int(args[4]), True)
 
 
-def _copies_plane(stream_at: int) -> Rule:
-    """A copy of a plane in stream order; the host waits for one to ordinary memory of its own."""
+def _sides(copy: Any) -> list[Any]:
+    """Where a ``CUDA_MEMCPY2D`` or ``CUDA_MEMCPY3D`` reads and writes; arrays are the device's."""
+    kinds = [(side, getattr(getattr(copy, f"{side}MemoryType"), "name", "")) for side in ("src", "dst")]
+    named = [side + ("Host" if "HOST" in kind else "Device") for side, kind in kinds if "ARRAY" not in kind]
+    return [getattr(copy, name) for name in named]
+
+
+def _copies_plane(stream_at: int | None) -> Rule:
+    """A copy of a plane; the host waits as for other copies."""
 
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
         copy = args[0]
-        stream = state.act(args[stream_at], name, plane(copy), here())
+        stream = state.act(0 if stream_at is None else args[stream_at], name, plane(copy), here())
         to_host = "HOST" in getattr(copy.dstMemoryType, "name", "")
-        if to_host and _is_pageable(state, copy.dstHost) and stream not in state.captures:
+        if stream_at is None:
+            _returns_late(state, stream, *_sides(copy))
+        elif to_host and _is_pageable(state, copy.dstHost) and stream not in state.captures:
             state.host_knows(stream)
 
     return rule
@@ -146,9 +171,9 @@ AFTER: dict[str, Rule] = {
     "cuMemsetD2D8Async": _touches(5, _fill_rows(1)),
     "cuMemsetD2D16Async": _touches(5, _fill_rows(2)),
     "cuMemsetD2D32Async": _touches(5, _fill_rows(4)),
-    "cuMemcpy": _copies(None, waits=True),
-    "cuMemcpyDtoH": _copies(None, waits=True),
-    "cuMemcpyHtoD": _copies(None, waits=True),
+    "cuMemcpy": _copies(None),
+    "cuMemcpyDtoH": _copies(None),
+    "cuMemcpyHtoD": _copies(None),
     "cuMemcpyDtoD": _copies(None),
     "cuMemcpyPeer": _copies(None, size_at=4, source_at=2),
     "cuMemcpyAsync": _copies(3),
@@ -157,10 +182,10 @@ AFTER: dict[str, Rule] = {
     "cuMemcpyDtoDAsync": _copies(3),
     "cuMemcpyWithAttributesAsync": _copies(-1),
     "cuMemcpyPeerAsync": _copies(5, size_at=4, source_at=2),
-    "cuMemcpy2D": _touches(None, _plane_of_first, waits=True),
-    "cuMemcpy2DUnaligned": _touches(None, _plane_of_first, waits=True),
+    "cuMemcpy2D": _copies_plane(None),
+    "cuMemcpy2DUnaligned": _copies_plane(None),
     "cuMemcpy2DAsync": _copies_plane(1),
-    "cuMemcpy3D": _touches(None, _plane_of_first, waits=True),
+    "cuMemcpy3D": _copies_plane(None),
     "cuMemcpy3DAsync": _copies_plane(1),
     "cuMemcpy3DPeer": _touches(None, _plane_of_first),
     "cuMemcpy3DPeerAsync": _touches(1, _plane_of_first),
@@ -169,11 +194,19 @@ AFTER: dict[str, Rule] = {
     "cuLaunchCooperativeKernel": _work(8),
     "cuLaunchKernelEx": _launches_with_config,
     "cuStreamAddCallback": _work(0),
+    "cuMemcpyAtoD": _touches(None, lambda args: ((args[0], int(args[3]), True),)),
+    "cuMemcpyDtoA": _touches(None, lambda args: ((args[2], int(args[3]), False),)),
+    "cuMemDiscardBatchAsync": _touches(-1, _discarded),
+    "cuMemDiscardAndPrefetchBatchAsync": _touches(-1, _discarded),
+    "cuLaunchGridAsync": _work(3),
     "cuStreamAttachMemAsync": _work(0),
     "cuMemMapArrayAsync": _work(2),
     "cuMemPrefetchAsync": _work(-1),
     "cuMemPrefetchBatchAsync": _work(-1),
     "cuMemcpy3DBatchAsync": _work(-1),
+    "cuMemcpy3DWithAttributesAsync": _work(-1),
+    "cuMemBatchDecompressAsync": _work(-1),
+    "cuSignalExternalSemaphoresAsync": _work(-1),
     "cuGraphUpload": _work(1),
 }
 BEFORE: dict[str, Any] = {}

@@ -1,0 +1,129 @@
+"""Copies whose own parts meet, copies that return before they are done, and planes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from streamalloc import vmm
+from streamalloc.driver.bindings import cuda
+from tests.driver.checker.corpus.bench import PAGE, SIZE, Bench, hazard
+from tests.support import MiB
+
+_HALF = SIZE // 2
+
+
+def _pointers(*addresses: int) -> list[Any]:
+    return [cuda.CUdeviceptr(one) for one in addresses]
+
+
+def _batch(b: Bench, targets: list[int], sources: list[int], nbytes: int) -> None:
+    attributes = cuda.CUmemcpyAttributes()
+    attributes.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    count = len(targets)
+    places = (_pointers(*targets), _pointers(*sources), [nbytes] * count, count)
+    b.raw("cuMemcpyBatchAsync", *places, [attributes], [0], 1, cuda.CUstream(b.a.handle))
+
+
+def _columns(source: int, target: int) -> Any:
+    copy = cuda.CUDA_MEMCPY2D()
+    copy.srcMemoryType = copy.dstMemoryType = cuda.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    copy.srcDevice, copy.dstDevice, copy.srcPitch, copy.dstPitch = source, target, 1024, 1024
+    copy.WidthInBytes, copy.Height = 512, 8
+    return copy
+
+
+# -- parts of one operation ------------------------------------------------------------------------------------
+
+
+@hazard("race")
+def a_copy_onto_a_part_of_itself(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    where = x.address + (_HALF if right else _HALF - 1)
+    b.raw("cuMemcpyDtoDAsync", where, x.address, _HALF, cuda.CUstream(b.a.handle))
+    b.done(x)
+
+
+@hazard("race")
+def columns_copied_onto_columns_beside_them(b: Bench, right: bool) -> None:
+    x = b.new(b.a, 16 * SIZE)
+    b.raw("cuMemcpy2DAsync", _columns(x.address, x.address + (512 if right else 256)), cuda.CUstream(b.a.handle))
+    b.done(x)
+
+
+@hazard("race")
+def a_copy_from_the_same_bytes_at_another_address(b: Bench, right: bool) -> None:
+    memory = b.keep(vmm.PhysicalMemory(PAGE, b.device))
+    addresses = b.keep(vmm.AddressRange(2 * PAGE, driver=b.driver))
+    one, other = (addresses.map(memory, offset, access=b.device) for offset in (0, PAGE))
+    target = other.address + (SIZE if right else 1)
+    b.raw("cuMemcpyDtoDAsync", target, one.address, SIZE, cuda.CUstream(b.a.handle))
+    b.device.synchronize()
+
+
+@hazard("race", simulated="its arguments differ between bindings")
+def a_batch_copies_what_it_has_copied(b: Bench, right: bool) -> None:
+    x, y, z = buffers = [b.new(b.a) for _ in range(3)]
+    if right:
+        _batch(b, [y.address], [x.address], SIZE)
+        _batch(b, [z.address], [y.address], SIZE)
+    else:
+        _batch(b, [y.address, z.address], [x.address, y.address], SIZE)
+    b.done(*buffers)
+
+
+@hazard("race", simulated="its arguments differ between bindings")
+def two_targets_of_a_batch_overlap(b: Bench, right: bool) -> None:
+    x, y = b.new(b.a), b.new(b.a)
+    _batch(b, [y.address, y.address + (_HALF if right else _HALF // 2)], [x.address, x.address], _HALF)
+    b.done(x, y)
+
+
+@hazard("race")
+def a_captured_copy_onto_a_part_of_itself(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    b.a.synchronize()
+    with b.a.capture() as graph:
+        where = x.address + (_HALF if right else 1)
+        b.raw("cuMemcpyDtoDAsync", where, x.address, _HALF, cuda.CUstream(b.a.handle))
+        x.fill(1, b.a)
+    b.keep(graph).launch(b.a)
+    b.done(x)
+
+
+# -- copies that return early ----------------------------------------------------------------------------------
+
+
+def _reads_too_early(b: Bench, right: bool, target: int) -> None:
+    if right:
+        b.raw("cuStreamSynchronize", cuda.CUstream(0))
+    b.at(target, b.b, write=False)
+
+
+@hazard("race")
+def a_copy_between_device_memory_is_not_waited_for(b: Bench, right: bool) -> None:
+    x, y = b.new(b.a), b.new(b.a)
+    b.a.synchronize()
+    b.raw("cuMemcpy", y.address, x.address, SIZE)
+    _reads_too_early(b, right, y.address)
+    b.done(x, y)
+
+
+@hazard("race")
+def columns_of_device_memory_are_not_waited_for(b: Bench, right: bool) -> None:
+    x = b.new(b.a, 16 * SIZE)
+    b.a.synchronize()
+    b.raw("cuMemcpy2D", _columns(x.address, x.address + 512))
+    _reads_too_early(b, right, x.address)
+    b.done(x)
+
+
+# -- planes ----------------------------------------------------------------------------------------------------
+
+
+@hazard("race")
+def two_streams_fill_columns_of_a_tall_plane(b: Bench, right: bool) -> None:
+    x = b.new(b.a, 4 * MiB)
+    b.a.synchronize()
+    for stream, column, height in ((b.a, 0, 4096), (b.b, 512 if right else 511, 4095)):
+        b.raw("cuMemsetD2D8Async", x.address + column, 1024, 1, 512, height, cuda.CUstream(stream.handle))
+    b.done(x)
