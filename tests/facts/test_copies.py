@@ -287,3 +287,9 @@ def test_memory_of_a_host_s_pool_is_no_device_memory(rig: Rig, kind: int, grante
     pointer = rig.allocate(pool, 64, stream)
     assert said(rig.raw.cuMemcpyHtoD(pointer, host, 8)) == "INVALID_VALUE"
     assert said(rig.raw.cuMemcpyDtoH(host, pointer, 8)) == "INVALID_VALUE"
+
+
+def test_an_end_that_is_too_small_is_seen_whatever_the_other_is(rig: Rig) -> None:
+    """With enough to read, the host would write where nothing lies, and crash."""
+    single = int(rig.plain(1))
+    assert said(rig.raw.cuMemcpy(single + 512, single, 64)) == "INVALID_VALUE"

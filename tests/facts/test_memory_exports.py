@@ -108,6 +108,14 @@ class TestImport:
         read = (props.type, props.requestedHandleTypes, props.location.type, props.location.id)
         assert [int(one) for one in read] == [1, NO_HANDLE, DEVICE, 0]
 
+    @pytest.mark.parametrize(("made", "read"), [({"compression": 1}, (1, 0)), ({"rdma": 1}, (0, 0))], ids=str)
+    def test_says_whether_it_is_compressible(
+        self, rig: Rig, fds: Descriptors, made: dict[str, int], read: tuple[int, int]
+    ) -> None:
+        imported = fds.imported(fds.exported(rig.memory(handle_types=POSIX_FD, **made)))
+        flags = value(rig.raw.cuMemGetAllocationPropertiesFromHandle(imported)).allocFlags
+        assert (int(flags.compressionType), int(flags.gpuDirectRDMACapable)) == read
+
     def test_is_mapped_as_a_whole(self, rig: Rig, fds: Descriptors) -> None:
         imported = fds.imported(fds.exported(rig.memory(2 * PAGE, handle_types=POSIX_FD)))
         start = rig.reserve(4 * PAGE)

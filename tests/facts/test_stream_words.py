@@ -102,6 +102,18 @@ def test_words(words: Words) -> None:
     assert words.batch((WRITE, at, 1), flags=1) == "INVALID_VALUE"
 
 
+@pytest.mark.usefixtures("nothing_reserved")
+def test_memory_of_a_graph_has_no_words(words: Words) -> None:
+    rig, stream = words.rig, words.stream
+    rig.begin_capture(stream)
+    pointer = value(rig.raw.cuMemAllocAsync(4 * MiB, stream))
+    instance = rig.instantiate(value(rig.end_capture(stream)))
+    value(rig.raw.cuGraphLaunch(instance, stream))
+    assert words.batch((WRITE, int(pointer), 1)) == "INVALID_VALUE"
+    assert said(rig.raw.cuStreamWaitValue32(stream, pointer, 0, 0)) == "INVALID_VALUE"
+    rig.free(pointer, stream)
+
+
 def test_without_a_context(words: Words) -> None:
     def outside() -> None:
         assert words.batch((WRITE, words.at, 3)) == "SUCCESS"

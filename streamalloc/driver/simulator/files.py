@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from .constants import NOWHERE, Place
 
-_NAME = re.compile(r"/memfd:streamalloc:(\w+):([0-9a-f]{16}):([0-9a-f]{16}):(\d+)\.(\d+) \(deleted\)")
+_NAME = re.compile(r"/memfd:streamalloc:(\w+):([0-9a-f]{16}):([0-9a-f]{16}):(\d+)\.(\d+)\.(\d+) \(deleted\)")
 
 
 class Label(NamedTuple):
@@ -23,9 +23,11 @@ class Label(NamedTuple):
     serial: str
     """Tells apart what this machine's processes share."""
     place: Place
+    compression: int = 0
+    """Of memory: all of its properties that an importer sees beside the place."""
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.machine}:{self.serial}:{self.place.type}.{self.place.id}"
+        return f"{self.kind}:{self.machine}:{self.serial}:{self.place.type}.{self.place.id}.{self.compression}"
 
     @classmethod
     def of(cls, path: str) -> Label | None:
@@ -36,8 +38,9 @@ class Label(NamedTuple):
             return None
         if found is None:
             return None
-        kind, machine, serial, place, number = found.groups()
-        return cls(kind, machine, serial, Place(int(place), int(number)))
+        kind, machine, serial, *numbers = found.groups()
+        place, number, compression = map(int, numbers)
+        return cls(kind, machine, serial, Place(place, number), compression)
 
 
 def recognise(fd: int) -> Label | None:
@@ -88,9 +91,9 @@ class Names:
         self.owner: int = int.from_bytes(os.urandom(8), "little")
         """Whose handles are our own."""
 
-    def new(self, kind: str, place: Place) -> Label:
+    def new(self, kind: str, place: Place, compression: int = 0) -> Label:
         """Of a new file that may be shared."""
-        return Label(kind, self.machine, os.urandom(8).hex(), place)
+        return Label(kind, self.machine, os.urandom(8).hex(), place, compression)
 
     def own(self, kind: str, place: Place = NOWHERE) -> Label:
         """Of a file that is found by process and descriptor: with plain memory, or with events."""

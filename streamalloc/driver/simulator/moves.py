@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .constants import STEP
 from .contexts import Context
@@ -117,9 +117,8 @@ class Rows(Operation):
         return any(self._row(at).touches(start, end) for at in range(self._count))
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A plane or a box of bytes: what a copy moves, and how its rows lie in the memory of both ends."""
+class Shape(NamedTuple):
+    """A row, a plane or a box of bytes: what a copy moves, and how its rows lie in the memory of both ends."""
 
     width: int
     height: int
@@ -132,6 +131,10 @@ class Shape:
     """Whether the rows lie within their pitch, and the slices within their height."""
     left_out: tuple[int, int] = (0, 0)
     """Bytes before the first that is written, and before the first that is read."""
+
+    @classmethod
+    def row(cls, size: int) -> Shape:
+        return cls(size, 1, 1, size, size, size, size)
 
     @property
     def size(self) -> int:

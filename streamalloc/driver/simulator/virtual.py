@@ -53,7 +53,8 @@ class VirtualMemory:
             not_modelled(size <= bank.free, "cuMemCreate of memory that pools hold in reserve")
             raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
         if properties.handle_types:
-            physical, offset = Physical(str(self.names.new("memory", properties.place)), size), 0
+            label = self.names.new("memory", properties.place, properties.compression)
+            physical, offset = Physical(str(label), size), 0
         else:
             if self._shared is None:
                 self._shared = Physical("memory", 0)

@@ -53,7 +53,7 @@ class BatchCalls(CopyCalls):
             check(stream.capture is None, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
             context = self._machine.current()
             ends = [
-                self._check_copy((target, size), (source, size), "", (context, context))
+                self._check_copy(target, source, Shape.row(size), "", (context, context))
                 for target, source, size in zip(targets, sources, lengths, strict=True)
             ]
             waits = False
@@ -73,8 +73,7 @@ class BatchCalls(CopyCalls):
             context = self._machine.current()
             waits = False
             ends = [
-                self._check_copy((target, shape.target_span), (source, shape.source_span), "", (context, context))
-                for target, source, shape, _ in shapes
+                self._check_copy(target, source, shape, "", (context, context)) for target, source, shape, _ in shapes
             ]
             for (target, source, shape, order), (destination, origin) in zip(shapes, ends, strict=True):
                 taken = ctypes.string_at(source, shape.source_span) if origin is None else source

@@ -248,8 +248,7 @@ class GraphNodeCalls(CaptureCalls, PlaneCalls, WordCalls):
         height, depth = int(copy.Height), int(copy.Depth)
         check(int(copy.WidthInBytes) and height and depth)
         target, source, kinds, shape = self._rows_of(copy, height, depth)
-        spans = (target, shape.target_span), (source, shape.source_span)
-        ends = self._check_copy(*spans, PROMISED.get(kinds, ""), (context, context), graph)
+        ends = self._check_copy(target, source, shape, PROMISED.get(kinds, ""), (context, context), graph)
         if not shape.fits:
             self._check_loose(*ends, True)
         return copy_values(copy, height, depth), shape.copy(self._machine, context, target, source)

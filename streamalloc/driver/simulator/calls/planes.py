@@ -97,11 +97,11 @@ class PlaneCalls(CopyCalls):
     def _copy_rows(self, copy: Any, hStream: Any, height: int, depth: int, contexts: Contexts | None = None) -> None:
         """Between two ends that are no arrays."""
         if not int(copy.WidthInBytes) * height * depth:  # whatever else is asked for
-            self._copy(0, 0, 0, hStream)
+            self._copy(0, 0, Shape.row(0), hStream)
             return
         target, source, kinds, shape = self._rows_of(copy, height, depth)
         values = copy_values(copy, height, depth)
-        self._copy(target, source, shape.size, hStream, PROMISED.get(kinds, ""), contexts, shape, values)
+        self._copy(target, source, shape, hStream, PROMISED.get(kinds, ""), contexts, values)
 
     def _rows_of(self, copy: Any, height: int, depth: int) -> tuple[int, int, tuple[int, int], Shape]:
         """Where a copy between two ends that are no arrays begins, what is said of them, and how its rows lie."""

@@ -131,7 +131,8 @@ class SharingCalls(Calls):
             if label.kind == "multicast":
                 return machine.multicast.open(fd)
             physical = Physical.adopt(os.dup(fd))
-        return machine.virtual.adopt(physical, 0, physical.size, Properties(device_place(label.place.id)), None)
+        properties = Properties(device_place(label.place.id), compression=label.compression)
+        return machine.virtual.adopt(physical, 0, physical.size, properties, None)
 
     # -- single allocations of a pool ------------------------------------------------------------------------
 
