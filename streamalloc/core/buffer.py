@@ -37,6 +37,7 @@ __all__ = [
     "PlainBuffer",
     "SharedState",
     "StillImported",
+    "free_shared",
     "past_caches",
     "plain_parts",
     "pool_of",
@@ -596,19 +597,29 @@ def shared_state(buffer: Buffer) -> SharedState | None:
     return None if buffer._shared is None else buffer._shared[0]
 
 
-def set_shared(buffer: Buffer, state: SharedState | None) -> None:
-    """Have ``state`` free the buffer from now on; None for a plain free."""
-    ptr = buffer._ptr
-    if ptr is None:
-        shared = buffer._shared
-        ptr = buffer._live() if shared is None else shared[1]
-    # No call from here on that a signal handler could interrupt.
-    if state is None:
-        buffer._ptr = ptr
-        buffer._shared = None
-    else:
-        buffer._shared = (state, ptr)
-        buffer._ptr = None
+def set_shared(buffer: Buffer, state: SharedState) -> None:
+    """Have ``state`` free the buffer from now on."""
+    # No call between these that a signal handler could interrupt.
+    buffer._shared = (state, buffer._live() if buffer._ptr is None else buffer._ptr)
+    buffer._ptr = None
+
+
+def free_shared(buffer: Buffer, stream: Stream, handle: Any) -> None:
+    """Free a shared buffer's memory on a stream, by that and its ``CUstream``; where that fails it stays shared."""
+    shared = buffer._shared
+    if shared is None:
+        raise ClosedError(f"this buffer of {size_text(buffer._nbytes)} was freed already")
+    # From here to the driver nothing is called that a signal handler could interrupt: the memory is freed once.
+    buffer._shared = None
+    try:
+        result = buffer._allocator._free(shared[1], handle)[0]
+    except BaseException as error:
+        if not was_asked(buffer._allocator, shared[1], error):
+            buffer._shared = shared
+        raise
+    if result:
+        buffer._shared = shared
+        raise buffer._refused(result, stream)
 
 
 def take_pointer(buffer: Buffer) -> Any:

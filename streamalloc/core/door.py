@@ -40,6 +40,7 @@ DIRECT = (
     "cuEventQuery",
     "cuEventRecord",
     "cuMemCreate",
+    "cuMemFreeAsync",
     "cuMemMap",
     "cuMemPoolExportPointer",
     "cuMemPoolGetAttribute",
@@ -97,6 +98,7 @@ class Door:
     cuEventQuery: Any
     cuEventRecord: Any
     cuMemCreate: Any
+    cuMemFreeAsync: Any
     cuMemMap: Any
     cuMemPoolExportPointer: Any
     cuMemPoolGetAttribute: Any

@@ -3,17 +3,13 @@
 from streamalloc.core.fd import Fd
 from streamalloc.ipc.ring.ring import Ring, RingConsumer, RingItem, RingProducer, RingSlot, RingStatistics
 from streamalloc.ipc.sharing.descriptor import Chunk, Descriptor, Flags, Mechanism
-from streamalloc.ipc.sharing.exports import Shared, send, serve, share
-from streamalloc.ipc.sharing.imports import (
-    DriverVersionWarning,
-    Imported,
-    ImportedArray,
-    ImportedBuffer,
-    ImportedPool,
-    ImportedRange,
-    open,
-    receive,
-)
+from streamalloc.ipc.sharing.exports import Shared, serve
+from streamalloc.ipc.sharing.importer import DriverVersionWarning
+from streamalloc.ipc.sharing.imports import ImportedArray, ImportedBuffer, ImportedRange
+from streamalloc.ipc.sharing.opening import Imported, open, receive
+from streamalloc.ipc.sharing.pools import ImportedPool
+from streamalloc.ipc.sharing.sending import send
+from streamalloc.ipc.sharing.share import share
 from streamalloc.ipc.transport.channel import Channel, Listener, Message, Peer, PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.communicator import (
     AllgatherCommunicator,

@@ -26,8 +26,9 @@ from streamalloc.ipc.ring.protocol import (
     answer,
 )  # fmt: skip
 from streamalloc.ipc.sharing.control_block import ControlBlock
-from streamalloc.ipc.sharing.imports import ImportedBuffer, Importer, importer_of
-from streamalloc.ipc.sharing.imports import open as open_shared
+from streamalloc.ipc.sharing.importer import Importer, importer_of
+from streamalloc.ipc.sharing.imports import ImportedBuffer
+from streamalloc.ipc.sharing.opening import open as open_shared
 from streamalloc.ipc.transport.channel import Channel, Message, PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.deadlines import end_of, left, now
 

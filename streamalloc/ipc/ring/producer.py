@@ -16,8 +16,9 @@ from streamalloc.core.stream import Stream, StreamLike, as_stream, refuse_captur
 from streamalloc.ipc.ring.delivery import ConsumerLink, Deliveries, RingSlot, Slot, SlotHolder
 from streamalloc.ipc.ring.protocol import MOST_SLOTS, Introduction, RingEnd, importers_in
 from streamalloc.ipc.sharing.control_block import IMPORTERS
-from streamalloc.ipc.sharing.exports import Shared, share
+from streamalloc.ipc.sharing.exports import Shared
 from streamalloc.ipc.sharing.lease import leases_of
+from streamalloc.ipc.sharing.share import share
 from streamalloc.ipc.transport.channel import Channel, Message, ProtocolError
 from streamalloc.ipc.transport.deadlines import end_of, left
 from streamalloc.pool import MemoryPool

@@ -30,6 +30,7 @@ import ctypes
 import fcntl
 import itertools
 import mmap
+import operator
 import os
 import secrets
 import struct
@@ -84,9 +85,12 @@ _REGISTER_PORTABLE_AND_MAPPED = 3
 _FLAGS = cuda.CUstreamWaitValue_flags
 _NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
 _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+_GLOBAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
 _AT_LEAST = int(_FLAGS.CU_STREAM_WAIT_VALUE_GEQ)
 _LOCK = struct.Struct("hhqqi4x")
 _new_lock = _thread.allocate_lock
+# A function of C, from Python 3.11 on.
+_call = getattr(operator, "call", lambda function, argument: function(argument))
 WORD = 1 << 32
 """Words count up modulo this."""
 _NOT_IN_A_CAPTURE = "what is shared between processes is not used in a capture"
@@ -141,13 +145,15 @@ class SlotWords:
 class ImporterWords:
     """The words of one slot that one importer writes."""
 
-    __slots__ = ("awaited", "closed", "closing", "importer", "opened")
+    __slots__ = ("awaited", "closed", "closing", "importer", "opened", "theirs")
 
     awaited: int
     """How far streams of this process wait for ``closed`` to come."""
 
     def __init__(self, block: ControlBlock, slot: int, importer: int) -> None:
         self.importer: int = importer
+        self.theirs: SlotWords = block.slot_words(slot)
+        """The words of the slot that its exporter writes."""
         self.opened: Word = block.word("opened", slot, importer)
         self.closing: Word = block.word("closing", slot, importer)
         self.closed: Word = block.word("closed", slot, importer)
@@ -229,6 +235,8 @@ class ControlBlock:
         """The address until the driver was told to let go of it."""
         self._address = 0
         self.slots: dict[int, SlotWords] = {}
+        self.places: dict[int, ImporterWords] = {}
+        """What :meth:`place` has given, by slot."""
         self._importers: dict[tuple[int, int], ImporterWords] = {}
         with undoing(self._own.close), Device(0, driver=door.driver).current():
             # Before the call, as an interrupt may come after it.
@@ -314,6 +322,19 @@ class ControlBlock:
             words = self._importers[slot, importer] = ImporterWords(self, slot, importer)
         return words
 
+    def place(self, slot: int) -> ImporterWords:
+        """What this process writes of a slot of another one's.
+
+        Raises
+        ------
+        ValueError
+            There is no such slot.
+        """
+        if slot >= SLOTS:
+            raise ValueError(f"the descriptor's slot {slot} is none of its control block, which has {SLOTS}")
+        found = self.places[slot] = self.importer_words(slot, self.importer)
+        return found
+
     def new_mark(self, kind: str) -> Mark:
         """A mark of the exporter's, ``"pool"`` or ``"hold"``."""
         return Mark(self, kind, self._marks[kind], 1 + next(self._values) % (WORD - 1))
@@ -350,34 +371,35 @@ class ControlBlock:
         The host does so where the stream has no work left (``cuStreamQuery``), as a store of the device's has to travel
         both ways; else the stream (``cuStreamWriteValue32``).
         """
-        door = self.door
-        handle, sees_all = direct_view(stream, door)
+        handle, sees_all = direct_view(stream, self.door)
         if handle is None:
             self._tell_slowly(stream, word, value, checked)
-            return
-        if sees_all:
-            # Asked in this mode, it breaks no capture of another stream. A list, which C fills before Python looks for
-            # signals again: what a handler raises does not leave the thread in it.
-            modes: list[Any] = []
-            failed: Any = None
-            try:
-                modes += map(door.cuThreadExchangeStreamCaptureMode, (_RELAXED,))
-                if modes[0][0]:
-                    raise error_from(modes[0][0], "cuThreadExchangeStreamCaptureMode")
-                result = door.cuStreamQuery(handle)[0]
-            finally:
-                if modes and not modes[0][0]:
-                    failed = door.cuThreadExchangeStreamCaptureMode(modes[0][1])[0]
-            if failed:
-                raise error_from(failed, "cuThreadExchangeStreamCaptureMode")
-            if not result:
-                word.value = value
-                return
-            if result != _NOT_READY:
-                raise error_from(result, "cuStreamQuery")
-        result = door.cuStreamWriteValue32(handle, word.pointer, value, 0)[0]
-        if result:
-            raise error_from(result, "cuStreamWriteValue32")
+        elif sees_all and self._idle(handle):
+            word.value = value
+        else:
+            result = self.door.cuStreamWriteValue32(handle, word.pointer, value, 0)[0]
+            if result:
+                raise error_from(result, "cuStreamWriteValue32")
+
+    def _idle(self, handle: Any) -> bool:
+        """Whether a stream has no work left; the question breaks no capture that is under way elsewhere."""
+        exchange = self.door.cuThreadExchangeStreamCaptureMode
+        answers: list[Any] = []
+        try:
+            # One call of C, in which Python does not look for signals: none leaves the thread in the relaxed mode.
+            answers += map(_call, (exchange, self.door.cuStreamQuery, exchange), (_RELAXED, handle, _GLOBAL))
+        except BaseException:
+            # A function was one of Python after all. The global mode is every thread's own.
+            exchange(_GLOBAL if not answers or answers[0][0] else answers[0][1])
+            raise
+        (failed, mode), (result,), (again, _) = answers
+        if mode is not _GLOBAL and not failed:
+            again = again or exchange(mode)[0]
+        if failed or again:
+            raise error_from(failed or again, "cuThreadExchangeStreamCaptureMode")
+        if result and result != _NOT_READY:
+            raise error_from(result, "cuStreamQuery")
+        return not result
 
     def _tell_slowly(self, stream: Stream, word: Word, value: int, checked: bool) -> None:
         if not checked:

@@ -16,14 +16,17 @@ from typing import NamedTuple
 __all__ = [
     "HEAD_BYTES",
     "MOST_CHUNKS",
+    "NOWHERE",
+    "PAYLOAD_BYTES",
     "Chunk",
     "Descriptor",
     "Flags",
     "Head",
     "Mechanism",
+    "Part",
     "check_array",
     "head_of",
-    "joined",
+    "part_of",
     "with_array",
     "with_hold",
 ]
@@ -47,26 +50,29 @@ class Mechanism(enum.IntEnum):
 _WITHOUT_MEMORY = (Mechanism.POOL, Mechanism.EVENT)
 _MECHANISMS = {int(mechanism): mechanism for mechanism in Mechanism}
 MAGIC = b"SAipc"
-VERSION = 3
+VERSION = 4
 FABRIC = 8
 """``CU_MEM_HANDLE_TYPE_FABRIC`` as a descriptor's handle type: the handles are bytes, and in the descriptor."""
 
-# What stays the same from one allocation to the next: magic, version, mechanism, total length; device, origin, control
-# block, endpoint; pool mark. And what does not: flags, slot, generation, ready, driver version, handle type; offset,
-# size, base size; hold; payload length, chunks.
-_HEAD = struct.Struct("<5sHBI16s16s16s16sQ")
-_NUMBERS = struct.Struct("<IIIIIIQQQQHH")
+# The head, which stays the same from one allocation of a pool to the next: magic, version, mechanism, total length;
+# device, origin, control block, endpoint; pool mark; flags, driver version, handle type; payload length, chunks.
+_HEAD = struct.Struct("<5sHBI16s16s16s16sQIIIHH")
 HEAD_BYTES = _HEAD.size
 """What is the same for all allocations of one pool that have their leases in one control block."""
+# What does not: slot, generation, ready; offset, size, base size; hold.
+_NUMBERS = struct.Struct("<IIIQQQQ")
 _BODY = _HEAD.size + _NUMBERS.size
-_HOLD = struct.Struct("<Q")
-_HOLD_AT = struct.calcsize("<IIIIIIQQQ")
 _CHUNK = struct.Struct("<16sQ")
 _FABRIC_CHUNK = struct.Struct("<16sQ64s")
 _CHECK = struct.Struct("<I")
+NOWHERE = bytes(16)
+"""The name of no control block and no endpoint."""
+PAYLOAD_BYTES = 64
+"""Of the driver's export data."""
 # All that follows the head of an allocation: the numbers, the driver's export data as payload, the checksum.
-_PLAIN = struct.Struct(_NUMBERS.format + "64sI")
-_PLAIN_BYTES = _HEAD.size + _PLAIN.size
+_PLAIN = struct.Struct(_NUMBERS.format + f"{PAYLOAD_BYTES}s")
+_PLAIN_BYTES = _HEAD.size + _PLAIN.size + _CHECK.size
+_pack, _unpack, _crc = _PLAIN.pack, struct.Struct(_PLAIN.format + "I").unpack_from, zlib.crc32
 _SHORTEST = _BODY + _CHECK.size
 MOST_CHUNKS = 2048
 """The most chunks of physical memory in one descriptor."""
@@ -104,61 +110,73 @@ class Flags:
     """The part that is shared is an array: its type and shape are the end of the payload."""
 
 
-def head_of(mechanism: Mechanism, names: tuple[bytes, ...], pool_mark: int, extra: int) -> bytes:
-    """The first part of a descriptor with ``extra`` bytes of payload and chunks.
+class Part(NamedTuple):
+    """Of the descriptor of an allocation, what opening one needs that is not in its head."""
 
-    ``names`` are those of device, origin, control block and endpoint.
-    """
-    return _HEAD.pack(MAGIC, VERSION, mechanism, _SHORTEST + extra, *names, pool_mark)
+    slot: int
+    generation: int
+    ready: int
+    offset: int
+    size: int
+    base_size: int
+    hold: int
+    payload: bytes
 
 
-def joined(head: bytes, numbers: tuple[int, ...], payload: int, chunks: int, rest: bytes) -> bytes:
-    """A descriptor of its parts: ``numbers`` from ``flags`` to ``base_size``, then ``hold``; payload and chunks."""
-    body = head + _NUMBERS.pack(*numbers, payload, chunks) + rest
-    return body + _CHECK.pack(zlib.crc32(body))
-
-
-_NOT_PLAIN = ~_FLAGS | Flags.ARRAY
+_make = tuple.__new__  # what the classes here come down to, at a third of their cost
 
 
 class Head:
-    """The first part of a descriptor of allocations, once one was checked that begins so."""
+    """The head of the descriptors of a pool's allocations; makes and reads what follows it."""
 
-    __slots__ = ("_before", "_behind", "_checksum", "_total", "data")
+    __slots__ = ("_checksum", "data", "driver_version", "flags", "plain")
 
     def __init__(self, data: bytes) -> None:
         self.data: bytes = data
-        _, _, _, self._total, *names, pool_mark = _HEAD.unpack(data)
         self._checksum = zlib.crc32(data)
-        # What a descriptor has of it, before and behind what is not the same for all.
-        self._before = (Mechanism.POOL_POINTER, *names)
-        self._behind = (pool_mark, "", ())
+        _, _, _, total, *_, self.flags, self.driver_version, handle_type, extra, count = _HEAD.unpack(data)
+        parts = (total, extra, count) == (_PLAIN_BYTES, PAYLOAD_BYTES, 0)
+        self.plain: bool = parts and handle_type in (0, 1) and not self.flags & (~_FLAGS | Flags.ARRAY)
+        """Whether all is right that it says of what follows, and that has the usual form."""
 
-    def descriptor(self, data: bytes) -> Descriptor | None:
-        """The descriptor in bytes that begin so, if all is right with it; else :meth:`Descriptor.from_bytes` tells."""
-        if not len(data) == self._total == _PLAIN_BYTES:
+    @classmethod
+    def of(
+        cls,
+        names: tuple[bytes, ...],
+        pool_mark: int,
+        flags: int,
+        driver_version: int,
+        handle_type: int,
+    ) -> Head:
+        """That of allocations of a pool; ``names`` are those of device, origin, control block and endpoint."""
+        numbers = (pool_mark, flags, driver_version, handle_type, PAYLOAD_BYTES, 0)
+        return cls(_HEAD.pack(MAGIC, VERSION, Mechanism.POOL_POINTER, _PLAIN_BYTES, *names, *numbers))
+
+    def descriptor(
+        self, slot: int, generation: int, ready: int, offset: int, size: int, base_size: int, payload: bytes
+    ) -> bytes:
+        """The descriptor of an allocation, or a part of it."""
+        rest = _pack(slot, generation, ready, offset, size, base_size, 0, payload)
+        return self.data + rest + _crc(rest, self._checksum).to_bytes(4, "little")
+
+    def part(self, data: bytes) -> Part | None:
+        """What bytes say that begin so, if all is right with them; else :meth:`Descriptor.from_bytes` tells.
+
+        The head is :attr:`plain`.
+        """
+        if len(data) != _PLAIN_BYTES:
             return None
-        numbers = _PLAIN.unpack_from(data, HEAD_BYTES)
-        flags, _, _, _, _, handle_type, offset, size, base_size, hold, extra, count, payload, said = numbers
-        if (
-            zlib.crc32(data[HEAD_BYTES : -_CHECK.size], self._checksum) != said
-            or count
-            or extra != len(payload)
-            or flags & _NOT_PLAIN
-            or handle_type not in (0, 1)
-            or base_size > _MOST_BYTES
-            or offset + size > base_size
-        ):
+        numbers = _unpack(data, HEAD_BYTES)
+        _, _, _, offset, size, base_size, _, _, said = numbers
+        if _crc(data[HEAD_BYTES:-4], self._checksum) != said or not offset + size <= base_size <= _MOST_BYTES:
             return None
-        return tuple.__new__(Descriptor, (*self._before, *numbers[:9], payload, (), hold, *self._behind))
+        return _make(Part, numbers[:8])
 
 
 def with_hold(data: bytes, hold: int) -> bytes:
     """The same descriptor, held by a mark, or with 0 by the message that carries it."""
-    body = bytearray(data[: -_CHECK.size])
-    body[HEAD_BYTES] |= Flags.HELD
-    _HOLD.pack_into(body, HEAD_BYTES + _HOLD_AT, hold)
-    return bytes(body) + _CHECK.pack(zlib.crc32(body))
+    described = Descriptor.from_bytes(data)
+    return described._replace(flags=described.flags | Flags.HELD, hold=hold).to_bytes()
 
 
 def check_array(dtype: str, shape: tuple[int, ...]) -> None:
@@ -251,11 +269,6 @@ class Descriptor(NamedTuple):
     dtype: str = ""
     shape: tuple[int, ...] = ()
 
-    @property
-    def head(self) -> bytes:
-        """The first :data:`HEAD_BYTES` of :meth:`to_bytes`."""
-        return self.to_bytes()[:HEAD_BYTES]
-
     def to_bytes(self) -> bytes:
         """The descriptor as it travels."""
         if self.handle_type == FABRIC:
@@ -263,9 +276,12 @@ class Descriptor(NamedTuple):
         else:
             packed = b"".join(_CHUNK.pack(chunk.id, chunk.nbytes) for chunk in self.chunks)
         payload = self.payload + (_packed_array(self.dtype, self.shape) if self.flags & Flags.ARRAY else b"")
-        rest = payload + packed
-        head = head_of(self.mechanism, self[1:5], self.pool_mark, len(rest))
-        return joined(head, (*self[5:14], self.hold), len(payload), len(self.chunks), rest)
+        total = _SHORTEST + len(payload) + len(packed)
+        head = (self.flags, self.driver_version, self.handle_type, len(payload), len(self.chunks))
+        body = _HEAD.pack(MAGIC, VERSION, self.mechanism, total, *self[1:5], self.pool_mark, *head)
+        part = (self.slot, self.generation, self.ready, self.offset, self.size, self.base_size, self.hold)
+        body += _NUMBERS.pack(*part) + payload + packed
+        return body + _CHECK.pack(zlib.crc32(body))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Descriptor:
@@ -283,13 +299,14 @@ class Descriptor(NamedTuple):
         length = len(data)
         if length < _SHORTEST or not data.startswith(MAGIC):
             raise ValueError(f"these {length} bytes are no descriptor of shared memory")
-        _, version, mechanism, said, *names, pool_mark = _HEAD.unpack_from(data)
+        _, version, mechanism, said, *names, pool_mark, flags, driver_version, handle_type, extra, count = (
+            _HEAD.unpack_from(data)
+        )
         if version != VERSION:
             raise ValueError(f"a descriptor of version {version}: this library knows version {VERSION}")
         if said != length or zlib.crc32(data[: -_CHECK.size]) != int.from_bytes(data[-_CHECK.size :], "little"):
             raise ValueError("the descriptor is damaged: its length or checksum is wrong")
-        numbers = _NUMBERS.unpack_from(data, HEAD_BYTES)
-        flags, _, _, _, _, handle_type, offset, size, base_size, hold, extra, count = numbers
+        slot, generation, ready, offset, size, base_size, hold = _NUMBERS.unpack_from(data, HEAD_BYTES)
         form = _FABRIC_CHUNK if handle_type == FABRIC else _CHUNK
         parts = _SHORTEST + extra + form.size * count
         if extra > _MOST_PAYLOAD or count > MOST_CHUNKS or length != parts:
@@ -318,4 +335,15 @@ class Descriptor(NamedTuple):
         if flags & Flags.ARRAY:
             payload, dtype, shape = _parted(payload, size)
         # What cls() comes down to, at a third of its cost.
-        return tuple.__new__(cls, (kind, *names, *numbers[:9], payload, chunks, hold, pool_mark, dtype, shape))
+        words = (flags, slot, generation, ready, driver_version, handle_type, offset, size, base_size)
+        return _make(cls, (kind, *names, *words, payload, chunks, hold, pool_mark, dtype, shape))
+
+
+def head_of(described: Descriptor) -> Head:
+    """How a descriptor begins."""
+    return Head(described.to_bytes()[:HEAD_BYTES])
+
+
+def part_of(described: Descriptor) -> Part:
+    """What opening an allocation needs that is not in the head."""
+    return _make(Part, (*described[6:9], *described[11:14], described.hold, described.payload))

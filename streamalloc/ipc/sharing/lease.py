@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from streamalloc.core.buffer import Buffer, SharedState, StillImported, set_shared, take_pointer
+from streamalloc.core.buffer import Buffer, SharedState, StillImported, free_shared, take_pointer
 from streamalloc.core.door import Door, PerDriver
-from streamalloc.core.errors import CudaError, StillImportedError
+from streamalloc.core.errors import ClosedError, CudaError, StillImportedError
 from streamalloc.core.fd import Fd
 from streamalloc.core.later import Deferred, Later, later_of
 from streamalloc.core.ownership import finaliser
@@ -89,7 +89,7 @@ class Lease(SharedState):
     """
 
     __slots__ = (
-        "__weakref__", "_announcer", "_held", "_holds", "_leases", "_lock", "block", "generation", "payload", "route",
+        "__weakref__", "_announcer", "_held", "_holds", "_leases", "block", "generation", "lock", "payload", "route",
         "slot", "words",
     )  # fmt: skip
 
@@ -106,35 +106,55 @@ class Lease(SharedState):
         self.route: object = None
         """What has to stay known to importers while there are descriptors of the lease."""
         self._announcer: Stream | None = None
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """Held while something is announced, and where it is decided whether the memory can be freed."""
         self._holds: list[Callable[[], Hold | None]] = []
 
     # -- descriptors -----------------------------------------------------------------------------------------
 
     def announce(self, stream: Stream) -> int:
         """Have ``stream`` say that the contents are there; the value that importers wait for."""
-        words = self.words
-        ready = words.ready
-        with self._lock:
-            before = words.said
-            value = (before + 1) % WORD
-            if self._announcer is not stream:
-                if ready.value != before and not reached(ready.value, before):
-                    # The word only ever counts up, whichever stream writes it.
-                    self._after(stream, before)
-                self._announcer = stream
-            # A value is never used twice, whatever happens: so it is announced before it is queued.
-            words.said = words.announced.value = value
+        with self.lock:
+            value = self.say(stream)
             try:
-                self.block.tell(stream, ready, value)
-            except CudaError:
-                words.said = words.announced.value = before
-                raise
-            except BaseException:
-                # Nobody knows whether it was queued; twice does no harm.
-                self.block.tell(stream, ready, value)
+                self.block.tell(stream, self.words.ready, value)
+            except BaseException as error:
+                if self.say_again(stream, value, error):
+                    self.words.said = self.words.announced.value = (value - 1) % WORD
                 raise
             return value
+
+    def say(self, stream: Stream) -> int:
+        """The value that importers wait for. The caller has :attr:`lock`, and next has ``stream`` say it."""
+        words = self.words
+        before = words.said
+        if self._announcer is not stream:
+            self._begin(stream, before)
+        # A value is never used twice, whatever happens: so it is announced before it is queued.
+        words.said = words.announced.value = value = (before + 1) % WORD
+        return value
+
+    def say_again(self, stream: Stream, value: int, error: BaseException) -> bool:
+        """What an error makes of that: whether the stream will not say it, as the driver has refused."""
+        refused = isinstance(error, (CudaError, ClosedError))
+        if not refused:
+            # Nobody knows whether it was queued; twice does no harm.
+            self.block.tell(stream, self.words.ready, value)
+        return refused
+
+    def lose(self, value: int) -> None:
+        """Release importers that wait for what the stream will not say."""
+        self.words.lost.value = 1
+        self.words.ready.value = value
+
+    def _begin(self, stream: Stream, before: int) -> None:
+        """Another stream than before announces from now on."""
+        words = self.words
+        if words.ready.value != before and not reached(words.ready.value, before):
+            # The word only ever counts up, whichever stream writes it.
+            self._after(stream, before)
+        words.lost.value = 0
+        self._announcer = stream
 
     def _after(self, stream: Stream, before: int) -> None:
         """Have a stream come after the announcement of another one, which has not been seen."""
@@ -149,7 +169,7 @@ class Lease(SharedState):
 
     def hold(self, hold: Hold, *, kept: bool = True) -> None:
         """Count a descriptor that is on its way; unless ``kept``, until somebody else has dropped the hold."""
-        with self._lock:
+        with self.lock:
             self._holds.append((lambda: hold) if kept else weakref.ref(hold))
 
     def _on_its_way(self) -> bool:
@@ -157,11 +177,6 @@ class Lease(SharedState):
         if self._holds:
             self._holds = [find for find in self._holds if (hold := find()) is not None and not hold.over()]
         return bool(self._holds)
-
-    def revoke(self) -> None:
-        """Make descriptors stale: importers that have not opened the allocation cannot any more."""
-        self.words.generation.value = (self.generation + 1) % WORD
-        fence()
 
     # -- importers -------------------------------------------------------------------------------------------
 
@@ -195,50 +210,61 @@ class Lease(SharedState):
         If so, descriptors are stale from now on. If not they are, too, where it is freed ``for_good`` and none that is
         held is on its way; else nothing has changed.
         """
-        with self._lock:
+        with self.lock:
             if self._holds and self._on_its_way():
                 return False
-            self.revoke()
-            if self.block.all_closed(self.words):
-                return True
-            ended = False
-            try:
-                using = self._using()
-                if not using or not self._still_open(using):
-                    for importer in using if stream is not None else ():
-                        theirs = self.block.importer_words(self.slot, importer)
-                        # Not ``opened``, which goes up for a moment where a stale descriptor is being refused.
-                        self.block.wait_closed(stream, theirs, theirs.closing.value)  # type: ignore[arg-type]
-                    ended = True
-            finally:
-                if not (ended or for_good):
-                    self.words.generation.value = self.generation
-            return ended
+            words = self.words
+            words.generation.value = (self.generation + 1) % WORD
+            fence()
+            return self.block.all_closed(words) or self._ends_after(stream, for_good)
+
+    def _ends_after(self, stream: Stream | None, for_good: bool) -> bool:
+        """The same, once descriptors are stale, where somebody has not closed it."""
+        ended = False
+        try:
+            using = self._using()
+            if not using or not self._still_open(using):
+                for importer in using if stream is not None else ():
+                    theirs = self.block.importer_words(self.slot, importer)
+                    # Not ``opened``, which goes up for a moment where a stale descriptor is being refused.
+                    self.block.wait_closed(stream, theirs, theirs.closing.value)  # type: ignore[arg-type]
+                ended = True
+        finally:
+            if not (ended or for_good):
+                self.words.generation.value = self.generation
+        return ended
 
     # -- the buffer ------------------------------------------------------------------------------------------
 
     def free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
         """Free the memory on ``stream``, after the work of importers that have closed it."""
-        door = self._leases.door
-        if direct_handle(stream, door) is None:
+        handle = direct_handle(stream, self._leases.door)
+        if handle is None:
             refuse_capture(stream, "cuMemFreeAsync", "a shared buffer cannot be freed in a capture")
-        end = None if timeout is None else time.monotonic() + timeout
-        while still_imported != "ignore" and not self.end(stream, for_good=still_imported == "defer"):
-            if still_imported == "defer":
-                self._leave(buffer, stream)
-                return
-            if still_imported == "raise" or (end is not None and time.monotonic() >= end):
-                raise StillImportedError(f"{buffer!r} is open in another process, or on its way to one")
-            time.sleep(_PAUSE)
-        set_shared(buffer, None)
+        if still_imported != "defer":
+            self._await(buffer, stream, still_imported, timeout)
+        elif not self.end(stream, for_good=True):
+            self._leave(buffer, stream)
+            return
         try:
-            buffer.free(stream)
+            if handle is not None:
+                free_shared(buffer, stream, handle)
+            else:
+                with stream.device.current():
+                    free_shared(buffer, stream, raw_handle(stream))
         except BaseException:
             if not buffer.freed:
-                set_shared(buffer, self)
                 self.words.generation.value = self.generation
             raise
         self._leases.later.work()
+
+    def _await(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
+        """Wait until the memory can be freed, or raise, as the caller wants it."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while still_imported != "ignore" and not self.end(stream):
+            if still_imported == "raise" or (end is not None and time.monotonic() >= end):
+                raise StillImportedError(f"{buffer!r} is open in another process, or on its way to one")
+            time.sleep(_PAUSE)
 
     @property
     def readers(self) -> int:
@@ -268,11 +294,16 @@ class Lease(SharedState):
             self._announcer = self.route = None
             self._leases.leaving.append(self)
 
-    @finaliser
     def __del__(self) -> None:
         # A forked child has a copy of this, and the words themselves.
-        if hasattr(self, "_leases") and not self._leases.door.forked:
+        try:
+            if self._held and not self._leases.door.forked:
+                self.give_back()
+        except AttributeError:
+            return  # it was not made as a whole
+        except BaseException:
             self.give_back()
+            raise
 
 
 class Leases:

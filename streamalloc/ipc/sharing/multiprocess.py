@@ -33,9 +33,10 @@ from streamalloc.core.event import Event
 from streamalloc.core.fd import Fd
 from streamalloc.core.memory import BufferView, TypedView
 from streamalloc.driver import default as default_driver
-from streamalloc.ipc.sharing.exports import serve, share
-from streamalloc.ipc.sharing.imports import Imported
-from streamalloc.ipc.sharing.imports import open as open_shared
+from streamalloc.ipc.sharing.exports import serve
+from streamalloc.ipc.sharing.opening import Imported
+from streamalloc.ipc.sharing.opening import open as open_shared
+from streamalloc.ipc.sharing.share import share
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm import GrowableBuffer, Mapping, PhysicalMemory, RangeView, StripedBuffer
 

@@ -86,6 +86,7 @@ _HEADER = struct.Struct("<4sHHI")
 _MAGIC = b"SAch"
 _VERSION = 1
 _HEADER_BYTES = _HEADER.size
+_ALL_BITS = (1 << 32) - 1
 # What follows the header of a message's part: name of the message, number of the part, parts, bytes and handles of all.
 _PART = struct.Struct("<8sIIII")
 _PART_MAGIC = b"SAcp"
@@ -192,13 +193,26 @@ class Channel(_HasSocket):
         Seconds for calls that are given no timeout of their own; None, the default: no limit.
     """
 
-    __slots__ = ("_in_vain", "_inbox", "_partial", "_ready", "_receive", "_send", "_send_with", "peer", "timeout")
+    __slots__ = (
+        "_carried",
+        "_in_vain",
+        "_inbox",
+        "_partial",
+        "_ready",
+        "_receive",
+        "_send",
+        "_send_with",
+        "peer",
+        "timeout",
+    )
 
     peer: Peer
     """Who made the other end."""
 
     def __init__(self, connection: _Socket, peer: Peer) -> None:
         self.timeout: float | None = None
+        self._carried: Any = None
+        """What sharing keeps in mind of what has gone over it."""
         self._inbox: deque[Any] = deque()
         """Packets that the kernel has handed over: what recvmsg() gives, or what :meth:`_handles` makes of that."""
         self._partial: _Partial | None = None
@@ -341,24 +355,23 @@ class Channel(_HasSocket):
         ClosedError
             This end is closed.
         """
-        if type(data) is not bytes:
-            data = _as_bytes(data)
-        size = len(data)
-        count = len(handles)
         wait = self.timeout if timeout is None else timeout
-        if wait is not None and not wait >= 0:
-            refuse(wait)
-        if size > PACKET_DATA or count > PACKET_HANDLES:
-            self._send_slowly(_parts(data, handles), wait)
+        if handles or type(data) is not bytes or len(data) > PACKET_DATA or not (wait is None or wait >= 0):
+            self._send_slowly(data, handles, wait)
             return
-        packet = _pack(_MAGIC, _VERSION, count, size) + data
-        if count:
-            self._send_slowly([(packet, handles)], wait)
-            return
+        packet = _pack(_MAGIC, _VERSION, 0, len(data)) + data
         try:
             self._send(packet, _SEND)
         except OSError:
-            self._send_slowly([(packet, ())], wait)
+            self._send_packets([(packet, ())], wait)
+
+    def _offer(self, data: bytes) -> bool:
+        """Send a message of one packet if that needs no waiting; whether it was sent. :meth:`send` says why not."""
+        try:
+            self._send(_pack(_MAGIC, _VERSION, 0, len(data)) + data, _SEND)
+        except OSError:
+            return False
+        return True
 
     def receive(self, *, timeout: float | None = None) -> Message:
         """Receive one message.
@@ -386,12 +399,9 @@ class Channel(_HasSocket):
         if not inbox:
             self._fill(None, wait)
         packet, extra, flags, _ = inbox[0]
-        size = len(packet) - _HEADER_BYTES
         if (
-            size >= 0
-            and not extra
-            and not flags & _DAMAGED
-            and packet[:_HEADER_BYTES] == _pack(_MAGIC, _VERSION, 0, size)
+            not (extra or flags & _DAMAGED)
+            and packet[:_HEADER_BYTES] == _pack(_MAGIC, _VERSION, 0, len(packet) - _HEADER_BYTES & _ALL_BITS)
             and self._partial is None
         ):
             message = _make(Message, (packet[_HEADER_BYTES:], ()))
@@ -399,7 +409,16 @@ class Channel(_HasSocket):
             return message
         return self._unpacked(wait)
 
-    def _send_slowly(self, packets: Iterable[tuple[bytes, Sequence[Fd | int]]], wait: float | None) -> None:
+    def _send_slowly(self, data: BytesLike, handles: Sequence[Fd | int], wait: float | None) -> None:
+        if wait is not None and not wait >= 0:
+            refuse(wait)
+        body = data if type(data) is bytes else _as_bytes(data)
+        if len(body) > PACKET_DATA or len(handles) > PACKET_HANDLES:
+            self._send_packets(_parts(body, handles), wait)
+        else:
+            self._send_packets([(_pack(_MAGIC, _VERSION, len(handles), len(body)) + body, handles)], wait)
+
+    def _send_packets(self, packets: Iterable[tuple[bytes, Sequence[Fd | int]]], wait: float | None) -> None:
         """Send packets, and wait for room as far as that is what they need."""
         end = end_of(wait)
         for packet, handles in packets:

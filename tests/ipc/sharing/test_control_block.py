@@ -21,7 +21,7 @@ import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.driver.bindings import cuda
 from streamalloc.ipc.sharing.control_block import IMPORTERS
-from streamalloc.ipc.sharing.imports import importer_of
+from streamalloc.ipc.sharing.importer import importer_of
 from streamalloc.ipc.sharing.lease import Lease, leases_of
 from streamalloc.testing import Gate
 from tests.ipc.sharing.test_descriptor import again

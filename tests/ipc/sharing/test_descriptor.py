@@ -18,7 +18,7 @@ from streamalloc import ipc
 from streamalloc.ipc import Chunk, Descriptor, Mechanism
 from streamalloc.ipc.sharing.control_block import IMPORTERS, SLOTS
 from streamalloc.ipc.sharing.descriptor import FABRIC
-from streamalloc.ipc.sharing.imports import importer_of
+from streamalloc.ipc.sharing.importer import importer_of
 from tests.ipc.support import POSIX, State, make_buffer, make_growable, make_pool, state
 from tests.processes import Partner, There
 from tests.support import MiB, executed, filled, shows
@@ -137,7 +137,7 @@ class TestFormat:
     def test_another_version(self) -> None:
         data = bytearray(example().to_bytes())
         data[5] += 1
-        with pytest.raises(ValueError, match=r"version 4.*version 3"):
+        with pytest.raises(ValueError, match=r"version 5.*version 4"):
             Descriptor.from_bytes(bytes(data))
 
     def test_fabric_handles_travel(self) -> None:

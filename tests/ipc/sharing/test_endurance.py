@@ -18,7 +18,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.core.later import later_of, work
-from streamalloc.ipc.sharing.imports import importer_of
+from streamalloc.ipc.sharing.importer import importer_of
 from tests.ipc.support import hold, make_buffer, make_pool
 from tests.processes import SECONDS, Partner, There, eventually
 from tests.support import MiB, executed

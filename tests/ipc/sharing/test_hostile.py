@@ -24,7 +24,7 @@ import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.ipc.sharing import control_block
 from streamalloc.ipc.sharing.control_block import IMPORTERS, SLOTS, WORD
-from streamalloc.ipc.sharing.imports import importer_of
+from streamalloc.ipc.sharing.importer import importer_of
 from tests.ipc.sharing.test_descriptor import again
 from tests.ipc.support import shared_pool
 from tests.processes import eventually
