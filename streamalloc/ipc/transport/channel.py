@@ -234,7 +234,13 @@ class Channel(_HasSocket):
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
         """Both ends of a new connection."""
-        first, second = map(_Socket.of, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        plain = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            first, second = map(_Socket.of, plain)
+        except BaseException:
+            for end in plain:
+                end.close()
+            raise
         return cls(first, peer_of(first)), cls(second, peer_of(second))
 
     @classmethod
