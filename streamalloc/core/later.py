@@ -81,13 +81,13 @@ class Later:
     __slots__ = (
         "__weakref__",
         "_guard",
-        "_handed_in",
         "_lock",
         "_orphaned",
         "_owned",
         "_rounds",
         "_waiting",
         "_working",
+        "handed_in",
         "paused",
     )
 
@@ -101,7 +101,8 @@ class Later:
         self._lock = threading.Lock()
         """Held to move items about, by nobody who calls anything else meanwhile; finalisers never take it."""
         self._rounds = 0
-        self._handed_in: deque[Deferred] = deque()
+        self.handed_in: deque[Deferred] = deque()
+        """What nobody has tried to end yet; always the same object."""
         self._owned: dict[weakref.ref[object], Deferred] = {}
         """What ends when an object is dropped, by reference to the object."""
         self._orphaned: deque[weakref.ref[object]] = deque()
@@ -113,7 +114,7 @@ class Later:
 
     def __len__(self) -> int:
         """How many items have not ended."""
-        return len(self._handed_in) + len(self._orphaned) + len(self._waiting) + len(self._working)
+        return len(self.handed_in) + len(self._orphaned) + len(self._waiting) + len(self._working)
 
     def end_with(self, owner: object, item: Deferred) -> None:
         """Take over an item when ``owner`` is dropped.
@@ -126,7 +127,7 @@ class Later:
 
     def hand_in(self, item: Deferred) -> None:
         """Take over an item, which ends at one of the next points of work. Never raises."""
-        self._handed_in.append(item)
+        self.handed_in.append(item)
         # Whoever has items left has to stay, also where all other objects of the driver have gone.
         _unfinished.add(self)
 
@@ -158,7 +159,7 @@ class Later:
         way, and where this thread is at work already.
         """
         # Mostly there is nothing, at points that come often.
-        if not (self._handed_in or self._orphaned or self._waiting) or self.paused:
+        if not (self.handed_in or self._orphaned or self._waiting) or self.paused:
             return 0
         me = threading.get_ident()
         if me in self._working:
@@ -180,7 +181,7 @@ class Later:
     def _leave_if_empty(self) -> None:
         if not (len(self) or self._owned):
             _unfinished.discard(self)
-            if self._handed_in:
+            if self.handed_in:
                 _unfinished.add(self)
 
     def _work(self, me: int) -> int:
@@ -215,14 +216,14 @@ class Later:
         with self._lock:
             while self._orphaned:
                 if self._orphaned[0] in self._owned:
-                    self._handed_in += (self._owned[self._orphaned[0]],)
+                    self.handed_in += (self._owned[self._orphaned[0]],)
                     del self._owned[self._orphaned[0]]
                 del self._orphaned[0]
-            while self._handed_in:
-                if self._handed_in[0] not in self._working.values():
-                    self._handed_in[0]._round = -1
-                    self._waiting[self._handed_in[0]] = None
-                del self._handed_in[0]
+            while self.handed_in:
+                if self.handed_in[0] not in self._working.values():
+                    self.handed_in[0]._round = -1
+                    self._waiting[self.handed_in[0]] = None
+                del self.handed_in[0]
             for item in self._waiting:
                 if item._round >= now:
                     return False
@@ -281,6 +282,6 @@ def work(door: Door) -> int:
     """One of the points of work: try to end what waits; how many items have ended."""
     later = later_of(door)
     # Before it is asked whether the driver can be used.
-    if not (later._handed_in or later._orphaned or later._waiting) or not door.usable:
+    if not (later.handed_in or later._orphaned or later._waiting) or not door.usable:
         return 0
     return later.work()

@@ -7,9 +7,7 @@ no order of dropping things frees addresses that are mapped, or memory that is u
 from __future__ import annotations
 
 import functools
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from operator import attrgetter
 from typing import Any
 
 from typing_extensions import Self
@@ -23,7 +21,6 @@ from streamalloc.core.errors import (
     ClosedError,
     CudaError,
     OutOfMemoryError,
-    attach,
     error_from,
     size_text,
     undo_all,
@@ -36,16 +33,16 @@ from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType,
 from streamalloc.core.stream import Stream
 from streamalloc.driver import Driver
 from streamalloc.vmm.access import Access, Place, Rights, rights_of, structs_of
-from streamalloc.vmm.allocations import MappedBytes, OwnsNode, Reservation
+from streamalloc.vmm.allocations import OwnsNode
 from streamalloc.vmm.generic_handle import GenericAllocation
 from streamalloc.vmm.release_order import Kind
+from streamalloc.vmm.reservation import MappedBytes, MappedObject, Reservation
 from streamalloc.vmm.waiting import After, accessing, wait, wait_for_users
 
 __all__ = [
     "AddressRange",
     "LoneMapping",
     "Mapping",
-    "MappingEntry",
     "RangeView",
     "drawn",
     "mappings_text",
@@ -55,27 +52,6 @@ __all__ = [
 # What driver 580 wants the size, the hint and the places of mappings in a range to be multiples of, wherever the memory
 # is; memory says its own granularity when it is mapped.
 GRANULARITY = 2 << 20
-_BEGINNING, _END = attrgetter("offset"), attrgetter("stop")
-
-
-class MappingEntry:
-    """One mapping as its range keeps it: the memory, and what there is to undo."""
-
-    __slots__ = ("memory", "node", "offset", "stop")
-
-    def __init__(self, memory: GenericAllocation, node: MappedBytes) -> None:
-        self.memory: GenericAllocation = memory
-        self.node: MappedBytes = node
-        self.offset: int = node.offset
-        self.stop: int = node.offset + node.nbytes
-
-    @property
-    def live(self) -> bool:
-        return not self.node.gone
-
-    @property
-    def rights(self) -> Rights:
-        return self.node.rights
 
 
 class AddressRange(OwnsNode):
@@ -110,11 +86,10 @@ class AddressRange(OwnsNode):
         The process has no such range of addresses left; this is not about memory.
     """
 
-    __slots__ = ("_asked", "_door", "_entries", "_owned", "nbytes")
+    __slots__ = ("_asked", "_door", "_owned", "nbytes")
 
     def __init__(self, nbytes: int, *, alignment: int = 0, address: int = 0, driver: Driver | None = None) -> None:
         self._owned = False
-        self._entries: list[MappingEntry] = []
         self.nbytes: int = _multiple("nbytes", nbytes)
         """Size in bytes."""
         if not self.nbytes:
@@ -136,6 +111,7 @@ class AddressRange(OwnsNode):
             raise AddressSpaceError(
                 error.name, error.code, error.call, f"no {size_text(nbytes)} of addresses are left: {why}"
             ) from None
+        self._node.allocations.reservations[self._node] = None
 
     @property
     def address(self) -> int:
@@ -161,20 +137,17 @@ class AddressRange(OwnsNode):
     @property
     def mappings(self) -> tuple[Mapping, ...]:
         """What is mapped, in the order of addresses."""
-        return tuple(Mapping(self, entry) for entry in self._table())
+        return tuple(Mapping(self, entry) for entry in self._node.table())
 
     @property
     def mapped_bytes(self) -> int:
         """How much of the range is mapped, in bytes."""
-        return sum(entry.node.nbytes for entry in self._table())
+        return sum(entry.nbytes for entry in self._node.table())
 
     @property
     def holes(self) -> tuple[tuple[int, int], ...]:
         """Where nothing is mapped: pairs of offset and size in bytes."""
-        entries = self._table()
-        ends = [0, *(entry.stop for entry in entries)]
-        starts = [*(entry.offset for entry in entries), self.nbytes]
-        return tuple((end, start - end) for end, start in zip(ends, starts, strict=True) if start > end)
+        return tuple(self._node.holes())
 
     def map(self, memory: GenericAllocation, offset: int = 0, *, access: Access = None) -> Mapping:
         """Map memory at an offset (``cuMemMap``), and give access to it (``cuMemSetAccess``).
@@ -246,7 +219,7 @@ class AddressRange(OwnsNode):
         """
         self._check_own()
         rights = rights_of(access, self._door, flags)
-        entries = self._within(start, stop)
+        entries = self._node.within(start, stop)
         self._covering(start, self.nbytes if stop is None else stop)
         if rights and entries:
             self._set_rights(entries, rights, after)
@@ -259,7 +232,7 @@ class AddressRange(OwnsNode):
         ValueError
             The part is outside the range, or not all of it is mapped.
         """
-        begin, end = self._bounds(start, stop)
+        begin, end = self._node.bounds(start, stop)
         self._covering(begin, end)
         return RangeView(self, begin, end)
 
@@ -272,7 +245,7 @@ class AddressRange(OwnsNode):
             The part cuts a mapping.
         """
         self._check_own()
-        entries = self._within(start, stop)
+        entries = self._node.within(start, stop)
         if entries:
             wait_for_users(after, self._door, (mapped.rights for mapped in entries))
             self._unmap(entries)
@@ -294,8 +267,9 @@ class AddressRange(OwnsNode):
             raise ValueError(f"{self!r} belongs to a buffer, which alone maps and unmaps it: use the buffer's methods")
 
     def _free(self) -> None:
-        if self._table():
-            raise ValueError(f"{self!r} has {mappings_text(len(self._table()))}: unmap() before addresses are freed")
+        entries = self._node.table()
+        if entries:
+            raise ValueError(f"{self!r} has {mappings_text(len(entries))}: unmap() before addresses are freed")
         self._node.allocations.end(self._node)
 
     def draw(self, width: int = 64) -> str:
@@ -304,87 +278,35 @@ class AddressRange(OwnsNode):
         Mapped memory is never drawn as a hole: where a mapping is smaller than a character's part of the range, the
         character stands for the first that lies in it.
         """
-        width = max(1, min(width, self.nbytes // GRANULARITY))
-        cells = ["."] * width
-        for entry in reversed(self._table()):
-            first = entry.offset * width // self.nbytes
-            last = max(first + 1, -(-entry.stop * width // self.nbytes))
-            cells[first:last] = entry.memory._mark * (last - first)
-        return "".join(cells)
+        return self._node.drawn(max(1, min(width, self.nbytes // GRANULARITY)))
 
     # -- for the other modules of this package ---------------------------------------------------------------
 
-    def _table(self) -> list[MappingEntry]:
-        """What is mapped, in the order of addresses."""
-        if self._node.stale:
-            self._node.stale = False
-            try:
-                self._entries = [entry for entry in self._entries if not entry.node.gone]
-            except BaseException:
-                self._node.stale = True
-                raise
-        return self._entries
-
-    def _map(
-        self,
-        memory: GenericAllocation,
-        offset: int,
-        rights: Rights | None = None,
-        structs: list[Any] | None = None,
-    ) -> MappingEntry:
-        """Map memory and give access to it: both, or neither. ``structs`` are the driver's form of ``rights``.
-
-        Growth comes here for each step, out of the driver: whatever is called costs more there than where it is called
-        over and over. So this calls little.
-        """
-        reservation, handle = self._node, memory._node
-        base, raw, nbytes, granularity = reservation._raw, handle._raw, memory.nbytes, memory._granularity
-        if base is None or raw is None or reservation.given_up or handle.given_up:
-            self._checked_raw()
-            memory._checked_raw()
-        address = int(base)
-        end = offset + nbytes
-        if offset % granularity or address % granularity or end > self.nbytes:
+    def _map(self, memory: GenericAllocation, offset: int, rights: Rights | None = None) -> MappedBytes:
+        """Map memory and give access to it: both, or neither."""
+        node, raw, stop = self._node, memory._checked_raw(), offset + memory.nbytes
+        granularity = memory._granularity
+        if offset % granularity or self.address % granularity or stop > self.nbytes:
             self._check_fits(memory, offset)
-        entries = self._table() if reservation.stale else self._entries
-        at = len(entries)
-        if entries and entries[-1].stop > offset:
-            for other in self._touching(offset, end):
-                raise ValueError(f"offset={offset}: {other.memory!r} is mapped at {self!r} there")
-            at = bisect_left(entries, offset, key=_BEGINNING)
-        node = MappedBytes(reservation, handle, offset, nbytes)
-        entry = MappingEntry(memory, node)
+        for other in node.touching(offset, stop):
+            raise ValueError(f"offset={offset}: {other.memory!r} is mapped at {self!r} there")
+        kind = MappedObject if memory._node.kind is Kind.OBJECT else MappedBytes
+        entry = kind(node, offset, stop, {})
         try:
-            # In the table before it is mapped, so that an interrupt between the two loses nothing.
-            entries.insert(at, entry)
-            if handle._first or handle.outlasts_mappings or handle.kind is not Kind.MEMORY:
-                node.link(handle)
-            else:
-                # The rest of link() is about multicast.
-                handle.allocations.order.relate(node, reservation)
-                node.state.mappings[node] = None
-            result = self._door.cuMemMap(address + offset, nbytes, 0, raw, 0)[0]
-            if result:
-                raise error_from(result, "cuMemMap")
-            if rights:
-                structs = structs_of(rights) if structs is None else structs
-                result = self._door.cuMemSetAccess(address + offset, nbytes, structs, len(structs))[0]
-                if result:
-                    raise error_from(result, "cuMemSetAccess")
-                node.rights.update(rights)
-            for watcher in handle.allocations.watchers:
-                watcher.mapped(address + offset, memory)
+            node.add(entry)
+            entry.hold(memory)
+            self._begin(entry, raw)
+            self._grant((entry,), rights or {})
         except BaseException as first:
-            if isinstance(first, CudaError) and first.call == "cuMemMap":
-                node.unmapped()
-            else:
-                # It may have been mapped, and nobody has used it yet.
-                try:
-                    node.release()
-                except CudaError as later:
-                    attach(first, later)
+            entry.undo(first)
             raise
         return entry
+
+    def _begin(self, entry: MappedBytes, raw: Any) -> None:
+        """Map what is in the table."""
+        entry.map(raw)
+        for watcher in self._node.allocations.watchers:
+            watcher.mapped(self.address + entry.offset, entry.memory)
 
     def _check_fits(self, memory: GenericAllocation, offset: int) -> None:
         """Raise where memory cannot be mapped at an offset, whatever else is mapped."""
@@ -395,7 +317,7 @@ class AddressRange(OwnsNode):
             raise ValueError(f"{self!r} is not aligned for {memory!r}: reserve it with alignment={granularity}")
         raise ValueError(f"offset={offset}: {size_text(memory.nbytes)} end outside of {self!r}")
 
-    def _grant(self, entries: Sequence[MappingEntry], rights: Rights, structs: list[Any] | None = None) -> None:
+    def _grant(self, entries: Sequence[MappedBytes], rights: Rights, structs: list[Any] | None = None) -> None:
         """Set access of mappings that lie side by side. ``structs`` are the driver's form of ``rights``."""
         if not (entries and rights):
             return
@@ -408,11 +330,12 @@ class AddressRange(OwnsNode):
         if result:
             raise error_from(result, "cuMemSetAccess")
         for entry in entries:
-            entry.node.rights.update(rights)
+            entry.rights = {**entry.rights, **rights}
 
-    def _set_rights(self, entries: Sequence[MappingEntry], rights: Rights, after: After) -> None:
+    def _set_rights(self, entries: Sequence[MappedBytes], rights: Rights, after: After) -> None:
         for entry in entries:
-            entry.memory._check_access(rights)
+            if entry._memory is not None:  # else a buffer has looked
+                entry._memory._check_access(rights)
         losing = accessing(
             {where: had for where, had in entry.rights.items() if had & ~rights.get(where, had)} for entry in entries
         )
@@ -424,9 +347,9 @@ class AddressRange(OwnsNode):
         with undoing(lambda: undo_all(undos)):
             self._grant(entries, rights)
 
-    def _unmap(self, entries: Iterable[MappingEntry]) -> None:
+    def _unmap(self, entries: Iterable[MappedBytes]) -> None:
         """Unmap mappings in one call for each run of them without a hole."""
-        run: list[MappingEntry] = []
+        run: list[MappedBytes] = []
         for entry in entries:
             if run and run[-1].stop != entry.offset:
                 self._unmap_run(run)
@@ -435,20 +358,20 @@ class AddressRange(OwnsNode):
         if run:
             self._unmap_run(run)
 
-    def _unmap_run(self, run: list[MappingEntry]) -> None:
+    def _unmap_run(self, run: list[MappedBytes]) -> None:
         start, stop = run[0].offset, run[-1].stop
         try:
             result = self._door.cuMemUnmap(int(self._checked_raw()) + start, stop - start)[0]
             if result:
                 raise error_from(result, "cuMemUnmap")
             for entry in run:
-                entry.node.unmapped()
+                entry.unmapped()
         except CudaError:
             raise
         except BaseException:
             # Interrupted, nobody knows where: go through with it. What is unmapped already cannot be unmapped again.
             for entry in run:
-                (entry.node.release if entry.live else entry.node.unmapped)()
+                (entry.release if entry.live else entry.unmapped)()
             raise
         finally:
             # Memory that was closed, and goes back to a recycler now that it is unmapped.
@@ -457,30 +380,9 @@ class AddressRange(OwnsNode):
                 allocations.order.pass_on(allocations.drop)
                 allocations.work()
 
-    def _touching(self, start: int, stop: int) -> list[MappingEntry]:
-        """The mappings that a part of the range touches."""
-        entries = self._table()
-        if start >= stop or not entries or entries[-1].stop <= start:
-            return []
-        return entries[bisect_right(entries, start, key=_END) : bisect_left(entries, stop, key=_BEGINNING)]
-
-    def _bounds(self, start: int, stop: int | None) -> tuple[int, int]:
-        begin, end = checked_size("start", start), self.nbytes if stop is None else checked_size("stop", stop)
-        if not begin <= end <= self.nbytes:
-            raise ValueError(f"start={begin}, stop={end}: the range has {size_text(self.nbytes)}")
-        return begin, end
-
-    def _within(self, start: int, stop: int | None) -> list[MappingEntry]:
-        """The mappings between two offsets, none of which is cut."""
-        begin, end = self._bounds(start, stop)
-        entries = self._touching(begin, end)
-        if entries and (entries[0].offset < begin or entries[-1].stop > end):
-            raise ValueError(f"start={begin}, stop={end} cuts a mapping: the driver takes whole ones only")
-        return entries
-
-    def _covering(self, start: int, stop: int) -> list[MappingEntry]:
+    def _covering(self, start: int, stop: int) -> list[MappedBytes]:
         """Every mapping that a part touches; ``ValueError`` where it has a hole."""
-        entries = self._touching(start, stop)
+        entries = self._node.touching(start, stop)
         at = start
         for entry in entries:
             if entry.offset > at:
@@ -491,14 +393,14 @@ class AddressRange(OwnsNode):
         return entries
 
     def _about(self) -> Iterator[Row]:
-        entries = self._table()
+        entries = self._node.table()
         yield "addresses", f"{mib(self.nbytes)} at {self.address:#x}"
         yield "mapped", f"{mib(self.mapped_bytes)}, {len(self.holes)} holes"
         if entries:
             yield "", drawn(self)
             yield "", self._mappings_table(entries)
 
-    def _mappings_table(self, entries: Sequence[MappingEntry]) -> Html:
+    def _mappings_table(self, entries: Sequence[MappedBytes]) -> Html:
         rows = (
             (
                 mib(one.offset),
@@ -533,7 +435,7 @@ def drawn(range: AddressRange) -> Html:
     """A range as a strip, to scale."""
     pieces = (
         (one.offset, one.stop - one.offset, one.memory.location, f"{one.memory!r}: {rights_text(one.rights)}")
-        for one in range._table()
+        for one in range._node.table()
     )
     return strip(range.nbytes, pieces)
 
@@ -601,7 +503,7 @@ class RangeView(Memory):
     def _door(self) -> Door:
         return self.range._door
 
-    def _entries(self) -> Sequence[MappingEntry]:
+    def _entries(self) -> Sequence[MappedBytes]:
         try:
             return self.range._covering(self._start, self._stop)
         except ValueError as error:
@@ -642,7 +544,7 @@ class Mapping(RangeView, Closes):
 
     __slots__ = ("_mapped",)
 
-    def __init__(self, range: AddressRange, mapped: MappingEntry) -> None:
+    def __init__(self, range: AddressRange, mapped: MappedBytes) -> None:
         super().__init__(range, mapped.offset, mapped.stop)
         self._mapped = mapped
 
@@ -710,7 +612,7 @@ class Mapping(RangeView, Closes):
     def _check_own(self) -> None:
         self.range._check_own()
 
-    def _entries(self) -> Sequence[MappingEntry]:
+    def _entries(self) -> Sequence[MappedBytes]:
         if not self._mapped.live:
             raise ClosedError(f"{self!r} was unmapped")
         return (self._mapped,)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import threading
 import weakref
+from bisect import bisect_right
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
 from streamalloc.core.device import Device
@@ -15,26 +17,21 @@ from streamalloc.core.errors import (
     CudaError,
     DeviceLostError,
     InvalidContextError,
-    InvalidValueError,
     undo_all,
 )
 from streamalloc.core.event import Event, context_event
 from streamalloc.core.html import Drawn
 from streamalloc.core.later import Deferred, Later, later_of, work
 from streamalloc.core.ownership import Closes, finaliser
-from streamalloc.vmm.access import Rights
 from streamalloc.vmm.release_order import Kind, Node, ReleaseOrder
-from streamalloc.vmm.waiting import accessing
 
 __all__ = [
     "AllocationHandle",
     "AllocationState",
     "Allocations",
     "HandleNode",
-    "MappedBytes",
     "MappingWatcher",
     "OwnsNode",
-    "Reservation",
     "allocations_of",
 ]
 
@@ -54,7 +51,7 @@ class AllocationState:
         """Whether another process made it."""
         self.handles: dict[AllocationHandle, None] = {}
         """One for each object that holds it."""
-        self.mappings: dict[MappedBytes, None] = {}
+        self.mappings: dict[Node, None] = {}
         self.bindings: dict[Any, None] = {}
         """Where it is bound to multicast objects."""
         self.teams: dict[Node, None] = {}
@@ -119,13 +116,7 @@ class AllocationHandle(HandleNode):
     """Whether it is released after all mappings of the memory; else it may go before them."""
 
     def __init__(self, allocations: Allocations, kind: Kind) -> None:
-        # What the classes above do, without calling them: see AddressRange._map.
-        self.kind = kind
-        self.given_up = self.gone = self._busy = False
-        self._first = {}
-        self._then = {}
-        self.allocations = allocations
-        self._raw = None
+        super().__init__(allocations, kind)
         self.users: tuple[int, ...] = ()
         """Devices whose work may use it without a mapping."""
         self.state: AllocationState = AllocationState()
@@ -138,7 +129,8 @@ class AllocationHandle(HandleNode):
         before = self.allocations.by_handle.setdefault(state.handle, state)
         if before is state:
             return
-        before.imported = before.imported or self.state.imported
+        before.imported = before.imported or state.imported
+        before.mappings.update(state.mappings)
         self.state = before
         order = self.allocations.order
         for other in list(before.handles):
@@ -168,94 +160,6 @@ class AllocationHandle(HandleNode):
         """What is known of the handle, where nobody else holds it or has it mapped."""
         self.state.handles.pop(self, None)
         self.allocations.forget(self.state)
-
-
-class Reservation(HandleNode):
-    """A reserved range of addresses: ``cuMemAddressFree``. :attr:`raw` is where it begins."""
-
-    __slots__ = ("nbytes", "stale")
-
-    def __init__(self, door: Door, nbytes: int) -> None:
-        super().__init__(allocations_of(door), Kind.RESERVATION)
-        self.nbytes: int = nbytes
-        self.stale: bool = False
-        """Whether something was unmapped that the owner has in its table still."""
-
-    def give_up(self) -> None:
-        """Unmap what is mapped, once the work that may use it is done."""
-        if not self.given_up:
-            order = self.allocations.order
-            nodes: list[Any] = order.before(self, Kind.MAPPING) + order.before(self, Kind.OBJECT_MAPPING)
-            self.allocations.drop_after({device for node in nodes for device in node.users}, nodes)
-            for node in nodes:
-                for team in list(node.state.teams):
-                    order.relate(team, self)
-                self.allocations.drop(node)
-        super().give_up()
-
-    def release(self) -> None:
-        """``cuMemAddressFree``."""
-        self.give_back("cuMemAddressFree", self.nbytes)
-
-
-class MappedBytes(Node):
-    """A mapping, without the memory: ``cuMemUnmap``."""
-
-    __slots__ = ("nbytes", "offset", "reservation", "rights", "state")
-
-    def __init__(self, reservation: Reservation, handle: AllocationHandle, offset: int, nbytes: int) -> None:
-        # What the class above does, without calling it: see AddressRange._map.
-        self.kind = Kind.OBJECT_MAPPING if handle.kind is Kind.OBJECT else Kind.MAPPING
-        self.given_up = self.gone = self._busy = False
-        self._first = {}
-        self._then = {}
-        self.reservation: Reservation = reservation
-        self.state: AllocationState = handle.state
-        self.offset: int = offset
-        self.nbytes: int = nbytes
-        self.rights: Rights = {}
-
-    def link(self, handle: AllocationHandle) -> None:
-        """Put the range behind it, and it behind or before what has to do with multicast."""
-        order = self.reservation.allocations.order
-        order.relate(self, self.reservation)
-        if handle._first:
-            for first in order.before(handle, Kind.BINDING if self.kind is Kind.OBJECT_MAPPING else Kind.OBJECT):
-                order.relate(first, self)
-        if handle.outlasts_mappings or self.kind is Kind.OBJECT_MAPPING:
-            order.relate(self, handle)
-        self.state.mappings[self] = None
-
-    @property
-    def users(self) -> set[int]:
-        """The devices that have access."""
-        return accessing((self.rights,))
-
-    def release(self) -> None:
-        """``cuMemUnmap``."""
-        reservation = self.reservation
-        # Where nothing is mapped an earlier attempt was interrupted.
-        with contextlib.suppress(InvalidValueError):
-            reservation.allocations.door.call("cuMemUnmap", int(reservation.raw) + self.offset, self.nbytes)
-        self.unmapped()
-
-    def unmapped(self) -> None:
-        """It is unmapped. May be called again."""
-        watchers = self.reservation.allocations.watchers
-        if watchers and not self.gone:
-            address = int(self.reservation.raw) + self.offset
-            for watcher in watchers:
-                watcher.unmapped(address)
-        self.gone = True
-        self.reservation.allocations.order.cut(self)
-
-    def forget(self) -> None:
-        """The memory has one mapping less, and the range."""
-        state = self.state
-        self.reservation.stale = True
-        state.mappings.pop(self, None)
-        if not state.handles:
-            self.reservation.allocations.forget(state)
 
 
 class QueuedWork(Node):
@@ -301,7 +205,7 @@ class MappingWatcher(Protocol):
 class Allocations:
     """What :mod:`streamalloc.vmm` keeps for one driver."""
 
-    __slots__ = ("by_handle", "door", "keepers", "later", "order", "specs", "watchers")
+    __slots__ = ("adopting", "by_handle", "door", "keepers", "later", "order", "reservations", "specs", "watchers")
 
     def __init__(self, door: Door) -> None:
         self.door: Door = door
@@ -312,15 +216,27 @@ class Allocations:
         self.later: Later = later_of(door)
         self.order: ReleaseOrder = ReleaseOrder()
         self.by_handle: dict[int, AllocationState] = {}
-        """What is held or mapped, by the driver's handle."""
+        """What is held or mapped, by the driver's handle; but for what only a mapping holds."""
+        self.reservations: dict[Any, None] = {}
+        """The ranges of addresses that there are."""
+        self.adopting = threading.RLock()
+        """Held while an object takes over what a mapping has held."""
 
-    def note_elsewhere(self, address: int, nbytes: int) -> None:
-        """Others may use what is mapped at these addresses from now on, and nothing here tells until when."""
-        for state in list(self.by_handle.values()):
-            for mapping in list(state.mappings):
-                begin = int(mapping.reservation.raw) + mapping.offset
-                if begin < address + nbytes and address < begin + mapping.nbytes:
-                    state.elsewhere = True
+    def mapped_at(self, address: int, nbytes: int) -> list[AllocationState]:
+        """What is known of the memory that is mapped at these addresses."""
+        found = []
+        for reservation in list(self.reservations):
+            base = reservation.raw
+            start = address - int(base or 0)
+            if base is not None and start < reservation.nbytes and start + nbytes > 0:
+                # A copy, for the range may be another thread's.
+                entries = list(reservation.entries)
+                for entry in entries[bisect_right(entries, start, key=attrgetter("stop")) :]:
+                    if entry.offset >= start + nbytes:
+                        break
+                    if not entry.gone:
+                        found.append(entry.memory._state)
+        return found
 
     def make_room(self) -> int:
         """Give back the physical memory that is kept for whoever needs some; how many bytes."""

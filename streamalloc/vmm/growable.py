@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import starmap
+from typing import Any
 
 from streamalloc.core.arguments import check_device
 from streamalloc.core.device import Device
-from streamalloc.core.errors import PeerAccessError, attach, refused, size_text, undoing
+from streamalloc.core.errors import PeerAccessError, error_from, refused, size_text, undoing
 from streamalloc.core.properties import MemAllocationProp, MemHandleType, checked_size
 from streamalloc.core.stream import StreamLike
 from streamalloc.vmm.access import Access
-from streamalloc.vmm.address_range import MappingEntry
-from streamalloc.vmm.physical_memory import PhysicalMemory, properties_for
+from streamalloc.vmm.physical_memory import properties_for
 from streamalloc.vmm.recycler import MemoryRecycler, RecyclingSpec, spec_for
+from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.virtual_buffer import ChunkSpec, VirtualBuffer, device_rights
 from streamalloc.vmm.waiting import After, wait_for_users
 
@@ -90,6 +92,8 @@ class GrowableBuffer(VirtualBuffer):
         size = self._checked("nbytes", nbytes, most)
         rights = device_rights(access, device._door, devices=(device,))
         self._open(device, self._spec.round_up(most), alignment, address, rights, stream)
+        if self._recycler is None:
+            self.range._node.maker = self._spec
         with undoing(self.close):
             self.resize(size)
 
@@ -120,28 +124,79 @@ class GrowableBuffer(VirtualBuffer):
         ValueError
             ``nbytes`` is more than the capacity.
         """
-        addresses, spec = self.range, self._spec
-        size = nbytes
-        if type(nbytes) is not int or not 0 <= nbytes <= addresses.nbytes:
-            size = self._checked("nbytes", nbytes, addresses.nbytes)
-        node = addresses._node
-        if self._evicted is not None or node._raw is None or node.given_up:
-            self._check_usable()
-        needed = -(-size // spec.granularity) * spec.granularity
+        plain, at = self._plain, self._mapped
+        if plain is not None and type(nbytes) is int and nbytes > at:
+            door, allocations, handed, node, entries, base, capacity, most, pad, struct, rights, structs, count = plain
+            stop = nbytes + -nbytes % pad
+            step = stop - at
+            if stop <= capacity and step <= most and not (handed or allocations.watchers):
+                chunk = MappedBytes(node, at, stop, rights)
+                try:
+                    entries.append(chunk)
+                    answers: list[Any] = []
+                    calls = starmap(door.cuMemCreate, ((step, struct, 0),))
+                    # The call is made by an operator: Python looks for no signals until the handle is kept.
+                    answers += calls
+                    result, raw = answers[0]
+                    if not result:
+                        chunk._raw = raw
+                        place = base + at
+                        result = door.cuMemMap(place, step, 0, raw, 0)[0]
+                        if result:
+                            raise error_from(result, "cuMemMap")
+                        result = door.cuMemSetAccess(place, step, structs, count)[0]
+                        if result:
+                            raise error_from(result, "cuMemSetAccess")
+                        self._mapped = stop
+                        self._nbytes = nbytes
+                        return
+                    self._spec.refused(result, step)
+                    chunk.unmapped()
+                except BaseException as first:
+                    self._plain = None
+                    chunk.undo(first)
+                    raise
+        self._resize_slowly(nbytes, after)
+
+    def _resize_slowly(self, nbytes: int, after: After) -> None:
+        self._plain = None
+        size = self._checked("nbytes", nbytes, self.range.nbytes)
+        self._check_usable()
+        needed = self._spec.round_up(size)
         if needed > self._mapped:
             if self._recycler is not None:
                 self._have_back(needed, self._recycler)
-            at, step = self._mapped, needed - self._mapped
-            chunk = self._chunk or step
-            if step and (step > chunk or node.allocations.watchers):
-                places = range(at, needed, chunk)
-                self._put([ChunkSpec(at, min(chunk, needed - at), self._spec) for at in places])
-            elif step:
-                self._put_one(at, step)
+            places = range(self._mapped, needed, self._chunk or max(needed - self._mapped, 1))
+            ends = [*places[1:], needed]
+            self._put([ChunkSpec(at, end - at, self._spec) for at, end in zip(places, ends, strict=False)])
             self._mapped = needed
         elif needed < self._mapped:
             self._shrink(needed, size, after)
         self._nbytes = size
+        if self._recycler is None and self._structs:
+            self._plain = self._what_growing_needs()
+
+    def _what_growing_needs(self) -> tuple[Any, ...] | None:
+        """What the fast path takes, found beforehand; None where an earlier call has left something mapped."""
+        spec, node = self._spec, self.range._node
+        allocations, entries = node.allocations, node.table()
+        if entries and entries[-1].stop != self._mapped:
+            return None
+        return (
+            spec.door,
+            allocations,
+            allocations.later.handed_in,
+            node,
+            entries,
+            int(node._raw),
+            self.range.nbytes,
+            self._chunk or self.range.nbytes,
+            spec.granularity,
+            spec.struct,
+            self._rights,
+            self._structs,
+            len(self._structs),
+        )
 
     def grow(self, nbytes: int) -> None:
         """Grow by ``nbytes``: ``resize(self.nbytes + nbytes)``."""
@@ -151,7 +206,7 @@ class GrowableBuffer(VirtualBuffer):
 
     def _shrink(self, needed: int, size: int, after: After) -> None:
         # A chunk of which something stays cannot be cut.
-        spare = [entry for entry in self.range._touching(needed, self._mapped) if entry.offset >= needed]
+        spare = [entry for entry in self.range._node.touching(needed, self._mapped) if entry.offset >= needed]
         if not spare:
             return
         wait_for_users(after, self._door, (entry.rights for entry in spare))
@@ -164,35 +219,15 @@ class GrowableBuffer(VirtualBuffer):
             self._mapped, self._nbytes = before
         self._cut(spare[0].offset, size)
 
-    def _put_one(self, at: int, nbytes: int) -> None:
-        """What :meth:`_put` does for one chunk where nobody watches, in fewer steps."""
-        addresses = self.range
-        entries = addresses._entries
-        if addresses._node.stale or (entries and entries[-1].stop > at):
-            self._trim(at)
-        memory = PhysicalMemory.__new__(PhysicalMemory)
-        try:
-            memory._make(self._spec, nbytes)
-            addresses._map(memory, at, self._rights, self._structs)
-        except BaseException as first:
-            try:
-                self._trim(at)
-                # Where it was not mapped, nobody else releases it at once.
-                if hasattr(memory, "_node") and not memory.closed:
-                    memory.close()
-            except Exception as later:
-                attach(first, later)
-            raise
-
     def _have_back(self, needed: int, recycler: RecyclingSpec) -> None:
         """Take back what was offered when the buffer shrank, and lies where it is to grow."""
-        for entry in self.range._touching(self._mapped, needed):
+        for entry in self.range._node.touching(self._mapped, needed):
             if entry.offset != self._mapped or entry.stop > needed or not recycler.claim(entry.memory._node):
                 return
             self._mapped = entry.stop
             recycler.recycled += 1
 
-    def _reclaim(self, entries: Sequence[MappingEntry]) -> Sequence[MappingEntry]:
+    def _reclaim(self, entries: Sequence[MappedBytes]) -> Sequence[MappedBytes]:
         if self._recycler is None:
             return entries
         for entry in entries:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from streamalloc.core.door import Door
 from streamalloc.core.errors import undoing
 from streamalloc.vmm.access import Access, Rights, rights_of
-from streamalloc.vmm.address_range import GRANULARITY, AddressRange, LoneMapping, MappingEntry, mappings_text
+from streamalloc.vmm.address_range import GRANULARITY, AddressRange, LoneMapping, mappings_text
 from streamalloc.vmm.allocations import AllocationHandle, AllocationState, HandleNode, MappingWatcher, allocations_of
 from streamalloc.vmm.generic_handle import GenericAllocation
 from streamalloc.vmm.physical_memory import PhysicalMemory, import_memory
 from streamalloc.vmm.release_order import Kind, Node
 from streamalloc.vmm.remappable import RemappableBuffer
+from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.waiting import After, wait
 
 __all__ = [
@@ -42,7 +45,7 @@ __all__ = [
 ]
 
 
-def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tuple[AddressRange, MappingEntry]:
+def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tuple[AddressRange, MappedBytes]:
     """Map memory at addresses of its own, as a :class:`LoneMapping` has it."""
     range = AddressRange(-(-memory.nbytes // GRANULARITY) * GRANULARITY, alignment=alignment, driver=memory.driver)
     range._owned = True
@@ -50,7 +53,14 @@ def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tupl
         return range, range._map(memory, 0, rights)
 
 
-def covering(range: AddressRange, start: int, stop: int) -> list[MappingEntry]:
+class Chunk(NamedTuple):
+    """Memory that is mapped in a range."""
+
+    memory: GenericAllocation
+    offset: int
+
+
+def covering(range: AddressRange, start: int, stop: int) -> list[Chunk]:
     """What is mapped between two offsets of a range, in the order of addresses; its memory can be exported.
 
     Raises
@@ -60,10 +70,11 @@ def covering(range: AddressRange, start: int, stop: int) -> list[MappingEntry]:
     """
     found = []
     for entry in range._covering(start, stop):
-        if entry.memory.closed and isinstance(entry.memory, PhysicalMemory):
+        memory = entry.memory
+        if memory.closed and isinstance(memory, PhysicalMemory):
             # The mapping is all that is left of it, and knows its handle.
-            entry = MappingEntry(PhysicalMemory.at(range.address + entry.offset, driver=range.driver), entry.node)
-        found.append(entry)
+            memory = PhysicalMemory.at(range.address + entry.offset, driver=range.driver)
+        found.append(Chunk(memory, entry.offset))
     return found
 
 

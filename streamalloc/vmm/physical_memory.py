@@ -9,7 +9,7 @@ from typing import Any
 
 from streamalloc.core.arguments import FABRIC_NEEDS, check_location, door_of, location_of
 from streamalloc.core.device import Device
-from streamalloc.core.door import Door
+from streamalloc.core.door import Door, OwnsHandle
 from streamalloc.core.errors import (
     CudaError,
     NotSupportedError,
@@ -35,6 +35,7 @@ from streamalloc.vmm.access import Rights
 from streamalloc.vmm.allocations import AllocationHandle, Allocations, allocations_of
 from streamalloc.vmm.generic_handle import GenericAllocation
 from streamalloc.vmm.release_order import Kind
+from streamalloc.vmm.reservation import MappedBytes
 
 __all__ = ["MemorySpec", "PhysicalMemory", "import_memory"]
 
@@ -46,7 +47,7 @@ _POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
 class MemorySpec:
     """How to make physical memory of one kind: its properties, checked once, and its granularity."""
 
-    __slots__ = ("__weakref__", "allocations", "door", "granularity", "handle_types", "hint", "prop", "struct")
+    __slots__ = ("__weakref__", "allocations", "door", "granularity", "handle_types", "hint", "mark", "prop", "struct")
 
     def __init__(self, door: Door, prop: MemAllocationProp, *, found: bool = False) -> None:
         """``found``: of memory that there is, perhaps of a device that this process does not see."""
@@ -61,6 +62,9 @@ class MemorySpec:
         self.granularity: int = granularity_of(door, self.struct)
         """What sizes must be a multiple of, in bytes."""
         self.hint: str = FABRIC_NEEDS if prop.requested_handle_types & MemHandleType.FABRIC else ""
+        place = prop.location
+        self.mark: str = "?" if not place.seen else "H" if place.on_host else f"{place.id % 16:x}"
+        """The character that stands for its memory where a range is drawn."""
 
     @staticmethod
     def _check(door: Door, prop: MemAllocationProp) -> None:
@@ -112,31 +116,62 @@ class MemorySpec:
         """What holds the driver's handle of new memory."""
         return AllocationHandle(self.allocations, Kind.MEMORY)
 
-    def obtain(self, handle: AllocationHandle, nbytes: int) -> None:
-        """Have ``handle`` hold memory (``cuMemCreate``).
+    def obtain(self, owner: OwnsHandle, nbytes: int) -> None:
+        """Have ``owner`` hold memory (``cuMemCreate``).
 
         Raises
         ------
         OutOfMemoryError
             There is none, also once what is kept for others was given back.
         """
-        door, allocations = self.door, self.allocations
+        door = self.door
         if not door.forked:
-            allocations.later.work()
+            self.allocations.later.work()
         for last in (False, True):
             answers: list[tuple[Any, ...]] = []
             calls = starmap(door.cuMemCreate, ((nbytes, self.struct, 0),))
             # The call is made by an operator: Python looks for no signals until the handle is kept.
             answers += calls
             if not answers[0][0]:
-                handle._raw = answers[0][1]
+                owner._raw = answers[0][1]
                 return
-            error = error_from(answers[0][0], "cuMemCreate", self.hint)
-            if not isinstance(error, OutOfMemoryError):
-                raise error
-            # What was dropped may have waited for work that is done by now.
-            if last or not (allocations.work() + allocations.make_room()):
-                raise self.out_of_memory(error, nbytes)
+            self.refused(answers[0][0], nbytes, last=last)
+
+    def refused(self, result: Any, nbytes: int, *, last: bool = False) -> None:
+        """Raise what the driver has answered to ``cuMemCreate``, unless something was given back and it is not the last
+        attempt."""
+        error = error_from(result, "cuMemCreate", self.hint)
+        if not isinstance(error, OutOfMemoryError):
+            raise error
+        # What was dropped may have waited for work that is done by now.
+        if last or not (self.allocations.work() + self.allocations.make_room()):
+            raise self.out_of_memory(error, nbytes)
+
+    def adopt(self, mapped: MappedBytes) -> PhysicalMemory:
+        """Memory as an object, which takes the handle over from a mapping that has held it alone."""
+        memory = PhysicalMemory.__new__(PhysicalMemory)
+        memory._belong(self, mapped.nbytes)
+        handle, known = memory._node, self.allocations.by_handle
+        state = handle.state
+        with self.allocations.adopting:
+            raw = mapped._raw
+            # Where there is none, it was released, or another thread was faster.
+            number = state.handle = 0 if raw is None else int(raw)
+            if not mapped.gone:
+                state.mappings[mapped] = None
+            if mapped._memory is None:
+                # Nothing is called from here on: the handle has one owner at any time.
+                joins = number in known
+                if number and not joins:
+                    known[number] = state
+                handle._raw = raw
+                mapped._memory, mapped.state = memory, state
+                mapped._raw = None
+                if joins:
+                    handle.known()
+                    mapped.state = handle.state
+        found: PhysicalMemory = mapped._memory  # type: ignore[assignment]
+        return found
 
     def out_of_memory(self, error: OutOfMemoryError, nbytes: int) -> OutOfMemoryError:
         """The error with the device's figures, and told from address space that has run out."""
@@ -243,14 +278,16 @@ class PhysicalMemory(GenericAllocation):
         spec = spec_of(door_of(where, driver), prop)
         self._make(spec, spec.checked(nbytes, round_up=round_up))
 
-    def _make(self, spec: MemorySpec, nbytes: int) -> None:
+    def _belong(self, spec: MemorySpec, nbytes: int) -> None:
+        """Be of a kind, and own a handle before there is one: an interrupt between the two then loses nothing."""
         self._door = spec.door
         self.nbytes = nbytes
-        self._spec = spec
-        self._granularity = spec.granularity
-        self._handle_types = spec.handle_types
-        # The owner is there before the handle, so that an interrupt between the two loses nothing.
-        handle = self._node = spec.new_handle()
+        self._set_spec(spec)
+        self._node = spec.new_handle()
+
+    def _make(self, spec: MemorySpec, nbytes: int) -> None:
+        self._belong(spec, nbytes)
+        handle = self._node
         spec.obtain(handle, nbytes)
         # What known() does where nobody else has the handle, which is nearly always.
         state = handle.state
@@ -286,6 +323,7 @@ class PhysicalMemory(GenericAllocation):
         memory = cls.__new__(cls)
         memory._prepare(door, 0, Kind.MEMORY)
         handle, place = memory._node, checked_size("address", address)
+        handle.allocations.mapped_at(place, 1)  # what only a mapping holds is known of then
         door.create(handle, "_raw", "cuMemRetainAllocationHandle", place, hint=_NOT_MAPPED)
         known = handle.allocations.by_handle.get(int(handle.raw))
         if known is not None and any(other.kind is Kind.OBJECT for other in list(known.handles)):
@@ -329,9 +367,7 @@ class PhysicalMemory(GenericAllocation):
 
     @property
     def _mark(self) -> str:
-        if not self.location.seen:
-            return "?"
-        return "H" if self.location.on_host else f"{self.location.id % 16:x}"
+        return self._spec.mark
 
     def _check_mappable(self) -> None:
         if self.properties.alloc_flags.usage & _TILE_POOL:

@@ -12,16 +12,16 @@ from typing_extensions import Self
 
 from streamalloc.core.arguments import door_of
 from streamalloc.core.device import Device
-from streamalloc.core.door import Door
+from streamalloc.core.door import Door, OwnsHandle
 from streamalloc.core.errors import ClosedError, CudaError, size_text
 from streamalloc.core.later import Deferred, later_of
 from streamalloc.core.ownership import Closes, finaliser
 from streamalloc.core.properties import MemAllocationProp, MemHandleType, MemLocation, checked_size
 from streamalloc.driver import Driver
-from streamalloc.vmm.address_range import MappingEntry
-from streamalloc.vmm.allocations import AllocationHandle, MappedBytes
+from streamalloc.vmm.allocations import AllocationHandle
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory, properties_for
 from streamalloc.vmm.release_order import Kind
+from streamalloc.vmm.reservation import MappedBytes
 
 __all__ = ["MemoryRecycler", "RecyclerStatistics", "RecyclingSpec", "spec_for"]
 
@@ -288,10 +288,11 @@ class RecyclingSpec(MemorySpec):
         """What brings the memory back."""
         return RecycledHandle(self)
 
-    def obtain(self, handle: AllocationHandle, nbytes: int) -> None:
-        """Have ``handle`` hold memory that is kept, or else new memory."""
+    def obtain(self, owner: OwnsHandle, nbytes: int) -> None:
+        """Have ``owner`` hold memory that is kept, or else new memory."""
         self.door.check_process()
-        assert isinstance(handle, RecycledHandle)
+        assert isinstance(owner, RecycledHandle)
+        handle = owner
         handle.nbytes = nbytes
         self.allocations.work()
         kept = self.by_size.get(nbytes)
@@ -391,7 +392,7 @@ class RecyclingSpec(MemorySpec):
 
     # -- what stays mapped -----------------------------------------------------------------------------------
 
-    def offer(self, entries: Sequence[MappingEntry]) -> bool:
+    def offer(self, entries: Sequence[MappedBytes]) -> bool:
         """Keep memory of a buffer that has shrunk where it is mapped; whether that can be done with all of it.
 
         Its work was waited for, and the buffer does not use it unless it claims it.
@@ -405,7 +406,7 @@ class RecyclingSpec(MemorySpec):
                 return False
             if handle.nbytes > self.limit or len(handle.state.mappings) != 1 or not handle.only_here():
                 return False
-            offered.append((handle, entry.node))
+            offered.append((handle, entry))
         for handle, mapping in offered:
             spare = Spare(handle, mapping)
             spares = self.spares.setdefault(spare.nbytes, {})

@@ -13,8 +13,13 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any, Final
 
-__all__ = ["Kind", "Node", "ReleaseOrder"]
+__all__ = ["NOTHING", "Kind", "Node", "ReleaseOrder"]
+
+NOTHING: Final[Any] = MappingProxyType({})
+"""What most nodes are linked to: they have dictionaries of their own once there is something in them."""
 
 
 class Kind(enum.IntEnum):
@@ -52,8 +57,8 @@ class Node:
         self.given_up = False
         self.gone = False
         self._busy = False
-        self._first: dict[Node, None] = {}
-        self._then: dict[Node, None] = {}
+        self._first: dict[Node, None] = NOTHING
+        self._then: dict[Node, None] = NOTHING
 
     def give_up(self) -> None:
         """Its owner was dropped. May be called again."""
@@ -85,6 +90,10 @@ class ReleaseOrder:
         first, then = (one, other) if one.kind < other.kind else (other, one)
         with self._lock:
             if not first.gone:
+                if first._then is NOTHING:
+                    first._then = {}
+                if then._first is NOTHING:
+                    then._first = {}
                 first._then[then] = None
                 then._first[first] = None
 
@@ -158,7 +167,9 @@ class ReleaseOrder:
                 self._ready.pop(node, None)
 
     def _unlink(self, first: Node, then: Node) -> None:
-        then._first.pop(first, None)
+        if first in then._first:
+            del then._first[first]
         if then.given_up and not then._first and not then.gone:
             self._ready[then] = None
-        first._then.pop(then, None)
+        if then in first._then:
+            del first._then[then]

@@ -67,7 +67,7 @@ class RemappableBuffer(VirtualBuffer):
             same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             for place in range(same, len(wanted)):
                 made.append(make(place))
-            entries = list(self.range._table())
+            entries = list(self.range._node.table())
             staying, going = entries[:same], entries[same:]
             if going:
                 wait_for_users(None, self._door, (entry.rights for entry in going))
@@ -76,7 +76,7 @@ class RemappableBuffer(VirtualBuffer):
             self._names, self._mapped, self._nbytes = wanted[:same], end, min(nbytes, max(end - self._offset, 0))
 
             def undo() -> None:
-                self.range._unmap(self.range._touching(end, self.range.nbytes))
+                self.range._unmap(self.range._node.touching(end, self.range.nbytes))
                 self._map_all(end, [entry.memory for entry in going])
                 self._names, self._mapped, self._nbytes = before
 

@@ -16,8 +16,8 @@ from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size
 from streamalloc.core.stream import Stream, StreamLike
 from streamalloc.pool import MemoryPool
-from streamalloc.vmm.address_range import MappingEntry
 from streamalloc.vmm.growable import GrowableBuffer
+from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.virtual_buffer import Eviction, VirtualBuffer, copying_stream
 from streamalloc.vmm.waiting import After, wait_for_users
 
@@ -281,7 +281,7 @@ class SleepGroup(Closes):
         sleeping = {buffer: eviction for buffer, eviction in asleep.items() if eviction is not None}
         ordered = self._copying_stream(stream)
         with contextlib.ExitStack() as undo:
-            made: dict[VirtualBuffer, list[MappingEntry]] = {}
+            made: dict[VirtualBuffer, list[MappedBytes]] = {}
             # First memory for all of them: that it runs out is what is likely to fail.
             for buffer, eviction in sleeping.items():
                 made[buffer] = entries = buffer._put(eviction.pieces)
@@ -296,7 +296,7 @@ class SleepGroup(Closes):
         return sum(eviction.nbytes for eviction in sleeping.values())
 
     @staticmethod
-    def _sleep_again(buffer: VirtualBuffer, eviction: Eviction, entries: Sequence[MappingEntry]) -> None:
+    def _sleep_again(buffer: VirtualBuffer, eviction: Eviction, entries: Sequence[MappedBytes]) -> None:
         buffer._evicted = eviction
         buffer._discard(entries)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from typing_extensions import Self
 
@@ -13,16 +13,17 @@ from streamalloc.core.door import Door
 from streamalloc.core.errors import ClosedError, CudaError, EvictedError, InUseError, attach, size_text, undoing
 from streamalloc.core.html import Drawn, Html, Row, gauge
 from streamalloc.core.memory import Memory
-from streamalloc.core.ownership import Closes, close_all
+from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
 from streamalloc.core.stream import Stream, StreamLike, as_stream, refuse_capture
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import reachable_from
 from streamalloc.vmm.access import Access, Rights, rights_of, structs_of
-from streamalloc.vmm.address_range import AddressRange, Mapping, MappingEntry, drawn, rights_text
+from streamalloc.vmm.address_range import AddressRange, Mapping, drawn, rights_text
 from streamalloc.vmm.allocations import allocations_of
 from streamalloc.vmm.generic_handle import GenericAllocation
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
+from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.waiting import After, wait_for_users
 
 __all__ = ["ChunkSpec", "Eviction", "VirtualBuffer", "close_quietly", "copying_stream"]
@@ -64,7 +65,8 @@ class VirtualBuffer(Memory, Closes, Drawn):
     """
 
     __slots__ = (
-        "__weakref__", "_device", "_evicted", "_given_stream", "_mapped", "_nbytes", "_rights", "_structs", "range",
+        "__weakref__", "_device", "_evicted", "_given_stream", "_mapped", "_nbytes", "_plain", "_rights", "_structs",
+        "range",
     )  # fmt: skip
 
     def _open(
@@ -79,6 +81,8 @@ class VirtualBuffer(Memory, Closes, Drawn):
         self._mapped = 0
         self._nbytes = 0
         self._evicted: Eviction | None = None
+        self._plain: tuple[Any, ...] | None = None
+        """What the fast path of growing needs; None where the slow one has to look first."""
         self.range: AddressRange = AddressRange(capacity, alignment=alignment, address=address, driver=device.driver)
         """The addresses, which are the buffer's until it is closed."""
         self.range._owned = True
@@ -112,7 +116,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
     @property
     def mappings(self) -> tuple[Mapping, ...]:
         """The chunks that it is made of, in the order of addresses; the buffer unmaps them."""
-        return tuple(Mapping(self.range, entry) for entry in self.range._touching(0, self._mapped))
+        return tuple(Mapping(self.range, entry) for entry in self.range._node.touching(0, self._mapped))
 
     @property
     def device(self) -> Device:
@@ -172,8 +176,9 @@ class VirtualBuffer(Memory, Closes, Drawn):
         """
         self._check_open()
         rights = device_rights(access, self._door, flags)
+        self._plain = None
         self._trim(self._mapped)
-        entries = self.range._table()
+        entries = self.range._node.table()
         if rights and entries:
             self.range._set_rights(entries, rights, after)
         kept = {where: allowed for where, allowed in {**self._rights, **rights}.items() if allowed}
@@ -233,15 +238,15 @@ class VirtualBuffer(Memory, Closes, Drawn):
                 close_quietly(copy, first)
             raise
 
-    def _evictable(self, *, shared: bool) -> list[MappingEntry]:
+    def _evictable(self, *, shared: bool) -> list[MappedBytes]:
         """What is mapped; raises where it cannot be given back."""
         self._check_open()
         if self._evicted:
             raise EvictedError(f"{self!r} is evicted already")
         self._trim(self._mapped)
-        entries = list(self.range._table())
+        entries = list(self.range._node.table())
         allocations_of(self._door).work()
-        for memory in (entry.memory for entry in entries):
+        for memory in (entry.memory for entry in entries if not entry.alone):
             if memory.exported and not shared:
                 why = "importers would keep it, and the old bytes; shared=True says that all of them have closed it"
                 raise InUseError(f"{memory!r} was exported: {why}")
@@ -253,24 +258,20 @@ class VirtualBuffer(Memory, Closes, Drawn):
                 raise InUseError(f"{memory!r} is held by another PhysicalMemory, too: close that")
         return entries
 
-    def _give_back(self, entries: Sequence[MappingEntry], copy: Memory | None, own: bool) -> None:
+    def _give_back(self, entries: Sequence[MappedBytes], copy: Memory | None, own: bool) -> None:
         """Unmap and release the memory, whose bytes are in the copy. Where the driver refuses, the buffer is as it was.
 
         What an interrupt leaves mapped goes when the buffer is restored.
         """
-        chunks = tuple(
-            ChunkSpec(entry.offset, entry.memory.nbytes, entry.memory._spec)
-            for entry in entries
-            if isinstance(entry.memory, PhysicalMemory)
-        )
-        self._evicted = Eviction(chunks, copy, own)
+        chunks = tuple(ChunkSpec(entry.offset, entry.nbytes, _spec_of(entry)) for entry in entries)
+        self._plain, self._evicted = None, Eviction(chunks, copy, own)
         try:
             self._discard(entries)
         except CudaError:
             self._evicted = None
             raise
         # Without its objects: with them handles stay open that were made to share it, which keep the memory.
-        self.range._table()
+        self.range._node.table()
 
     def restore(self, *, stream: StreamLike | None = None) -> None:
         """Map new physical memory at the same addresses, with the same access, and copy the backup into it.
@@ -315,7 +316,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
     def _copying_stream(self, stream: StreamLike | None) -> Stream:
         return copying_stream(self.stream if stream is None else stream, self._door)
 
-    def _copy_back(self, backup: Memory, made: Sequence[MappingEntry], stream: Stream) -> None:
+    def _copy_back(self, backup: Memory, made: Sequence[MappedBytes], stream: Stream) -> None:
         writer = stream.device.location
         allowed = self._rights.get(writer, MemAccess.NONE)
         if allowed == MemAccess.READWRITE:
@@ -329,9 +330,10 @@ class VirtualBuffer(Memory, Closes, Drawn):
 
     def close(self, after: After = None) -> None:
         """Unmap and release everything, and give the addresses back, once ``after`` has passed. Idempotent."""
+        self._plain = None
         if self.range.closed:
             return
-        entries = list(self.range._table())
+        entries = list(self.range._node.table())
         if entries:
             wait_for_users(after, self._door, (entry.rights for entry in entries))
             self._cut(0, 0)
@@ -344,7 +346,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
 
     # -- for the kinds of such buffers -----------------------------------------------------------------------
 
-    def _put(self, chunks: Sequence[ChunkSpec]) -> list[MappingEntry]:
+    def _put(self, chunks: Sequence[ChunkSpec]) -> list[MappedBytes]:
         """Make, map and give access to chunks that lie side by side: all of them, or none."""
         if not chunks:
             return []
@@ -352,41 +354,44 @@ class VirtualBuffer(Memory, Closes, Drawn):
         self._trim(start)
         for watcher in self.range._node.allocations.watchers:
             watcher.to_be_mapped(self.range.address + start, sum(chunk.nbytes for chunk in chunks))
-        made: list[PhysicalMemory] = []
+        with undoing(lambda: self._trim(start)):
+            made = [self._put_one(chunk) for chunk in chunks]
+            self.range._grant(made, self._rights, self._structs)
+        return made
 
-        def memories() -> Iterator[PhysicalMemory]:
-            for chunk in chunks:
-                made.append(chunk.spec.make(chunk.nbytes))
-                yield made[-1]
-
-        # Not by undoing(), which takes a third as long as all that it is about.
+    def _put_one(self, chunk: ChunkSpec) -> MappedBytes:
+        """Make and map a chunk, to which nobody has access yet."""
+        node, spec = self.range._node, chunk.spec
+        if spec is not node.maker:
+            memory = spec.make(chunk.nbytes)
+            # As long as the error is there nobody else releases it.
+            with undoing(memory.close):
+                return self.range._map(memory, chunk.offset)
+        entry = MappedBytes(node, chunk.offset, chunk.offset + chunk.nbytes, {})
         try:
-            return self._map_all(start, memories())
+            node.add(entry)
+            spec.obtain(entry, chunk.nbytes)
+            self.range._begin(entry, entry._raw)
         except BaseException as first:
-            try:
-                self._trim(start)
-                # What was not mapped nobody else releases as long as the error is there.
-                close_all(made)
-            except Exception as later:
-                attach(first, later)
+            entry.undo(first)
             raise
+        return entry
 
-    def _map_all(self, at: int, memories: Iterable[GenericAllocation]) -> list[MappingEntry]:
+    def _map_all(self, at: int, memories: Iterable[GenericAllocation]) -> list[MappedBytes]:
         """Map memories side by side and give access to them."""
-        range = self.range
         made = []
         for memory in memories:
-            made.append(range._map(memory, at))
+            made.append(self.range._map(memory, at))
             at = made[-1].stop
-        range._grant(made, self._rights, self._structs)
+        self.range._grant(made, self._rights, self._structs)
         return made
 
     def _trim(self, start: int) -> None:
         """Unmap what is mapped from an offset on, where nothing is the buffer's: a call that failed has left it."""
         range = self.range
-        table = range._table()
+        table = range._node.table()
         if table and table[-1].stop > start:
-            self._discard(range._touching(start, range.nbytes))
+            self._discard(range._node.touching(start, range.nbytes))
 
     def _cut(self, mapped: int, nbytes: int) -> None:
         """Keep ``mapped`` bytes, where a chunk ends. Where the driver refuses to unmap, the buffer is as it was."""
@@ -398,15 +403,16 @@ class VirtualBuffer(Memory, Closes, Drawn):
             self._mapped, self._nbytes = before
             raise
 
-    def _discard(self, entries: Sequence[MappingEntry]) -> None:
+    def _discard(self, entries: Sequence[MappedBytes]) -> None:
         """Unmap memory, and release it: what the driver refuses to release is released later."""
+        self._plain = None
         if entries:
             entries = self._reclaim(entries)
             self.range._unmap(entries)
             for entry in entries:
-                close_quietly(entry.memory)
+                entry.close()
 
-    def _reclaim(self, entries: Sequence[MappingEntry]) -> Sequence[MappingEntry]:
+    def _reclaim(self, entries: Sequence[MappedBytes]) -> Sequence[MappedBytes]:
         """What is this buffer's to unmap of mappings that others may have been offered."""
         return entries
 
@@ -453,7 +459,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
         state = Html("evicted") if self._evicted else gauge(self._mapped, self.capacity)
         yield "mapped", state
         yield "access", rights_text(self._rights)
-        yield "chunks", len(self.range._table())
+        yield "chunks", len(self.range._node.table())
         yield "", drawn(self.range)
 
     @property
@@ -471,6 +477,12 @@ class VirtualBuffer(Memory, Closes, Drawn):
         state = "evicted" if self._evicted else f"{size_text(self._mapped)} mapped"
         room = f"{state} of {size_text(self.capacity)} [{range_.draw(16)}]"
         return f"<{type(self).__name__} of {size_text(self._nbytes)} at {self.address:#x}, {room}>"
+
+
+def _spec_of(entry: MappedBytes) -> MemorySpec:
+    memory = entry._memory
+    spec: MemorySpec = memory._spec if isinstance(memory, PhysicalMemory) else entry.reservation.maker
+    return spec
 
 
 def copying_stream(stream: StreamLike, door: Door) -> Stream:

@@ -132,6 +132,7 @@ class TestOnePattern:
         sa.Stream.wait: "_wait_slowly",
         sa.Stream.query: "_query_slowly",
         sa.Stream.synchronize: "_call",
+        sa.vmm.GrowableBuffer.resize: "_resize_slowly",
     }
 
     @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.__qualname__)

@@ -60,6 +60,8 @@ Memory stays until its pool or the process ends; of a finaliser, Python tells wh
 pytestmark = [
     pytest.mark.simulated_only("where a signal may come is the same on any driver"),
     pytest.mark.skipif(sys.version_info < (3, 11), reason="looks for signals at other bytecodes"),
+    # What a signal has stopped right before the block that closes it.
+    pytest.mark.filterwarnings("ignore:.*was dropped without close:ResourceWarning"),
 ]
 
 

@@ -158,6 +158,15 @@ class Grow(BufferCase):
         self.check_bytes(self.pages)
 
 
+class GrowByOne(Grow):
+    """The same by one piece, as buffers grow mostly."""
+
+    pages_after = 3
+
+    def step(self) -> None:
+        self.buffer.grow(PAGE)
+
+
 class GrowFromNothing(Grow):
     pages = 0
 
@@ -670,17 +679,18 @@ class UnmapRecycled(Case):
 
 
 CASES = [
-    Make, Grow, GrowFromNothing, Shrink, ShrinkAfterStream, ShrinkAway, Evict, EvictToPool, EvictToMemory, Restore,
-    RestoreFromPool, RestoreOnAnotherStream, Close, CloseEvicted, LowerAccess, Reserve, Create, Find, Map, Unmap,
-    UnmapOne, SetAccess, Revoke, Free, Release, Stripe, GrowRecycling, ShrinkRecycling, EvictRecycling,
+    Make, Grow, GrowByOne, GrowFromNothing, Shrink, ShrinkAfterStream, ShrinkAway, Evict, EvictToPool, EvictToMemory,
+    Restore, RestoreFromPool, RestoreOnAnotherStream, Close, CloseEvicted, LowerAccess, Reserve, Create, Find, Map,
+    Unmap, UnmapOne, SetAccess, Revoke, Free, Release, Stripe, GrowRecycling, ShrinkRecycling, EvictRecycling,
     RestoreRecycling, Take, Trim, UnmapRecycled,
 ]  # fmt: skip
 WITH_PEERS = [
     pytest.param(kind, 2, marks=pytest.mark.gpus(2))
-    for kind in (Make, Grow, EvictToPool, RestoreFromPool, SetAccess, Stripe)
+    for kind in (Make, Grow, GrowByOne, EvictToPool, RestoreFromPool, SetAccess, Stripe)
 ]
 DROPPED = [
-    Make, Grow, Shrink, EvictToPool, RestoreFromPool, CloseEvicted, Find, Map, Unmap, Stripe, RestoreRecycling, Take,
+    Make, Grow, GrowByOne, Shrink, EvictToPool, RestoreFromPool, CloseEvicted, Find, Map, Unmap, Stripe,
+    RestoreRecycling, Take,
 ]  # fmt: skip
 
 

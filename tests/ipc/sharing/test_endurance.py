@@ -86,7 +86,7 @@ def unfinished(device: sa.Device) -> list[str]:
     """What still waits for its end after a point of work: some of it ends in threads, once the devices are idle."""
     later = later_of(device._door)
     work(device._door)
-    items = [*later._handed_in, *later._waiting, *later._working.values()]
+    items = [*later.handed_in, *later._waiting, *later._working.values()]
     return [type(item).__name__ for item in items] or ["not counted"] * len(later)
 
 
