@@ -15,6 +15,7 @@ import streamalloc.core.ownership
 
 if TYPE_CHECKING:
     from streamalloc import driver, interop, ipc, multicast, observing, plots, testing, traces, vmm
+    from streamalloc.core.allocation_properties import MemAllocationProp, MemAllocFlags, MulticastObjectProp
     from streamalloc.core.buffer import Buffer, GraphBuffer
     from streamalloc.core.capabilities import Capabilities
     from streamalloc.core.device import Device, MemoryInfo
@@ -49,15 +50,12 @@ if TYPE_CHECKING:
     from streamalloc.core.properties import (
         MemAccess,
         MemAccessDesc,
-        MemAllocationProp,
         MemAllocationType,
-        MemAllocFlags,
         MemHandleType,
         MemLocality,
         MemLocation,
         MemLocationType,
         MemPoolProps,
-        MulticastObjectProp,
     )
     from streamalloc.core.stream import Stream, StreamLike
     from streamalloc.driver import DriverNotFoundError, ForkedProcessError
@@ -192,19 +190,17 @@ _LATER = {
     "Fd": "core.fd",
     **dict.fromkeys(("Graph", "GraphMemory", "GraphMemoryStatistics"), "core.graph"),
     **dict.fromkeys(("BufferView", "Memory", "TypedView"), "core.memory"),
+    **dict.fromkeys(("MemAllocFlags", "MemAllocationProp", "MulticastObjectProp"), "core.allocation_properties"),
     **dict.fromkeys(
         (
             "MemAccess",
             "MemAccessDesc",
-            "MemAllocFlags",
-            "MemAllocationProp",
             "MemAllocationType",
             "MemHandleType",
             "MemLocality",
             "MemLocation",
             "MemLocationType",
             "MemPoolProps",
-            "MulticastObjectProp",
         ),
         "core.properties",
     ),

@@ -18,9 +18,9 @@ import numpy as np
 import streamalloc as sa
 from streamalloc import ipc, vmm
 from streamalloc.cli.peer import POSIX, Here, Peer, PeerError, read
+from streamalloc.core.allocation_properties import MemAllocFlags
 from streamalloc.core.capabilities import missing_for
 from streamalloc.core.errors import size_text
-from streamalloc.core.properties import MemAllocFlags
 from streamalloc.multicast import MulticastObject
 
 __all__ = ["Other", "Row", "query_multicast", "try_sharing", "try_virtual_memory"]

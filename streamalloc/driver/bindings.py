@@ -7,7 +7,6 @@ classes import and construct on machines without a GPU, so both drivers share th
 from __future__ import annotations
 
 import ctypes
-import difflib
 import functools
 import re
 from typing import Any
@@ -65,6 +64,8 @@ def check_name(enum_name: str, prefix: str, name: str) -> None:
     """Raise a ``ValueError`` with near matches, unless some version of the bindings has a member of this name."""
     if prefix + name in _ADDED_IN:
         return
+    import difflib  # for the message alone
+
     known = [*getattr(cuda, enum_name).__members__, *_ADDED_IN]
     near = difflib.get_close_matches(name, [one.removeprefix(prefix) for one in known if one.startswith(prefix)])
     meant = f"; did you mean {' or '.join(near)}?" if near else ""

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from itertools import starmap
 from typing import Any
 
+from streamalloc.core.allocation_properties import MemAllocationProp
 from streamalloc.core.arguments import check_device
 from streamalloc.core.device import Device
 from streamalloc.core.errors import PeerAccessError, error_from, refused, size_text, undoing
-from streamalloc.core.properties import MemAllocationProp, MemHandleType, checked_size
+from streamalloc.core.properties import MemHandleType, checked_size
 from streamalloc.core.stream import StreamLike
 from streamalloc.vmm.access import Access
 from streamalloc.vmm.physical_memory import properties_for

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import starmap
 from typing import Any
 
+from streamalloc.core.allocation_properties import MemAllocationProp, MemAllocFlags
 from streamalloc.core.arguments import FABRIC_NEEDS, check_location, door_of, location_of
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door, OwnsHandle
@@ -21,14 +22,7 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.fd import Fd
 from streamalloc.core.html import Row, mib, place
-from streamalloc.core.properties import (
-    MemAllocationProp,
-    MemAllocFlags,
-    MemHandleType,
-    MemLocation,
-    MemLocationType,
-    checked_size,
-)
+from streamalloc.core.properties import MemHandleType, MemLocation, MemLocationType, checked_size
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
 from streamalloc.vmm.access import Rights

@@ -10,13 +10,14 @@ from typing import Any, ClassVar, NamedTuple
 
 from typing_extensions import Self
 
+from streamalloc.core.allocation_properties import MemAllocationProp
 from streamalloc.core.arguments import door_of
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door, OwnsHandle
 from streamalloc.core.errors import ClosedError, CudaError, size_text
 from streamalloc.core.later import Deferred, later_of
 from streamalloc.core.ownership import Closes, finaliser
-from streamalloc.core.properties import MemAllocationProp, MemHandleType, MemLocation, checked_size
+from streamalloc.core.properties import MemHandleType, MemLocation, checked_size
 from streamalloc.driver import Driver
 from streamalloc.vmm.allocations import AllocationHandle
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory, properties_for

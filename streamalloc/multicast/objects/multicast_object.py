@@ -13,6 +13,7 @@ from typing import Any
 
 from typing_extensions import Self
 
+from streamalloc.core.allocation_properties import MulticastObjectProp
 from streamalloc.core.arguments import check_device, door_of
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
@@ -28,7 +29,7 @@ from streamalloc.core.fd import Fd
 from streamalloc.core.html import Row, mib, place, table
 from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes
-from streamalloc.core.properties import MemHandleType, MemLocation, MulticastObjectProp, checked_size
+from streamalloc.core.properties import MemHandleType, MemLocation, checked_size
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
 from streamalloc.multicast.objects.bindable import check_member, member_of
