@@ -8,7 +8,7 @@ import mmap
 
 import pytest
 
-from tests.facts.support import PAGE, UINT64_MAX, UNRESERVED, MiB, Rig, said, value
+from tests.facts.support import HOST, HOST_NUMA, PAGE, UINT64_MAX, UNRESERVED, MiB, Rig, said, value
 
 
 def in_hex(given: int | str) -> str:
@@ -178,3 +178,12 @@ def test_so_large_a_range_only_where_there_is_room_behind_the_hint(rig: Rig) -> 
 def test_what_is_large_or_aligned_lies_low(rig: Rig, size: int, alignment: int) -> None:
     low = rig.reserve(size, alignment)
     assert said(rig.try_reserve(1 << 40, hint=low)) == "SUCCESS"
+
+
+@pytest.mark.parametrize("place", [HOST, HOST_NUMA], ids=["host", "NUMA node"])
+def test_a_pool_lies_low_too(rig: Rig, place: int) -> None:
+    """At the lowest place where twice of what it may hold is free."""
+    freed = rig.reserve(64 * MiB)
+    assert rig.free_range(freed, 64 * MiB) == "SUCCESS"
+    assert rig.allocate(rig.pool(location=place, max_size=32 * MiB), 512, rig.stream()) == freed
+    assert rig.reserve(64 * MiB) > freed

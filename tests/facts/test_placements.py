@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.facts.support import BLOCKING, UINT64_MAX, UNTIMED, MiB, Rig, said, value
+from tests.facts.support import BLOCKING, DEVICE, HOST, HOST_NUMA, UINT64_MAX, UNTIMED, MiB, Rig, said, value
 
 
 class Program:
@@ -232,6 +232,17 @@ class TestAddresses:
         assert rig.reserved(holding) == (32 * MiB if only else 0)
         assert said(rig.try_allocate(full, 28 * MiB, stream)) == "OUT_OF_MEMORY"
         assert rig.reserved(holding) == 0
+
+    @pytest.mark.parametrize("place", [HOST, HOST_NUMA], ids=["host", "NUMA node"])
+    def test_pools_of_the_host_take_from_such_pools(self, rig: Rig, place: int) -> None:
+        stream, full = rig.stream(), rig.pool(UINT64_MAX, location=HOST_NUMA, max_size=32 * MiB)
+        holding = [rig.pool(UINT64_MAX, location=one) for one in (place, DEVICE)]
+        for pool in holding:
+            rig.free(rig.allocate(pool, 20 * MiB, stream), stream)
+        value(rig.raw.cuStreamSynchronize(stream))
+        rig.allocate(full, 28 * MiB, stream)
+        assert said(rig.try_allocate(full, 28 * MiB, stream)) == "OUT_OF_MEMORY"
+        assert [rig.reserved(pool) for pool in holding] == [0, 32 * MiB]
 
 
 class TestAllPools:

@@ -52,6 +52,12 @@ class DeviceGraphMemory:
     reserved_high: int = 0
     slabs: list[Slab] = field(default_factory=list)
     memories: set[GraphMemory] = field(default_factory=set)
+    _set_aside: Reservation | None = None
+
+    def set_aside(self) -> None:
+        """With the first graph as many addresses are gone as a pool has (observed on H200: test_address_ranges)."""
+        if self._set_aside is None:
+            self._set_aside = Reservation(round_up(self.bank.addresses, CHUNK), CHUNK, low=True)
 
     def __post_init__(self) -> None:
         self.supply.reserves.append(self.trim)
@@ -81,6 +87,8 @@ class DeviceGraphMemory:
             memory.close()
         for slab in list(self.slabs):
             slab.close()
+        if self._set_aside is not None:
+            self._set_aside.close()
 
 
 class Slab:
@@ -138,6 +146,7 @@ class GraphMemory:
 
     def __init__(self, shared: DeviceGraphMemory) -> None:
         shared.collect()
+        shared.set_aside()
         self._shared = shared
         self._reservation = Reservation(round_up(shared.bank.total, CHUNK), CHUNK)
         shared.supply.arenas.add(self._reservation)

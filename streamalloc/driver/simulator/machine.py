@@ -53,7 +53,7 @@ class Machine:
         self._context_numbers = itertools.count(1)
         names, timeline = Names(spec.identity), self.timeline
         banks = [self._bank() for _ in range(spec.devices)]
-        supply = self.supply = Supply(Bank(self.profile.host_memory), banks)
+        supply = self.supply = Supply(Bank(self.profile.host_memory, addresses=self.profile.host_pool_addresses), banks)
         self.host_heap: Heap = Heap("pinned", supply, supply.host)
         self.devices: list[Device] = [self._device(names, *numbered) for numbered in enumerate(banks)]
         for device in self.devices:

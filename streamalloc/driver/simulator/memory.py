@@ -19,6 +19,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from .constants import CHUNK
+
 _PROT_NONE = 0
 _PROT_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED = mmap.MAP_SHARED, mmap.MAP_PRIVATE, 0x10
@@ -166,15 +168,118 @@ class Intervals:
         return zip(self._starts, self._ends, strict=True)
 
 
-class Reservation:
-    """A range of addresses of this process, of which parts may be mapped."""
+class Addresses:
+    """Where large ranges lie: each at the lowest place that is free (observed on H200: test_address_ranges). One for
+    all machines of the process.
+    """
 
-    def __init__(self, size: int, alignment: int) -> None:
+    def __init__(self) -> None:
+        self._taken = Intervals()
+        self._taken.add(0, _LOWEST)
+        self._taken.add(*_KEPT_BY_DRIVER)
+
+    def take(self, size: int, alignment: int) -> int:
+        """Reserve the lowest place, inaccessible but for what is kept of freed memory there; 0 where there is none."""
+        taken, looked = self._taken, False
+        while True:
+            base = _lowest(taken, size, alignment)
+            if base + size > _HIGHEST:
+                return 0
+            if _claim(base, size):
+                self._taken.add(base, base + size)
+                return base
+            if looked:
+                return 0
+            taken, looked = _mapped_now(self._taken), True
+
+    def take_at(self, base: int, size: int) -> bool:
+        """The same at a place; False where it is not free."""
+        placed = _place(base, size)
+        if placed:
+            self._taken.add(base, base + size)
+        return placed
+
+    def leave(self, base: int, size: int) -> None:
+        self._taken.remove(base, base + size)
+
+
+_LOWEST, _HIGHEST = 0x302000000, 1 << 46
+_KEPT_BY_DRIVER = (1 << 40, (1 << 40) + (64 << 20))
+
+
+def _lowest(taken: Intervals, size: int, alignment: int) -> int:
+    """The lowest place that is not taken."""
+    base = 0
+    for start, end in taken:
+        if base + size <= start:
+            break
+        base = max(base, -(-end // alignment) * alignment)
+    return base
+
+
+def _claim(base: int, size: int) -> bool:
+    """Reserve a range; False where somebody else has addresses of it. What is kept of freed memory stays readable."""
+    end = base + size
+    gaps: list[tuple[int, int]] = []
+    at = base
+    within = sorted((max(start, base), min(start + kept, end)) for start, kept, _ in _kept)
+    for start, stop in [*((one, two) for one, two in within if one < two), (end, end)]:
+        if at < start:
+            if not _place(at, start - at):
+                for gap in gaps:
+                    _unmap(*gap)
+                return False
+            gaps.append((at, start - at))
+        at = stop
+    _forget_kept(base, end)
+    return True
+
+
+def _place(base: int, size: int) -> bool:
+    """Reserve exactly this range."""
+    try:
+        got = _mmap(base, size, _PROT_NONE, _RESERVED | _MAP_FIXED_NOREPLACE)
+    except OSError:
+        return False
+    if got != base:  # a kernel that does not know the flag
+        _unmap(got, size)
+    return got == base
+
+
+def _mapped_now(taken: Intervals) -> Intervals:
+    """What is taken, and what else is mapped in this process."""
+    found = Intervals()
+    with open("/proc/self/maps", encoding="ascii", errors="replace") as lines:
+        for line in lines:
+            start, _, end = line.partition(" ")[0].partition("-")
+            found.add(int(start, 16), int(end, 16))
+    for base, size, _ in _kept:
+        found.remove(base, base + size)
+    for one, two in taken:
+        found.add(one, two)
+    return found
+
+
+class Reservation:
+    """A range of addresses of this process, of which parts may be mapped: at ``hint`` where that is free, at the lowest
+    place if it is to lie ``low``, else where the system has room.
+    """
+
+    def __init__(self, size: int, alignment: int, low: bool = False, hint: int = 0) -> None:
         self.size = size
-        self._raw_size = size + alignment
-        self._raw = _mmap(None, self._raw_size, _PROT_NONE, _RESERVED)
-        self.base: int = -(-self._raw // alignment) * alignment
         self.mapped: Intervals = Intervals()
+        if hint:
+            self.base: int = hint if _addresses.take_at(hint, size) else 0
+        else:
+            self.base = _addresses.take(size, max(alignment, CHUNK)) if low else 0
+        self._noted = self.base != 0
+        if not self._noted:
+            raw = _mmap(None, size + alignment, _PROT_NONE, _RESERVED)
+            # as high as it goes: the system fills addresses from above, so that the next range ends where this begins
+            self.base = (raw + alignment) // alignment * alignment
+            _unmap(raw, self.base - raw)
+            _unmap(self.base + size, raw + alignment - self.base)
+        self._open = True
 
     @property
     def end(self) -> int:
@@ -200,47 +305,26 @@ class Reservation:
 
     def close(self, readable: int = 0) -> None:
         """Give up the addresses; the first ``readable`` bytes for reading what is not there any more."""
-        if self._raw_size:
-            end = self.base + readable
-            _unmap(self._raw, self.base - self._raw if readable else self._raw_size)
-            if readable:
-                _unmap(end, self._raw + self._raw_size - end)
-                _keep_readable(self.base, end)
-                _kept.append((self.base, readable, self._raw_size))
-                while len(_kept) > 1 and (
-                    len(_kept) > _FREED_RANGES
-                    or sum(kept for _, kept, _ in _kept) > _FREED_KEPT
-                    or sum(reserved for _, _, reserved in _kept) > _FREED_RESERVED
-                ):
-                    start, size, _ = _kept.popleft()
-                    _unmap(start, size)
-            self._raw_size = 0
+        if not self._open:
+            return
+        self._open = False
+        if readable:
+            _keep_readable(self.base, self.base + readable)
+            _kept.append((self.base, readable, self.size))
+        _unmap(self.base + readable, self.size - readable)
+        if self._noted:
+            _addresses.leave(self.base, self.size)
+        while len(_kept) > 1 and (
+            len(_kept) > _FREED_RANGES
+            or sum(kept for _, kept, _ in _kept) > _FREED_KEPT
+            or sum(reserved for _, _, reserved in _kept) > _FREED_RESERVED
+        ):
+            start, size, _ = _kept.popleft()
+            _unmap(start, size)
 
 
 class AddressRange(Reservation):
-    """A reservation without a byte around it, so that two may touch; at ``hint`` where that is free."""
-
-    def __init__(self, size: int, alignment: int, hint: int = 0) -> None:
-        self.size = size
-        self.mapped: Intervals = Intervals()
-        self.base: int = self._place_at(hint) if hint else 0
-        if not self.base:
-            raw = _mmap(None, size + alignment, _PROT_NONE, _RESERVED)
-            # as high as it goes: the system fills addresses from above, so that the next range ends where this begins
-            self.base = (raw + alignment) // alignment * alignment
-            _unmap(raw, self.base - raw)
-            _unmap(self.base + size, raw + alignment - self.base)
-        self._raw, self._raw_size = self.base, size
-
-    def _place_at(self, hint: int) -> int:
-        try:
-            got = _mmap(hint, self.size, _PROT_NONE, _RESERVED | _MAP_FIXED_NOREPLACE)
-        except OSError:
-            return 0
-        if got != hint:  # a kernel that does not know the flag
-            _unmap(got, self.size)
-            return 0
-        return got
+    """A reservation by the user."""
 
 
 FREED = 0xDB
@@ -250,7 +334,7 @@ _FREED_KEPT = 64 << 30
 _FREED_RANGES = 256
 _FREED_RESERVED = 8 << 40
 """How many bytes of addresses, ranges, and bytes that these had reserved, are kept that way once a pool is gone: the
-latest. Where the beginning of a range is kept, no other range of its size can be reserved in its place."""
+latest. Elsewhere than low, no other range of its size can be reserved where the beginning of one is kept."""
 
 
 @functools.cache
@@ -272,18 +356,30 @@ _kept: deque[tuple[int, int, int]] = deque()
 """Where each begins, its size, and how much was reserved there."""
 
 
+def _forget_kept(start: int, end: int) -> None:
+    """A range was reserved there: what of it was kept is part of that."""
+    for _ in range(len(_kept)):
+        base, size, reserved = _kept.popleft()
+        for low, high in ((base, min(base + size, start)), (max(base, end), base + size)):
+            if low < high:
+                _kept.append((low, high - low, reserved))
+
+
+_addresses = Addresses()
+
+
 class Arena:
     """A reservation with its own physical memory, the same offset in both; the file is there from its first use on.
 
     ``on_host``: arrays of the host may look at it, also when it is freed. See :data:`FREED`.
     """
 
-    def __init__(self, name: str, size: int, alignment: int, on_host: bool = False) -> None:
+    def __init__(self, name: str, size: int, alignment: int, on_host: bool = False, low: bool = False) -> None:
         self._name = name
         self._on_host = on_host
         self._used = 0
         """All that was ever backed is below."""
-        self.reservation: Reservation = Reservation(size, alignment)
+        self.reservation: Reservation = Reservation(size, alignment, low)
         self.base: int = self.reservation.base
         self._physical: Physical | None = None
 
@@ -312,8 +408,10 @@ class Arena:
 class Bank:
     """The physical memory of one device, or of the host: how much there is and how much is taken."""
 
-    def __init__(self, total: int, overhead: int = 0) -> None:
+    def __init__(self, total: int, overhead: int = 0, addresses: int | None = None) -> None:
         self.total = total
+        self.addresses: int = 2 * total if addresses is None else addresses
+        """How many a pool without a limit has."""
         self.used: int = overhead
         self._given_up: list[Physical] = []
 

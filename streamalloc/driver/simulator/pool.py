@@ -71,8 +71,8 @@ class Pool:
         # a pool has addresses for twice of what it may hold; that of a device has more where there are several devices
         # (observed on H200: test_placements)
         few = self.device is None or len(supply.devices) == 1
-        capacity, ranks = 2 * ((few and self.max_size) or bank.total), self._timeline.ranks
-        self.space: Space = Space(str(self.label), supply, bank, capacity, ranks=ranks)
+        capacity = 2 * self.max_size if few and self.max_size else bank.addresses
+        self.space: Space = Space(str(self.label), supply, bank, capacity, ranks=self._timeline.ranks)
         self.line: Line = self.space.line
         supply.pools[self.handle] = self.space
 

@@ -28,6 +28,10 @@ class Profile:
     context_overhead: int
     """Bytes of the device's memory that the driver keeps for itself."""
     host_memory: int
+    host_pool_addresses: int
+    """Bytes of addresses that a pool of the host without a limit has. It is another number from day to day; 9 to 60 GiB
+    were seen.
+    """
     numa_nodes: int
     driver_version: int
     context_api_version: int

@@ -39,12 +39,15 @@ class Supply:
                 space.trim(0)
 
     def trim(self, asking: Space) -> None:
-        """Take from all pools of devices, and from graphs, what they hold in reserve."""
+        """Take what is held in reserve: for a pool of the host from all pools of the host, for one of a device from all
+        pools of devices and from graphs.
+        """
         for space in self.pools.values():
-            if space is not asking and space.bank is not self.host:
+            if space is not asking and (space.bank is self.host) == (asking.bank is self.host):
                 space.trim(0)
-        for give_up in self.reserves:
-            give_up()
+        if asking.bank is not self.host:
+            for give_up in self.reserves:
+                give_up()
 
     def is_mapped(self, address: int, size: int) -> bool:
         """False for simulated memory that is gone by now; true for memory that is not simulated."""
@@ -81,7 +84,7 @@ class Space:
         self._arenas = supply.arenas
         # from the beginning, so that nothing else comes there (observed on H200: test_pool_creation)
         with operating_system(only_memory=True):
-            self._arena = Arena(name, self.line.capacity, CHUNK, on_host=bank is supply.host)
+            self._arena = Arena(name, self.line.capacity, CHUNK, on_host=bank is supply.host, low=True)
         self._arenas.add(self._arena.reservation)
 
     @property

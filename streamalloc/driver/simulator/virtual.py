@@ -10,7 +10,6 @@ import itertools
 from dataclasses import dataclass, field
 
 from .allocations import Allocations, MappedMemory
-from .blocks import round_up
 from .constants import GRANULARITY
 from .errors import Fault, NotModelled, Result, check, need, not_modelled, operating_system
 from .files import Names
@@ -22,10 +21,9 @@ from .timeline import Timeline
 _LARGEST_ADDRESS = 1 << 47
 _LARGE, _ALIGNED = 32 << 20, 64 << 20
 """From this size on, or this alignment, a range lies low (observed on H200: test_address_ranges)."""
-_LOW, _LOW_END = 1 << 44, 1 << 45
-"""Where that is here: above what a real driver in this process may want."""
-_TOO_LARGE = 1 << 40
-"""For what lies higher. The driver looks for a place from the hint on (observed on H200: test_address_ranges)."""
+_TOO_LARGE, _HIGH = 1 << 40, 1 << 45
+"""No range so large lies so high. The driver looks for a place from the hint on (observed on H200:
+test_address_ranges)."""
 _LARGEST_ALIGNMENT = 1 << 46  # from here on OUT_OF_MEMORY (observed on H200: test_address_ranges)
 
 
@@ -116,24 +114,13 @@ class VirtualMemory:
         possible = max(size, hint) < _LARGEST_ADDRESS and alignment < _LARGEST_ALIGNMENT
         check(possible, Result.CUDA_ERROR_OUT_OF_MEMORY)
         with operating_system(only_memory=True):
-            found = AddressRange(size, alignment, hint or self._low(size, alignment))
-        if hint >= _LOW_END and found.base != hint and size >= _TOO_LARGE:
+            found = AddressRange(size, alignment, size >= _LARGE or alignment >= _ALIGNED, hint)
+        if hint >= _HIGH and found.base != hint and size >= _TOO_LARGE:
             found.close()
             raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
         self._ranges[found.base] = found
         self.supply.arenas.add(found)
         return found.base
-
-    def _low(self, size: int, alignment: int) -> int:
-        """The lowest free place for a range that lies low, 0 for others."""
-        if size < _LARGE and alignment < _ALIGNED:
-            return 0
-        at = round_up(_LOW, alignment)
-        for base in sorted(base for base in self._ranges if _LOW <= base < _LOW_END):
-            if at + size <= base:
-                break
-            at = round_up(max(at, self._ranges[base].end), alignment)
-        return at if at + size <= _LOW_END else 0
 
     def free(self, base: int, size: int) -> None:
         found = need(self._ranges.get(base))
