@@ -391,7 +391,9 @@ class _Relaxed:
         # As above.
         result = self._door.cuThreadExchangeStreamCaptureMode(self._mode)[0]
         if result:
-            raise error_from(result, "cuThreadExchangeStreamCaptureMode")
+            if error is None:
+                raise error_from(result, "cuThreadExchangeStreamCaptureMode")
+            attach(error, error_from(result, "cuThreadExchangeStreamCaptureMode"))
 
 
 _FORKED = (

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from streamalloc.core.errors import attach
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Closes", "Unique", "close_all", "finaliser"]
+__all__ = ["Closes", "Leaves", "Unique", "close_all", "finaliser"]
 
 T = TypeVar("T")
 
@@ -43,7 +45,32 @@ def _called_by_multiprocessing(caller: types.FrameType) -> bool:
     return module is not None and caller.f_code in (module.dump.__code__, module.ForkingPickler.dumps.__func__.__code__)
 
 
-class Closes(Unique):
+class Leaves:
+    """What a ``with`` block leaves at its end, by :meth:`_leave`.
+
+    Where the block has raised, its error goes on, and one of leaving is attached to it. So it is with every object of
+    the package that has a ``with`` block.
+    """
+
+    __slots__ = ()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._leave(failed=False)
+            return
+        try:
+            self._leave(failed=True)
+        except Exception as later:
+            attach(error, later)
+
+    def _leave(self, *, failed: bool) -> None:
+        """The end of the block; ``failed``: it has raised."""
+        raise NotImplementedError
+
+
+class Closes(Unique, Leaves):
     """An owner that releases what it holds when it is closed, as at the end of a ``with`` block."""
 
     __slots__ = ()
@@ -55,9 +82,7 @@ class Closes(Unique):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _leave(self, *, failed: bool) -> None:
         self.close()
 
 

@@ -140,7 +140,7 @@ class TorchBridge(Bridge):
         pools.clear()
         _end_pools()
 
-    def __exit__(self, *error: object) -> None:
+    def _leave(self, *, failed: bool) -> None:
         self.stop()
 
 

@@ -8,7 +8,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -644,16 +643,11 @@ class SymmetricMemory(Closes, Shown):
         self._check_open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-            return
-        try:
+    def _leave(self, *, failed: bool) -> None:
+        if failed:
             self.abandon()
-        except Exception as later:
-            attach(error, later)
+        else:
+            self.close()
 
     def _about(self) -> Iterator[Row]:
         self._check_open()

@@ -13,6 +13,7 @@ from streamalloc.core.device import Device
 from streamalloc.core.door import Door, door_behind
 from streamalloc.core.errors import ClosedError, size_text
 from streamalloc.core.html import Drawn
+from streamalloc.core.ownership import Leaves
 from streamalloc.core.properties import checked_size
 from streamalloc.driver import default as default_driver
 from streamalloc.multicast import SymmetricMemory
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Observer", "observe"]
 
 
-class Observer(Drawn):
+class Observer(Drawn, Leaves):
     """Knows which memory is allocated, since when and from which line; made by :func:`observe`.
 
     It observes from :meth:`start` to :meth:`stop`, which a ``with`` block calls, and can be asked after that, too.
@@ -56,7 +57,7 @@ class Observer(Drawn):
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(self, *error: object) -> None:
+    def _leave(self, *, failed: bool) -> None:
         self.stop()
 
     @property

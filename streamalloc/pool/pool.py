@@ -21,7 +21,7 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.html import Drawn, place
 from streamalloc.core.later import later_of, work
-from streamalloc.core.ownership import Closes
+from streamalloc.core.ownership import Closes, Leaves
 from streamalloc.core.properties import (
     MemAccess,
     MemAccessDesc,
@@ -39,7 +39,6 @@ from streamalloc.pool.attributes import PoolAttributes, PoolStatistics
 from streamalloc.pool.ending import PoolEnd, existing_pool, pools_of, set_current_pool
 
 if TYPE_CHECKING:
-    from types import TracebackType
 
     from typing_extensions import Self
 
@@ -428,7 +427,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         return f"{title}, closed" if self._closed else title + self.statistics()._repr_html_()
 
 
-class MadeCurrent:
+class MadeCurrent(Leaves):
     """What :meth:`MemoryPool.make_current` returns; a ``with`` block restores the pool that was current before."""
 
     __slots__ = ("_pool", "_previous")
@@ -440,9 +439,7 @@ class MadeCurrent:
     def __enter__(self) -> MemoryPool:
         return self._pool
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _leave(self, *, failed: bool) -> None:
         previous = self._previous
         if previous.closed:
             # The driver would take the handle of a pool that is gone; what it falls back to itself is the default.

@@ -413,7 +413,7 @@ class AddressRange(OwnsNode):
         )
         return table(("from", "to", "memory of", "access", "handle"), rows)
 
-    def __exit__(self, *error: object) -> None:
+    def _leave(self, *, failed: bool) -> None:
         if not self.closed:
             self.unmap()
         self.close()

@@ -14,7 +14,8 @@ import streamalloc as sa
 FOLDER = sa.__path__
 
 
-def _classes() -> list[Any]:
+def classes() -> list[Any]:
+    """The classes of the package whose objects are made."""
     found: dict[str, Any] = {}
     for info in pkgutil.walk_packages(FOLDER, "streamalloc."):
         if info.name.endswith("__main__") or ".simulator" in info.name or ".cli" in info.name:
@@ -26,7 +27,7 @@ def _classes() -> list[Any]:
     return [value for _, value in sorted(found.items())]
 
 
-OWNERS = [kind for kind in _classes() if hasattr(kind, "__del__")]
+OWNERS = [kind for kind in classes() if hasattr(kind, "__del__")]
 
 
 def _name(kind: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from types import TracebackType
 from typing import Any, NoReturn
 
 from typing_extensions import Self
@@ -81,9 +80,7 @@ class RingItem(SlotMemory):
         self._held = False
         place.closing.value = value
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _leave(self, *, failed: bool) -> None:
         self.release()
 
 

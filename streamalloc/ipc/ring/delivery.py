@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any, NoReturn
 
 from streamalloc.core.buffer import Buffer
@@ -120,11 +119,9 @@ class RingSlot(SlotMemory):
             self._slot.holder = None
             self._deliveries.free.appendleft(self._slot)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _leave(self, *, failed: bool) -> None:
         try:
-            if kind is None and self._held:
+            if not failed and self._held:
                 self._deliveries.hand_off(self)
         finally:
             self.give_back()

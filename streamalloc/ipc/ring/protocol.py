@@ -31,7 +31,7 @@ from streamalloc.core.errors import ClosedError, size_text
 from streamalloc.core.html import Row, Shown, mib
 from streamalloc.core.later import Deferred, later_of
 from streamalloc.core.memory import BufferView, Memory
-from streamalloc.core.ownership import Closes, finaliser
+from streamalloc.core.ownership import Closes, Leaves, finaliser
 from streamalloc.core.stream import Stream
 from streamalloc.ipc.sharing.control_block import SLOTS
 from streamalloc.ipc.transport.channel import Message, ProtocolError
@@ -118,7 +118,7 @@ def importers_in(data: bytes, count: int) -> list[int]:
     return [importer for (importer,) in _IMPORTER.iter_unpack(rest)]
 
 
-class SlotMemory(BufferView):
+class SlotMemory(BufferView, Leaves):
     """A slot as one end sees it, usable while it is held."""
 
     __slots__ = ("_base", "_held", "_stream", "index")

@@ -487,7 +487,7 @@ class MulticastObject(GenericAllocation):
         self._checked_raw()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def _leave(self, *, failed: bool) -> None:
         self.end()
 
     def end(self, after: After = None) -> None:

@@ -1,0 +1,77 @@
+"""``with`` blocks: the error of the block is the one that is raised, and one of leaving is attached to it."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
+from streamalloc.core import door
+from streamalloc.core.ownership import Leaves
+from tests.package.test_half_made import classes
+from tests.support import MiB
+
+# Those of the door, between which and the driver nothing may be called.
+OWN_WORDS = {door._Current: "cuCtxPopCurrent", door._Relaxed: "cuThreadExchangeStreamCaptureMode"}
+WITH_BLOCKS = [
+    kind for kind in classes() if getattr(getattr(kind, "__exit__", None), "__module__", "").startswith("streamalloc")
+]
+
+
+class BlockError(Exception):
+    """What a block raises."""
+
+    __notes__: list[str]
+
+
+def test_there_are_some() -> None:
+    names = {kind.__qualname__ for kind in WITH_BLOCKS}
+    assert {"Stream", "MemoryPool", "AddressRange", "SymmetricMemory", "RingSlot", "Observer", "MadeCurrent"} <= names
+
+
+@pytest.mark.parametrize("kind", WITH_BLOCKS, ids=lambda kind: kind.__qualname__)
+def test_the_error_of_the_block_stays(machine: Any, kind: Any) -> None:
+    error, later = BlockError("of the block"), sa.CudaError("CUDA_ERROR_UNKNOWN", 999, "cuLeave", "")
+    if kind in OWN_WORDS:
+        driver = sd.faulty(machine, OWN_WORDS[kind], 1 + (kind is door._Relaxed), result="CUDA_ERROR_UNKNOWN")
+        behind = door.door_behind(sa.Device(0, driver=driver))
+        with pytest.raises(BlockError) as caught, behind.current(0) if kind is door._Current else behind.relaxed():
+            raise error
+        if kind is door._Current:
+            machine.cuCtxPopCurrent()
+        assert len(caught.value.__notes__) == 1 and OWN_WORDS[kind] in caught.value.__notes__[0]
+        return
+    called = []
+
+    def leave(*, failed: bool) -> None:
+        called.append(failed)
+        raise later
+
+    assert not kind.__exit__(types.SimpleNamespace(_leave=leave), BlockError, error, None)
+    assert error.__notes__ == [f"while undoing: CudaError: {later}"]
+    with pytest.raises(sa.CudaError):
+        kind.__exit__(types.SimpleNamespace(_leave=leave), None, None, None)
+    assert called == [True, False]
+    assert kind.__exit__ is Leaves.__exit__
+
+
+MADE: dict[str, Any] = {
+    "cuMemPoolDestroy": sa.MemoryPool,
+    "cuMemUnmap": lambda device: vmm.GrowableBuffer(device, 4 * MiB, 2 * MiB),
+    "cuMemAddressFree": lambda device: vmm.AddressRange(2 * MiB, driver=device.driver),
+    "cuMemRelease": lambda device: vmm.PhysicalMemory(2 * MiB, device),
+}
+
+
+@pytest.mark.parametrize("call", MADE)
+def test_what_cannot_be_closed(machine: Any, call: str) -> None:
+    driver = sd.faulty(machine, call, 1, result="CUDA_ERROR_UNKNOWN")
+    with pytest.raises(BlockError) as caught, MADE[call](sa.Device(0, driver=driver)) as one:
+        raise BlockError
+    (note,) = caught.value.__notes__
+    assert call in note and "CUDA_ERROR_UNKNOWN" in note
+    one.close()
