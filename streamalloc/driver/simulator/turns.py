@@ -43,6 +43,9 @@ _owner = 0  # the thread that has the lock
 _depth = 0
 _was_on = False
 _acquire = _each_time(_lock.acquire)
+# At the end of a turn nothing may be made, not even the bound method that a profiler is told of: up to Python 3.11 a
+# collection may come where something is made, and its finalisers' calls would wait for this thread.
+_release = _each_time(_lock.release)
 _is_enabled, _enable, _disable = _each_time(gc.isenabled), _each_time(gc.enable), _each_time(gc.disable)
 
 
@@ -69,7 +72,8 @@ def leave() -> None:
         return
     _let_collections_in()
     _owner = _depth = 0
-    _lock.release()
+    for _ in _release:
+        break
 
 
 def is_mine(ident: Callable[[], int] = threading.get_ident) -> bool:
@@ -83,7 +87,8 @@ def sleep(until: _thread.LockType, seconds: float) -> None:
     thread, depth = _owner, _depth
     _let_collections_in()
     _owner = _depth = 0
-    _lock.release()
+    for _ in _release:
+        break
     try:
         until.acquire(True, seconds)
     finally:
@@ -244,9 +249,9 @@ def run(work: Callable[[], Any]) -> Any:
 
 
 def _after_fork() -> None:
-    global _acquire, _depth, _lock, _owner
+    global _acquire, _depth, _lock, _owner, _release
     _lock = threading.Lock()  # another thread may have had the old one
-    _acquire = _each_time(_lock.acquire)
+    _acquire, _release = _each_time(_lock.acquire), _each_time(_lock.release)
     _helpers.clear()
     _all.clear()
     if _depth:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Iterator
+from types import FrameType
 
 import pytest
 
@@ -70,3 +72,25 @@ def test_a_collection_at_the_edges_of_a_turn(monkeypatch: pytest.MonkeyPatch, wh
     thread.start()
     thread.join()
     assert seen == [True, True] and done == [True]
+
+
+def test_a_collection_at_the_end_of_a_turn_under_a_profiler() -> None:
+    """Python makes a bound method where it tells a profiler of a call, so collections come there up to Python 3.11."""
+    driver = sd.simulated()
+    assert driver.cuInit(0)[0] == 0
+    seen: list[str] = []
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if event == "c_call" and frame.f_code is turns.leave.__code__:
+            seen.append(str(driver.cuDeviceGetCount()))  # as a finaliser does
+
+    def call() -> None:
+        sys.setprofile(profile)
+        assert driver.cuDeviceGetCount()[1] == 1
+        sys.setprofile(None)
+        seen.append("done")
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert seen == ["done"]
