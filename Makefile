@@ -17,6 +17,9 @@ DOCS      := $(VENV)/.installed-docs
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+# The tests start many processes, which read the bytecode that the first has left, also where the environment forbids it.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help tour test test-gpu soak lint bench notebooks docs clean
@@ -28,13 +31,13 @@ tour: $(BASE) ## Install the package and watch it work, on a GPU if there is one
 	$(BIN)/python -m streamalloc tour $(ARGS)
 
 test: lint ## Check style and types, then run the tests on the simulated driver
-	$(BIN)/python -m pytest --driver=simulated -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) --driver=simulated -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu: $(TEST) ## Run the tests on the real driver and its GPUs
-	$(BIN)/python -m pytest --driver=cuda $(ARGS)
+	$(PYTEST) --driver=cuda $(ARGS)
 
 soak: $(TEST) ## Threads, collections and kills for a minute, or as long as SECONDS says
-	STREAMALLOC_SOAK_SECONDS=$(SECONDS) $(BIN)/python -m pytest --driver=simulated --soak tests/package/test_soak.py $(ARGS)
+	STREAMALLOC_SOAK_SECONDS=$(SECONDS) $(PYTEST) --driver=simulated --soak tests/package/test_soak.py $(ARGS)
 
 lint: $(TEST) ## Check style and types only
 	$(BIN)/python -m ruff check
