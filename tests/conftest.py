@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ import pytest
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import BINDINGS_VERSION
 from tests.fixtures import *  # noqa: F403
-from tests.support import makes_no_multicast_object
+from tests.support import makes_no_multicast_object, quick_collections
 
 # By name, as the package need not be installed. pytester is for the tests of the plugin.
 pytest_plugins = ["streamalloc.testing.plugin", "pytester"]
@@ -83,10 +82,9 @@ def no_multicast_by_mistake(on_cuda: bool) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> None:
-    """Collections look at what the tests have made only, not at all that pytest has loaded."""
-    gc.collect()
-    gc.freeze()
+def collections_of_a_module() -> None:
+    """They look at what its tests have made only, not at all that pytest has loaded."""
+    quick_collections()
 
 
 @pytest.fixture

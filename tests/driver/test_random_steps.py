@@ -14,6 +14,7 @@ from tests.driver.random_steps.make import Maker
 from tests.driver.random_steps.run import Program
 from tests.driver.simulator.support import new_rig
 from tests.facts.support import Rig, value
+from tests.support import in_a_thread
 
 RECORDED = Path(__file__).parent / "random_steps" / "h200.txt.xz"
 
@@ -26,6 +27,7 @@ def recorded() -> Iterator[tuple[str, list[tuple[str, str]]]]:
 
 
 @pytest.mark.simulated_only("the answers of the hardware are recorded")
+@in_a_thread
 def test_recorded_programs() -> None:
     count = 0
     for name, steps in recorded():

@@ -20,7 +20,7 @@ from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
 from streamalloc.multicast.setup.participants import Team, rank_at_fault
 from tests.multicast.ranks import Crew, Meddled, Rank, descriptors
 from tests.multicast.support import all_ended
-from tests.support import Account
+from tests.support import Account, quick_collections
 
 pytestmark = pytest.mark.simulated_only("driver calls are made to fail, and multicast objects are made")
 
@@ -49,6 +49,7 @@ def crews() -> Iterator[dict[int, Crew]]:
     with Crew(SIZE, fabric=False) as large, Crew(SMALL, fabric=False) as small:
         for crew in (large, small):
             crew.run(use)
+        quick_collections()
         yield {SIZE: large, SMALL: small}
 
 

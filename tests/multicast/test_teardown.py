@@ -14,7 +14,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import multicast, vmm
 from tests.multicast.support import PAGE, TEAM, Account, Team, misorders
-from tests.support import end_what_was_dropped, holds, names
+from tests.support import end_what_was_dropped, holds, in_a_thread, names
 
 Python = Callable[..., CompletedProcess[str]]
 pytestmark = [pytest.mark.gpus(TEAM), pytest.mark.multicast]
@@ -60,6 +60,7 @@ def phases(calls: list[Any]) -> list[int]:
 
 class TestGarbage:
     @pytest.mark.parametrize("seed", range(200))
+    @in_a_thread
     def test_dropped_in_any_order(self, machine: Any, seed: int) -> None:
         """Some of it in cycles, and collected now and then."""
         chance = random.Random(seed)

@@ -26,7 +26,7 @@ from streamalloc import interop, ipc, multicast, observing, vmm
 from streamalloc.driver.account import COUNTED, ENDERS
 from streamalloc.driver.account import MAKERS as CREATORS
 from streamalloc.pool import CachingAllocator
-from tests.support import GROWTH, MiB, end_what_was_dropped
+from tests.support import GROWTH, MiB, end_what_was_dropped, in_a_thread
 
 PAGE = 2 * MiB
 DATA = np.zeros(PAGE, np.uint8)
@@ -429,6 +429,7 @@ def test_each_call_fails_in_turn(machine: Any, kind: type, act: Act | None) -> N
     fails_in_turn(lambda: World(machine), kind, act)
 
 
+@in_a_thread
 def fails_in_turn(
     new: Callable[[], Faults],
     kind: type,

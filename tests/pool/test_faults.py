@@ -13,7 +13,7 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from tests.support import GROWTH, MiB, names
+from tests.support import GROWTH, MiB, in_a_thread, names
 
 READWRITE = sa.MemAccess.READWRITE
 
@@ -244,6 +244,7 @@ def _error_of(scenario: Callable[[sa.Device], None], driver: Any) -> str | None:
 
 @pytest.mark.parametrize("result", ["CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_UNKNOWN"])
 @pytest.mark.parametrize("name", SCENARIOS)
+@in_a_thread
 def test_every_call_fails_in_turn(machine: Any, name: str, result: str) -> None:
     try:
         assert _sweep(machine, name, result) == []

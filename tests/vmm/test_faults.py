@@ -17,7 +17,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from tests.support import Account, read
+from tests.support import Account, in_a_thread, read
 from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE
 
 # The calls that give something back. Where one of them fails, the step may be done all but this.
@@ -720,11 +720,13 @@ def assert_nothing_left(account: Account, failed: str = "") -> None:
 
 
 @pytest.mark.parametrize(("kind", "count"), [*((kind, 1) for kind in CASES), *WITH_PEERS])
+@in_a_thread
 def test_every_call_fails_in_turn(machine: Any, kind: type[Case], count: int) -> None:
     sweep(machine, kind, count, "CUDA_ERROR_OUT_OF_MEMORY", again=True)
 
 
 @pytest.mark.parametrize("kind", DROPPED)
+@in_a_thread
 def test_all_is_dropped_afterwards(machine: Any, kind: type[Case]) -> None:
     sweep(machine, kind, 1, "CUDA_ERROR_UNKNOWN", again=False)
 
@@ -766,6 +768,7 @@ def sweep(machine: Any, kind: type[Case], count: int, result: str, again: bool, 
 
 @pytest.mark.simulated_only("calls that fail are the same on any driver")
 @pytest.mark.parametrize("kind", CASES)
+@in_a_thread
 def test_a_call_fails_and_one_of_the_next(machine: Any, kind: type[Case]) -> None:
     """Whatever fails while a failure is dealt with: nothing is lost, or given back twice."""
     for number in calls_of(machine, kind, 1):
