@@ -84,6 +84,7 @@ class Door:
         "_state",
         "driver",
         "forked",
+        "opened",
         "shared",
         "used",
     )
@@ -92,7 +93,8 @@ class Door:
     """The driver itself, for code that binds its functions."""
     forked: bool
     """True in a forked child: no call goes through any more."""
-    shared: Callable[[int, int, Any], None] | None
+    shared: Callable[[int, int, Any, bytes], None] | None
+    opened: Callable[[int, int, Any, bytes, int], None] | None
     used: Callable[[int, int, Any, bool], None] | None
     """Told of uses that are no calls of the driver, where it checks the order of all."""
     cuEventQuery: Any
@@ -122,6 +124,7 @@ class Door:
         self.forked = False
         self.used = getattr(driver, "used", None)
         self.shared = getattr(driver, "shared", None)
+        self.opened = getattr(driver, "opened", None)
         self._contexts: dict[int, Any] = {}
         self._state: dict[object, Any] = {}
         self._hot: weakref.WeakSet[Any] = weakref.WeakSet()

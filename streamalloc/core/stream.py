@@ -152,8 +152,9 @@ class Stream(Closes):
     def _open(self, *, non_blocking: bool = False) -> None:
         number = int(self._raw)
         # Whether a query sees all that later work would wait for: that of a blocking stream does not see what the
-        # legacy stream has to do, while the legacy stream's sees the work of all blocking streams.
-        self._sees_all = non_blocking or number in (0, _LEGACY)
+        # legacy stream has to do, while the legacy stream's sees the work of all blocking streams. Where order is
+        # checked nobody asks: what is found must not hang on how far a stream happens to be.
+        self._sees_all = (non_blocking or number in (0, _LEGACY)) and self._door.shared is None
         self._closed = False
         self._allow_direct()
 
@@ -603,7 +604,7 @@ def direct_view(stream: StreamLike, door: Door) -> tuple[Any | None, bool]:
 
 
 def sees_all_work(stream: Stream) -> bool:
-    """Whether a query of the stream sees all that later work in it would wait for."""
+    """Whether a query of the stream sees all that later work in it would wait for, and is to be made."""
     return stream._sees_all
 
 

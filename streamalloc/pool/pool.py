@@ -39,7 +39,6 @@ from streamalloc.pool.attributes import PoolAttributes, PoolStatistics
 from streamalloc.pool.ending import PoolEnd, existing_pool, pools_of, set_current_pool
 
 if TYPE_CHECKING:
-
     from typing_extensions import Self
 
     from streamalloc.driver import Driver

@@ -122,7 +122,8 @@ class Timeline:
         self.host: Clock = Clock()
         self.held: dict[Stream, None] = {}
         """The streams with an obstacle."""
-        self._version = 0
+        self.version: int = 0
+        """Goes up with what the host learns."""
         self._numbers = 0
         self._streams: dict[Stream, None] = {}
         self.retired: list[Stream] = []
@@ -141,7 +142,7 @@ class Timeline:
         return self._numbers
 
     def thread(self, name: str) -> Actor:
-        """A host thread."""
+        """A host thread, or what another process does."""
         return Actor(self._number(), name)
 
     def stream(self, name: str, context: object = None, legacy: Stream | None = None) -> Stream:
@@ -208,9 +209,9 @@ class Timeline:
             if stream.obstacle is not None:
                 stream.queue.append((self.host.copy(), action))
                 return
-        if stream.heard != self._version:
+        if stream.heard != self.version:
             stream.clock.learn(self.host)
-            stream.heard = self._version
+            stream.heard = self.version
         self._enter(stream)
         action(stream)
 
@@ -323,12 +324,12 @@ class Timeline:
         """A host thread does something itself, at its time from now on."""
         thread.time += 1
         self.host.known[thread.number] = thread.time
-        self._version += 1
+        self.version += 1
 
     def tell(self, clock: Clock) -> None:
         """The host knows that all of ``clock`` has happened."""
         self.host.learn(clock)
-        self._version += 1
+        self.version += 1
         if len(self.retired) > 32:
             self._forget()
 

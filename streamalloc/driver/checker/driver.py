@@ -123,6 +123,19 @@ class Checked(Wrapper):
                 # No call comes before this that a signal handler could interrupt.
                 self._observing = 0
 
+    def _take_again(self) -> None:
+        """Have the turn again after a question, whatever a signal handler raises meanwhile."""
+        raised: BaseException | None = None
+        while self._observing != threading.get_ident():
+            try:
+                if not self._lock._is_owned():  # type: ignore[attr-defined]
+                    self._lock.acquire()
+                self._observing = threading.get_ident()
+            except BaseException as error:
+                raised = error
+        if raised is not None:
+            raise raised
+
     def _before(self, name: str, args: tuple[Any, ...]) -> Finish | None:
         """What is to be called with the answer; None where the call must not be made."""
         state = self._state
@@ -171,6 +184,8 @@ class Checked(Wrapper):
             if self._state.timeline.held:
                 self._state.words.look()
             rule(self._state, name, args, answer)
+        if self._state.posted:
+            self._state.settle()
 
     def _late(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
         rule = BEFORE.get(name)
@@ -181,13 +196,14 @@ class Checked(Wrapper):
     def _keep(self) -> list[Hazard]:
         """Put what was found where it belongs; what has to be shown now."""
         fresh = []
-        while self._found:
-            hazard = self._found.pop(0)
-            key = (hazard.kind, hazard.address, *(stack for _, stack in hazard.places))
-            if key not in self._shown and len(self.hazards) < _KEPT:
-                self._shown.add(key)
-                self.hazards.append(hazard)
-                fresh.append(hazard)
+        with self._lock:
+            while self._found:
+                hazard = self._found.pop(0)
+                key = (hazard.kind, hazard.address, *(stack for _, stack in hazard.places))
+                if key not in self._shown and len(self.hazards) < _KEPT:
+                    self._shown.add(key)
+                    self.hazards.append(hazard)
+                    fresh.append(hazard)
         return fresh
 
     def _deliver(self, take_back: Callable[[], object] | None = None) -> None:
@@ -213,11 +229,22 @@ class Checked(Wrapper):
             self._alone(self._use, address, nbytes, stream, write)
             self._deliver()
 
-    def shared(self, address: int, nbytes: int, stream: Any) -> None:
-        """Say that other processes are told that memory is ready, in the order of a stream by its handle."""
+    def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
+        """Say that other processes are told that memory is ready, in the order of a stream by its handle.
+
+        ``name`` is what they know that by, too: :meth:`opened`.
+        """
         if not self._inside():
-            self._alone(self._state.share, stream, address, nbytes)
+            self._alone(self._state.share, stream, address, nbytes, name)
             self._deliver()
+
+    def opened(self, address: int, nbytes: int, stream: Any, name: bytes, word: int) -> None:
+        """Say that a stream by its handle is to wait for what another process has told of memory by :meth:`shared`.
+
+        ``word`` is where it does.
+        """
+        if not self._inside():
+            self._alone(self._state.opened, stream, address, nbytes, name, word)
 
     def _use(self, address: int, nbytes: int, stream: Any, write: bool) -> None:
         if self._state.timeline.held:
@@ -347,16 +374,14 @@ class _Asked:
         function = getattr(owner._wrapped, name)
 
         def ask(*args: Any) -> Any:
-            inside = owner._inside()
-            if inside:
+            if not owner._inside():
+                return function(*args)
+            try:
                 owner._observing = 0
                 owner._lock.release()
-            try:
                 return function(*args)
             finally:
-                if inside:
-                    owner._lock.acquire()
-                    owner._observing = threading.get_ident()
+                owner._take_again()
 
         return ask
 

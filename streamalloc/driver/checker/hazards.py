@@ -22,6 +22,7 @@ __all__ = [
     "Addresses",
     "Binding",
     "Bytes",
+    "Contents",
     "Judge",
     "Moment",
     "Piece",
@@ -190,6 +191,20 @@ class Binding:
     """Whose replica it is; None where that is not known."""
 
 
+@dataclass
+class Contents:
+    """A part of imported memory whose contents its exporter had not finished when they were imported."""
+
+    low: int
+    high: int
+    after: list[tuple[int, int]]
+    """Of which actors and times one has to come before a use."""
+    over: Callable[[], bool]
+    """Whether the exporter may have told that they are there."""
+    whose: str
+    remedy: str
+
+
 @dataclass(eq=False)
 class Range:
     """Addresses that stand for bytes, from their beginning to their end."""
@@ -224,6 +239,8 @@ class Range:
     """How often memory of another process was opened."""
     imports: list[Range] = field(default_factory=list)
     """The same memory as other imports in this process have it."""
+    awaited: tuple[Contents, ...] = ()
+    """Of an import: what may not be there yet."""
 
     @property
     def end(self) -> int:
@@ -470,6 +487,8 @@ class Judge:
                     range_,
                     (("this call", access.stack), ("allocated", range_.stack)),
                 )
+            for contents in range_.awaited:
+                self._await(range_, low, high, contents, access, clock)
             range_.last[number] = access
             if len(range_.last) > _MANY:
                 self._forget(range_.last)
@@ -477,6 +496,21 @@ class Judge:
                 for before, ordered in memory.touch(start, end, access, clock, order, self._forget):
                     if not (access.atomic and before.atomic) and not self._is_open(range_, before):
                         self._race(range_, before, access, by_host, ordered)
+
+    def _await(self, range_: Range, low: int, high: int, contents: Contents, access: Access, clock: Clock) -> None:
+        if contents.low >= high or low >= contents.high or any(clock.after(*one) for one in contents.after):
+            return
+        if contents.over():
+            range_.awaited = tuple(one for one in range_.awaited if one is not contents)
+            return
+        actor = access.actor
+        self._tell(
+            "race",
+            f"{access.what} of {actor.name} uses {range_}, whose contents {contents.whose} may still be writing",
+            f"{actor.name} must wait for {contents.remedy}",
+            range_,
+            (("this call", access.stack), ("imported", range_.stack)),
+        )
 
     def _forget(self, uses: dict[int, Access]) -> None:
         """Take out the uses that come before all that is queued from now on: those that the host knows of."""

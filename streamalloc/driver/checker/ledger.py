@@ -13,16 +13,17 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["close_import", "holders", "open_import"]
+__all__ = ["close_import", "folder", "holders", "open_import"]
 
 _numbers = itertools.count()
 
 
-def _folder() -> Path:
-    folder = Path(tempfile.gettempdir()) / f"streamalloc-checker-{os.getuid()}"
+def folder() -> Path:
+    """The folder, which is this user's alone."""
+    found = Path(tempfile.gettempdir()) / f"streamalloc-checker-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    return folder
+        found.mkdir(mode=0o700)
+    return found
 
 
 def _digest(exported: bytes) -> str:
@@ -31,7 +32,7 @@ def _digest(exported: bytes) -> str:
 
 def open_import(exported: bytes) -> Path | None:
     """Say that this process has what was exported; the entry. None where there is no place for it."""
-    path = _folder() / f"{_digest(exported)}-{os.getpid()}-{next(_numbers)}"
+    path = folder() / f"{_digest(exported)}-{os.getpid()}-{next(_numbers)}"
     try:
         path.touch()
     except OSError:
@@ -48,7 +49,7 @@ def close_import(entry: Path) -> None:
 def holders(exported: bytes) -> list[int]:
     """The other processes that have what was exported."""
     found = []
-    for entry in _folder().glob(f"{_digest(exported)}-*"):
+    for entry in folder().glob(f"{_digest(exported)}-*"):
         process = int(entry.name.split("-")[1])
         if process == os.getpid():
             continue

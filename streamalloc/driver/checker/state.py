@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -14,7 +15,7 @@ import numpy as np
 
 from streamalloc.driver.account import Account
 from streamalloc.driver.bindings import cuda
-from streamalloc.driver.checker import ledger
+from streamalloc.driver.checker import ledger, notices
 from streamalloc.driver.checker.capture import Capture, Graph, Node
 from streamalloc.driver.checker.clocks import CERTAIN, Actor, Clock, Obstacle, Stream, Timeline
 from streamalloc.driver.checker.hazards import (
@@ -23,6 +24,7 @@ from streamalloc.driver.checker.hazards import (
     Addresses,
     Binding,
     Bytes,
+    Contents,
     Judge,
     Moment,
     Piece,
@@ -30,6 +32,7 @@ from streamalloc.driver.checker.hazards import (
     accesses,
     size_text,
 )
+from streamalloc.driver.checker.notices import Board, Place
 from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.stacks import Stack, here
 from streamalloc.driver.checker.words import Words
@@ -42,6 +45,8 @@ Touch = tuple[int, int, bool]
 OPENED = "memory of another process"
 """The kind of a range that ``cuIpcOpenMemHandle`` gives."""
 _LEGACY, _PER_THREAD = 1, 2
+_POSTED = 256
+"""So many exports that are not complete are known to other processes."""
 _MEMORY_TYPE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 _HOST = int(cuda.CUmemorytype.CU_MEMORYTYPE_HOST)
 
@@ -60,7 +65,7 @@ def number_of(value: Any) -> int:
 class Event:
     """An event, and its latest recording."""
 
-    __slots__ = ("captured", "elsewhere", "foreign", "mark", "shared")
+    __slots__ = ("captured", "elsewhere", "foreign", "mark", "place", "shared", "there")
 
     def __init__(self, shared: bool = False, foreign: bool = False) -> None:
         self.mark: Obstacle | None = None
@@ -72,6 +77,10 @@ class Event:
         """Whether another process has it, which may have recorded it."""
         self.foreign = foreign
         """Whether another library has made it, which may have recorded it."""
+        self.place: int | None = None
+        """Where others are told of its recordings."""
+        self.there: Place | None = None
+        """Where another process tells of its recordings."""
 
 
 class Physical:
@@ -126,6 +135,15 @@ class State:
         self.exported: dict[Range, bytes] = {}
         self.entries: dict[Range, Path] = {}
         self.shared_events: dict[bytes, Event] = {}
+        self.board: Board | None = None
+        """What other processes are told, once there is something."""
+        self.posted: dict[int, Callable[[], bool]] = {}
+        """The exports that were not complete, and whether they are, by their places on the board."""
+        self._settled = 0
+        self.announced: dict[bytes, Obstacle] = {}
+        """The latest announcements to other processes, and to whoever opens memory in this one."""
+        self._others: dict[tuple[int, int, bytes], tuple[Place, Actor]] = {}
+        """What other processes' events and posts are to clocks."""
         self.files: dict[tuple[int, int], Physical] = {}
         """What was exported or imported, by its file."""
         self._legacy: dict[int, Stream] = {}
@@ -269,6 +287,8 @@ class State:
         else:
             event.captured = None
             event.mark = self.timeline.record(stream)
+            if event.place is not None and self.board is not None:
+                self.board.record(event.place)
             if event.shared:
                 self.timeline.submit(stream, lambda stream: self.words.told.learn(stream.clock))
 
@@ -294,7 +314,20 @@ class State:
         """What may come before a recording that was not seen; None where there is none."""
         if event.foreign and event.mark is None:
             return self.timeline.everything()
-        return self.words.told.copy() if event.elsewhere else None
+        if not event.elsewhere:
+            return None
+        told = self.words.told.copy()
+        told.learn(self.words.ready)
+        if event.there is not None and event.there.number:
+            told.known[self._other(event.there).number] = event.there.number
+        return told
+
+    def _other(self, place: Place) -> Actor:
+        """What an event or a post of another process is to clocks."""
+        key = (id(place.board), place.at, place.name if place.at >= notices.FIRST_POST else b"")
+        if key not in self._others:
+            self._others[key] = (place, self.timeline.thread(f"process {place.process}"))
+        return self._others[key][1]
 
     # -- memory ----------------------------------------------------------------------------------------------
 
@@ -501,17 +534,99 @@ class State:
         order = self.timeline.order
         return next((one for one in moments if order(clock, one.actor.number, one.time) != CERTAIN), None)
 
-    def export(self, range_: Range, stack: Stack) -> None:
-        """Memory was exported; other processes know of nothing but events that come before."""
+    def export(self, range_: Range, stack: Stack, name: bytes = b"") -> None:
+        """Memory was exported; other processes know of nothing but events that come before. ``name``: its data."""
         piece = (range_, range_.base, range_.end)
         missing = self._missing(piece, self.timeline.host)
-        clocks = (one.mark.clock for one in self.events.values() if one.shared and one.mark and one.mark.clock)
-        if missing is not None and not any(self._missing(piece, clock) is None for clock in clocks):
+        if missing is None:
+            return
+        shared = [one for one in self.events.values() if one.shared and one.mark and one.mark.clock]
+        covers = [one for one in shared if self._missing(piece, one.mark.clock) is None]  # type: ignore[union-attr, arg-type]
+        if not covers:
             self._incomplete(range_, missing, stack)
+        elif name:
+            places = [self.place(one) for one in covers]
+            if None not in places:
+                self._post(name, places, lambda: self._missing(piece, self.timeline.host) is None)  # type: ignore[arg-type]
 
-    def share(self, handle: Any, address: int, nbytes: int) -> None:
-        """Other processes are told that memory is ready, after all that a stream has queued."""
+    def _board(self) -> Board | None:
+        if self.board is None:
+            with contextlib.suppress(OSError):
+                self.board = Board()
+        return self.board
+
+    def place(self, event: Event) -> int | None:
+        """Where other processes are told of the recordings of an event; None where they are not."""
+        board = self._board()
+        if event.place is None and board is not None:
+            event.place = board.add_event()
+            if event.place is not None and event.mark is not None:
+                board.record(event.place)
+        return event.place
+
+    def _post(self, name: bytes, covers: list[int], done: Callable[[], bool]) -> None:
+        board = self._board()
+        if board is not None:
+            place = board.post(name, covers)
+            self.posted.pop(place, None)
+            self.posted[place] = done
+            if len(self.posted) > _POSTED:
+                self._take_back(next(iter(self.posted)))
+
+    def _take_back(self, place: int) -> None:
+        del self.posted[place]
+        if self.board is not None:
+            self.board.take_back(place)
+
+    def settle(self) -> None:
+        """Take back what other processes were told to wait for, where the host knows that it has come."""
+        if self._settled != self.timeline.version:
+            self._settled = self.timeline.version
+            for place in [place for place, done in self.posted.items() if done()]:
+                self._take_back(place)
+
+    def awaited(self, range_: Range, name: bytes) -> None:
+        """Memory was imported by its export data: what its exporter has told that a stream may wait for."""
+        found = notices.post_of(name)
+        if found is not None and found.covers:
+            after = [(self._other(place).number, number) for place, number in found.covers]
+            whose = f"process {found.post.process}"
+            remedy = f"an event that {whose} has recorded (cuIpcOpenEventHandle)"
+            range_.awaited = (Contents(range_.base, range_.end, after, lambda: found.over, whose, remedy),)
+
+    def opened(self, handle: Any, address: int, nbytes: int, name: bytes, word: int) -> None:
+        """A stream is to wait for a word that memory is ready, which another process has announced by this name."""
+        self.words.know(word)
+        stream, ours = self.stream(handle), self.announced.get(name)
+        if ours is not None:
+            self.timeline.wait(stream, ours)
+        found = notices.post_of(name)
+        if found is None:
+            return
+        whose = f"process {found.post.process}"
+        ready = self._other(found.post)
+        self.words.ready.known[ready.number] = 1
+        self.timeline.submit(stream, lambda stream: stream.clock.learn(Clock({ready.number: 1})))
+        remedy = f"{stream.name}, on which it was opened"
+        for range_, low, high in self.addresses.pieces(address, nbytes):
+            made = Contents(low, high, [(ready.number, 1)], lambda: found.over, whose, remedy)
+            if not any((one.low, one.high, one.after) == (low, high, made.after) for one in range_.awaited):
+                range_.awaited = (*(one for one in range_.awaited if not one.over()), made)
+
+    def share(self, handle: Any, address: int, nbytes: int, name: bytes) -> None:
+        """Other processes are told that memory is ready, after all that a stream has queued; ``name``: by what."""
         stream, stack, pieces = self.stream(handle), here(), self.addresses.pieces(address, nbytes)
+        host = self.timeline.host
+        if stream.obstacle is not None or any(self._missing(piece, host) for piece in pieces):
+            mark = self.announced[name] = self.timeline.record(stream)
+            if len(self.announced) > _POSTED:
+                del self.announced[next(iter(self.announced))]
+
+            def done() -> bool:
+                known = 0 if mark.clock is None else mark.clock.known.get(stream.number, 0)
+                return known > 0 and self.timeline.order(host, stream.number, known) == CERTAIN
+
+            self._post(name, [], done)
 
         def share(stream: Stream) -> None:
             for piece in pieces:
@@ -677,3 +792,5 @@ class State:
         for entry in self.entries.values():
             ledger.close_import(entry)
         self.entries.clear()
+        if self.board is not None:
+            self.board.close()

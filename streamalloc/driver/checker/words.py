@@ -52,11 +52,18 @@ class Words:
         self._writes: dict[_Key, list[tuple[int, Clock]]] = {}
         self.told: Clock = Clock()
         """All that comes before something that other processes can wait for."""
+        self.ready: Clock = Clock()
+        """All that other processes have told by words of the library."""
+        self._known: set[_Key] = set()
 
     def _key(self, address: int) -> tuple[_Key, Range | None]:
         pieces = self._addresses.pieces(address, 4)
         places = pieces[0][0].physical(*pieces[0][1:]) if pieces else []
         return (places[0][0], places[0][1]) if places else (None, address), pieces[0][0] if pieces else None
+
+    def know(self, address: int) -> None:
+        """What a word tells is known otherwise."""
+        self._known.add(self._key(address)[0])
 
     def write(self, stream: Stream, address: int, value: int) -> None:
         """A stream is to write a word, after all that it has queued."""
@@ -123,4 +130,6 @@ class Words:
             clock = self._timeline.host.copy()
             if word.range is None or word.range.bytes.shared:
                 clock.learn(self.told)
+                if word.key not in self._known:
+                    clock.learn(self.ready)
             self._timeline.end(word, clock)

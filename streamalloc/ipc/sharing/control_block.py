@@ -87,6 +87,7 @@ _NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
 _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _GLOBAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
 _AT_LEAST = int(_FLAGS.CU_STREAM_WAIT_VALUE_GEQ)
+_ANNOUNCEMENT = struct.Struct("<III")
 _LOCK = struct.Struct("hhqqi4x")
 _new_lock = _thread.allocate_lock
 # A function of C, from Python 3.11 on.
@@ -364,6 +365,10 @@ class ControlBlock:
     def all_closed(self, words: SlotWords) -> bool:
         """Whether all importers that have opened a slot have closed it, and their work has ended."""
         return self._map[words.opened] == self._map[words.closed]
+
+    def announcement(self, slot: int, generation: int, ready: int) -> bytes:
+        """What names in both processes that the contents of a slot are there."""
+        return self.id + _ANNOUNCEMENT.pack(slot, generation, ready)
 
     def tell(self, stream: Stream, word: Word, value: int, *, checked: bool = False) -> None:
         """Have a word say ``value`` after a stream's work so far; ``checked``: it is known not to be captured.

@@ -32,6 +32,7 @@ from streamalloc.ipc.sharing.imports import (
     PoolWay,
     is_ready,
     open_import,
+    say_opened,
     wait_until_ready,
 )
 from streamalloc.ipc.sharing.pools import ImportedPool
@@ -252,6 +253,8 @@ def _open_physical(
             opened.set_chunks(names, lambda place: importer.memory(chunks[place], handles), described.size)
         block = importer.block_of(described, handles)
         for ordered in streams:
+            if isinstance(opened, ImportedRange):
+                say_opened(opened, block, (described.slot, described.generation, described.ready), ordered)
             wait_until_ready(block, described.slot, described.ready, ordered)
     if growable and isinstance(opened, ImportedRange):
         importer.ranges[described.origin] = opened

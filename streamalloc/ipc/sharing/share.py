@@ -227,9 +227,9 @@ def _leased(
     exports: Exports, lease: Lease, address: Any, stream: Stream, part: tuple[int, int, int], hold: bool
 ) -> Shared:
     """The descriptor of an allocation that has a lease; ``part`` is offset, size, and size of the allocation."""
-    if exports.door.shared is not None:
-        _say_ready(exports.door, int(address) + part[0], part[1], stream)
     ready = lease.announce(stream)
+    if exports.door.shared is not None:
+        _say_ready(lease, ready, int(address) + part[0], part[1], stream)
     route: Any = lease.route
     head, handles = route.head(lease.block)
     data = head.descriptor(lease.slot, lease.generation, ready, *part, lease.payload)
@@ -266,8 +266,10 @@ def _share_range(thing: VirtualBuffer | RangeView, asked: _Asked, begin: int = 0
             "grow in larger steps, or share parts of it"
         )
     memories = [chunk.memory for chunk in mapped]
-    _say_ready(door, thing.range.address + begin, size, ordered)
-    return _share_chunks(thing, door, memories, ordered, asked, offset=begin - mapped[0].offset, size=size, **fields)
+    shared = _share_chunks(thing, door, memories, ordered, asked, offset=begin - mapped[0].offset, size=size, **fields)
+    if shared._lease is not None:
+        _say_ready(shared._lease, shared.descriptor.ready, thing.range.address + begin, size, ordered)
+    return shared
 
 
 def _share_chunks(
@@ -288,11 +290,13 @@ def _share_chunks(
     return exports.describe(Mechanism.PHYSICAL, exports.uuid(_device_of(memories[0])), stream, handles, **fields)
 
 
-def _say_ready(door: Door, address: int, nbytes: int, stream: Stream) -> None:
+def _say_ready(lease: Lease, ready: int, address: int, nbytes: int, stream: Stream) -> None:
     """Tell a driver that checks stream order that importers will use memory after what a stream has queued."""
+    door = lease.block.door
     if door.shared is not None:
         with stream.device.current():
-            door.shared(address, nbytes, raw_handle(stream))
+            name = lease.block.announcement(lease.slot, lease.generation, ready)
+            door.shared(address, nbytes, raw_handle(stream), name)
 
 
 def _device_of(memory: PhysicalMemory) -> Device:

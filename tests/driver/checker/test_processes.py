@@ -11,13 +11,14 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc import ipc
+from streamalloc import ipc, vmm
 from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct
 from streamalloc.driver.checker import ledger
-from tests.driver.checker.corpus import SIZE, Bench
+from tests.driver.checker.corpus import PAGE, SIZE, Bench
 from tests.processes import Partner, There, eventually
 from tests.support import KEEP
 
+_POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 _KIND = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
@@ -135,3 +136,103 @@ def test_a_process_may_say_that_it_has_seen_what_it_was_told(bench: Bench, partn
     assert kinds(bench) == ["race"]
     del shared
     bench.done(buffer, other)
+
+
+# -- what an importer does not wait for --------------------------------------------------------------------------
+
+
+def _uses_raw(there: There, data: bytes, events: list[bytes], wait: int | None) -> list[str]:
+    """Import memory and events, wait for one of these, and use the memory."""
+    driver: Any = sd.checked(there.driver)
+    stream = cuda.CUstream(there.stream.handle)
+    with there.device.current():
+        pool = driver.cuMemPoolImportFromShareableHandle(there.came[0].fileno(), _KIND, 0)[1]
+        address = driver.cuMemPoolImportPointer(pool, opaque_struct("CUmemPoolPtrExportData", data))[1]
+        opened = [driver.cuIpcOpenEventHandle(opaque_struct("CUipcEventHandle", one))[1] for one in events]
+        if wait is not None:
+            driver.cuStreamWaitEvent(stream, opened[wait], 0)
+        driver.cuMemsetD8Async(address, 1, SIZE, stream)
+        driver.cuMemFreeAsync(address, stream)
+        driver.cuStreamSynchronize(stream)
+        for one in opened:
+            driver.cuEventDestroy(one)
+        driver.cuMemPoolDestroy(pool)
+    return [one.kind for one in driver.hazards]
+
+
+@pytest.mark.parametrize(
+    ("wait", "synchronised", "expected"),
+    [(None, False, ["race"]), (0, False, ["race"]), (1, False, []), (None, True, [])],
+    ids=["for nothing", "for an event of before", "for the event", "for nothing, as the exporter has"],
+)
+def test_an_importer_waits_for_the_exporter_s_event(
+    bench: Bench, partner: Partner, wait: int | None, synchronised: bool, expected: list[str]
+) -> None:
+    pool = bench.keep(
+        sa.MemoryPool(bench.device, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR, release_threshold=KEEP)
+    )
+    buffer = pool.allocate(SIZE, bench.a)
+    bench.a.synchronize()
+    before, after = (bench.event(interprocess=True) for _ in range(2))
+    bench.a.record(before)
+    bench.write(buffer, bench.a)
+    bench.a.record(after)
+    fd = bench.raw("cuMemPoolExportToShareableHandle", cuda.CUmemoryPool(pool.handle), _KIND, 0)
+    data = opaque_bytes(bench.raw("cuMemPoolExportPointer", buffer.address))
+    events = [opaque_bytes(bench.raw("cuIpcGetEventHandle", cuda.CUevent(one.handle))) for one in (before, after)]
+    if synchronised:
+        bench.a.synchronize()
+    assert partner.run(_uses_raw, data, events, wait, fds=[fd]) == expected
+    os.close(fd)
+    bench.done(buffer)
+    assert kinds(bench) == []
+
+
+def _uses_opened(there: There, data: bytes, how: str) -> list[str]:
+    """Open what was shared on one stream, and use it on another."""
+    driver: Any = sd.checked(there.driver)
+    device = sa.Device(0, driver=driver)
+    with device.create_stream() as one, device.create_stream() as other:
+        opened = ipc.open(data, there.came, stream=one, driver=driver)
+        if how == "after it":
+            other.wait(one)
+        elif how == "after the host":
+            one.synchronize()
+        opened.used(one if how == "there" else other)
+        other.wait(one)
+        one.wait(other)
+        opened.close()
+        device.synchronize()
+    return [hazard.kind for hazard in driver.hazards]
+
+
+@pytest.mark.parametrize("kind", ["buffer", "growable"])
+@pytest.mark.parametrize(
+    ("how", "synchronised", "expected"),
+    [
+        ("elsewhere", False, ["race"]),
+        ("there", False, []),
+        ("after it", False, []),
+        ("after the host", False, []),
+        ("elsewhere", True, []),
+    ],
+)
+def test_an_importer_uses_memory_after_the_stream_that_opened_it(
+    bench: Bench, partner: Partner, kind: str, how: str, synchronised: bool, expected: list[str]
+) -> None:
+    memory: Any
+    if kind == "buffer":
+        pool = bench.keep(sa.MemoryPool(bench.device, handle_types=_POSIX, release_threshold=KEEP))
+        memory = pool.allocate(SIZE, bench.a)
+    else:
+        memory = bench.keep(vmm.GrowableBuffer(bench.device, capacity=2 * PAGE, handle_types=_POSIX))
+        memory.resize(PAGE)
+    bench.write(memory, bench.a)
+    shared = ipc.share(memory, stream=bench.a)
+    if synchronised:
+        bench.a.synchronize()
+    assert partner.run(_uses_opened, bytes(shared), how, fds=[fd.fileno() for fd in shared.fds]) == expected
+    del shared
+    if kind == "buffer":
+        bench.done(memory)
+    assert kinds(bench) == []

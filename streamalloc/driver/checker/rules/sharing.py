@@ -6,8 +6,8 @@ import os
 import stat
 from typing import Any
 
-from streamalloc.driver.bindings import opaque_bytes
-from streamalloc.driver.checker import ledger
+from streamalloc.driver.bindings import cuda, opaque_bytes
+from streamalloc.driver.checker import ledger, notices
 from streamalloc.driver.checker.hazards import Range
 from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Rule
 from streamalloc.driver.checker.rules.memory import frees_at_once
@@ -15,6 +15,8 @@ from streamalloc.driver.checker.stacks import from_package, here
 from streamalloc.driver.checker.state import OPENED, Event, Physical, State, number_of
 
 __all__ = ["AFTER", "BEFORE"]
+
+_RANGE_SIZE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
 
 
 # -- allocations ---------------------------------------------------------------------------------------------
@@ -28,21 +30,21 @@ def _exports_pointer(state: State, name: str, args: Arguments, answer: Answer) -
     if name == "cuMemPoolExportPointer":
         state.exports[data] = found
     state.exported[found] = data
-    _export(state, found)
+    _export(state, found, data)
 
 
-def _export(state: State, range_: Range) -> None:
+def _export(state: State, range_: Range, name: bytes = b"") -> None:
     range_.bytes.shared = True
     # The facade exports when it likes, and says when importers are told that memory is ready (Checked.shared).
     if not from_package():
-        state.export(range_, here())
+        state.export(range_, here(), name)
 
 
 def _size_at(state: State, address: Any) -> int:
     """How much memory there is, as the driver says; one byte where it does not."""
-    ask = getattr(state.driver, "cuMemGetAddressRange", None)
-    answer: Any = (1,) if ask is None else ask(address)
-    return 1 if answer[0] else max(int(answer[2]), 1)
+    ask = getattr(state.driver, "cuPointerGetAttribute", None)
+    answer: Any = (1,) if ask is None else ask(_RANGE_SIZE, int(address))
+    return 1 if answer[0] else max(int(answer[1]), 1)
 
 
 def _opened(state: State, made: Range, data: bytes) -> None:
@@ -63,6 +65,7 @@ def _imports_pointer(state: State, name: str, args: Arguments, answer: Answer) -
         origin.imports.append(made)
     else:
         made.size = _size_at(state, answer[1])
+        state.awaited(made, exported)
     _opened(state, made, exported)
 
 
@@ -72,20 +75,29 @@ def _opens_plain(state: State, name: str, args: Arguments, answer: Answer) -> No
         # The driver has given the same address again, and counts.
         there.opened += 1
         return
-    _opened(state, Range(int(answer[1]), _size_at(state, answer[1]), OPENED, stack=here()), opaque_bytes(args[0]))
+    made, exported = Range(int(answer[1]), _size_at(state, answer[1]), OPENED, stack=here()), opaque_bytes(args[0])
+    state.awaited(made, exported)
+    _opened(state, made, exported)
 
 
 # -- events --------------------------------------------------------------------------------------------------
 
 
 def _exports_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    event = state.shared_events[opaque_bytes(answer[1])] = state.event(args[0])
+    data = opaque_bytes(answer[1])
+    event = state.shared_events[data] = state.event(args[0])
     event.elsewhere = True
+    place = state.place(event)
+    if place is not None and state.board is not None:
+        state.board.name_event(place, data)
 
 
 def _opens_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    found = state.shared_events.setdefault(opaque_bytes(args[0]), Event(shared=True))
+    data = opaque_bytes(args[0])
+    found = state.shared_events.setdefault(data, Event(shared=True))
     found.elsewhere = True
+    if found.there is None:
+        found.there = notices.event_of(data)
     state.events[int(answer[1])] = found
 
 

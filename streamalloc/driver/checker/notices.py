@@ -1,0 +1,182 @@
+"""What a process tells the checkers of others about memory that it exports while work on it is under way.
+
+Each process that has something to tell has a *board*, a file that all checkers of a user can read, with places of two
+kinds: those of *events* that were exported, with a number that counts up at each recording, and *posts*, one for each
+export that was not complete. A post says which recordings an importer may wait for; it is taken back once the host of
+the exporter knows the work to be done, as that may then have told importers in ways that nobody sees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+import secrets
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+from streamalloc.driver.checker.ledger import folder
+
+__all__ = ["FIRST_POST", "Awaited", "Board", "Place", "event_of", "post_of"]
+
+EVENTS, POSTS = 256, 768
+COVERS = 4
+"""How many recordings a post names."""
+# A name; of an event how often it was recorded, of a post how many recordings it names; places and numbers of these.
+_PLACE = struct.Struct(f"<16sQ{COVERS}I{COVERS}Q")
+FIRST_POST = EVENTS * _PLACE.size
+"""Where the posts begin."""
+_BYTES = _PLACE.size * (EVENTS + POSTS)
+_NAME = 16
+_EMPTY = bytes(_PLACE.size)
+
+
+def _digest(name: bytes) -> bytes:
+    return hashlib.sha256(name).digest()[:_NAME]
+
+
+class Place(NamedTuple):
+    """A place on the board of another process."""
+
+    board: mmap.mmap
+    at: int
+    name: bytes
+    process: int
+
+    @property
+    def number(self) -> int:
+        """How often the event here was recorded; 0 where the place has gone to others."""
+        name, number = struct.unpack_from("<16sQ", self.board, self.at)
+        return int(number) if name == self.name else 0
+
+
+class Board:
+    """What this process tells others."""
+
+    def __init__(self) -> None:
+        self._path = _folder() / f"{os.getpid()}-{secrets.token_hex(4)}"
+        with open(self._path, "xb+") as file:
+            file.truncate(_BYTES)
+            self._bytes = mmap.mmap(file.fileno(), _BYTES)
+        self._events = 0
+        self._posts = 0
+
+    def add_event(self) -> int | None:
+        """A place for an event; None where there is none left."""
+        if self._events == EVENTS:
+            return None
+        self._events += 1
+        return self._events - 1
+
+    def name_event(self, place: int, name: bytes) -> None:
+        """Say what others know an event by."""
+        at = place * _PLACE.size
+        self._bytes[at : at + _NAME] = _digest(name)
+
+    def record(self, place: int) -> int:
+        """An event is recorded; the number of that."""
+        number = self.number(place) + 1
+        struct.pack_into("<Q", self._bytes, place * _PLACE.size + _NAME, number)
+        return number
+
+    def number(self, place: int) -> int:
+        """How often an event was recorded."""
+        return int(struct.unpack_from("<Q", self._bytes, place * _PLACE.size + _NAME)[0])
+
+    def post(self, name: bytes, covers: list[int]) -> int:
+        """Say that an export is not complete, and which events were recorded when it will be; its place."""
+        place = EVENTS + self._posts % POSTS
+        self._posts += 1
+        at = place * _PLACE.size
+        covers = covers[:COVERS]
+        rest = [0] * (COVERS - len(covers))
+        numbers = [self.number(one) for one in covers]
+        self._bytes[at : at + _NAME] = bytes(_NAME)
+        struct.pack_into(f"<Q{COVERS}I{COVERS}Q", self._bytes, at + _NAME, len(covers), *covers, *rest, *numbers, *rest)
+        # The name at the end, by which the post is found.
+        self._bytes[at : at + _NAME] = _digest(name)
+        return place
+
+    def take_back(self, place: int) -> None:
+        """An export is complete."""
+        self._bytes[place * _PLACE.size : (place + 1) * _PLACE.size] = _EMPTY
+
+    def close(self) -> None:
+        """Nothing is told any more."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+
+class Awaited(NamedTuple):
+    """An import whose contents may not be there yet."""
+
+    post: Place
+    covers: tuple[tuple[Place, int], ...]
+    """The recordings of which one has to be waited for; none where the library waits for a word."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the exporter has said that it is complete, or is gone."""
+        name = self.post.board[self.post.at : self.post.at + _NAME]
+        return bytes(name) != self.post.name or not Path(f"/proc/{self.post.process}").exists()
+
+
+_boards: dict[str, mmap.mmap] = {}
+"""The boards of others, by the names of their files."""
+
+
+def _folder() -> Path:
+    found = folder() / "boards"
+    found.mkdir(mode=0o700, exist_ok=True)
+    return found
+
+
+def _look() -> None:
+    """See whose boards there are; those of processes that have ended are removed."""
+    there = set()
+    for path in _folder().iterdir():
+        process = path.name.partition("-")[0]
+        if process == str(os.getpid()):
+            continue
+        with contextlib.suppress(OSError, ValueError):
+            if not Path(f"/proc/{process}").exists():
+                path.unlink()
+            elif path.name in _boards or path.stat().st_size == _BYTES:
+                if path.name not in _boards:
+                    with open(path, "rb") as file:
+                        _boards[path.name] = mmap.mmap(file.fileno(), _BYTES, access=mmap.ACCESS_READ)
+                there.add(path.name)
+    for gone in _boards.keys() - there:
+        # Places of it may still be looked at.
+        del _boards[gone]
+
+
+def _find(name: bytes, first: int, count: int) -> Place | None:
+    with contextlib.suppress(OSError):
+        _look()
+    wanted = _digest(name)
+    for path, board in _boards.items():
+        at = board.find(wanted, first * _PLACE.size, (first + count) * _PLACE.size)
+        if at >= 0 and at % _PLACE.size == 0:
+            return Place(board, at, wanted, int(path.partition("-")[0]))
+    return None
+
+
+def event_of(name: bytes) -> Place | None:
+    """The place of another process's event, by what it was exported as."""
+    return _find(name, 0, EVENTS)
+
+
+def post_of(name: bytes) -> Awaited | None:
+    """What has to be waited for before memory of another process is used; None where nothing is known of that."""
+    found = _find(name, EVENTS, POSTS)
+    if found is None:
+        return None
+    _, count, *rest = _PLACE.unpack_from(found.board, found.at)
+    covers = []
+    for place, number in zip(rest[:COVERS], rest[COVERS:], strict=True):
+        at = min(place, EVENTS - 1) * _PLACE.size
+        covers.append((Place(found.board, at, bytes(found.board[at : at + _NAME]), found.process), number))
+    return Awaited(found, tuple(covers[: min(count, COVERS)]))
