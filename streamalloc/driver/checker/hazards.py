@@ -450,7 +450,12 @@ class Judge:
         for other in range_.imports:
             over = other.ended
             if other.kind.startswith("import") and (
-                over is None or (over.actor is not actor and not order(clock, over.actor.number, over.time))
+                over is None
+                or (
+                    over.actor is not actor
+                    and not order(clock, over.actor.number, over.time)
+                    and not self._is_open(range_, over)
+                )
             ):
                 self._tell(
                     "free before the importer's",
