@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import starmap
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from streamalloc.driver.account import COUNTED, ENDERS
@@ -123,18 +124,27 @@ class Checked(Wrapper):
                 # No call comes before this that a signal handler could interrupt.
                 self._observing = 0
 
-    def _take_again(self) -> None:
-        """Have the turn again after a question, whatever a signal handler raises meanwhile."""
+    def _ask(self, function: Function, args: tuple[Any, ...]) -> Any:
+        """Call a function of the driver while nobody has the turn, whatever a signal handler raises meanwhile."""
+        given: list[None] = []
         raised: BaseException | None = None
-        while self._observing != threading.get_ident():
-            try:
-                if not self._lock._is_owned():  # type: ignore[attr-defined]
-                    self._lock.acquire()
-                self._observing = threading.get_ident()
-            except BaseException as error:
-                raised = error
-        if raised is not None:
-            raise raised
+        try:
+            self._observing = 0
+            # C fills the lists before Python looks for signals again.
+            given.extend(starmap(self._lock.release, ((),)))
+            return function(*args)
+        finally:
+            while given:
+                try:
+                    taken: list[bool] = []
+                    taken.extend(starmap(self._lock.acquire, ((),)))
+                except BaseException as error:
+                    raised = error
+                if taken:
+                    given.clear()
+            self._observing = threading.get_ident()
+            if raised is not None:
+                raise raised
 
     def _before(self, name: str, args: tuple[Any, ...]) -> Finish | None:
         """What is to be called with the answer; None where the call must not be made."""
@@ -374,14 +384,7 @@ class _Asked:
         function = getattr(owner._wrapped, name)
 
         def ask(*args: Any) -> Any:
-            if not owner._inside():
-                return function(*args)
-            try:
-                owner._observing = 0
-                owner._lock.release()
-                return function(*args)
-            finally:
-                owner._take_again()
+            return owner._ask(function, args) if owner._inside() else function(*args)
 
         return ask
 
