@@ -10,7 +10,7 @@ from streamalloc.core.arguments import check_device
 from streamalloc.core.buffer import Buffer
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
-from streamalloc.core.errors import ClosedError, CudaError, EvictedError, size_text, undoing
+from streamalloc.core.errors import ClosedError, EvictedError, size_text, undoing
 from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size
@@ -18,7 +18,7 @@ from streamalloc.core.stream import Stream, StreamLike
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.growable import GrowableBuffer
 from streamalloc.vmm.reservation import MappedBytes
-from streamalloc.vmm.virtual_buffer import Eviction, VirtualBuffer, copying_stream
+from streamalloc.vmm.virtual_buffer import Eviction, FreeAfter, VirtualBuffer, copying_stream
 from streamalloc.vmm.waiting import After, wait_for_users
 
 __all__ = ["SleepGroup", "Tagged"]
@@ -307,11 +307,7 @@ class SleepGroup(Closes):
             if any(buffer.evicted for buffer in list(buffers)):
                 needed.append((whole, buffers))
             elif not whole.freed:
-                try:
-                    whole.free(stream)
-                except CudaError:
-                    # It is freed on a stream of its own when it is dropped, which knows nothing of the copies.
-                    stream.synchronize()
+                FreeAfter(whole, stream).now()
         self._copies = needed
 
     def _chosen(self, tags: Sequence[str]) -> Iterator[tuple[VirtualBuffer, str]]:

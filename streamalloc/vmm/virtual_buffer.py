@@ -12,10 +12,11 @@ from streamalloc.core.device import Device
 from streamalloc.core.door import Door
 from streamalloc.core.errors import ClosedError, CudaError, EvictedError, InUseError, attach, size_text, undoing
 from streamalloc.core.html import Drawn, Html, Row, gauge
+from streamalloc.core.later import Deferred, later_of
 from streamalloc.core.memory import Memory
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
-from streamalloc.core.stream import Stream, StreamLike, as_stream, refuse_capture
+from streamalloc.core.stream import Stream, StreamLike, as_stream, ordered_after, refuse_capture
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import reachable_from
 from streamalloc.vmm.access import Access, Rights, rights_of, structs_of
@@ -26,7 +27,7 @@ from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
 from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.waiting import After, wait_for_users
 
-__all__ = ["ChunkSpec", "Eviction", "VirtualBuffer", "close_quietly", "copying_stream"]
+__all__ = ["ChunkSpec", "Eviction", "FreeAfter", "VirtualBuffer", "close_quietly", "copying_stream"]
 
 
 class ChunkSpec(NamedTuple):
@@ -50,6 +51,41 @@ class Eviction(NamedTuple):
     def nbytes(self) -> int:
         """How much physical memory was given back, in bytes."""
         return sum(piece.nbytes for piece in self.pieces)
+
+
+class FreeAfter(Deferred):
+    """The free of a backup after what a stream has queued, which is not the backup's own.
+
+    If the backup were dropped it would be freed on its own stream, which knows nothing of the copy.
+    """
+
+    __slots__ = ("_backup", "_stream")
+
+    def __init__(self, backup: Buffer, stream: Stream) -> None:
+        self._backup = backup
+        self._stream = stream
+
+    def attempt(self) -> bool:
+        if self._stream._capture is not None:
+            return False
+        if not self._backup.freed:
+            with ordered_after(self._stream) as ordered:
+                self._backup.free(ordered)
+        return True
+
+    def now(self) -> None:
+        """Free it; where the driver refuses, or a signal handler raises, it is tried again later."""
+        try:
+            self._backup.free(self._stream)
+        except CudaError:
+            self.hand_in()
+        except BaseException:
+            self.hand_in()
+            raise
+
+    def hand_in(self) -> None:
+        """Free it later."""
+        later_of(self._stream._door).hand_in(self)
 
 
 class VirtualBuffer(Memory, Closes, Drawn):
@@ -293,6 +329,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
         ordered = self._copying_stream(stream)
         made = self._put(evicted.pieces)
         backup = evicted.backup
+        free = FreeAfter(backup, ordered) if evicted.own and isinstance(backup, Buffer) else None
 
         def undo() -> None:
             self._evicted = evicted
@@ -300,18 +337,17 @@ class VirtualBuffer(Memory, Closes, Drawn):
             ordered.synchronize()
             self._discard(made)
 
-        with undoing(undo):
-            self._evicted = None
-            if backup is not None and self._nbytes:
-                self._copy_back(backup, made, ordered)
-        if evicted.own and isinstance(backup, Buffer):
-            try:
-                backup.free(ordered)
-            except BaseException as error:
-                # It is freed on a stream of its own when it is dropped, which knows nothing of the copy.
-                ordered.synchronize()
-                if not isinstance(error, CudaError):
-                    raise
+        try:
+            with undoing(undo):
+                self._evicted = None
+                if backup is not None and self._nbytes:
+                    self._copy_back(backup, made, ordered)
+        except BaseException:
+            if self._evicted is None and free is not None:
+                free.hand_in()  # interrupted where the bytes were back
+            raise
+        if free is not None:
+            free.now()
 
     def _copying_stream(self, stream: StreamLike | None) -> Stream:
         return copying_stream(self.stream if stream is None else stream, self._door)
