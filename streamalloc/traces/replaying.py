@@ -1,8 +1,8 @@
 """Replay a trace on an allocator, as fast as that goes, and say what it took.
 
 Calls are made in recorded order by one thread, whatever threads made them, and nothing else is queued: the time is the
-allocator's. Frees on other streams than the allocation's are made there where the allocator can; for one that cannot,
-its stream waits for the other first, as a program would have to do.
+allocator's. Frees on other streams than the allocation's are made there where the allocator can, and the other stream
+waits for the allocation's first; for one that cannot, its stream waits for the other, as a program has to do.
 """
 
 from __future__ import annotations

@@ -161,13 +161,16 @@ class GrowableBuffer(VirtualBuffer):
 
     def _resize_slowly(self, nbytes: int, after: After) -> None:
         self._plain = None
-        size = self._checked("nbytes", nbytes, self.range.nbytes)
-        self._check_usable()
+        node, size = self.range._node, nbytes
+        if type(nbytes) is not int or not 0 <= nbytes <= node.nbytes:
+            size = self._checked("nbytes", nbytes, node.nbytes)
+        if self._evicted is not None or node._raw is None or node.given_up:
+            self._check_usable()
         needed = self._spec.round_up(size)
+        if self._recycler is not None and needed > self._mapped:
+            self._have_back(needed, self._recycler)
         if needed > self._mapped:
-            if self._recycler is not None:
-                self._have_back(needed, self._recycler)
-            places = range(self._mapped, needed, self._chunk or max(needed - self._mapped, 1))
+            places = range(self._mapped, needed, self._chunk or needed - self._mapped)
             ends = [*places[1:], needed]
             self._put([ChunkSpec(at, end - at, self._spec) for at, end in zip(places, ends, strict=False)])
             self._mapped = needed

@@ -66,8 +66,6 @@ class FreeAfter(Deferred):
         self._stream = stream
 
     def attempt(self) -> bool:
-        if self._stream._capture is not None:
-            return False
         if not self._backup.freed:
             with ordered_after(self._stream) as ordered:
                 self._backup.free(ordered)

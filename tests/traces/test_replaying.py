@@ -189,6 +189,14 @@ class TestOurs:
             assert found.allocator == repr(pool)
             assert pool.statistics().used == 0
 
+    @pytest.mark.parametrize("name", [name for name, entry in ALLOCATORS.items() if not entry.other])
+    def test_frees_on_other_streams_are_in_order(self, machine: Any, name: str) -> None:
+        checked = sd.checked(machine)
+        crossing = [(7 * step, 1000 * step, step % 2) for step in range(1, 40)]
+        trace = trace_of(*crossing, *((number, size, 1 - stream) for number, size, stream in crossing))
+        traces.replay(trace, name, sa.Device(0, driver=checked), rounds=1)
+        assert checked.hazards == []
+
     def test_nothing_stays(self, machine: Any) -> None:
         driver = sd.checked(machine)
         for name in ("pool", "cached", "raw"):
@@ -241,6 +249,9 @@ class FakeStream:
 
     def wait_event(self, event: Any) -> None:
         self.peer.log.append(("wait", self.cuda_stream, event[1].cuda_stream))
+
+    def wait(self, stream: FakeStream) -> None:
+        self.peer.log.append(("wait", self.cuda_stream, stream.cuda_stream))
 
     def use(self) -> None:
         self.peer.log.append(("use", self.cuda_stream))
@@ -357,7 +368,7 @@ PEERS: dict[str, tuple[Callable[[Peer], dict[str, Any]], list[Any]]] = {
     ),
     "pytorch": (fake_torch, [("wait", 70, 71), ("free", 1), ("free", 2), ("free", 3)]),
     "rmm": (fake_rmm, [("free", 1, 100, 1), ("free", 2, 50, 1), ("free", 3, 30, 0)]),
-    "cuda.core": (fake_cuda_core, [("free", 1, 1), ("free", 2, None), ("free", 3, None)]),
+    "cuda.core": (fake_cuda_core, [("wait", 1, 0), ("free", 1, 1), ("free", 2, None), ("free", 3, None)]),
 }
 
 
@@ -369,6 +380,7 @@ def test_other_library(device: sa.Device, monkeypatch: pytest.MonkeyPatch, name:
         monkeypatch.setitem(sys.modules, module, stand_in)
     too_much = trace_of((5, 100), (2, 50, 1), (5, 100, 1), (7, 2000), (9, 30), (2, 50, 1), (7, 2000))
     with contextlib.ExitStack() as resources:
+        resources.enter_context(device.current())
         subject = ALLOCATORS[name].make(device, 2, resources)
         prepared = Replay(too_much, subject)
         prepared.run()
