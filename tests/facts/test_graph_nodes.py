@@ -688,3 +688,19 @@ def test_a_capture_can_record_an_event_for_others(nodes: Nodes) -> None:
     gate.hold(stream)
     value(raw.cuGraphLaunch(rig.instantiate(graph), stream))
     assert said(raw.cuEventQuery(event)) == "NOT_READY"
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_a_launch_of_nothing_waits_for_no_other(nodes: Nodes, disabled: bool) -> None:
+    rig, raw = nodes.rig, nodes.raw
+    gate, first, second = rig.gate(), rig.stream(), rig.stream()
+    nodes.empty()
+    work = value(nodes.fill(int(rig.plain(64)))) if disabled else None
+    instance = nodes.instantiate()
+    if work is not None:
+        value(raw.cuGraphNodeSetEnabled(instance, work, 0))
+    gate.hold(first)
+    for stream in (first, second):
+        value(raw.cuGraphLaunch(instance, stream))
+    assert rig.held(first)
+    assert rig.executed(second)

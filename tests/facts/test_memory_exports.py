@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -236,6 +237,15 @@ class TestDmaBuf:
     @pytest.mark.parametrize(("at", "size"), [(0, 4 * MiB), (1 << 16, 1 << 16)], ids=["all", "part"])
     def test_of_plain_memory(self, rig: Rig, fds: Descriptors, at: int, size: int) -> None:
         self.check(fds, int(rig.plain(4 * MiB)) + at, size, "SUCCESS")
+
+    def test_of_neighbours(self, rig: Rig, fds: Descriptors) -> None:
+        blocks = sorted((rig.plain(PAGE) for _ in range(4)), key=int)
+        first, second = next(two for two in itertools.pairwise(blocks) if int(two[1]) - int(two[0]) == PAGE)
+        border = int(second)
+        self.check(fds, int(first), 2 * PAGE, "SUCCESS")
+        self.check(fds, border - 4096, 8192, "SUCCESS")
+        value(rig.raw.cuMemFree(rig.disown(second)))
+        self.check(fds, border - 4096, 8192, "INVALID_VALUE")
 
     def test_of_pool_memory(self, rig: Rig, fds: Descriptors) -> None:
         pointer = rig.allocate(rig.pool(), 4 * MiB, rig.stream())

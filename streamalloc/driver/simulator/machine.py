@@ -47,8 +47,8 @@ class Machine:
         self.streams: dict[int, Stream] = {}
         self.events: dict[int, Event] = {}
         self.freed: list[tuple[Allocation, Stream, int]] = []
-        """Plain memory that was freed in a stream: it is given back once the host knows that this has happened
-        (observed on H200: test_plain_memory)."""
+        """Plain memory that was freed in a stream: it is there, also for other frees, until the host knows that it
+        happened (observed on H200: test_plain_memory)."""
         self._thread = threading.local()
         self._context_numbers = itertools.count(1)
         names, timeline = Names(spec.identity), self.timeline
@@ -213,18 +213,14 @@ class Machine:
     def _give_back_freed(self, known: Callable[[Stream, int], bool]) -> None:
         freed, self.freed = self.freed, []
         for allocation, stream, seq in freed:
-            if known(stream, seq) and stream.done >= seq:
-                self.unallocate(allocation)
-            else:
+            if not (known(stream, seq) and stream.done >= seq):
                 self.freed.append((allocation, stream, seq))
+            elif self.allocations.is_live(allocation):
+                self.discard(allocation)
 
     def discard(self, allocation: Allocation) -> None:
         """Forget plain or pinned memory and give it back at once."""
         self.allocations.remove(allocation)
-        self.unallocate(allocation)
-
-    def unallocate(self, allocation: Allocation) -> None:
-        """Give back the memory of a plain or pinned allocation that is no longer known."""
         if isinstance(allocation, (DeviceMemory, HostMemory)) and allocation.block is not None:
             heap = self.host_heap if allocation.device is None else self.devices[allocation.device].heap
             heap.free(allocation.block)

@@ -246,10 +246,11 @@ class PoolCalls(Calls):
         allocation = machine.allocations.at.get(dptr)
         if not isinstance(allocation, (PoolMemory, DeviceMemory, GraphAllocation)):
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
+        if isinstance(allocation, DeviceMemory):
+            machine.freed.append((allocation, stream, stream.submit(Operation())))
+            return
         machine.allocations.remove(allocation)
         if isinstance(allocation, PoolMemory):
             allocation.pool.give_back(allocation.block, allocation.size, stream)
-        elif isinstance(allocation, GraphAllocation):
-            allocation.memory.freed(dptr, stream)
         else:
-            machine.freed.append((allocation, stream, stream.submit(Operation())))
+            allocation.memory.freed(dptr, stream)

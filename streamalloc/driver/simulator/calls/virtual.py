@@ -14,7 +14,6 @@ from .. import arguments
 from ..allocations import PoolMemory
 from ..arguments import DevicePointer, HostPointer, MemoryHandle, Size, UnsignedLongLong
 from ..arrays import TileCopy
-from ..blocks import round_up
 from ..constants import CHUNK, GRANULARITY, HOST, PINNED, Handle, Location, Place, device_place
 from ..errors import Fault, NotModelled, Result, check, need, not_modelled
 from ..machine import Machine
@@ -202,10 +201,7 @@ class VirtualMemoryCalls(Calls):
         if allocation.mapping is not None:
             devices = [mapping.memory.properties.device for mapping in self._machine.virtual.span(dptr, size)]
         else:
-            if isinstance(allocation, PoolMemory):
-                check(self._machine.supply.is_backed(dptr, size))
-            else:
-                check(dptr + size <= round_up(allocation.base + allocation.size, GRANULARITY))
+            check(self._machine.supply.is_backed(dptr, size))  # it may reach into the next allocation
             devices = [allocation.device]
         check(None not in devices)
         check(flags != _PCIE_MAPPING, Result.CUDA_ERROR_NOT_SUPPORTED)
