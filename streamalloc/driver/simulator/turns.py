@@ -143,18 +143,23 @@ class Abandoned(BaseException):
     """The thread for which a helper waits has been interrupted."""
 
 
-_libc = ctypes.CDLL(None)
-_meet = _libc.pthread_barrier_wait  # unlike waiting for a lock it goes on when a signal comes
-_meet.argtypes = (ctypes.c_void_p,)
+# Locks of Python's own, without what it makes of them: waiting goes on when a signal comes. Both calls let go of the
+# global lock, so that the other thread has it when it wakes.
+_python = ctypes.CDLL(None)
+_python.PyThread_allocate_lock.restype = ctypes.c_void_p
+_python.PyThread_acquire_lock.argtypes = (ctypes.c_void_p, ctypes.c_int)
+_python.PyThread_release_lock.argtypes = (ctypes.c_void_p,)
+_python.PyThread_release_lock.restype = None
 
 
-class _Meeting:
-    """A point where two threads wait for each other, with no look at signals."""
+class _Sign:
+    """What one thread gives and another waits for, with no look at signals."""
 
     def __init__(self) -> None:
-        self._barrier = ctypes.create_string_buffer(64)  # more than a pthread_barrier_t
-        _libc.pthread_barrier_init(self._barrier, None, 2)
-        self.meet = functools.partial(_meet, ctypes.c_void_p(ctypes.addressof(self._barrier)))
+        lock = ctypes.c_void_p(_python.PyThread_allocate_lock())
+        self.wait: Callable[[], object] = functools.partial(_python.PyThread_acquire_lock, lock, 1)
+        self.give: Callable[[], object] = functools.partial(_python.PyThread_release_lock, lock)
+        self.wait()
 
 
 class Helper:
@@ -169,33 +174,37 @@ class Helper:
         self.blocked: Any = None
         """Held until there is an answer, where that takes long."""
         self.abandoned: bool = False
-        go, done = self._meetings = _Meeting(), _Meeting()
-        self._begun, self._ended = go.meet, done.meet
-        self.done: Iterator[Any]
-        self.go: Iterator[Any]
-        self.go, self.done = _each_time(go.meet), _each_time(done.meet)
+        go, done, late = _Sign(), _Sign(), _Sign()
+        self._go, self._done, self._late = go.wait, done.give, late.give
+        self.go: Iterator[Any] = _each_time(go.give)
+        self.done: Iterator[Any] = _each_time(done.wait)
+        """There is an answer, or it takes long."""
+        self.late: Iterator[Any] = _each_time(late.wait)
+        """There is an answer that took long."""
         thread = threading.Thread(target=self._serve, name="streamalloc calls of the main thread", daemon=True)
         thread.start()
 
     def _serve(self) -> None:
         _helpers[threading.get_ident()] = self
         while True:
-            self._begun()
+            self._go()
             self.abandoned, self.blocked = False, None
             try:
                 self.answer = self.work()
             except BaseException as error:
                 self.error = error
-            if self.blocked is not None:
+            if self.blocked is None:
+                self._done()
+            else:
                 self.blocked.release()
-            self._ended()
+                self._late()
 
     def waits(self) -> None:
         """Called before the helper waits for something, again and again: the main thread may be interrupted now."""
         if self.blocked is None:
             self.blocked = _thread.allocate_lock()
             self.blocked.acquire()
-            self._ended()
+            self._done()
         if self.abandoned:
             raise Abandoned
 
@@ -238,7 +247,7 @@ def run(work: Callable[[], Any]) -> Any:
         except BaseException as interrupt:
             one.abandoned = True
             error = interrupt
-        for _ in one.done:
+        for _ in one.late:
             break
     # References are dropped by this thread: not by the helper, which must not run what finalisers do.
     answer, failed, one.answer, one.error, one.work = one.answer, one.error, None, None, None
