@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.facts.support import DEVICE, PAGE, READWRITE, UNRESERVED, Answer, Rig, said, value
+from tests.facts.support import DEVICE, NO_ACCESS, PAGE, READWRITE, UNRESERVED, Answer, Rig, said, value
 
 OWN = (DEVICE, 0, READWRITE)
 
@@ -130,6 +130,40 @@ class TestAliases:
         assert said(scene.raw.cuMemsetD8(gone, 9, PAGE)) == "INVALID_VALUE"
         assert said(scene.raw.cuMemcpyDtoD(left, gone, PAGE)) == "INVALID_VALUE"
         assert said(scene.raw.cuMemcpyHtoD(gone, np.ones(8, np.uint8), 8)) == "INVALID_VALUE"
+
+
+RDMA_STORIES = (
+    # Memory is mapped (+) at a page and unmapped (-), and the device gets access (!) there or loses it (0). The last
+    # step is UNKNOWN where a question mark follows.
+    "A+ B+ A- B! C+ ?",
+    "A+ B+ C+ A- C! B! ?",
+    "A+ B+ C+ A- C! B- D+ ?",
+    "A+ B+ C+ A- B! B- C! D+ ?",
+    "A+ A! B+ B! A- B0 B! C+ ?",
+    "A+ B+ A- C+ C- B! D+ ?",
+    "A+ B+ A- A+ A- B! C+ ?",
+    "A+ B+ B- A! C+",
+    "A+ B+ B! A- C+",
+    "A+ B+ A- C+ D+ C! D! B! E+",
+    "A+ B+ C+ A- B! B0 D+ C! E+",
+    "A+ B+ C+ A- B! B- D+ C! E+",
+    "A+ A- A+ A! B+ B!",
+)
+
+
+@pytest.mark.parametrize("story", RDMA_STORIES)
+def test_memory_for_rdma_goes_by_one_of_its_mappings(scene: Scene, story: str) -> None:
+    memory = scene.rig.memory(rdma=1)
+    *steps, last = story.removesuffix(" ?").split()
+
+    def do(step: str) -> str:
+        page, what = ord(step[0]) - ord("A"), step[1]
+        if what in "+-":
+            return scene.map(page, PAGE, memory) if what == "+" else scene.unmap(page, 1)
+        return scene.rig.set_access(scene.page(page), PAGE, OWN if what == "!" else (DEVICE, 0, NO_ACCESS))
+
+    assert [do(step) for step in steps] == ["SUCCESS"] * len(steps)
+    assert do(last) == ("UNKNOWN" if story.endswith("?") else "SUCCESS")
 
 
 class TestUnmap:

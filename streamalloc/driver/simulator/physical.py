@@ -37,6 +37,22 @@ class Mappable:
         self.properties = properties
         self.handles = 1
         self.mappings = 0
+        self.leader: Mapping | None = None
+        """Of memory for RDMA: the mapping that the driver goes by, the first there was. Once that is unmapped it is the
+        next that is made. Until then it is the one that gets access first, as long as it has: nothing else can be
+        mapped or get access meanwhile (observed on H200: test_mappings)."""
+        self.leads_by_access = False
+
+    def lead(self, mapping: Mapping, by_access: bool) -> None:
+        """A mapping is made, or gets access."""
+        if self.properties.rdma:
+            check(not self.leads_by_access or self.leader is mapping, Result.CUDA_ERROR_UNKNOWN)
+            if self.leader is None:
+                self.leader, self.leads_by_access = mapping, by_access
+
+    def lose_leader(self, mapping: Mapping) -> None:
+        if self.leader is mapping:
+            self.leader, self.leads_by_access = None, False
 
     def check_part(self, offset: int, size: int) -> None:
         """Fail unless this part can be mapped."""
@@ -121,9 +137,13 @@ class Mapping:
         return self.rights.get(place, NO_ACCESS)
 
     def grant(self, place: Place, flags: int) -> None:
-        self.rights.pop(place, None)
+        had = self.rights.pop(place, None)
         if flags:
+            if had is None:
+                self.memory.lead(self, True)
             self.rights[place] = flags
+        elif self.memory.leads_by_access and not self.rights:
+            self.memory.lose_leader(self)
 
     def right_of_host(self) -> int:
         """What asking about HOST answers: the right of device 0 or of the host, whichever was set last.

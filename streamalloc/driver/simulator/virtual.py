@@ -159,6 +159,8 @@ class VirtualMemory:
         check(segments and not self.mappings.overlapping(address, end))
         not_modelled(segments[-1][2] < end, "mapping beyond the end of a reservation: the real driver does not notice")
         not_modelled(memory.properties.tile_pool, "cuMemMap of memory for tiles of arrays")
+        mapping = Mapping(address, size, memory)
+        memory.lead(mapping, False)
         with operating_system(only_memory=True):
             try:
                 for found, start, stop in segments:
@@ -166,9 +168,9 @@ class VirtualMemory:
             except OSError:
                 for found, start, stop in segments:
                     found.unmap(start, stop - start)
+                memory.lose_leader(mapping)
                 raise
         memory.mappings += 1
-        mapping = Mapping(address, size, memory)
         self.mappings.add(mapping)
         self.allocations.add(MappedMemory(address, size, memory.properties.device, None, mapping))
 
@@ -188,6 +190,7 @@ class VirtualMemory:
                 found.unmap(start, stop - start)
             self.mappings.remove(mapping)
             self.allocations.remove(self.allocations.at[mapping.base])
+            mapping.memory.lose_leader(mapping)
             mapping.memory.mappings -= 1
             if not mapping.memory.mappings:
                 self._released.pop(mapping.memory.handle, None)
