@@ -308,6 +308,11 @@ def _access_of_queued_work(rig: Rig) -> None:
         word.value = 1
 
 
+def _more_of_a_pool_than_has_memory(rig: Rig) -> None:
+    kind = rig.raw.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+    rig.raw.cuMemGetHandleForAddressRange(rig.allocate(rig.pool(), MiB, rig.stream()), 64 * MiB, kind, 0)
+
+
 def _pools_have_it(rig: Rig) -> None:
     stream, pool = rig.stream(), rig.pool(KEEP)
     rig.free(rig.allocate(pool, 100 * GiB, stream), stream)
@@ -326,6 +331,7 @@ def _pools_have_it(rig: Rig) -> None:
         (_read_only_for_the_host, "memory that it may only read"),
         (_no_access_at_all, "mapped host memory"),
         (_access_of_queued_work, "work on the memory is queued"),
+        (_more_of_a_pool_than_has_memory, "the real driver crashes"),
         (_pools_have_it, "pools hold in reserve"),
     ],
     ids=lambda value: value.__name__.strip("_") if callable(value) else "",

@@ -201,9 +201,12 @@ class VirtualMemoryCalls(Calls):
         if allocation.mapping is not None:
             devices = [mapping.memory.properties.device for mapping in self._machine.virtual.span(dptr, size)]
         else:
-            check(self._machine.supply.is_backed(dptr, size))  # it may reach into the next allocation
             devices = [allocation.device]
         check(None not in devices)
+        if allocation.mapping is None and not self._machine.supply.is_backed(dptr, size):
+            in_pool = isinstance(allocation, PoolMemory)
+            not_modelled(in_pool, "a handle for more addresses of a pool than have memory: the real driver crashes")
+            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
         check(flags != _PCIE_MAPPING, Result.CUDA_ERROR_NOT_SUPPORTED)
         if isinstance(allocation, PoolMemory):  # what lies in one chunk begins with it (H200: test_memory_exports)
             at = (allocation.block.start + dptr - allocation.base) % CHUNK
