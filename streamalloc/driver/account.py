@@ -78,6 +78,10 @@ class Account:
             for key in [key for key in self._live if key[0] == "mapping" and 0 <= key[1] - start < size]:
                 del self._live[key]
 
+    def lost(self, kind: str, handle: int) -> None:
+        """Something has ended with its context."""
+        self._live.pop((kind, handle), None)
+
     def outstanding(self) -> dict[str, list[int]]:
         """What was made and not released, by kind."""
         live: dict[str, list[int]] = {}

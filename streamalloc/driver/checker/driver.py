@@ -134,9 +134,9 @@ class Checked(Wrapper):
             given.extend(starmap(self._lock.release, ((),)))
             return function(*args)
         finally:
+            taken: list[bool] = []
             while given:
                 try:
-                    taken: list[bool] = []
                     taken.extend(starmap(self._lock.acquire, ((),)))
                 except BaseException as error:
                     raised = error

@@ -239,6 +239,8 @@ class Range:
     """How often memory of another process was opened."""
     imports: list[Range] = field(default_factory=list)
     """The same memory as other imports in this process have it."""
+    context: int = 0
+    """The context with which it ends; 0 where that is none."""
     awaited: tuple[Contents, ...] = ()
     """Of an import: what may not be there yet."""
 

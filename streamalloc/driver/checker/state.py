@@ -128,6 +128,8 @@ class State:
         self.launched: dict[int, Obstacle] = {}
         """The end of the latest launch of each."""
         self.physical: dict[int, Physical] = {}
+        self.primary: dict[int, int] = {}
+        """The primary contexts of devices."""
         self.pools: dict[int, dict[int, int] | None] = {}
         """What devices may do with the memory of a pool, by its handle."""
         self.current_pools: dict[int, int] = {}
@@ -197,11 +199,12 @@ class State:
                 return legacy
             mine = self._thread().streams
             found = mine.get(context)
-            if found is None:
+            if found not in self.devices:  # its context may have ended
                 while self._over:
                     for one in self._over.popleft().values():
-                        self._per_thread.remove(one)
-                        self.retire(one)
+                        if one in self._per_thread:
+                            self._per_thread.remove(one)
+                            self.retire(one)
                 name = f"the per-thread default stream of {threading.current_thread().name}"
                 found = mine[context] = self.timeline.stream(name, context, legacy)
                 self._per_thread.append(found)
@@ -493,6 +496,25 @@ class State:
                     one.vacated = one.kind not in ("allocation", "import", "mapping")
 
         return finish
+
+    def end_context(self, context: int, what: str, stack: Stack) -> None:
+        """A context has ended, and with it what was its own."""
+        for handle in [handle for handle, one in self.streams.items() if one.context == context]:
+            self.retire(self.streams.pop(handle))
+            self.account.lost("stream", handle)
+        for one in [self._legacy.pop(context, None), *(it for it in self._per_thread if it.context == context)]:
+            if one is not None:
+                self.retire(one)
+        self._per_thread = [one for one in self._per_thread if one.context != context]
+        thread = self.thread()
+        self.timeline.act(thread)
+        for range_ in self.addresses.living():
+            if range_.context == context != 0:
+                range_.ended, range_.vacated = Moment(thread, what, stack), True
+                self.account.lost(range_.kind, range_.base)
+                entry = self.entries.pop(range_, None)
+                if entry is not None:
+                    ledger.close_import(entry)
 
     def map(self, address: int, size: int, offset: int, memory: Physical, stack: Stack) -> None:
         """Memory was mapped."""

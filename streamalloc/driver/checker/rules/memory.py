@@ -65,7 +65,8 @@ def _releases_host_memory(state: State, name: str, args: Arguments) -> Finish:
 def _makes(kind: str, size: Callable[[Arguments, Answer], int]) -> Rule:
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
         if int(answer[1]):
-            state.addresses.add(Range(int(answer[1]), max(size(args, answer), 1), kind, stack=here()))
+            nbytes = max(size(args, answer), 1)
+            state.addresses.add(Range(int(answer[1]), nbytes, kind, stack=here(), context=state.context()))
 
     return rule
 
@@ -75,7 +76,7 @@ def _first(args: Arguments, answer: Answer) -> int:
 
 
 def _registers(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    made = Range(number_of(args[0]), int(args[1]), "registered memory", stack=here())
+    made = Range(number_of(args[0]), int(args[1]), "registered memory", stack=here(), context=state.context())
     made.bytes.shared = True
     state.addresses.add(made)
 

@@ -75,7 +75,10 @@ def _opens_plain(state: State, name: str, args: Arguments, answer: Answer) -> No
         # The driver has given the same address again, and counts.
         there.opened += 1
         return
-    made, exported = Range(int(answer[1]), _size_at(state, answer[1]), OPENED, stack=here()), opaque_bytes(args[0])
+    made, exported = (
+        Range(int(answer[1]), _size_at(state, answer[1]), OPENED, stack=here(), context=state.context()),
+        opaque_bytes(args[0]),
+    )
     state.awaited(made, exported)
     _opened(state, made, exported)
 

@@ -6,13 +6,13 @@ free, after which the driver may give the memory to others; what it returns is c
 
 from __future__ import annotations
 
-from streamalloc.driver.checker.rules import graphs, mappings, memory, order, sharing, work
+from streamalloc.driver.checker.rules import contexts, graphs, mappings, memory, order, sharing, work
 from streamalloc.driver.checker.rules.kinds import Asked, Finish, Rule
 
 __all__ = ["AFTER", "BEFORE", "Finish"]
 
 
-_AREAS = (work, memory, order, graphs, mappings, sharing)
+_AREAS = (work, memory, order, contexts, graphs, mappings, sharing)
 
 AFTER: dict[str, Rule] = {name: rule for area in _AREAS for name, rule in area.AFTER.items()}
 BEFORE: dict[str, Asked] = {name: rule for area in _AREAS for name, rule in area.BEFORE.items()}
