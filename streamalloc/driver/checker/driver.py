@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from streamalloc.driver.account import COUNTED, ENDERS
 from streamalloc.driver.bindings import cuda
+from streamalloc.driver.checker.poison import Poison
 from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.rules import AFTER, BEFORE, Finish
 from streamalloc.driver.checker.stacks import here
@@ -35,9 +36,6 @@ _ON = ("raise", "report", "warn")
 _KEPT = 1000
 _INVALID = (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
 
-POISON_ALLOCATED, POISON_FREED = 0xCB, 0xDB
-"""What bytes hold that nobody has written yet, and that were freed."""
-
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -52,7 +50,6 @@ class Checked(Wrapper):
         self.hazards: list[Hazard] = []
         """What was found so far, in order, the same thing at the same place once. It may be cleared."""
         self._on = on
-        self._poison = poison
         # One thread at a time. A finaliser may run in the middle of an observation, in the thread that makes it.
         self._lock = threading.RLock()
         self._observing = 0
@@ -60,6 +57,7 @@ class Checked(Wrapper):
         self._found: list[Hazard] = []
         self._shown: set[tuple[Any, ...]] = set()
         self._state = State(_Asked(self), self._found.append)
+        self._poison = Poison(driver, self._state) if poison else None
         self._host_functions: dict[int, Any] = {}
         self.process: int = os.getpid()
         """The process that made it; a forked child has nothing to say at its end."""
@@ -91,8 +89,9 @@ class Checked(Wrapper):
                 return _INVALID
             if self._found:
                 self._deliver(lambda: self._alone(finish, _INVALID))
-        if self._poison and name in _POISONED:
-            self._poison_before(name, args)
+        poison = self._poison
+        if poison is not None:
+            poison.before(name, args)
         try:
             answer = _keeps_convention(name, function(*args))
         except BaseException:
@@ -103,8 +102,8 @@ class Checked(Wrapper):
         self._alone(self._after, name, args, answer, finish)
         if self._found:
             self._deliver()
-        if self._poison and not answer[0] and name in _POISONED:
-            self._poison_after(name, args, answer)
+        if poison is not None and not answer[0]:
+            poison.after(name, args, answer)
         return answer
 
     def _inside(self) -> bool:
@@ -337,37 +336,6 @@ class Checked(Wrapper):
 
         return function
 
-    # -- poison ----------------------------------------------------------------------------------------------
-
-    def _poison_before(self, name: str, args: tuple[Any, ...]) -> None:
-        if name == "cuMemFreeAsync":
-            found = self._state.addresses.find(int(args[0] or 0))
-            if found is not None and found.kind == "allocation":
-                self._write_poison(found.base, found.size, args[1], POISON_FREED)
-
-    def _poison_after(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
-        if name != "cuMemFreeAsync" and int(answer[1]):
-            self._write_poison(int(answer[1]), int(args[0]), args[-1], POISON_ALLOCATED)
-
-    def _write_poison(self, address: int, size: int, stream: Any, value: int) -> None:
-        # In the stream of the allocation or the free, so in no other order than theirs.
-        state = self._state
-        handle = 0 if stream is None else int(stream)
-        found = state.streams.get(handle)
-        context = None if found is None else found.context
-        if found is not None and found in state.captures:
-            return
-        if context:
-            self._wrapped.cuCtxPushCurrent(cuda.CUcontext(context))
-        try:
-            self._wrapped.cuMemsetD8Async(address, value, size, stream)
-        finally:
-            if context:
-                self._wrapped.cuCtxPopCurrent()
-
-
-_POISONED = frozenset(("cuMemAllocAsync", "cuMemAllocFromPoolAsync", "cuMemFreeAsync"))
-
 
 class _Asked:
     """The driver that is wrapped, for questions of the checker's own. They are asked while nobody has the turn: a
@@ -458,7 +426,9 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False) -> Chec
         that reaches the driver. A second release of the same thing never reaches the driver; where it does not raise,
         its answer is ``CUDA_ERROR_INVALID_VALUE``.
     poison
-        Fill memory of pools with 0xCB when it is allocated and with 0xDB when it is freed, in stream order.
+        Fill memory with 0xCB when it is allocated and with 0xDB when it is freed: of pools in stream order, plain and
+        pinned memory at once, where the host waits, and mapped memory when access to it is first granted. Managed
+        memory, memory of graphs and of other processes stays as it is, and what is unmapped is out of reach anyhow.
 
     Returns
     -------

@@ -94,11 +94,13 @@ _MANY = 64
 class Bytes:
     """Physical memory, and the latest uses of each part."""
 
-    __slots__ = ("_segments", "shared")
+    __slots__ = ("_segments", "fresh", "shared")
 
     def __init__(self) -> None:
         self.shared = False
         """Whether other processes may have it."""
+        self.fresh: tuple[tuple[int, int], ...] = ()
+        """The parts to which nobody had access yet."""
         # One list alone, so that no interrupt leaves two that differ.
         self._segments: list[_Segment] = []
 

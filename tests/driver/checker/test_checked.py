@@ -14,8 +14,9 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
+from streamalloc import vmm
 from streamalloc.driver.bindings import cuda
-from tests.driver.checker.corpus import SIZE, Bench
+from tests.driver.checker.corpus import PAGE, SIZE, Bench
 from tests.support import KEEP, names, read
 
 
@@ -185,6 +186,49 @@ def test_poison(machine: Any) -> None:
         assert again.address == address and (read(again) == 0xCB).all()
         again.free()
     assert not device.driver.hazards  # type: ignore[attr-defined]
+
+
+def test_poison_of_other_memory(machine: Any) -> None:
+    """Plain, pinned and mapped memory; what is mapped again keeps its bytes."""
+    driver: Any = sd.checked(machine, poison=True)
+    device = sa.Device(0, driver=driver)
+    with device.create_stream(), device.current():
+        read_back = (ctypes.c_ubyte * SIZE)()
+        plain = driver.cuMemAlloc(SIZE)[1]
+        driver.cuMemcpyDtoH(ctypes.addressof(read_back), plain, SIZE)
+        assert set(read_back) == {0xCB}
+        pinned = int(driver.cuMemHostAlloc(SIZE, 0)[1])
+        assert set((ctypes.c_ubyte * SIZE).from_address(pinned)) == {0xCB}
+        driver.cuMemFree(plain)
+        driver.cuMemFreeHost(pinned)
+        step = PAGE
+        with vmm.PhysicalMemory(2 * step, device) as memory, vmm.AddressRange(2 * step, driver=driver) as addresses:
+            with addresses.map(memory, 0, access=device) as mapped:
+                assert set(read(mapped).tolist()) == {0xCB}
+                mapped.fill(1)
+                device.synchronize()
+            with addresses.map(memory, 0, access=device) as mapped:
+                assert set(read(mapped).tolist()) == {1}
+    assert not driver.hazards
+
+
+@pytest.mark.simulated_only("plain memory that was freed is not there")
+def test_poison_of_plain_memory_that_was_freed(machine: Any) -> None:
+    class Watching:
+        """A driver that looks at memory right before it is freed."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(machine, name)
+
+        def cuMemFree(self, pointer: Any) -> Any:
+            seen.append(set((ctypes.c_ubyte * SIZE).from_address(int(pointer))))
+            return machine.cuMemFree(pointer)
+
+    seen: list[set[int]] = []
+    driver: Any = sd.checked(Watching(), poison=True)
+    with sa.Device(0, driver=driver).current():
+        driver.cuMemFree(driver.cuMemAlloc(SIZE)[1])
+    assert seen == [{0xDB}]
 
 
 @pytest.mark.simulated_only("a copy of memory that was freed may end the process")

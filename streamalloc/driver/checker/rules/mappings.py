@@ -28,7 +28,8 @@ def _ends_reservation(state: State, name: str, args: Arguments, answer: Answer) 
 def _creates(state: State, name: str, args: Arguments, answer: Answer) -> None:
     location = args[1].location
     device = int(location.id) if int(location.type) == _DEVICE else None
-    state.physical[int(answer[1])] = Physical(int(args[0]), here(), device)
+    made = state.physical[int(answer[1])] = Physical(int(args[0]), here(), device)
+    made.bytes.fresh = ((0, made.size),)
 
 
 def _releases(state: State, name: str, args: Arguments, answer: Answer) -> None:

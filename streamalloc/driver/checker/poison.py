@@ -1,0 +1,133 @@
+"""Poison: bytes that nobody has written, or that were freed, get values that show."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+from streamalloc.driver.bindings import cuda
+from streamalloc.driver.checker.rules.memory import granted
+from streamalloc.driver.checker.state import State, number_of
+
+__all__ = ["Poison"]
+
+ALLOCATED, FREED = 0xCB, 0xDB
+_NON_BLOCKING = int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
+_WRITE = 3
+_Step: TypeAlias = "Callable[[Poison, tuple[Any, ...], Any], None]"
+
+
+class Poison:
+    """Writes poison by calls of the driver that is wrapped, which the checker does not see."""
+
+    def __init__(self, driver: Any, state: State) -> None:
+        self._driver = driver
+        self._state = state
+
+    def before(self, name: str, args: tuple[Any, ...]) -> None:
+        """A call is about to be made."""
+        step = _BEFORE.get(name)
+        if step is not None:
+            step(self, args, None)
+
+    def after(self, name: str, args: tuple[Any, ...], answer: Any) -> None:
+        """A call has succeeded."""
+        step = _AFTER.get(name)
+        if step is not None:
+            step(self, args, answer)
+
+    # -- in stream order -------------------------------------------------------------------------------------
+
+    def _allocated(self, args: tuple[Any, ...], answer: Any) -> None:
+        if int(answer[1]):
+            self._queue(int(answer[1]), int(args[0]), args[-1], ALLOCATED)
+
+    def _freed(self, args: tuple[Any, ...], answer: Any) -> None:
+        found = self._state.addresses.find(number_of(args[0]))
+        if found is not None and found.kind == "allocation":
+            self._queue(found.base, found.size, args[1], FREED)
+
+    def _queue(self, address: int, size: int, stream: Any, value: int) -> None:
+        # In the stream of the allocation or the free, so in no other order than theirs.
+        found = self._state.streams.get(number_of(stream))
+        if found is None or found not in self._state.captures:
+            context: Any = None if found is None else found.context
+            self._under(context, lambda: self._driver.cuMemsetD8Async(address, value, size, stream))
+
+    # -- at once ---------------------------------------------------------------------------------------------
+
+    def _made(self, args: tuple[Any, ...], answer: Any) -> None:
+        found = self._state.addresses.find(int(answer[1]))
+        if found is not None:
+            self._fill(found.base, found.size, ALLOCATED)
+
+    def _ends(self, args: tuple[Any, ...], answer: Any) -> None:
+        found = self._state.addresses.find(number_of(args[0]))
+        if found is not None and found.kind == "device memory" and found.base == number_of(args[0]):
+            # The driver waits for the device as well.
+            self._under(found.context, self._driver.cuCtxSynchronize)
+            self._under(found.context, lambda: self._fill(found.base, found.size, FREED))
+
+    def _host_made(self, args: tuple[Any, ...], answer: Any) -> None:
+        if int(answer[1]):
+            ctypes.memset(int(answer[1]), ALLOCATED, int(args[0]))
+
+    def _host_ends(self, args: tuple[Any, ...], answer: Any) -> None:
+        found = self._state.addresses.find(number_of(args[0]))
+        if found is not None and found.ended is None and found.kind == "pinned memory":
+            ctypes.memset(found.base, FREED, found.size)
+
+    # -- mapped memory ---------------------------------------------------------------------------------------
+
+    def _granted(self, args: tuple[Any, ...], answer: Any) -> None:
+        writers = [device for device, rights in granted(args[2]).items() if rights == _WRITE]
+        contexts: list[Any] = [one.context for one, device in self._state.devices.items() if device in writers]
+        for one in self._state.mappings(number_of(args[0]), int(args[1])) if contexts else ():
+            fresh, one.bytes.fresh = one.bytes.fresh, ()
+            start, end = one.offset, one.offset + one.size
+            for low, high in fresh:
+                first, last = max(low, start), min(high, end)
+                if first < last:
+                    fill = partial(self._fill, one.base + first - start, last - first, ALLOCATED)
+                    self._under(contexts[0], fill)
+                left = ((low, min(high, start)), (max(low, end), high))
+                one.bytes.fresh += tuple(part for part in left if part[0] < part[1])
+
+    # -- how -------------------------------------------------------------------------------------------------
+
+    def _fill(self, address: int, size: int, value: int) -> None:
+        """Fill memory in a stream of its own, and wait for that."""
+        if self._state.captures:
+            return
+        failed, stream = self._driver.cuStreamCreate(_NON_BLOCKING)
+        if not failed:
+            self._driver.cuMemsetD8Async(address, value, size, stream)
+            self._driver.cuStreamSynchronize(stream)
+            self._driver.cuStreamDestroy(stream)
+
+    def _under(self, context: Any, call: Callable[[], object]) -> None:
+        if context:
+            self._driver.cuCtxPushCurrent(cuda.CUcontext(context))
+        try:
+            call()
+        finally:
+            if context:
+                self._driver.cuCtxPopCurrent()
+
+
+_BEFORE: dict[str, _Step] = {
+    "cuMemFreeAsync": Poison._freed,
+    "cuMemFree": Poison._ends,
+    "cuMemFreeHost": Poison._host_ends,
+}
+_AFTER: dict[str, _Step] = {
+    "cuMemAllocAsync": Poison._allocated,
+    "cuMemAllocFromPoolAsync": Poison._allocated,
+    "cuMemAlloc": Poison._made,
+    "cuMemAllocPitch": Poison._made,
+    "cuMemHostAlloc": Poison._host_made,
+    "cuMemAllocHost": Poison._host_made,
+    "cuMemSetAccess": Poison._granted,
+}
