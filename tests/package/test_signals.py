@@ -257,7 +257,7 @@ class Opening(Bench):
     def __init__(self, machine: Any) -> None:
         super().__init__(machine)
         keep = self.made.enter_context
-        theirs = sa.Device(0, driver=sd.simulated())
+        theirs = sa.Device(0, driver=Atomic(sd.simulated()))
         stream, pool = keep(theirs.create_stream()), keep(shared_pool(theirs))
         self.theirs: dict[str, Any] = {
             "buffer": keep(pool.allocate(4096, stream)),
@@ -295,6 +295,20 @@ def messages(bench: Opening) -> None:
         with ipc.receive(two, stream=bench.stream, timeout=WAIT, driver=bench.driver):
             pass
         ipc.send(one, bench.theirs["buffer"], hold=True)  # never received
+
+
+@program(Opening)
+def handoffs(bench: Opening) -> None:
+    """One allocation after the other, so that all but the first ones take the fast paths."""
+    theirs = bench.theirs["buffer"]
+    for pool, stream, there in ((bench.pool, bench.stream, theirs.stream), (theirs.owner, theirs.stream, bench.stream)):
+        one, two = ipc.Channel.pair()
+        with one, two:
+            for _ in range(4):
+                buffer = pool.allocate(4096, stream)
+                ipc.send(one, buffer)
+                ipc.receive(two, stream=there, timeout=WAIT).close()
+                buffer.free()
 
 
 @program(Opening)

@@ -45,7 +45,15 @@ from streamalloc.core.door import Door
 from streamalloc.core.errors import CudaError, error_from, undoing
 from streamalloc.core.fd import Fd
 from streamalloc.core.ownership import finaliser
-from streamalloc.core.stream import Stream, direct_handle, direct_view, refuse_capture, sees_all_work, stream_call
+from streamalloc.core.stream import (
+    Stream,
+    direct_handle,
+    direct_view,
+    raw_handle,
+    refuse_capture,
+    sees_all_work,
+    stream_call,
+)
 from streamalloc.driver.internal import cuda
 
 __all__ = [
@@ -183,7 +191,7 @@ class Mark:
             del free[-1]
             self._index = index
             self.number = value << 32 | index
-            self._word = block.word(kind, index)
+            self._word = block.mark_word(kind, index)
             self._word.value = value
 
     def over(self) -> bool:
@@ -224,6 +232,7 @@ class ControlBlock:
         """Slots, and the values of their ready words that streams of this process wait for."""
         self._marks = {kind: list(range(SLOTS)) for kind in ("pool", "hold")}
         """The marks of each kind that are free."""
+        self._words: dict[str, dict[int, Word]] = {"pool": {}, "hold": {}}
         self._values = itertools.count(secrets.randbits(31))
         self._map = mmap.mmap(fd.fileno(), _BYTES)
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
@@ -360,7 +369,13 @@ class ControlBlock:
         index = number % WORD
         if index >= SLOTS:
             raise ValueError(f"the descriptor's {kind} mark {index} is none of its control block, which has {SLOTS}")
-        return self.word(kind, index)
+        return self.mark_word(kind, index)
+
+    def mark_word(self, kind: str, index: int) -> Word:
+        """The word of a mark."""
+        words = self._words[kind]
+        word = words.get(index)
+        return words.setdefault(index, self.word(kind, index)) if word is None else word
 
     def all_closed(self, words: SlotWords) -> bool:
         """Whether all importers that have opened a slot have closed it, and their work has ended."""
@@ -370,16 +385,23 @@ class ControlBlock:
         """What names in both processes that the contents of a slot are there."""
         return self.id + _ANNOUNCEMENT.pack(slot, generation, ready)
 
-    def tell(self, stream: Stream, word: Word, value: int, *, checked: bool = False) -> None:
-        """Have a word say ``value`` after a stream's work so far; ``checked``: it is known not to be captured.
+    def tell(self, stream: Stream, word: Word, value: int) -> None:
+        """Have a word say ``value`` after a stream's work so far, see :meth:`tell_by`."""
+        handle, sees_all = direct_view(stream, self.door)
+        if handle is not None:
+            self.tell_by(handle, sees_all, word, value)
+            return
+        refuse_capture(stream, "cuStreamWriteValue32", _NOT_IN_A_CAPTURE)
+        with stream.device.current():
+            self.tell_by(raw_handle(stream), sees_all_work(stream), word, value)
+
+    def tell_by(self, handle: Any, sees_all: bool, word: Word, value: int) -> None:
+        """The same, by the ``CUstream`` of a stream that is not captured, and whether a query of it sees all its work.
 
         The host does so where the stream has no work left (``cuStreamQuery``), as a store of the device's has to travel
-        both ways; else the stream (``cuStreamWriteValue32``).
+        both ways; else the stream (``cuStreamWriteValue32``). The context of a default stream is current.
         """
-        handle, sees_all = direct_view(stream, self.door)
-        if handle is None:
-            self._tell_slowly(stream, word, value, checked)
-        elif sees_all and self._idle(handle):
+        if sees_all and self._idle(handle):
             word.value = value
         else:
             result = self.door.cuStreamWriteValue32(handle, word.pointer, value, 0)[0]
@@ -405,17 +427,6 @@ class ControlBlock:
         if result and result != _NOT_READY:
             raise error_from(result, "cuStreamQuery")
         return not result
-
-    def _tell_slowly(self, stream: Stream, word: Word, value: int, checked: bool) -> None:
-        if not checked:
-            refuse_capture(stream, "cuStreamWriteValue32", _NOT_IN_A_CAPTURE)
-        if sees_all_work(stream):
-            with self.door.relaxed():
-                idle = stream.query()
-            if idle:
-                word.value = value
-                return
-        stream_call(stream, "cuStreamWriteValue32", word.pointer, value, 0)
 
     def wait(self, stream: Stream, word: Word, value: int) -> None:
         """Have a stream wait until a word is at a value or beyond (``cuStreamWaitValue32``)."""

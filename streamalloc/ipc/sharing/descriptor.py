@@ -62,6 +62,9 @@ HEAD_BYTES = _HEAD.size
 # What does not: slot, generation, ready; offset, size, base size; hold.
 _NUMBERS = struct.Struct("<IIIQQQQ")
 _BODY = _HEAD.size + _NUMBERS.size
+_HOLD = struct.Struct("<Q")
+_FLAGS_AT = _HEAD.size - struct.calcsize("<IIIHH")
+_HOLD_AT = _BODY - _HOLD.size
 _CHUNK = struct.Struct("<16sQ")
 _FABRIC_CHUNK = struct.Struct("<16sQ64s")
 _CHECK = struct.Struct("<I")
@@ -175,8 +178,10 @@ class Head:
 
 def with_hold(data: bytes, hold: int) -> bytes:
     """The same descriptor, held by a mark, or with 0 by the message that carries it."""
-    described = Descriptor.from_bytes(data)
-    return described._replace(flags=described.flags | Flags.HELD, hold=hold).to_bytes()
+    body = bytearray(data[: -_CHECK.size])
+    body[_FLAGS_AT] |= Flags.HELD
+    _HOLD.pack_into(body, _HOLD_AT, hold)
+    return bytes(body) + _CHECK.pack(zlib.crc32(body))
 
 
 def check_array(dtype: str, shape: tuple[int, ...]) -> None:

@@ -25,9 +25,11 @@ from streamalloc.core.stream import (
     StreamLike,
     as_stream,
     direct_handle,
+    direct_view,
     ordered_after,
     raw_handle,
     refuse_capture,
+    sees_all_work,
 )
 from streamalloc.driver.internal import OpaqueStruct, cuda, opaque_struct
 from streamalloc.ipc.sharing.control_block import WORD, ControlBlock, ImporterWords, fence, reached
@@ -57,7 +59,7 @@ _BAD_POINTER = "the owner's process has freed it, or ended"
 class _Way:
     """How allocations are opened whose descriptors begin alike."""
 
-    __slots__ = ("block", "device", "door", "drops", "held", "imports", "later", "leased", "lock")
+    __slots__ = ("_default", "block", "device", "door", "drops", "held", "imports", "later", "leased", "lock")
 
     waits = False
     """Whether letting go of an import may wait for a stream."""
@@ -75,6 +77,7 @@ class _Way:
         """Whether descriptors are counted as on their way, until they were opened."""
         self.lock: contextlib.AbstractContextManager[bool] = threading.RLock()
         """Held where imports are counted."""
+        self._default: Stream | None = None
         self.imports: dict[bytes, Import] = {}
         """The imports that there are, by the driver's export data."""
         drops.watch()
@@ -83,9 +86,15 @@ class _Way:
         """Have the driver import an allocation."""
         raise NotImplementedError
 
-    def release(self, held: Import, stream: Stream) -> None:
-        """Have the driver let go of it after the work of a stream."""
+    def release(self, held: Import, stream: Stream, handle: Any) -> None:
+        """Have the driver let go of it after the work of a stream, by that and its ``CUstream``."""
         raise NotImplementedError
+
+    def default_stream(self) -> Stream:
+        """The default stream of the device, for who names no stream."""
+        if self._default is None or self._default.closed:
+            self._default = self.device.default_stream
+        return self._default
 
 
 class PoolWay(_Way):
@@ -122,13 +131,8 @@ class PoolWay(_Way):
             held._raw = None
             raise error_from(result, "cuMemPoolImportPointer", _BAD_POINTER)
 
-    def release(self, held: Import, stream: Stream) -> None:
+    def release(self, held: Import, stream: Stream, handle: Any) -> None:
         """Let go of an allocation, in stream order (``cuMemFreeAsync``)."""
-        handle = direct_handle(stream, self.door)
-        if handle is None:
-            with stream.device.current():
-                self.door.give_back(held, "cuMemFreeAsync", raw_handle(stream))
-            return
         raw = held._raw
         # Nothing is called between the two.
         held._raw = None
@@ -157,7 +161,7 @@ class LegacyWay(_Way):
         with self.device.current():
             self.door.create(held, "_raw", "cuIpcOpenMemHandle", handle, _LAZY_PEER_ACCESS, hint=_BAD_POINTER)
 
-    def release(self, held: Import, stream: Stream) -> None:
+    def release(self, held: Import, stream: Stream, handle: Any) -> None:
         """Close it, which is not in stream order: the host waits (``cuIpcCloseMemHandle``)."""
         stream.synchronize()
         with self.device.current():
@@ -316,27 +320,38 @@ def _let_go(owner: ImportedBuffer | _DroppedImport, stream: Stream, *, used: boo
             return
         for event in held.passed:
             stream.wait(event)
-        if held._raw is not None:
-            way.release(held, stream)
-        if way.imports.get(held.key) is held:
-            del way.imports[held.key]
-        mine = held.words
-        # Where the word went on, another import of the same slot is open, and says so when it is closed.
-        if mine is not None and mine.opened.value == held.number:
-            block: Any = way.block
-            before = (held.number - 1) % WORD
-            if not held.address:
-                # Not by counting on: the streams' writes of earlier closes may still be on their way.
-                mine.opened.value = before
-            else:
-                closed = mine.closed.value
-                if closed != before and not reached(closed, before):
-                    # An earlier import's end is still on its way, on another stream: the word only ever counts up.
-                    block.wait(stream, mine.closed, before)
-                block.tell(stream, mine.closed, held.number, checked=True)
-                mine.closing.value = held.number
-        held.count = 0
+        handle, sees_all = direct_view(stream, way.door)
+        if handle is not None:
+            _end(held, stream, handle, sees_all)
+        else:
+            with stream.device.current():
+                _end(held, stream, raw_handle(stream), sees_all_work(stream))
         owner._held = None
+
+
+def _end(held: Import, stream: Stream, handle: Any, sees_all: bool) -> None:
+    """End an import after the work of a stream, which is named by all that the driver is asked with."""
+    way = held.way
+    if held._raw is not None:
+        way.release(held, stream, handle)
+    if way.imports.get(held.key) is held:
+        del way.imports[held.key]
+    mine = held.words
+    # Where the word went on, another import of the same slot is open, and says so when it is closed.
+    if mine is not None and mine.opened.value == held.number:
+        block: Any = way.block
+        before = (held.number - 1) % WORD
+        if not held.address:
+            # Not by counting on: the streams' writes of earlier closes may still be on their way.
+            mine.opened.value = before
+        else:
+            closed = mine.closed.value
+            if closed != before and not reached(closed, before):
+                # An earlier import's end is still on its way, on another stream: the word only ever counts up.
+                block.wait(stream, mine.closed, before)
+            block.tell_by(handle, sees_all, mine.closed, held.number)
+            mine.closing.value = held.number
+    held.count = 0
 
 
 class _DroppedImport(Deferred):

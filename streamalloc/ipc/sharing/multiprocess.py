@@ -77,6 +77,17 @@ def _carrier() -> Callable[[], bool]:
     connection = _written_to()
     if connection is None:
         return bool
+    found = _ends.get(connection)
+    if found is None:
+        found = _ends[connection] = _lost_with(connection)
+    return found
+
+
+# What tells when nobody can take anything out of a connection any more.
+_ends: weakref.WeakKeyDictionary[Connection, Callable[[], bool]] = weakref.WeakKeyDictionary()
+
+
+def _lost_with(connection: Connection) -> Callable[[], bool]:
     number = connection.fileno()
     if stat.S_ISFIFO(os.fstat(number).st_mode):
         # This keeps no end of the pipe open: whoever reads it still sees its end.

@@ -111,7 +111,7 @@ def open(
                 importer.later.work()
                 if direct_handle(stream, door) is not None:  # type: ignore[arg-type]
                     return open_import(way, part, stream)  # type: ignore[arg-type, return-value]
-                return _opened(way, part, _ordered(way.device, stream, door))  # type: ignore[return-value]
+                return _opened(way, part, way.default_stream() if stream is None else _ordered(stream, door))  # type: ignore[return-value]
     given = Handles(handles)
     try:
         door.check_process()
@@ -155,12 +155,12 @@ def _prepared(importer: Importer, described: Descriptor, device: Device, stream:
         importer.warn_of_version(described.driver_version)
     if described.slot >= SLOTS:
         raise ValueError(f"the descriptor's slot {described.slot} is none of its control block, which has {SLOTS}")
-    return _ordered(device, stream, importer.door)
+    return device.default_stream if stream is None else _ordered(stream, importer.door)
 
 
-def _ordered(device: Device, stream: StreamLike | None, door: Door) -> Stream:
-    """The stream to use."""
-    ordered = device.default_stream if stream is None else as_stream(stream, door)
+def _ordered(stream: StreamLike, door: Door) -> Stream:
+    """The stream that a caller has named."""
+    ordered = as_stream(stream, door)
     if not ordered.is_default:
         # Of default streams, which others may capture, it is asked where there is something to wait for.
         refuse_capture(ordered, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
