@@ -160,18 +160,32 @@ class TestLegacyOrder:
         assert rig.query(stream) == "SUCCESS"
 
     @pytest.mark.parametrize(
-        ("location", "size", "held"),
+        ("location", "policies", "size", "held"),
         [
-            (DEVICE, 2 * MiB, False),
-            (DEVICE, 4 * MiB, True),
-            (DEVICE, 40 * MiB, True),
-            (HOST_NUMA, 2 * MiB, False),
-            (HOST_NUMA, 4 * MiB, True),
+            (DEVICE, "111", 2 * MiB, False),
+            (DEVICE, "111", 4 * MiB, True),
+            (DEVICE, "111", 40 * MiB, True),
+            (DEVICE, "011", 4 * MiB, False),
+            (DEVICE, "011", 40 * MiB, False),
+            (HOST_NUMA, "111", 2 * MiB, False),
+            (HOST_NUMA, "111", 4 * MiB, True),
         ],
-        ids=["known", "from the end", "growing", "known to the host", "from the end for the host"],
+        ids=[
+            "known",
+            "from the end",
+            "growing",
+            "from the end, not looking",
+            "growing, not looking",
+            "known to the host",
+            "from the end for the host",
+        ],
     )
-    def test_an_allocation_is_work_where_memory_is_new(self, rig: Rig, location: int, size: int, held: bool) -> None:
-        pool, stream, pending = rig.pool(UINT64_MAX, location=location), rig.stream(BLOCKING), rig.event()
+    def test_an_allocation_is_work_where_it_looks_at_other_streams(
+        self, rig: Rig, location: int, policies: str, size: int, held: bool
+    ) -> None:
+        """Where nothing is at hand, and the policy is to follow events."""
+        pool = rig.pool(UINT64_MAX, policies, location=location)
+        stream, pending = rig.stream(BLOCKING), rig.event()
         first, _ = (rig.allocate(pool, 2 * MiB, stream) for _ in range(2))
         rig.free(first, stream)
         rig.synchronize()

@@ -300,8 +300,16 @@ class TestStreamsInOrder:
         new, other = rig.stream(), rig.stream()
         assert self.order(rig, pool, new, other, one) == [0, 2, 1]
 
-    def test_work_in_a_blocking_stream(self, rig: Rig) -> None:
-        blocking, one, pool = rig.stream(BLOCKING), rig.stream(), rig.pool(UINT64_MAX, "010")
+    @pytest.mark.parametrize(
+        "per_thread",
+        [
+            pytest.param(False, id="made"),
+            pytest.param(True, id="per thread", marks=pytest.mark.simulated_only("elsewhere it has its place already")),
+        ],
+    )
+    def test_work_in_a_blocking_stream(self, rig: Rig, per_thread: bool) -> None:
+        blocking = rig.per_thread if per_thread else rig.stream(BLOCKING)
+        one, pool = rig.stream(), rig.pool(UINT64_MAX, "010")
         self.use(rig, pool, rig.raw.CUstream(1))
         value(rig.raw.cuMemsetD8Async(rig.plain(64), 0, 64, blocking))
         assert rig.executed(blocking)

@@ -90,7 +90,6 @@ class Context:
 
     def create_stream(self, blocking: bool, priority: int) -> Stream:
         stream = self._new_stream(new_handle(), blocking, priority)
-        stream.created = True
         self.streams[stream.handle] = stream
         self._by_handle[stream.handle] = stream
         return stream

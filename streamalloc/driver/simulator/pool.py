@@ -90,28 +90,24 @@ class Pool:
         if line.streams > 2 * len(timeline.streams) + 8:
             line.forget(lambda number: number not in timeline.streams)
         block = line.find_at_hand(rounded, stream.id)
+        looks = block is None and bool(policies.follow_events)
         if block is None:
             ordered = None
-            if policies.follow_events:  # looking is enough to know of them (observed on H200: test_placements)
+            if looks:  # which is enough to know of them (observed on H200: test_placements)
                 stream.look()
                 ordered = stream.comes_after
             done = timeline.executed if policies.opportunistic else timeline.outlived
             block = line.find_further(rounded, ordered, done)
         if block is None:
             raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
-        # with memory that is new, or from the end of the line (observed on H200: test_events)
-        fresh = block.owner == HEAP and (block.next is None or bool(line.missing(block, rounded)))
         if block.owner == HEAP and not self._back(block, rounded):
             self.release()
             block = line.find_left(rounded) if policies.internal_dependencies else None
             if block is None:
                 raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
             self._wait_for(block, stream)
-        # no other allocation is work (observed on H200: test_events)
-        if block.owner not in (HEAP, stream.id):
+        if looks:  # no other allocation is work (observed on H200: test_events)
             stream.submit(Operation())
-        elif fresh:
-            stream.submit(Operation(), clock={})  # pools do not count on what it waits for
         used = line.carve(block, rounded)
         self._outstanding += 1
         self.used += size

@@ -133,8 +133,6 @@ class Stream:
         self.attributes: dict[int, bytes] = {}
         """What was set of those that change nothing here, by number."""
         self.destroyed = False
-        self.created = False
-        """By a call, unlike the legacy and the per-thread stream."""
 
     def __repr__(self) -> str:
         return f"<Stream {self.id} {self.done}/{self.seq}>"
@@ -211,7 +209,7 @@ class Stream:
         legacy stream implies is written into ``clock`` where that is given; unless it ``joins`` nothing is implied.
         """
         if joins:
-            if self.created and self.legacy is not None and self.legacy.id in self.timeline.ranks:
+            if self.legacy is not None and self.legacy.id in self.timeline.ranks:
                 self.timeline.rank(self)
             after += self.catch_up(clock)
         after += self.barrier
@@ -253,8 +251,8 @@ class Timeline:
         self.streams: dict[int, Stream] = {}
         self.ranks: dict[int, int] = {}
         """The places of streams, by their numbers: in this order pools look at them. A stream gets the first free place
-        when it first uses any pool, also in a capture; one that is made as a blocking stream already with its first
-        work, where the legacy stream has a place (observed on H200: test_placements)."""
+        when it first uses any pool, also in a capture; one that takes turns with the legacy stream already with its
+        first work, where that has a place (observed on H200: test_placements)."""
         self._free_ranks: list[int] = []
         self._last_id = 0
         self._worker: threading.Thread | None = None
