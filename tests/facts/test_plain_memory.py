@@ -246,6 +246,10 @@ class TestPlacement:
 
     BLOCK = 2 * MiB
 
+    def test_the_host_s_lies_among_the_device_s(self, rig: Rig) -> None:
+        both = [(int(rig.plain(self.BLOCK)), int(rig.pinned(self.BLOCK))) for _ in range(4)]
+        assert any(pinned - plain == self.BLOCK for plain, pinned in both)
+
     def test_the_best_fit_of_all_blocks(self, rig: Rig) -> None:
         first, second = (int(rig.plain(self.BLOCK - 4096)) for _ in range(2))
         assert int(rig.plain(4096)) in (first + self.BLOCK - 4096, second + self.BLOCK - 4096)

@@ -9,7 +9,7 @@ from .blocks import Block
 from .constants import LEGACY_STREAM, PER_THREAD_STREAM, new_handle
 from .errors import Fault
 from .graph_memory import DeviceGraphMemory
-from .heap import Heap
+from .heap import Heap, Regions
 from .memory import Bank
 from .timeline import Clock, Operation, Stream, Timeline, merge
 
@@ -22,9 +22,16 @@ class Device:
     bank: Bank
     uuid: bytes
     attributes: dict[str, int]
+    regions: Regions
     heap: Heap
+    pinned: Heap
+    """Of the host, allocated with this device's contexts."""
     graphs: DeviceGraphMemory
     primary: Context = field(init=False)
+
+    def close(self) -> None:
+        for part in (self.graphs, self.heap, self.pinned, self.regions):
+            part.close()
 
 
 class Context:

@@ -2,9 +2,9 @@
 
 Where an allocation goes was found from recordings of random programs on an H200 (test_plain_memory), and is the same on
 two levels. Large allocations, and *blocks* of 2 MiB that small ones share, lie in *regions* of 32 MiB, or a multiple
-where one allocation needs it; the newest region that has room is taken. Within a region, and within all blocks of one
-kind together, the best fit is taken, and of equal ones that which has been free longest. Blocks and regions of which
-nothing is used any more are given up.
+where one allocation needs it, memory of the device and of the host next to each other; the newest region that has room
+is taken. Within a region, and within all blocks of one kind together, the best fit is taken, and of equal ones that
+which has been free longest. Blocks and regions of which nothing is used any more are given up.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from __future__ import annotations
 from .blocks import HEAP, USED, Block, Shelf, round_up
 from .constants import ALIGNMENT, BLOCK
 from .errors import Fault, operating_system
-from .memory import Arena, Bank, Physical
+from .memory import Bank, Physical, Reservation
 from .supply import Supply
 
 _REGION = 32 << 20
-_LEFT_BY_CONTEXT = 24 << 20
-"""What the context leaves free of the region in which it has memory of its own."""
+_LEFT_BY_CONTEXT = (24 << 20, BLOCK)
+"""What the context leaves free of the regions in which it has memory of its own."""
 
 
 class Pieces:
@@ -72,26 +72,76 @@ class Pieces:
         self._free.put(block, self._clock)
 
 
-class Heap:
-    """The plain memory of one place."""
+class Regions:
+    """The addresses of the plain memory of a device, and of what the host has with it."""
 
-    def __init__(self, name: str, supply: Supply, bank: Bank) -> None:
+    def __init__(self, supply: Supply, size: int) -> None:
+        self._supply = supply
+        self.size: int = round_up(2 * size, _REGION) + 8 * _REGION  # with room for holes
+        self._addresses = Pieces()
+        """As offsets: from here regions are taken."""
+        self._addresses.add(0, self.size)
+        self._regions: list[tuple[Block, Pieces]] = []
+        """The newest last."""
+        for left in _LEFT_BY_CONTEXT:
+            self._new_region(_REGION).take(_REGION - left)
+        self._reservation: Reservation | None = None
+
+    @property
+    def reservation(self) -> Reservation:
+        if self._reservation is None:
+            self._reservation = Reservation(self.size, BLOCK)
+            self._supply.arenas.add(self._reservation)
+        return self._reservation
+
+    def take(self, size: int) -> Block:
+        found = (block for _, pieces in reversed(self._regions) if (block := pieces.take(size)) is not None)
+        block = next(found, None) or self._new_region(round_up(size, _REGION)).take(size)
+        assert block is not None
+        return block
+
+    def give(self, block: Block) -> None:
+        """Give back what :meth:`take` gave, and its region where that was the last."""
+        at = next(at for at, (whole, _) in enumerate(self._regions) if whole.start <= block.start < whole.end)
+        whole, pieces = self._regions[at]
+        if pieces.give(block) is not None:
+            del self._regions[at]
+            self._addresses.give(whole)
+
+    def _new_region(self, size: int) -> Pieces:
+        whole, pieces = self._addresses.take(size), Pieces()
+        assert whole is not None
+        pieces.add(whole.start, size)
+        self._regions.append((whole, pieces))
+        return pieces
+
+    def close(self) -> None:
+        if self._reservation is not None:
+            self._supply.arenas.remove(self._reservation)
+            self._reservation.close()
+            self._reservation = None
+
+
+class Heap:
+    """The plain memory of one place in some regions. Its file has the same offsets as these."""
+
+    def __init__(self, name: str, supply: Supply, bank: Bank, regions: Regions) -> None:
         self._name = name
         self._supply = supply
         self._bank = bank
+        self._regions = regions
         self._used = 0
-        self._arena: Arena | None = None
-        self._addresses = Pieces()
-        """Of the arena, as offsets into it: from here regions are taken."""
-        self._capacity = round_up(2 * bank.total, _REGION) + 4 * _REGION  # with room for holes
-        self._addresses.add(0, self._capacity)
-        self._regions: list[tuple[Block, Pieces]] = []
-        """The newest last."""
-        self._new_region(_REGION).take(_REGION - _LEFT_BY_CONTEXT)
+        self._file: Physical | None = None
         self._small: dict[int, Pieces] = {}
         """What shares blocks, by kind."""
         self._blocks: dict[int, tuple[Block, int, int]] = {}
         """The blocks that are shared, by their beginnings: with their kind, and the flags of their first allocation."""
+
+    @property
+    def _physical(self) -> Physical:
+        if self._file is None:
+            self._file = Physical(self._name, self._regions.size)
+        return self._file
 
     def allocate(self, size: int, kind: int = 0, flags: int = 0) -> tuple[int, Block, int] | None:
         """An address, the piece to free it with, and the flags that it has; None when there is not enough memory.
@@ -101,7 +151,7 @@ class Heap:
         rounded = round_up(size, ALIGNMENT)
         if rounded >= BLOCK:
             large = self._take(round_up(size, BLOCK))
-            return None if large is None else (self._open().base + large.start, large, flags)
+            return None if large is None else (self._regions.reservation.base + large.start, large, flags)
         pieces = self._small.setdefault(kind, Pieces())
         piece = pieces.take(rounded)
         if piece is None:
@@ -112,7 +162,7 @@ class Heap:
             pieces.add(block.start, BLOCK)
             piece = pieces.take(rounded)
             assert piece is not None
-        return self._open().base + piece.start, piece, self._blocks[piece.start // BLOCK * BLOCK][2]
+        return self._regions.reservation.base + piece.start, piece, self._blocks[piece.start // BLOCK * BLOCK][2]
 
     def keep(self) -> Block | None:
         """A block for the driver's own use."""
@@ -131,15 +181,13 @@ class Heap:
 
     def locate(self, address: int) -> tuple[Physical, int]:
         """Where the memory at an address is: the file and the place in it."""
-        arena = self._open()
-        return arena.physical, address - arena.base
+        return self._physical, address - self._regions.reservation.base
 
     def close(self) -> None:
         self._bank.used -= self._used
-        if self._arena is not None:
-            self._supply.arenas.remove(self._arena.reservation)
-            self._arena.close()
-            self._arena = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     # -- large pieces ----------------------------------------------------------------------------------------
 
@@ -149,42 +197,21 @@ class Heap:
             self._supply.make_room(self._bank, size)
         if size > self._bank.free:
             return None
-        found = (block for _, pieces in reversed(self._regions) if (block := pieces.take(size)) is not None)
-        block = next(found, None) or self._new_region(round_up(size, _REGION)).take(size)
-        assert block is not None
+        block, reservation = self._regions.take(size), self._regions.reservation
         try:
             with operating_system(only_memory=True):
-                self._open().back(block.start, size)
+                reservation.map(reservation.base + block.start, size, self._physical, block.start)
         except Fault:
-            self._leave(block)
+            self._regions.give(block)
             raise
         self._used += size
         self._bank.used += size
         return block
 
     def _give(self, block: Block) -> None:
-        self._open().release(block.start, block.size)
+        reservation = self._regions.reservation
+        reservation.unmap(reservation.base + block.start, block.size)
+        self._physical.discard(block.start, block.size)
         self._used -= block.size
         self._bank.used -= block.size
-        self._leave(block)
-
-    def _leave(self, block: Block) -> None:
-        """Give back the addresses of a large piece, and those of its region where that was the last."""
-        at = next(at for at, (whole, _) in enumerate(self._regions) if whole.start <= block.start < whole.end)
-        whole, pieces = self._regions[at]
-        if pieces.give(block) is not None:
-            del self._regions[at]
-            self._addresses.give(whole)
-
-    def _new_region(self, size: int) -> Pieces:
-        whole, pieces = self._addresses.take(size), Pieces()
-        assert whole is not None
-        pieces.add(whole.start, size)
-        self._regions.append((whole, pieces))
-        return pieces
-
-    def _open(self) -> Arena:
-        if self._arena is None:
-            self._arena = Arena(self._name, self._capacity, BLOCK)
-            self._supply.arenas.add(self._arena.reservation)
-        return self._arena
+        self._regions.give(block)

@@ -20,7 +20,7 @@ from .events import Event
 from .files import Names
 from .graph_memory import DeviceGraphMemory
 from .graphs import Graphs
-from .heap import Heap
+from .heap import Heap, Regions
 from .memory import Bank
 from .multicast import Multicast
 from .pool import Pools
@@ -54,7 +54,6 @@ class Machine:
         names, timeline = Names(spec.identity), self.timeline
         banks = [self._bank() for _ in range(spec.devices)]
         supply = self.supply = Supply(Bank(self.profile.host_memory, addresses=self.profile.host_pool_addresses), banks)
-        self.host_heap: Heap = Heap("pinned", supply, supply.host)
         self.devices: list[Device] = [self._device(names, *numbered) for numbered in enumerate(banks)]
         for device in self.devices:
             device.primary = self.create_context(device, primary=True)
@@ -80,8 +79,12 @@ class Machine:
             attributes["HANDLE_TYPE_FABRIC_SUPPORTED"] = int(self.fabric)
         attributes["PCI_DEVICE_ID"] += ordinal
         digest = hashlib.sha256(f"{self.identity}/{ordinal}".encode()).digest()[:16]
-        heap = Heap(str(names.own("heap", device_place(ordinal))), self.supply, bank)
-        return Device(ordinal, bank, digest, attributes, heap, DeviceGraphMemory(self.supply, bank))
+        supply = self.supply
+        regions = Regions(supply, bank.total + supply.host.total)
+        heap = Heap(str(names.own("heap", device_place(ordinal))), supply, bank, regions)
+        pinned = Heap("pinned", supply, supply.host, regions)
+        graphs = DeviceGraphMemory(supply, bank)
+        return Device(ordinal, bank, digest, attributes, regions, heap, pinned, graphs)
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -102,9 +105,7 @@ class Machine:
     def _release(self) -> None:
         self.pools.close()
         for device in self.devices:
-            device.graphs.close()
-            device.heap.close()
-        self.host_heap.close()
+            device.close()
         self.multicast.close()
         self.virtual.close()
         self.sharing.close()
@@ -222,8 +223,9 @@ class Machine:
         """Forget plain or pinned memory and give it back at once."""
         self.allocations.remove(allocation)
         if isinstance(allocation, (DeviceMemory, HostMemory)) and allocation.block is not None:
-            heap = self.host_heap if allocation.device is None else self.devices[allocation.device].heap
-            heap.free(allocation.block)
+            assert allocation.context is not None
+            device = allocation.context.device
+            (device.pinned if allocation.on_host else device.heap).free(allocation.block)
             self.sharing.withdraw(allocation)
 
 

@@ -12,8 +12,8 @@ import pytest
 from streamalloc.driver.simulator.blocks import Block
 from streamalloc.driver.simulator.constants import BLOCK
 from streamalloc.driver.simulator.errors import Fault
-from streamalloc.driver.simulator.heap import Heap
-from streamalloc.driver.simulator.memory import Arena, Bank
+from streamalloc.driver.simulator.heap import Heap, Regions
+from streamalloc.driver.simulator.memory import Bank, Reservation
 from streamalloc.driver.simulator.supply import Supply
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
@@ -28,9 +28,12 @@ def bank() -> Bank:
 
 @pytest.fixture
 def heap(bank: Bank) -> Iterator[Heap]:
-    heap = Heap("test", Supply(bank, []), bank)
+    supply = Supply(bank, [])
+    regions = Regions(supply, bank.total)
+    heap = Heap("test", supply, bank, regions)
     yield heap
     heap.close()
+    regions.close()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -66,7 +69,7 @@ def test_memory_that_the_system_has_not_is_taken_by_nobody(
         raise OSError(errno.ENOMEM, "no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Arena, "back", fail)
+        patch.setattr(Reservation, "map", fail)
         with pytest.raises(Fault):
             heap.allocate(4 * MiB)
     assert bank.used == 0

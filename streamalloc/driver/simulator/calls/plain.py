@@ -86,7 +86,7 @@ class PlainMemoryCalls(Calls):
         if not size:
             return 0
         combined = flags & _WRITE_COMBINED
-        got = self._machine.host_heap.allocate(size, combined, flags & _PORTABLE)
+        got = context.device.pinned.allocate(size, combined, flags & _PORTABLE)
         address, block, portable = need(got, Result.CUDA_ERROR_OUT_OF_MEMORY)
         flags = combined | portable | _DEVICE_MAPPED
         self._machine.allocations.add(HostMemory(address, size, None, context, block, flags))
