@@ -18,6 +18,7 @@ from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker import ledger, notices
 from streamalloc.driver.checker.capture import Capture, Graph, Node
 from streamalloc.driver.checker.clocks import CERTAIN, Actor, Clock, Obstacle, Stream, Timeline
+from streamalloc.driver.checker.files import Files
 from streamalloc.driver.checker.hazards import (
     NEVER,
     Access,
@@ -146,7 +147,7 @@ class State:
         """The latest announcements to other processes, and to whoever opens memory in this one."""
         self._others: dict[tuple[int, int, bytes], tuple[Place, Actor]] = {}
         """What other processes' events and posts are to clocks."""
-        self.files: dict[tuple[int, int], Physical] = {}
+        self.files: Files[Physical] = Files()
         """What was exported or imported, by its file."""
         self._legacy: dict[int, Stream] = {}
         self._per_thread: list[Stream] = []
@@ -814,5 +815,6 @@ class State:
         for entry in self.entries.values():
             ledger.close_import(entry)
         self.entries.clear()
+        self.files.close()
         if self.board is not None:
             self.board.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from typing import Any
 
 from streamalloc.driver.bindings import cuda, opaque_bytes
@@ -107,15 +105,6 @@ def _opens_event(state: State, name: str, args: Arguments, answer: Answer) -> No
 # -- physical memory -----------------------------------------------------------------------------------------
 
 
-def _file(number: Any) -> tuple[int, int] | None:
-    """What tells an exported file from all others; None where nothing does, as with files of real drivers."""
-    try:
-        status = os.fstat(int(number))
-    except (OSError, TypeError, ValueError, OverflowError):
-        return None
-    return (status.st_dev, status.st_ino) if stat.S_ISREG(status.st_mode) else None
-
-
 def _exports_memory(state: State, name: str, args: Arguments, answer: Answer) -> None:
     memory = state.physical.get(number_of(args[0]))
     if memory is None:
@@ -124,19 +113,18 @@ def _exports_memory(state: State, name: str, args: Arguments, answer: Answer) ->
     for one in memory.mappings if memory.bindings is None else ():
         if one.ended is None:
             _export(state, one)
-    key = _file(answer[1])
-    if key is not None:
-        state.files[key] = memory
+    if isinstance(answer[1], int):
+        state.files.note(answer[1], memory)
 
 
 def _imports_memory(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    key = _file(args[0])
-    memory = state.files.get(key) if key is not None else None
+    file = args[0]
+    memory = state.files.find(file) if isinstance(file, int) else None
     if memory is None:
         memory = Physical(0, here(), None)
         memory.bytes.shared = True
-        if key is not None:
-            state.files[key] = memory
+        if isinstance(file, int):
+            state.files.note(file, memory)
     state.physical[int(answer[1])] = memory
 
 

@@ -119,7 +119,7 @@ def two_mappings_overlap_by_a_byte(b: Bench, right: bool) -> None:
     b.at(memory.at[1] + (100 if right else 99), b.b, nbytes=100)
 
 
-@hazard("race", simulated="files of a real driver are all alike")
+@hazard("race")
 def a_mapping_of_a_handle_that_was_imported(b: Bench, right: bool) -> None:
     location, shareable = sa.MemLocation.device(0), sa.MemHandleType.POSIX_FILE_DESCRIPTOR
     prop = sa.MemAllocationProp(location=location, requested_handle_types=shareable).to_driver()

@@ -18,7 +18,6 @@ from tests.support import KEEP
 
 _POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 _FILE = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-_ALIKE = "files of a real driver are all alike"
 
 
 class Imported:
@@ -234,7 +233,7 @@ def a_growable_buffer_is_shared_in_the_order_of_another_stream(b: Bench, right: 
     b.device.synchronize()
 
 
-@hazard("race", simulated=_ALIKE)
+@hazard("race")
 def two_imports_of_one_file(b: Bench, right: bool) -> None:
     """As in a process that imports: what has exported the memory is not seen."""
     memory = b.keep(vmm.PhysicalMemory(PAGE, sa.Device(0, driver=b.driver._wrapped), handle_types=_POSIX))
