@@ -1,0 +1,122 @@
+"""Notebooks, run cell by cell as Jupyter's kernels do: each in a process of its own, all of them forks of one.
+
+Starting a kernel and importing what notebooks need takes longer than most of them. Pictures are drawn small, and once.
+"""
+
+from __future__ import annotations
+
+import binascii
+import gc
+import importlib
+import io
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.processes import environment, start_quickly
+
+SECONDS = 60.0
+
+
+class Outputs(NamedTuple):
+    """What a cell has printed, by ``"stdout"`` and ``"stderr"``, and what it has shown, by kinds of content."""
+
+    streams: dict[str, str]
+    shown: list[dict[str, Any]]
+
+    @classmethod
+    def committed(cls, cell: Any) -> Outputs:
+        """Those that are in a notebook."""
+        streams: dict[str, str] = {}
+        for output in cell.outputs:
+            if output.output_type == "stream":
+                streams[output.name] = streams.get(output.name, "") + output.text
+        return cls(streams, [output.data for output in cell.outputs if output.output_type != "stream"])
+
+    @property
+    def images(self) -> int:
+        return sum("image/png" in one for one in self.shown)
+
+
+class Runner:
+    """Runs notebooks."""
+
+    def __init__(self, on_cuda: bool) -> None:
+        self._ours, theirs = multiprocessing.Pipe()
+        with theirs:
+            self._process = start_quickly(_serve, theirs, environment(on_cuda))
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ours.close()
+        self._process.join()
+
+    def run(self, folder: Path, cells: list[str]) -> list[Outputs]:
+        """What each cell gives; where one raises something, that is an error here."""
+        self._ours.send((folder, cells))
+        assert self._ours.poll(SECONDS), "it takes too long"
+        error, outputs = self._ours.recv()
+        assert not error, error
+        return [Outputs(*one) for one in outputs]
+
+
+def _serve(theirs: Connection, variables: dict[str, str]) -> None:
+    os.environ.update(variables, MPLBACKEND="module://matplotlib_inline.backend_inline")
+    for name in ("IPython.core.interactiveshell", "matplotlib.pyplot", "streamalloc.plots"):
+        importlib.import_module(name)
+    while True:
+        try:
+            folder, cells = theirs.recv()
+        except EOFError:
+            return
+        child = os.fork()
+        if child == 0:
+            try:
+                theirs.send(("", list(_run(folder, cells))))
+            except BaseException:
+                theirs.send((traceback.format_exc(), []))
+            finally:
+                os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            theirs.send(("its process has crashed", []))
+
+
+def _run(folder: Path, cells: list[str]) -> Iterator[tuple[dict[str, str], list[dict[str, Any]]]]:
+    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.utils.capture import capture_output
+
+    os.chdir(folder)
+    gc.freeze()  # collections look at what the notebook makes only
+    shell: Any = InteractiveShell.instance()
+    shell.enable_gui = lambda *_: None
+    _draw_quickly()
+    for cell in cells:
+        with capture_output() as captured:
+            # What a cell ends in is shown, unless a semicolon follows it.
+            shell.display_trap.hook = (lambda _: None) if cell.rstrip().endswith(";") else sys.displayhook
+            shell.run_cell(cell, store_history=True).raise_error()
+        streams = {"stdout": captured.stdout, "stderr": captured.stderr}
+        shown = [dict(one.data, **{"image/png": ""} if "image/png" in one.data else {}) for one in captured.outputs]
+        yield {name: text for name, text in streams.items() if text}, shown
+
+
+def _draw_quickly() -> None:
+    from IPython.core import pylabtools
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    def print_figure(figure: Any, *_: object, base64: bool = False, **__: object) -> bytes | str:
+        figure.set_dpi(20)
+        picture = io.BytesIO()
+        figure.canvas.print_png(picture)
+        return binascii.b2a_base64(picture.getvalue()).decode() if base64 else picture.getvalue()
+
+    pylabtools.print_figure = print_figure
+    # Not after every cell: a picture is drawn when it is shown.
+    setattr(FigureCanvasBase, "draw_idle", lambda *_, **__: None)  # noqa: B010
