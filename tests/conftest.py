@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +57,18 @@ def _on_cuda(config: pytest.Config) -> bool:
     from streamalloc.testing.plugin import driver_under_test
 
     return driver_under_test(config) == "cuda"
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Share the compiling of the tests: of two workers, the second begins at the end, and each leaves bytecode.
+
+    Pytest rewrites their assertions, which takes most of the time of a collection.
+    """
+    whole = session.config.args_source == pytest.Config.ArgsSource.TESTPATHS
+    if whole and os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
+        for path in sorted(Path(__file__).parent.rglob("test_*.py"), reverse=True):
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # told when it is collected
+                importlib.import_module(".".join(path.relative_to(session.config.rootpath).with_suffix("").parts))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
