@@ -1,0 +1,218 @@
+"""The chunks of a growable buffer: one record each, until somebody asks for the memory as an object."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
+from tests.support import Account, names, pattern, read
+from tests.vmm.support import PAGE, READ, READWRITE, same, write
+
+PACKAGE = str(Path(sa.__file__).parent)
+
+
+@pytest.fixture
+def account(machine: Any) -> Account:
+    return Account(machine)
+
+
+@pytest.fixture
+def buffer(account: Account) -> Iterator[vmm.GrowableBuffer]:
+    """Three chunks of a page, made by the fast path, with bytes in them."""
+    with vmm.GrowableBuffer(account.device, 8 * PAGE) as buffer:
+        for _ in range(3):
+            buffer.grow(PAGE)
+        write(buffer, pattern(3 * PAGE))
+        yield buffer
+
+
+def handles(account: Account) -> int:
+    return len(account.left.get("physical memory", ()))
+
+
+class TestMemory:
+    def test_as_an_object(self, account: Account, buffer: vmm.GrowableBuffer) -> None:
+        mapping = buffer.mappings[1]
+        memory = mapping.memory
+        assert isinstance(memory, vmm.PhysicalMemory) and mapping.memory is memory is buffer.mappings[1].memory
+        assert (memory.nbytes, memory.location, memory.mapping_count) == (PAGE, account.device.location, 1)
+        assert memory.handle in account.left["physical memory"] and handles(account) == 3
+        assert memory.properties == buffer.properties == memory.query()
+        assert f"{memory.handle:#x}" in repr(memory) and repr(memory) in repr(mapping)
+        assert buffer.range.draw(8) == "000....." and same(buffer, pattern(3 * PAGE))
+
+    def test_found_by_its_address(self, account: Account, buffer: vmm.GrowableBuffer) -> None:
+        found = vmm.PhysicalMemory.at(buffer.address + PAGE, driver=account.driver)
+        assert found.handle == buffer.mappings[1].memory.handle and found.mapping_count == 1
+        with pytest.raises(sa.InUseError, match="held by another"):
+            buffer.evict()
+        found.close()
+        buffer.evict()
+        assert handles(account) == 0
+        buffer.restore()
+
+    def test_mapped_elsewhere(self, account: Account, buffer: vmm.GrowableBuffer) -> None:
+        memory = buffer.mappings[2].memory
+        with vmm.AddressRange(PAGE, driver=account.driver) as other:
+            alias = other.map(memory, access=account.device)
+            assert same(alias, pattern(3 * PAGE)[2 * PAGE :])
+            with pytest.raises(sa.InUseError, match="mapped in 2 places"):
+                buffer.evict()
+            buffer.resize(2 * PAGE)
+            assert memory.closed and same(alias, pattern(3 * PAGE)[2 * PAGE :])
+        assert handles(account) == 2
+
+    def test_kept_longer_than_the_buffer(self, account: Account) -> None:
+        buffer = vmm.GrowableBuffer(account.device, 8 * PAGE, PAGE)
+        buffer.grow(PAGE)
+        write(buffer, pattern(2 * PAGE))
+        memory = buffer.mappings[1].memory
+        del buffer
+        gc.collect()
+        assert list(account.left) == ["physical memory"] and handles(account) == 1 and not memory.closed
+        with vmm.AddressRange(PAGE, driver=account.driver) as other:
+            assert same(other.map(memory, access=account.device), pattern(2 * PAGE)[PAGE:])
+        del memory
+        assert account.left == {}
+
+    @pytest.mark.parametrize("asked", [False, True])
+    def test_of_what_is_gone(self, account: Account, buffer: vmm.GrowableBuffer, asked: bool) -> None:
+        mapping = buffer.mappings[2]
+        before = mapping.memory if asked else None
+        buffer.resize(2 * PAGE)
+        assert mapping.closed and isinstance(mapping.memory, vmm.PhysicalMemory) and mapping.memory.closed
+        assert mapping.memory is (before or mapping.memory) and mapping.memory.nbytes == PAGE
+        assert "closed" in repr(mapping) and handles(account) == 2
+        with pytest.raises(sa.ClosedError):
+            _ = mapping.memory.handle
+
+    def test_asked_for_by_many_threads(self, account: Account, buffer: vmm.GrowableBuffer) -> None:
+        start = threading.Barrier(8)
+        found: list[Any] = []
+
+        def ask() -> None:
+            start.wait()
+            found.append([mapping.memory for mapping in buffer.mappings])
+
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 8 and len({tuple(map(id, each)) for each in found}) == 1
+        assert [memory.mapping_count for memory in found[0]] == 3 * [1] and handles(account) == 3
+        found.clear()
+        buffer.evict()
+        assert handles(account) == 0
+
+    def test_a_dma_buf_keeps_it_from_nobody(self, account: Account, buffer: vmm.GrowableBuffer) -> None:
+        """Others may use it then: what is known of it says so, whoever asks later."""
+        vmm.dma_buf(buffer).close()
+        assert all(mapping.memory._state.elsewhere for mapping in buffer.mappings)
+
+
+class TestOneStep:
+    def test_keeps_one_object(self, account: Account) -> None:
+        def ours() -> Counter[str]:
+            gc.collect()
+            kinds = (type(one) for one in gc.get_objects())
+            return Counter(kind.__name__ for kind in kinds if str(kind.__module__).startswith("streamalloc.vmm"))
+
+        with vmm.GrowableBuffer(account.device, 256 * PAGE, PAGE) as buffer:
+            buffer.grow(PAGE)
+            before = ours()
+            for _ in range(100):
+                buffer.grow(PAGE)
+            assert ours() - before == {"MappedBytes": 100}
+
+    def test_is_short(self, machine: Any) -> None:
+        """Few bytecodes, for these run cold: before each of them the processor was in the kernel."""
+        with vmm.GrowableBuffer(sa.Device(0, driver=machine), 8 * PAGE) as buffer:
+            buffer.grow(PAGE)
+            count = 0
+
+            def trace(frame: FrameType, event: str, argument: object) -> Any:
+                nonlocal count
+                file = frame.f_code.co_filename
+                if not file.startswith(PACKAGE) or file.startswith(f"{PACKAGE}/driver"):
+                    return None
+                frame.f_trace_opcodes = True
+                count += event == "opcode"
+                return trace
+
+            before = sys.gettrace()
+            sys.settrace(trace)
+            try:
+                buffer.grow(PAGE)
+            finally:
+                sys.settrace(before)
+        assert 0 < count < 210
+
+    def test_asks_for_room_where_others_keep_memory(self) -> None:
+        driver = sd.traced(sd.simulated(memory=16 * PAGE))
+        device = sa.Device(0, driver=driver)
+        with vmm.MemoryRecycler(device, 8 * PAGE) as recycler, vmm.GrowableBuffer(device, 32 * PAGE, PAGE) as buffer:
+            recycler.take(8 * PAGE).close()
+            before = len(driver.calls)
+            buffer.grow(8 * PAGE)
+            assert names(driver)[before:] == [
+                "cuMemCreate", "cuMemRelease", "cuMemCreate", "cuMemMap", "cuMemSetAccess",
+            ]  # fmt: skip
+            with pytest.raises(sa.OutOfMemoryError, match="physical memory is exhausted") as caught:
+                buffer.grow(8 * PAGE)
+            assert caught.value.requested == 8 * PAGE and buffer.mapped_bytes == 9 * PAGE
+            buffer.grow(PAGE)
+            buffer.fill(1)
+            assert (read(buffer) == 1).all() and len(buffer.mappings) == 3
+
+    @pytest.mark.parametrize("change", ["access", "evict", "shrink", "chunk"])
+    def test_after_what_is_not_plain(self, account: Account, buffer: vmm.GrowableBuffer, change: str) -> None:
+        """The next step looks first, and the one after it is plain again."""
+        if change == "access":
+            buffer.set_access(account.device, READ)
+        elif change == "evict":
+            buffer.evict()
+            buffer.restore()
+        elif change == "shrink":
+            buffer.resize(2 * PAGE)
+        else:
+            buffer.grow(2 * PAGE)
+        before = len(account.traced.calls)
+        for _ in range(2):
+            buffer.grow(PAGE)
+        assert names(account.traced)[before:] == 2 * ["cuMemCreate", "cuMemMap", "cuMemSetAccess"]
+        allowed = READ if change == "access" else READWRITE
+        assert {mapping.access(account.device) for mapping in buffer.mappings} == {allowed}
+        assert {mapping.rights[account.device.location] for mapping in buffer.mappings} == {allowed}
+
+    @pytest.mark.parametrize("nbytes", [-1, 1.5, "1", None, True])
+    def test_bad_sizes(self, buffer: vmm.GrowableBuffer, nbytes: Any) -> None:
+        for resize in (buffer.grow, buffer.resize):
+            with pytest.raises((TypeError, ValueError), match="nbytes"):
+                resize(nbytes)
+        assert buffer.nbytes == 3 * PAGE
+
+    def test_beyond_the_capacity(self, buffer: vmm.GrowableBuffer) -> None:
+        with pytest.raises(ValueError, match="capacity"):
+            buffer.grow(5 * PAGE + 1)
+        buffer.grow(5 * PAGE)
+        assert buffer.nbytes == buffer.capacity
+
+    def test_after_the_end(self, buffer: vmm.GrowableBuffer) -> None:
+        buffer.evict()
+        with pytest.raises(sa.EvictedError):
+            buffer.grow(PAGE)
+        buffer.close()
+        with pytest.raises(sa.ClosedError):
+            buffer.grow(PAGE)
