@@ -6,9 +6,7 @@ no order of dropping things frees addresses that are mapped, or memory that is u
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from typing_extensions import Self
 
@@ -19,12 +17,8 @@ from streamalloc.core.door import Door
 from streamalloc.core.errors import (
     AddressSpaceError,
     ClosedError,
-    CudaError,
     OutOfMemoryError,
-    error_from,
     size_text,
-    undo_all,
-    undoing,
 )
 from streamalloc.core.html import Html, Row, mib, place, strip, table
 from streamalloc.core.memory import Memory
@@ -32,12 +26,12 @@ from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType, checked_size
 from streamalloc.core.stream import Stream
 from streamalloc.driver import Driver
-from streamalloc.vmm.access import Access, Place, Rights, rights_of, structs_of
+from streamalloc.vmm.access import Access, Place, Rights, rights_of
 from streamalloc.vmm.allocations import OwnsNode
 from streamalloc.vmm.generic_handle import GenericAllocation
 from streamalloc.vmm.release_order import Kind
 from streamalloc.vmm.reservation import MappedBytes, MappedObject, Reservation
-from streamalloc.vmm.waiting import After, accessing, wait, wait_for_users
+from streamalloc.vmm.waiting import After, wait_for_users
 
 __all__ = [
     "AddressRange",
@@ -222,7 +216,7 @@ class AddressRange(OwnsNode):
         entries = self._node.within(start, stop)
         self._covering(start, self.nbytes if stop is None else stop)
         if rights and entries:
-            self._set_rights(entries, rights, after)
+            self._node.set_rights(entries, rights, after)
 
     def view(self, start: int = 0, stop: int | None = None) -> RangeView:
         """The bytes from ``start`` to ``stop`` as :class:`Memory`, which may lie in several mappings without a hole.
@@ -248,7 +242,7 @@ class AddressRange(OwnsNode):
         entries = self._node.within(start, stop)
         if entries:
             wait_for_users(after, self._door, (mapped.rights for mapped in entries))
-            self._unmap(entries)
+            self._node.unmap(entries)
 
     def close(self) -> None:
         """Give the addresses back (``cuMemAddressFree``); idempotent.
@@ -295,18 +289,12 @@ class AddressRange(OwnsNode):
         try:
             node.add(entry)
             entry.hold(memory)
-            self._begin(entry, raw)
-            self._grant((entry,), rights or {})
+            entry.map(raw)
+            node.grant((entry,), rights or {})
         except BaseException as first:
             entry.undo(first)
             raise
         return entry
-
-    def _begin(self, entry: MappedBytes, raw: Any) -> None:
-        """Map what is in the table."""
-        entry.map(raw)
-        for watcher in self._node.allocations.watchers:
-            watcher.mapped(self.address + entry.offset, entry.memory)
 
     def _check_fits(self, memory: GenericAllocation, offset: int) -> None:
         """Raise where memory cannot be mapped at an offset, whatever else is mapped."""
@@ -316,69 +304,6 @@ class AddressRange(OwnsNode):
         if self.address % granularity:
             raise ValueError(f"{self!r} is not aligned for {memory!r}: reserve it with alignment={granularity}")
         raise ValueError(f"offset={offset}: {size_text(memory.nbytes)} end outside of {self!r}")
-
-    def _grant(self, entries: Sequence[MappedBytes], rights: Rights, structs: list[Any] | None = None) -> None:
-        """Set access of mappings that lie side by side. ``structs`` are the driver's form of ``rights``."""
-        if not (entries and rights):
-            return
-        start = entries[0].offset
-        if structs is None:
-            structs = structs_of(rights)
-        result = self._door.cuMemSetAccess(
-            int(self._checked_raw()) + start, entries[-1].stop - start, structs, len(structs)
-        )[0]
-        if result:
-            raise error_from(result, "cuMemSetAccess")
-        for entry in entries:
-            entry.rights = {**entry.rights, **rights}
-
-    def _set_rights(self, entries: Sequence[MappedBytes], rights: Rights, after: After) -> None:
-        for entry in entries:
-            if entry._memory is not None:  # else a buffer has looked
-                entry._memory._check_access(rights)
-        losing = accessing(
-            {where: had for where, had in entry.rights.items() if had & ~rights.get(where, had)} for entry in entries
-        )
-        if losing:
-            wait(after, self._door, losing)
-        before = [{where: entry.rights.get(where, MemAccess.NONE) for where in rights} for entry in entries]
-        # Driver 580 may have set some of what it refuses as a whole.
-        undos = [functools.partial(self._grant, (entry,), had) for entry, had in zip(entries, before, strict=True)]
-        with undoing(lambda: undo_all(undos)):
-            self._grant(entries, rights)
-
-    def _unmap(self, entries: Iterable[MappedBytes]) -> None:
-        """Unmap mappings in one call for each run of them without a hole."""
-        run: list[MappedBytes] = []
-        for entry in entries:
-            if run and run[-1].stop != entry.offset:
-                self._unmap_run(run)
-                run = []
-            run.append(entry)
-        if run:
-            self._unmap_run(run)
-
-    def _unmap_run(self, run: list[MappedBytes]) -> None:
-        start, stop = run[0].offset, run[-1].stop
-        try:
-            result = self._door.cuMemUnmap(int(self._checked_raw()) + start, stop - start)[0]
-            if result:
-                raise error_from(result, "cuMemUnmap")
-            for entry in run:
-                entry.unmapped()
-        except CudaError:
-            raise
-        except BaseException:
-            # Interrupted, nobody knows where: go through with it. What is unmapped already cannot be unmapped again.
-            for entry in run:
-                (entry.release if entry.live else entry.unmapped)()
-            raise
-        finally:
-            # Memory that was closed, and goes back to a recycler now that it is unmapped.
-            allocations = self._node.allocations
-            if allocations.order.ready:
-                allocations.order.pass_on(allocations.drop)
-                allocations.work()
 
     def _covering(self, start: int, stop: int) -> list[MappedBytes]:
         """Every mapping that a part touches; ``ValueError`` where it has a hole."""
@@ -596,7 +521,7 @@ class Mapping(RangeView, Closes):
         rights = rights_of(access, self._door, flags)
         entries = self._entries()
         if rights:
-            self.range._set_rights(entries, rights, after)
+            self.range._node.set_rights(entries, rights, after)
 
     def revoke(self, access: Access, *, after: After = None) -> None:
         """Take access away: ``set_access(access, MemAccess.NONE)``."""
@@ -607,7 +532,7 @@ class Mapping(RangeView, Closes):
         if self._mapped.live:
             self._check_own()
             wait_for_users(after, self._door, (self._mapped.rights,))
-            self.range._unmap((self._mapped,))
+            self.range._node.unmap((self._mapped,))
 
     def _check_own(self) -> None:
         self.range._check_own()

@@ -76,12 +76,12 @@ class RemappableBuffer(VirtualBuffer):
             self._names, self._mapped, self._nbytes = wanted[:same], end, min(nbytes, max(end - self._offset, 0))
 
             def undo() -> None:
-                self.range._unmap(self.range._node.touching(end, self.range.nbytes))
+                self.range._node.unmap(self.range._node.touching(end, self.range.nbytes))
                 self._map_all(end, [entry.memory for entry in going])
                 self._names, self._mapped, self._nbytes = before
 
             with undoing(undo):
-                self.range._unmap(going)
+                self.range._node.unmap(going)
                 entries = self._map_all(end, made)
                 self._mapped = entries[-1].stop if entries else end
                 self._names, self._nbytes = wanted, nbytes

@@ -7,20 +7,22 @@ as an object: the mapping holds the driver's handle, and one record stands for t
 from __future__ import annotations
 
 import contextlib
+import functools
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
 from streamalloc.core.door import Door
-from streamalloc.core.errors import CudaError, InvalidValueError, attach, error_from, size_text
+from streamalloc.core.errors import CudaError, InvalidValueError, attach, error_from, size_text, undo_all, undoing
 from streamalloc.core.later import HandleEnd
 from streamalloc.core.ownership import finaliser
-from streamalloc.core.properties import checked_size
-from streamalloc.vmm.access import Rights
+from streamalloc.core.properties import MemAccess, checked_size
+from streamalloc.vmm.access import Rights, structs_of
 from streamalloc.vmm.allocations import AllocationState, HandleNode, allocations_of
 from streamalloc.vmm.generic_handle import GenericAllocation
 from streamalloc.vmm.release_order import NOTHING, Kind, Node
-from streamalloc.vmm.waiting import accessing
+from streamalloc.vmm.waiting import After, accessing, wait
 
 __all__ = ["MappedBytes", "MappedObject", "Reservation"]
 
@@ -94,12 +96,14 @@ class MappedBytes(Node):
         handle.state.mappings[self] = None
 
     def map(self, raw: Any) -> None:
-        """``cuMemMap``."""
-        reservation = self.reservation
-        place = int(reservation._raw) + self.offset
-        result = reservation.allocations.door.cuMemMap(place, self.stop - self.offset, 0, raw, 0)[0]
+        """``cuMemMap``, by a handle of the memory."""
+        allocations = self.reservation.allocations
+        place = int(self.reservation._raw) + self.offset
+        result = allocations.door.cuMemMap(place, self.stop - self.offset, 0, raw, 0)[0]
         if result:
             raise error_from(result, "cuMemMap")
+        for watcher in allocations.watchers:
+            watcher.mapped(place, self.memory)
 
     def release(self) -> None:
         """``cuMemUnmap``; the handle follows, if it is here."""
@@ -245,6 +249,68 @@ class Reservation(HandleNode):
             last = max(first + 1, -(-entry.stop * width // self.nbytes))
             cells[first:last] = entry.mark * (last - first)
         return "".join(cells)
+
+    def grant(self, entries: Sequence[MappedBytes], rights: Rights, structs: list[Any] | None = None) -> None:
+        """Set access of mappings that lie side by side (``cuMemSetAccess``); ``structs``: the driver's form of it."""
+        if not (entries and rights):
+            return
+        start = entries[0].offset
+        structs = structs_of(rights) if structs is None else structs
+        place = int(self._raw) + start
+        result = self.allocations.door.cuMemSetAccess(place, entries[-1].stop - start, structs, len(structs))[0]
+        if result:
+            raise error_from(result, "cuMemSetAccess")
+        for entry in entries:
+            entry.rights = {**entry.rights, **rights}
+
+    def set_rights(self, entries: Sequence[MappedBytes], rights: Rights, after: After) -> None:
+        """Set access, after what must have passed where some is taken away: of all mappings, or of none."""
+        for entry in entries:
+            if entry._memory is not None:  # else a buffer has looked
+                entry._memory._check_access(rights)
+        losing = accessing(
+            {where: had for where, had in entry.rights.items() if had & ~rights.get(where, had)} for entry in entries
+        )
+        if losing:
+            wait(after, self.allocations.door, losing)
+        before = [{where: entry.rights.get(where, MemAccess.NONE) for where in rights} for entry in entries]
+        # Driver 580 may have set some of what it refuses as a whole.
+        undos = [functools.partial(self.grant, (entry,), had) for entry, had in zip(entries, before, strict=True)]
+        with undoing(lambda: undo_all(undos)):
+            self.grant(entries, rights)
+
+    def unmap(self, entries: Iterable[MappedBytes]) -> None:
+        """Unmap mappings (``cuMemUnmap``), in one call for each run of them without a hole."""
+        run: list[MappedBytes] = []
+        for entry in entries:
+            if run and run[-1].stop != entry.offset:
+                self._unmap_run(run)
+                run = []
+            run.append(entry)
+        if run:
+            self._unmap_run(run)
+
+    def _unmap_run(self, run: list[MappedBytes]) -> None:
+        start, stop = run[0].offset, run[-1].stop
+        try:
+            result = self.allocations.door.cuMemUnmap(int(self._raw) + start, stop - start)[0]
+            if result:
+                raise error_from(result, "cuMemUnmap")
+            for entry in run:
+                entry.unmapped()
+        except CudaError:
+            raise
+        except BaseException:
+            # Interrupted, nobody knows where: go through with it. What is unmapped already cannot be unmapped again.
+            for entry in run:
+                (entry.release if entry.live else entry.unmapped)()
+            raise
+        finally:
+            # Memory that was closed, and goes back to a recycler now that it is unmapped.
+            allocations = self.allocations
+            if allocations.order.ready:
+                allocations.order.pass_on(allocations.drop)
+                allocations.work()
 
     def give_up(self) -> None:
         """Unmap what is mapped, once the work that may use it is done."""

@@ -214,7 +214,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
         self._trim(self._mapped)
         entries = self.range._node.table()
         if rights and entries:
-            self.range._set_rights(entries, rights, after)
+            self.range._node.set_rights(entries, rights, after)
         kept = {where: allowed for where, allowed in {**self._rights, **rights}.items() if allowed}
         # Nothing is called between these two.
         self._structs, self._rights = structs_of(kept), kept
@@ -357,10 +357,10 @@ class VirtualBuffer(Memory, Closes, Drawn):
             self.copy_from(backup, stream)
             return
         # The device that copies needs to write meanwhile.
-        self.range._grant(made, {writer: MemAccess.READWRITE})
+        self.range._node.grant(made, {writer: MemAccess.READWRITE})
         self.copy_from(backup, stream)
         stream.synchronize()
-        self.range._grant(made, {writer: allowed})
+        self.range._node.grant(made, {writer: allowed})
 
     def close(self, after: After = None) -> None:
         """Unmap and release everything, and give the addresses back, once ``after`` has passed. Idempotent."""
@@ -390,7 +390,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
             watcher.to_be_mapped(self.range.address + start, sum(chunk.nbytes for chunk in chunks))
         with undoing(lambda: self._trim(start)):
             made = [self._put_one(chunk) for chunk in chunks]
-            self.range._grant(made, self._rights, self._structs)
+            self.range._node.grant(made, self._rights, self._structs)
         return made
 
     def _put_one(self, chunk: ChunkSpec) -> MappedBytes:
@@ -405,7 +405,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
         try:
             node.add(entry)
             spec.obtain(entry, chunk.nbytes)
-            self.range._begin(entry, entry._raw)
+            entry.map(entry._raw)
         except BaseException as first:
             entry.undo(first)
             raise
@@ -417,7 +417,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
         for memory in memories:
             made.append(self.range._map(memory, at))
             at = made[-1].stop
-        self.range._grant(made, self._rights, self._structs)
+        self.range._node.grant(made, self._rights, self._structs)
         return made
 
     def _trim(self, start: int) -> None:
@@ -442,7 +442,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
         self._plain = None
         if entries:
             entries = self._reclaim(entries)
-            self.range._unmap(entries)
+            self.range._node.unmap(entries)
             for entry in entries:
                 entry.close()
 
