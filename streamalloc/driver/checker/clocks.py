@@ -342,6 +342,10 @@ class Timeline:
         self._gone |= numbers
         for stream in over:
             del self._streams[stream]
-        for clock in (self.host, *(stream.clock for stream in self._streams)):
+        self.forget(numbers)
+
+    def forget(self, numbers: set[int], *others: Clock) -> None:
+        """Take out of all clocks, and of ``others``, what nobody asks for any more."""
+        for clock in (self.host, *others, *(stream.clock for stream in self._streams)):
             for number in numbers & clock.known.keys():
                 del clock.known[number]

@@ -193,8 +193,8 @@ class Checked(Wrapper):
             if self._state.timeline.held:
                 self._state.words.look()
             rule(self._state, name, args, answer)
-        if self._state.posted:
-            self._state.settle()
+        if self._state.others.posted:
+            self._state.others.settle()
 
     def _late(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
         rule = BEFORE.get(name)
@@ -244,7 +244,7 @@ class Checked(Wrapper):
         ``name`` is what they know that by, too: :meth:`opened`.
         """
         if not self._inside():
-            self._alone(self._state.share, stream, address, nbytes, name)
+            self._alone(self._share, address, nbytes, stream, name)
             self._deliver()
 
     def opened(self, address: int, nbytes: int, stream: Any, name: bytes, word: int) -> None:
@@ -253,7 +253,13 @@ class Checked(Wrapper):
         ``word`` is where it does.
         """
         if not self._inside():
-            self._alone(self._state.opened, stream, address, nbytes, name, word)
+            self._alone(self._open, address, nbytes, stream, name, word)
+
+    def _share(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
+        self._state.others.share(self._state.stream(stream), address, nbytes, name)
+
+    def _open(self, address: int, nbytes: int, stream: Any, name: bytes, word: int) -> None:
+        self._state.others.opened(self._state.stream(stream), address, nbytes, name, word)
 
     def _use(self, address: int, nbytes: int, stream: Any, write: bool) -> None:
         if self._state.timeline.held:

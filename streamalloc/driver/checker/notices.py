@@ -19,15 +19,13 @@ from typing import NamedTuple
 
 from streamalloc.driver.checker.ledger import folder
 
-__all__ = ["FIRST_POST", "Awaited", "Board", "Place", "event_of", "post_of"]
+__all__ = ["Awaited", "Board", "Place", "event_of", "post_of"]
 
 EVENTS, POSTS = 256, 768
 COVERS = 4
 """How many recordings a post names."""
 # A name; of an event how often it was recorded, of a post how many recordings it names; places and numbers of these.
 _PLACE = struct.Struct(f"<16sQ{COVERS}I{COVERS}Q")
-FIRST_POST = EVENTS * _PLACE.size
-"""Where the posts begin."""
 _BYTES = _PLACE.size * (EVENTS + POSTS)
 _NAME = 16
 _EMPTY = bytes(_PLACE.size)

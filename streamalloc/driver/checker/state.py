@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from streamalloc.driver.account import Account
 from streamalloc.driver.bindings import cuda
-from streamalloc.driver.checker import ledger, notices
 from streamalloc.driver.checker.capture import Capture, Graph, Node
 from streamalloc.driver.checker.clocks import CERTAIN, Actor, Clock, Obstacle, Stream, Timeline
+from streamalloc.driver.checker.events import Event
 from streamalloc.driver.checker.files import Files
 from streamalloc.driver.checker.hazards import (
     NEVER,
@@ -25,7 +23,6 @@ from streamalloc.driver.checker.hazards import (
     Addresses,
     Binding,
     Bytes,
-    Contents,
     Judge,
     Moment,
     Piece,
@@ -33,12 +30,12 @@ from streamalloc.driver.checker.hazards import (
     accesses,
     size_text,
 )
-from streamalloc.driver.checker.notices import Board, Place
+from streamalloc.driver.checker.others import Others
 from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.stacks import Stack, here
 from streamalloc.driver.checker.words import Words
 
-__all__ = ["OPENED", "Event", "Physical", "State", "Touch", "number_of"]
+__all__ = ["OPENED", "Physical", "State", "Touch", "number_of"]
 
 Touch = tuple[int, int, bool]
 """Where, how many bytes, and whether they are written."""
@@ -46,8 +43,6 @@ Touch = tuple[int, int, bool]
 OPENED = "memory of another process"
 """The kind of a range that ``cuIpcOpenMemHandle`` gives."""
 _LEGACY, _PER_THREAD = 1, 2
-_POSTED = 256
-"""So many exports that are not complete are known to other processes."""
 _MEMORY_TYPE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 _HOST = int(cuda.CUmemorytype.CU_MEMORYTYPE_HOST)
 
@@ -61,27 +56,6 @@ def number_of(value: Any) -> int:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return int(np.frombuffer(value, np.uint8).ctypes.data) if len(value) else 0
     return int(value)
-
-
-class Event:
-    """An event, and its latest recording."""
-
-    __slots__ = ("captured", "elsewhere", "foreign", "mark", "place", "shared", "there")
-
-    def __init__(self, shared: bool = False, foreign: bool = False) -> None:
-        self.mark: Obstacle | None = None
-        """None where it was never recorded, or not by us."""
-        self.captured: tuple[Capture, Clock] | None = None
-        self.shared = shared
-        """Whether other processes may wait for it."""
-        self.elsewhere = False
-        """Whether another process has it, which may have recorded it."""
-        self.foreign = foreign
-        """Whether another library has made it, which may have recorded it."""
-        self.place: int | None = None
-        """Where others are told of its recordings."""
-        self.there: Place | None = None
-        """Where another process tells of its recordings."""
 
 
 class Physical:
@@ -123,6 +97,7 @@ class State:
         self.streams: dict[int, Stream] = {}
         self.devices: dict[Stream, int | None] = {}
         self.events: dict[int, Event] = {}
+        self.others: Others = Others(self.timeline, self.addresses, self.words, self.events, found)
         self.captures: dict[Stream, Capture] = {}
         self.graphs: dict[int, Graph] = {}
         self.executables: dict[int, list[Node]] = {}
@@ -134,19 +109,6 @@ class State:
         self.pools: dict[int, dict[int, int] | None] = {}
         """What devices may do with the memory of a pool, by its handle."""
         self.current_pools: dict[int, int] = {}
-        self.exports: dict[bytes, Range] = {}
-        self.exported: dict[Range, bytes] = {}
-        self.entries: dict[Range, Path] = {}
-        self.shared_events: dict[bytes, Event] = {}
-        self.board: Board | None = None
-        """What other processes are told, once there is something."""
-        self.posted: dict[int, Callable[[], bool]] = {}
-        """The exports that were not complete, and whether they are, by their places on the board."""
-        self._settled = 0
-        self.announced: dict[bytes, Obstacle] = {}
-        """The latest announcements to other processes, and to whoever opens memory in this one."""
-        self._others: dict[tuple[int, int, bytes], tuple[Place, Actor]] = {}
-        """What other processes' events and posts are to clocks."""
         self.files: Files[Physical] = Files()
         """What was exported or imported, by its file."""
         self._legacy: dict[int, Stream] = {}
@@ -291,8 +253,7 @@ class State:
         else:
             event.captured = None
             event.mark = self.timeline.record(stream)
-            if event.place is not None and self.board is not None:
-                self.board.record(event.place)
+            self.others.recorded(event)
             if event.shared:
                 self.timeline.submit(stream, lambda stream: self.words.told.learn(stream.clock))
 
@@ -310,28 +271,9 @@ class State:
         else:
             if event.mark is not None:
                 self.timeline.wait(stream, event.mark)
-            others = self.elsewhere(event)
+            others = self.others.elsewhere(event)
             if others is not None:
                 self.timeline.submit(stream, lambda stream: stream.clock.learn(others))
-
-    def elsewhere(self, event: Event) -> Clock | None:
-        """What may come before a recording that was not seen; None where there is none."""
-        if event.foreign and event.mark is None:
-            return self.timeline.everything()
-        if not event.elsewhere:
-            return None
-        told = self.words.told.copy()
-        told.learn(self.words.ready)
-        if event.there is not None and event.there.number:
-            told.known[self._other(event.there).number] = event.there.number
-        return told
-
-    def _other(self, place: Place) -> Actor:
-        """What an event or a post of another process is to clocks."""
-        key = (id(place.board), place.at, place.name if place.at >= notices.FIRST_POST else b"")
-        if key not in self._others:
-            self._others[key] = (place, self.timeline.thread(f"process {place.process}"))
-        return self._others[key][1]
 
     # -- memory ----------------------------------------------------------------------------------------------
 
@@ -464,7 +406,7 @@ class State:
         if capture is not None:
             take_back = capture.free(stream, found, what, stack)
             return lambda answer: take_back() if answer[0] else None
-        self._exporter_frees(found, what, stack)
+        self.others.frees(found, what, stack)
         refused: list[bool] = []
 
         def free(stream: Stream) -> None:
@@ -485,7 +427,7 @@ class State:
         self.timeline.act(thread)
         ended = [one for one in ranges if one.ended is None]
         for one in ended:
-            self._exporter_frees(one, what, stack)
+            self.others.frees(one, what, stack)
             self.judge.free(one, thread, self.timeline.host, what, stack, ending)
 
         def finish(answer: Any) -> None:
@@ -513,9 +455,7 @@ class State:
             if range_.context == context != 0:
                 range_.ended, range_.vacated = Moment(thread, what, stack), True
                 self.account.lost(range_.kind, range_.base)
-                entry = self.entries.pop(range_, None)
-                if entry is not None:
-                    ledger.close_import(entry)
+                self.others.let_go(range_)
 
     def map(self, address: int, size: int, offset: int, memory: Physical, stack: Stack) -> None:
         """Memory was mapped."""
@@ -526,153 +466,6 @@ class State:
     def mappings(self, address: int, size: int) -> list[Range]:
         """The mappings of a range of addresses."""
         return [one for one in self.addresses.overlapping(address, address + size) if one.kind == "mapping"]
-
-    # -- sharing ---------------------------------------------------------------------------------------------
-
-    def _exporter_frees(self, range_: Range, what: str, stack: Stack) -> None:
-        entry = self.entries.pop(range_, None)
-        if entry is not None:
-            ledger.close_import(entry)
-        exported = self.exported.get(range_)
-        if exported is not None:
-            others = ledger.holders(exported)
-            if others:
-                self.found(
-                    Hazard(
-                        "free before the importer's",
-                        f"{what} of {range_}, which process {', '.join(map(str, others))} has imported and not freed",
-                        "free it when every importer has freed its pointer, and say so to this process",
-                        range_.base,
-                        range_.size,
-                        places=(("this call", stack), ("allocated", range_.stack)),
-                    )
-                )
-
-    def _missing(self, piece: Piece, clock: Clock) -> Moment | None:
-        """What has been done to memory and does not come before something with this clock."""
-        range_, low, high = piece
-        moments: list[Moment] = [] if range_.born is None else [range_.born]
-        for memory, start, end in range_.physical(low, high):
-            moments += memory.writes(start, end)
-        order = self.timeline.order
-        return next((one for one in moments if order(clock, one.actor.number, one.time) != CERTAIN), None)
-
-    def export(self, range_: Range, stack: Stack, name: bytes = b"") -> None:
-        """Memory was exported; other processes know of nothing but events that come before. ``name``: its data."""
-        piece = (range_, range_.base, range_.end)
-        missing = self._missing(piece, self.timeline.host)
-        if missing is None:
-            return
-        shared = [one for one in self.events.values() if one.shared and one.mark and one.mark.clock]
-        covers = [one for one in shared if self._missing(piece, one.mark.clock) is None]  # type: ignore[union-attr, arg-type]
-        if not covers:
-            self._incomplete(range_, missing, stack)
-        elif name:
-            places = [self.place(one) for one in covers]
-            if None not in places:
-                self._post(name, places, lambda: self._missing(piece, self.timeline.host) is None)  # type: ignore[arg-type]
-
-    def _board(self) -> Board | None:
-        if self.board is None:
-            with contextlib.suppress(OSError):
-                self.board = Board()
-        return self.board
-
-    def place(self, event: Event) -> int | None:
-        """Where other processes are told of the recordings of an event; None where they are not."""
-        board = self._board()
-        if event.place is None and board is not None:
-            event.place = board.add_event()
-            if event.place is not None and event.mark is not None:
-                board.record(event.place)
-        return event.place
-
-    def _post(self, name: bytes, covers: list[int], done: Callable[[], bool]) -> None:
-        board = self._board()
-        if board is not None:
-            place = board.post(name, covers)
-            self.posted.pop(place, None)
-            self.posted[place] = done
-            if len(self.posted) > _POSTED:
-                self._take_back(next(iter(self.posted)))
-
-    def _take_back(self, place: int) -> None:
-        del self.posted[place]
-        if self.board is not None:
-            self.board.take_back(place)
-
-    def settle(self) -> None:
-        """Take back what other processes were told to wait for, where the host knows that it has come."""
-        if self._settled != self.timeline.version:
-            self._settled = self.timeline.version
-            for place in [place for place, done in self.posted.items() if done()]:
-                self._take_back(place)
-
-    def awaited(self, range_: Range, name: bytes) -> None:
-        """Memory was imported by its export data: what its exporter has told that a stream may wait for."""
-        found = notices.post_of(name)
-        if found is not None and found.covers:
-            after = [(self._other(place).number, number) for place, number in found.covers]
-            whose = f"process {found.post.process}"
-            remedy = f"an event that {whose} has recorded (cuIpcOpenEventHandle)"
-            range_.awaited = (Contents(range_.base, range_.end, after, lambda: found.over, whose, remedy),)
-
-    def opened(self, handle: Any, address: int, nbytes: int, name: bytes, word: int) -> None:
-        """A stream is to wait for a word that memory is ready, which another process has announced by this name."""
-        self.words.know(word)
-        stream, ours = self.stream(handle), self.announced.get(name)
-        if ours is not None:
-            self.timeline.wait(stream, ours)
-        found = notices.post_of(name)
-        if found is None:
-            return
-        whose = f"process {found.post.process}"
-        ready = self._other(found.post)
-        self.words.ready.known[ready.number] = 1
-        self.timeline.submit(stream, lambda stream: stream.clock.learn(Clock({ready.number: 1})))
-        remedy = f"{stream.name}, on which it was opened"
-        for range_, low, high in self.addresses.pieces(address, nbytes):
-            made = Contents(low, high, [(ready.number, 1)], lambda: found.over, whose, remedy)
-            if not any((one.low, one.high, one.after) == (low, high, made.after) for one in range_.awaited):
-                range_.awaited = (*(one for one in range_.awaited if not one.over()), made)
-
-    def share(self, handle: Any, address: int, nbytes: int, name: bytes) -> None:
-        """Other processes are told that memory is ready, after all that a stream has queued; ``name``: by what."""
-        stream, stack, pieces = self.stream(handle), here(), self.addresses.pieces(address, nbytes)
-        host = self.timeline.host
-        if stream.obstacle is not None or any(self._missing(piece, host) for piece in pieces):
-            mark = self.announced[name] = self.timeline.record(stream)
-            if len(self.announced) > _POSTED:
-                del self.announced[next(iter(self.announced))]
-
-            def done() -> bool:
-                known = 0 if mark.clock is None else mark.clock.known.get(stream.number, 0)
-                return known > 0 and self.timeline.order(host, stream.number, known) == CERTAIN
-
-            self._post(name, [], done)
-
-        def share(stream: Stream) -> None:
-            for piece in pieces:
-                missing = self._missing(piece, stream.clock)
-                if missing is not None:
-                    self._incomplete(piece[0], missing, stack)
-            self.words.told.learn(stream.clock)
-
-        self.timeline.submit(stream, share)
-
-    def _incomplete(self, range_: Range, missing: Moment, stack: Stack) -> None:
-        self.found(
-            Hazard(
-                "export before completion",
-                f"{range_} is exported while {missing.what} of {missing.actor.name} may still be under way, for which "
-                "importers cannot wait",
-                f"synchronise with {missing.actor.name} first, or record an interprocess event there that importers "
-                "wait for",
-                range_.base,
-                range_.size,
-                places=(("this call", stack), ("used", missing.stack), ("allocated", range_.stack)),
-            )
-        )
 
     # -- words -----------------------------------------------------------------------------------------------
 
@@ -812,9 +605,5 @@ class State:
         """Judge what is held, as if all of it had happened, and take entries back."""
         for stream in tuple(self.timeline.held):
             self.timeline.force(stream)
-        for entry in self.entries.values():
-            ledger.close_import(entry)
-        self.entries.clear()
+        self.others.close()
         self.files.close()
-        if self.board is not None:
-            self.board.close()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
+from streamalloc.driver.checker.events import Event
 from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Finish, Rule
-from streamalloc.driver.checker.state import Event, State, number_of
+from streamalloc.driver.checker.state import State, number_of
 
 __all__ = ["AFTER", "BEFORE", "batch_of_words"]
 
@@ -136,7 +137,7 @@ def _happened(count: int) -> Asked:
                 assert mark.clock is not None
                 state.timeline.tell(mark.clock)
             for one in events:
-                others = state.elsewhere(one)
+                others = state.others.elsewhere(one)
                 if others is not None:
                     state.timeline.tell(others)
 

@@ -6,11 +6,12 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda, opaque_bytes
 from streamalloc.driver.checker import ledger, notices
+from streamalloc.driver.checker.events import Event
 from streamalloc.driver.checker.hazards import Range
 from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Rule
 from streamalloc.driver.checker.rules.memory import frees_at_once
 from streamalloc.driver.checker.stacks import from_package, here
-from streamalloc.driver.checker.state import OPENED, Event, Physical, State, number_of
+from streamalloc.driver.checker.state import OPENED, Physical, State, number_of
 
 __all__ = ["AFTER", "BEFORE"]
 
@@ -26,8 +27,8 @@ def _exports_pointer(state: State, name: str, args: Arguments, answer: Answer) -
         return
     data = opaque_bytes(answer[1])
     if name == "cuMemPoolExportPointer":
-        state.exports[data] = found
-    state.exported[found] = data
+        state.others.exports[data] = found
+    state.others.exported[found] = data
     _export(state, found, data)
 
 
@@ -35,7 +36,7 @@ def _export(state: State, range_: Range, name: bytes = b"") -> None:
     range_.bytes.shared = True
     # The facade exports when it likes, and says when importers are told that memory is ready (Checked.shared).
     if not from_package():
-        state.export(range_, here(), name)
+        state.others.export(range_, here(), name)
 
 
 def _size_at(state: State, address: Any) -> int:
@@ -50,12 +51,12 @@ def _opened(state: State, made: Range, data: bytes) -> None:
     state.addresses.add(made)
     entry = ledger.open_import(data)
     if entry is not None:
-        state.entries[made] = entry
+        state.others.entries[made] = entry
 
 
 def _imports_pointer(state: State, name: str, args: Arguments, answer: Answer) -> None:
     exported = opaque_bytes(args[1])
-    origin = state.exports.get(exported)
+    origin = state.others.exports.get(exported)
     made = Range(int(answer[1]), 1 if origin is None else origin.size, "import", stack=here())
     made.grants = state.pools.get(number_of(args[0]))
     if origin is not None and origin.ended is None:
@@ -63,7 +64,7 @@ def _imports_pointer(state: State, name: str, args: Arguments, answer: Answer) -
         origin.imports.append(made)
     else:
         made.size = _size_at(state, answer[1])
-        state.awaited(made, exported)
+        state.others.awaited(made, exported)
     _opened(state, made, exported)
 
 
@@ -77,7 +78,7 @@ def _opens_plain(state: State, name: str, args: Arguments, answer: Answer) -> No
         Range(int(answer[1]), _size_at(state, answer[1]), OPENED, stack=here(), context=state.context()),
         opaque_bytes(args[0]),
     )
-    state.awaited(made, exported)
+    state.others.awaited(made, exported)
     _opened(state, made, exported)
 
 
@@ -86,16 +87,16 @@ def _opens_plain(state: State, name: str, args: Arguments, answer: Answer) -> No
 
 def _exports_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
     data = opaque_bytes(answer[1])
-    event = state.shared_events[data] = state.event(args[0])
+    event = state.others.events[data] = state.event(args[0])
     event.elsewhere = True
-    place = state.place(event)
-    if place is not None and state.board is not None:
-        state.board.name_event(place, data)
+    place = state.others.place(event)
+    if place is not None and state.others.board is not None:
+        state.others.board.name_event(place, data)
 
 
 def _opens_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
     data = opaque_bytes(args[0])
-    found = state.shared_events.setdefault(data, Event(shared=True))
+    found = state.others.events.setdefault(data, Event(shared=True))
     found.elsewhere = True
     if found.there is None:
         found.there = notices.event_of(data)
