@@ -418,9 +418,24 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False) -> Chec
     captures), which memory every call touches, and when that memory lives. So it finds a missing dependency also where
     the run happened to go well. Kernels of other libraries are not seen: tell of them with ``buffer.used(stream)``.
 
-    Where it cannot know an order, it takes it to be there: what other processes were told of and may have answered,
-    events that another library has made, and words in memory of a device that no call of this driver has written. What
-    one host thread has waited for, all threads know.
+    Where it cannot know an order, it takes it to be there. This is taken on trust:
+
+    * what one host thread has waited for, all threads know, host functions included;
+    * work on shared memory that comes before something other processes can wait for (an interprocess event, a word that
+      they may read, an announcement of :func:`streamalloc.ipc.share`) comes before whatever this process does next:
+      they may have answered;
+    * what another process does with memory that is shared. Its checker says what was under way at the export, and what
+      importers may wait for; an importer that uses the memory without that is reported, unless the exporter has
+      synchronised meanwhile. What it does later is not known, nor anything of processes without a checker or of another
+      user;
+    * events and semaphores of other libraries come after everything, as do words in memory of a device that no call of
+      this driver has written, once the host has seen that somebody came past them;
+    * copies from ordinary memory of the host are done when the call returns, and so is what waits for the device;
+    * kernels that nobody tells of use nothing, and a graph that was changed after it was made does nothing. Of a plane
+      with more than 32,768 rows, those are looked at.
+
+    What it cannot see and does not trust: a host that reads a word to find out how far a stream has come. Let it ask an
+    event as well (``event.query()``).
 
     Parameters
     ----------
