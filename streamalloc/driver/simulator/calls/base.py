@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -43,7 +42,7 @@ def driver_call(method: Method) -> Method:
     """
     values = _VALUES.get(method.__name__, _count_values(method.__annotations__["return"]))
     convert = arguments.conversions(method)
-    names = list(inspect.signature(method).parameters)[1:]
+    names = method.__code__.co_varnames[1 : method.__code__.co_argcount]
     convert_at = [(at, convert[name]) for at, name in enumerate(names) if name in convert]
     before_init = method.__name__ in _BEFORE_INIT
     nothing = (None,) * values
