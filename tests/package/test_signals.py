@@ -446,6 +446,8 @@ def points_of(machine: Any, kind: type[Bench], run: Program) -> Points:
         with points:
             run(bench)
         bench.made.close()
+        bench.__dict__.clear()
+    gc.collect()  # what these have open is closed before descriptors are counted
     return points
 
 
