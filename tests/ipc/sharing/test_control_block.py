@@ -30,7 +30,6 @@ from tests.processes import Partner, There, eventually
 from tests.support import MiB, executed
 
 pytestmark = [
-    pytest.mark.usefixtures("quick_collections"),
     pytest.mark.simulated_only("several drivers in one process, which stand for several processes"),
 ]
 

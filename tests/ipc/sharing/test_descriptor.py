@@ -23,8 +23,6 @@ from tests.ipc.support import POSIX, State, make_buffer, make_growable, make_poo
 from tests.processes import Partner, There
 from tests.support import MiB, executed, filled, shows
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 NAME = st.binary(min_size=16, max_size=16)
 WORD = st.integers(0, (1 << 32) - 1)
 MOST = 1 << 48

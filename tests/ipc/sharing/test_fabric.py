@@ -21,7 +21,7 @@ from tests.ipc.support import PAGE, POSIX, State, busy, hold, idle, no_more, rel
 from tests.processes import SECONDS, Partner, There
 from tests.support import MiB, executed, filled, shows
 
-pytestmark = [pytest.mark.fabric, pytest.mark.usefixtures("quick_collections")]
+pytestmark = pytest.mark.fabric
 
 FABRIC = sa.MemHandleType.FABRIC
 BOTH = POSIX | FABRIC

@@ -21,8 +21,6 @@ from tests.ipc.support import POSIX, hold, make_growable, make_pool, shared_pool
 from tests.processes import Partner, There, eventually
 from tests.support import MiB, holds
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 RESULT = "CUDA_ERROR_UNKNOWN"
 NEVER = 1 << 40
 """No call has this number."""

@@ -31,7 +31,6 @@ from tests.processes import eventually
 from tests.support import end_what_was_dropped, executed
 
 pytestmark = [
-    pytest.mark.usefixtures("quick_collections"),
     pytest.mark.simulated_only("several drivers in one process, which stand for several processes"),
 ]
 

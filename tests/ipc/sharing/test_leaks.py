@@ -23,8 +23,6 @@ from tests.ipc.support import (
 from tests.processes import SECONDS, Partner, There, eventually
 from tests.support import MiB, filled, shows
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 
 @pytest.fixture
 def rounds(on_cuda: bool) -> int:
