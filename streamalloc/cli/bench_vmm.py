@@ -83,7 +83,7 @@ def raw_growth(bench: Bench, count: int, nbytes: int) -> list[float]:
 def our_growth(bench: Bench, count: int, nbytes: int) -> list[float]:
     """Grow one buffer; microseconds of each step."""
     with vmm.GrowableBuffer(bench.device, count * nbytes) as buffer:
-        return step_times(lambda: buffer.grow(nbytes), count)
+        return step_times(functools.partial(buffer.grow, nbytes), count)
 
 
 def copied_growth(bench: Bench, count: int, nbytes: int) -> list[float]:

@@ -8,9 +8,10 @@ in a forked child.
 own, open, not captured, no default stream and owes no wait (:func:`~streamalloc.core.stream.queue_behind`), the memory
 is there, and the arguments have the usual types. Everything else falls through to one slow path, which checks, explains
 and copes: ``_fill_slowly`` is that of ``fill``, and where there is nothing to explain the same function called by its
-name. An answer of the driver that is an error is raised, unless the slow path can do better: copies are refused while
-the context of another device is current, and the slow path makes the stream's own current. Fills, copies, records,
-waits and queries need no current context otherwise (``tests/facts/test_contexts.py``).
+name. A growing buffer, which has no stream, keeps what its plain case needs until something else is done with it. An
+answer of the driver that is an error is raised, unless the slow path can do better: copies are refused while the
+context of another device is current, and the slow path makes the stream's own current. Fills, copies, records, waits
+and queries need no current context otherwise (``tests/facts/test_contexts.py``).
 """
 
 from __future__ import annotations

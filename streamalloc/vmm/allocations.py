@@ -234,7 +234,8 @@ class Allocations:
                 for entry in entries[bisect_right(entries, start, key=attrgetter("stop")) :]:
                     if entry.offset >= start + nbytes:
                         break
-                    if not entry.gone:
+                    # Nothing that another thread is about to map.
+                    if not entry.gone and (entry._raw is not None or entry._memory is not None):
                         found.append(entry.memory._state)
         return found
 

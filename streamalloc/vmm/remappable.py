@@ -12,7 +12,7 @@ from streamalloc.core.ownership import close_all
 from streamalloc.core.stream import StreamLike
 from streamalloc.vmm.access import Rights
 from streamalloc.vmm.generic_handle import GenericAllocation
-from streamalloc.vmm.virtual_buffer import VirtualBuffer, close_quietly
+from streamalloc.vmm.virtual_buffer import VirtualBuffer
 from streamalloc.vmm.waiting import wait_for_users
 
 __all__ = ["RemappableBuffer"]
@@ -87,4 +87,4 @@ class RemappableBuffer(VirtualBuffer):
                 self._names, self._nbytes = wanted, nbytes
                 made.clear()  # they are the buffer's
             for entry in going:
-                close_quietly(entry.memory)
+                entry.close()

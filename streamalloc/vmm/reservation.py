@@ -131,9 +131,8 @@ class MappedBytes(Node):
     def close(self) -> None:
         """Release the memory, whoever holds it. Where the driver refuses, it is tried again once that is dropped."""
         with contextlib.suppress(CudaError):
-            if self._memory is None:
-                self.release_handle()
-            else:
+            self.release_handle()
+            if self._memory is not None:
                 self._memory.close()
 
     def undo(self, first: BaseException) -> None:

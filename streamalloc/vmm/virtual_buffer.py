@@ -27,7 +27,7 @@ from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
 from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.waiting import After, wait_for_users
 
-__all__ = ["ChunkSpec", "Eviction", "FreeAfter", "VirtualBuffer", "close_quietly", "copying_stream"]
+__all__ = ["ChunkSpec", "Eviction", "FreeAfter", "VirtualBuffer", "copying_stream"]
 
 
 class ChunkSpec(NamedTuple):
@@ -75,11 +75,10 @@ class FreeAfter(Deferred):
         """Free it; where the driver refuses, or a signal handler raises, it is tried again later."""
         try:
             self._backup.free(self._stream)
-        except CudaError:
+        except BaseException as error:
             self.hand_in()
-        except BaseException:
-            self.hand_in()
-            raise
+            if not isinstance(error, CudaError):
+                raise
 
     def hand_in(self) -> None:
         """Free it later."""
@@ -269,7 +268,10 @@ class VirtualBuffer(Memory, Closes, Drawn):
             self._give_back(entries, copy, own)
         except BaseException as first:
             if self._evicted is None and own and isinstance(copy, Buffer):
-                close_quietly(copy, first)
+                try:
+                    copy.close()
+                except CudaError as later:
+                    attach(first, later)
             raise
 
     def _evictable(self, *, shared: bool) -> list[MappedBytes]:
@@ -340,12 +342,12 @@ class VirtualBuffer(Memory, Closes, Drawn):
                 self._evicted = None
                 if backup is not None and self._nbytes:
                     self._copy_back(backup, made, ordered)
+            if free is not None:
+                free.now()
         except BaseException:
             if self._evicted is None and free is not None:
                 free.hand_in()  # interrupted where the bytes were back
             raise
-        if free is not None:
-            free.now()
 
     def _copying_stream(self, stream: StreamLike | None) -> Stream:
         return copying_stream(self.stream if stream is None else stream, self._door)
@@ -524,15 +526,6 @@ def copying_stream(stream: StreamLike, door: Door) -> Stream:
     ordered = as_stream(stream, door)
     refuse_capture(ordered, "cuMemUnmap", "memory cannot be evicted or restored in a capture")
     return ordered
-
-
-def close_quietly(one: Closes, first: BaseException | None = None) -> None:
-    """Close what is not needed any more; where that fails it is released once it is dropped."""
-    try:
-        one.close()
-    except CudaError as later:
-        if first is not None:
-            attach(first, later)
 
 
 def device_rights(

@@ -152,6 +152,7 @@ class TestOneStep:
                 return trace
 
             before = sys.gettrace()
+            sys._getframe().f_trace_opcodes = True  # Python 3.12 looks at it here
             sys.settrace(trace)
             try:
                 buffer.grow(PAGE)
