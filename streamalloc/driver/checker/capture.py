@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,9 @@ class Node:
     range: Range = field(default_factory=lambda: Range(0, 0, "nothing"))
     kernel: bool = False
     """Whether its uses have an order of their own."""
+    handle: int = 0
+    """Of a node that was added by hand; of captured ones nobody tells."""
+    enabled: bool = True
     step: Callable[[Any], object] = lambda handle: None
     """Called with the handle of the stream of a launch."""
 
@@ -74,6 +77,7 @@ class Graph:
 
     def add(self, handle: int, node: Node, after: list[int]) -> None:
         """A node was added by hand."""
+        node.handle = handle
         self.nodes.append(node)
         self.handles.setdefault(handle, []).append(node)
         self.after.setdefault(handle, []).extend(after)
@@ -84,13 +88,16 @@ class Graph:
 
     def judge(self, found: Callable[[Hazard], None]) -> None:
         """Judge the nodes that were added by hand, in the order that their edges give."""
-        inside = _Inside(found)
+        self.play(_Inside(found))
+
+    def play(self, inside: _Inside) -> dict[int, Stream]:
+        """Run the nodes that were added by hand, each in a stream of its own."""
         done: dict[int, Stream] = {}
         waiting = list(self.handles)
         while waiting:
             ready = [one for one in waiting if all(it in done or it not in self.handles for it in self.after[one])]
             if not ready:
-                return
+                break
             for handle in ready:
                 nodes = self.handles[handle]
                 stream = done[handle] = inside.timeline.stream(f"graph node {len(done) + 1} ({nodes[0].what})")
@@ -100,6 +107,7 @@ class Graph:
                 for node in nodes:
                     inside.judge(stream, node)
             waiting = [one for one in waiting if one not in done]
+        return done
 
 
 class Capture:
@@ -110,6 +118,17 @@ class Capture:
         self.ended = False
         self._inside = _Inside(found)
         self._streams: dict[Stream, Stream] = {}
+
+    def begin_in(self, graph: Graph, stream: Stream, after: Iterable[int]) -> None:
+        """Capture into a graph, beginning after some of its nodes."""
+        self.graph = graph
+        done = graph.play(self._inside)
+        for handle in after:
+            if handle in done:
+                self.join(stream, done[handle].clock)
+            elif handle not in graph.handles:
+                # A captured node, of which nobody knows which one it is.
+                self.join_all(stream)
 
     def join(self, stream: Stream, clock: Clock | None = None) -> None:
         """A stream takes part, after what a captured event has recorded."""

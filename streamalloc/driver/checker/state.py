@@ -554,6 +554,8 @@ class State:
             device = self.devices.get(stream)
             for node in nodes:
                 self.timeline.next(stream)
+                if not node.enabled:
+                    continue
                 if node.kind == "use":
                     self.touch(stream, node.pieces, node.what, node.stack, kernel=node.kernel, device=device)
                 elif node.kind == "free":

@@ -25,7 +25,7 @@ def _begins_capture(state: State, name: str, args: Arguments, answer: Answer) ->
     capture = state.captures[stream] = Capture(state.found)
     capture.join(stream)
     if name == "cuStreamBeginCaptureToGraph":
-        capture.graph = state.graph(args[1])
+        capture.begin_in(state.graph(args[1]), stream, [int(one) for one in args[2] or ()])
 
 
 def _ends_capture(state: State, name: str, args: Arguments) -> Callable[[Answer], None]:
@@ -58,7 +58,7 @@ def _makes_graph(state: State, name: str, args: Arguments, answer: Answer) -> No
 
 def _clones_graph(state: State, name: str, args: Arguments, answer: Answer) -> None:
     # Its nodes have other handles.
-    state.graphs[int(answer[1])] = Graph(list(state.graph(args[0]).nodes))
+    state.graphs[int(answer[1])] = Graph([replace(one, handle=0) for one in state.graph(args[0]).nodes])
 
 
 def _ends_graph(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -130,13 +130,13 @@ _OF_TYPE: dict[str, tuple[str, Callable[[State, Any], list[Node]]]] = {
 }
 
 
-def _node(state: State, name: str, args: Arguments) -> list[Node]:
-    """``cuGraphAddNode``: what its parameters say."""
-    kind = getattr(args[-1].type, "name", "").removeprefix("CU_GRAPH_NODE_TYPE_")
+def _node(state: State, params: Any) -> list[Node]:
+    """``CUgraphNodeParams``."""
+    kind = getattr(params.type, "name", "").removeprefix("CU_GRAPH_NODE_TYPE_")
     if kind not in _OF_TYPE:
         return [Node("use")]
     field, make = _OF_TYPE[kind]
-    return make(state, getattr(args[-1], field))
+    return make(state, getattr(params, field))
 
 
 def _adds_edges(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -153,8 +153,42 @@ def _forgets_graph(state: State, name: str, args: Arguments, answer: Answer) -> 
             one.clear()
 
 
-def _forgets_executable(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    state.executables[number_of(args[0])] = []
+def _sets(make: Callable[[State, Any], list[Node]] | None) -> Rule:
+    """A call that changes what a node does, in its graph or in one that was instantiated; None: it is unknown what."""
+
+    def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
+        executable = name.startswith("cuGraphExec")
+        handle, params = number_of(args[1 if executable else 0]), args[2 if executable else 1]
+        made = [] if make is None else make(state, params)
+        for node in made:
+            node.what, node.stack, node.handle = name, here(), handle
+        if executable:
+            number = number_of(args[0])
+            state.executables[number] = _replaced(state.executables.get(number, []), handle, made)
+            return
+        for graph in state.graphs.values():
+            if handle in graph.handles:
+                graph.nodes, graph.handles[handle] = _replaced(graph.nodes, handle, made), made
+
+    return rule
+
+
+def _replaced(nodes: list[Node], handle: int, made: list[Node]) -> list[Node]:
+    """Nodes with others in the place of those of a handle; of a captured one nobody knows which it is."""
+    at = next((place for place, one in enumerate(nodes) if one.handle == handle), None)
+    if at is None:
+        return []
+    rest = [one for one in nodes if one.handle != handle]
+    return [*rest[:at], *made, *rest[at:]]
+
+
+def _enables(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    number, handle, enabled = number_of(args[0]), number_of(args[1]), bool(int(args[2]))
+    nodes = state.executables.get(number, [])
+    known = any(one.handle == handle for one in nodes)
+    state.executables[number] = [
+        replace(one, enabled=enabled) if one.handle == handle else one for one in nodes if known
+    ]
 
 
 # -- launches ------------------------------------------------------------------------------------------------
@@ -179,11 +213,16 @@ def _launches(state: State, name: str, args: Arguments, answer: Answer) -> None:
     state.launch(number_of(args[0]), args[1], here())
 
 
-_SETTERS = (
-    *(f"cuGraph{kind}NodeSetParams" for kind in ("Memcpy", "Memset", "ChildGraph", "BatchMemOp", "")),
-    "cuGraphNodeSetParams_v2",
-    *(f"cuGraphEvent{kind}NodeSetEvent" for kind in ("Record", "Wait")),
-)
+_SETTERS: dict[str, Callable[[State, Any], list[Node]] | None] = {
+    "MemcpyNodeSetParams": lambda state, params: _use(state, plane(params)),
+    "MemsetNodeSetParams": _fill_node,
+    "ChildGraphNodeSetParams": _child,
+    "BatchMemOpNodeSetParams": _word_node,
+    "EventRecordNodeSetEvent": _record_node,
+    "EventWaitNodeSetEvent": _wait_node,
+    "NodeSetParams": _node,
+    "NodeSetParams_v2": _node,
+}
 AFTER: dict[str, Rule] = {
     "cuStreamBeginCapture": _begins_capture,
     "cuStreamUpdateCaptureDependencies": _reorders_capture,
@@ -199,7 +238,10 @@ AFTER: dict[str, Rule] = {
     "cuGraphAddEventRecordNode": _params_at(3, _record_node),
     "cuGraphAddEventWaitNode": _params_at(3, _wait_node),
     "cuGraphAddBatchMemOpNode": _params_at(3, _word_node),
-    **dict.fromkeys(("cuGraphAddNode", "cuGraphAddNode_v2", "cuGraphAddNode_v3"), _adds(_node)),
+    **dict.fromkeys(
+        ("cuGraphAddNode", "cuGraphAddNode_v2", "cuGraphAddNode_v3"),
+        _adds(lambda state, name, args: _node(state, args[-1])),
+    ),
     **dict.fromkeys(("cuGraphAddDependencies", "cuGraphAddDependencies_v2"), _adds_edges),
     "cuGraphInstantiate": _instantiates,
     "cuGraphInstantiateWithParams": _instantiates,
@@ -211,16 +253,8 @@ AFTER: dict[str, Rule] = {
         (f"cuGraphAdd{kind}Node" for kind in ("Kernel", "Host", "Empty")),
         _adds(lambda state, name, args: [Node("use")]),
     ),
-    **dict.fromkeys(
-        (
-            "cuGraphDestroyNode",
-            "cuGraphRemoveDependencies",
-            *_SETTERS,
-        ),
-        _forgets_graph,
-    ),
-    **dict.fromkeys(
-        (*(name.replace("cuGraph", "cuGraphExec") for name in _SETTERS), "cuGraphNodeSetEnabled"), _forgets_executable
-    ),
+    **{f"cuGraph{kind}{name}": _sets(make) for kind in ("", "Exec") for name, make in _SETTERS.items()},
+    "cuGraphNodeSetEnabled": _enables,
+    **dict.fromkeys(("cuGraphDestroyNode", "cuGraphRemoveDependencies"), _forgets_graph),
 }
 BEFORE: dict[str, Asked] = {"cuStreamEndCapture": _ends_capture}

@@ -22,10 +22,7 @@ class Graph:
         return self.b.raw(f"cuGraphAdd{kind}Node", self.handle, after, len(after), *params)
 
     def fill(self, address: int, *after: Any, nbytes: int = SIZE) -> Any:
-        params = cuda.CUDA_MEMSET_NODE_PARAMS()
-        params.dst, params.pitch, params.value = cuda.CUdeviceptr(address), nbytes, 1
-        params.elementSize, params.width, params.height = 1, nbytes, 1
-        return self.add("Memset", list(after), params, self.context)
+        return self.add("Memset", list(after), _fill(address, nbytes), self.context)
 
     def allocate(self, *after: Any) -> tuple[Any, int]:
         params = cuda.CUDA_MEM_ALLOC_NODE_PARAMS()
@@ -39,11 +36,22 @@ class Graph:
     def free(self, address: int, *after: Any) -> Any:
         return self.add("MemFree", list(after), cuda.CUdeviceptr(address))
 
-    def launch(self, *streams: Any) -> None:
+    def launchable(self) -> Any:
         made = self.b.raw("cuGraphInstantiate", self.handle, 0)
+        self.b._stack.callback(lambda: self.b.raw("cuGraphExecDestroy", made))
+        return made
+
+    def launch(self, *streams: Any) -> None:
+        made = self.launchable()
         for stream in streams:
             self.b.raw("cuGraphLaunch", made, cuda.CUstream(stream.handle))
-        self.b._stack.callback(lambda: self.b.raw("cuGraphExecDestroy", made))
+
+
+def _fill(address: int, nbytes: int = SIZE) -> Any:
+    params = cuda.CUDA_MEMSET_NODE_PARAMS()
+    params.dst, params.pitch, params.value = cuda.CUdeviceptr(address), nbytes, 1
+    params.elementSize, params.width, params.height = 1, nbytes, 1
+    return params
 
 
 @hazard("race")
@@ -67,6 +75,53 @@ def an_edge_that_is_added_leads_elsewhere(b: Bench, right: bool) -> None:
     with b.device.current():
         rest = ([cuda.CUgraphEdgeData()], 1) if hasattr(cuda, "CUgraphEdgeData") and _takes_data() else (1,)
         b.driver.cuGraphAddDependencies(graph.handle, [first if right else other], [second], *rest)
+    graph.launch(b.a)
+    b.done(x)
+
+
+@hazard("race")
+def a_node_was_given_other_memory(b: Bench, right: bool) -> None:
+    """In the graph that was instantiated, and in the graph itself."""
+    x, y, z = (b.new(b.a) for _ in range(3))
+    b.a.synchronize()
+    graph = Graph(b)
+    first = graph.fill(x.address)
+    graph.fill(z.address)
+    made = graph.launchable()
+    b.raw("cuGraphExecMemsetNodeSetParams", made, first, _fill(y.address), graph.context)
+    b.write(x, b.b)
+    b.raw("cuGraphLaunch", made, cuda.CUstream(b.a.handle))
+    b.raw("cuGraphMemsetNodeSetParams", first, _fill(x.address if right else z.address))
+    b.order(b.b, b.a)
+    graph.launch(b.a)
+    b.done(x, y, z)
+
+
+@hazard("race")
+def a_node_of_a_graph_is_switched_off_and_on(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    b.a.synchronize()
+    graph = Graph(b)
+    node = graph.fill(x.address)
+    made = graph.launchable()
+    b.raw("cuGraphNodeSetEnabled", made, node, 0)
+    b.write(x, b.b)
+    if not right:
+        b.raw("cuGraphNodeSetEnabled", made, node, 1)
+    b.raw("cuGraphLaunch", made, cuda.CUstream(b.a.handle))
+    b.done(x)
+
+
+@hazard("race", simulated="its arguments differ between bindings")
+def captured_beside_a_node_of_the_graph(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    b.a.synchronize()
+    graph = Graph(b)
+    node, stream = graph.fill(x.address), cuda.CUstream(b.a.handle)
+    after, relaxed = [node] if right else [], cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    b.raw("cuStreamBeginCaptureToGraph", stream, graph.handle, after, None, len(after), relaxed)
+    x.fill(2, b.a)
+    b.raw("cuStreamEndCapture", stream)
     graph.launch(b.a)
     b.done(x)
 
