@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from streamalloc.core.buffer import Allocator, Buffer, PlainBuffer, SharedState, StillImported, shared_state
@@ -28,11 +29,12 @@ __all__ = [
     "Blocks",
     "CachedAllocator",
     "CachedBuffer",
+    "Lane",
     "Shelf",
     "end_with_stream",
     "forbid_lists",
     "give_lists",
-    "has_lists",
+    "lane_on",
     "leave_stream",
     "mend",
 ]
@@ -44,8 +46,9 @@ _NOWHERE = object()
 class Block(cuda.CUdeviceptr):  # type: ignore[misc]  # the bindings have no types
     """The address of memory that a cache has, as the driver takes it."""
 
-    __slots__ = ("home", "shelf")
+    __slots__ = ("address", "home", "shelf")
 
+    address: int
     home: list[Block] | None
     """Where a free on its own stream puts it; None where only the slow path may free it."""
     shelf: Shelf
@@ -56,16 +59,26 @@ class Shelf(Protocol):
     """Where blocks of one size and one stream belong."""
 
     blocks: list[Block]
+    count: int
+    """How many belong here, in the list or in buffers; a figure that threads may get a little wrong."""
     nbytes: int
 
     def returned(self) -> None:
         """A block was put back into the list on the slow path."""
 
 
+class Lane(Protocol):
+    """What a cache has for one stream."""
+
+    @property
+    def shelves(self) -> Mapping[int, Shelf]:
+        """Those that there are, by size."""
+
+
 class Blocks:
     """The memory that a cache has of a pool, in lists and in buffers."""
 
-    __slots__ = ("__weakref__", "_all", "_finding", "_pool", "dropped", "key", "watchers")
+    __slots__ = ("__weakref__", "_all", "_finding", "_pool", "dropped", "held", "key", "watchers")
 
     def __init__(self, pool: Allocator) -> None:
         self._pool = pool
@@ -79,25 +92,52 @@ class Blocks:
         """What was dropped where only the slow path may free it."""
         self._finding = threading.RLock()
         """Held while lost blocks are looked for; no finaliser takes it."""
+        self.held = 0
+        """Bytes of all of them, as exact as :attr:`Shelf.count`."""
 
     def __len__(self) -> int:
         """How many blocks there are."""
         return len(self._all)
 
-    def take_over(self, plain: Buffer, shelf: Shelf) -> Block:
-        """Make a block of a plain buffer's memory. The buffer counts as freed."""
-        address = int(plain._ptr)
+    def buy(self, cache: CachedAllocator, nbytes: int, shelf: Shelf, stream: Stream) -> CachedBuffer | None:
+        """A buffer with a new block (``cuMemAllocFromPoolAsync``); None where there is no memory or it is not plain."""
+        pool = self._pool
+        handle = direct_handle(stream, pool._door)
+        if handle is None:
+            return None
+        # The buffer is there before its memory, and where this is interrupted frees what is no block yet.
+        buffer: CachedBuffer = CachedBuffer()
+        buffer._nbytes = nbytes
+        buffer._stream = stream
+        buffer._allocator = cache
+        buffer._shared = None
+        # A loop, before whose end Python does not look for signals.
+        for answer in map(pool._alloc, (shelf.nbytes,), (pool._raw,), (handle,)):
+            result, buffer._ptr = answer
+            break
+        if result:
+            if result == cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+                return None
+            raise error_from(result, "cuMemAllocFromPoolAsync")
+        address = int(buffer._ptr)
         block = Block(address)
+        block.address = address
         block.shelf = shelf
         block.home = shelf.blocks
         # No call from here on that a signal handler could interrupt.
         self._all[address] = block
-        plain._ptr = None
-        return block
+        buffer._ptr = block
+        shelf.count += 1
+        self.held += shelf.nbytes
+        return buffer
+
+    def give_up(self, buffer: CachedBuffer, pointer: Any) -> None:
+        """Free what is no block yet, as a plain buffer that is dropped does."""
+        self._plain(buffer._nbytes, buffer._stream)._ptr = pointer
 
     def free(self, block: Block, raw: Any) -> tuple[Any]:
         """Give a block back to the driver (``cuMemFreeAsync``): its answer. It stays where that is refused."""
-        address = int(block)
+        address, shelf = block.address, block.shelf
         free = self._pool._free
         del self._all[address]
         try:
@@ -108,28 +148,53 @@ class Blocks:
             raise
         if answer[0]:
             self._all[address] = block
+        else:
+            shelf.count -= 1
+            self.held -= shelf.nbytes
         return answer
 
-    def give_back(self, blocks: list[Block], stream: Stream, most: int = 1 << 64) -> int:
-        """Give free blocks of a list back to the driver in stream order; how many. Those that it refuses stay."""
-        given = 0
-        while given < most:
+    def give_back(self, blocks: list[Block], stream: Stream) -> None:
+        """Give the free blocks of a list back to the driver in stream order. Those that it refuses stay."""
+        while blocks:
             try:
                 block = blocks.pop()
-            except IndexError:
-                break
+            except IndexError:  # another thread took it
+                return
             result = self.free(block, stream._handle)[0]
             if result:
                 blocks.append(block)
                 raise error_from(result, "cuMemFreeAsync")
-            given += 1
-        return given
+
+    def free_on(self, buffer: CachedBuffer, block: Block, stream: Stream, handle: Any) -> Any:
+        """Free a buffer on another stream of ours: the driver's refusal, or nothing.
+
+        It is kept for that stream if that has asked for the size before, and else goes back to the pool.
+        """
+        lane: Lane | None = stream._lists.get(self)
+        shelf = None if lane is None else lane.shelves.get(block.shelf.nbytes)
+        if shelf is not None:
+            self.move(block, shelf)
+            if buffer._ptr is block:
+                buffer._ptr = None
+                shelf.blocks.append(block)
+                shelf.returned()
+            return None
+        if buffer._ptr is not block:  # another thread has freed it
+            return None
+        buffer._ptr = None
+        try:
+            return self.free(block, handle)[0]
+        finally:
+            if self._all.get(block.address) is block:
+                buffer._ptr = block
 
     def move(self, block: Block, shelf: Shelf) -> None:
         """Let a block that the caller has belong to another shelf."""
-        blocks = shelf.blocks
+        blocks, before = shelf.blocks, block.shelf
         block.shelf = shelf
         block.home = blocks
+        before.count -= 1
+        shelf.count += 1
 
     def mend(self) -> None:
         """Put blocks that were dropped back into their lists."""
@@ -150,7 +215,7 @@ class Blocks:
 
     def _put(self, block: Block) -> None:
         for watcher in self.watchers:
-            watcher.freed(int(block), None)
+            watcher.freed(block.address, None)
         shelf = block.shelf
         block.home = shelf.blocks
         shelf.blocks.append(block)
@@ -170,14 +235,16 @@ class Blocks:
         if block is None:
             return buffer
         plain = self._plain(buffer._nbytes, buffer._stream)
-        pointer = cuda.CUdeviceptr(int(block))
-        address = int(block)
+        address, shelf = block.address, block.shelf
+        pointer = cuda.CUdeviceptr(address)
         behind = (_Behind(plain), pointer)
         if buffer._ptr is block:
             del self._all[address]
             plain._ptr = pointer
             buffer._shared = behind
             buffer._ptr = None
+            shelf.count -= 1
+            self.held -= shelf.nbytes
         return plain
 
     def _plain(self, nbytes: int, stream: Stream) -> PlainBuffer:
@@ -256,15 +323,15 @@ class CachedAllocator(Allocator):
                 return buffer
         return self._allocate_slowly(nbytes, stream)
 
-    def _over(self, blocks: Blocks, key: object, door: Door) -> None:
+    def _over(self, blocks: Blocks, door: Door) -> None:
         """What takes the place of binding driver functions."""
         self._blocks = blocks
-        self._key = key
+        self._key = blocks.key
         self._bind(door, None, None)
         # ``Buffer.free`` called by that name: it goes past the lists.
         self._free = blocks.free
 
-    def _wrap(self, block: Block, nbytes: int, stream: Stream) -> Buffer:
+    def _wrap(self, block: Block, nbytes: int, stream: Stream) -> CachedBuffer:
         """A buffer for a block that the caller has."""
         buffer: CachedBuffer = CachedBuffer()
         buffer._ptr = block
@@ -272,13 +339,14 @@ class CachedAllocator(Allocator):
         buffer._stream = stream
         buffer._allocator = self
         buffer._shared = None
-        watchers = self._blocks.watchers
-        if watchers:
-            # Its free has to come by here, too.
-            block.home = None
-            for watcher in watchers:
-                watcher.allocated(self, int(block), nbytes, stream._raw)
         return buffer
+
+    def _apart(self, buffer: CachedBuffer) -> None:
+        """Let the free of a buffer come by the slow path, and tell who watches of its allocation."""
+        block = buffer._ptr
+        block.home = None
+        for watcher in self._blocks.watchers:
+            watcher.allocated(self, block.address, buffer._nbytes, buffer._stream._raw)
 
     def _watched_by(self, watchers: tuple[Watcher, ...]) -> None:
         self._blocks.watchers = watchers
@@ -299,7 +367,7 @@ class CachedAllocator(Allocator):
             # Taken before it is put back, so that two threads that free the same buffer do so once.
             watchers = self._blocks.watchers
             for watcher in watchers:
-                watcher.freed(int(block), ordered._raw)
+                watcher.freed(block.address, ordered._raw)
             if buffer._ptr is block:
                 buffer._ptr = None
                 home.append(block)
@@ -329,9 +397,10 @@ class CachedBuffer(Buffer):
     ) -> None:
         """Free the memory in stream order: later work must not use it; earlier work may.
 
-        It goes to the cache of the stream, and is handed out again on that stream. On a stream without a cache
-        (captured, a default stream, of another library) it goes back to the pool (``cuMemFreeAsync``). Arguments and
-        errors are those of :meth:`Buffer.free`.
+        It goes to the cache of the stream, and is handed out again on that stream; to that of another stream where
+        that has asked for this size before. Otherwise, and on streams without a cache (captured, a default stream, of
+        another library), it goes back to the pool (``cuMemFreeAsync``). Arguments and errors are those of
+        :meth:`Buffer.free`.
         """
         block = self._ptr
         if (
@@ -345,19 +414,18 @@ class CachedBuffer(Buffer):
             self._ptr = None
             block.home.append(block)
             return
-        allocator = self._allocator
-        if (
-            block is not None
-            and block.home is not None
-            and still_imported is _DEFER
-            and stream is not None
-            and direct_handle(stream, allocator._door) is not None
-        ):
-            allocator._put_back(self, stream)  # type: ignore[arg-type]
-            return
+        if block is not None and block.home is not None and still_imported is _DEFER and stream is not None:
+            allocator = self._allocator
+            handle = direct_handle(stream, allocator._door)
+            if handle is not None:
+                result = allocator._blocks.free_on(self, block, stream, handle)  # type: ignore[arg-type]
+                if result:
+                    raise self._refused(result, self._ordered_on(stream))
+                return
         self._free_slowly(stream, still_imported, timeout)
 
     def __del__(self) -> None:
+        block = None
         try:
             block = self._ptr
             if block is None:
@@ -368,7 +436,8 @@ class CachedBuffer(Buffer):
             else:
                 self._allocator._blocks.dropped.append(block)
         except AttributeError:  # the call that was to allocate it raised
-            return
+            if block is not None and type(block) is not Block:
+                self._allocator._blocks.give_up(self, block)
 
     def _free_on(self, ordered: Stream) -> None:
         # Freed to a list, or past the cache.
@@ -408,19 +477,19 @@ def mend(cache: CachedAllocator) -> None:
 # -- what caches need of streams -----------------------------------------------------------------------------
 
 
-def give_lists(stream: Stream, key: object, lists: dict[int, list[Block]]) -> None:
+def give_lists(stream: Stream, blocks: Blocks, lane: Lane, lists: dict[int, list[Block]]) -> None:
     """Let the fast path find a cache's lists for a stream, unless that is captured, closed or a default stream."""
-    if key in stream._lists:
+    if blocks.key in stream._lists:
         return
-    stream._lists = {**stream._lists, key: lists}
+    stream._lists = {**stream._lists, blocks.key: lists, blocks: lane}
     # A capture may just have begun.
     if direct_handle(stream, stream._door) is None:
         stream._forbid_direct()
 
 
-def has_lists(stream: Stream, key: object, lists: dict[int, list[Block]]) -> bool:
-    """Whether the fast path finds these lists of a cache for a stream."""
-    return stream._lists.get(key) is lists
+def lane_on(stream: StreamLike, blocks: Blocks) -> Any:
+    """What a cache has for a stream, where the fast path finds its lists."""
+    return stream._lists.get(blocks) if type(stream) is Stream else None
 
 
 def forbid_lists(stream: Stream) -> None:
@@ -434,8 +503,8 @@ def end_with_stream(stream: Stream, item: Deferred) -> None:
     stream._endings += (item,)
 
 
-def leave_stream(stream: Stream, key: object, item: Deferred) -> None:
+def leave_stream(stream: Stream, blocks: Blocks, item: Deferred) -> None:
     """Forget the lists of a cache, and what was to end with the stream."""
     stream._endings = tuple(other for other in stream._endings if other is not item)
-    if key in stream._lists:
-        stream._lists = {other: lists for other, lists in stream._lists.items() if other is not key}
+    if blocks in stream._lists:
+        stream._lists = {key: found for key, found in stream._lists.items() if key not in (blocks, blocks.key)}

@@ -4,33 +4,37 @@ Each stream has a list of free blocks for each size class (:class:`_Shelf`). Wha
 on that stream again, as the driver's own pools do, and on no other: between streams memory goes by way of the pool,
 and the driver knows when the free has passed. So the cache needs no events.
 
-The fast path counts nothing: figures are those of the pool, and what lies in the lists. How much may lie there is
-looked at when the cache takes memory from the pool, by two rules: :meth:`_Cache.look`.
+The fast path counts nothing. How much may lie in the lists is looked at when memory is taken of the pool, and what has
+to go is chosen then: :meth:`_Cache.make_room`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import chain, repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from streamalloc.core.buffer import Buffer, PlainBuffer
+from streamalloc.core.buffer import Buffer
 from streamalloc.core.cached import (
     Block,
     Blocks,
     CachedAllocator,
+    CachedBuffer,
+    Shelf,
     end_with_stream,
     forbid_lists,
     give_lists,
-    has_lists,
+    lane_on,
     leave_stream,
 )
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door, door_behind
-from streamalloc.core.errors import ClosedError, OutOfMemoryError, error_from, refused, size_text
+from streamalloc.core.errors import ClosedError, OutOfMemoryError, refused, size_text
 from streamalloc.core.html import Row, Shown, gauge, mib
 from streamalloc.core.later import Deferred, Later, later_of
 from streamalloc.core.ownership import Closes
@@ -44,7 +48,6 @@ from streamalloc.core.stream import (
     ordered_after,
     sees_all_work,
 )
-from streamalloc.driver.internal import cuda
 from streamalloc.pool.ending import pools_of
 from streamalloc.pool.pool import MemoryPool
 
@@ -53,20 +56,22 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheStatistics", "CachingAllocator"]
 
-LARGEST = 12 << 20
-"""Where classes end by default."""
 _UNIT = 512
 _FIT = 3
 """How many times as large as asked for a free block may be that is handed out."""
-_STEP = 16 << 20
-"""How much is taken of the pool between two looks at its figures."""
-_SHARES = 4
-"""How much may be free, in quarters of the most ever in use at once: one, and one for each stream, up to all."""
-_BULK = 3
-"""By this power of two what may be used is divided for what is given back at a time."""
+_GROWTH = 32 << 20
+"""What a pool takes of its device at a time."""
+_SHARE = 3
+"""By this power of two what may be held is divided for what goes at a time, if that is more."""
+_MORE = 8
+"""By this power of two it is divided for what there may be more each time."""
+_AT_MOST = 2
+"""And by this one for the most of that."""
+_AMONG = 8
+"""How many times as much as has to go is looked at for neighbours."""
+_SIZES = 1 << 14
+"""Of how many sizes a stream remembers the lists."""
 _ALL = 1 << 64
-_RESERVED = cuda.CUmemPool_attribute.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT
-_USED = cuda.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT
 
 
 class CacheStatistics(NamedTuple):
@@ -90,20 +95,22 @@ class CacheStatistics(NamedTuple):
 
 def class_size(nbytes: int) -> int:
     """The size of the blocks for ``nbytes``: multiples of 512 bytes, and of an eighth of the power of two below."""
-    step = max(_UNIT, 1 << max((nbytes - 1).bit_length() - 4, 0))
-    return -(-nbytes // step) * step
+    bits = (nbytes - 1).bit_length() - 4
+    step = 1 << bits if bits > 9 else _UNIT
+    return (nbytes + step - 1) & -step
 
 
 class _Shelf:
     """The free blocks of one size class and one stream."""
 
-    __slots__ = ("blocks", "fitting", "lane", "nbytes")
+    __slots__ = ("blocks", "count", "fitting", "lane", "nbytes")
 
     def __init__(self, lane: _Lane, nbytes: int) -> None:
         self.lane = lane
         self.nbytes = nbytes
         self.blocks: list[Block] = []
         """What the fast path takes from."""
+        self.count = 0
         self.fitting: tuple[list[Block], ...] = ()
         """Its list, and those of the classes up to ``_FIT`` times the size, in order; ``()`` where not known."""
 
@@ -117,7 +124,7 @@ class _Lane(Deferred):
     """The shelves of one stream. It ends when the stream is closed or dropped, or the cache is closed."""
 
     __slots__ = (
-        "__weakref__", "_blocks", "_key", "_shelf_of", "device", "door", "ended", "lists", "shelves", "stream",
+        "__weakref__", "_blocks", "device", "door", "ended", "lists", "most", "shelf_of", "shelves", "stream",
     )  # fmt: skip
 
     def __init__(self, cache: _Cache, stream: Stream) -> None:
@@ -127,25 +134,26 @@ class _Lane(Deferred):
         self.ended = False
         self.shelves: dict[int, _Shelf] = {}
         """By size class."""
-        self._shelf_of: dict[int, _Shelf] = {}
+        self.shelf_of: dict[int, _Shelf] = {}
         """By the requested size in units."""
         self.lists: dict[int, list[Block]] = {}
         """What the fast path takes from, by the requested size in units: the list of the shelf, or of a larger one."""
+        self.most = 0
+        """The most bytes that were seen in use at once."""
         self._blocks = cache.blocks
-        self._key = cache.key
         self.door.shut_with_me(self)
 
     def shelf(self, nbytes: int) -> _Shelf:
         """The shelf for a size."""
-        unit = (nbytes - 1) >> 9
-        shelf = self._shelf_of.get(unit)
+        size = class_size(nbytes)
+        shelf = self.shelves.get(size)
         if shelf is None:
-            size = class_size(nbytes)
-            if size not in self.shelves:
-                self.shelves.setdefault(size, _Shelf(self, size))
-                for other in tuple(self.shelves.values()):
-                    other.fitting = ()
-            shelf = self._shelf_of[unit] = self.shelves[size]
+            shelf = self.shelves.setdefault(size, _Shelf(self, size))
+            for other in tuple(self.shelves.values()):
+                other.fitting = ()
+        if len(self.shelf_of) >= _SIZES:
+            self.shelf_of.clear()
+        self.shelf_of[(nbytes - 1) >> 9] = shelf
         return shelf
 
     def take(self, shelf: _Shelf, nbytes: int) -> Block | None:
@@ -160,6 +168,8 @@ class _Lane(Deferred):
         else:
             block, blocks = None, shelf.blocks
         if not self.ended:
+            if len(self.lists) >= _SIZES:
+                self.lists.clear()
             self.lists[(nbytes - 1) >> 9] = blocks
         return block
 
@@ -183,8 +193,14 @@ class _Lane(Deferred):
                 for shelf in free:
                     self._blocks.give_back(shelf.blocks, ordered)
         if stream is not None:
-            leave_stream(stream, self._key, self)
+            leave_stream(stream, self._blocks, self)
         return not self.cached
+
+    @property
+    def usable(self) -> bool:
+        """Whether its stream is there, and is not being captured."""
+        stream = self.stream()
+        return stream is not None and direct_handle(stream, self.door) is not None
 
     @contextlib.contextmanager
     def ordered(self) -> Iterator[Stream]:
@@ -214,28 +230,24 @@ class _Cache(Deferred):
     """What there is of a cache apart from the object that users have, and its end when that is closed or dropped."""
 
     __slots__ = (
-        "_later", "_most", "_unseen", "blocks", "closed", "door", "grown_to", "key", "lane_of", "lanes", "misses",
-        "pool",
+        "_later", "_times", "allowed", "blocks", "closed", "door", "lane_of", "lanes", "misses", "pool",
     )  # fmt: skip
 
     def __init__(self, pool: MemoryPool) -> None:
         self.pool = pool
         self.door: Door = door_behind(pool)
         self._later: Later = later_of(self.door)
-        """It tells whether a capture is under way, which the driver's answers about pools and streams might break."""
+        """It tells whether a capture is under way, which frees on other streams might break."""
         self.blocks = Blocks(pool)
-        self.key: object = self.blocks.key
         self.closed = False
         self.lanes: dict[_Lane, None] = {}
         self.lane_of: dict[int, _Lane] = {}
         """The latest of them, by the identity of its stream: another object may have that later."""
         self.misses = 0
-        self._most = 0
-        """How much of the pool may be used before what is free is given back."""
-        self.grown_to = 0
-        """The most that the pool was seen to have reserved, less what came back by trimming."""
-        self._unseen = 0
-        """How much may be taken of the pool before the next look at its figures."""
+        self._times = 0
+        """How often room was made."""
+        self.allowed = 0
+        """How many bytes of the pool there may be before room is made."""
 
     def attempt(self) -> bool:
         self.closed = True
@@ -250,14 +262,12 @@ class _Cache(Deferred):
     def lane(self, stream: Stream) -> _Lane:
         """The lane of a stream of our own."""
         lane = self.lane_of.get(id(stream))
-        if lane is not None and has_lists(stream, self.key, lane.lists):
-            return lane
         if lane is None or lane.ended or lane.stream() is not stream:
             lane = _Lane(self, stream)
             end_with_stream(stream, lane)
             self.lanes[lane] = None
             self.lane_of[id(stream)] = lane
-        give_lists(stream, self.key, lane.lists)
+        give_lists(stream, self.blocks, lane, lane.lists)
         return lane
 
     def live(self) -> list[_Lane]:
@@ -269,67 +279,102 @@ class _Cache(Deferred):
                     self.lane_of.pop(number, None)
         return [lane for lane in tuple(self.lanes) if not lane.ended]
 
-    def new(self, shelf: _Shelf, stream: Stream) -> Block | None:
-        """A new block; None where there is no memory, or the stream is being captured."""
-        self.look(shelf.nbytes)
-        try:
-            plain = self.pool.allocate(shelf.nbytes, stream)
-        except OutOfMemoryError:
-            return None
-        if type(plain) is not PlainBuffer:
-            return None
-        self.misses += 1
-        return self.blocks.take_over(plain, shelf)
+    def make_room(self, shelf: _Shelf) -> None:
+        """Before a block is taken of the pool, give free ones back if there would be more of it than is allowed.
 
-    def look(self, nbytes: int) -> None:
-        """Before so much is taken of the pool, see now and then whether the largest free blocks have to be given back.
-
-        They have to where more of it would be used than ever was in use at once, and what may be free besides; and
-        where it has grown since, for it lacks them, or is in pieces between them: as much as it has grown.
+        That is what each stream had in use at most at once, as if it kept that for itself, in steps of the pool's; and
+        more where room was made often.
         """
-        self._unseen -= nbytes
-        if self._unseen >= 0 or self._later.paused:
+        if self._later.paused:
             return
-        reserved, used = self._figures()
-        over = used + nbytes - self._most
-        enough = over + (self._most >> _BULK) if over > 0 else 0
-        if reserved > self.grown_to:
-            enough = max(enough, reserved - self.grown_to)
-            self.grown_to = reserved
-        if enough:
-            self.give_back(enough)
-            _, used = self._figures()
-            if used + nbytes > self._most:
-                shares = min(1 + len(self.lanes), _SHARES)
-                self._most = used + nbytes + max(_STEP, used * shares // _SHARES)
-        self._unseen = min(max(_STEP, self._most >> 7), self._most - used) - nbytes
+        asked = shelf.nbytes
+        needed = held = self.blocks.held + asked
+        for lane in self.live():
+            mine = free = 0
+            for one in tuple(lane.shelves.values()):
+                mine += one.nbytes * one.count
+                free += one.nbytes * len(one.blocks)
+            if lane is shelf.lane:
+                mine += asked
+            lane.most = max(lane.most, mine - free)
+            # What streams have in use that are gone stays counted.
+            needed += lane.most - mine
+        allowed = needed + min(needed * self._times >> _MORE, needed >> _AT_MOST)
+        self.allowed = allowed = -(-allowed // _GROWTH) * _GROWTH
+        if held > allowed:
+            self._times += 1
+            self.give_back(held - allowed + max(allowed >> _SHARE, _GROWTH))
 
-    def _figures(self) -> tuple[int, int]:
-        """What the pool has reserved, and what of that is used."""
-        read, raw = self.door.cuMemPoolGetAttribute, self.pool._checked_raw()
-        result, reserved = read(raw, _RESERVED)
-        if not result:
-            result, used = read(raw, _USED)
-        if result:
-            raise error_from(result, "cuMemPoolGetAttribute")
-        return int(reserved), int(used)
+    def forget(self) -> None:
+        """Begin anew with what was in use."""
+        self._times = self.allowed = 0
+        for lane in self.live():
+            lane.most = 0
 
     def give_back(self, enough: int = _ALL) -> list[Stream]:
-        """Give free blocks back to the pool, the largest first, until it is enough; on which streams."""
-        shelves = [shelf for lane in self.live() for shelf in tuple(lane.shelves.values()) if shelf.blocks]
-        shelves.sort(key=attrgetter("nbytes"), reverse=True)
+        """Give free blocks back to the pool until it is enough; on which streams.
+
+        Of the largest those go first that are neighbours, the longest stretches of them: the pool can use these for
+        anything.
+        """
+        shelves, free = self._take_largest(_AMONG * enough)
+        free.sort(key=_ADDRESS)
+        stretches: list[list[Block]] = []
+        spans: list[int] = []
+        end = -1
+        for block in free:
+            address, nbytes = block.address, block.shelf.nbytes
+            if address == end:
+                stretches[-1].append(block)
+                spans[-1] += nbytes
+            else:
+                stretches.append([block])
+                spans.append(nbytes)
+            end = address + nbytes
+        going: dict[_Lane, list[Block]] = {}
+        staying: list[Block] = []
+        for number in sorted(range(len(spans)), key=spans.__getitem__, reverse=True):
+            if enough <= 0:
+                staying += stretches[number]
+                continue
+            enough -= spans[number]
+            for block in stretches[number]:
+                going.setdefault(block.shelf.lane, []).append(block)  # type: ignore[attr-defined]
         streams = []
-        for shelf in shelves:
-            stream = shelf.lane.stream()
-            # Of others it ends by itself, or it is being captured.
-            if stream is not None and direct_handle(stream, self.door) is not None:
-                with shelf.lane.ordered() as ordered:
-                    given = self.blocks.give_back(shelf.blocks, ordered, -(-enough // shelf.nbytes))
-                streams += [stream] * (given > 0)
-                enough -= given * shelf.nbytes
-                if enough <= 0:
-                    break
+        try:
+            for lane, blocks in going.items():
+                with lane.ordered() as ordered:
+                    self.blocks.give_back(blocks, ordered)
+                    streams.append(ordered)
+        finally:
+            for block in chain(staying, *going.values()):
+                block.shelf.blocks.append(block)
+            for shelf in shelves:
+                if shelf.lane.ended:
+                    shelf.returned()
         return streams
+
+    def _take_largest(self, nbytes: int) -> tuple[list[_Shelf], list[Block]]:
+        """Take the largest free blocks off their lists, until that is enough: the shelves that have had them, and they.
+
+        Those of streams that are gone end by themselves, and those of captured ones stay.
+        """
+        lanes = [lane for lane in self.live() if lane.usable]
+        shelves = [shelf for lane in lanes for shelf in tuple(lane.shelves.values()) if shelf.blocks]
+        shelves.sort(key=_NBYTES)
+        searched: list[_Shelf] = []
+        free: list[Block] = []
+        while shelves and nbytes > 0:
+            shelf = shelves.pop()
+            searched.append(shelf)
+            blocks = shelf.blocks
+            count = len(blocks)
+            nbytes -= shelf.nbytes * count
+            try:
+                free.extend(map(list.pop, repeat(blocks, count)))
+            except IndexError:  # other threads take them, too
+                continue
+        return searched, free
 
     def flush(self) -> bool:
         """Give all free blocks back; whether there were any. None while a capture is under way, which it might break.
@@ -361,6 +406,10 @@ class _Cache(Deferred):
         return sum(lane.cached for lane in self.live())
 
 
+_ADDRESS = attrgetter("address")
+_NBYTES = attrgetter("nbytes")
+
+
 class CachingAllocator(CachedAllocator, Closes, Shown):
     """A cache of free memory over a pool, for programs that allocate and free all the time.
 
@@ -370,11 +419,13 @@ class CachingAllocator(CachedAllocator, Closes, Shown):
 
     Sizes are rounded up to classes: multiples of 512 bytes up to 8 KiB, then eight classes to each power of two, so
     that at most a ninth of a block is wasted from 4 KiB on. Where a class has no free block, one of up to three times
-    the size is handed out. Blocks are never split, nor do neighbours become one: that is left to the pool. Two rules
-    say when the cache gives the largest free blocks back to it: before more of the pool is used than ever was in use at
-    once and half as much again, or twice as much with three streams and more; and when the pool has grown, as much as
-    that. Both are looked at for each 16 MiB that is taken of the pool. Sizes above ``largest`` are not cached: the
-    driver's pool orders them itself and rounds nothing.
+    the size is handed out. Blocks are never split, nor do neighbours become one: that is left to the pool.
+
+    One rule says when the cache gives free blocks back to it: before it would have more memory of the pool than its
+    streams ever had in use at once, each for itself. Then an eighth of that goes: of the largest free blocks the
+    longest stretches of neighbours, which the pool can use for anything. Each time the cache may have a 256th more from
+    then on, up to a quarter, so that programs that need it often need it less. What is freed on a stream that has never
+    asked for its size goes back at once.
 
     Some memory goes past the cache, and comes from the pool and returns to it as without one: on default streams and
     streams of other libraries, as nobody tells when these end; in captures, where allocations become nodes of the
@@ -391,7 +442,7 @@ class CachingAllocator(CachedAllocator, Closes, Shown):
         The pool that the memory is of. Give it a release threshold, or it returns memory to the device at every
         synchronisation; what is cached counts as used there.
     largest
-        The largest size in bytes that is cached.
+        The largest size in bytes that is cached (default: all are).
     limit
         The most bytes of the pool that may be used, cached memory included; 0 for no limit but the pool's own
         ``max_size``. Threads that allocate at the same moment may exceed it by what they ask for.
@@ -409,7 +460,7 @@ class CachingAllocator(CachedAllocator, Closes, Shown):
     largest: int
     """The largest size in bytes that is cached."""
 
-    def __init__(self, pool: MemoryPool, *, largest: int = LARGEST, limit: int = 0) -> None:
+    def __init__(self, pool: MemoryPool, *, largest: int = sys.maxsize, limit: int = 0) -> None:
         if not isinstance(pool, MemoryPool):
             raise TypeError(f"pool must be a MemoryPool, not {type(pool).__name__} ({pool!r})")
         self.largest = checked_size("largest", largest)
@@ -419,7 +470,7 @@ class CachingAllocator(CachedAllocator, Closes, Shown):
         door = door_behind(pool)
         self._cache = cache = _Cache(pool)
         self.location: MemLocation = pool.location
-        self._over(cache.blocks, cache.key, door)
+        self._over(cache.blocks, door)
         later_of(door).end_with(self, cache)
         pools_of(door).caches.add(self)
 
@@ -461,9 +512,8 @@ class CachingAllocator(CachedAllocator, Closes, Shown):
         checked_size("keep", keep)
         self._check_open()
         self._cache.flush()
-        given = self.pool.trim(keep)
-        self._cache.grown_to -= given
-        return given
+        self._cache.forget()
+        return self.pool.trim(keep)
 
     def close(self) -> None:
         """Give back what is cached, and keep nothing any more; idempotent. Live buffers stay, and go to the pool."""
@@ -475,40 +525,46 @@ class CachingAllocator(CachedAllocator, Closes, Shown):
     # -- the slow path ---------------------------------------------------------------------------------------
 
     def _allocate_slowly(self, nbytes: int, stream: StreamLike) -> Buffer:
-        for watcher in self._blocks.watchers:
-            watcher.asked(self, checked_size("nbytes", nbytes))
-        cache = self._cache
-        if cache.closed:
-            self._check_open()
-        if self._blocks.dropped:
-            self._blocks.mend()
-        direct = direct_handle(stream, cache.door) is not None
-        ordered: Stream = stream if direct else as_stream(stream, cache.door)  # type: ignore[assignment]
-        size = nbytes if type(nbytes) is int and nbytes >= 0 else checked_size("nbytes", nbytes)
-        # A driver that checks uses would not see which of them belong to which allocation.
-        if not direct or not 0 < size <= self.largest or cache.door.used is not None:
-            return self._go_past(size, ordered, direct)
-        lane = cache.lane(ordered)
-        shelf = lane.shelf(size)
-        block = lane.take(shelf, size)
-        if block is None:
-            if self._limit and self.pool.attributes.used_mem_current + shelf.nbytes > self._limit:
-                return self._go_past(size, ordered, direct)
-            block = cache.new(shelf, ordered)
-            if block is None:
-                return self._go_past(size, ordered, direct)
-        if lane.ended or cache.closed:
-            block.home = None
-        return self._wrap(block, size, ordered)
+        blocks, cache = self._blocks, self._cache
+        if blocks.dropped:
+            blocks.mend()
+        lane: _Lane | None = lane_on(stream, blocks)
+        if lane is None or type(nbytes) is not int or not 0 < nbytes <= self.largest or blocks.watchers:
+            for watcher in blocks.watchers:
+                watcher.asked(self, checked_size("nbytes", nbytes))
+            if cache.closed:
+                self._check_open()
+            # A driver that checks uses would not see which of them belong to which allocation.
+            if direct_handle(stream, cache.door) is None or cache.door.used is not None:
+                return self._go_past(nbytes, stream)
+            nbytes = checked_size("nbytes", nbytes)
+            if not 0 < nbytes <= self.largest:
+                return self._go_past(nbytes, stream)
+            lane = cache.lane(stream)  # type: ignore[arg-type]
+        shelf = lane.shelf_of.get((nbytes - 1) >> 9) or lane.shelf(nbytes)
+        block = lane.take(shelf, nbytes)
+        if block is not None:
+            buffer: CachedBuffer | None = self._wrap(block, nbytes, stream)  # type: ignore[arg-type]
+        elif self._limit and self.pool.attributes.used_mem_current + shelf.nbytes > self._limit:
+            buffer = None
+        else:
+            if blocks.held + shelf.nbytes > cache.allowed:
+                cache.make_room(shelf)
+            buffer = blocks.buy(self, nbytes, shelf, stream)  # type: ignore[arg-type]
+            cache.misses += buffer is not None
+        if buffer is None:
+            return self._go_past(nbytes, stream)
+        if lane.ended or blocks.watchers:
+            self._apart(buffer)
+        return buffer
 
-    def _go_past(self, nbytes: int, stream: Stream, direct: bool) -> Buffer:
+    def _go_past(self, nbytes: int, stream: StreamLike) -> Buffer:
         """A buffer that is the pool's own. Where memory runs out, what is cached is given back first."""
         cache = self._cache
-        if self._limit and (direct or not stream.capturing):
-            self._keep_limit(nbytes)
-        if direct:
-            # Of other streams it would have to be asked first whether the pool can be asked for figures.
-            cache.look(nbytes)
+        if self._limit:
+            ordered = as_stream(stream, cache.door)
+            if direct_handle(ordered, cache.door) is not None or not ordered.capturing:
+                self._keep_limit(checked_size("nbytes", nbytes))
         try:
             return cache.pool.allocate(nbytes, stream)
         except OutOfMemoryError:
@@ -528,11 +584,14 @@ class CachingAllocator(CachedAllocator, Closes, Shown):
             error.requested, error.used, error.limit = nbytes, used, self._limit
             raise error
 
-    def _shelf_for(self, block: Block, stream: Stream) -> _Shelf | None:
+    def _shelf_for(self, block: Block, stream: Stream) -> Shelf | None:
         cache = self._cache
         if cache.closed or direct_handle(stream, self._door) is None:
             return None
-        return cache.lane(stream).shelf(block.shelf.nbytes)
+        lane = cache.lane_of.get(id(stream))
+        if lane is None or lane.ended or lane.stream() is not stream:
+            return None
+        return lane.shelves.get(block.shelf.nbytes)
 
     def _check_open(self) -> None:
         if self._cache.closed:
