@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from streamalloc.core.buffer import Allocator, Buffer, PlainBuffer, SharedState, StillImported, shared_state
 from streamalloc.core.door import Door
-from streamalloc.core.errors import error_from
+from streamalloc.core.errors import OutOfMemoryError, error_from
 from streamalloc.core.later import Deferred, later_of
 from streamalloc.core.stream import Stream, StreamLike, direct_handle
 from streamalloc.core.watching import Watcher, look, was_asked
@@ -111,10 +111,13 @@ class Blocks:
         buffer._stream = stream
         buffer._allocator = cache
         buffer._shared = None
-        # A loop, before whose end Python does not look for signals.
-        for answer in map(pool._alloc, (shelf.nbytes,), (pool._raw,), (handle,)):
-            result, buffer._ptr = answer
-            break
+        try:
+            # A loop, before whose end Python does not look for signals.
+            for answer in map(pool._alloc, (shelf.nbytes,), (pool._raw,), (handle,)):
+                result, buffer._ptr = answer
+                break
+        except OutOfMemoryError:  # the limit of who watches the pool
+            return None
         if result:
             if result == cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
                 return None

@@ -169,6 +169,8 @@ class TestOurs:
             prepared = resources.enter_context(traces.prepare(trace, cache, device))
             prepared.run()
             assert cache.statistics().reserved_high / trace.peak <= min(cupy, pytorch)
+            for _ in range(3):
+                prepared.run()
             del driver.calls[:]
             prepared.run()
             assert len(driver.calls) < len(trace.events) / 5
