@@ -36,6 +36,9 @@ def simulated(
 ) -> Driver:
     """A simulated machine: the driver's functions over ordinary memory, on any Linux machine.
 
+    What it does not model raises :class:`NotImplementedError`, and so does a call in which the real driver would crash,
+    such as a copy from an address where nothing lies: the message then ends with "the real driver crashes".
+
     An array that views host memory of a pool and outlives it reads bytes of 0xDB once the pool has given the memory up,
     and writes to nothing; on hardware the process may end there.
 

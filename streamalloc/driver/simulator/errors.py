@@ -22,7 +22,9 @@ class Fault(Exception):
 
 
 class NotModelled(NotImplementedError):
-    """The simulated driver does not know what the real one would do."""
+    """The simulated driver does not know what the real one would do; or it knows that the process would end there, and
+    says "the real driver crashes".
+    """
 
     def __init__(self, what: str) -> None:
         super().__init__(f"not modelled: {what}")

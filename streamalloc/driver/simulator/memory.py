@@ -329,7 +329,7 @@ class AddressRange(Reservation):
 
 FREED = 0xDB
 """What bytes of freed host memory read as, for arrays that still look there. What is written to them is lost."""
-_FREED_BYTES = 32 << 20
+_FREED_BYTES = 4 << 20
 _FREED_KEPT = 64 << 30
 _FREED_RANGES = 256
 _FREED_RESERVED = 8 << 40
