@@ -15,7 +15,7 @@ import pytest
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import BINDINGS_VERSION
 from tests.fixtures import *  # noqa: F403
-from tests.support import makes_no_multicast_object, quick_collections
+from tests.support import collect_and_freeze, makes_no_multicast_object
 
 # By name, as the package need not be installed. pytester is for the tests of the plugin.
 pytest_plugins = ["streamalloc.testing.plugin", "pytester"]
@@ -97,9 +97,9 @@ def no_multicast_by_mistake(on_cuda: bool) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def collections_of_a_module() -> None:
+def quick_collections() -> None:
     """They look at what its tests have made only, not at all that pytest has loaded."""
-    quick_collections()
+    collect_and_freeze()
 
 
 @pytest.fixture

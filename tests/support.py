@@ -96,7 +96,7 @@ def free_in_threads(buffer: sa.Buffer, count: int) -> list[type[BaseException] |
     return results
 
 
-def quick_collections() -> None:
+def collect_and_freeze() -> None:
     """From now on collections look only at what is made from now on."""
     gc.collect()
     gc.freeze()

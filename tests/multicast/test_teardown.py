@@ -59,7 +59,9 @@ def phases(calls: list[Any]) -> list[int]:
 
 
 class TestGarbage:
-    @pytest.mark.parametrize("seed", range(200))
+    @pytest.mark.parametrize(
+        "seed", [*range(60), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(60, 200))]
+    )
     @in_a_thread
     def test_dropped_in_any_order(self, machine: Any, seed: int) -> None:
         """Some of it in cycles, and collected now and then."""

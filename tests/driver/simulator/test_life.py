@@ -201,7 +201,7 @@ elif end == 2:
 """
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 20))])
 def test_the_interpreter_ends_whatever_is_held(seed: int) -> None:
     """Closed gates, evicted memory, deferred frees, daemon threads in the middle of calls."""
     done = subprocess.run(
