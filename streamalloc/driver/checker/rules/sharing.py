@@ -15,6 +15,7 @@ from streamalloc.driver.checker.state import OPENED, Physical, State, number_of
 
 __all__ = ["AFTER", "BEFORE"]
 
+_FILE = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _RANGE_SIZE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
 
 
@@ -119,12 +120,13 @@ def _exports_memory(state: State, name: str, args: Arguments, answer: Answer) ->
 
 
 def _imports_memory(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    file = args[0]
-    memory = state.files.find(file) if isinstance(file, int) else None
+    # A fabric handle is given as the address of its bytes, which is a number as well.
+    file = int(args[0]) if args[1] == _FILE else None
+    memory = state.files.find(file) if file is not None else None
     if memory is None:
         memory = Physical(0, here(), None)
         memory.bytes.shared = True
-        if isinstance(file, int):
+        if file is not None:
             state.files.note(file, memory)
     state.physical[int(answer[1])] = memory
 
