@@ -175,7 +175,7 @@ def as_asked(driver: Driver) -> Driver:
     """
     if _CHECK in ("", "0"):
         return driver
-    if getattr(driver, "used", None) is not None:  # checked already, perhaps inside of another wrapper
+    if hasattr(driver, "used"):  # checked already, perhaps inside of another wrapper, or not to be
         return driver
     from streamalloc.driver.checker import checked
 

@@ -17,6 +17,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.core.buffer import shared_state
+from streamalloc.ipc.sharing.lease import leases_of
 from tests.ipc.sharing.test_descriptor import again
 from tests.ipc.support import PAGE, POSIX, shared_pool
 from tests.package.test_sweeps import ACTS, Faults, fails_in_turn, makers, members
@@ -34,8 +35,20 @@ CLASSES: list[type] = [
 KEPT = {"registered memory", "registered host memory", "imported pool", "pinned memory"}
 
 
+def check_slots(device: sa.Device) -> None:
+    """No slot of a control block is given to two leases, once all that was shared has ended."""
+    leases = leases_of(device._door)
+    for _ in range(len(leases.leaving)):
+        leases._found()  # what has left is free, or leaves again
+    places = [*leases._free, *((one.block, one.slot) for one in (*leases.leaving, *leases._prepared))]
+    assert len(places) == len(set(places))
+
+
 class Sharing(Faults):
     """One of each class, through a driver that can be told to fail; and the owner of what is imported."""
+
+    whole = ("shared",)
+    counts_descriptors = True
 
     def __init__(self, machine: Any) -> None:
         super().__init__(machine)
@@ -95,6 +108,7 @@ class Sharing(Faults):
             shared.cancel()
             self.kept_shared.cancel()
         super().close()
+        check_slots(self.device)
 
     @staticmethod
     def left(checked: Any) -> dict[str, Any]:

@@ -13,7 +13,9 @@ import functools
 import gc
 import importlib
 import inspect
+import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +28,7 @@ from streamalloc import interop, ipc, multicast, observing, vmm
 from streamalloc.driver.account import COUNTED, ENDERS
 from streamalloc.driver.account import MAKERS as CREATORS
 from streamalloc.pool import CachingAllocator
+from tests.processes import eventually
 from tests.support import GROWTH, MiB, end_what_was_dropped, in_a_thread
 
 PAGE = 2 * MiB
@@ -96,7 +99,7 @@ class Refusals:
 class Interrupts:
     """A driver around a driver, one of whose calls is interrupted."""
 
-    used = shared = None  # who is told of uses gets no cached memory
+    used = shared = opened = None  # who is told of uses gets no cached memory
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver
@@ -128,6 +131,10 @@ class Faults:
 
     told: tuple[type[BaseException], ...] = (Interrupted,)
     """What Python may tell of that came out of a finaliser."""
+    whole: tuple[str, ...] = ()
+    """Of :meth:`shape`, what is as before or as it is to be also where the driver has refused to end something."""
+    counts_descriptors = False
+    """Whether no file descriptor may be open afterwards that was not; it takes two collections."""
 
     def __init__(self, machine: Any) -> None:
         self.machine = machine
@@ -468,6 +475,9 @@ def fails_in_turn(
     refused = isinstance(error, ValueError) and "which the host cannot reach" in str(error)  # arrays of device memory
     assert error is None or refused, repr(error)
     world.close()
+    counted = type(world).counts_descriptors
+    del world
+    before_all = descriptors() if counted else Counter()
     for first in range(1, calls + 1, 1 + calls // most):
         for times in (0, 1, 2):
             world = new()
@@ -489,6 +499,9 @@ def fails_in_turn(
                 allowed = shapes[:-1] if kind is object and raised is not None else shapes
                 assert there in allowed, f"{first}, {failed}: {there} is none of {shapes}"
             if times == 1:
+                for part in world.whole:
+                    assert there[part] in [shape[part] for shape in shapes], (first, failed, part, there[part])
+            if times == 1:
                 assert world.refusals.refused == [], (first, failed)
             checked, left = world.checked, type(world).left
             world.close()
@@ -496,6 +509,19 @@ def fails_in_turn(
             found = left(checked)
             twice = [str(one) for one in checked.hazards if one.kind == "double free"]
             assert (found, twice) == ({}, []), (first, times, failed)
+    if counted:
+        assert eventually(lambda: not descriptors() - before_all), descriptors() - before_all
+
+
+def descriptors() -> Counter[str]:
+    """What is open of sockets, pipes and memory that processes share, once what was dropped has gone."""
+    gc.collect()
+    end_what_was_dropped()
+    found: Counter[str] = Counter()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found[os.readlink(f"/proc/self/fd/{number}").partition(":")[0]] += 1
+    return Counter({kind: found[kind] for kind in ("socket", "pipe", "/memfd")})
 
 
 SWEEPS = [

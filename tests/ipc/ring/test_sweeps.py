@@ -17,7 +17,7 @@ import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.ipc import Ring
 from tests.ipc.support import shared_pool
-from tests.ipc.test_sweeps import KEPT, Sharing
+from tests.ipc.test_sweeps import KEPT, Sharing, check_slots
 from tests.package.test_sweeps import ACTS, Faults, fails_in_turn, makers, members
 
 CLASSES: list[type] = [
@@ -37,9 +37,13 @@ SECONDS = 5.0
 class Rings(Faults):
     """A ring of ours whose consumer is theirs, and one of theirs whose consumer is ours."""
 
+    counts_descriptors = True
+
     def __init__(self, machine: Any) -> None:
         super().__init__(machine)
         keep = self.made.enter_context
+        self.given: list[ipc.Channel] = []
+        """Ends that rings have been given, which close them."""
         theirs = sa.Device(0, driver=sd.simulated())
         self.their_stream = keep(theirs.create_stream())
         pool = keep(shared_pool(self.device))
@@ -86,9 +90,15 @@ class Rings(Faults):
             thread.join()
         return found[0], mine
 
+    def pair(self) -> tuple[ipc.Channel, ipc.Channel]:
+        """A connection for a ring."""
+        ends = ipc.Channel.pair()
+        self.given += ends
+        return ends
+
     def join(self) -> None:
         """Have their machine take what our ring gives."""
-        ours, theirs = ipc.Channel.pair()
+        ours, theirs = self.pair()
         consumer, _ = self.beside(
             lambda: Ring.consumer(theirs, stream=self.their_stream, timeout=SECONDS),
             lambda: self.ring.add(ours, SECONDS),
@@ -97,7 +107,7 @@ class Rings(Faults):
 
     def consume(self) -> ipc.RingConsumer:
         """Take what their ring gives."""
-        ours, theirs = ipc.Channel.pair()
+        ours, theirs = self.pair()
         _, consumer = self.beside(
             lambda: self.their_ring.add(theirs, SECONDS),
             lambda: Ring.consumer(ours, stream=self.stream, timeout=SECONDS),
@@ -106,6 +116,12 @@ class Rings(Faults):
 
     def shape(self) -> dict[str, Any]:
         return {kind: count for kind, count in super().shape().items() if kind not in KEPT}
+
+    def close(self) -> None:
+        super().close()
+        assert [end for end in self.given if not end.closed] == []
+        del self.ring, self.their_ring
+        check_slots(self.device)
 
     left = staticmethod(Sharing.left)
 
