@@ -118,6 +118,7 @@ def test_every_call_of_the_driver(who: int) -> None:
     """Whichever it is, of the rank that makes the multicast object and of another."""
     with Crew(2, fabric=None) as few:
         few.run(use)
+        collect_and_freeze()
         victim = few.ranks[who]
         for call in itertools.count(1):
             outcomes = few.outcomes(functools.partial(_fails_at, call=call, who=who))
@@ -325,6 +326,7 @@ class TestACallAndAnUndoFail:
         account = Account(sd.simulated(devices=2))
         count, _ = self.fails(account, NEVER, 1)
         assert count > 60
+        collect_and_freeze()
         for call in range(1, count + 1)[calls]:
             for undo in undos(call):
                 _, failed = self.fails(account, call, undo)
