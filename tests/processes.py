@@ -34,7 +34,7 @@ import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.testing import Gate
 from tests.facts.support import Rig, said
-from tests.support import filled, shows
+from tests.support import filled, holds, shows
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 20.0
@@ -396,6 +396,11 @@ class There:
 
     def open(self, data: bytes, stream: sa.Stream | None = None) -> Any:
         return ipc.open(data, self.came, stream=stream, driver=self.driver)
+
+
+def holds_there(there: There, name: str, value: int) -> bool:
+    """Whether every byte of what is kept under a name has this value: ``partner.run(holds_there, name, value)``."""
+    return holds(there.kept[name], value)
 
 
 def serve_fd(number: int, on_cuda: bool, machine: dict[str, Any]) -> None:

@@ -14,8 +14,8 @@ import streamalloc.driver as sd
 from streamalloc.cli import tour, tour_ipc, tour_multicast, tour_vmm
 from streamalloc.cli.peer import Peer
 from tests.cli.conftest import Altered, Complete, Run, complete, without
+from tests.support import MiB
 
-MiB = 1 << 20
 Only = Callable[[Sequence[Any]], None]
 OF_POOLS = tour.OF_POOLS
 

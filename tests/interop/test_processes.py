@@ -11,12 +11,8 @@ from streamalloc import interop, vmm
 from tests.interop.conftest import Get
 from tests.ipc.conftest import partner, processes  # noqa: F401  (fixtures)
 from tests.ipc.support import shared_pool
-from tests.processes import Partner, There
+from tests.processes import Partner, There, holds_there
 from tests.support import MiB, holds
-
-
-def _holds(there: There, name: str, value: int) -> bool:
-    return holds(there.kept[name], value)
 
 
 def test_two_libraries_share_one_pool_while_another_process_opens_their_arrays(
@@ -34,7 +30,7 @@ def test_two_libraries_share_one_pool_while_another_process_opens_their_arrays(
         for value, array in enumerate(arrays, 5):
             opened = partner.give(array, f"array {value}")
             assert (opened.kind, opened.nbytes) == ("ImportedBuffer", 3 * MiB)
-            assert partner.run(_holds, f"array {value}", value)
+            assert partner.run(holds_there, f"array {value}", value)
         partner.reset()
         del array, arrays
         gc.collect()
@@ -58,7 +54,7 @@ def test_an_array_goes_with_its_form(
         array = interop.cupy.array(buffer.view_as("<f4", shape))
         library.fill(array, 0)
         opened = partner.give(buffer.view_as("<f4", array.shape), "array")
-        assert opened.kind == "ImportedArray" and partner.run(_holds, "array", 0)
+        assert opened.kind == "ImportedArray" and partner.run(holds_there, "array", 0)
         partner.reset()
         del array
 
@@ -71,7 +67,7 @@ def test_memory_that_was_shared_sleeps_once_all_importers_have_closed_it(
     buffer = group.allocate(4 * MiB)
     buffer.fill(5)
     opened = partner.give(buffer, "memory")
-    assert partner.run(_holds, "memory", 5)
+    assert partner.run(holds_there, "memory", 5)
     with pytest.raises(sa.InUseError, match="shared=True"):
         group.sleep()
     partner.run(_closed, "memory")
@@ -84,7 +80,7 @@ def test_memory_that_was_shared_sleeps_once_all_importers_have_closed_it(
     assert holds(buffer, 5)
     buffer.fill(6)
     opened = partner.give(buffer, "again")
-    assert opened.nbytes == 4 * MiB and partner.run(_holds, "again", 6)
+    assert opened.nbytes == 4 * MiB and partner.run(holds_there, "again", 6)
     partner.reset()
     buffer.close()
 

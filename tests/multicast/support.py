@@ -11,15 +11,12 @@ from streamalloc import multicast, vmm
 from streamalloc.core.door import Door
 from streamalloc.core.later import later_of
 from tests.processes import eventually
-from tests.support import Account, MiB
-from tests.vmm.support import READWRITE
+from tests.support import MiB
 
 PAGE = 2 * MiB
 TEAM = 4
 """How many devices the machines of these tests have, where a test says no other number."""
 SHAREABLE = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
-
-__all__ = ["PAGE", "READWRITE", "SHAREABLE", "TEAM", "Account", "Team", "all_ended", "misorders"]
 
 
 def all_ended(driver: Any, within: float = 2.0) -> bool:

@@ -13,8 +13,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import multicast, vmm
-from tests.multicast.support import PAGE, TEAM, Account, Team, misorders
-from tests.support import end_what_was_dropped, holds, in_a_thread, names
+from tests.multicast.support import PAGE, TEAM, Team, misorders
+from tests.support import Account, end_what_was_dropped, holds, in_a_thread, names
 
 Python = Callable[..., CompletedProcess[str]]
 pytestmark = [pytest.mark.gpus(TEAM), pytest.mark.multicast]

@@ -16,8 +16,7 @@ from streamalloc import traces
 from streamalloc.traces import ALLOCATORS, Event, Trace
 from streamalloc.traces.replaying import Replay
 from streamalloc.traces.subjects import Subject
-
-MiB = 1 << 20
+from tests.support import MiB
 
 
 def trace_of(*steps: tuple[int, int] | tuple[int, int, int]) -> Trace:

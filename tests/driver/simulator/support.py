@@ -7,8 +7,6 @@ from typing import Any
 from streamalloc.driver import simulated
 from tests.facts.support import PAGE, Rig, value
 
-KEEP = (1 << 64) - 1
-
 
 def new_rig(**machine: Any) -> Rig:
     """A rig on a new machine, with device 0's primary context current. ``machine``: arguments of ``simulated``."""

@@ -15,10 +15,9 @@ from streamalloc.driver.simulator.errors import Fault
 from streamalloc.driver.simulator.heap import Heap, Regions
 from streamalloc.driver.simulator.memory import Bank, Reservation
 from streamalloc.driver.simulator.supply import Supply
+from tests.support import MiB
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
-
-MiB = 1 << 20
 
 
 @pytest.fixture

@@ -14,10 +14,11 @@ import warnings
 import pytest
 
 from streamalloc.driver.simulator import turns
-from tests.driver.simulator.support import KEEP, new_rig
+from tests.driver.simulator.support import new_rig
 from tests.facts.support import MiB
 from tests.facts.support import value as ok
 from tests.processes import finished, python
+from tests.support import KEEP
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 

@@ -12,9 +12,10 @@ import pytest
 import streamalloc as sa
 from streamalloc.driver import simulated
 from streamalloc.driver.simulator.memory import FREED, AddressMap, AddressRange, Arena, Intervals
-from tests.driver.simulator.support import KEEP, new_rig
+from tests.driver.simulator.support import new_rig
 from tests.facts.support import MiB
 from tests.facts.support import value as ok
+from tests.support import KEEP
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 

@@ -13,10 +13,10 @@ import pytest
 
 from streamalloc.driver.simulator import turns
 from streamalloc.driver.simulator.timeline import Operation, Timeline, merge
-from tests.driver.simulator.support import KEEP, new_rig
+from tests.driver.simulator.support import new_rig
 from tests.facts.support import BLOCKING, MiB
 from tests.facts.support import value as ok
-from tests.support import in_a_thread
+from tests.support import KEEP, in_a_thread
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 

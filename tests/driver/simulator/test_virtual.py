@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 from streamalloc.driver.simulator.memory import AddressMap, AddressRange
-from tests.driver.simulator.support import KEEP, grant, mapped, new_rig
+from tests.driver.simulator.support import grant, mapped, new_rig
 from tests.facts.support import DEVICE, HOST, NO_ACCESS, PAGE, READ, READWRITE, MiB, Rig
 from tests.facts.support import value as ok
+from tests.support import KEEP
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 

@@ -34,7 +34,7 @@ from tests.ipc.support import (
     state,
     synchronize,
 )
-from tests.processes import SECONDS, Partner, There, eventually
+from tests.processes import SECONDS, Partner, There, eventually, holds_there
 from tests.support import executed, filled, pattern, pending, shows
 
 SIZE = 64 * 1024
@@ -333,7 +333,7 @@ class TestStreamOrder:
         assert partner.run(busy)
         gate.open()
         for seed in (2, 3):
-            assert partner.run(_holds, f"item {seed}", seed)
+            assert partner.run(holds_there, f"item {seed}", seed)
             assert not partner.run(_lost, f"item {seed}")
 
     def test_delayed_consumer(self, ring: RingProducer, partner: Partner) -> None:
@@ -353,7 +353,7 @@ class TestStreamOrder:
         assert executed(ring.stream)
         assert partner.run(_shows, "copy", 1)
         partner.run(_take, "ring", "next")
-        assert partner.run(_holds, "next", 9)
+        assert partner.run(holds_there, "next", 9)
         for one in spare:
             one.give_back()
 
@@ -413,7 +413,7 @@ class TestStreamOrder:
             partner.run(_take_captured)
         gate.open()
         partner.run(_take)
-        assert partner.run(_holds, "item", 1)
+        assert partner.run(holds_there, "item", 1)
         with pytest.raises(sa.CaptureError, match="capture"):
             partner.run(_give_captured)
         partner.run(_give)
@@ -435,14 +435,6 @@ def send_held(ring: RingProducer, value: int) -> None:
     """Hand off an item on a stream that is held: a copy from ordinary memory would wait for it."""
     with ring.next(SECONDS) as slot:
         slot.fill(value)
-
-
-def _holds(there: There, name: str, value: int) -> bool:
-    item = there.kept[name]
-    target = np.zeros(item.nbytes, np.uint8)
-    item.copy_to(target)
-    item.stream.synchronize()
-    return bool((target == value).all())
 
 
 def _take_captured(there: There) -> None:
@@ -1028,7 +1020,7 @@ class TestClose:
         gate.open()
         for value in range(3):
             partner.run(_take, "ring", f"item {value}")
-            assert partner.run(_holds, f"item {value}", value)
+            assert partner.run(holds_there, f"item {value}", value)
         with pytest.raises(EOFError):
             partner.run(_take)
         assert pool.statistics().used
@@ -1363,7 +1355,7 @@ class TestProcesses:
         slot.fill(1)
         slot.hand_off()
         partner.run(_take)
-        assert partner.run(_holds, "item", 1)
+        assert partner.run(holds_there, "item", 1)
         with consumer.next() as item:
             assert all_of(item, 1)
 

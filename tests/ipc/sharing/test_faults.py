@@ -18,8 +18,8 @@ import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from tests.ipc.sharing.test_samples import PlainBuffer
 from tests.ipc.support import POSIX, hold, make_growable, make_pool, shared_pool
-from tests.processes import Partner, There, eventually
-from tests.support import MiB, holds
+from tests.processes import Partner, There, eventually, holds_there
+from tests.support import MiB
 
 RESULT = "CUDA_ERROR_UNKNOWN"
 NEVER = 1 << 40
@@ -314,7 +314,7 @@ def test_sharing_what_somebody_opens(machine: Any, partner: Partner) -> None:
         shares.buffer.fill(3)
         shared = ipc.share(shares.buffer)
         opened = partner.open(shared, "it", fds=shared.fds)
-        assert partner.run(_holds, "it", 3)
+        assert partner.run(holds_there, "it", 3)
         opened.close()
         shares.buffer.free()
         shares.buffer = None
@@ -324,10 +324,6 @@ def test_sharing_what_somebody_opens(machine: Any, partner: Partner) -> None:
 
 def _close_if_open(there: There) -> None:
     there.kept["it"].close()
-
-
-def _holds(there: There, name: str, value: int) -> bool:
-    return holds(there.kept[name], value)
 
 
 @pytest.mark.parametrize("deferred", [False, True], ids=["its stream is held", "it is open"])

@@ -12,8 +12,8 @@ from streamalloc import ipc, vmm
 from streamalloc.ipc import Mechanism
 from streamalloc.testing import Gate
 from tests.ipc.support import PAGE, POSIX, busy, idle, make_buffer, make_growable, make_pool
-from tests.processes import Partner, There
-from tests.support import MiB, holds, pattern, read
+from tests.processes import Partner, There, holds_there
+from tests.support import MiB, pattern, read
 
 BLOCK = 2 * MiB
 
@@ -262,7 +262,7 @@ class TestPoolMemory:
             assert result == 0
         assert raw.cuMemsetD8Async(address, 3, MiB, raw.CUstream(stream.handle))[0] == 0
         opened = partner.give(Array(int(address), MiB, stream.handle), "it")
-        assert partner.run(_holds, "it", 3)
+        assert partner.run(holds_there, "it", 3)
         opened.close()
         assert raw.cuMemFreeAsync(address, raw.CUstream(stream.handle))[0] == 0
         stream.synchronize()
@@ -278,7 +278,7 @@ class TestPoolMemory:
             assert result == 0
             assert raw.cuMemsetD8Async(address, value, MiB, queue)[0] == 0
             opened = partner.give(Array(int(address), MiB, stream.handle), f"it {value}")
-            assert partner.run(_holds, f"it {value}", value)
+            assert partner.run(holds_there, f"it {value}", value)
             opened.close()
             assert raw.cuMemFreeAsync(address, queue)[0] == 0
             stream.synchronize()
@@ -296,10 +296,6 @@ class TestPoolMemory:
         partner.run(make_buffer, "buffer", 1)
         with partner.take("buffer", stream) as opened, pytest.raises(ValueError):
             ipc.share(Array(opened.address, 512))
-
-
-def _holds(there: There, name: str, value: int) -> bool:
-    return holds(there.kept[name], value)
 
 
 class TestMappedMemory:

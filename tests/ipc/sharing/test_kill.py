@@ -12,7 +12,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import ipc, vmm
 from tests.ipc.support import POSIX, make_buffer, make_growable, make_pool, shared_pool
-from tests.processes import Partner, There, eventually
+from tests.processes import Partner, There, eventually, holds_there
 from tests.support import MiB, executed, filled, holds, shows
 
 Another = Callable[[], Partner]
@@ -105,7 +105,7 @@ def test_importers(
         memory.fill(1)
         assert executed(stream)
         new = partner.give(memory)
-        assert new.ask("nbytes") == 2 * MiB and partner.run(_holds, new.name, 1)
+        assert new.ask("nbytes") == 2 * MiB and partner.run(holds_there, new.name, 1)
         new.close()
         witness.close()
         memory.close()
@@ -115,10 +115,6 @@ def test_importers(
         if not died:
             break
     assert 5 < calls < MOST - 1
-
-
-def _holds(there: There, name: str, value: int) -> bool:
-    return holds(there.kept[name], value)
 
 
 def _own(there: There) -> None:

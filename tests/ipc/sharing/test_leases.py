@@ -31,7 +31,7 @@ from tests.ipc.support import (
     shared_pool,
     synchronize,
 )
-from tests.processes import SECONDS, Partner, There, eventually
+from tests.processes import SECONDS, Partner, There, eventually, holds_there
 from tests.support import KEEP, MiB, executed, filled, holds, names, pending, shows
 
 SIZE = 4 * MiB
@@ -393,10 +393,6 @@ def _copy_holds(there: There, copy: str, value: int) -> bool:
     return holds(there.kept[copy], value)
 
 
-def _holds(there: There, name: str, value: int) -> bool:
-    return holds(there.kept[name], value)
-
-
 class TestWorkOfImporters:
     """They have closed the memory, and their streams are still at it."""
 
@@ -545,7 +541,7 @@ class TestWorkOfImporters:
         partner.run(hold)
         partner.kept("one").close()
         partner.give(buffer, "two", on="second")
-        assert partner.run(_holds, "two", 7)
+        assert partner.run(holds_there, "two", 7)
         partner.kept("two").close()
         buffer.free()
         with pool.allocate(SIZE, stream) as other:

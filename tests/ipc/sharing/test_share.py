@@ -25,7 +25,7 @@ from tests.ipc.support import (
     shared_pool,
     synchronize,
 )
-from tests.processes import Partner, There, eventually
+from tests.processes import Partner, There, eventually, holds_there
 from tests.support import MiB, filled, holds, shows
 
 Made = tuple[Any, list[Any]]
@@ -474,15 +474,11 @@ class TestGrowableBuffer:
         partner.give(buffer, "it", on=None)
         assert partner.run(busy)
         gate.open()
-        assert partner.run(_holds, "it", 2)
+        assert partner.run(holds_there, "it", 2)
 
 
 def _is(there: There, one: str, other: str) -> bool:
     return there.kept[one] is there.kept[other]
-
-
-def _holds(there: There, name: str, value: int) -> bool:
-    return holds(there.kept[name], value)
 
 
 class TestEvents:
@@ -594,7 +590,7 @@ class TestOrder:
         gate.hold(stream)
         shared.fill(2, stream)
         partner.give(shared, "it", stream=stream)
-        partner.begin(_holds, "it", 2)
+        partner.begin(holds_there, "it", 2)
         assert not stream.query()
         gate.open()
         assert partner.result()
@@ -633,7 +629,7 @@ class TestOrder:
             partner.give(shared, "it", stream=other)
             assert stream.query() and partner.run(busy)
             gate.open()
-            assert partner.run(_holds, "it", 2)
+            assert partner.run(holds_there, "it", 2)
 
     def test_each_time_it_is_shared(self, make: Any, stream: sa.Stream, partner: Partner, gate: Any) -> None:
         """The same buffer again, filled anew: an importer that has it open waits for the new contents."""
@@ -644,7 +640,7 @@ class TestOrder:
             partner.give(shared, f"it {number}")
             assert partner.run(busy)
             gate.open()
-            assert partner.run(_holds, f"it {number}", number)
+            assert partner.run(holds_there, f"it {number}", number)
 
     def test_shared_on_two_streams(
         self, make: Any, device: sa.Device, stream: sa.Stream, partner: Partner, gate: Any
@@ -670,7 +666,7 @@ class TestOrder:
         descriptor = ipc.share(shared)
         gate.hold(stream)
         partner.open(descriptor, "it")
-        assert partner.run(_holds, "it", 3)
+        assert partner.run(holds_there, "it", 3)
         gate.open()
 
     def test_physical_memory_waits_for_the_stream_that_is_named(

@@ -14,9 +14,9 @@ import streamalloc.driver as sd
 from streamalloc import ipc, multicast, vmm
 from streamalloc.core.errors import size_text
 from streamalloc.testing import multimem_ld_reduce, multimem_red
-from tests.multicast.support import PAGE, READWRITE, SHAREABLE, TEAM, Team
+from tests.multicast.support import PAGE, SHAREABLE, TEAM, Team
 from tests.support import holds, names, read
-from tests.vmm.support import assert_unique
+from tests.vmm.support import READWRITE, assert_unique
 
 pytestmark = [pytest.mark.gpus(TEAM), pytest.mark.multicast]
 

@@ -11,7 +11,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import multicast, vmm
-from tests.multicast.support import PAGE, SHAREABLE, Account, misorders
+from tests.multicast.support import PAGE, SHAREABLE, misorders
+from tests.support import Account
 
 pytestmark = [
     pytest.mark.gpus(2),

@@ -9,7 +9,8 @@ import pytest
 
 import streamalloc as sa
 from tests.multicast.objects.test_object_faults import CASES, Case, Export, Import
-from tests.multicast.support import Account, misorders
+from tests.multicast.support import misorders
+from tests.support import Account
 from tests.vmm.test_interrupts import THIN, Boom, Interrupted
 
 pytestmark = [
