@@ -184,26 +184,31 @@ class Mark:
         """What has the word must stay."""
         self._free = free
         self._value = value
+        self._word: Word | None = None
         self.number = 0
-        with contextlib.suppress(IndexError):
-            # Nothing is called before the index has its owner.
+        if not free:
+            return
+        # Nothing is called before the index has its owner.
+        try:
             index = free[-1]
             del free[-1]
-            self._index = index
-            self.number = value << 32 | index
-            self._word = block.mark_word(kind, index)
-            self._word.value = value
+        except IndexError:  # another thread was faster
+            return
+        self._index = index
+        self.number = value << 32 | index
+        self._word = block.mark_word(kind, index)
+        self._word.value = value
 
     def over(self) -> bool:
         """Whether an importer has ended it."""
-        return self._index >= 0 and self._word.value != self._value
+        return self._word is not None and self._word.value != self._value
 
     @finaliser
     def __del__(self) -> None:
         index = getattr(self, "_index", -1)
         # A forked child has a copy of this, and the word itself.
         if index >= 0 and not self._block.door.forked:
-            with contextlib.suppress(AttributeError):  # an interrupt came before it was set
+            if self._word is not None:  # an interrupt came before it was set
                 self._word.value = 0
             # Nothing is called between these two.
             self._index = -1

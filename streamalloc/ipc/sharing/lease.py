@@ -146,6 +146,7 @@ class Lease(SharedState):
         """Release importers that wait for what the stream will not say."""
         self.words.lost.value = 1
         self.words.ready.value = value
+        self._announcer = None  # so that the next announcement begins anew
 
     def _begin(self, stream: Stream, before: int) -> None:
         """Another stream than before announces from now on."""

@@ -1,0 +1,249 @@
+"""Hand-offs one after the other over one channel, which take the fast paths of ``send``, ``receive`` and ``close``."""
+
+from __future__ import annotations
+
+import gc
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import ipc
+from streamalloc.core.buffer import shared_state
+from streamalloc.ipc.sharing.importer import importer_of
+from streamalloc.ipc.sharing.lease import Lease, leases_of
+from streamalloc.testing import Gate
+from tests.ipc.support import shared_pool
+from tests.support import end_what_was_dropped, executed, filled, names, shows
+
+pytestmark = pytest.mark.simulated_only("several drivers in one process, which stand for several processes")
+
+SECONDS = 5.0
+WITHOUT_WORK = ["cuThreadExchangeStreamCaptureMode", "cuStreamQuery", "cuThreadExchangeStreamCaptureMode"]
+
+
+class Side(NamedTuple):
+    """A process."""
+
+    driver: Any
+    stream: sa.Stream
+    channel: ipc.Channel
+
+    def calls(self, before: int) -> list[str]:
+        return names(self.driver)[before:]
+
+
+class Sides(NamedTuple):
+    """Two of them, and what the first one allocates from."""
+
+    ours: Side
+    theirs: Side
+    pool: sa.MemoryPool
+
+    def hand_over(self, seed: int | None = None) -> tuple[sa.Buffer, ipc.ImportedBuffer]:
+        buffer = self.pool.allocate(4096, self.ours.stream)
+        if seed is not None:
+            filled(buffer, seed)
+        ipc.send(self.ours.channel, buffer)
+        opened = ipc.receive(self.theirs.channel, stream=self.theirs.stream, timeout=SECONDS, kind=ipc.ImportedBuffer)
+        return buffer, opened
+
+
+@pytest.fixture
+def sides(machine: Any) -> Iterator[Sides]:
+    """After some hand-offs."""
+    ends = ipc.Channel.pair()
+    made = []
+    for driver, end in zip((sd.traced(machine), sd.traced(sd.simulated())), ends, strict=True):
+        made.append(Side(driver, sa.Device(0, driver=driver).create_stream(), end))
+    with shared_pool(made[0].stream.device) as pool:
+        found = Sides(made[0], made[1], pool)
+        for seed in range(3):
+            buffer, opened = found.hand_over(seed)
+            assert shows(opened, seed)
+            opened.close()
+            buffer.free()
+        yield found
+        for side in made:
+            side.channel.close()
+            side.stream.close()
+
+
+def test_each_side_asks_the_driver_no_more_than_it_has_to(sides: Sides) -> None:
+    ours, theirs = len(sides.ours.driver.calls), len(sides.theirs.driver.calls)
+    buffer, opened = sides.hand_over()
+    assert sides.ours.calls(ours) == ["cuMemAllocFromPoolAsync", "cuMemPoolExportPointer", *WITHOUT_WORK]
+    assert sides.theirs.calls(theirs) == ["cuMemPoolImportPointer", "cuPointerGetAttribute"]
+    ours, theirs = len(sides.ours.driver.calls), len(sides.theirs.driver.calls)
+    opened.close()
+    buffer.free()
+    assert sides.theirs.calls(theirs) == ["cuMemFreeAsync", *WITHOUT_WORK]
+    assert sides.ours.calls(ours) == ["cuMemFreeAsync"]
+
+
+def test_the_driver_is_that_of_the_stream(sides: Sides) -> None:
+    _, opened = sides.hand_over(7)
+    assert opened._door.driver is sides.theirs.driver and shows(opened, 7)
+    opened.close()
+
+
+def test_contents_are_waited_for(sides: Sides) -> None:
+    with Gate(sides.ours.stream.device) as gate:
+        gate.hold(sides.ours.stream)
+        buffer, opened = sides.hand_over(9)
+        assert not sides.theirs.stream.query()
+    assert executed(sides.theirs.stream) and shows(opened, 9) and not opened.lost
+    opened.close()
+    buffer.free()
+
+
+def test_every_byte_is_looked_at_before_the_driver_is_asked(sides: Sides) -> None:
+    """Also where an importer has opened others whose descriptors begin so."""
+    buffer = sides.pool.allocate(4096, sides.ours.stream)
+    ipc.send(sides.ours.channel, buffer)
+    data = sides.theirs.channel.receive().data
+    ways = importer_of(sides.theirs.stream._door).ways
+    assert any(data.startswith(head) for head in ways)
+    before = len(sides.theirs.driver.calls)
+    for at in range(len(data)):
+        with pytest.raises(ValueError):
+            ipc.open(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :], stream=sides.theirs.stream)
+        with pytest.raises(ValueError):
+            ipc.open(data[:at], stream=sides.theirs.stream)
+    with pytest.raises(ValueError):
+        ipc.open(data + b"\0", stream=sides.theirs.stream)
+    assert sides.theirs.calls(before) == []
+    ipc.open(data, stream=sides.theirs.stream).close()
+    buffer.free()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words", "kind"),
+    [
+        ({"slot": 1024}, "slot 1024 is none of its control block", ValueError),
+        ({"generation": 77}, "freed by its owner before it was opened", sa.StaleDescriptorError),
+        ({"offset": 4000}, "96 bytes|4096 bytes at 4000 are outside", ValueError),
+        ({"base_size": 1 << 49, "size": 1 << 49}, "are outside of its", ValueError),
+        ({"base_size": 8192, "size": 8192}, "the descriptor says 8 KiB, and the driver has 4 KiB", ValueError),
+        ({"payload": bytes(64)}, "cuMemPoolImportPointer", sa.CudaError),
+        ({"ready": 77}, "has not announced", ValueError),
+    ],
+    ids=lambda value: "" if isinstance(value, (str, type)) else "-".join(value),
+)
+def test_errors_are_those_of_the_slow_path(sides: Sides, fields: dict[str, Any], words: str, kind: Any) -> None:
+    buffer = sides.pool.allocate(4096, sides.ours.stream)
+    ipc.send(sides.ours.channel, buffer)
+    data = sides.theirs.channel.receive().data
+    wrong = ipc.Descriptor.from_bytes(data)._replace(**fields).to_bytes()
+    with pytest.raises(kind, match=words):
+        ipc.open(wrong, stream=sides.theirs.stream)
+    assert importer_of(sides.theirs.stream._door).imports == {}
+    ipc.open(data, stream=sides.theirs.stream).close()
+    buffer.free()
+    assert buffer.freed
+
+
+def test_what_is_freed_or_empty_or_of_another_driver(sides: Sides) -> None:
+    channel, freed = sides.ours.channel, sides.pool.allocate(64, sides.ours.stream)
+    freed.free()
+    with pytest.raises(sa.ClosedError, match="64 bytes was freed"):
+        ipc.send(channel, freed)
+    with pytest.raises(ValueError, match="nothing to share"):
+        ipc.send(channel, sides.pool.allocate(0, sides.ours.stream))
+    with sides.pool.allocate(64, sides.ours.stream) as buffer, pytest.raises(ValueError, match="another driver"):
+        ipc.send(channel, buffer, stream=sides.theirs.stream)
+    with sides.pool.allocate(64, sides.ours.stream) as buffer, pytest.raises(ValueError, match="timeout=-1"):
+        ipc.send(channel, buffer, timeout=-1)
+    assert sides.hand_over(3)[1].nbytes == 4096
+
+
+def test_the_other_end_is_closed(sides: Sides) -> None:
+    sides.theirs.channel.close()
+    with sides.pool.allocate(64, sides.ours.stream) as buffer, pytest.raises(ipc.PeerGoneError):
+        ipc.send(sides.ours.channel, buffer)
+    sides.ours.channel.close()
+    with (
+        sides.pool.allocate(64, sides.ours.stream) as buffer,
+        pytest.raises(sa.ClosedError, match="channel was closed"),
+    ):
+        ipc.send(sides.ours.channel, buffer)
+
+
+def test_there_is_no_room(sides: Sides) -> None:
+    """What was not sent has its word kept, so that its slot is used again."""
+    buffers = []
+    with pytest.raises(TimeoutError):
+        for _ in range(10_000):
+            buffers.append(sides.pool.allocate(64, sides.ours.stream))
+            ipc.send(sides.ours.channel, buffers[-1], timeout=0.01)
+    assert len(buffers) > 10 and buffers[-1]._shared is not None
+    for buffer in buffers:
+        lease = shared_state(buffer)
+        assert isinstance(lease, Lease) and lease.quiet()
+        buffer.free()
+
+
+def test_a_stream_that_cannot_be_told(machine: Any) -> None:
+    """The message has gone: whoever opens it waits for nothing, and is told that the contents are lost."""
+    driver = sd.faulty(machine, 1 << 60)
+    ours, theirs = sa.Device(0, driver=driver).create_stream(), sa.Device(0, driver=sd.simulated()).create_stream()
+    one, two = ipc.Channel.pair()
+    with one, two, shared_pool(ours.device) as pool, ours, theirs:
+        for _ in range(3):
+            with pool.allocate(64, ours) as buffer:
+                ipc.send(one, buffer)
+                ipc.receive(two, stream=theirs).close()
+        buffer = pool.allocate(64, ours)
+        # The export, then the two questions before the query.
+        driver._target = len(driver.seen) + 3
+        with pytest.raises(sa.CudaError, match="cuStreamQuery"):
+            ipc.send(one, buffer)
+        assert driver.failed == ["cuStreamQuery"]
+        opened = ipc.receive(two, stream=theirs, timeout=SECONDS)
+        assert executed(theirs) and opened.lost  # type: ignore[union-attr]
+        # What is shared from now on is there.
+        again = ipc.open(bytes(ipc.share(buffer)), stream=theirs, kind=ipc.ImportedBuffer)
+        assert executed(theirs) and not again.lost
+        again.close()
+        opened.close()
+        buffer.free()
+
+
+def test_a_pool_that_is_dropped_ends_for_importers(sides: Sides) -> None:
+    """What a channel keeps in mind of a pool does not keep it."""
+    channel = sides.ours.channel
+    pool = shared_pool(sides.ours.stream.device)
+    for _ in range(3):
+        with pool.allocate(64, sides.ours.stream) as buffer:
+            ipc.send(channel, buffer)
+            descriptor = ipc.Descriptor.from_bytes(sides.theirs.channel.receive().data)
+    block = leases_of(sides.ours.stream._door).block()
+    assert block.marked("pool", descriptor.pool_mark)
+    pool.close()
+    del pool, buffer
+    end_what_was_dropped()
+    gc.collect()
+    assert not block.marked("pool", descriptor.pool_mark)
+
+
+def test_another_version_of_the_driver(sides: Sides) -> None:
+    """Told each time, although the rest is known."""
+    buffer = sides.pool.allocate(4096, sides.ours.stream)
+    ipc.send(sides.ours.channel, buffer)
+    data = sides.theirs.channel.receive().data
+    other = ipc.Descriptor.from_bytes(data)._replace(driver_version=12000).to_bytes()
+    for _ in range(2):
+        with pytest.warns(ipc.DriverVersionWarning):
+            ipc.open(other, stream=sides.theirs.stream).close()
+    buffer.free()
+
+
+def test_the_checksum_is_that_of_all_bytes(sides: Sides) -> None:
+    buffer = sides.pool.allocate(4096, sides.ours.stream)
+    data = bytes(ipc.share(buffer))
+    assert struct.unpack("<I", data[-4:])[0] == zlib.crc32(data[:-4])
+    buffer.free()
