@@ -186,13 +186,11 @@ class Mark:
         self._value = value
         self._word: Word | None = None
         self.number = 0
-        if not free:
-            return
-        # Nothing is called before the index has its owner.
         try:
+            # Nothing is called before the index has its owner.
             index = free[-1]
             del free[-1]
-        except IndexError:  # another thread was faster
+        except IndexError:
             return
         self._index = index
         self.number = value << 32 | index
