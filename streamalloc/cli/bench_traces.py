@@ -1,4 +1,4 @@
-"""The benchmark's rows about whole programs: the two made-up traces, replayed on every allocator that is there."""
+"""The benchmark's rows about whole programs: the made-up traces, replayed on every allocator that is there."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _made(name: str) -> traces.Trace:
 ROWS = tuple(
     Row(
         f"replay_{trace}",
-        f"Replay of a trace like {trace}",
+        f"Replay of a trace: {trace}",
         {entry.title: _on(name, trace) for name, entry in traces.ALLOCATORS.items()},
         tuple(Target(OURS, 1.0, other, figure) for other in OTHERS for figure in ("", "reserved_over_used")),
         1,

@@ -1,4 +1,4 @@
-"""Two traces that are made up: one like training a network, one like serving a language model.
+"""Traces that are made up: like training a network, serving a language model, loading data, and of all sizes.
 
 They are the same on every machine for the same seed. ``python -m streamalloc replay training --save FILE`` writes one.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from streamalloc.traces.trace import Action, Event, Trace
 
-__all__ = ["WORKLOADS", "serving", "training"]
+__all__ = ["WORKLOADS", "loading", "mixed", "serving", "training"]
 
 _KiB = 1 << 10
 _MiB = 1 << 20
@@ -153,5 +153,43 @@ def serving(seed: int = 0, *, requests: int = 280) -> Trace:
     return script.trace("made up: serving")
 
 
-WORKLOADS: dict[str, Callable[..., Trace]] = {"training": training, "serving": serving}
+def loading(seed: int = 0, *, batches: int = 200, ahead: int = 4) -> Trace:
+    """A trace like a data loader: 2 streams, some 4,400 events, batches of 14 to 38 MB.
+
+    One stream allocates batches some steps ahead, each of another number of samples; another one computes with them and
+    frees them.
+    """
+    script = _Script(seed)
+    waiting: list[list[int]] = []
+    for _ in range(batches):
+        samples = 24 + script.below(40)
+        sizes = (samples * 3 * 224 * 224 * 4, samples * 8, samples * (16 + script.below(64)) * 8)
+        waiting.append([script.allocate(nbytes, stream=1) for nbytes in sizes])
+        if len(waiting) > ahead:
+            for number in waiting.pop(0):
+                script.free(number, stream=0)
+        activations = [script.allocate(samples * (4 << 14 - layer // 2)) for layer in range(8)]
+        for number in reversed(activations):
+            script.free(number)
+    return script.trace("made up: loading")
+
+
+def mixed(seed: int = 0, *, events: int = 4000, most: int = 256 * _MiB) -> Trace:
+    """A trace of sizes from 256 bytes to 256 MiB in no order, on 1 stream; up to 24 live at once."""
+    script = _Script(seed)
+    live: list[int] = []
+    for _ in range(events):
+        if len(live) >= 24 or (live and script.below(2)):
+            script.free(live.pop(script.below(len(live))))
+        else:
+            live.append(script.allocate(script.between(256, most)))
+    return script.trace("made up: mixed")
+
+
+WORKLOADS: dict[str, Callable[..., Trace]] = {
+    "training": training,
+    "serving": serving,
+    "loading": loading,
+    "mixed": mixed,
+}
 """The made-up traces by name."""
