@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from streamalloc.core.buffer import Allocator, Buffer, PlainBuffer, SharedState, StillImported, shared_state
@@ -211,7 +211,9 @@ class Blocks:
     def find(self) -> None:
         """Put blocks that an interrupt has left with nobody back into their lists."""
         with self._finding:
-            every = tuple(self._all.values())
+            # A tuple would be made when the iterator is there: a collection then, whose finalisers change the
+            # dictionary or let other threads do so, would end in an error.
+            every = list(self._all.values())
             for block, count in zip(every, _counts(every), strict=True):
                 if count == _ALONE:
                     self._put(block)
@@ -226,7 +228,7 @@ class Blocks:
 
     def bar(self) -> None:
         """Let all blocks that are in buffers go through the slow path when they are freed."""
-        for block in tuple(self._all.values()):
+        for block in list(self._all.values()):
             block.home = None
 
     def leave(self, buffer: CachedBuffer) -> Buffer:
@@ -260,7 +262,7 @@ class Blocks:
         return plain
 
 
-def _counts(blocks: tuple[Block, ...]) -> list[int]:
+def _counts(blocks: Sequence[Block]) -> list[int]:
     """How many references there are to each block, these ones included."""
     return [sys.getrefcount(block) for block in blocks]
 

@@ -65,7 +65,7 @@ _SHARE = 3
 """By this power of two what may be held is divided for what goes at a time, if that is more."""
 _MORE = 8
 """By this power of two it is divided for what there may be more each time."""
-_AT_MOST = 2
+_AT_MOST = 3
 """And by this one for the most of that."""
 _AMONG = 8
 """How many times as much as has to go is looked at for neighbours."""
@@ -149,7 +149,7 @@ class _Lane(Deferred):
         shelf = self.shelves.get(size)
         if shelf is None:
             shelf = self.shelves.setdefault(size, _Shelf(self, size))
-            for other in tuple(self.shelves.values()):
+            for other in list(self.shelves.values()):
                 other.fitting = ()
         if len(self.shelf_of) >= _SIZES:
             self.shelf_of.clear()
@@ -187,7 +187,7 @@ class _Lane(Deferred):
         stream = self.stream()
         if stream is not None and not stream.closed and direct_handle(stream, self.door) is None:
             return False  # It is being captured.
-        free = [shelf for shelf in tuple(self.shelves.values()) if shelf.blocks]
+        free = [shelf for shelf in list(self.shelves.values()) if shelf.blocks]
         if free:
             with self.ordered() as ordered:
                 for shelf in free:
@@ -217,7 +217,7 @@ class _Lane(Deferred):
     @property
     def cached(self) -> int:
         """Bytes that are free."""
-        return sum(shelf.nbytes * len(shelf.blocks) for shelf in tuple(self.shelves.values()))
+        return sum(shelf.nbytes * len(shelf.blocks) for shelf in list(self.shelves.values()))
 
     def _shut_after_fork(self) -> None:
         self.lists.clear()
@@ -230,7 +230,7 @@ class _Cache(Deferred):
     """What there is of a cache apart from the object that users have, and its end when that is closed or dropped."""
 
     __slots__ = (
-        "_later", "_times", "allowed", "blocks", "closed", "door", "lane_of", "lanes", "misses", "pool",
+        "_later", "_most", "_times", "allowed", "blocks", "closed", "door", "lane_of", "lanes", "misses", "pool",
     )  # fmt: skip
 
     def __init__(self, pool: MemoryPool) -> None:
@@ -244,6 +244,8 @@ class _Cache(Deferred):
         self.lane_of: dict[int, _Lane] = {}
         """The latest of them, by the identity of its stream: another object may have that later."""
         self.misses = 0
+        self._most = 0
+        """The most bytes that were seen in use at once."""
         self._times = 0
         """How often room was made."""
         self.allowed = 0
@@ -254,7 +256,7 @@ class _Cache(Deferred):
         self.blocks.bar()
         self.blocks.mend()
         self.blocks.find()
-        for lane in tuple(self.lanes):
+        for lane in list(self.lanes):
             # Where it has ended, there may be blocks that were dropped since.
             later_of(self.door).end(lane)
         return not len(self.blocks)
@@ -273,32 +275,35 @@ class _Cache(Deferred):
     def live(self) -> list[_Lane]:
         """The lanes that have not ended."""
         if not self.closed:
-            for lane in [lane for lane in tuple(self.lanes) if lane.ended]:
+            for lane in [lane for lane in list(self.lanes) if lane.ended]:
                 self.lanes.pop(lane, None)
-                for number in [number for number, other in tuple(self.lane_of.items()) if other is lane]:
+                for number in [number for number, other in list(self.lane_of.items()) if other is lane]:
                     self.lane_of.pop(number, None)
-        return [lane for lane in tuple(self.lanes) if not lane.ended]
+        return [lane for lane in list(self.lanes) if not lane.ended]
 
     def make_room(self, shelf: _Shelf) -> None:
         """Before a block is taken of the pool, give free ones back if there would be more of it than is allowed.
 
-        That is what each stream had in use at most at once, as if it kept that for itself, in steps of the pool's; and
-        more where room was made often.
+        That is halfway between what was in use at most at once, and what it would be if each stream kept its most for
+        itself; in steps of the pool's, and more where room was made often.
         """
         if self._later.paused:
             return
         asked = shelf.nbytes
-        needed = held = self.blocks.held + asked
+        in_use = apart = held = self.blocks.held + asked
         for lane in self.live():
             mine = free = 0
-            for one in tuple(lane.shelves.values()):
+            for one in list(lane.shelves.values()):
                 mine += one.nbytes * one.count
                 free += one.nbytes * len(one.blocks)
             if lane is shelf.lane:
                 mine += asked
             lane.most = max(lane.most, mine - free)
+            in_use -= free
             # What streams have in use that are gone stays counted.
-            needed += lane.most - mine
+            apart += lane.most - mine
+        self._most = max(self._most, in_use)
+        needed = (self._most + max(self._most, apart)) // 2
         allowed = needed + min(needed * self._times >> _MORE, needed >> _AT_MOST)
         self.allowed = allowed = -(-allowed // _GROWTH) * _GROWTH
         if held > allowed:
@@ -307,7 +312,7 @@ class _Cache(Deferred):
 
     def forget(self) -> None:
         """Begin anew with what was in use."""
-        self._times = self.allowed = 0
+        self._most = self._times = self.allowed = 0
         for lane in self.live():
             lane.most = 0
 
@@ -360,7 +365,7 @@ class _Cache(Deferred):
         Those of streams that are gone end by themselves, and those of captured ones stay.
         """
         lanes = [lane for lane in self.live() if lane.usable]
-        shelves = [shelf for lane in lanes for shelf in tuple(lane.shelves.values()) if shelf.blocks]
+        shelves = [shelf for lane in lanes for shelf in list(lane.shelves.values()) if shelf.blocks]
         shelves.sort(key=_NBYTES)
         searched: list[_Shelf] = []
         free: list[Block] = []
@@ -421,11 +426,11 @@ class CachingAllocator(CachedAllocator, Closes, Shown):
     that at most a ninth of a block is wasted from 4 KiB on. Where a class has no free block, one of up to three times
     the size is handed out. Blocks are never split, nor do neighbours become one: that is left to the pool.
 
-    One rule says when the cache gives free blocks back to it: before it would have more memory of the pool than its
-    streams ever had in use at once, each for itself. Then an eighth of that goes: of the largest free blocks the
-    longest stretches of neighbours, which the pool can use for anything. Each time the cache may have a 256th more from
-    then on, up to a quarter, so that programs that need it often need it less. What is freed on a stream that has never
-    asked for its size goes back at once.
+    One rule says when the cache gives free blocks back to it: before it would have more memory of the pool than was
+    ever in use at once; with several streams, than halfway to what it would be if each kept its most for itself. Then
+    an eighth of that goes: of the largest free blocks the longest stretches of neighbours, which the pool can use for
+    anything. Each time the cache may have a 256th more from then on, up to an eighth, so that programs that need it
+    often need it less. What is freed on a stream that has never asked for its size goes back at once.
 
     Some memory goes past the cache, and comes from the pool and returns to it as without one: on default streams and
     streams of other libraries, as nobody tells when these end; in captures, where allocations become nodes of the
