@@ -141,10 +141,12 @@ class ReleaseOrder:
         """Take a node that has gone out of the way of others. May be called again."""
         node.forget()
         with self._lock:
-            for then in list(node._then):
-                self._unlink(node, then)
-            for first in list(node._first):
-                self._unlink(first, node)
+            if node._then:
+                for then in list(node._then):
+                    self._unlink(node, then)
+            if node._first:
+                for first in list(node._first):
+                    self._unlink(first, node)
 
     @property
     def ready(self) -> bool:

@@ -116,13 +116,13 @@ class MappedBytes(Node):
 
     def unmapped(self) -> None:
         """It is unmapped. May be called again."""
-        watchers = self.reservation.allocations.watchers
-        if watchers and not self.gone:
+        allocations = self.reservation.allocations
+        if allocations.watchers and not self.gone:
             address = int(self.reservation.raw) + self.offset
-            for watcher in watchers:
+            for watcher in allocations.watchers:
                 watcher.unmapped(address)
         self.gone = True
-        self.reservation.allocations.order.cut(self)
+        allocations.order.cut(self)
 
     def release_handle(self) -> None:
         """``cuMemRelease``, if the handle is here. Where the driver refuses, it is tried again once this is dropped."""
@@ -130,10 +130,13 @@ class MappedBytes(Node):
 
     def close(self) -> None:
         """Release the memory, whoever holds it. Where the driver refuses, it is tried again once that is dropped."""
-        with contextlib.suppress(CudaError):
-            self.release_handle()
+        try:
+            if self._raw is not None:
+                self.release_handle()
             if self._memory is not None:
                 self._memory.close()
+        except CudaError:
+            pass
 
     def undo(self, first: BaseException) -> None:
         """Undo what was begun here and has failed, with what is attached to that; nobody has used it yet."""
