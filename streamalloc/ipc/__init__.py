@@ -10,7 +10,7 @@ from streamalloc.ipc.sharing.opening import Imported, open, receive
 from streamalloc.ipc.sharing.pools import ImportedPool
 from streamalloc.ipc.sharing.sending import send
 from streamalloc.ipc.sharing.share import share
-from streamalloc.ipc.transport.channel import Channel, Listener, Message, Peer, PeerGoneError, ProtocolError
+from streamalloc.ipc.transport.channel import Channel, Listener, Peer
 from streamalloc.ipc.transport.communicator import (
     AllgatherCommunicator,
     Communicator,
@@ -24,6 +24,7 @@ from streamalloc.ipc.transport.communicator import (
     TorchGroupLike,
     as_communicator,
 )
+from streamalloc.ipc.transport.packets import Message, PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.pidfd import fetch_descriptor
 from streamalloc.ipc.transport.process_group import GroupError
 

@@ -28,8 +28,9 @@ from streamalloc.ipc.sharing.control_block import ControlBlock
 from streamalloc.ipc.sharing.importer import Importer, importer_of
 from streamalloc.ipc.sharing.imports import ImportedBuffer
 from streamalloc.ipc.sharing.opening import open as open_shared
-from streamalloc.ipc.transport.channel import Channel, Message, PeerGoneError, ProtocolError
+from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.deadlines import end_of, left, now
+from streamalloc.ipc.transport.packets import Message, PeerGoneError, ProtocolError
 
 __all__ = ["RingConsumer", "RingItem"]
 

@@ -17,7 +17,8 @@ from streamalloc.core.stream import Stream
 from streamalloc.ipc.ring.protocol import END, HALF, ITEM, MASK, PACKET, RingEnding, SlotMemory
 from streamalloc.ipc.sharing.control_block import ControlBlock, ImporterWords, SlotWords
 from streamalloc.ipc.sharing.lease import Lease, hung_up
-from streamalloc.ipc.transport.channel import Channel, PeerGoneError
+from streamalloc.ipc.transport.channel import Channel
+from streamalloc.ipc.transport.packets import PeerGoneError
 
 __all__ = ["ConsumerLink", "Deliveries", "RingSlot", "Slot", "SlotHolder"]
 

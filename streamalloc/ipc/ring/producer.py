@@ -19,8 +19,9 @@ from streamalloc.ipc.sharing.control_block import IMPORTERS
 from streamalloc.ipc.sharing.exports import Shared
 from streamalloc.ipc.sharing.lease import leases_of
 from streamalloc.ipc.sharing.share import share
-from streamalloc.ipc.transport.channel import Channel, Message, ProtocolError
+from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.deadlines import end_of, left
+from streamalloc.ipc.transport.packets import Message, ProtocolError
 from streamalloc.pool import MemoryPool
 
 __all__ = ["RingProducer", "RingSlot", "RingStatistics"]

@@ -34,7 +34,7 @@ from streamalloc.core.memory import BufferView, Memory
 from streamalloc.core.ownership import Closes, Leaves, finaliser
 from streamalloc.core.stream import Stream
 from streamalloc.ipc.sharing.control_block import SLOTS
-from streamalloc.ipc.transport.channel import Message, ProtocolError
+from streamalloc.ipc.transport.packets import Message, ProtocolError
 
 __all__ = [
     "ANSWER", "END", "HALF", "HELLO", "ITEM", "MAGIC", "MASK", "MOST_SLOTS", "PACKET", "VERSION",

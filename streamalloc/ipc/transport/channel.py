@@ -17,13 +17,12 @@ import errno
 import os
 import select
 import socket
-import struct
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing.reduction import DupFd, ForkingPickler
 from secrets import token_hex
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 from typing_extensions import Buffer as BytesLike
 
@@ -31,6 +30,26 @@ from streamalloc.core.errors import ClosedError, undoing
 from streamalloc.core.fd import Fd
 from streamalloc.core.ownership import Closes, close_all, finaliser
 from streamalloc.ipc.transport.deadlines import end_of, left, milliseconds, refuse
+from streamalloc.ipc.transport.packets import (
+    HEADER_BYTES,
+    MAGIC,
+    PACKET_BYTES,
+    PACKET_DATA,
+    PACKET_HANDLES,
+    VERSION,
+    Message,
+    Packet,
+    Partial,
+    PeerGoneError,
+    ProtocolError,
+    as_bytes,
+    checked_descriptor,
+    header,
+    joined,
+    packets_of,
+    rights_of,
+    what_is_wrong,
+)
 from streamalloc.ipc.transport.socket_address import (
     Address,
     Peer,
@@ -42,59 +61,11 @@ from streamalloc.ipc.transport.socket_address import (
     to_kernel,
 )
 
-__all__ = [
-    "MAX_DATA",
-    "MAX_HANDLES",
-    "PACKET_DATA",
-    "PACKET_HANDLES",
-    "Address",
-    "Channel",
-    "Listener",
-    "Message",
-    "Peer",
-    "PeerGoneError",
-    "ProtocolError",
-]
+__all__ = ["Address", "Channel", "Listener", "Peer"]
 
-PACKET_DATA = 64 * 1024
-"""The most bytes of one packet."""
-PACKET_HANDLES = 64
-"""The most file descriptors of one packet."""
-MAX_DATA = 1 << 20
-"""The most bytes of one message."""
-MAX_HANDLES = 4096
-"""The most file descriptors of one message."""
-
-
-class ProtocolError(ValueError):
-    """What arrived is no message of ours: it was cut off or damaged, or comes from another version or program."""
-
-
-class PeerGoneError(ConnectionError):
-    """The process at the other end has ended, or has closed its end."""
-
-
-class Message(NamedTuple):
-    """What was received: bytes, and the descriptors that came with them."""
-
-    data: bytes
-    handles: tuple[Fd, ...]
-
-
-# magic, version, number of handles, bytes of data
-_HEADER = struct.Struct("<4sHHI")
-_MAGIC = b"SAch"
-_VERSION = 1
-_HEADER_BYTES = _HEADER.size
-_ALL_BITS = (1 << 32) - 1
-# What follows the header of a message's part: name of the message, number of the part, parts, bytes and handles of all.
-_PART = struct.Struct("<8sIIII")
-_PART_MAGIC = b"SAcp"
-_PART_DATA = PACKET_DATA - _PART.size
-_PACKET_BYTES = _HEADER_BYTES + PACKET_DATA
-_RIGHTS_BYTES = socket.CMSG_SPACE(PACKET_HANDLES * array.array("i").itemsize)
 # Plain numbers: operators of enum members cost more than the rest of a call.
 _DAMAGED = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+_ALL_BITS = (1 << 32) - 1
 
 # A receiver looks for a message without sleeping for as long as the other end takes to hand over memory, even where it
 # had to be woken up for that: what comes at once then comes in a third of the time. Were it less, two ends that hand
@@ -104,29 +75,15 @@ _SPIN_NANOSECONDS = 150_000 if len(os.sched_getaffinity(0)) > 1 else 0
 _IN_VAIN, _ONCE_IN = 3, 32
 # No call waits in the kernel, where Python would begin anew after each signal: poll() keeps any deadline.
 _SEND = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+_RIGHTS_BYTES = socket.CMSG_SPACE(PACKET_HANDLES * array.array("i").itemsize)
 # Arguments of recvmsg(), as map() takes them.
-_RECEIVE = (_PACKET_BYTES,), (_RIGHTS_BYTES,), (int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT),)
+_RECEIVE = (PACKET_BYTES,), (_RIGHTS_BYTES,), (int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT),)
 
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ECONNREFUSED)
 _FULL = (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS)
 
 _clock = time.perf_counter_ns
-_pack = _HEADER.pack
-_unpack = _HEADER.unpack_from
-_Rights: TypeAlias = tuple[int, int, "array.array[int]"]
 _make = tuple.__new__  # what Message() comes down to, at a third of its cost
-
-
-class _Partial(NamedTuple):
-    """The parts of a message that have come so far."""
-
-    name: bytes
-    nbytes: int
-    parts: int
-    total: int
-    """How many parts, and how many descriptors, there will be."""
-    data: tuple[bytes, ...]
-    handles: tuple[Fd, ...]
 
 
 class _Socket(socket.socket):
@@ -215,7 +172,7 @@ class Channel(_HasSocket):
         """What sharing keeps in mind of what has gone over it."""
         self._inbox: deque[Any] = deque()
         """Packets that the kernel has handed over: what recvmsg() gives, or what :meth:`_handles` makes of that."""
-        self._partial: _Partial | None = None
+        self._partial: Partial | None = None
         self._in_vain = 0
         """How often in a row it was looked for a message without sleeping, and none came."""
         self._socket = connection
@@ -311,7 +268,7 @@ class Channel(_HasSocket):
         PermissionError
             The other end belongs to another user. It stays the caller's then.
         """
-        number = fd.fileno() if isinstance(fd, Fd) else _descriptor(fd)
+        number = fd.fileno() if isinstance(fd, Fd) else checked_descriptor(fd)
         try:
             connection = _Socket(fileno=number)
         except OSError as error:
@@ -365,7 +322,7 @@ class Channel(_HasSocket):
         if handles or type(data) is not bytes or len(data) > PACKET_DATA or not (wait is None or wait >= 0):
             self._send_slowly(data, handles, wait)
             return
-        packet = _pack(_MAGIC, _VERSION, 0, len(data)) + data
+        packet = header(MAGIC, VERSION, 0, len(data)) + data
         try:
             self._send(packet, _SEND)
         except OSError:
@@ -374,7 +331,7 @@ class Channel(_HasSocket):
     def _offer(self, data: bytes) -> bool:
         """Send a message of one packet if that needs no waiting; whether it was sent. :meth:`send` says why not."""
         try:
-            self._send(_pack(_MAGIC, _VERSION, 0, len(data)) + data, _SEND)
+            self._send(header(MAGIC, VERSION, 0, len(data)) + data, _SEND)
         except OSError:
             return False
         return True
@@ -407,10 +364,10 @@ class Channel(_HasSocket):
         packet, extra, flags, _ = inbox[0]
         if (
             not (extra or flags & _DAMAGED)
-            and packet[:_HEADER_BYTES] == _pack(_MAGIC, _VERSION, 0, len(packet) - _HEADER_BYTES & _ALL_BITS)
+            and packet[:HEADER_BYTES] == header(MAGIC, VERSION, 0, len(packet) - HEADER_BYTES & _ALL_BITS)
             and self._partial is None
         ):
-            message = _make(Message, (packet[_HEADER_BYTES:], ()))
+            message = _make(Message, (packet[HEADER_BYTES:], ()))
             del inbox[0]
             return message
         return self._unpacked(wait)
@@ -418,17 +375,17 @@ class Channel(_HasSocket):
     def _send_slowly(self, data: BytesLike, handles: Sequence[Fd | int], wait: float | None) -> None:
         if wait is not None and not wait >= 0:
             refuse(wait)
-        body = data if type(data) is bytes else _as_bytes(data)
+        body = data if type(data) is bytes else as_bytes(data)
         if len(body) > PACKET_DATA or len(handles) > PACKET_HANDLES:
-            self._send_packets(_parts(body, handles), wait)
+            self._send_packets(packets_of(body, handles), wait)
         else:
-            self._send_packets([(_pack(_MAGIC, _VERSION, len(handles), len(body)) + body, handles)], wait)
+            self._send_packets([(header(MAGIC, VERSION, len(handles), len(body)) + body, handles)], wait)
 
-    def _send_packets(self, packets: Iterable[tuple[bytes, Sequence[Fd | int]]], wait: float | None) -> None:
+    def _send_packets(self, packets: Iterable[Packet], wait: float | None) -> None:
         """Send packets, and wait for room as far as that is what they need."""
         end = end_of(wait)
         for packet, handles in packets:
-            rights = _rights(handles)
+            rights = rights_of(handles)
             while True:
                 try:
                     self._send_with((packet,), rights, _SEND)
@@ -494,14 +451,14 @@ class Channel(_HasSocket):
         if not packet and not handles and _polled(self, select.POLLRDHUP, 0):
             self._drop_partial()
             raise PeerGoneError(f"{self._who} has ended or closed its end")
-        wrong = _what_is_wrong(packet, len(handles), flags)
-        if wrong is None and packet[:4] == _MAGIC:
+        wrong = what_is_wrong(packet, len(handles), flags)
+        if wrong is None and packet[:4] == MAGIC:
             # What came of an earlier message is all that ever will.
             self._drop_partial()
-            message = Message(packet[_HEADER_BYTES:], handles)
+            message = Message(packet[HEADER_BYTES:], handles)
             del inbox[0]
             return message
-        found = _joined(self._partial, packet, handles) if wrong is None else wrong
+        found = joined(self._partial, packet, handles) if wrong is None else wrong
         if isinstance(found, str):
             close_all(handles)
             self.close()
@@ -669,86 +626,6 @@ def _polled(end: Channel | Listener, what: int, milliseconds: int) -> bool:
     poll = select.poll()
     poll.register(end.fileno(), what)
     return bool(poll.poll(milliseconds))
-
-
-def _rights(handles: Sequence[Fd | int]) -> list[_Rights]:
-    if not handles:
-        return []
-    numbers = [handle.fileno() if isinstance(handle, Fd) else _descriptor(handle) for handle in handles]
-    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))]
-
-
-def _as_bytes(data: BytesLike) -> bytes:
-    try:
-        return bytes(memoryview(data))
-    except TypeError:
-        raise TypeError(
-            f"data must be bytes, not {type(data).__name__} ({data!r}); memory, pools and events are sent with "
-            "streamalloc.ipc.send(channel, thing)"
-        ) from None
-
-
-def _descriptor(number: object) -> int:
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"a descriptor must be an Fd or an int, not {type(number).__name__} ({number!r})")
-    if number < 0:
-        raise ValueError(f"{number} is no descriptor: they are 0 or more")
-    return number
-
-
-def _parts(data: bytes, handles: Sequence[Fd | int]) -> Iterator[tuple[bytes, Sequence[Fd | int]]]:
-    """The packets of a message that is too large for one, and the descriptors that go with each."""
-    if len(data) > MAX_DATA or len(handles) > MAX_HANDLES:
-        raise ValueError(
-            f"a message of {len(data)} bytes and {len(handles)} descriptors: at most {MAX_DATA} and {MAX_HANDLES} "
-            "fit in one"
-        )
-    name = os.urandom(8)
-    count = max(-(-len(data) // _PART_DATA), -(-len(handles) // PACKET_HANDLES))
-    for number in range(count):
-        some = handles[number * PACKET_HANDLES : (number + 1) * PACKET_HANDLES]
-        body = _PART.pack(name, number, count, len(data), len(handles))
-        body += data[number * _PART_DATA : (number + 1) * _PART_DATA]
-        yield _pack(_PART_MAGIC, _VERSION, len(some), len(body)) + body, some
-
-
-def _joined(partial: _Partial | None, packet: bytes, handles: tuple[Fd, ...]) -> _Partial | str:
-    """What has come of a message with one more part of it, or why that cannot be."""
-    if len(packet) < _HEADER_BYTES + _PART.size:
-        return f"a part of a message of {len(packet)} bytes"
-    name, number, count, nbytes, total = _PART.unpack_from(packet, _HEADER_BYTES)
-    if nbytes > MAX_DATA or total > MAX_HANDLES or not 2 <= count <= max(nbytes, total):
-        return f"a message of {count} parts, with {nbytes} bytes and {total} descriptors"
-    if not number:
-        partial = _Partial(name, nbytes, count, total, (), ())
-    elif partial is None or partial[:4] != (name, nbytes, count, total) or number != len(partial.data):
-        return f"part {number} of a message whose parts before it did not come"
-    joined = partial._replace(
-        data=(*partial.data, packet[_HEADER_BYTES + _PART.size :]), handles=partial.handles + handles
-    )
-    have, fds = sum(map(len, joined.data)), len(joined.handles)
-    if have > nbytes or fds > total or (number + 1 == count and (have, fds) != (nbytes, total)):
-        return f"parts with {have} bytes and {fds} descriptors, which said {nbytes} and {total}"
-    return joined
-
-
-def _what_is_wrong(packet: bytes, handles: int, flags: int) -> str | None:
-    """Why a packet with so many descriptors is no message, or None if it is one."""
-    if flags & socket.MSG_TRUNC:
-        return f"a packet of more than {_PACKET_BYTES} bytes"
-    if len(packet) < _HEADER_BYTES:
-        return f"a packet of {len(packet)} bytes"
-    magic, version, count, size = _unpack(packet)
-    if magic not in (_MAGIC, _PART_MAGIC):
-        return f"it begins with {magic!r}"
-    if version != _VERSION:
-        return f"its version is {version}, and this library knows version {_VERSION}"
-    if size != len(packet) - _HEADER_BYTES:
-        return f"it has {len(packet) - _HEADER_BYTES} bytes of data and says {size}"
-    if flags & socket.MSG_CTRUNC or count != handles:
-        here = " (this process may have too many files open: ulimit -n)" if count > handles else ""
-        return f"it came with {handles} descriptors and says {count}{here}"
-    return None
 
 
 # -- multiprocessing -----------------------------------------------------------------------------------------

@@ -19,15 +19,9 @@ from typing import Any, NamedTuple
 from streamalloc.core.errors import undoing
 from streamalloc.core.fd import Fd
 from streamalloc.core.ownership import Closes, close_all
-from streamalloc.ipc.transport.channel import (
-    PACKET_DATA,
-    PACKET_HANDLES,
-    Channel,
-    Listener,
-    PeerGoneError,
-    ProtocolError,
-)
+from streamalloc.ipc.transport.channel import Channel, Listener
 from streamalloc.ipc.transport.deadlines import end_of, left, milliseconds
+from streamalloc.ipc.transport.packets import PACKET_DATA, PACKET_HANDLES, PeerGoneError, ProtocolError
 
 __all__ = [
     "Call",

@@ -13,7 +13,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.ipc import Chunk, Descriptor
-from streamalloc.ipc.transport.channel import PACKET_DATA
+from streamalloc.ipc.transport.packets import PACKET_DATA
 from tests.ipc.sharing.test_descriptor import OTHER, REFUSED, again
 from tests.ipc.sharing.test_faults import sweep
 from tests.ipc.sharing.test_foreign import Array

@@ -30,13 +30,12 @@ import pytest
 
 from streamalloc import ClosedError, Fd
 from streamalloc.ipc.transport import pidfd, socket_address
-from streamalloc.ipc.transport.channel import (
+from streamalloc.ipc.transport.channel import Channel, Listener
+from streamalloc.ipc.transport.packets import (
     MAX_DATA,
     MAX_HANDLES,
     PACKET_DATA,
     PACKET_HANDLES,
-    Channel,
-    Listener,
     PeerGoneError,
     ProtocolError,
 )
@@ -519,7 +518,8 @@ channel.receive()
     def test_is_no_signal(self, start: Callable[..., subprocess.Popen[str]]) -> None:
         code = """
 import signal
-from streamalloc.ipc.transport.channel import Channel, PeerGoneError
+from streamalloc.ipc.transport.channel import Channel
+from streamalloc.ipc.transport.packets import PeerGoneError
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 a, b = Channel.pair()
 b.close()

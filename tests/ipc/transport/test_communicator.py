@@ -20,7 +20,7 @@ import pytest
 from typing_extensions import Buffer as BytesLike
 
 from streamalloc import ClosedError, Fd
-from streamalloc.ipc.transport.channel import Channel, PeerGoneError, ProtocolError
+from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.communicator import (
     Communicator,
     ProcessCommunicator,
@@ -28,6 +28,7 @@ from streamalloc.ipc.transport.communicator import (
     _Group,
     as_communicator,
 )
+from streamalloc.ipc.transport.packets import PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.process_group import Call, Limit
 from tests.processes import started
 
