@@ -17,6 +17,8 @@ def _parameters() -> list[Any]:
         marks = [pytest.mark.gpus(case.gpus)] if case.gpus > 1 else []
         if case.simulated:
             marks.append(pytest.mark.simulated_only(case.simulated))
+        if case.bindings:
+            marks.append(pytest.mark.bindings(case.bindings))
         if "multicast" in case.simulated:
             marks.append(pytest.mark.multicast)
         found.append(pytest.param(case, id=case.name, marks=marks))

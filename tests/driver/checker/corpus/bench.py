@@ -95,6 +95,8 @@ class Case:
     gpus: int = 1
     simulated: str = ""
     """Why it cannot run on hardware."""
+    bindings: str = ""
+    """The version of the bindings that it needs."""
     portable: bool = True
 
 

@@ -60,7 +60,7 @@ def a_copy_from_the_same_bytes_at_another_address(b: Bench, right: bool) -> None
     b.device.synchronize()
 
 
-@hazard("race", simulated="its arguments differ between bindings")
+@hazard("race", simulated="its arguments differ between bindings", bindings="13.0")
 def a_batch_copies_what_it_has_copied(b: Bench, right: bool) -> None:
     x, y, z = buffers = [b.new(b.a) for _ in range(3)]
     if right:
@@ -71,7 +71,7 @@ def a_batch_copies_what_it_has_copied(b: Bench, right: bool) -> None:
     b.done(*buffers)
 
 
-@hazard("race", simulated="its arguments differ between bindings")
+@hazard("race", simulated="its arguments differ between bindings", bindings="13.0")
 def two_targets_of_a_batch_overlap(b: Bench, right: bool) -> None:
     x, y = b.new(b.a), b.new(b.a)
     _batch(b, [y.address, y.address + (_HALF if right else _HALF // 2)], [x.address, x.address], _HALF)
