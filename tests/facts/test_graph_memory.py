@@ -220,3 +220,67 @@ class TestAttributes:
     def test_kind_of_value(self, raw: Any) -> None:
         attribute = raw.CUgraphMem_attribute.CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT
         assert type(value(raw.cuDeviceGetGraphMemAttribute(0, attribute))) is raw.cuuint64_t
+
+
+class TestWhatIsNotNeeded:
+    """A launch reserves more than it uses where an allocation does not fit into a step. What it does not use is there
+    for other graphs.
+    """
+
+    def graph(self, rig: Rig, stream: Any, words: str) -> tuple[Any, dict[str, Any]]:
+        """An executable graph that allocates, as ``a=20`` says 20 MiB, and frees, as ``-a`` says; and its addresses."""
+        made: dict[str, Any] = {}
+        rig.begin_capture(stream)
+        for word in words.split():
+            name, _, size = word.partition("=")
+            if size:
+                made[name] = value(rig.raw.cuMemAllocAsync(int(size) * MiB, stream))
+            else:
+                rig.free(made[name.lstrip("-")], stream)
+        return rig.instantiate(value(rig.end_capture(stream))), made
+
+    def launch(self, rig: Rig, graph: Any, stream: Any) -> None:
+        value(rig.raw.cuGraphLaunch(graph, stream))
+        value(rig.raw.cuStreamSynchronize(stream))
+
+    def give_back(self, rig: Rig, made: dict[str, Any], stream: Any) -> None:
+        for pointer in made.values():
+            rig.free(pointer, stream)
+        value(rig.raw.cuStreamSynchronize(stream))
+
+    def test_by_what_lives_is_given_back(self, rig: Rig) -> None:
+        stream = rig.stream()
+        graph, made = self.graph(rig, stream, "a=13 b=13 c=33")
+        self.launch(rig, graph, stream)
+        assert reserved(rig) == (2, 2, 3, 3)
+        value(rig.raw.cuDeviceGraphMemTrim(0))
+        assert reserved(rig) == (2, 2, 2, 3)
+        self.give_back(rig, made, stream)
+
+    def test_step_by_step(self, rig: Rig) -> None:
+        stream = rig.stream()
+        graph, made = self.graph(rig, stream, "a=1 b=32 c=8 -a d=8 -d -b e=1 -c")
+        self.launch(rig, graph, stream)
+        value(rig.raw.cuDeviceGraphMemTrim(0))
+        assert reserved(rig) == (1, 2, 1, 2)
+        self.give_back(rig, {"e": made["e"]}, stream)
+
+    def test_goes_to_another_graph(self, rig: Rig) -> None:
+        stream = rig.stream()
+        graph, made = self.graph(rig, stream, "a=13 b=13 c=33")
+        other, _ = self.graph(rig, stream, "a=1 -a")
+        self.launch(rig, graph, stream)
+        self.launch(rig, other, stream)
+        assert reserved(rig) == (3, 3, 3, 3)
+        self.give_back(rig, made, stream)
+
+    def test_by_a_graph_that_took_over(self, rig: Rig) -> None:
+        stream = rig.stream()
+        large, _ = self.graph(rig, stream, "a=1 b=18 c=35 -b d=1 -a -c -d")
+        small, made = self.graph(rig, stream, "a=1")
+        self.launch(rig, large, stream)
+        assert reserved(rig) == (2, 2, 3, 3)
+        self.launch(rig, small, stream)
+        self.launch(rig, large, stream)
+        assert reserved(rig) == (3, 3, 4, 4)
+        self.give_back(rig, made, stream)

@@ -302,3 +302,52 @@ def test_synchronising_with_a_context_s_event_shows_no_frees(rig: Rig) -> None:
     value(rig.raw.cuCtxRecordEvent(rig.context, event))
     value(rig.raw.cuEventSynchronize(event))
     assert rig.reserved(pool) == 32 * MiB
+
+
+@pytest.mark.parametrize("asks", ["own", "another"])
+@pytest.mark.parametrize(
+    ("steps", "known"),
+    [
+        ("", True),
+        ("event", True),
+        ("event record", True),
+        ("event allocate", True),
+        ("event fill", False),
+        ("event free", False),
+        ("event gate", False),
+        ("event fill event", False),
+        ("fill event", True),
+        ("fill event fill", True),
+        ("gate fill", True),
+        ("gate event fill", True),
+        ("gate fill event", True),
+    ],
+    ids=lambda given: (given or "nothing") if isinstance(given, str) else None,
+)
+def test_a_free_is_known_once_the_next_command_is_reached(rig: Rig, asks: str, steps: str, known: bool) -> None:
+    """A command of the same stream takes the mark along, behind the events that it waits for. Where nothing is left to
+    do, no mark is needed; a record without time and an allocation are nothing to do, and no commands.
+    """
+    pool, elsewhere = rig.pool(UINT64_MAX), rig.pool(UINT64_MAX)
+    stream, held, gate, plain, event = rig.stream(), rig.stream(), rig.gate(), rig.plain(512), rig.event()
+    freed = rig.allocate(pool, 8 * MiB, stream)
+    rig.free(freed, stream)
+    assert rig.executed(stream)
+    for step in steps.split():
+        if step == "event":
+            gate.hold(held)
+            value(rig.raw.cuEventRecord(event, held))
+            value(rig.raw.cuStreamWaitEvent(stream, event, 0))
+        elif step == "gate":
+            gate.hold(stream)
+        elif step == "fill":
+            value(rig.raw.cuMemsetD8Async(plain, 0, 512, stream))
+        elif step == "record":
+            value(rig.raw.cuEventRecord(rig.event(), stream))
+        else:
+            pointer = rig.allocate(elsewhere, MiB, stream)
+            if step == "free":
+                rig.free(pointer, stream)
+    time.sleep(0.001)  # the device reaches the gate
+    joined = rig.allocate(pool, 16 * MiB, stream if asks == "own" else rig.stream())
+    assert joined - freed == (0 if known else 8 * MiB)

@@ -9,7 +9,7 @@ from typing import Any
 from .constants import EventFlag, new_handle
 from .contexts import Context
 from .shared_events import SharedEvent
-from .timeline import Clock, Operation, Stream, Until, merge
+from .timeline import Clock, Operation, Stream, Until, Wait, merge
 
 
 class Record(Operation):
@@ -82,7 +82,7 @@ class Event:
         elif record is not None and (record.stream is not stream or record.others):
             # waiting for what has happened is no work (observed on H200: test_events)
             joins = stream.peers is not None or not record.complete
-            stream.submit(Operation(), ((record.stream, record.seq), *record.others), joins=joins)
+            stream.submit(Wait(), ((record.stream, record.seq), *record.others), joins=joins)
             live = stream.timeline.streams
             if not self.flags & EventFlag.INTERPROCESS:  # pools do not see what these order (H200: test_placements)
                 merge(stream.clock, {number: seq for number, seq in record.clock.items() if number in live})
@@ -94,6 +94,7 @@ class Event:
             after += ((earlier.stream, earlier.seq),)  # its records happen in turn (observed on H200: test_events)
         clock = stream.clock if stream.peers is not None else dict(stream.clock)
         untimed = self.flags & (EventFlag.DISABLE_TIMING | EventFlag.INTERPROCESS) == EventFlag.DISABLE_TIMING
+        record.counts = record.is_command = not untimed
         if untimed and stream.legacy is not None:
             record.others = stream.catch_up(clock)
         if record.others:

@@ -8,6 +8,7 @@ long as they live. Slabs stay until cuDeviceGraphMemTrim, whatever becomes of th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -75,11 +76,14 @@ class DeviceGraphMemory:
             memory.close_unless_needed()
 
     def trim(self) -> None:
-        """Give back the slabs that nothing needs any more."""
-        for slab in [slab for slab in self.slabs if slab.idle]:
-            for memory in self.memories:
-                memory.lose(slab)
-            slab.close()
+        """Give back what nothing needs any more: slabs, and what of them lies under no live allocation."""
+        for slab in list(self.slabs):
+            if slab.idle:
+                for memory in self.memories:
+                    memory.lose(slab)
+                slab.close()
+            elif slab.owner is not None and not slab.uses.unfinished():
+                slab.shrink(slab.owner.chunks_in_use() * CHUNK)
         self.collect()
 
     def close(self) -> None:
@@ -105,8 +109,14 @@ class Slab:
         shared.slabs.append(self)
 
     def grow(self, size: int, used: int) -> None:
-        """Have at least ``size`` bytes, of which ``used`` have addresses."""
+        """Have at least ``size`` bytes, of which ``used`` have addresses. What other slabs have without comes first."""
         missing, more = max(size - self.size, 0), max(used - self.used, 0)
+        for slab in self._shared.slabs:
+            if slab is not self:
+                spare = min(slab.size - slab.used, missing)
+                slab.size -= spare
+                self.size += spare
+                missing -= spare
         bank = self._shared.bank
         if missing > bank.free:
             self._shared.supply.make_room(bank, missing)
@@ -114,6 +124,21 @@ class Slab:
         self._shared.resize(missing, more)
         self.size += missing
         self.used += more
+
+    def split(self, size: int, used: int) -> None:
+        """Leave what is beyond ``size`` bytes, and has addresses beyond ``used``, to other graphs."""
+        if self.size > size:
+            rest = Slab(self._shared)
+            rest.size, rest.used = self.size - size, max(self.used - used, 0)
+            self.size, self.used = size, min(self.used, used)
+            for stream, seq in self.uses.unfinished():
+                rest.uses.add(stream, seq)
+
+    def shrink(self, size: int) -> None:
+        less, unused = max(self.size - size, 0), max(self.used - size, 0)
+        self._shared.resize(-less, -unused)
+        self.size -= less
+        self.used -= unused
 
     def is_for(self, memory: GraphMemory) -> bool:
         """Whether a graph may use it, as far as live allocations go."""
@@ -156,7 +181,8 @@ class GraphMemory:
         self._slab: Slab | None = None
         self._mapped: tuple[Slab, int] | None = None  # in stream order: what launches that are queued will find
         self.uses: Uses = Uses()
-        self.live: set[int] = set()
+        self.live: dict[int, int] = {}
+        """The allocations that outlived a launch: their sizes by address."""
         self.owners: int = 1
         shared.memories.add(self)
 
@@ -217,6 +243,8 @@ class GraphMemory:
             slab = Slab(self._shared)
         slab.owner = self if outlives else None
         slab.grow(self._reserved, round_up(self._size, CHUNK))
+        if outlives:
+            slab.split(self._reserved, round_up(self._size, CHUNK))
         self._slab = slab
         return slab
 
@@ -235,9 +263,18 @@ class GraphMemory:
 
     def freed(self, address: int, stream: Stream | None = None) -> None:
         """An allocation that outlived its launch was freed."""
-        self.live.discard(address)
+        self.live.pop(address, None)
         if stream is not None:
             self.in_use(stream, stream.submit(Operation()))
+
+    def chunks_in_use(self) -> int:
+        """How many have a part of a live allocation."""
+        base = self._reservation.base
+        touched = (
+            range((address - base) // CHUNK, (address - base + size - 1) // CHUNK + 1)
+            for address, size in self.live.items()
+        )
+        return len(set(itertools.chain.from_iterable(touched)))
 
     # -- the end ---------------------------------------------------------------------------------------------
 

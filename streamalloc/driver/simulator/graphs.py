@@ -223,7 +223,7 @@ class GraphExec:
         for node in self.unfreed:
             memory = self.graph.memories[node.device]
             allocations.add(GraphAllocation(node.address, node.size, node.device, stream.context, memory))
-            memory.live.add(node.address)
+            memory.live[node.address] = node.size
 
     def upload(self, stream: Stream) -> None:
         """Reserve the memory that a launch in a stream needs."""

@@ -29,8 +29,16 @@ class Policies:
     internal_dependencies: int = 1
 
 
+class Taken(Operation):
+    """The moment in a stream from which on it may use an allocation."""
+
+    counts = is_command = False
+
+
 class Freed(Operation):
     """The moment in a stream when a pool allocation is free."""
+
+    is_command = False
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -107,7 +115,7 @@ class Pool:
                 raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
             self._wait_for(block, stream)
         if looks:  # no other allocation is work (observed on H200: test_events)
-            stream.submit(Operation())
+            stream.submit(Taken())
         used = line.carve(block, rounded)
         self._outstanding += 1
         self.used += size

@@ -46,6 +46,10 @@ class Operation:
 
     heavy = False
     """Too long for the thread that submits it: the worker does it, with turns for other streams."""
+    counts = True
+    """Whether its stream has something left to do by it."""
+    is_command = True
+    """Whether the device hears of it when it is submitted, and not only with a later one."""
     polled = False
     """Whether it waits for something that nobody announces."""
     seq = 0
@@ -70,6 +74,12 @@ class Call(Operation):
     def step(self) -> bool:
         self._function()
         return True
+
+
+class Wait(Operation):
+    """For operations of other streams."""
+
+    counts = is_command = False
 
 
 class Until(Operation):
@@ -126,6 +136,8 @@ class Stream:
         self.queue: deque[Operation] = deque()
         self.seq: int = 0
         self.done: int = 0
+        self.marked: int = 0
+        """The last command that was reached."""
         self.clock: Clock = {}
         self.capture: Any = None
         self.barrier: tuple[tuple[Stream, int], ...] = ()
@@ -143,6 +155,19 @@ class Stream:
         if self.done < self.seq:
             return False
         return self.peers is None or all(peer.done >= peer.seq for peer in self.peers)
+
+    @property
+    def known(self) -> int:
+        """Up to which of its operations others know that these have happened. A mark tells; it goes out with the next
+        command, behind what that waits for. A stream that has nothing left to do needs none (observed on H200:
+        test_reuse).
+        """
+        queue = self.queue
+        if not any(operation.counts for operation in queue):
+            return self.done
+        head = queue[0]
+        reached = head.is_command and all(other.done >= seq for other, seq in head.after)
+        return self.done if reached else self.marked
 
     def now(self) -> Clock:
         """What is ordered before anything submitted from now on."""
@@ -220,6 +245,8 @@ class Stream:
         at_once = not (self.queue or after or operation.heavy or self.timeline.seeded)
         if at_once and not operation.held() and operation.step():
             self.done = self.seq
+            if operation.is_command:
+                self.marked = self.seq
             return self.seq
         operation.seq = self.seq
         operation.after = after
@@ -279,7 +306,7 @@ class Timeline:
     def executed(self, stream: int) -> int:
         """How far a stream has come; a stream that is gone has done everything."""
         found = self.streams.get(stream)
-        return 1 << 62 if found is None else found.done
+        return 1 << 62 if found is None else found.known
 
     def outlived(self, stream: int) -> int:
         """How far a stream that is gone had come: its frees are known to have happened (H200: test_reuse)."""
@@ -367,6 +394,8 @@ class Timeline:
                 break
             queue.popleft()
             stream.done = operation.seq
+            if operation.is_command:
+                stream.marked = operation.seq
             progress = True
             if operation.heavy or self._random is not None:
                 break
