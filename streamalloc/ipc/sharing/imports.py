@@ -169,7 +169,7 @@ class LegacyWay(_Way):
 
 
 class Import:
-    """One allocation of another process, however many objects of this process name it."""
+    """One allocation of another process, however many objects of this process name it; :func:`open_import` makes it."""
 
     __slots__ = ("_raw", "address", "count", "generation", "key", "number", "passed", "way", "words")
 
@@ -330,7 +330,10 @@ def _let_go(owner: ImportedBuffer | _DroppedImport, stream: Stream, *, used: boo
 
 
 def _end(held: Import, stream: Stream, handle: Any, sees_all: bool) -> None:
-    """End an import after the work of a stream, which is named by all that the driver is asked with."""
+    """End an import after the work of a stream, by its ``CUstream`` and whether a query of it sees all its work.
+
+    The context of a default stream is current.
+    """
     way = held.way
     if held._raw is not None:
         way.release(held, stream, handle)
