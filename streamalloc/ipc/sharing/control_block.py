@@ -8,7 +8,8 @@ allocation:
   stale;
 * ``announced``: how far ``ready`` will come by what is queued;
 * ``ready``: written by the exporter's streams when the contents are there; importers' streams wait for it;
-* ``lost``: how much of that importers had to write themselves, as the exporter had died;
+* ``lost``: how much of that never came, but was written by importers, as the exporter had died, or by the exporter, as
+  its driver had refused;
 * ``opened``, ``closing``, ``closed``, a word for each importer: the importer's host counts ``opened`` up when it opens
   the allocation and sets ``closing`` to that when it has closed it; its stream sets ``closed`` when its work is done,
   and the exporter's stream waits for that before it frees.

@@ -444,7 +444,7 @@ class ImportedBuffer(Memory, Closes):
 
     @property
     def lost(self) -> bool:
-        """Whether the owner died before it had finished the contents that this process waited for."""
+        """Whether the contents that this process waited for never came: the owner died, or its driver failed before."""
         self._open_import()
         return self._place is not None and self._place.theirs.was_lost(self._ready)
 
@@ -473,7 +473,7 @@ class ImportedBuffer(Memory, Closes):
     def _about(self) -> Iterator[Row]:
         yield from super()._about()
         alive = {True: "alive", False: "gone", None: "not known"}[self.owner_alive]
-        yield "owner", f"another process, {alive}{', which died before the contents were there' if self.lost else ''}"
+        yield "owner", f"another process, {alive}{', and the contents never came' if self.lost else ''}"
 
     def _open_import(self) -> Import:
         if self._held is None:

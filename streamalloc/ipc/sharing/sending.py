@@ -81,6 +81,14 @@ def send(
         it, the message keeps the allocation until it was opened, refused or dropped, or nobody can receive it any more.
     timeout
         Seconds until ``TimeoutError``.
+
+    Raises
+    ------
+    CudaError
+        The driver refuses a call. Where that is told the stream after the message has gone, whoever opens the memory
+        finds it :attr:`~ImportedBuffer.lost`.
+    TimeoutError, PeerGoneError, ClosedError
+        As ``channel.send``. The memory is shared all the same.
     """
     carried: _Carried = channel._carried or _Carried()
     channel._carried = carried
