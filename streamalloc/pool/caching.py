@@ -14,7 +14,7 @@ import contextlib
 import sys
 import weakref
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -65,8 +65,10 @@ _SHARE = 3
 """By this power of two what may be held is divided for what goes at a time, if that is more."""
 _MORE = 8
 """By this power of two it is divided for what there may be more each time."""
-_AT_MOST = 3
+_AT_MOST = 2
 """And by this one for the most of that."""
+_LARGE = 8 << 20
+"""From this size on, a free block of another stream that fits goes first."""
 _AMONG = 8
 """How many times as much as has to go is looked at for neighbours."""
 _SIZES = 1 << 14
@@ -290,6 +292,8 @@ class _Cache(Deferred):
         if self._later.paused:
             return
         asked = shelf.nbytes
+        if asked >= _LARGE:
+            self._hand_over(shelf)
         in_use = apart = held = self.blocks.held + asked
         for lane in self.live():
             mine = free = 0
@@ -322,7 +326,7 @@ class _Cache(Deferred):
         Of the largest those go first that are neighbours, the longest stretches of them: the pool can use these for
         anything.
         """
-        shelves, free = self._take_largest(_AMONG * enough)
+        free = self._take_largest(_AMONG * enough)
         free.sort(key=_ADDRESS)
         stretches: list[list[Block]] = []
         spans: list[int] = []
@@ -336,50 +340,66 @@ class _Cache(Deferred):
                 stretches.append([block])
                 spans.append(nbytes)
             end = address + nbytes
-        going: dict[_Lane, list[Block]] = {}
+        going: list[Block] = []
         staying: list[Block] = []
         for number in sorted(range(len(spans)), key=spans.__getitem__, reverse=True):
-            if enough <= 0:
+            if enough > 0:
+                going += stretches[number]
+            else:
                 staying += stretches[number]
-                continue
             enough -= spans[number]
-            for block in stretches[number]:
-                going.setdefault(block.shelf.lane, []).append(block)  # type: ignore[attr-defined]
-        streams = []
-        try:
-            for lane, blocks in going.items():
-                with lane.ordered() as ordered:
-                    self.blocks.give_back(blocks, ordered)
-                    streams.append(ordered)
-        finally:
-            for block in chain(staying, *going.values()):
-                block.shelf.blocks.append(block)
-            for shelf in shelves:
-                if shelf.lane.ended:
-                    shelf.returned()
-        return streams
+        self._put_back(staying)
+        return self._give(going)
 
-    def _take_largest(self, nbytes: int) -> tuple[list[_Shelf], list[Block]]:
-        """Take the largest free blocks off their lists, until that is enough: the shelves that have had them, and they.
+    def _hand_over(self, asked: _Shelf) -> None:
+        """Give back a block that another stream has free, if one fits: the pool need not move memory then."""
+        least, most = asked.nbytes, _FIT * asked.nbytes
+        lanes = [lane for lane in self.live() if lane is not asked.lane and lane.usable]
+        shelves = [shelf for lane in lanes for shelf in list(lane.shelves.values()) if least <= shelf.nbytes <= most]
+        fitting = [shelf for shelf in shelves if shelf.blocks]
+        if fitting:
+            blocks = min(fitting, key=_NBYTES).blocks
+            with contextlib.suppress(IndexError):  # another thread took it
+                self._give([blocks.pop()])
+
+    def _take_largest(self, nbytes: int) -> list[Block]:
+        """Take the largest free blocks off their lists, until that is enough.
 
         Those of streams that are gone end by themselves, and those of captured ones stay.
         """
         lanes = [lane for lane in self.live() if lane.usable]
         shelves = [shelf for lane in lanes for shelf in list(lane.shelves.values()) if shelf.blocks]
         shelves.sort(key=_NBYTES)
-        searched: list[_Shelf] = []
         free: list[Block] = []
         while shelves and nbytes > 0:
             shelf = shelves.pop()
-            searched.append(shelf)
-            blocks = shelf.blocks
-            count = len(blocks)
+            count = len(shelf.blocks)
             nbytes -= shelf.nbytes * count
-            try:
-                free.extend(map(list.pop, repeat(blocks, count)))
-            except IndexError:  # other threads take them, too
-                continue
-        return searched, free
+            with contextlib.suppress(IndexError):  # other threads take them, too
+                free.extend(map(list.pop, repeat(shelf.blocks, count)))
+        return free
+
+    def _give(self, blocks: list[Block]) -> list[Stream]:
+        """Give blocks that were taken off their lists back to the pool; on which streams."""
+        by_lane: dict[_Lane, list[Block]] = {}
+        for block in blocks:
+            by_lane.setdefault(block.shelf.lane, []).append(block)  # type: ignore[attr-defined]
+        streams = []
+        try:
+            for lane, some in by_lane.items():
+                with lane.ordered() as ordered:
+                    self.blocks.give_back(some, ordered)
+                    streams.append(ordered)
+        finally:
+            self._put_back(chain(*by_lane.values()))
+        return streams
+
+    def _put_back(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            shelf = block.shelf
+            shelf.blocks.append(block)
+            if shelf.lane.ended:  # type: ignore[attr-defined]
+                shelf.returned()
 
     def flush(self) -> bool:
         """Give all free blocks back; whether there were any. None while a capture is under way, which it might break.
@@ -429,8 +449,9 @@ class CachingAllocator(CachedAllocator, Closes, Shown):
     One rule says when the cache gives free blocks back to it: before it would have more memory of the pool than was
     ever in use at once; with several streams, than halfway to what it would be if each kept its most for itself. Then
     an eighth of that goes: of the largest free blocks the longest stretches of neighbours, which the pool can use for
-    anything. Each time the cache may have a 256th more from then on, up to an eighth, so that programs that need it
-    often need it less. What is freed on a stream that has never asked for its size goes back at once.
+    anything; and before that, for a large size, one that another stream has free. Each time the cache may have a 256th
+    more from then on, up to a quarter, so that programs that need it often need it less. What is freed on a stream that
+    has never asked for its size goes back at once.
 
     Some memory goes past the cache, and comes from the pool and returns to it as without one: on default streams and
     streams of other libraries, as nobody tells when these end; in captures, where allocations become nodes of the

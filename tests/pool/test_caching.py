@@ -297,18 +297,32 @@ class TestSizes:
         addresses = [cache.allocate(4 * MiB, stream) for _ in range(6)]
         assert all(ends[0][0] <= one.address <= ends[0][1] for one in addresses)
 
-    def test_who_makes_room_often_may_have_an_eighth_more(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+    def test_who_makes_room_often_may_have_a_quarter_more(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         held = []
-        for number in range(80):
+        for number in range(150):
             size = (32, 8)[number % 2] * MiB  # neither serves for the other
             for buffer in [cache.allocate(size, stream) for _ in range(256 * MiB // size)]:
                 buffer.free()
             held.append(cache.statistics().used)
-        assert held[1] <= 256 * MiB < max(held) == 256 * MiB * 9 // 8
+        assert held[1] <= 256 * MiB < max(held) == 256 * MiB * 5 // 4
         del buffer
         assert cache.trim() >= 0
         cache.allocate(24 * MiB, stream).free()
         assert cache._cache.allowed == GROWTH
+
+    def test_a_large_one_that_another_stream_has_free_goes_first(
+        self, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream
+    ) -> None:
+        """The pool hands it on; nothing else has to go, and no memory is moved."""
+        small = [cache.allocate(MiB, other) for _ in range(40)]
+        large = cache.allocate(24 * MiB, other)
+        address = large.address
+        for buffer in (*small, large):
+            buffer.free()
+        del buffer, small, large
+        with cache.allocate(20 * MiB, stream) as mine:
+            assert mine.address == address
+            assert cache.statistics()[4:] == (20 * MiB, 40 * MiB, 42)
 
     def test_large_ones_are_kept_too(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         for _ in range(3):
@@ -615,17 +629,17 @@ class TestDropped:
 
         before = gc.get_threshold()
         try:
-            for number in range(40):
+            for number in range(12):
                 gc.disable()
                 Owner()
                 gc.set_threshold(gc.get_count()[0] + number)
                 gc.enable()
                 cache._cache.blocks.find()
-                gc.collect(0)
+                gc.collect()
         finally:
             gc.set_threshold(*before)
             gc.enable()
-        assert len(kept) == 40 and cache.statistics().in_use == sum(class_size(buffer.nbytes) for buffer in kept)
+        assert len(kept) == 12 and cache.statistics().in_use == sum(class_size(buffer.nbytes) for buffer in kept)
 
     def test_views_keep_it(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         view = cache.allocate(SIZE, stream)[8:16]
