@@ -204,8 +204,11 @@ def test_allocation_from_a_host_pool(scene: Scene) -> None:
         lambda scene: scene.rig.end_capture(LEGACY),
         lambda scene: scene.raw.cuStreamGetPriority(LEGACY),
         lambda scene: scene.raw.cuStreamGetFlags(LEGACY),
+        lambda scene: scene.raw.cuStreamGetCtx(LEGACY),
+        lambda scene: scene.raw.cuStreamGetDevice(LEGACY),
+        lambda scene: scene.raw.cuStreamGetId(LEGACY),
     ],
-    ids=["work", "the beginning of a capture", "the end of a capture", "asking for the priority", "asking for flags"],
+    ids=["work", "the beginning of a capture", "the end of one", "priority", "flags", "context", "device", "id"],
 )
 def test_in_the_legacy_stream_while_a_blocking_one_captures(scene: Scene, call: Call) -> None:
     rig, blocking = scene.rig, scene.rig.stream(BLOCKING)

@@ -66,6 +66,15 @@ def make_current(rig: Rig, pool: Any, kind: int, allocation_type: int = PINNED) 
 
 
 @pytest.mark.bindings("13.0")
+def test_during_a_capture_the_place_is_not_looked_at(rig: Rig) -> None:
+    pool, stream = rig.pool(), rig.stream()
+    rig.begin_capture(stream)
+    assert make_current(rig, pool, HOST_NUMA_CURRENT) == "STREAM_CAPTURE_UNSUPPORTED"
+    assert said(rig.end_capture(stream)) == "STREAM_CAPTURE_INVALIDATED"
+    assert make_current(rig, pool, HOST_NUMA_CURRENT) == "NOT_SUPPORTED"
+
+
+@pytest.mark.bindings("13.0")
 class TestPlaces:
     @pytest.mark.parametrize("name", PLACES)
     def test_default_pool(self, rig: Rig, name: str) -> None:

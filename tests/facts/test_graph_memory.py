@@ -284,3 +284,15 @@ class TestWhatIsNotNeeded:
         self.launch(rig, large, stream)
         assert reserved(rig) == (3, 3, 4, 4)
         self.give_back(rig, made, stream)
+
+
+def test_what_an_instance_of_a_graph_that_is_gone_left_can_be_freed_in_a_capture(rig: Rig) -> None:
+    raw, stream = rig.raw, rig.stream()
+    graph, pointer = capture_allocation(rig, stream, free=False)
+    value(raw.cuGraphLaunch(rig.instantiate(graph), stream))
+    value(raw.cuGraphDestroy(rig.disown(graph)))
+    rig.begin_capture(stream)
+    assert said(raw.cuMemFreeAsync(pointer, stream)) == "SUCCESS"
+    value(raw.cuGraphLaunch(rig.instantiate(value(rig.end_capture(stream))), stream))
+    rig.synchronize()
+    assert said(raw.cuMemFreeAsync(pointer, stream)) == "INVALID_VALUE"

@@ -167,6 +167,14 @@ def test_beside_device_memory(rig: Rig) -> None:
     assert rig.read(start, 4) == [3] * 4
 
 
+def test_before_device_memory_it_gets_access_that_this_refuses(rig: Rig) -> None:
+    start = rig.reserve(2 * PAGE)
+    rig.map(start, rig.memory(location=HOST))
+    rig.map(start + PAGE, rig.memory())
+    assert rig.set_access(start, 2 * PAGE, OWN, (HOST, 0, READ)) == "NOT_SUPPORTED"
+    assert [rig.get_access(start, HOST_NUMA), rig.get_access(start + PAGE)] == [READ, READWRITE]
+
+
 def test_where_a_range_begins_is_missing(rig: Rig) -> None:
     address = rig.mapping(PAGE, location=HOST_NUMA)
     assert said(rig.raw.cuMemGetAddressRange(address)) == "NOT_FOUND"

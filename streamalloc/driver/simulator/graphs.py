@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -397,8 +398,9 @@ class Graphs:
     capture_count: int = 0
 
     def is_left(self, address: int) -> bool:
-        """Whether a graph allocates this address and does not free it."""
-        return any(node.address == address for graph in self.graphs.values() for node in graph.unfreed())
+        """Whether a graph, or an instance of one that is gone, allocates this address and does not free it."""
+        nodes = [graph.unfreed() for graph in self.graphs.values()] + [one.unfreed for one in self.executables.values()]
+        return any(node.address == address for node in itertools.chain(*nodes))
 
     def create(self) -> Graph:
         graph = Graph(self)

@@ -188,8 +188,9 @@ class PoolCalls(Calls):
         return cuda.CUmemoryPool(self._machine.pools.current_or_default(place, kind).handle)
 
     def cuMemSetMemPool(self, location: Any, typename: Any, pool: Any) -> None:
-        place, kind = self._location(location, typename)
-        self._set_current(place, kind, pool)
+        self._pool(pool)
+        self._unsafe_during_capture()  # before the place is looked at (observed on H200: test_current_pools)
+        self._set_current(*self._location(location, typename), pool)
 
     def _location(self, location: Any, typename: Any) -> tuple[Place, int]:
         place = arguments.place(arguments.struct("location", location, cuda.CUmemLocation))

@@ -12,7 +12,7 @@ from ..arguments import HostFunctionHandle, HostPointer, Int, UnsignedInt
 from ..constants import LEGACY_STREAM, PER_THREAD_STREAM, EventFlag
 from ..errors import Fault, Result, check, need, not_modelled
 from ..events import Event
-from ..timeline import HostFunction, Until
+from ..timeline import HostFunction, Stream, Until
 from .base import Calls
 
 _NON_BLOCKING = 1
@@ -74,16 +74,21 @@ class StreamCalls(Calls):
         self._machine.synchronize(clock, lambda: all(s.done >= seq for s, seq in goals), told)
         stream.context.check()
 
-    def cuStreamGetFlags(self, hStream: Any) -> int:
+    def _asked(self, hStream: Any) -> Stream:
+        """A stream that is asked for something. The legacy stream says nothing while a blocking one is captured
+        (observed on H200: test_capture).
+        """
         stream = self._stream(hStream)
         self._not_behind_captures(stream)
+        return stream
+
+    def cuStreamGetFlags(self, hStream: Any) -> int:
+        stream = self._asked(hStream)
         self._spoil([stream.capture])  # observed on H200 (test_capture): asking breaks the capture
         return 0 if stream.blocking else _NON_BLOCKING
 
     def cuStreamGetPriority(self, hStream: Any) -> int:
-        stream = self._stream(hStream)
-        self._not_behind_captures(stream)  # observed on H200 (test_capture)
-        return stream.priority
+        return self._asked(hStream).priority
 
     def cuStreamGetCtx(self, hStream: Any) -> Any:
         return self._context_of(hStream)
@@ -92,7 +97,7 @@ class StreamCalls(Calls):
         return self._context_of(hStream), cuda.CUgreenCtx(0)
 
     def _context_of(self, hStream: Any) -> Any:
-        stream = self._stream(hStream)
+        stream = self._asked(hStream)
         # it may be captured, but not in vain (observed on H200: test_capture)
         check(stream.capture is None or stream.capture.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
         return cuda.CUcontext(stream.context.handle)
@@ -102,12 +107,12 @@ class StreamCalls(Calls):
         return cuda.CUgreenCtx(0)
 
     def cuStreamGetDevice(self, hStream: Any) -> Any:
-        stream = self._stream(hStream)
+        stream = self._asked(hStream)
         self._spoil([stream.capture])  # as cuStreamGetFlags
         return cuda.CUdevice(stream.context.device.ordinal)
 
     def cuStreamGetId(self, hStream: Any) -> int:
-        stream = self._stream(hStream)
+        stream = self._asked(hStream)
         self._spoil([stream.capture])  # as cuStreamGetFlags
         return stream.id
 
