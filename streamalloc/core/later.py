@@ -164,12 +164,16 @@ class Later:
         me = threading.get_ident()
         if me in self._working:
             return 0
-        total = 0
         with self._guard():
-            # What has ended may be what another item waits for, such as the last free of a pool.
-            while ended := self._work(me):
-                total += ended
+            total = self._work_until_none_ends(me)
         self._leave_if_empty()
+        return total
+
+    def _work_until_none_ends(self, me: int) -> int:
+        """Go through all items again as long as some end: another, such as a pool, may have waited for them."""
+        total = 0
+        while ended := self._work(me):
+            total += ended
         return total
 
     def _disown(self, item: Deferred) -> None:
@@ -211,19 +215,26 @@ class Later:
                     self._waiting[self._working[me]] = None
                     del self._working[me]
 
-    def _take_off(self, me: int, now: int) -> bool:
-        """Take the item that was worked on longest ago; False where all have had their turn."""
+    def _take_over(self) -> None:
+        """Put an item that was handed in with those that wait."""
+        # No loop in here: Python 3.12 and 3.13 do not leave the block where a signal comes at its jump back.
         with self._lock:
-            while self._orphaned:
+            if self._orphaned:
                 if self._orphaned[0] in self._owned:
                     self.handed_in += (self._owned[self._orphaned[0]],)
                     del self._owned[self._orphaned[0]]
                 del self._orphaned[0]
-            while self.handed_in:
+            elif self.handed_in:
                 if self.handed_in[0] not in self._working.values():
                     self.handed_in[0]._round = -1
                     self._waiting[self.handed_in[0]] = None
                 del self.handed_in[0]
+
+    def _take_off(self, me: int, now: int) -> bool:
+        """Take the item that was worked on longest ago; False where all have had their turn."""
+        while self._orphaned or self.handed_in:
+            self._take_over()
+        with self._lock:
             for item in self._waiting:
                 if item._round >= now:
                     return False
