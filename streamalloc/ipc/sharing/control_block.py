@@ -361,15 +361,10 @@ class ControlBlock:
         ValueError
             There is no such mark.
         """
-        return not number or self._marked(kind, number).value == number >> 32
+        return not number or self.mark(kind, number).value == number >> 32
 
-    def end_mark(self, kind: str, number: int) -> None:
-        """Tell the exporter that what a mark stands for has ended."""
-        word = self._marked(kind, number)
-        if word.value == number >> 32:
-            word.value = 0
-
-    def _marked(self, kind: str, number: int) -> Word:
+    def mark(self, kind: str, number: int) -> Word:
+        """The word of a mark of the exporter's; errors as for :meth:`marked`."""
         index = number % WORD
         if index >= SLOTS:
             raise ValueError(f"the descriptor's {kind} mark {index} is none of its control block, which has {SLOTS}")

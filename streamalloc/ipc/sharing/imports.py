@@ -195,8 +195,7 @@ def open_import(way: PoolWay | LegacyWay, part: Part, stream: Stream) -> Importe
     """Open an allocation, or open it once more; ``stream`` waits for its contents."""
     slot, generation, ready, offset, size, base_size, hold, key = part
     block = way.block
-    if way.held:
-        block.marked("hold", hold)  # type: ignore[union-attr]
+    mark = block.mark("hold", hold) if way.held else None  # type: ignore[union-attr]
     mine = None if block is None else block.places.get(slot) or block.place(slot)
     opened = ImportedBuffer()
     opened._held = None
@@ -253,8 +252,8 @@ def open_import(way: PoolWay | LegacyWay, part: Part, stream: Stream) -> Importe
             attach(first, later)
         raise
     finally:
-        if way.held:
-            block.end_mark("hold", hold)  # type: ignore[union-attr]
+        if mark is not None and mark.value == hold >> 32:
+            mark.value = 0  # which tells the exporter that the descriptor has arrived
     return opened
 
 

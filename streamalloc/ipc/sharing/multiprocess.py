@@ -96,13 +96,15 @@ def _lost_with(connection: Connection) -> Callable[[], bool]:
     return functools.partial(_is_cut_off, weakref.ref(connection))
 
 
+_DUMPS = ForkingPickler.dumps.__func__.__code__  # type: ignore[attr-defined]
+
+
 def _written_to() -> Connection | None:
     """The connection that multiprocessing writes the pickle to; a reducer is told nothing of it."""
-    frame = sys._getframe(1)
-    dumps = ForkingPickler.dumps.__func__.__code__  # type: ignore[attr-defined]
+    frame = sys._getframe(2)  # of reduce
     while frame.f_back is not None:
         caller = frame.f_back
-        if frame.f_code is dumps:
+        if frame.f_code is _DUMPS:
             # A connection's send, a simple queue's put, or the thread that feeds a queue.
             for value in list(caller.f_locals.values()):
                 for found in (value, getattr(value, "_writer", None), getattr(value, "__self__", None)):
