@@ -233,16 +233,20 @@ class TestAddresses:
         assert said(rig.try_allocate(full, 28 * MiB, stream)) == "OUT_OF_MEMORY"
         assert rig.reserved(holding) == 0
 
-    @pytest.mark.parametrize("place", [HOST, HOST_NUMA], ids=["host", "NUMA node"])
-    def test_pools_of_the_host_take_from_such_pools(self, rig: Rig, place: int) -> None:
-        stream, full = rig.stream(), rig.pool(UINT64_MAX, location=HOST_NUMA, max_size=32 * MiB)
-        holding = [rig.pool(UINT64_MAX, location=one) for one in (place, DEVICE)]
-        for pool in holding:
+    @pytest.mark.parametrize(
+        ("asking", "left"),
+        [(HOST_NUMA, {HOST: 32, HOST_NUMA: 0, DEVICE: 32}), (HOST, {HOST: 0, HOST_NUMA: 32, DEVICE: 0})],
+        ids=["NUMA node", "host"],
+    )
+    def test_pools_of_numa_nodes_take_from_such_pools(self, rig: Rig, asking: int, left: dict[int, int]) -> None:
+        stream, full = rig.stream(), rig.pool(UINT64_MAX, location=asking, max_size=32 * MiB)
+        holding = {place: rig.pool(UINT64_MAX, location=place) for place in left}
+        for pool in holding.values():
             rig.free(rig.allocate(pool, 20 * MiB, stream), stream)
         value(rig.raw.cuStreamSynchronize(stream))
         rig.allocate(full, 28 * MiB, stream)
         assert said(rig.try_allocate(full, 28 * MiB, stream)) == "OUT_OF_MEMORY"
-        assert [rig.reserved(pool) for pool in holding] == [0, 32 * MiB]
+        assert {place: rig.reserved(pool) // MiB for place, pool in holding.items()} == left
 
 
 class TestAllPools:

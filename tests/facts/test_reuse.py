@@ -351,3 +351,17 @@ def test_a_free_is_known_once_the_next_command_is_reached(rig: Rig, asks: str, s
     time.sleep(0.001)  # the device reaches the gate
     joined = rig.allocate(pool, 16 * MiB, stream if asks == "own" else rig.stream())
     assert joined - freed == (0 if known else 8 * MiB)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["of what it gets", "of something else"])
+def test_who_waits_for_memory_waits_for_the_last_free_of_the_stream(rig: Rig, again: bool) -> None:
+    pool, elsewhere = rig.pool(UINT64_MAX, "001", max_size=32 * MiB), rig.pool(UINT64_MAX)
+    freeing, asking, gate = rig.stream(), rig.stream(), rig.gate()
+    freed, other = rig.allocate(pool, SIZE, freeing), rig.allocate(elsewhere, MiB, freeing)
+    rig.free(freed, freeing)
+    assert rig.executed(freeing)
+    gate.hold(freeing)
+    if again:
+        rig.free(other, freeing)
+    assert rig.allocate(pool, SIZE, asking) == freed
+    assert rig.held(asking) == again

@@ -80,7 +80,8 @@ class Pool:
         # (observed on H200: test_placements)
         few = self.device is None or len(supply.devices) == 1
         capacity = 2 * self.max_size if few and self.max_size else bank.addresses
-        self.space: Space = Space(str(self.label), supply, bank, capacity, ranks=self._timeline.ranks)
+        of_node = self.place.type == Location.HOST_NUMA
+        self.space: Space = Space(str(self.label), supply, bank, capacity, self._timeline.ranks, of_node)
         self.line: Line = self.space.line
         supply.pools[self.handle] = self.space
 
@@ -127,7 +128,7 @@ class Pool:
         """Free in stream order."""
         self._timeline.rank(stream)
         self.used -= size
-        seq = stream.submit(Freed(self))
+        seq = stream.last_free = stream.submit(Freed(self))
         if not self.destroyed or self._outstanding:
             self.line.free(block, stream.id, seq)
 
@@ -178,10 +179,10 @@ class Pool:
         return False
 
     def _wait_for(self, block: Block, stream: Stream) -> None:
-        """Have a stream wait for what left a block. Nobody counts on that later on."""
+        """Have a stream wait for the last free of what left a block. Nobody counts on that later on."""
         other = self._timeline.streams.get(block.owner)
         if other is not None:
-            stream.submit(Operation(), ((other, block.seq),))
+            stream.submit(Operation(), ((other, other.last_free),))
 
     # -- giving memory up ------------------------------------------------------------------------------------
 

@@ -39,13 +39,13 @@ class Supply:
                 space.trim(0)
 
     def trim(self, asking: Space) -> None:
-        """Take what is held in reserve: for a pool of the host from all pools of the host, for one of a device from all
-        pools of devices and from graphs.
+        """Take what is held in reserve: for a pool of a NUMA node from such pools, for another from all others and from
+        graphs.
         """
         for space in self.pools.values():
-            if space is not asking and (space.bank is self.host) == (asking.bank is self.host):
+            if space is not asking and space.of_node == asking.of_node:
                 space.trim(0)
-        if asking.bank is not self.host:
+        if not asking.of_node:
             for give_up in self.reserves:
                 give_up()
 
@@ -78,9 +78,11 @@ class Space:
         bank: Bank,
         capacity: int,
         ranks: dict[int, int] | None = None,
+        of_node: bool = False,
     ) -> None:
         self.line: Line = Line(round_up(capacity, CHUNK), CHUNK, ranks)
         self.bank = bank
+        self.of_node = of_node
         self._arenas = supply.arenas
         # from the beginning, so that nothing else comes there (observed on H200: test_pool_creation)
         with operating_system(only_memory=True):

@@ -136,6 +136,7 @@ class Stream:
         self.queue: deque[Operation] = deque()
         self.seq: int = 0
         self.done: int = 0
+        self.last_free: int = 0
         self.marked: int = 0
         """The last command that was reached."""
         self.clock: Clock = {}
