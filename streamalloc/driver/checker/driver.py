@@ -193,8 +193,9 @@ class Checked(Wrapper):
             if self._state.timeline.held:
                 self._state.words.look()
             rule(self._state, name, args, answer)
-        if self._state.others.posted:
-            self._state.others.settle()
+        others = self._state.others
+        if others.posted or others.leaving:
+            others.settle()
 
     def _late(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
         rule = BEFORE.get(name)

@@ -17,6 +17,7 @@ from streamalloc.driver.checker.words import Words
 
 __all__ = ["Others"]
 
+_LEAVING = 64
 _POSTED = 256
 """So many exports that are not complete are known to other processes."""
 
@@ -40,6 +41,9 @@ class Others:
         self.exports: dict[bytes, Range] = {}
         self.exported: dict[Range, bytes] = {}
         self.entries: dict[Range, Path] = {}
+        """What says that this process has an import, by that."""
+        self.leaving: dict[Range, Path] = {}
+        """The same where the free was called, and nobody can know that it has run."""
         self.events: dict[bytes, Event] = {}
         self.board: Board | None = None
         """What other processes are told, once there is something."""
@@ -56,21 +60,26 @@ class Others:
     # -- what is exported and imported -----------------------------------------------------------------------
 
     def let_go(self, range_: Range) -> None:
-        """An import is freed: say so."""
-        entry = self.entries.pop(range_, None)
+        """An import is not there any more: say so."""
+        entry = self.entries.pop(range_, None) or self.leaving.pop(range_, None)
         if entry is not None:
             ledger.close_import(entry)
 
     def close(self) -> None:
         """Take everything back that others are told."""
-        for range_ in tuple(self.entries):
+        for range_ in (*self.entries, *self.leaving):
             self.let_go(range_)
         if self.board is not None:
             self.board.close()
 
-    def frees(self, range_: Range, what: str, stack: Stack) -> None:
-        """Memory is freed, which may have been exported or imported."""
-        self.let_go(range_)
+    def frees(self, range_: Range, what: str, stack: Stack, at_once: bool = False) -> None:
+        """Memory is freed, which may have been exported or imported; ``at_once``: by the host."""
+        if at_once:
+            self.let_go(range_)
+        elif range_ in self.entries:
+            self.leaving[range_] = self.entries.pop(range_)
+            if len(self.leaving) > _LEAVING:
+                self.let_go(next(iter(self.leaving)))
         exported = self.exported.pop(range_, None)
         if exported is not None:
             self.exports.pop(exported, None)
@@ -146,11 +155,20 @@ class Others:
             self.board.take_back(place)
 
     def settle(self) -> None:
-        """Take back what other processes were told to wait for, where the host knows that it has come."""
+        """Take back what other processes were told, where they may have been told that it is over."""
+        for range_ in [one for one in self.leaving if one.ended is not None and self._may_be_known(one.ended)]:
+            self.let_go(range_)
         if self._settled != self._timeline.version:
             self._settled = self._timeline.version
             for place in [place for place, done in self.posted.items() if done()]:
                 self._take_back(place)
+
+    def _may_be_known(self, moment: Moment) -> bool:
+        """Whether the host, or something that other processes can wait for, comes after an operation."""
+        number, time = moment.actor.number, moment.time
+        return (
+            self._words.told.after(number, time) or self._timeline.order(self._timeline.host, number, time) == CERTAIN
+        )
 
     def awaited(self, range_: Range, name: bytes) -> None:
         """Memory was imported by its export data: what its exporter has told that a stream may wait for."""

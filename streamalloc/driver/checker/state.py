@@ -427,7 +427,7 @@ class State:
         self.timeline.act(thread)
         ended = [one for one in ranges if one.ended is None]
         for one in ended:
-            self.others.frees(one, what, stack)
+            self.others.frees(one, what, stack, at_once=True)
             self.judge.free(one, thread, self.timeline.host, what, stack, ending)
 
         def finish(answer: Any) -> None:

@@ -18,6 +18,7 @@ from tests.driver.checker.corpus import PAGE, SIZE, Bench
 from tests.processes import Partner, There, eventually
 from tests.support import KEEP
 
+_INTERPROCESS = int(cuda.CUevent_flags.CU_EVENT_INTERPROCESS | cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 _POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 _KIND = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
@@ -50,7 +51,7 @@ def _free(there: There) -> list[str]:
     driver, pool, address = there.kept.pop("import")
     with there.device.current():
         driver.cuMemFreeAsync(address, cuda.CUstream(there.stream.handle))
-        there.stream.synchronize()
+        driver.cuStreamSynchronize(cuda.CUstream(there.stream.handle))
         driver.cuMemPoolDestroy(pool)
     return [str(one) for one in driver.hazards]
 
@@ -85,6 +86,39 @@ def test_the_importer_frees_first(bench: Bench, partner: Partner) -> None:
     assert partner.run(_free) == []
     shared.buffer.free()
     assert kinds(bench) == []
+
+
+def _free_and_go_on(there: There, told: bool) -> bytes:
+    """Free the import in stream order; ``told``: with an event behind it that the exporter can wait for."""
+    driver, pool, address = there.kept.pop("import")
+    stream = cuda.CUstream(there.stream.handle)
+    with there.device.current():
+        driver.cuMemFreeAsync(address, stream)
+        event = driver.cuEventCreate(_INTERPROCESS)[1]
+        if told:
+            driver.cuEventRecord(event, stream)
+        there.keep("left", (driver, pool, event))
+        return opaque_bytes(driver.cuIpcGetEventHandle(event)[1])
+
+
+def _end(there: There) -> None:
+    driver, pool, event = there.kept.pop("left")
+    there.stream.synchronize()
+    driver.cuEventDestroy(event)
+    driver.cuMemPoolDestroy(pool)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_the_importer_frees_first_and_has_work_left(bench: Bench, partner: Partner, told: bool) -> None:
+    """That its free was called is not enough: the exporter has to come after it."""
+    shared = Shared(bench, partner)
+    handle = opaque_struct("CUipcEventHandle", partner.run(_free_and_go_on, told))
+    event = bench.raw("cuIpcOpenEventHandle", handle)
+    bench.raw("cuStreamWaitEvent", cuda.CUstream(bench.a.handle), event, 0)
+    shared.buffer.free(bench.a)
+    assert kinds(bench) == ([] if told else ["free before the importer's"])
+    partner.run(_end)
+    bench.raw("cuEventDestroy", event)
 
 
 def test_an_importer_that_was_killed_has_nothing(bench: Bench, on_cuda: bool) -> None:
