@@ -7,6 +7,7 @@ import functools
 import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -183,6 +184,17 @@ class TestHostFunctions:
             stream.launch_host_func(lambda: None)
         stream.synchronize()
         assert len(_host_functions) == before
+
+    def test_one_that_was_refused_is_let_go(self, machine: Any) -> None:
+        driver = sd.faulty(machine, "cuLaunchHostFunc", result="CUDA_ERROR_UNKNOWN")
+        with sa.Device(0, driver=driver).create_stream() as stream:
+            function = functools.partial(int)
+            known = weakref.ref(function)
+            with pytest.raises(sa.CudaError, match="cuLaunchHostFunc answered"):
+                stream.launch_host_func(function)
+            del function
+            gc.collect()
+            assert known() is None
 
 
 class TestClosing:

@@ -62,7 +62,12 @@ class Interrupted(BaseException):
     """What a signal handler raises."""
 
 
-_DONE = (COUNTED - set(CREATORS) - {"cuMemMap"}) | {"cuMulticastAddDevice", "cuMulticastBindMem", "cuMemSetAccess"}
+_DONE = (COUNTED - set(CREATORS) - {"cuMemMap"}) | {
+    "cuMulticastAddDevice",
+    "cuMulticastBindMem",
+    "cuMemSetAccess",
+    "cuCtxPushCurrent",
+}
 
 
 class Refusals:
@@ -105,6 +110,8 @@ class Interrupts:
         self._driver = driver
         self.at = 0
         """How many calls are made before; 0 is none to come."""
+        self.interrupted = ""
+        """The call that was."""
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._driver, name)
@@ -118,6 +125,7 @@ class Interrupts:
                     if name in _DONE:
                         # It counts as done where it raises: a handler runs when it has returned.
                         function(*args)
+                    self.interrupted = name
                     raise Interrupted
             return function(*args)
 
@@ -378,6 +386,12 @@ ACTS: dict[str, Act] = {
 }
 
 
+def _group(world: World) -> Any:
+    group = vmm.SleepGroup(world.device)
+    assert not group.backup.closed
+    return group
+
+
 MAKERS: dict[str, Callable[[World], Any]] = {
     "Event": lambda world: sa.Event(world.device),
     "MemoryPool": lambda world: sa.MemoryPool(world.device, release_threshold=MiB),
@@ -387,7 +401,7 @@ MAKERS: dict[str, Callable[[World], Any]] = {
     "AddressRange": lambda world: vmm.AddressRange(PAGE, driver=world.driver),
     "GrowableBuffer": lambda world: vmm.GrowableBuffer(world.device, 4 * PAGE, 2 * PAGE, chunk=PAGE),
     "stripe": lambda world: vmm.stripe(4 * PAGE, [world.device]),
-    "SleepGroup": lambda world: vmm.SleepGroup(world.device),
+    "SleepGroup": _group,
     "MemoryRecycler": lambda world: vmm.MemoryRecycler(world.device, PAGE),
     "SparseArray": lambda world: vmm.SparseArray(world.device, (1024, 1024)),
     "TilePool": lambda world: vmm.TilePool(world.device, PAGE),
@@ -488,6 +502,8 @@ def fails_in_turn(
                 world.driver.at = first
             raised, there = _perform(world, kind, act)
             failed = world.faulty.failed
+            if times == 0 and world.driver.interrupted != "cuCtxPopCurrent":
+                assert world.depth() == world.contexts, (first, world.driver.interrupted)
             world.put_right()
             expected: tuple[type[BaseException], ...] = (sa.CudaError if times else Interrupted, *errors)
             assert raised is None or isinstance(raised, expected), (first, times, failed, raised)

@@ -127,6 +127,38 @@ class TestGrant:
             assert mapping.access(device) == READ and mapping.rights == {device.location: READ}
 
 
+class _Halfway:
+    """A driver that may refuse access as a whole when it has set some of it, as driver 580 does."""
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self.fails = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._driver, name)
+
+    def cuMemSetAccess(self, address: Any, nbytes: int, *access: Any) -> Any:
+        if not self.fails:
+            return self._driver.cuMemSetAccess(address, nbytes, *access)
+        self.fails = False
+        assert nbytes == 3 * PAGE and not self._driver.cuMemSetAccess(address, PAGE, *access)[0]
+        return (self._driver.CUresult.CUDA_ERROR_UNKNOWN,)
+
+
+def test_what_was_set_before_a_refusal_is_taken_back(machine: Any) -> None:
+    driver = _Halfway(machine)
+    device = sa.Device(0, driver=driver)
+    with vmm.AddressRange(3 * PAGE, driver=driver) as addresses:
+        for place in range(3):
+            with vmm.PhysicalMemory(PAGE, device) as memory:
+                addresses.map(memory, place * PAGE)
+        addresses.set_access(device)
+        driver.fails = True
+        with pytest.raises(sa.CudaError, match="cuMemSetAccess answered"):
+            addresses.set_access(device, READ)
+        assert [mapping.access(device) for mapping in addresses.mappings] == [READWRITE] * 3
+
+
 class TestPart:
     def test_of_a_range(self, device: sa.Device, pages: vmm.AddressRange) -> None:
         pages.set_access(device, start=PAGE, stop=3 * PAGE)

@@ -754,6 +754,17 @@ class TestStreamOrder:
             gate.open()
             assert executed(three)
 
+    def test_a_map_that_fails_holds_no_memory(self, machine: Any) -> None:
+        """The pool's memory goes when that is closed, as it has no tiles of it."""
+        checked = sd.checked(machine)
+        device = sa.Device(0, driver=sd.faulty(checked, "cuMemMapArrayAsync", result="CUDA_ERROR_UNKNOWN"))
+        with device.create_stream() as stream, vmm.SparseArray(device, (256, 256)) as array:
+            pool = vmm.TilePool(device, PAGE)
+            with pytest.raises(sa.CudaError, match="cuMemMapArrayAsync answered"):
+                array.map(pool, stream=stream)
+            pool.close()
+            assert "physical memory" not in checked.outstanding()
+
     def test_after_the_stream_is_gone(
         self, device: sa.Device, tiles: vmm.TilePool, full: vmm.SparseArray, stream: sa.Stream
     ) -> None:

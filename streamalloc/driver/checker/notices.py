@@ -14,6 +14,7 @@ import mmap
 import os
 import secrets
 import struct
+import weakref
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,15 +59,18 @@ class Board:
         with open(self._path, "xb+") as file:
             file.truncate(_BYTES)
             self._bytes = mmap.mmap(file.fileno(), _BYTES)
-        self._events = 0
+        self._free = list(reversed(range(EVENTS)))
         self._posts = 0
+        weakref.finalize(self, _remove, self._path, os.getpid())
 
     def add_event(self) -> int | None:
         """A place for an event; None where there is none left."""
-        if self._events == EVENTS:
-            return None
-        self._events += 1
-        return self._events - 1
+        return self._free.pop() if self._free else None
+
+    def drop_event(self, place: int) -> None:
+        """An event is destroyed: nobody finds it any more. Its number goes on with the next."""
+        self._bytes[place * _PLACE.size : place * _PLACE.size + _NAME] = bytes(_NAME)
+        self._free.insert(0, place)
 
     def name_event(self, place: int, name: bytes) -> None:
         """Say what others know an event by."""
@@ -103,8 +107,14 @@ class Board:
 
     def close(self) -> None:
         """Nothing is told any more."""
+        _remove(self._path, os.getpid())
+
+
+def _remove(path: Path, process: int) -> None:
+    # A forked child has the objects of its parent.
+    if process == os.getpid():
         with contextlib.suppress(OSError):
-            self._path.unlink()
+            path.unlink()
 
 
 class Awaited(NamedTuple):

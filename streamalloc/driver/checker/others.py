@@ -47,8 +47,8 @@ class Others:
         self.events: dict[bytes, Event] = {}
         self.board: Board | None = None
         """What other processes are told, once there is something."""
-        self.posted: dict[int, Callable[[], bool]] = {}
-        """The exports that were not complete, and whether they are, by their places on the board."""
+        self.posted: dict[int, tuple[bytes, Callable[[], bool]]] = {}
+        """The names of exports that were not complete, and whether they are, by their places on the board."""
         self._settled = 0
         self.announced: dict[bytes, Obstacle] = {}
         """The latest announcements to other processes, and to whoever opens memory in this one."""
@@ -140,12 +140,20 @@ class Others:
                 board.record(event.place)
         return event.place
 
+    def dropped(self, event: Event) -> None:
+        """An event was destroyed."""
+        if event.place is not None and self.board is not None:
+            self.board.drop_event(event.place)
+            event.place = None
+
     def _post(self, name: bytes, covers: list[int], done: Callable[[], bool]) -> None:
         board = self._board()
         if board is not None:
+            for place in [place for place, (known, _) in self.posted.items() if known == name]:
+                self._take_back(place)
             place = board.post(name, covers)
             self.posted.pop(place, None)
-            self.posted[place] = done
+            self.posted[place] = (name, done)
             if len(self.posted) > _POSTED:
                 self._take_back(next(iter(self.posted)))
 
@@ -160,7 +168,7 @@ class Others:
             self.let_go(range_)
         if self._settled != self._timeline.version:
             self._settled = self._timeline.version
-            for place in [place for place, done in self.posted.items() if done()]:
+            for place in [place for place, (_, done) in self.posted.items() if done()]:
                 self._take_back(place)
 
     def _may_be_known(self, moment: Moment) -> bool:

@@ -13,7 +13,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct
-from streamalloc.driver.checker import ledger
+from streamalloc.driver.checker import ledger, notices
 from tests.driver.checker.corpus import PAGE, SIZE, Bench
 from tests.processes import Partner, There, eventually
 from tests.support import KEEP
@@ -270,3 +270,17 @@ def test_an_importer_uses_memory_after_the_stream_that_opened_it(
     if kind == "buffer":
         bench.done(memory)
     assert kinds(bench) == []
+
+
+def test_another_event_has_the_same_name() -> None:
+    """As a real driver gives handles of events again: the numbers of a place on the board go on."""
+    board = notices.Board()
+    first = board.add_event()
+    assert first is not None
+    board.name_event(first, b"name")
+    board.record(first)
+    board.drop_event(first)
+    places = [board.add_event() for _ in range(notices.EVENTS)]
+    assert places[-1] == first and None not in places and board.add_event() is None
+    assert board.record(first) == 2
+    board.close()

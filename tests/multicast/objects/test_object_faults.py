@@ -370,3 +370,24 @@ class TestTwoFaults:
         del caught, memory, memories
         gc.collect()
         assert account.left == {}
+
+
+def test_a_refused_binding_holds_nothing(machine: Any) -> None:
+    """Neither the memory, which goes when it is closed, nor its place in the object."""
+    account = Account(machine)
+    driver = sd.faulty(account.driver, "cuMulticastBindMem", result="CUDA_ERROR_UNKNOWN")
+    made = multicast.MulticastObject(PAGE, 2, driver=driver)
+    for device in sa.Device.all(driver):
+        made.add_device(device)
+    memory, other = (vmm.PhysicalMemory(PAGE, made.devices[0]) for _ in range(2))
+    with pytest.raises(sa.CudaError, match="cuMulticastBindMem answered") as caught:
+        made.bind(memory)
+    handle = memory.handle
+    memory.close()
+    released = [call for call in account.traced.calls if call.name == "cuMemRelease"]
+    assert [int(call.args[0]) for call in released] == [handle] and made.bindings == ()
+    del caught
+    made.bind(other).close()
+    other.close()
+    made.close()
+    assert account.left == {}

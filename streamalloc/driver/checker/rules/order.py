@@ -75,8 +75,12 @@ def _ends_event(state: State, name: str, args: Arguments) -> Finish:
     event = state.events.pop(number, None)
 
     def finish(answer: Answer) -> None:
-        if answer[0] and event is not None:
+        if event is None:
+            return
+        if answer[0]:
             state.events[number] = event
+        else:
+            state.others.dropped(event)
 
     return finish
 

@@ -99,8 +99,7 @@ def _opens_event(state: State, name: str, args: Arguments, answer: Answer) -> No
     data = opaque_bytes(args[0])
     found = state.others.events.setdefault(data, Event(shared=True))
     found.elsewhere = True
-    if found.there is None:
-        found.there = notices.event_of(data)
+    found.there = notices.event_of(data)
     state.events[int(answer[1])] = found
 
 
