@@ -63,7 +63,7 @@ _GROWTH = 32 << 20
 """What a pool takes of its device at a time."""
 _SHARE = 3
 """By this power of two what may be held is divided for what goes at a time, if that is more."""
-_MORE = 8
+_MORE = 7
 """By this power of two it is divided for what there may be more each time."""
 _AT_MOST = 2
 """And by this one for the most of that."""
@@ -449,7 +449,7 @@ class CachingAllocator(CachedAllocator, Closes, Shown):
     One rule says when the cache gives free blocks back to it: before it would have more memory of the pool than was
     ever in use at once; with several streams, than halfway to what it would be if each kept its most for itself. Then
     an eighth of that goes: of the largest free blocks the longest stretches of neighbours, which the pool can use for
-    anything; and before that, for a large size, one that another stream has free. Each time the cache may have a 256th
+    anything; and before that, for a large size, one that another stream has free. Each time the cache may have a 128th
     more from then on, up to a quarter, so that programs that need it often need it less. What is freed on a stream that
     has never asked for its size goes back at once.
 
