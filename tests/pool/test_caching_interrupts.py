@@ -85,6 +85,27 @@ def test_at_any_point(machine: Any, first: int) -> None:
     assert nth > 100
 
 
+def test_what_is_no_block_yet(pool: sa.MemoryPool, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver has given memory, and the cache does not know it yet."""
+
+    def stopped(address: int) -> None:
+        assert pool.statistics().used == 1024
+        raise Boom
+
+    with sa.CachingAllocator(pool) as cache:
+        with monkeypatch.context() as patch:
+            patch.setattr("streamalloc.core.cached.Block", stopped)
+            try:
+                cache.allocate(600, stream)
+            except Boom:
+                pass
+            else:
+                pytest.fail("was not stopped")
+        assert pool.statistics().used == 0
+        with cache.allocate(600, stream):
+            assert cache.statistics()[4:] == (1024, 0, 1)
+
+
 def test_while_it_is_closed(machine: Any) -> None:
     nth = 1
     while True:
