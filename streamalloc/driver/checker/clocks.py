@@ -283,16 +283,19 @@ class Timeline:
     def _drain(self) -> None:
         self._draining = True
         try:
-            while self._ready:
-                stream = self._ready.popleft()
-                while stream.obstacle is None and stream.queue:
-                    host, action = stream.queue.popleft()
-                    if host is not None:
-                        stream.clock.learn(host)
-                        self._enter(stream)
-                    action(stream)
+            self._run_ready()
         finally:
             self._draining = False
+
+    def _run_ready(self) -> None:
+        while self._ready:
+            stream = self._ready.popleft()
+            while stream.obstacle is None and stream.queue:
+                host, action = stream.queue.popleft()
+                if host is not None:
+                    stream.clock.learn(host)
+                    self._enter(stream)
+                action(stream)
 
     def force(self, stream: Stream, but: Callable[[Obstacle], bool] = lambda obstacle: False) -> None:
         """The host has seen that a stream has nothing left to do, so that whatever it waited for is over."""

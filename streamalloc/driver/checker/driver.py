@@ -116,12 +116,16 @@ class Checked(Wrapper):
             self._observing = threading.get_ident()
             try:
                 result = step(*args)
-                while self._postponed:
-                    self._postponed.popleft()()
+                # Blocks have no loop: Python 3.12 and 3.13 skip their ends where a signal comes at its jump back.
+                self._note_postponed()
                 return result
             finally:
                 # No call comes before this that a signal handler could interrupt.
                 self._observing = 0
+
+    def _note_postponed(self) -> None:
+        while self._postponed:
+            self._postponed.popleft()()
 
     def _ask(self, function: Function, args: tuple[Any, ...]) -> Any:
         """Call a function of the driver while nobody has the turn, whatever a signal handler raises meanwhile."""
@@ -205,15 +209,18 @@ class Checked(Wrapper):
 
     def _keep(self) -> list[Hazard]:
         """Put what was found where it belongs; what has to be shown now."""
-        fresh = []
         with self._lock:
-            while self._found:
-                hazard = self._found.pop(0)
-                key = (hazard.kind, hazard.address, *(stack for _, stack in hazard.places))
-                if key not in self._shown and len(self.hazards) < _KEPT:
-                    self._shown.add(key)
-                    self.hazards.append(hazard)
-                    fresh.append(hazard)
+            return self._sorted_out()
+
+    def _sorted_out(self) -> list[Hazard]:
+        fresh = []
+        while self._found:
+            hazard = self._found.pop(0)
+            key = (hazard.kind, hazard.address, *(stack for _, stack in hazard.places))
+            if key not in self._shown and len(self.hazards) < _KEPT:
+                self._shown.add(key)
+                self.hazards.append(hazard)
+                fresh.append(hazard)
         return fresh
 
     def _deliver(self, take_back: Callable[[], object] | None = None) -> None:
