@@ -21,10 +21,17 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import pytest
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Atomic", "Interrupted", "Place", "Points", "Signal"]
+__all__ = ["Atomic", "Interrupted", "Place", "Points", "Signal", "since_3_11"]
+
+since_3_11 = pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="Python 3.10 looks for signals also when a function of Python returns"
+)
+"""For tests of interrupts at any point: what a function has made may be lost then."""
 
 
 class Interrupted(BaseException):

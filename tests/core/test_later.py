@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from streamalloc.core.errors import CudaError, DeviceLostError
 from streamalloc.core.later import Deferred, Later
+from tests.interrupting import since_3_11
 
 
 class Interrupt(Exception):
@@ -203,6 +204,7 @@ def storm() -> Iterator[Callable[[], int]]:
     signal.signal(signal.SIGALRM, before)
 
 
+@since_3_11
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_signals_lose_no_item_and_end_none_twice(storm: Callable[[], int]) -> None:
     later, ended = Later(), list[Item]()
@@ -252,6 +254,7 @@ class TestEndWith:
         del owner
         assert later.work() == 0 and ended == [item] and len(later) == 0
 
+    @since_3_11
     # A handler may raise in the middle of pytest's own hooks.
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     def test_signals_lose_none(self, storm: Callable[[], int]) -> None:

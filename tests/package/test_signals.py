@@ -29,7 +29,7 @@ from streamalloc import interop, ipc, multicast, vmm
 from streamalloc.driver.bindings import cuda
 from tests.interop.libraries import LIBRARIES
 from tests.interop.standins import STANDINS
-from tests.interrupting import Atomic, Points, Signal
+from tests.interrupting import Atomic, Points, Signal, since_3_11
 from tests.ipc.support import POSIX, shared_pool
 from tests.processes import ROOT, eventually
 from tests.support import MiB, end_what_was_dropped
@@ -59,7 +59,7 @@ Memory stays until its pool or the process ends; of a finaliser, Python tells wh
 
 pytestmark = [
     pytest.mark.simulated_only("where a signal may come is the same on any driver"),
-    pytest.mark.skipif(sys.version_info < (3, 11), reason="looks for signals at other bytecodes"),
+    since_3_11,
     # What a signal has stopped right before the block that closes it.
     pytest.mark.filterwarnings("ignore:.*was dropped without close:ResourceWarning"),
 ]
@@ -534,6 +534,7 @@ def test_at_every_point(machine: Any, name: str) -> None:
     sweep(machine, name, list(points_of(machine, *PROGRAMS[name])))
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="the list is of the points of older versions, which are more")
 @pytest.mark.parametrize(("function", "opcode"), LOST)
 def test_what_is_lost(machine: Any, function: str, opcode: str) -> None:
     """Each of these is needed: where it is held one day, it goes."""

@@ -23,6 +23,7 @@ from streamalloc.driver.simulator import turns
 from tests.driver.simulator.support import new_rig
 from tests.facts.support import MiB
 from tests.facts.support import value as ok
+from tests.interrupting import since_3_11
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
@@ -181,6 +182,7 @@ def test_automatic_collections_go_on_while_a_call_waits() -> None:
     assert gc.isenabled()
 
 
+@since_3_11
 @pytest.mark.filterwarnings("ignore:Exception ignored in. .function WeakSet")  # where the handler may run, too
 def test_an_exception_of_a_handler_comes_after_the_call(alarm: Alarm) -> None:
     """What a call gives arrives, whenever the signal comes; nothing is lost, and the machine's books are in order."""
