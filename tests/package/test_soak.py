@@ -1,6 +1,7 @@
 """Threads, the collector and kills for as long as is asked for: what a process has stays the same.
 
-``STREAMALLOC_SOAK_SECONDS`` says how long, with ``--soak`` or ``-m soak``: a minute unless it is set.
+``STREAMALLOC_SOAK_SECONDS`` says how long, with ``--soak`` or ``-m soak``: a minute unless it is set;
+``STREAMALLOC_SOAK_SEED`` what chance begins with.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tests.processes import Partner, There, eventually
 from tests.support import MiB, end_what_was_dropped
 
 SOAK = float(os.environ.get("STREAMALLOC_SOAK_SECONDS", "60"))
+SEED = int(os.environ.get("STREAMALLOC_SOAK_SEED", "0"))
 ROUND = 2.0
 """Seconds between two looks at what there is."""
 THREADS = 4
@@ -154,7 +156,7 @@ def test_what_a_process_has_stays_the_same(device: sa.Device, on_cuda: bool) -> 
     end = time.monotonic() + SOAK
     with shared_pool(device) as pool:
         while time.monotonic() < end or len(seen) < 6:
-            done += one_round(on_cuda, device, pool, rounds)
+            done += one_round(on_cuda, device, pool, SEED + rounds)
             rounds += 1
 
             def used() -> int:
