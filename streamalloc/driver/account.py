@@ -65,9 +65,11 @@ class Account:
         elif name in ENDERS:
             handle = int(args[0] or 0)
             for kind in ENDERS[name]:
-                if self._live[kind, handle]:
+                if self._live[kind, handle] > 1:
                     self._live[kind, handle] -= 1
                     break
+                if self._live.pop((kind, handle), 0):
+                    break  # nothing is kept of what is not there
         elif name in _UNCOUNTED:
             self._uncounted.add(int(answer[1]))
         elif name == "cuMemMap":
