@@ -158,6 +158,25 @@ def test_addresses(nodes: Nodes) -> None:
     assert nodes.rig.graph_memory() == (0, 0, 0, 0)
 
 
+def test_what_is_freed_beside_an_earlier_hole_takes_it_along(nodes: Nodes) -> None:
+    first, start = nodes.allocate(4096)
+    second, address = nodes.allocate(512)
+    freed = value(nodes.free(address, second))
+    last = value(nodes.free(start, first, freed))
+    assert nodes.allocate(512, freed)[1] == start + 4096 + 512
+    assert nodes.allocate(4096 + 512, last)[1] == start
+
+
+def test_of_equal_holes_that_which_has_been_there_longest(nodes: Nodes) -> None:
+    node, addresses = None, []
+    for _ in range(3):
+        node, address = nodes.allocate(1024, *([] if node is None else [node]))
+        addresses.append(address)
+    for at in (2, 0):
+        node = value(nodes.free(addresses[at], node))
+    assert nodes.allocate(1024, node)[1] == addresses[2]
+
+
 def test_addresses_are_there_for_more_than_the_device_has(nodes: Nodes) -> None:
     """Nothing is launched: on hardware that took what there was, and kept it."""
     raw, total = nodes.raw, value(nodes.raw.cuDeviceTotalMem(0))

@@ -178,6 +178,7 @@ class GraphMemory:
         self._size = 0
         self._reserved = 0
         self._holes: list[Hole] = []
+        """In the order in which they were left."""
         self._slab: Slab | None = None
         self._mapped: tuple[Slab, int] | None = None  # in stream order: what launches that are queued will find
         self.uses: Uses = Uses()
@@ -196,42 +197,41 @@ class GraphMemory:
         return bool(self._holes)
 
     def place(self, size: int, earlier: Container[object]) -> int:
-        """An address for an allocation node: the smallest hole that the ``earlier`` nodes left together, if any will do
-        (observed on H200: test_graph_memory).
+        """An address for an allocation node: the smallest hole that ``earlier`` nodes left, if any will do; of equal
+        ones that which has been there longest (observed on H200: test_graph_memory, test_graph_nodes).
         """
         rounded = round_up(size, ALIGNMENT)
-        runs: list[list[Hole]] = []
-        for hole in sorted((hole for hole in self._holes if hole.freed_by in earlier), key=lambda one: one.address):
-            if runs and runs[-1][-1].end == hole.address:
-                runs[-1].append(hole)
-            else:
-                runs.append([hole])
-        fitting = [run for run in runs if run[-1].end - run[0].address >= rounded]
-        run = min(fitting, key=lambda one: (one[-1].end - one[0].address, one[0].address)) if fitting else []
-        address = run[0].address if run else self._reservation.base + self._size
-        rest = rounded
-        for hole in run:
-            self._holes.remove(hole)
-            if hole.size > rest:
-                self._holes.append(Hole(hole.size - rest, hole.address + rest, hole.freed_by))
-                rest = 0
-                break
-            rest -= hole.size
-            if not rest:
-                break
-        if rest:
-            # the graphs of a device share as many addresses as a pool has; whether there is memory for what a graph
-            # allocates shows when it is launched (observed on H200: test_graph_nodes)
-            taken = sum(memory._size for memory in self._shared.memories)
-            check(taken + rest <= self._reservation.size, Result.CUDA_ERROR_OUT_OF_MEMORY)
-            self._size += rest
-            if self._size > self._reserved:  # by as much as all of it needs (observed on H200: test_graph_nodes)
-                self._reserved += round_up(rest, CHUNK)
+        fitting = (hole for hole in self._holes if hole.size >= rounded and hole.freed_by in earlier)
+        hole = min(fitting, key=lambda one: one.size, default=None)
+        if hole is not None:
+            rest = Hole(hole.size - rounded, hole.address + rounded, hole.freed_by)
+            at = self._holes.index(hole)
+            self._holes[at : at + 1] = [rest] if rest.size else []
+            return hole.address
+        # the graphs of a device share as many addresses as a pool has; whether there is memory for what a graph
+        # allocates shows when it is launched (observed on H200: test_graph_nodes)
+        taken = sum(memory._size for memory in self._shared.memories)
+        check(taken + rounded <= self._reservation.size, Result.CUDA_ERROR_OUT_OF_MEMORY)
+        address = self._reservation.base + self._size
+        self._size += rounded
+        if self._size > self._reserved:  # by as much as all of it needs (observed on H200: test_graph_nodes)
+            self._reserved += round_up(rounded, CHUNK)
         return address
 
-    def leave(self, address: int, size: int, freed_by: object) -> None:
-        """A node of the graph frees its range."""
-        self._holes.append(Hole(round_up(size, ALIGNMENT), address, freed_by))
+    def leave(self, address: int, size: int, freed_by: object, earlier: Container[object]) -> None:
+        """A node of the graph frees its range. What ``earlier`` nodes left beside it is one hole with that from now on,
+        which only those that come after this node can have (observed on H200: test_graph_nodes).
+        """
+        start, end = address, address + round_up(size, ALIGNMENT)
+        kept = []
+        for hole in self._holes:
+            if hole.end == start and hole.freed_by in earlier:
+                start = hole.address
+            elif hole.address == end and hole.freed_by in earlier:
+                end = hole.end
+            else:
+                kept.append(hole)
+        self._holes = [*kept, Hole(end - start, start, freed_by)]
 
     # -- launches --------------------------------------------------------------------------------------------
 

@@ -152,7 +152,8 @@ class Graph:
         allocation.freed = True
         node = self.add("MEM_FREE", after)
         node.address = address
-        self.memories[allocation.device].leave(address, allocation.size, node)
+        memory = self.memories[allocation.device]
+        memory.leave(address, allocation.size, node, ancestors(after) if memory.has_holes else ())
         return node
 
     def unfreed(self) -> list[Node]:
