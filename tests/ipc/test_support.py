@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 
+from tests.interrupting import since_3_11
 from tests.ipc.support import interrupts
 
 
+@since_3_11
 def test_no_signal_raises_after_its_block() -> None:
     """Also where the next one comes while the handler of one runs that has come at the block's end."""
     end = time.monotonic() + 0.3

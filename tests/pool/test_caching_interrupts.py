@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
+from tests.interrupting import since_3_11
 from tests.support import Account
 from tests.vmm.test_interrupts import Boom, Interrupted
 
@@ -136,6 +137,7 @@ def test_while_it_is_closed(machine: Any) -> None:
         nth += 5
 
 
+@since_3_11
 def test_real_signals(machine: Any) -> None:
     """At random times, for half a second."""
     armed = False

@@ -133,7 +133,7 @@ class Caller:
     """A thread that makes calls of a machine, or in whose name a helper makes them."""
 
     ident: int = field(default_factory=threading.get_ident)
-    is_main: bool = field(default_factory=lambda: threading.current_thread() is threading.main_thread())
+    is_main: bool = field(default_factory=lambda: threading.get_ident() == threading.main_thread().ident)
     contexts: list[Any] = field(default_factory=list)
     """The current one last."""
     capture_mode: int = 0

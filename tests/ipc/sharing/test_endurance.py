@@ -19,6 +19,7 @@ import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.core.later import later_of, work
 from streamalloc.ipc.sharing.importer import importer_of
+from tests.interrupting import since_3_11
 from tests.ipc.support import hold, make_buffer, make_pool
 from tests.processes import SECONDS, Partner, There, eventually
 from tests.support import MiB, executed
@@ -219,6 +220,7 @@ class _Interrupted(Exception):
 class TestInterrupts:
     """An exception out of a signal handler, between any two calls."""
 
+    @since_3_11
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     @pytest.mark.simulated_only("several drivers in one process, which stand for several processes")
     def test_of_all_that_is_shared_and_opened(self, monkeypatch: pytest.MonkeyPatch) -> None:
