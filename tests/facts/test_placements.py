@@ -123,6 +123,9 @@ PLACES: dict[str, tuple[str, str]] = {
     "what becomes free for everybody at once: the latest first": (
         "000", "a=s0:8, b=s0:1, c=s0:8, d=s0:1, a>s0, c>s0, sync s0, e=s1:8 @9",
     ),
+    "the latest free first, also where a part of it was used again": (
+        "000", "a=s0:24, b=s0:1, c=s0:8, d=s0:1, a>s0, c>s0, e=s0:16 @0, sync s0, f=s1:8 @25",
+    ),
     "an event lets other streams have it, after what is free for everybody": (
         "100", "a=s1:8, b=s1:1, a>s1, s1>e, e>s0, c=s0:4 @0",
     ),
@@ -235,10 +238,10 @@ class TestAddresses:
 
     @pytest.mark.parametrize(
         ("asking", "left"),
-        [(HOST_NUMA, {HOST: 32, HOST_NUMA: 0, DEVICE: 32}), (HOST, {HOST: 0, HOST_NUMA: 32, DEVICE: 0})],
+        [(HOST_NUMA, {HOST: 32, HOST_NUMA: 0, DEVICE: 32}), (HOST, {HOST: 32, HOST_NUMA: 32, DEVICE: 0})],
         ids=["NUMA node", "host"],
     )
-    def test_pools_of_numa_nodes_take_from_such_pools(self, rig: Rig, asking: int, left: dict[int, int]) -> None:
+    def test_from_whom_pools_of_the_host_take(self, rig: Rig, asking: int, left: dict[int, int]) -> None:
         stream, full = rig.stream(), rig.pool(UINT64_MAX, location=asking, max_size=32 * MiB)
         holding = {place: rig.pool(UINT64_MAX, location=place) for place in left}
         for pool in holding.values():
@@ -318,6 +321,12 @@ class TestStreamsInOrder:
         value(rig.raw.cuMemsetD8Async(rig.plain(64), 0, 64, blocking))
         assert rig.executed(blocking)
         assert self.order(rig, pool, one, blocking) == [1, 0]
+
+    def test_a_record_in_a_blocking_stream(self, rig: Rig) -> None:
+        blocking, one, pool = rig.stream(BLOCKING), rig.stream(), rig.pool(UINT64_MAX, "010")
+        self.use(rig, pool, rig.raw.CUstream(1))
+        value(rig.raw.cuEventRecord(rig.event(UNTIMED), blocking))
+        assert self.order(rig, pool, one, blocking) == [0, 1]
 
     def test_a_captured_allocation(self, rig: Rig) -> None:
         captured, one, pool = rig.stream(), rig.stream(), rig.pool(UINT64_MAX, "010")

@@ -34,6 +34,11 @@ from .constants import CHUNK
 
 _ALL = 1 << 64
 
+
+def _when_left(block: Block) -> tuple[int, int]:
+    return block.seq, block.stamp
+
+
 Reach = Callable[[int], int]
 """Given a stream: the sequence number of its operations up to which what it left may be had."""
 
@@ -141,7 +146,8 @@ class Line:
         for stream, shelf in self._shelves():
             if shelf:
                 limit = reach(stream)
-                for block in [one for one in reversed(shelf) if one.seq <= limit]:  # the latest first
+                found = [one for one in shelf if one.seq <= limit]
+                for block in sorted(found, key=_when_left, reverse=True):
                     shelf.remove(block)
                     self._give(block, HEAP, 0)
                     changed = True

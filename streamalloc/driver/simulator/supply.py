@@ -39,11 +39,11 @@ class Supply:
                 space.trim(0)
 
     def trim(self, asking: Space) -> None:
-        """Take what is held in reserve: for a pool of a NUMA node from such pools, for another from all others and from
-        graphs.
+        """Take what is held in reserve: for a pool of a NUMA node from such pools, for another from the devices' pools
+        and from graphs.
         """
         for space in self.pools.values():
-            if space is not asking and space.of_node == asking.of_node:
+            if space is not asking and (space.of_node if asking.of_node else space.bank is not self.host):
                 space.trim(0)
         if not asking.of_node:
             for give_up in self.reserves:

@@ -235,7 +235,8 @@ class Stream:
         legacy stream implies is written into ``clock`` where that is given; unless it ``joins`` nothing is implied.
         """
         if joins:
-            if self.legacy is not None and self.legacy.id in self.timeline.ranks:
+            works = operation.is_command or bool(after)
+            if works and self.legacy is not None and self.legacy.id in self.timeline.ranks:
                 self.timeline.rank(self)
             after += self.catch_up(clock)
         after += self.barrier
@@ -280,7 +281,7 @@ class Timeline:
         self.ranks: dict[int, int] = {}
         """The places of streams, by their numbers: in this order pools look at them. A stream gets the first free place
         when it first uses any pool, also in a capture; one that takes turns with the legacy stream already with its
-        first work, where that has a place (observed on H200: test_placements)."""
+        first work or wait, where that has a place (observed on H200: test_placements)."""
         self._free_ranks: list[int] = []
         self._last_id = 0
         self._worker: threading.Thread | None = None
