@@ -52,7 +52,8 @@ class interrupts:
             self._hook(found)
 
     def _handle(self, _: int, frame: types.FrameType | None) -> None:
-        caller, around = frame, False
+        # Python 3.12 and 3.13 do not leave a block by its end where a loop in it jumps back.
+        caller, around = frame, sys.version_info >= (3, 12) and frame is self._inside
         while caller is not None and caller is not self._inside:
             # Not where the block begins and ends, nor in a handler that runs there: the next signal may come in it.
             around = around or caller.f_code in _AROUND
