@@ -139,7 +139,7 @@ class MappedBytes(Node):
             pass
 
     def undo(self, first: BaseException) -> None:
-        """Undo what was begun here and has failed, with what is attached to that; nobody has used it yet."""
+        """Undo what has failed with ``first``; nobody has used it yet. Errors of the undo are attached to the first."""
         try:
             if isinstance(first, CudaError) and first.call in ("cuMemCreate", "cuMemMap"):
                 self.unmapped()
