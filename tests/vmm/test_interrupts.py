@@ -23,6 +23,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from tests.interrupting import since_3_11
 from tests.support import Account
 from tests.vmm.support import PAGE
 from tests.vmm.test_faults import CASES, Case
@@ -124,6 +125,7 @@ def test_at_any_point(machine: Any, kind: type[Case]) -> None:
         assert account.left == {}, nth
 
 
+@since_3_11
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_real_signals() -> None:
     """At random times, for a while: what a driver call gave is never lost, and nothing is released twice.

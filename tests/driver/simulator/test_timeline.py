@@ -344,10 +344,10 @@ def test_a_stream_costs_the_same_however_many_there_are(flags: int) -> None:
 
     def seconds(count: int) -> float:
         streams = [ok(d.cuStreamCreate(flags)) for _ in range(count)]
-        start = time.perf_counter()
+        start = time.thread_time()
         for stream in streams:
             ok(d.cuStreamDestroy(stream))
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     few = min(seconds(250) for _ in range(5))
     assert min(seconds(4000) for _ in range(2)) < 16 * 3 * few
