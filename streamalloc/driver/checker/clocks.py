@@ -166,10 +166,14 @@ class Timeline:
 
     # -- order -----------------------------------------------------------------------------------------------
 
+    def certain(self, clock: Clock, number: int, time: int) -> bool:
+        """Whether an operation of an actor always comes before what has this clock."""
+        # A stream is gone when the host knows all that it did, and with it everything that is queued since.
+        return clock.known.get(number, 0) >= time or number in self._gone
+
     def order(self, clock: Clock, number: int, time: int) -> int:
         """Whether an operation of an actor comes before what has this clock: one of the constants of this module."""
-        # A stream is gone when the host knows all that it did, and with it everything that is queued since.
-        if clock.known.get(number, 0) >= time or number in self._gone:
+        if self.certain(clock, number, time):
             return CERTAIN
         if not self._choices or self._searches == _SEARCHES:
             return UNORDERED

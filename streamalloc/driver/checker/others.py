@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from streamalloc.driver.checker import ledger, notices
-from streamalloc.driver.checker.clocks import CERTAIN, Actor, Clock, Obstacle, Stream, Timeline
+from streamalloc.driver.checker.clocks import Actor, Clock, Obstacle, Stream, Timeline
 from streamalloc.driver.checker.events import Event
 from streamalloc.driver.checker.hazards import Addresses, Contents, Moment, Piece, Range
 from streamalloc.driver.checker.notices import Board, Place
@@ -18,8 +18,10 @@ from streamalloc.driver.checker.words import Words
 __all__ = ["Others"]
 
 _LEAVING = 64
-_POSTED = 256
+_POSTED = 64
 """So many exports that are not complete are known to other processes."""
+_KNOWN = 256
+"""So many announcements are."""
 
 
 class Others:
@@ -102,8 +104,8 @@ class Others:
         moments: list[Moment] = [] if range_.born is None else [range_.born]
         for memory, start, end in range_.physical(low, high):
             moments += memory.writes(start, end)
-        order = self._timeline.order
-        return next((one for one in moments if order(clock, one.actor.number, one.time) != CERTAIN), None)
+        certain = self._timeline.certain
+        return next((one for one in moments if not certain(clock, one.actor.number, one.time)), None)
 
     def export(self, range_: Range, stack: Stack, name: bytes = b"") -> None:
         """Memory was exported; other processes know of nothing but events that come before. ``name``: its data."""
@@ -174,9 +176,7 @@ class Others:
     def _may_be_known(self, moment: Moment) -> bool:
         """Whether the host, or something that other processes can wait for, comes after an operation."""
         number, time = moment.actor.number, moment.time
-        return (
-            self._words.told.after(number, time) or self._timeline.order(self._timeline.host, number, time) == CERTAIN
-        )
+        return self._words.told.after(number, time) or self._timeline.certain(self._timeline.host, number, time)
 
     def awaited(self, range_: Range, name: bytes) -> None:
         """Memory was imported by its export data: what its exporter has told that a stream may wait for."""
@@ -210,12 +210,12 @@ class Others:
         host = self._timeline.host
         if stream.obstacle is not None or any(self._missing(piece, host) for piece in pieces):
             mark = self.announced[name] = self._timeline.record(stream)
-            if len(self.announced) > _POSTED:
+            if len(self.announced) > _KNOWN:
                 del self.announced[next(iter(self.announced))]
 
             def done() -> bool:
                 known = 0 if mark.clock is None else mark.clock.known.get(stream.number, 0)
-                return known > 0 and self._timeline.order(host, stream.number, known) == CERTAIN
+                return known > 0 and self._timeline.certain(host, stream.number, known)
 
             self._post(name, [], done)
 
@@ -269,8 +269,8 @@ class Others:
         if number is None:
             number = self._ready_numbers[post] = self._timeline.thread(f"process {post.process}").number
             self._words.ready.known[number] = 1
-        if len(self._ready_numbers) > 2 * _POSTED:
-            oldest = list(self._ready_numbers)[:_POSTED]
+        if len(self._ready_numbers) > 2 * _KNOWN:
+            oldest = list(self._ready_numbers)[:_KNOWN]
             gone = {self._ready_numbers.pop(one) for one in oldest}
             self._timeline.forget(gone, self._words.ready)
         return number
