@@ -238,7 +238,7 @@ class TestAddresses:
 
     @pytest.mark.parametrize(
         ("asking", "left"),
-        [(HOST_NUMA, {HOST: 32, HOST_NUMA: 0, DEVICE: 32}), (HOST, {HOST: 32, HOST_NUMA: 32, DEVICE: 0})],
+        [(HOST_NUMA, {HOST: 0, HOST_NUMA: 0, DEVICE: 32}), (HOST, {HOST: 32, HOST_NUMA: 32, DEVICE: 0})],
         ids=["NUMA node", "host"],
     )
     def test_from_whom_pools_of_the_host_take(self, rig: Rig, asking: int, left: dict[int, int]) -> None:

@@ -95,7 +95,7 @@ class Event:
         clock = stream.clock if stream.peers is not None else dict(stream.clock)
         untimed = self.flags & (EventFlag.DISABLE_TIMING | EventFlag.INTERPROCESS) == EventFlag.DISABLE_TIMING
         record.counts = record.is_command = not untimed
-        if untimed and stream.legacy is not None and (earlier is None or earlier.complete):
+        if untimed and stream.legacy is not None:
             record.others = stream.catch_up(clock)
         if record.others:
             record.seq = stream.seq  # the event waits for the legacy stream, but this one does not (H200: test_events)

@@ -39,11 +39,11 @@ class Supply:
                 space.trim(0)
 
     def trim(self, asking: Space) -> None:
-        """Take what is held in reserve: for a pool of a NUMA node from such pools, for another from the devices' pools
-        and from graphs.
+        """Take what is held in reserve: for a pool of a NUMA node from the host's pools, for others from the devices'
+        pools and from graphs.
         """
         for space in self.pools.values():
-            if space is not asking and (space.of_node if asking.of_node else space.bank is not self.host):
+            if space is not asking and (space.bank is self.host) == asking.of_node:
                 space.trim(0)
         if not asking.of_node:
             for give_up in self.reserves:
