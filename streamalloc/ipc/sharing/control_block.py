@@ -325,16 +325,14 @@ class ControlBlock:
     def slot_words(self, slot: int) -> SlotWords:
         """A slot's words that the exporter writes."""
         words = self.slots.get(slot)
-        if words is None:
-            words = self.slots[slot] = SlotWords(self, slot)
-        return words
+        # One object for each slot, also where threads ask for the first time at once: they are compared.
+        return self.slots.setdefault(slot, SlotWords(self, slot)) if words is None else words
 
     def importer_words(self, slot: int, importer: int) -> ImporterWords:
         """A slot's words that an importer writes."""
-        words = self._importers.get((slot, importer))
-        if words is None:
-            words = self._importers[slot, importer] = ImporterWords(self, slot, importer)
-        return words
+        key = slot, importer
+        words = self._importers.get(key)
+        return self._importers.setdefault(key, ImporterWords(self, slot, importer)) if words is None else words
 
     def place(self, slot: int) -> ImporterWords:
         """What this process writes of a slot of another one's.
