@@ -251,7 +251,10 @@ class Exports:
                 )
             on_device = pool.location.type is MemLocationType.DEVICE
             device = Device(pool.location.id if on_device else 0, driver=self.door.driver)
-            route = self.routes[pool] = Route(pool, self, self.uuid(device))
+            with self.lock:
+                route = self.routes.get(pool)
+                if route is None:
+                    route = self.routes[pool] = Route(pool, self, self.uuid(device))
             for known in list(self.routes):
                 if known.closed:
                     self.routes.pop(known, None)

@@ -810,6 +810,15 @@ class TestThreads:
                 for buffer in buffers:
                     buffer.free()
 
+    def test_first_use_by_eight_that_share_the_pool(self, machine: Any) -> None:
+        for _ in range(8):
+            driver = sd.traced(machine)
+            made: list[ipc.Shared] = []
+            with shared_pool(sa.Device(0, driver=driver)) as pool:
+                assert at_once(8, lambda number, p=pool, m=made: m.append(ipc.share(p))) == []  # type: ignore[misc]
+                assert len({one.descriptor.origin for one in made}) == 1
+                assert names(driver, "cuMemPoolExportToShareableHandle") == ["cuMemPoolExportToShareableHandle"]
+
     def test_first_use_by_eight_that_open(self, machine: Any, partner: Partner) -> None:
         """The pool, the control block and the pointer are imported once."""
         partner.run(make_pool)
