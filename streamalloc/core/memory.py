@@ -283,15 +283,14 @@ class Memory(Unique, Shown, abc.ABC):
         ptr = self._ptr
         if ptr is not None:
             stream = self._stream
-            handle = stream._handle
-            if handle is not None and self._home == stream.device.ordinal:
+            if stream._handle is not None and self._home == stream.device.ordinal:
                 return {
                     "shape": (self._nbytes,),
                     "typestr": "|u1",
                     "data": (int(ptr), False),
                     "strides": None,
                     "version": 3,
-                    "stream": int(handle),
+                    "stream": stream._number,
                 }
         return self._cuda_interface_slowly()
 

@@ -108,6 +108,7 @@ class Stream(Closes):
         "_in_use",
         "_last",
         "_lists",
+        "_number",
         "_owed",
         "_paying",
         "_raw",
@@ -150,7 +151,7 @@ class Stream(Closes):
         """The threads that do so."""
 
     def _open(self, *, non_blocking: bool = False) -> None:
-        number = int(self._raw)
+        number = self._number = int(self._raw)
         # Whether a query sees all that later work would wait for: that of a blocking stream does not see what the
         # legacy stream has to do, while the legacy stream's sees the work of all blocking streams. Where order is
         # checked nobody asks: what is found must not hang on how far a stream happens to be.
@@ -201,7 +202,8 @@ class Stream(Closes):
         ClosedError
             The stream was closed.
         """
-        return int(self._checked_raw())
+        self._checked_raw()
+        return self._number
 
     @property
     def is_default(self) -> bool:
