@@ -344,12 +344,14 @@ class Memory(Unique, Shown, abc.ABC):
             The memory cannot be read, or only a copy would do.
         """
         if stream == -1 and dl_device is None and not copy:
-            ptr, window = self._ptr, _cuda_windows.get(self._home)
-            if ptr is not None and window is not None and self._nbytes:
-                first = int(ptr) - 1
-                part: Any = window[first : first + self._nbytes]
-                part.memory = self
-                return part.__dlpack__() if max_version is None else part.__dlpack__(max_version=max_version)
+            ptr = self._ptr
+            if ptr is not None:
+                nbytes, home = self._nbytes, self._home
+                if nbytes and home in _cuda_windows:
+                    first = int(ptr) - 1
+                    part: Any = _cuda_windows[home][first : first + nbytes]
+                    part.memory = self
+                    return part.__dlpack__() if max_version is None else part.__dlpack__(max_version=max_version)
         part = self._ordered_part(stream, dl_device, copy)
         return part.__dlpack__() if max_version is None else part.__dlpack__(max_version=max_version)
 
