@@ -486,6 +486,7 @@ class ImportedBuffer(Memory, Closes):
     def _door(self) -> Door:
         return self._way.door
 
+    @finaliser
     def __del__(self) -> None:
         try:
             if self._held is None:
@@ -501,7 +502,6 @@ class ImportedBuffer(Memory, Closes):
         return f"<{type(self).__name__} of {self._nbytes} bytes {where}>"
 
 
-@finaliser
 def _drop(buffer: ImportedBuffer) -> None:
     held = buffer._held
     if held is None or not held.way.door.usable:
