@@ -241,7 +241,7 @@ def open_import(way: PoolWay | LegacyWay, part: Part, stream: Stream) -> Importe
             raise error_from(result, "cuPointerGetAttribute")
         if found != base_size:
             raise ValueError(f"the descriptor says {size_text(base_size)}, and the driver has {size_text(int(found))}")
-        if way.door.opened is not None:
+        if block is not None and way.door.opened is not None:
             say_opened(opened, block, (slot, generation, ready), stream)
         if mine is not None and mine.theirs.ready.value != ready:
             wait_until_ready(block, slot, ready, stream)
@@ -283,16 +283,15 @@ def wait_until_ready(block: ControlBlock | None, slot: int, ready: int, stream: 
     block.wait(stream, words.ready, ready)
 
 
-def say_opened(memory: Memory, block: ControlBlock | None, announced: tuple[int, int, int], stream: Stream) -> None:
+def say_opened(memory: Memory, block: ControlBlock, announced: tuple[int, int, int], stream: Stream) -> None:
     """Tell a driver that checks stream order which stream is to wait for contents, and where.
 
     ``announced`` is slot, generation, and the value that says that they are there.
     """
-    if block is not None and block.door.opened is not None:
-        word = int(block.slot_words(announced[0]).ready.pointer)
-        with stream.device.current():
-            name = block.announcement(*announced)
-            block.door.opened(memory.address, memory.nbytes, raw_handle(stream), name, word)
+    word = int(block.slot_words(announced[0]).ready.pointer)
+    name = block.announcement(*announced)
+    with stream.device.current():
+        block.door.opened(memory.address, memory.nbytes, raw_handle(stream), name, word)  # type: ignore[misc]
 
 
 def _let_go(owner: ImportedBuffer | _DroppedImport, stream: Stream, *, used: bool = True) -> None:

@@ -253,7 +253,7 @@ def _open_physical(
             opened.set_chunks(names, lambda place: importer.memory(chunks[place], handles), described.size)
         block = importer.block_of(described, handles)
         for ordered in streams:
-            if isinstance(opened, ImportedRange):
+            if block is not None and importer.door.opened is not None and isinstance(opened, ImportedRange):
                 say_opened(opened, block, (described.slot, described.generation, described.ready), ordered)
             wait_until_ready(block, described.slot, described.ready, ordered)
     if growable and isinstance(opened, ImportedRange):

@@ -267,7 +267,7 @@ def _share_range(thing: VirtualBuffer | RangeView, asked: _Asked, begin: int = 0
         )
     memories = [chunk.memory for chunk in mapped]
     shared = _share_chunks(thing, door, memories, ordered, asked, offset=begin - mapped[0].offset, size=size, **fields)
-    if shared._lease is not None:
+    if door.shared is not None and shared._lease is not None:
         _say_ready(shared._lease, shared.descriptor.ready, thing.range.address + begin, size, ordered)
     return shared
 
@@ -292,11 +292,9 @@ def _share_chunks(
 
 def _say_ready(lease: Lease, ready: int, address: int, nbytes: int, stream: Stream) -> None:
     """Tell a driver that checks stream order that importers will use memory after what a stream has queued."""
-    door = lease.block.door
-    if door.shared is not None:
-        with stream.device.current():
-            name = lease.block.announcement(lease.slot, lease.generation, ready)
-            door.shared(address, nbytes, raw_handle(stream), name)
+    name = lease.block.announcement(lease.slot, lease.generation, ready)
+    with stream.device.current():
+        lease.block.door.shared(address, nbytes, raw_handle(stream), name)  # type: ignore[misc]
 
 
 def _device_of(memory: PhysicalMemory) -> Device:
