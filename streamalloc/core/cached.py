@@ -14,7 +14,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from streamalloc.core.buffer import Allocator, Buffer, PlainBuffer, SharedState, StillImported, shared_state
 from streamalloc.core.door import Door
@@ -38,6 +38,8 @@ __all__ = [
     "leave_stream",
     "mend",
 ]
+
+B = TypeVar("B", bound=Buffer)
 
 _DEFER: StillImported = "defer"
 _NOWHERE = object()
@@ -136,7 +138,7 @@ class Blocks:
 
     def give_up(self, buffer: CachedBuffer, pointer: Any) -> None:
         """Free what is no block yet, as a plain buffer that is dropped does."""
-        self._plain(buffer._nbytes, buffer._stream)._ptr = pointer
+        _filled(PlainBuffer, self._pool, pointer, buffer._nbytes, buffer._stream)
 
     def free(self, block: Block, raw: Any) -> tuple[Any]:
         """Give a block back to the driver (``cuMemFreeAsync``): its answer. It stays where that is refused."""
@@ -239,7 +241,7 @@ class Blocks:
         block = buffer._ptr
         if block is None:
             return buffer
-        plain = self._plain(buffer._nbytes, buffer._stream)
+        plain: PlainBuffer = _filled(PlainBuffer, self._pool, None, buffer._nbytes, buffer._stream)
         address, shelf = block.address, block.shelf
         pointer = cuda.CUdeviceptr(address)
         behind = (_Behind(plain), pointer)
@@ -252,14 +254,16 @@ class Blocks:
             self.held -= shelf.nbytes
         return plain
 
-    def _plain(self, nbytes: int, stream: Stream) -> PlainBuffer:
-        plain: PlainBuffer = PlainBuffer()
-        plain._nbytes = nbytes
-        plain._stream = stream
-        plain._allocator = self._pool
-        plain._shared = None
-        plain._ptr = None
-        return plain
+
+def _filled(kind: type[B], allocator: Allocator, pointer: Any, nbytes: int, stream: Stream) -> B:
+    """A new buffer with what it is to have; the pointer last, as it is then the buffer's."""
+    buffer: B = kind()
+    buffer._nbytes = nbytes
+    buffer._stream = stream
+    buffer._allocator = allocator
+    buffer._shared = None
+    buffer._ptr = pointer
+    return buffer
 
 
 def _counts(blocks: Sequence[Block]) -> list[int]:
@@ -338,12 +342,7 @@ class CachedAllocator(Allocator):
 
     def _wrap(self, block: Block, nbytes: int, stream: Stream) -> CachedBuffer:
         """A buffer for a block that the caller has."""
-        buffer: CachedBuffer = CachedBuffer()
-        buffer._ptr = block
-        buffer._nbytes = nbytes
-        buffer._stream = stream
-        buffer._allocator = self
-        buffer._shared = None
+        buffer: CachedBuffer = _filled(CachedBuffer, self, block, nbytes, stream)
         return buffer
 
     def _apart(self, buffer: CachedBuffer) -> None:

@@ -263,10 +263,15 @@ class _Cache(Deferred):
             later_of(self.door).end(lane)
         return not len(self.blocks)
 
+    def known(self, stream: Stream) -> _Lane | None:
+        """The lane of a stream, if it has one that has not ended."""
+        lane = self.lane_of.get(id(stream))
+        return None if lane is None or lane.ended or lane.stream() is not stream else lane
+
     def lane(self, stream: Stream) -> _Lane:
         """The lane of a stream of our own."""
-        lane = self.lane_of.get(id(stream))
-        if lane is None or lane.ended or lane.stream() is not stream:
+        lane = self.known(stream)
+        if lane is None:
             lane = _Lane(self, stream)
             end_with_stream(stream, lane)
             self.lanes[lane] = None
@@ -614,10 +619,8 @@ class CachingAllocator(CachedAllocator, Closes, Shown):
         cache = self._cache
         if cache.closed or direct_handle(stream, self._door) is None:
             return None
-        lane = cache.lane_of.get(id(stream))
-        if lane is None or lane.ended or lane.stream() is not stream:
-            return None
-        return lane.shelves.get(block.shelf.nbytes)
+        lane = cache.known(stream)
+        return None if lane is None else lane.shelves.get(block.shelf.nbytes)
 
     def _check_open(self) -> None:
         if self._cache.closed:
