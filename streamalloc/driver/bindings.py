@@ -72,11 +72,6 @@ def check_name(enum_name: str, prefix: str, name: str) -> None:
     raise ValueError(f"no {enum_name} of cuda-bindings {BINDINGS_VERSION} has the name {prefix}{name}{meant}")
 
 
-def version_tuple(text: str) -> tuple[int, ...]:
-    """``"13.3.1"`` as ``(13, 3)``: what versions are compared by."""
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
-
-
 def enum_member(enum_name: str, member: str) -> Any | None:
     """The member of a bindings enum, or None where these bindings lack it."""
     return getattr(getattr(cuda, enum_name, None), member, None)

@@ -19,6 +19,7 @@ __all__ = ["Files"]
 
 T = TypeVar("T")
 _KCMP = {"x86_64": 312, "aarch64": 272}.get(platform.machine())
+_syscall = ctypes.CDLL(None).syscall
 _EPOLL_TARGET = 7  # KCMP_EPOLL_TFD
 _SLOT = struct.Struct("<III")
 _KEPT = 256
@@ -74,7 +75,7 @@ class Files(Generic[T]):
         slot = ctypes.create_string_buffer(_SLOT.pack(self._epoll.fileno(), noted, 0), _SLOT.size)
         process = os.getpid()
         call = (_KCMP, process, process, _EPOLL_TARGET, number)
-        answer = ctypes.CDLL(None).syscall(*map(ctypes.c_long, call), ctypes.c_void_p(ctypes.addressof(slot)))
+        answer = _syscall(*map(ctypes.c_long, call), ctypes.c_void_p(ctypes.addressof(slot)))
         return bool(answer == 0)
 
 
