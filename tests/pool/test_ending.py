@@ -10,6 +10,8 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
+from streamalloc.core.door import door_behind
+from streamalloc.pool.ending import pools_of
 from streamalloc.testing import Gate
 from tests.support import KEEP, MiB, names
 
@@ -135,3 +137,21 @@ def test_an_error_of_the_end_is_told_and_the_end_tried_again(machine: Any) -> No
     pool.close()
     device.synchronize()
     driver.assert_nothing_left()
+
+
+def test_a_handle_counts_as_that_of_an_open_pool_before_the_driver_can_use_it_again(
+    device: sa.Device, pool: sa.MemoryPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may get the same handle for a new pool as soon as the old one is destroyed."""
+    closed = pools_of(door_behind(pool)).closed
+    destroy = device.driver.cuMemPoolDestroy
+    seen: list[set[int]] = []
+
+    def look_and_destroy(raw: Any) -> Any:
+        seen.append(set(closed))
+        return destroy(raw)
+
+    monkeypatch.setattr(device.driver, "cuMemPoolDestroy", look_and_destroy, raising=False)
+    handle = pool.handle
+    pool.close()
+    assert len(seen) == 1 and handle not in seen[0]

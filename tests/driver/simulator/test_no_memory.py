@@ -1,0 +1,45 @@
+"""A pool of the simulated driver that grows where the system has no memory."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc.driver.simulator.memory import Reservation
+from tests.support import MiB
+
+pytestmark = pytest.mark.simulated_only("it is about the simulated driver")
+
+
+def test_an_allocation_fails_and_the_next_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = sa.Device(0, driver=sd.simulated())
+    pool, stream = sa.MemoryPool(device), device.create_stream()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reservation, "map", refuse)
+        with pytest.raises(sa.OutOfMemoryError):
+            pool.allocate(MiB, stream)
+    assert pool.statistics()[:3:2] == (0, 0)
+    with pool.allocate(MiB, stream) as buffer:
+        buffer.fill(7)
+        stream.synchronize()
+        assert pool.statistics().used == MiB
+
+
+def test_another_error_of_the_system_is_not_taken_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = sa.Device(0, driver=sd.simulated())
+    pool, stream = sa.MemoryPool(device), device.create_stream()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "not permitted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reservation, "map", refuse)
+        with pytest.raises(OSError, match="not permitted"):
+            pool.allocate(MiB, stream)

@@ -1,0 +1,85 @@
+"""Interleavings of two threads, one at each bytecode of a function: a lock that was removed shows."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any, TypeVar
+
+__all__ = ["interleaved"]
+
+T = TypeVar("T")
+
+_BLOCKED = 0.01
+"""Seconds after which the second thread is taken to wait for a lock of the first."""
+
+
+def interleaved(
+    function: Callable[..., object], make: Callable[[], T], first: Callable[[T], object], second: Callable[[T], object]
+) -> Iterator[T]:
+    """What ``make`` gave, after ``first`` and ``second`` ran on it in two threads; once for each interleaving.
+
+    ``second`` begins at one bytecode of ``function``, which ``first`` calls: at the first one, then at the next. The
+    first thread goes on when the second has ended, or waits for a lock.
+    """
+    codes = _codes(function.__code__)
+    step = 0
+    while True:
+        state = make()
+        reached, errors = _run(codes, step, lambda: first(state), lambda: second(state))  # noqa: B023 (called at once)
+        if errors:
+            raise errors[0]
+        if not reached:
+            assert step, "the function was not called"
+            return
+        yield state
+        step += 1
+
+
+def _codes(code: CodeType) -> set[CodeType]:
+    return {code}.union(*(_codes(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
+def _run(
+    codes: set[CodeType], step: int, first: Callable[[], object], second: Callable[[], object]
+) -> tuple[bool, list[BaseException]]:
+    errors: list[BaseException] = []
+    left = step
+
+    def guarded(body: Callable[[], object]) -> None:
+        try:
+            body()
+        except BaseException as error:
+            errors.append(error)
+
+    other = threading.Thread(target=guarded, args=(second,), daemon=True)
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if frame.f_code not in codes:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left == -1:
+                other.start()
+                other.join(_BLOCKED)
+        return trace
+
+    def traced() -> None:
+        sys.settrace(trace)
+        try:
+            guarded(first)
+        finally:
+            sys.settrace(None)
+
+    thread = threading.Thread(target=traced, daemon=True)
+    thread.start()
+    thread.join(20)
+    reached = left < 0
+    if reached:
+        other.join(20)
+    assert not thread.is_alive() and not other.is_alive(), "the two threads wait for each other"
+    return reached, errors
