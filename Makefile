@@ -13,6 +13,7 @@ BIN       := $(VENV)/bin
 BASE      := $(VENV)/.installed
 TEST      := $(VENV)/.installed-test
 NOTEBOOKS := $(VENV)/.installed-notebooks
+MUTANTS   := $(VENV)/.installed-mutants
 DOCS      := $(VENV)/.installed-docs
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -22,7 +23,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help tour test test-gpu soak lint bench notebooks docs clean
+.PHONY: help tour test test-gpu soak mutants lint bench notebooks docs clean
 
 help: ## Print this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1:/p' $(MAKEFILE_LIST) | awk -F: '{ printf "%-18s%s\n", $$1, $$2 }'
@@ -38,6 +39,9 @@ test-gpu: $(TEST) ## Run the tests on the real driver and its GPUs
 
 soak: $(TEST) ## Threads, collections and kills for a minute, or as long as SECONDS says
 	STREAMALLOC_SOAK_SECONDS=$(SECONDS) $(PYTEST) --driver=simulated --soak tests/package/test_soak.py $(ARGS)
+
+mutants: $(MUTANTS) ## Plant faults in the package and count those that the tests catch (an hour or more)
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 lint: $(TEST) ## Check style and types only
 	$(BIN)/python -m ruff check
@@ -60,9 +64,10 @@ clean: ## Remove the virtual environment, builds and caches
 $(BASE):      PACKAGE := .
 $(TEST):      PACKAGE := .[test]
 $(NOTEBOOKS): PACKAGE := .[notebooks]
+$(MUTANTS):   PACKAGE := .[test,mutants]
 $(DOCS):      PACKAGE := .[docs]
 
-$(BASE) $(TEST) $(NOTEBOOKS) $(DOCS): pyproject.toml $(VENV)/.created
+$(BASE) $(TEST) $(NOTEBOOKS) $(MUTANTS) $(DOCS): pyproject.toml $(VENV)/.created
 	@echo "Installing $(PACKAGE) into $(VENV)"
 	@$(BIN)/python -m pip install --quiet --editable '$(PACKAGE)'
 	@touch $@

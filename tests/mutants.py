@@ -1,0 +1,232 @@
+"""Mutation tests (``make mutants``): faults planted by cosmic-ray, a seeded sample of each area.
+
+Beside the operators of cosmic-ray there are three: a lock that is not taken, a statement that is left out, and two
+statements that change their order. Mutants of annotations, which nothing runs, are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+from cosmic_ray import plugins
+from cosmic_ray.ast import ast_nodes, get_ast_from_path
+from cosmic_ray.mutating import mutate_and_test
+from cosmic_ray.operators.operator import Example, Operator
+from cosmic_ray.testing import run_tests
+from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome
+
+ROOT = Path(__file__).parent.parent
+AREAS = {
+    "driver": ("driver", "facts"),
+    "core": ("core", "package/test_locks.py"),
+    "pool": ("pool", "package/test_locks.py"),
+    "vmm": ("vmm", "package/test_locks.py"),
+    "ipc": ("ipc",),
+    "multicast": ("multicast",),
+}
+"""Tests that are run for the mutants of an area, the first that fails ends them."""
+_SECONDS = 300
+"""Seconds that the tests of one mutant may take."""
+
+
+class LockNotTaken(Operator):  # type: ignore[misc]
+    """``with self._lock:`` becomes ``if True:``."""
+
+    def mutation_positions(self, node: Any) -> Iterator[Any]:
+        if node.type == "with_stmt" and len(node.children) == 4 and "lock" in node.children[1].get_code().lower():
+            yield node.start_pos, node.end_pos
+
+    def mutate(self, node: Any, index: int) -> Any:
+        node.children[0].value = "if"
+        last = node.children[1].get_last_leaf()
+        for leaf in _leaves(node.children[1]):
+            leaf.value = "True" if leaf is last else ""
+            leaf.prefix = " " if leaf is last else ""
+        return node
+
+    @classmethod
+    def examples(cls) -> Iterable[Any]:
+        return (Example("with self._lock:\n    pass\n", "if True:\n    pass\n"),)
+
+
+def _leaves(node: Any) -> Iterator[Any]:
+    leaf, last = node.get_first_leaf(), node.get_last_leaf()
+    while True:
+        yield leaf
+        if leaf is last:
+            return
+        leaf = leaf.get_next_leaf()
+
+
+def _is_statement(node: Any) -> bool:
+    """Whether a line calls or assigns something; docstrings and notes do not."""
+    return node.type == "simple_stmt" and node.children[0].type in ("expr_stmt", "atom_expr", "del_stmt")
+
+
+class StatementLeftOut(Operator):  # type: ignore[misc]
+    """A call or an assignment becomes ``pass``."""
+
+    def mutation_positions(self, node: Any) -> Iterator[Any]:
+        if _is_statement(node) and node.search_ancestor("funcdef"):
+            yield node.start_pos, node.end_pos
+
+    def mutate(self, node: Any, index: int) -> Any:
+        leaves = list(_leaves(node.children[0]))
+        for leaf in leaves:
+            leaf.value = "pass" if leaf is leaves[0] else ""
+            leaf.prefix = leaf.prefix if leaf is leaves[0] else ""
+        return node
+
+    @classmethod
+    def examples(cls) -> Iterable[Any]:
+        return (Example("def f():\n    g(1)\n", "def f():\n    pass\n"),)
+
+
+class StatementsSwapped(Operator):  # type: ignore[misc]
+    """Two statements that follow each other change their order."""
+
+    def mutation_positions(self, node: Any) -> Iterator[Any]:
+        if node.type == "suite" and node.search_ancestor("funcdef"):
+            for one, two in self._pairs(node):
+                yield one.start_pos, two.end_pos
+
+    def mutate(self, node: Any, index: int) -> Any:
+        one, two = list(self._pairs(node))[index]
+        here, there = node.children.index(one), node.children.index(two)
+        node.children[here], node.children[there] = two, one
+        first, second = one.get_first_leaf(), two.get_first_leaf()
+        first.prefix, second.prefix = second.prefix, first.prefix
+        return node
+
+    @staticmethod
+    def _pairs(node: Any) -> list[tuple[Any, Any]]:
+        pairs = zip(node.children, node.children[1:], strict=False)
+        return [(one, two) for one, two in pairs if _is_statement(one) and _is_statement(two)]
+
+    @classmethod
+    def examples(cls) -> Iterable[Any]:
+        return (Example("def f():\n    g()\n    h()\n", "def f():\n    h()\n    g()\n"),)
+
+
+class Provider:
+    """The operators of this file for cosmic-ray."""
+
+    operators: ClassVar[dict[str, type[Operator]]] = {
+        one.__name__: one for one in (LockNotTaken, StatementLeftOut, StatementsSwapped)
+    }
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.operators)
+
+    def __getitem__(self, name: str) -> type[Operator]:
+        return self.operators[name]
+
+
+def _not_run(path: Path) -> set[int]:
+    """Lines that nothing runs: annotations and imports for type checkers."""
+    lines: set[int] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        spans: list[ast.AST | None] = []
+        if isinstance(node, ast.AnnAssign) and node.value is None:
+            spans = [node]
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            arguments = node.args
+            spans = [node.returns, *(one.annotation for one in (*arguments.args, *arguments.kwonlyargs))]
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            spans = [node]
+        for span in spans:
+            if span is not None:
+                lines.update(range(span.lineno, (span.end_lineno or span.lineno) + 1))  # type: ignore[attr-defined]
+    return lines
+
+
+def mutants(area: str) -> Iterator[MutationSpec]:
+    """All mutants of an area."""
+    for path in sorted((ROOT / "streamalloc" / area).rglob("*.py")):
+        tree, skipped = get_ast_from_path(path), _not_run(path)
+        for name in plugins.operator_names():
+            operator_class = plugins.get_operator(name)
+            if operator_class.arguments() or name == "core/NoOp":
+                continue
+            operator = operator_class()
+            places = (place for node in ast_nodes(tree) for place in operator.mutation_positions(node))
+            for occurrence, (start, end) in enumerate(places):
+                if start[0] not in skipped:
+                    yield MutationSpec(path.relative_to(ROOT), name, occurrence, start, end)
+
+
+def sampled(area: str, count: int, seed: int) -> list[MutationSpec]:
+    """A sample of an area's mutants: the same number of each kind of operator, and each lock."""
+    by_kind: dict[str, list[MutationSpec]] = {}
+    for mutant in mutants(area):
+        by_kind.setdefault(mutant.operator_name.split("_")[0], []).append(mutant)
+    chosen = by_kind.pop("ours/LockNotTaken", [])
+    choice = random.Random(seed)
+    kinds = list(by_kind.values())
+    for kind in kinds:
+        choice.shuffle(kind)
+    while len(chosen) < count and any(kinds):
+        chosen += [kind.pop() for kind in kinds if kind]
+    return chosen[: max(count, sum(one.operator_name == "ours/LockNotTaken" for one in chosen))]
+
+
+def main() -> int:
+    """Run the sample: 0 where the tests caught enough, 1 where they did not, 2 where they fail without a mutant."""
+    plugins.OPERATOR_PROVIDERS["ours"] = Provider()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("areas", nargs="*", metavar="AREA", help=f"of {', '.join(AREAS)} (default: all)")
+    parser.add_argument("--count", type=int, default=20, help="mutants of each area")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--least", type=float, default=0.92, help="share that the tests have to catch")
+    parser.add_argument("--list", action="store_true", help="print the sample and run nothing")
+    parser.add_argument("--out", type=Path, help="file for the survivors, as JSON lines")
+    asked = parser.parse_args()
+    caught = survived = 0
+    for area in asked.areas or AREAS:
+        chosen = sampled(area, asked.count, asked.seed)
+        if asked.list:
+            print(*(f"{one.module_path}:{one.start_pos[0]} {one.operator_name}" for one in chosen), sep="\n")
+            continue
+        with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+            # A copy: the tree itself is never changed.
+            ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "build", ".carry")
+            tree = shutil.copytree(ROOT, Path(folder) / "tree", ignore=ignored)
+            tests = " ".join(f"tests/{name}" for name in AREAS[area])
+            command = (
+                f"sh -c 'cd {tree} && PYTHONPATH={tree} {sys.executable} -m pytest -q -x -n 2 --dist loadfile "
+                f"-p no:cacheprovider --driver=simulated {tests}'"
+            )
+            outcome, output = run_tests(command, _SECONDS)
+            if outcome is not TestOutcome.SURVIVED:
+                print(f"{area}: the tests fail without a mutant\n{output}")
+                return 2
+            for mutant in chosen:
+                there = MutationSpec(
+                    tree / mutant.module_path, mutant.operator_name, mutant.occurrence, mutant.start_pos, mutant.end_pos
+                )
+                result = mutate_and_test([there], command, _SECONDS)
+                if result.worker_outcome is not WorkerOutcome.NORMAL:
+                    print(f"{mutant.module_path}:{mutant.start_pos[0]} {mutant.operator_name}: {result.output}")
+                    continue
+                alive = result.test_outcome is TestOutcome.SURVIVED
+                caught, survived = caught + (not alive), survived + alive
+                if alive:
+                    print(f"survived: {mutant.module_path}:{mutant.start_pos[0]} {mutant.operator_name}\n{result.diff}")
+                    if asked.out:
+                        with asked.out.open("a") as file:
+                            file.write(json.dumps({"file": str(mutant.module_path), "diff": result.diff}) + "\n")
+        print(f"{area}: {caught} of {caught + survived} caught so far", flush=True)
+    return int(not asked.list and caught < asked.least * (caught + survived))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
