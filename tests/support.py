@@ -172,6 +172,14 @@ class Account:
         return {address: sizes[address] for address in self.checked.outstanding().get("mapping", ())}
 
     @property
+    def physical_bytes(self) -> int:
+        """The physical memory that was made and not released: of this process alone, on whatever device."""
+        left = self.left.get("physical memory", ())
+        made = [call for call in self.traced.calls if call.name == "cuMemCreate" and not call.answer[0]]
+        sizes = {int(call.answer[1]): int(call.args[0]) for call in made}
+        return sum(sizes[handle] for handle in left)
+
+    @property
     def left(self) -> dict[str, Any]:
         """Whatever was made and not given back, once what was dropped has had its turn."""
         end_what_was_dropped()

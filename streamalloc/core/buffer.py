@@ -37,6 +37,7 @@ __all__ = [
     "PlainBuffer",
     "SharedState",
     "StillImported",
+    "allocate_safely",
     "free_shared",
     "past_caches",
     "plain_parts",
@@ -568,6 +569,14 @@ class _FreeDropped(Deferred):
                 warnings.warn(f"dropped memory at {int(address):#x} could not be freed: {error}", ResourceWarning, 2)
             raise
         return True
+
+
+def allocate_safely(allocator: Allocator, nbytes: int, stream: Stream) -> Buffer:
+    """Memory as :meth:`Allocator.allocate` gives it, which no exception of a signal handler loses.
+
+    The fast path does not do that, see there; memory whose size makes the call's own time count for nothing needs it.
+    """
+    return allocator._allocate_slowly(nbytes, stream)
 
 
 # -- what sharing needs of buffers ---------------------------------------------------------------------------

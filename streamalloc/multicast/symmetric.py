@@ -14,13 +14,12 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self
 
-from streamalloc.core.buffer import Buffer
 from streamalloc.core.device import Device
 from streamalloc.core.door import door_behind
 from streamalloc.core.errors import ClosedError, CudaError, EvictedError, attach, size_text
 from streamalloc.core.html import Row, Shown, mib, place, table
 from streamalloc.core.later import Deferred, later_of
-from streamalloc.core.memory import BufferView
+from streamalloc.core.memory import BufferView, CopySide
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemHandleType
 from streamalloc.core.stream import Stream, StreamLike, as_stream
@@ -34,6 +33,7 @@ from streamalloc.multicast.setup.steps import Asked, agree, check_now, checked_t
 from streamalloc.multicast.signals import Signals
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm import Mapping, RangeView
+from streamalloc.vmm.internal import Backup, BackupRange, copying
 
 __all__ = ["SymmetricBuffer", "SymmetricMemory", "Tables"]
 
@@ -679,7 +679,7 @@ def _lasting(mapping: Mapping) -> RangeView:
 class _Contents(NamedTuple):
     """What the memory of a rank has in it, while that was given back."""
 
-    kept: Buffer | None
+    kept: BackupRange | None
     """The user's bytes; None where they were given up."""
     rest: npt.NDArray[np.uint8]
     """What lies behind them."""
@@ -689,29 +689,31 @@ class _Contents(NamedTuple):
         """A copy of it."""
         replica = resources.replicas[rank]
         rest = np.zeros(layout.total - layout.signal_pad, np.uint8)
-        with resources.devices[rank].create_stream() as stream:
+        with resources.devices[rank].create_stream() as stream, copying(stream) as copies:
             replica[layout.signal_pad : layout.total].copy_to(rest, stream)
-            kept = None if backup is None else backup.allocate(layout.nbytes, stream)
+            kept = None if backup is None else Backup.allocate(backup, layout.nbytes, stream).hold(0, layout.nbytes)
             try:
                 if kept is not None:
-                    kept.copy_from(replica[: layout.nbytes], stream)
+                    kept.save(replica[: layout.nbytes], copies)
             finally:
                 stream.synchronize()
+                copies.finished = True
         return cls(kept, rest)
 
     def put_back(self, resources: RankResources, layout: Layout, rank: int) -> None:
         """Copy it into new memory."""
         replica = resources.replicas[rank]
-        with resources.devices[rank].create_stream() as stream:
+        with resources.devices[rank].create_stream() as stream, copying(stream) as copies:
             replica[layout.signal_pad : layout.total].copy_from(self.rest, stream)
             if self.kept is not None:
-                replica[: layout.nbytes].copy_from(self.kept, stream)
+                self.kept.load(CopySide.of(replica[: layout.nbytes]), copies)
             stream.synchronize()
+            copies.finished = True
 
     def close(self) -> None:
-        """It is not needed any more; all copies were waited for."""
+        """It is not needed any more."""
         if self.kept is not None:
-            self.kept.close()
+            self.kept.leave()
 
 
 # -- undoing -------------------------------------------------------------------------------------------------

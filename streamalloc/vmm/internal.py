@@ -9,6 +9,7 @@ from streamalloc.core.errors import undoing
 from streamalloc.vmm.access import Access, Rights, rights_of
 from streamalloc.vmm.address_range import GRANULARITY, AddressRange, LoneMapping, mappings_text
 from streamalloc.vmm.allocations import AllocationHandle, AllocationState, HandleNode, MappingWatcher, allocations_of
+from streamalloc.vmm.backup import Backup, BackupRange, copying
 from streamalloc.vmm.generic_handle import GenericAllocation
 from streamalloc.vmm.physical_memory import PhysicalMemory, import_memory
 from streamalloc.vmm.release_order import Kind, Node
@@ -22,6 +23,8 @@ __all__ = [
     "After",
     "AllocationHandle",
     "AllocationState",
+    "Backup",
+    "BackupRange",
     "GenericAllocation",
     "HandleNode",
     "Kind",
@@ -31,6 +34,7 @@ __all__ = [
     "RemappableBuffer",
     "Rights",
     "check_mappable",
+    "copying",
     "covering",
     "import_memory",
     "is_counted",

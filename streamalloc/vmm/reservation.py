@@ -79,6 +79,11 @@ class MappedBytes(Node):
         return raw is not None and int(raw) not in self.reservation.allocations.by_handle
 
     @property
+    def held(self) -> bool:
+        """Whether the memory outlasts the mapping, as there is a handle of it here or in the object."""
+        return self._raw is not None or (self._memory is not None and not self._memory.closed)
+
+    @property
     def users(self) -> set[int]:
         """The devices that have access."""
         return accessing((self.rights,))

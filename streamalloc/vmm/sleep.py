@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
+import threading
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from streamalloc.core.arguments import check_device
-from streamalloc.core.buffer import Buffer
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
-from streamalloc.core.errors import ClosedError, EvictedError, size_text, undoing
-from streamalloc.core.memory import Memory
+from streamalloc.core.errors import ClosedError, EvictedError, InUseError, size_text, undoing
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size
 from streamalloc.core.stream import Stream, StreamLike
 from streamalloc.pool import MemoryPool
+from streamalloc.vmm.backup import Backup, BackupRange
 from streamalloc.vmm.growable import GrowableBuffer
-from streamalloc.vmm.reservation import MappedBytes
-from streamalloc.vmm.virtual_buffer import Eviction, FreeAfter, VirtualBuffer, copying_stream
+from streamalloc.vmm.virtual_buffer import VirtualBuffer, copying_stream, evict_all, restore_all
 from streamalloc.vmm.waiting import After, wait_for_users
 
 __all__ = ["SleepGroup", "Tagged"]
@@ -35,8 +33,11 @@ class SleepGroup(Closes):
     do it for all of them or for none: a call that fails leaves every buffer as it was, with its bytes, and can be made
     again. What was captured into graphs stays valid, as no address changes.
 
-    The group knows its buffers as long as somebody holds them; a buffer that is closed or dropped leaves it. Not to be
-    used from several threads at once, but for :meth:`allocate`.
+    The buffers of one tag that are put to sleep together share one backup. It is freed when none of them needs it any
+    more, in the order of the copies that read it. A buffer that is closed or dropped leaves the group and the backup.
+
+    Where two threads call :meth:`sleep`, :meth:`wake` or :meth:`close`, one waits until the other has done it;
+    :meth:`allocate` and :meth:`add` do not wait.
 
     Parameters
     ----------
@@ -55,7 +56,7 @@ class SleepGroup(Closes):
         ``device`` is no device, or ``backup`` no pool.
     """
 
-    __slots__ = ("_backup", "_copies", "_handle_types", "_members", "_own", "closed", "device")
+    __slots__ = ("_backup", "_busy", "_handle_types", "_lock", "_members", "_own", "closed", "device")
 
     def __init__(
         self,
@@ -75,8 +76,9 @@ class SleepGroup(Closes):
         self._own = False
         self._handle_types = handle_types
         self._members: weakref.WeakKeyDictionary[VirtualBuffer, str] = weakref.WeakKeyDictionary()
-        # The copies of sleeping buffers, and what lies in them.
-        self._copies: list[tuple[Buffer, weakref.WeakSet[VirtualBuffer]]] = []
+        # Held by the thread that sleeps, wakes or closes; a signal handler on that thread finds it busy.
+        self._lock = threading.RLock()
+        self._busy = False
 
     @property
     def location(self) -> MemLocation:
@@ -87,11 +89,17 @@ class SleepGroup(Closes):
     def backup(self) -> MemoryPool:
         """The pool in host memory that takes the bytes; made when it is first asked for."""
         self._check_open()
+        return self._backup or self._make_backup()
+
+    def _make_backup(self) -> MemoryPool:
+        pool = MemoryPool(MemLocation.host(), release_threshold=_KEEP, driver=self.device.driver)
+        with undoing(pool.close):
+            pool.set_access(self.device, MemAccess.READWRITE)
+        # Another thread may have made one. Nothing is called between these two.
         if self._backup is None:
-            pool = MemoryPool(MemLocation.host(), release_threshold=_KEEP, driver=self.device.driver)
-            with undoing(pool.close):
-                pool.set_access(self.device, MemAccess.READWRITE)
             self._backup, self._own = pool, True
+            return pool
+        pool.close()
         return self._backup
 
     def allocate(self, nbytes: int, stream: StreamLike | None = None, *, tag: str = "") -> VirtualBuffer:
@@ -155,7 +163,10 @@ class SleepGroup(Closes):
     @property
     def buffers(self) -> dict[VirtualBuffer, str]:
         """The buffers in the order in which they came, with their tags."""
-        return {buffer: tag for buffer, tag in list(self._members.items()) if not buffer.closed}
+        # Listed in one call, as another thread may add some meanwhile.
+        found = [reference() for reference in self._members.keyrefs()]
+        tags = {buffer: self._members.get(buffer) for buffer in found if buffer is not None and not buffer.closed}
+        return {buffer: tag for buffer, tag in tags.items() if tag is not None}
 
     @property
     def asleep(self) -> bool:
@@ -196,65 +207,45 @@ class SleepGroup(Closes):
         Raises
         ------
         InUseError
-            A buffer cannot give its memory back, as for :meth:`VirtualBuffer.evict`.
+            A buffer cannot give its memory back, as for :meth:`VirtualBuffer.evict`; or a signal handler has called
+            this on a thread that is in such a call.
         OutOfMemoryError
             There is no host memory for the bytes.
         KeyError
             No buffer has such a tag.
+        ClosedError
+            The group was closed.
         CudaError
-            The driver refused. In all these cases nothing has changed.
+            The driver refused. In all these cases nothing has changed. Where the driver refuses the undo as well, some
+            buffers sleep with their bytes: :meth:`wake` them.
         """
-        chosen = [(buffer, tag) for buffer, tag in self._chosen(tags) if not buffer.evicted]
-        entries = {buffer: buffer._evictable(shared=shared) for buffer, _ in chosen}
+        return self._alone(lambda: self._sleep(tags, keep, shared, stream, after))
+
+    def _sleep(
+        self, tags: Sequence[str], keep: bool | Collection[str], shared: bool, stream: StreamLike | None, after: After
+    ) -> int:
+        chosen = {buffer: tag for buffer, tag in self._chosen(tags).items() if not buffer.evicted}
+        entries = {buffer: buffer._evictable(shared=shared) for buffer in chosen}
         ordered = self._copying_stream(stream)
         wait_for_users(after, self._door, (entry.rights for several in entries.values() for entry in several))
-        with contextlib.ExitStack() as undo:
-            copies: dict[VirtualBuffer, Memory] = {}
-            made = []
-            for tag in dict.fromkeys(tag for _, tag in chosen):
-                if keep if isinstance(keep, bool) else tag in keep:
-                    buffers = [buffer for buffer, one in chosen if one == tag and buffer.nbytes]
-                    whole = self._copy(buffers, ordered, copies, undo)
-                    made += [(whole, weakref.WeakSet(buffers))] if whole is not None else []
-            if copies:
-                ordered.synchronize()
-            given = 0
-            for buffer, several in entries.items():
-                undo.callback(self._wake_again, buffer, ordered)
-                buffer._give_back(several, copies.get(buffer), own=False)
-                given += buffer.eviction.nbytes if buffer.eviction else 0
-            self._copies += made
-            undo.pop_all()
-        return given
+        saved: dict[VirtualBuffer, BackupRange] = {}
+        for tag in dict.fromkeys(chosen.values()):
+            if keep if isinstance(keep, bool) else tag in keep:
+                saved |= self._ranges([buffer for buffer in chosen if chosen[buffer] == tag and buffer.nbytes], ordered)
+        evict_all(entries, saved, ordered)
+        return sum(entry.nbytes for several in entries.values() for entry in several)
 
-    def _copy(
-        self,
-        buffers: Sequence[VirtualBuffer],
-        stream: Stream,
-        copies: dict[VirtualBuffer, Memory],
-        undo: contextlib.ExitStack,
-    ) -> Buffer | None:
-        """Queue copies of buffers into one piece of host memory, which pinning and freeing are quicker for."""
-        places = []
+    def _ranges(self, buffers: Sequence[VirtualBuffer], stream: Stream) -> dict[VirtualBuffer, BackupRange]:
+        """One backup for buffers, which pinning and freeing are quicker for."""
+        offsets = []
         end = 0
         for buffer in buffers:
-            places.append(end)
+            offsets.append(end)
             end = -(-(end + buffer.nbytes) // _ALIGNMENT) * _ALIGNMENT
         if not end:
-            return None
-        whole = self.backup.allocate(end, stream)
-        undo.callback(whole.close)
-        undo.callback(stream.synchronize)
-        for buffer, place in zip(buffers, places, strict=True):
-            copies[buffer] = part = whole[place : place + buffer.nbytes]
-            part.copy_from(buffer, stream)
-        return whole
-
-    @staticmethod
-    def _wake_again(buffer: VirtualBuffer, stream: Stream) -> None:
-        if buffer.evicted:
-            buffer.restore(stream=stream)
-            stream.synchronize()
+            return {}
+        backup = Backup.allocate(self.backup, end, stream)
+        return {buffer: backup.hold(offset, buffer.nbytes) for buffer, offset in zip(buffers, offsets, strict=True)}
 
     def wake(self, *tags: str, stream: StreamLike | None = None) -> int:
         """Give all buffers that sleep memory and bytes again, or those with these tags; how many bytes of memory.
@@ -274,65 +265,61 @@ class SleepGroup(Closes):
             There is not enough memory. All of them sleep as before, with their bytes, and it can be tried again.
         KeyError
             No buffer has such a tag.
+        ClosedError
+            The group was closed: :meth:`VirtualBuffer.restore` wakes its buffers one by one.
+        InUseError
+            A signal handler has called this on a thread that is in such a call.
         CudaError
             The driver refused, likewise.
         """
-        asleep = {buffer: buffer.eviction for buffer, _ in self._chosen(tags)}
-        sleeping = {buffer: eviction for buffer, eviction in asleep.items() if eviction is not None}
-        ordered = self._copying_stream(stream)
-        with contextlib.ExitStack() as undo:
-            made: dict[VirtualBuffer, list[MappedBytes]] = {}
-            # First memory for all of them: that it runs out is what is likely to fail.
-            for buffer, eviction in sleeping.items():
-                made[buffer] = entries = buffer._put(eviction.pieces)
-                undo.callback(self._sleep_again, buffer, eviction, entries)
-            undo.callback(ordered.synchronize)
-            for buffer, eviction in sleeping.items():
-                buffer._evicted = None
-                if eviction.backup is not None:
-                    buffer._copy_back(eviction.backup, made[buffer], ordered)
-            undo.pop_all()
-        self._free_copies(ordered)
-        return sum(eviction.nbytes for eviction in sleeping.values())
+        return self._alone(lambda: self._wake(tags, stream))
 
-    @staticmethod
-    def _sleep_again(buffer: VirtualBuffer, eviction: Eviction, entries: Sequence[MappedBytes]) -> None:
-        buffer._evicted = eviction
-        buffer._discard(entries)
+    def _wake(self, tags: Sequence[str], stream: StreamLike | None) -> int:
+        found = {buffer: buffer.eviction for buffer in self._chosen(tags)}
+        evictions = {buffer: eviction for buffer, eviction in found.items() if eviction is not None}
+        restore_all(evictions, self._copying_stream(stream))
+        return sum(eviction.nbytes for eviction in evictions.values())
 
-    def _free_copies(self, stream: Stream) -> None:
-        """Free the copies of which no part is of a buffer that sleeps."""
-        needed = []
-        for whole, buffers in self._copies:
-            if any(buffer.evicted for buffer in list(buffers)):
-                needed.append((whole, buffers))
-            elif not whole.freed:
-                FreeAfter(whole, stream).now()
-        self._copies = needed
+    def _alone(self, act: Callable[[], int]) -> int:
+        """Do something while no other thread sleeps, wakes or closes."""
+        with self._lock:
+            self._check_idle()
+            self._check_open()
+            self._busy = True
+            try:
+                return act()
+            finally:
+                self._busy = False
 
-    def _chosen(self, tags: Sequence[str]) -> Iterator[tuple[VirtualBuffer, str]]:
+    def _check_idle(self) -> None:
+        if self._busy:
+            raise InUseError(f"{self!r}: a signal handler has interrupted a call that sleeps or wakes, on its thread")
+
+    def _chosen(self, tags: Sequence[str]) -> dict[VirtualBuffer, str]:
         buffers = self.buffers
         unknown = [tag for tag in tags if tag not in buffers.values()]
         if unknown:
             raise KeyError(f"no buffer has the tag {unknown[0]!r}: there are {sorted(set(buffers.values()))}")
         if not tags:
-            return iter(buffers.items())
-        return iter([(buffer, tag) for wanted in tags for buffer, tag in buffers.items() if tag == wanted])
+            return buffers
+        return {buffer: tag for wanted in tags for buffer, tag in buffers.items() if tag == wanted}
 
     def _copying_stream(self, stream: StreamLike | None) -> Stream:
         return copying_stream(self.device.default_stream if stream is None else stream, self._door)
 
     def close(self) -> None:
-        """Let the buffers go, which stay as they are, and close the pool for backups if it is the group's own.
+        """Remove the buffers, which stay as they are, and close the pool for backups if it is the group's own.
 
-        The bytes of buffers that sleep stay until those are closed. A closed group takes no buffers. Idempotent.
+        A buffer that sleeps keeps its bytes until it is closed, and :meth:`VirtualBuffer.restore` wakes it. A closed
+        group takes no buffers. Idempotent.
         """
-        self.closed = True
-        self._members.clear()
-        self._copies.clear()
-        if self._own and self._backup is not None:
-            self._backup.close()
-            self._backup, self._own = None, False
+        with self._lock:
+            self._check_idle()
+            self.closed = True
+            self._members.clear()
+            if self._own and self._backup is not None:
+                self._backup.close()
+                self._backup, self._own = None, False
 
     def _check_open(self) -> None:
         if self.closed:

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from typing_extensions import Self
 
-from streamalloc.core.buffer import Buffer
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
-from streamalloc.core.errors import ClosedError, CudaError, EvictedError, InUseError, attach, size_text, undoing
+from streamalloc.core.errors import ClosedError, CudaError, EvictedError, InUseError, size_text, undo_all, undoing
 from streamalloc.core.html import Drawn, Html, Row, gauge
-from streamalloc.core.later import Deferred, later_of
-from streamalloc.core.memory import Memory
+from streamalloc.core.memory import CopySide, Memory
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
-from streamalloc.core.stream import Stream, StreamLike, as_stream, ordered_after, refuse_capture
+from streamalloc.core.stream import Stream, StreamLike, as_stream, refuse_capture
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import reachable_from
 from streamalloc.vmm.access import Access, Rights, rights_of, structs_of
-from streamalloc.vmm.address_range import AddressRange, Mapping, drawn, rights_text
+from streamalloc.vmm.address_range import AddressRange, drawn, rights_text
+from streamalloc.vmm.address_range import Mapping as MemoryMapping
 from streamalloc.vmm.allocations import allocations_of
+from streamalloc.vmm.backup import Backup, BackupRange, Copies, copying
 from streamalloc.vmm.generic_handle import GenericAllocation
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
 from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.waiting import After, wait_for_users
 
-__all__ = ["ChunkSpec", "Eviction", "FreeAfter", "VirtualBuffer", "copying_stream"]
+__all__ = ["ChunkSpec", "Eviction", "VirtualBuffer", "copying_stream", "evict_all", "restore_all"]
 
 
 class ChunkSpec(NamedTuple):
@@ -39,50 +41,26 @@ class ChunkSpec(NamedTuple):
 
 
 class Eviction(NamedTuple):
-    """What a buffer gave back, and where its bytes are meanwhile."""
+    """The physical memory that a buffer has released, and the bytes that it had."""
 
     pieces: tuple[ChunkSpec, ...]
-    backup: Memory | None
-    """The copy of the bytes; None where they were given up."""
-    own: bool
-    """Whether the buffer allocated the backup, and frees it once it is restored."""
+    saved: BackupRange | None
+    """The bytes in a backup; None where they were given up."""
+
+    @property
+    def backup(self) -> Memory | None:
+        """The copy of the bytes; None where they were given up."""
+        return None if self.saved is None else self.saved.memory
+
+    @property
+    def own(self) -> bool:
+        """Whether the copy was allocated for the buffer, and is freed once it is restored."""
+        return self.saved is not None and self.saved.backup.own
 
     @property
     def nbytes(self) -> int:
         """How much physical memory was given back, in bytes."""
         return sum(piece.nbytes for piece in self.pieces)
-
-
-class FreeAfter(Deferred):
-    """The free of a backup after what a stream has queued, which is not the backup's own.
-
-    If the backup were dropped it would be freed on its own stream, which knows nothing of the copy.
-    """
-
-    __slots__ = ("_backup", "_stream")
-
-    def __init__(self, backup: Buffer, stream: Stream) -> None:
-        self._backup = backup
-        self._stream = stream
-
-    def attempt(self) -> bool:
-        if not self._backup.freed:
-            with ordered_after(self._stream) as ordered:
-                self._backup.free(ordered)
-        return True
-
-    def now(self) -> None:
-        """Free it; where the driver refuses, or a signal handler raises, it is tried again later."""
-        try:
-            self._backup.free(self._stream)
-        except BaseException as error:
-            self.hand_in()
-            if not isinstance(error, CudaError):
-                raise
-
-    def hand_in(self) -> None:
-        """Free it later."""
-        later_of(self._stream._door).hand_in(self)
 
 
 class VirtualBuffer(Memory, Closes, Drawn):
@@ -147,9 +125,9 @@ class VirtualBuffer(Memory, Closes, Drawn):
         return 0 if self._evicted else self._mapped
 
     @property
-    def mappings(self) -> tuple[Mapping, ...]:
+    def mappings(self) -> tuple[MemoryMapping, ...]:
         """The chunks that it is made of, in the order of addresses; the buffer unmaps them."""
-        return tuple(Mapping(self.range, entry) for entry in self.range._node.touching(0, self._mapped))
+        return tuple(MemoryMapping(self.range, entry) for entry in self.range._node.touching(0, self._mapped))
 
     @property
     def device(self) -> Device:
@@ -259,20 +237,8 @@ class VirtualBuffer(Memory, Closes, Drawn):
         entries = self._evictable(shared=shared)
         ordered = self._copying_stream(stream)
         wait_for_users(after, self._door, (entry.rights for entry in entries))
-        copy = self._backup(backup, ordered)
-        own = isinstance(backup, MemoryPool)
-        try:
-            if copy is not None and self._nbytes:
-                copy.copy_from(self, ordered)
-                ordered.synchronize()
-            self._give_back(entries, copy, own)
-        except BaseException as first:
-            if self._evicted is None and own and isinstance(copy, Buffer):
-                try:
-                    copy.close()
-                except CudaError as later:
-                    attach(first, later)
-            raise
+        saved = self._backup(backup, ordered)
+        evict_all({self: entries}, {} if saved is None else {self: saved}, ordered)
 
     def _evictable(self, *, shared: bool) -> list[MappedBytes]:
         """What is mapped; raises where it cannot be given back."""
@@ -294,20 +260,44 @@ class VirtualBuffer(Memory, Closes, Drawn):
                 raise InUseError(f"{memory!r} is held by another PhysicalMemory, too: close that")
         return entries
 
-    def _give_back(self, entries: Sequence[MappedBytes], copy: Memory | None, own: bool) -> None:
-        """Unmap and release the memory, whose bytes are in the copy. Where the driver refuses, the buffer is as it was.
-
-        What an interrupt leaves mapped goes when the buffer is restored.
-        """
+    def _give_back(self, entries: Sequence[MappedBytes], saved: BackupRange | None) -> None:
+        """Unmap the memory, whose bytes are in a backup; the handles stay, see :meth:`_take_back`."""
         chunks = tuple(ChunkSpec(entry.offset, entry.nbytes, _spec_of(entry)) for entry in entries)
-        self._plain, self._evicted = None, Eviction(chunks, copy, own)
+        self._plain, self._evicted = None, Eviction(chunks, saved)
+        self.range._node.unmap(entries)
+
+    def _take_back(self, entries: Sequence[MappedBytes], stream: Stream) -> None:
+        """Undo :meth:`_give_back`, wherever that has stopped. Where this fails the buffer is evicted."""
+        evicted = self._evicted
+        if evicted is None:
+            return
+        unmapped = [entry for entry in entries if entry.gone]
+        if not all(entry.held for entry in unmapped):
+            # Memory that only its mapping has held is gone.
+            restore_all({self: evicted}, stream)
+            stream.synchronize()
+            return
+        for entry in unmapped:
+            self._map_again(entry)
+        if unmapped:
+            node = self.range._node
+            node.grant(node.touching(0, self._mapped), self._rights, self._structs)
+        self._evicted = None
+
+    def _map_again(self, entry: MappedBytes) -> None:
+        if entry._memory is not None:
+            self.range._map(entry._memory, entry.offset)
+            return
+        node = self.range._node
+        mapped = MappedBytes(node, entry.offset, entry.stop, {})
         try:
-            self._discard(entries)
-        except CudaError:
-            self._evicted = None
+            node.add(mapped)
+            # Nothing is called between these two.
+            mapped._raw, entry._raw = entry._raw, None
+            mapped.map(mapped._raw)
+        except BaseException as first:
+            mapped.undo(first)
             raise
-        # Without its objects: with them handles stay open that were made to share it, which keep the memory.
-        self.range._node.table()
 
     def restore(self, *, stream: StreamLike | None = None) -> None:
         """Map new physical memory at the same addresses, with the same access, and copy the backup into it.
@@ -326,41 +316,22 @@ class VirtualBuffer(Memory, Closes, Drawn):
         evicted = self._evicted
         if evicted is None:
             raise EvictedError(f"{self!r} is not evicted")
-        ordered = self._copying_stream(stream)
-        made = self._put(evicted.pieces)
-        backup = evicted.backup
-        free = FreeAfter(backup, ordered) if evicted.own and isinstance(backup, Buffer) else None
-
-        def undo() -> None:
-            self._evicted = evicted
-            # The copy may be queued all the same, and the memory must not go away under it.
-            ordered.synchronize()
-            self._discard(made)
-
-        try:
-            with undoing(undo):
-                self._evicted = None
-                if backup is not None and self._nbytes:
-                    self._copy_back(backup, made, ordered)
-            if free is not None:
-                free.now()
-        except BaseException:
-            if self._evicted is None and free is not None:
-                free.hand_in()  # interrupted where the bytes were back
-            raise
+        restore_all({self: evicted}, self._copying_stream(stream))
 
     def _copying_stream(self, stream: StreamLike | None) -> Stream:
         return copying_stream(self.stream if stream is None else stream, self._door)
 
-    def _copy_back(self, backup: Memory, made: Sequence[MappedBytes], stream: Stream) -> None:
+    def _load(self, saved: BackupRange, made: Sequence[MappedBytes], copies: Copies, stream: Stream) -> None:
+        """Queue the copy of the bytes into the memory that was made for them."""
+        target = CopySide(self.address, self._nbytes, self._resident_on(), self)
         writer = stream.device.location
         allowed = self._rights.get(writer, MemAccess.NONE)
         if allowed == MemAccess.READWRITE:
-            self.copy_from(backup, stream)
+            saved.load(target, copies)
             return
         # The device that copies needs to write meanwhile.
         self.range._node.grant(made, {writer: MemAccess.READWRITE})
-        self.copy_from(backup, stream)
+        saved.load(target, copies)
         stream.synchronize()
         self.range._node.grant(made, {writer: allowed})
 
@@ -376,8 +347,8 @@ class VirtualBuffer(Memory, Closes, Drawn):
         evicted = self._evicted
         self._evicted = None
         self._mapped = self._nbytes = 0
-        if evicted and evicted.own and isinstance(evicted.backup, Buffer):
-            evicted.backup.close()
+        if evicted is not None and evicted.saved is not None:
+            evicted.saved.leave()
         self.range._free()
 
     # -- for the kinds of such buffers -----------------------------------------------------------------------
@@ -429,6 +400,13 @@ class VirtualBuffer(Memory, Closes, Drawn):
         if table and table[-1].stop > start:
             self._discard(range._node.touching(start, range.nbytes))
 
+    def _clear(self) -> None:
+        """Unmap what a restore that failed has left, after the work that may use it."""
+        entries = list(self.range._node.table())
+        if entries:
+            wait_for_users(None, self._door, (entry.rights for entry in entries))
+            self._discard(entries)
+
     def _cut(self, mapped: int, nbytes: int) -> None:
         """Keep ``mapped`` bytes, where a chunk ends. Where the driver refuses to unmap, the buffer is as it was."""
         before = self._mapped, self._nbytes
@@ -452,7 +430,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
         """What is this buffer's to unmap of mappings that others may have been offered."""
         return entries
 
-    def _backup(self, backup: MemoryPool | Memory | None, stream: Stream) -> Memory | None:
+    def _backup(self, backup: MemoryPool | Memory | None, stream: Stream) -> BackupRange | None:
         if backup is None:
             return None
         if not isinstance(backup, (MemoryPool, Memory)):
@@ -464,13 +442,13 @@ class VirtualBuffer(Memory, Closes, Drawn):
                 raise ValueError(f"backup has {size_text(backup.nbytes)} and the buffer {size_text(self._nbytes)}")
             if self.address - backup.nbytes < backup.address < self.address + self._nbytes:
                 raise ValueError(f"backup={backup!r} is the buffer's own memory, which is given back")
-            return backup
+            return Backup(backup, own=False).hold(0, self._nbytes)
         if not backup.location.on_host:
             raise ValueError(f"backup={backup!r} is not in host memory")
         if not reachable_from(backup, stream.device):
             how = "pool.set_access(device, MemAccess.READWRITE) gives it, so that copies run at full speed"
             raise ValueError(f"backup={backup!r} gives {stream.device!r} no access: {how}")
-        return backup.allocate(self._nbytes, stream)
+        return Backup.allocate(backup, self._nbytes, stream).hold(0, self._nbytes)
 
     def _check_open(self) -> None:
         if self.range.closed:
@@ -519,6 +497,65 @@ def _spec_of(entry: MappedBytes) -> MemorySpec:
     memory = entry._memory
     spec: MemorySpec = memory._spec if isinstance(memory, PhysicalMemory) else entry.reservation.maker
     return spec
+
+
+def evict_all(
+    entries: Mapping[VirtualBuffer, Sequence[MappedBytes]], saved: Mapping[VirtualBuffer, BackupRange], stream: Stream
+) -> None:
+    """Copy the bytes of buffers to their ranges of backups, and release their memory: that of all, or of none.
+
+    The memory is released when all of it is unmapped; until then it can be mapped again. A buffer that cannot be is
+    evicted, with its backup.
+    """
+    with copying(stream) as copies:
+
+        def undo() -> None:
+            try:
+                undo_all(functools.partial(buffer._take_back, several, stream) for buffer, several in entries.items())
+            finally:
+                undo_all(one.leave for buffer, one in saved.items() if buffer._evicted is None)
+
+        with undoing(undo):
+            for buffer, one in saved.items():
+                one.save(buffer, copies)
+            copies.synchronize()
+            for buffer, several in entries.items():
+                buffer._give_back(several, saved.get(buffer))
+    for buffer, several in entries.items():
+        for entry in several:
+            entry.close()
+        # Without its objects: with them handles stay open that were made to share it, which keep the memory.
+        buffer.range._node.table()
+
+
+def restore_all(evictions: Mapping[VirtualBuffer, Eviction], stream: Stream) -> None:
+    """Map new memory for buffers that are evicted, and queue the copies of their bytes: for all, or for none."""
+    made: dict[VirtualBuffer, list[MappedBytes]] = {}
+    with copying(stream) as copies:
+
+        def undo() -> None:
+            # What is unmapped must not be written any more. What stays mapped is unmapped by the next attempt.
+            copies.synchronize()
+            undo_all(
+                functools.partial(buffer._discard, several)
+                for buffer, several in made.items()
+                if buffer._evicted is not None
+            )
+
+        with undoing(undo):
+            # First memory for all of them: that it runs out is what is likely to fail.
+            for buffer, eviction in evictions.items():
+                buffer._clear()
+                made[buffer] = buffer._put(eviction.pieces)
+            for buffer, eviction in evictions.items():
+                if eviction.saved is not None:
+                    buffer._load(eviction.saved, made[buffer], copies, stream)
+            for buffer in evictions:
+                buffer._evicted = None
+        for eviction in evictions.values():
+            if eviction.saved is not None:
+                with contextlib.suppress(CudaError):
+                    eviction.saved.leave()
 
 
 def copying_stream(stream: StreamLike, door: Door) -> Stream:

@@ -1,0 +1,210 @@
+"""Backups: the bytes of buffers while their physical memory is released.
+
+One call that evicts buffers makes a :class:`Backup` for them. Each buffer holds a :class:`BackupRange` of it, and
+nothing else refers to it. It is released once: when the last buffer has left it or was dropped, and after all copies
+that read or write it, on whatever streams they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from streamalloc.core.buffer import Buffer, allocate_safely
+from streamalloc.core.errors import LOST, ClosedError, CudaError
+from streamalloc.core.event import Event, context_event
+from streamalloc.core.later import Deferred, later_of
+from streamalloc.core.memory import CopySide, Memory, copy_bytes
+from streamalloc.core.stream import Stream, ordered_after
+from streamalloc.pool import MemoryPool
+
+__all__ = ["Backup", "BackupRange", "Copies", "copying"]
+
+
+class Copies:
+    """The copies that one call queues on one stream, from or to backups: made by :func:`copying`."""
+
+    __slots__ = ("_device", "_end", "backups", "finished", "stream")
+
+    def __init__(self, stream: Stream) -> None:
+        self.backups: dict[Backup, None] = {}
+        """The backups that they read or write, as long as the call runs."""
+        self.stream: Stream | None = stream
+        """Their stream, as long as the call runs: after it the stream's owner may destroy it."""
+        self.finished = False
+        """Whether the host has waited for them."""
+        self._device = stream.device
+        self._end: Event | None = None
+
+    def synchronize(self) -> None:
+        """Block the host until they have run."""
+        if self.backups and self.stream is not None:
+            self.stream.synchronize()
+        self.finished = True
+
+    def precede(self, stream: Stream) -> None:
+        """Let later work of a stream wait for them; where their end is not recorded, for all that their device has."""
+        stream.wait(context_event(self._device) if self._end is None else self._end)
+
+    def end(self) -> None:
+        """The call ends. Their end is recorded for backups that are still to be released."""
+        if self.stream is not None and not self.finished and any(not backup.released for backup in self.backups):
+            with contextlib.suppress(CudaError, ClosedError):
+                self._end = self.stream.record()
+        self.stream = None
+        self.backups.clear()
+
+
+@contextlib.contextmanager
+def copying(stream: Stream) -> Iterator[Copies]:
+    """A block that copies bytes from or to backups on a stream."""
+    copies = Copies(stream)
+    try:
+        yield copies
+    finally:
+        copies.end()
+
+
+class Backup:
+    """Memory that has the bytes of one or several buffers.
+
+    Another kind of store has these methods in its own way, and a :class:`Deferred` of its own for the release.
+
+    Parameters
+    ----------
+    memory
+        The memory that has the bytes.
+    own
+        Whether it is released with the backup. Memory of the user is not.
+    """
+
+    __slots__ = ("__weakref__", "_copies", "_ranges", "_release", "memory", "own")
+
+    def __init__(self, memory: Memory, *, own: bool) -> None:
+        self.memory: Memory = memory
+        self.own: bool = own
+        self._ranges: dict[int, int] = {}
+        """The size of what each buffer holds, by its offset."""
+        self._copies: dict[Copies, None] = {}
+        self._release: list[_Release] = []
+        """The release, until somebody takes it."""
+        if own and isinstance(memory, Buffer):
+            release = _Release(memory, self._copies)
+            later_of(memory.stream._door).end_with(self, release)
+            self._release.append(release)
+
+    @classmethod
+    def allocate(cls, pool: MemoryPool, nbytes: int, stream: Stream) -> Backup:
+        """A backup in memory of a pool, allocated on a stream."""
+        return cls(allocate_safely(pool, nbytes, stream), own=True)
+
+    @property
+    def released(self) -> bool:
+        """Whether nothing of it is to be released any more."""
+        return not (self.own and isinstance(self.memory, Buffer)) or self.memory.freed
+
+    def hold(self, offset: int, nbytes: int) -> BackupRange:
+        """The range of one buffer. No two begin at the same offset."""
+        held = BackupRange(self, offset, nbytes)
+        self._ranges[offset] = nbytes
+        return held
+
+    def view(self, offset: int, nbytes: int) -> Memory:
+        """The bytes of a range."""
+        return self.memory if nbytes == self.memory.nbytes else self.memory[offset : offset + nbytes]
+
+    def save(self, offset: int, source: Memory, copies: Copies) -> None:
+        """Queue the copy of a buffer's bytes into its range."""
+        self._use(copies)
+        self.view(offset, source.nbytes).copy_from(source, copies.stream)
+
+    def load(self, offset: int, target: CopySide, copies: Copies) -> None:
+        """Queue the copy of a range into a buffer's memory."""
+        stream = copies.stream
+        assert stream is not None
+        self._use(copies)
+        copy_bytes(target, CopySide.readable(self.view(offset, target.nbytes), stream._door), stream)
+
+    def _use(self, copies: Copies) -> None:
+        copies.backups[self] = None
+        self._copies[copies] = None
+
+    def leave(self, offset: int) -> None:
+        """Have a buffer hold its range no longer. With the last one the backup is released; idempotent.
+
+        Raises
+        ------
+        CudaError
+            The driver refused the release, which is tried again later.
+        """
+        self._ranges.pop(offset, None)
+        if self._ranges:
+            return
+        try:
+            release = self._release.pop()
+        except IndexError:
+            return
+        later_of(self.memory.stream._door).end(release)
+
+
+class BackupRange:
+    """The range of one buffer in a backup."""
+
+    __slots__ = ("_offset", "backup", "nbytes")
+
+    def __init__(self, backup: Backup, offset: int, nbytes: int) -> None:
+        self.backup: Backup = backup
+        self.nbytes: int = nbytes
+        """Size in bytes, that of the buffer."""
+        self._offset = offset
+
+    @property
+    def memory(self) -> Memory:
+        """The bytes."""
+        return self.backup.view(self._offset, self.nbytes)
+
+    def save(self, source: Memory, copies: Copies) -> None:
+        """Queue the copy of the buffer's bytes into the backup."""
+        if self.nbytes:
+            self.backup.save(self._offset, source, copies)
+
+    def load(self, target: CopySide, copies: Copies) -> None:
+        """Queue the copy of the bytes into the buffer's memory."""
+        if self.nbytes:
+            self.backup.load(self._offset, target, copies)
+
+    def leave(self) -> None:
+        """Hold the backup no longer, see :meth:`Backup.leave`."""
+        self.backup.leave(self._offset)
+
+
+class _Release(Deferred):
+    """The free of a backup's memory after the copies that read or write it."""
+
+    __slots__ = ("_copies", "_memory")
+
+    gone = LOST
+
+    def __init__(self, memory: Buffer, copies: dict[Copies, None]) -> None:
+        self._memory = memory
+        self._copies = copies
+
+    def attempt(self) -> bool:
+        memory = self._memory
+        if memory.freed:
+            return True
+        copies = [one for one in list(self._copies) if not one.finished]
+        stream = copies[0].stream if len(copies) == 1 else None
+        if not copies:
+            memory.close()
+        elif stream is not None:
+            with ordered_after(stream) as ordered:
+                memory.free(ordered)
+        else:
+            # A stream for this alone: no stream of a user waits for another.
+            device = memory.stream.device
+            with device._door.relaxed(), device.create_stream() as after_all:
+                for one in copies:
+                    one.precede(after_all)
+                memory.free(after_all)
+        return True

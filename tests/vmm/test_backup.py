@@ -1,0 +1,674 @@
+"""Backups belong to the buffers that they hold, and are released once, after the copies that read or write them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
+from streamalloc.driver.bindings import cuda
+from streamalloc.testing import Faults, Gate
+from tests.interrupting import Atomic, Interrupted, Points, Signal, since_3_11
+from tests.processes import ROOT
+from tests.support import KEEP, Account, end_what_was_dropped, filled, holds, in_a_thread, read, shows
+from tests.vmm.support import HOST, PAGE, READWRITE
+
+SIZE = PAGE + 100
+WAIT = 20.0
+"""Seconds after which a thread counts as stuck."""
+
+
+@pytest.fixture
+def host(device: sa.Device) -> Iterator[sa.MemoryPool]:
+    """A pool in host memory that keeps what it has got: freed memory is allocated again at once."""
+    with sa.MemoryPool(HOST, release_threshold=KEEP) as pool:
+        pool.set_access(device, READWRITE)
+        yield pool
+
+
+class Foreign:
+    """A stream of somebody else, who may destroy it with work in it."""
+
+    def __init__(self, device: sa.Device) -> None:
+        self._device = device
+        with device.current():
+            result, self._raw = device.driver.cuStreamCreate(int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        assert not result
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, int(self._raw)
+
+    def destroy(self) -> None:
+        with self._device.current():
+            assert not self._device.driver.cuStreamDestroy(self._raw)[0]
+
+
+class World:
+    """Two buffers of a group that sleep in one backup, and a gate that holds the stream on which the first wakes."""
+
+    def __init__(self, device: sa.Device, host: sa.MemoryPool, kind: str, gate: Gate) -> None:
+        self.device, self.host = device, host
+        self.foreign = Foreign(device) if kind == "foreign" else None
+        self.ours = device.create_stream() if kind == "own" else None
+        self.held: Any = self.foreign or self.ours or device.default_stream
+        self.other = device.create_stream()
+        self.group: Any = vmm.SleepGroup(device, backup=host)
+        self.first: vmm.VirtualBuffer = self.group.allocate(SIZE, tag="first")
+        self.second: Any = self.group.allocate(SIZE, tag="first")
+        filled(self.first, 1, self.other)
+        filled(self.second, 2, self.other)
+        self.group.sleep(stream=self.other)
+        self.gate = gate
+        gate.hold(self.held)
+
+    def leave(self) -> None:
+        """The stream that is held goes, with the copy in it."""
+        if self.foreign is not None:
+            self.foreign.destroy()
+        elif self.ours is not None:
+            self.ours.close()
+
+    def overwrite(self) -> list[sa.Buffer]:
+        """Take all memory of the pool that is free, and fill it."""
+        taken = [self.host.allocate(SIZE, self.other) for _ in range(4)]
+        for one in taken:
+            one.fill(0xEE, self.other)
+        self.other.synchronize()
+        return taken
+
+    def check(self, *, second: bool) -> None:
+        taken = self.overwrite()
+        self.gate.open()
+        self.device.synchronize()
+        assert shows(self.first, 1)
+        if second:
+            assert shows(self.second, 2)
+        for one in taken:
+            one.free()
+        self.device.synchronize()
+        assert self.host.statistics().used == 0
+        if self.group is not None and not self.group.closed:
+            self.group.close()
+        self.first.close()
+        if self.second is not None:
+            self.second.close()
+        self.other.close()
+
+
+def _wake_first(world: World) -> None:
+    """Alone, as the second has another tag by now."""
+    if world.second is not None:
+        world.group.add(world.second, "second")
+    world.group.wake("first", stream=world.held)
+
+
+def _restore_first(world: World) -> None:
+    world.first.restore(stream=world.held)
+
+
+def _restore_second(world: World) -> None:
+    world.second.restore(stream=world.other)
+
+
+def _wake_second(world: World) -> None:
+    world.group.wake(stream=world.other)
+
+
+def _close_group(world: World) -> None:
+    world.group.close()
+    _restore_second(world)
+
+
+def _drop_group(world: World) -> None:
+    world.group = None
+    gc.collect()
+    _restore_second(world)
+
+
+def _close_second(world: World) -> None:
+    world.second.close()
+
+
+def _drop_second(world: World) -> None:
+    world.second = None
+    gc.collect()
+    end_what_was_dropped()
+
+
+FIRST: dict[str, Callable[[World], None]] = {"wake": _wake_first, "restore": _restore_first}
+SECOND: dict[str, Callable[[World], None]] = {
+    "restore": _restore_second,
+    "wake": _wake_second,
+    "close the group": _close_group,
+    "drop the group": _drop_group,
+    "close": _close_second,
+    "drop": _drop_second,
+}
+KINDS = ["own", "default", "foreign"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+class TestOrder:
+    @pytest.mark.parametrize("gone", [False, True], ids=["", "stream destroyed"])
+    @pytest.mark.parametrize("second", SECOND)
+    @pytest.mark.parametrize("first", FIRST)
+    def test_the_copy_is_pending_when_the_last_buffer_leaves(
+        self, device: sa.Device, host: sa.MemoryPool, gate: Gate, kind: str, first: str, second: str, gone: bool
+    ) -> None:
+        world = World(device, host, kind, gate)
+        FIRST[first](world)
+        if gone:
+            world.leave()
+        SECOND[second](world)
+        world.check(second=second not in ("close", "drop"))
+
+    @pytest.mark.parametrize("second", SECOND)
+    @pytest.mark.parametrize("first", FIRST)
+    def test_the_copy_is_the_last(
+        self, device: sa.Device, host: sa.MemoryPool, gate: Gate, kind: str, first: str, second: str
+    ) -> None:
+        if second in ("close the group", "drop the group") and first == "wake":
+            pytest.skip("a group that is gone wakes nothing")
+        world = World(device, host, kind, gate)
+        if second == "wake":
+            world.group.add(world.first, "last")
+            world.group.wake("first", stream=world.other)
+            world.group.wake("last", stream=world.held)
+        else:
+            SECOND[second](world)
+            FIRST[first](world)
+        world.leave()
+        world.check(second=second not in ("close", "drop"))
+
+    @pytest.mark.parametrize("faults", [0, 1, 2, 3])
+    def test_one_buffer_alone(
+        self, machine: Any, device: sa.Device, kind: str, faults: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its backup is freed on the stream of the copy. The driver may refuse that, and to record where it ends."""
+        calls = ("cuMemFreeAsync", "cuEventRecord", "cuEventCreate")
+        driver: Any = machine
+        layers = []
+        for _ in range(faults):
+            driver = Faults(driver)
+            layers.append(driver)
+        there = sa.Device(0, driver=driver)
+        with sa.MemoryPool(HOST, release_threshold=KEEP, driver=driver) as host, Gate(there) as gate:
+            host.set_access(there, READWRITE)
+            world = World(there, host, kind, gate)
+            world.second.close()
+            for layer, call in zip(layers, calls, strict=False):
+                layer.fail(call, result="CUDA_ERROR_UNKNOWN")
+            world.first.restore(stream=world.held)
+            for layer in layers:
+                layer.stop()
+            assert not faults or "cuMemFreeAsync" in layers[0].failed
+            world.leave()
+            world.second = None
+            world.check(second=False)
+
+    @pytest.mark.parametrize("how", ["close", "drop", "again"])
+    def test_a_restore_whose_undo_fails(self, machine: Any, kind: str, how: str) -> None:
+        """The copy is queued, and the host cannot wait for it: nothing that it uses is released before it."""
+        faults = Faults(second := Faults(sd.checked(machine)))
+        there = sa.Device(0, driver=faults)
+        with sa.MemoryPool(HOST, release_threshold=KEEP, driver=faults) as host, Gate(there) as gate:
+            host.set_access(there, READWRITE)
+            buffer: Any = vmm.GrowableBuffer(there, PAGE, PAGE)
+            buffer.fill(7)
+            buffer.evict(host)
+            buffer.set_access(there, sa.MemAccess.READ)  # two more calls come behind the copy
+            held: Any = there.create_stream() if kind == "own" else there.default_stream
+            foreign = Foreign(there) if kind == "foreign" else None
+            faults.fail("cuStreamSynchronize", 1, result="CUDA_ERROR_UNKNOWN")
+            second.fail("cuStreamSynchronize", 1, result="CUDA_ERROR_UNKNOWN")
+            gate.hold(foreign or held)
+            with pytest.raises(sa.CudaError):
+                buffer.restore(stream=foreign or held)
+            assert faults.failed and second.failed and buffer.evicted
+            faults.stop()
+            second.stop()
+            with there.create_stream() as other:
+                if how == "drop":
+                    buffer = None
+                    gc.collect()
+                    end_what_was_dropped()
+                taken = [host.allocate(PAGE, other) for _ in range(2)]
+                for one in taken:
+                    one.fill(0xEE, other)
+                other.synchronize()
+                threading.Timer(0.02, gate.open).start()
+                if how == "close":
+                    buffer.close()
+                elif how == "again":
+                    buffer.restore()
+                    assert holds(buffer, 7)
+                    buffer.close()
+                there.synchronize()
+                for one in taken:
+                    one.free(other)
+            if foreign is not None:
+                foreign.destroy()
+            end_what_was_dropped()
+            there.synchronize()
+            assert host.statistics().used == 0
+            hazards = second._wrapped.hazards
+        assert hazards == []
+
+
+class TestOwner:
+    @pytest.mark.parametrize("how", ["close", "restore", "drop", "cycle"])
+    def test_goes_with_the_last_buffer(self, device: sa.Device, host: sa.MemoryPool, how: str) -> None:
+        group = vmm.SleepGroup(device, backup=host)
+        several: list[Any] = [group.allocate(SIZE, tag="a") for _ in range(3)]
+        group.sleep()
+        assert host.statistics().used >= 3 * SIZE
+        for left in (2, 1, 0):
+            buffer = several.pop()
+            if how == "close":
+                buffer.close()
+            elif how == "restore":
+                buffer.restore()
+            elif how == "cycle":
+                holder = [buffer]
+                holder.append(holder)
+                del holder
+            del buffer
+            gc.collect()
+            end_what_was_dropped()
+            device.synchronize()
+            assert (host.statistics().used > 0) == bool(left)
+        group.close()
+
+    def test_the_pool_of_a_closed_group(self, device: sa.Device) -> None:
+        group = vmm.SleepGroup(device)
+        one, two = group.allocate(SIZE, tag="a"), group.allocate(SIZE, tag="a")
+        filled(one, 1)
+        filled(two, 2)
+        group.sleep()
+        group.close()
+        one.restore()
+        two.restore()
+        assert shows(one, 1) and shows(two, 2)
+        one.close()
+        two.close()
+
+    def test_a_tag_that_is_named_twice(self, device: sa.Device, host: sa.MemoryPool) -> None:
+        group = vmm.SleepGroup(device, backup=host)
+        buffer = group.allocate(SIZE, tag="a")
+        filled(buffer, 1)
+        assert group.sleep("a", "a") == 2 * PAGE
+        assert group.wake("a", "a") == 2 * PAGE
+        assert shows(buffer, 1)
+        device.synchronize()
+        assert host.statistics().used == 0
+        buffer.close()
+
+
+class TestThreads:
+    @pytest.mark.parametrize("act", ["sleep", "wake", "close"])
+    def test_one_waits(self, device: sa.Device, host: sa.MemoryPool, gate: Gate, act: str) -> None:
+        group = vmm.SleepGroup(device, backup=host)
+        buffer = group.allocate(SIZE)
+        filled(buffer, 1)
+        buffer.stream.synchronize()
+        with device.create_stream() as held:
+            gate.hold(held)
+            sleeper = threading.Thread(target=lambda: group.sleep(stream=held, after=()))
+            sleeper.start()
+            done = threading.Event()
+
+            def other() -> None:
+                getattr(group, act)()
+                done.set()
+
+            thread = threading.Thread(target=other)
+            # The first thread has the group once its copy is queued.
+            while host.statistics().used == 0:
+                assert sleeper.is_alive()
+            thread.start()
+            assert not done.wait(0.05) and sleeper.is_alive()
+            gate.open()
+            sleeper.join(WAIT)
+            thread.join(WAIT)
+            assert done.is_set() and not sleeper.is_alive()
+        assert buffer.evicted == (act != "wake")
+        if buffer.evicted:
+            buffer.restore()
+        assert shows(buffer, 1)
+        buffer.close()
+        group.close()
+
+    def test_after_an_interrupt(self, device: sa.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+        group = vmm.SleepGroup(device)
+        buffer = group.allocate(SIZE)
+        filled(buffer, 1)
+
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(vmm.GrowableBuffer, "_give_back", interrupted)
+            with pytest.raises(KeyboardInterrupt) as kept:  # the frames of the call stay
+                group.sleep()
+        thread = threading.Thread(target=group.sleep)
+        thread.start()
+        thread.join(WAIT)
+        assert not thread.is_alive() and group.asleep
+        del kept
+        group.wake()
+        assert shows(buffer, 1)
+        buffer.close()
+        group.close()
+
+    def test_a_handler_on_the_same_thread(self, device: sa.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is told so, rather than to wait for the thread that it runs on."""
+        group = vmm.SleepGroup(device)
+        buffer = group.allocate(SIZE)
+        filled(buffer, 1)
+        give_back = vmm.GrowableBuffer._give_back
+        met = []
+
+        def handled(self: vmm.GrowableBuffer, *args: Any) -> None:
+            for call in (group.sleep, group.wake, group.close):
+                with pytest.raises(sa.InUseError, match="signal handler"):
+                    call()
+                met.append(call)
+            give_back(self, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(vmm.GrowableBuffer, "_give_back", handled)
+            group.sleep()
+        assert len(met) == 3
+        group.wake()
+        assert shows(buffer, 1)
+        buffer.close()
+        group.close()
+
+    def test_buffers_come_while_others_are_listed(self, device: sa.Device) -> None:
+        group = vmm.SleepGroup(device)
+        errors: list[BaseException] = []
+        made: list[vmm.VirtualBuffer] = []
+        end = threading.Event()
+
+        def look() -> None:
+            try:
+                while not end.is_set():
+                    assert len(group.buffers) <= 64 and group.mapped_bytes >= 0
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        for _ in range(64):
+            made.append(group.allocate(0))
+        end.set()
+        thread.join(WAIT)
+        assert errors == []
+        for buffer in made:
+            buffer.close()
+        group.close()
+
+
+class Faulted:
+    """Buffers of a group, one of which can be evicted alone, through a driver of which two calls fail."""
+
+    def __init__(self, machine: Any) -> None:
+        self.machine = machine
+        self.account = Account(machine)
+        self.later = Faults(self.account.driver)
+        self.first = Faults(self.later)
+        self.device = sa.Device(0, driver=self.first)
+        self.stream = self.device.create_stream()
+        self.host = sa.MemoryPool(HOST, driver=self.first)
+        self.host.set_access(self.device, READWRITE)
+        self.group = vmm.SleepGroup(self.device, backup=self.host)
+        self.buffers = [self.group.allocate(SIZE, tag=tag) for tag in ("a", "a", "b")]
+        self.group.add(vmm.stripe(PAGE, [self.device]), "gone")  # dropped
+        for seed, buffer in enumerate(self.buffers):
+            filled(buffer, seed, self.stream)
+        self.stream.synchronize()
+
+    def faults(self, first: int, later: int) -> None:
+        self.later.fail(later, result="CUDA_ERROR_UNKNOWN")
+        self.first.fail(first, result="CUDA_ERROR_UNKNOWN")
+
+    def stop(self) -> list[str]:
+        """The calls that have failed; none fails any more."""
+        failed = [*self.first.failed, *self.later.failed]
+        self.first.stop()
+        self.later.stop()
+        for call in failed:
+            if call == "cuCtxPopCurrent":
+                self.machine.cuCtxPopCurrent()  # the context is still there
+        return failed
+
+    def check(self) -> None:
+        """No bytes are lost: a buffer is readable, or asleep until it is woken."""
+        self.stream.synchronize()
+        for seed, buffer in enumerate(self.buffers):
+            assert buffer.evicted or shows(buffer, seed)
+        self.group.wake(stream=self.stream)
+        self.stream.synchronize()
+        assert all(shows(buffer, seed) for seed, buffer in enumerate(self.buffers))
+        self.device.synchronize()
+        end_what_was_dropped()
+        assert self.host.statistics().used == 0
+        self.group.sleep(stream=self.stream)
+        self.group.wake()
+        assert all(shows(buffer, seed) for seed, buffer in enumerate(self.buffers))
+
+    def end(self) -> None:
+        for buffer in self.buffers:
+            buffer.close()
+        self.group.close()
+        self.device.synchronize()
+        self.host.close()
+        self.stream.close()
+        account = self.account
+        self.__dict__.clear()
+        gc.collect()
+        assert account.left == {} and account.checked.hazards == []
+
+
+def _sleep(world: Faulted) -> None:
+    world.group.sleep(stream=world.stream)
+
+
+def _wake(world: Faulted) -> None:
+    world.group.wake(stream=world.stream)
+
+
+def _evict(world: Faulted) -> None:
+    world.buffers[1].evict(world.host, stream=world.stream)
+
+
+def _restore(world: Faulted) -> None:
+    world.buffers[1].restore(stream=world.stream)
+
+
+STEPS: dict[str, tuple[Callable[[Faulted], None] | None, Callable[[Faulted], None]]] = {
+    "sleep": (None, _sleep),
+    "wake": (_sleep, _wake),
+    "evict": (None, _evict),
+    "restore": (_evict, _restore),
+    "restore one": (_sleep, _restore),
+}
+
+
+@pytest.mark.simulated_only("calls that fail are the same on any driver")
+@pytest.mark.parametrize("step", STEPS)
+class TestFaults:
+    @in_a_thread
+    def test_one(self, machine: Any, step: str) -> None:
+        """All or nothing: a call that fails has changed nothing, unless all is done that users see."""
+        for nth in itertools.count(1):
+            world = Faulted(machine)
+            before, act = STEPS[step]
+            if before is not None:
+                before(world)
+            asleep = [buffer.evicted for buffer in world.buffers]
+            world.faults(nth, 1 << 40)
+            failed = False
+            try:
+                act(world)
+            except sa.CudaError:
+                failed = True
+            reached = world.stop()
+            if failed:
+                assert [buffer.evicted for buffer in world.buffers] == asleep, reached
+            world.check()
+            world.end()
+            if not reached:
+                break
+        assert nth > 5
+
+    @in_a_thread
+    def test_two(self, machine: Any, step: str) -> None:
+        met = set()
+        for first in itertools.count(1):
+            for later in itertools.count(first):
+                world = Faulted(machine)
+                before, act = STEPS[step]
+                if before is not None:
+                    before(world)
+                world.faults(first, later)
+                with contextlib.suppress(sa.CudaError):
+                    act(world)
+                reached = world.stop()
+                world.check()
+                world.end()
+                met.add(len(reached))
+                if len(reached) < 2:
+                    break
+            if not reached:
+                break
+        assert met == {0, 1, 2}
+
+
+@pytest.mark.simulated_only("takes all memory of the device")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, sa.OutOfMemoryError])
+def test_the_memory_is_taken_when_a_sleep_is_undone(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """Nobody gets it before all sleep, so that no buffer is lost and none stays asleep."""
+    device = sa.Device(0, driver=sd.simulated(memory=16 * PAGE))
+    group = vmm.SleepGroup(device)
+    several = [group.allocate(4 * PAGE) for _ in range(3)]
+    for seed, buffer in enumerate(several):
+        filled(buffer, seed)
+    give_back = vmm.GrowableBuffer._give_back
+    taken: list[vmm.PhysicalMemory] = []
+
+    def interrupted(self: vmm.GrowableBuffer, *args: Any) -> None:
+        if self is not several[2]:
+            give_back(self, *args)
+            return
+        with contextlib.suppress(sa.OutOfMemoryError):
+            while True:
+                taken.append(vmm.PhysicalMemory(PAGE, device))
+        if error is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        vmm.PhysicalMemory(PAGE, device)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vmm.GrowableBuffer, "_give_back", interrupted)
+        with pytest.raises(error):
+            group.sleep()
+    assert len(taken) == 4 and not group.asleep
+    assert all(shows(buffer, seed) for seed, buffer in enumerate(several))
+
+
+def test_bytes_that_were_given_up_stay_where_the_sleep_fails(machine: Any) -> None:
+    """Until all sleep, nothing is released."""
+    faults = Faults(machine)
+    group = vmm.SleepGroup(sa.Device(0, driver=faults))
+    several = [group.allocate(SIZE) for _ in range(3)]
+    for seed, buffer in enumerate(several):
+        filled(buffer, seed)
+    for nth in (1, 2, 3):
+        faults.fail("cuMemUnmap", nth, result="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(sa.CudaError):
+            group.sleep(keep=False)
+        faults.stop()
+        assert not group.asleep and all(shows(buffer, seed) for seed, buffer in enumerate(several))
+    for buffer in several:
+        buffer.close()
+    group.close()
+
+
+@since_3_11
+@pytest.mark.simulated_only("where a signal may come is the same on any driver")
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["some", "every"])
+@pytest.mark.parametrize("step", ["sleep", "wake"])
+def test_a_signal_at_any_point(machine: Any, step: str, every: bool) -> None:
+    """No bytes are lost, and no backup stays."""
+
+    def prepare() -> tuple[sa.Device, sa.MemoryPool, vmm.SleepGroup, list[vmm.VirtualBuffer], sa.Stream]:
+        driver: Any = Atomic(machine)
+        device = sa.Device(0, driver=driver)
+        host = sa.MemoryPool(HOST, driver=driver)
+        host.set_access(device, READWRITE)
+        group = vmm.SleepGroup(device, backup=host)
+        several = [group.allocate(PAGE, tag=tag) for tag in "ab"]
+        for seed, buffer in enumerate(several):
+            buffer.fill(seed + 1)
+        stream = device.create_stream()
+        if step == "wake":
+            group.sleep(stream=stream)
+        return device, host, group, several, stream
+
+    for _ in range(2):
+        device, host, group, several, stream = prepare()
+        points = Points()
+        with points:
+            getattr(group, step)(stream=stream)
+    wrong = []
+    numbers = list(points) if every else points.distinct(ROOT / "streamalloc" / "vmm")
+    assert len(numbers) > 20
+    for nth in numbers:
+        device, host, group, several, stream = prepare()
+        block = Signal(nth)
+        try:
+            with block:
+                getattr(group, step)(stream=stream)
+        except Interrupted:
+            pass
+        for seed, buffer in enumerate(several):
+            if not buffer.evicted and not (read(buffer) == seed + 1).all():
+                wrong.append(f"{block.came}: bytes")
+        group.wake()
+        if not all((read(buffer) == seed + 1).all() for seed, buffer in enumerate(several)):
+            wrong.append(f"{block.came}: bytes after waking")
+        device.synchronize()
+        end_what_was_dropped()
+        if host.statistics().used:
+            wrong.append(f"{block.came}: a backup stays")
+    assert wrong == []
+
+
+def test_nothing_is_read_after_it_was_freed(device: sa.Device) -> None:
+    """With the checker beside it: what the copies of sleep and wake read is ordered before its free."""
+    driver: Any = sd.checked(device.driver)
+    there = sa.Device(0, driver=driver)
+    with there.create_stream() as one, there.create_stream() as other, vmm.SleepGroup(there) as group:
+        first, second = group.allocate(SIZE, tag="a"), group.allocate(SIZE, tag="a")
+        for _ in range(2):
+            first.fill(1, one)
+            second.fill(2, one)
+            group.sleep(stream=one)
+            first.restore(stream=other)
+            group.wake(stream=one)
+            there.synchronize()
+        assert np.unique(read(first)).tolist() == [1] and holds(second, 2)
+        first.close()
+        second.close()
+    assert driver.hazards == []
