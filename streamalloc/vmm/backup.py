@@ -8,6 +8,7 @@ that read or write it, on whatever streams they are.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 
 from streamalloc.core.buffer import Buffer, allocate_safely
@@ -27,8 +28,8 @@ class Copies:
     __slots__ = ("_device", "_end", "backups", "finished", "stream")
 
     def __init__(self, stream: Stream) -> None:
-        self.backups: dict[Backup, None] = {}
-        """The backups that they read or write, as long as the call runs."""
+        self.backups: weakref.WeakSet[Backup] = weakref.WeakSet()
+        """The backups that they read or write, as long as the call runs. These refer to the copies."""
         self.stream: Stream | None = stream
         """Their stream, as long as the call runs: after it the stream's owner may destroy it."""
         self.finished = False
@@ -46,12 +47,11 @@ class Copies:
         """Let later work of a stream wait for them; where their end is not recorded, for all that their device has."""
         stream.wait(context_event(self._device) if self._end is None else self._end)
 
-    def end(self) -> None:
-        """The call ends. Their end is recorded for backups that are still to be released."""
-        if self.stream is not None and not self.finished and any(not backup.released for backup in self.backups):
+    def record(self, stream: Stream) -> None:
+        """Record their end, on their stream, for backups that are still to be released."""
+        if not self.finished and any(not backup.released for backup in self.backups):
             with contextlib.suppress(CudaError, ClosedError):
-                self._end = self.stream.record()
-        self.stream = None
+                self._end = stream.record()
         self.backups.clear()
 
 
@@ -62,7 +62,8 @@ def copying(stream: Stream) -> Iterator[Copies]:
     try:
         yield copies
     finally:
-        copies.end()
+        copies.stream = None
+        copies.record(stream)
 
 
 class Backup:
@@ -126,7 +127,7 @@ class Backup:
         copy_bytes(target, CopySide.readable(self.view(offset, target.nbytes), stream._door), stream)
 
     def _use(self, copies: Copies) -> None:
-        copies.backups[self] = None
+        copies.backups.add(self)
         self._copies[copies] = None
 
     def leave(self, offset: int) -> None:

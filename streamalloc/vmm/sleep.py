@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from streamalloc.core.arguments import check_device
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
-from streamalloc.core.errors import ClosedError, EvictedError, InUseError, size_text, undoing
+from streamalloc.core.errors import ClosedError, EvictedError, InUseError, size_text, undo_all, undoing
 from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size
 from streamalloc.core.stream import Stream, StreamLike
@@ -229,9 +229,11 @@ class SleepGroup(Closes):
         ordered = self._copying_stream(stream)
         wait_for_users(after, self._door, (entry.rights for several in entries.values() for entry in several))
         saved: dict[VirtualBuffer, BackupRange] = {}
-        for tag in dict.fromkeys(chosen.values()):
-            if keep if isinstance(keep, bool) else tag in keep:
-                saved |= self._ranges([buffer for buffer in chosen if chosen[buffer] == tag and buffer.nbytes], ordered)
+        with undoing(lambda: undo_all(one.leave for one in saved.values())):
+            for tag in dict.fromkeys(chosen.values()):
+                if keep if isinstance(keep, bool) else tag in keep:
+                    kept = [buffer for buffer in chosen if chosen[buffer] == tag and buffer.nbytes]
+                    saved |= self._ranges(kept, ordered)
         evict_all(entries, saved, ordered)
         return sum(entry.nbytes for several in entries.values() for entry in several)
 

@@ -35,13 +35,20 @@ def host(device: sa.Device) -> Iterator[sa.MemoryPool]:
         yield pool
 
 
+def refusing(driver: Any) -> Any:
+    """A driver that refuses the calls it is told to refuse."""
+    kind: Any = Faults
+    return kind(driver)
+
+
 class Foreign:
     """A stream of somebody else, who may destroy it with work in it."""
 
     def __init__(self, device: sa.Device) -> None:
         self._device = device
+        driver: Any = device.driver
         with device.current():
-            result, self._raw = device.driver.cuStreamCreate(int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING))
+            result, self._raw = driver.cuStreamCreate(int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING))
         assert not result
 
     def __cuda_stream__(self) -> tuple[int, int]:
@@ -198,7 +205,7 @@ class TestOrder:
         driver: Any = machine
         layers = []
         for _ in range(faults):
-            driver = Faults(driver)
+            driver = refusing(driver)
             layers.append(driver)
         there = sa.Device(0, driver=driver)
         with sa.MemoryPool(HOST, release_threshold=KEEP, driver=driver) as host, Gate(there) as gate:
@@ -218,7 +225,7 @@ class TestOrder:
     @pytest.mark.parametrize("how", ["close", "drop", "again"])
     def test_a_restore_whose_undo_fails(self, machine: Any, kind: str, how: str) -> None:
         """The copy is queued, and the host cannot wait for it: nothing that it uses is released before it."""
-        faults = Faults(second := Faults(sd.checked(machine)))
+        faults = refusing(second := refusing(sd.checked(machine)))
         there = sa.Device(0, driver=faults)
         with sa.MemoryPool(HOST, release_threshold=KEEP, driver=faults) as host, Gate(there) as gate:
             host.set_access(there, READWRITE)
@@ -424,8 +431,8 @@ class Faulted:
     def __init__(self, machine: Any) -> None:
         self.machine = machine
         self.account = Account(machine)
-        self.later = Faults(self.account.driver)
-        self.first = Faults(self.later)
+        self.later = refusing(self.account.driver)
+        self.first = refusing(self.later)
         self.device = sa.Device(0, driver=self.first)
         self.stream = self.device.create_stream()
         self.host = sa.MemoryPool(HOST, driver=self.first)
@@ -589,7 +596,7 @@ def test_the_memory_is_taken_when_a_sleep_is_undone(
 
 def test_bytes_that_were_given_up_stay_where_the_sleep_fails(machine: Any) -> None:
     """Until all sleep, nothing is released."""
-    faults = Faults(machine)
+    faults = refusing(machine)
     group = vmm.SleepGroup(sa.Device(0, driver=faults))
     several = [group.allocate(SIZE) for _ in range(3)]
     for seed, buffer in enumerate(several):
