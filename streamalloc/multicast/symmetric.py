@@ -16,7 +16,7 @@ from typing_extensions import Self
 
 from streamalloc.core.device import Device
 from streamalloc.core.door import door_behind
-from streamalloc.core.errors import ClosedError, CudaError, EvictedError, attach, size_text
+from streamalloc.core.errors import ClosedError, CudaError, EvictedError, attach, size_text, undoing
 from streamalloc.core.html import Row, Shown, mib, place, table
 from streamalloc.core.later import Deferred, later_of
 from streamalloc.core.memory import BufferView, CopySide
@@ -626,11 +626,13 @@ class SymmetricMemory(Closes, Shown):
         check_now(self._resources.door)
         resources, layout = self._resources, self._layout
         end = end_of(self.timeout if timeout is None else timeout)
+        if resources.memories:
+            self._release_memory()  # where that failed before
         try:
             set_up(self._team, resources, self._plan, end, lambda rank: asleep[rank].put_back(resources, layout, rank))
         except BaseException as first:
             try:
-                resources.give_memory_back()
+                self._release_memory()
             except Exception as later:
                 attach(first, later)
             self._team.settle(end)
@@ -638,6 +640,11 @@ class SymmetricMemory(Closes, Shown):
         self._asleep = None
         for contents in asleep.values():
             contents.close()
+
+    def _release_memory(self) -> None:
+        """Release what a wake that failed has made, after the copies into it, which it may not have waited for."""
+        finish(self._resources.devices.values(), end_of(_PATIENCE), [])
+        self._resources.give_memory_back()
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -692,13 +699,15 @@ class _Contents(NamedTuple):
         with resources.devices[rank].create_stream() as stream, copying(stream) as copies:
             replica[layout.signal_pad : layout.total].copy_to(rest, stream)
             kept = None if backup is None else Backup.allocate(backup, layout.nbytes, stream).hold(0, layout.nbytes)
-            try:
-                if kept is not None:
-                    kept.save(replica[: layout.nbytes], copies)
-            finally:
-                stream.synchronize()
-                copies.finished = True
-        return cls(kept, rest)
+            contents = cls(kept, rest)
+            with undoing(contents.close):
+                try:
+                    if kept is not None:
+                        kept.save(replica[: layout.nbytes], copies)
+                finally:
+                    stream.synchronize()
+                    copies.finished = True
+        return contents
 
     def put_back(self, resources: RankResources, layout: Layout, rank: int) -> None:
         """Copy it into new memory."""

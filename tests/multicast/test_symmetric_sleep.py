@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import itertools
 from typing import Any
 
 import numpy as np
@@ -9,8 +12,9 @@ import pytest
 
 import streamalloc as sa
 from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
+from streamalloc.testing import Faults
 from tests.multicast.ranks import Crew, Rank
-from tests.support import MiB, filled, holds, shows
+from tests.support import Account, MiB, end_what_was_dropped, filled, holds, in_a_thread, shows
 
 NBYTES = 3 * MiB + 40
 
@@ -89,6 +93,53 @@ class TestInOneProcess:
                 with pytest.raises(SymmetricMemoryError, match="sleep"):
                     memory.sleep(pool)
                 assert not memory.asleep and shows(memory.buffers[0], 3)
+
+
+@pytest.mark.simulated_only("calls that fail are the same on any driver")
+@pytest.mark.parametrize("step", ["sleep", "wake"])
+@in_a_thread
+def test_two_calls_fail(machine: Any, step: str) -> None:
+    """No bytes are lost, nothing is unmapped or freed under a copy, and the next attempt succeeds."""
+    kind: Any = Faults
+    met = set()
+    for first in itertools.count(1):
+        # Alone, and with one that comes soon after it, as those of the undo do.
+        for gap in (0, 1, 3, 1 << 40):
+            account = Account(machine)
+            outer = kind(inner := kind(account.driver))
+            device = sa.Device(0, driver=outer)
+            pool = backup_for([device])
+            memory = SymmetricMemory.local(NBYTES, [device], multicast=False)
+            filled(memory.buffers[0], 3)
+            device.synchronize()
+            if step == "wake":
+                memory.sleep(pool)
+            inner.fail(first + gap, result="CUDA_ERROR_UNKNOWN")
+            outer.fail(first, result="CUDA_ERROR_UNKNOWN")
+            with contextlib.suppress(sa.CudaError, SymmetricMemoryError):
+                getattr(memory, step)(*[pool] if step == "sleep" else [])
+            reached = [*outer.failed, *inner.failed]
+            outer.stop()
+            inner.stop()
+            for call in reached:
+                if call == "cuCtxPopCurrent":
+                    machine.cuCtxPopCurrent()  # the context is still there
+            met.add(len(reached))
+            if memory.asleep:
+                memory.wake()
+            assert shows(memory.buffers[0], 3), (first, gap, reached)
+            memory.close()
+            gc.collect()  # an error that was dropped has referred to itself
+            end_what_was_dropped()
+            device.synchronize()
+            assert pool.statistics().used == 0, (first, gap, reached)
+            pool.close()
+            del memory, pool, device
+            gc.collect()
+            assert account.left == {} and account.checked.hazards == [], (first, gap, reached)
+        if not reached:
+            break
+    assert met == {0, 1, 2}
 
 
 @pytest.mark.simulated_only("the ranks are threads, each with a machine of its own")
