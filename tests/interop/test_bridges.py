@@ -391,6 +391,22 @@ class TestKindsOfMemory:
         device.synchronize()
         assert group.mapped_bytes == 0
 
+    def test_virtual_memory_that_is_freed_while_it_sleeps(self, library: Library, device: sa.Device) -> None:
+        """Its backup goes with it."""
+        group = vmm.SleepGroup(device)
+        with library.use(group.tagged("weights"), callbacks=True) as bridge:
+            stream = library.stream()
+            array = library.make(N, stream)
+            library.fill(array, 6, stream)
+            device.synchronize()
+            group.sleep()
+            assert group.backup.statistics().used > 0
+            del array
+        gc.collect()
+        library.finish(bridge)
+        device.synchronize()
+        assert group.backup.statistics().used == 0
+
 
 class TestCaptures:
     def test_cupy_memory_is_the_graph_s(self, get: Get, pool: sa.MemoryPool, device: sa.Device) -> None:
