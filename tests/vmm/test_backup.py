@@ -197,9 +197,7 @@ class TestOrder:
         world.check(second=second not in ("close", "drop"))
 
     @pytest.mark.parametrize("faults", [0, 1, 2, 3])
-    def test_one_buffer_alone(
-        self, machine: Any, device: sa.Device, kind: str, faults: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_one_buffer_alone(self, machine: Any, kind: str, faults: int) -> None:
         """Its backup is freed on the stream of the copy. The driver may refuse that, and to record where it ends."""
         calls = ("cuMemFreeAsync", "cuEventRecord", "cuEventCreate")
         driver: Any = machine
@@ -340,6 +338,7 @@ class TestThreads:
             thread = threading.Thread(target=other)
             # The first thread has the group once its copy is queued.
             while host.statistics().used == 0:
+                sleeper.join(0.001)
                 assert sleeper.is_alive()
             thread.start()
             assert not done.wait(0.05) and sleeper.is_alive()
