@@ -32,9 +32,13 @@ Bytes = npt.NDArray[np.uint8]
 def read(memory: sa.Memory) -> Bytes:
     """The bytes of some memory, once all that its stream has queued is done."""
     target = np.zeros(memory.nbytes, np.uint8)
-    memory.copy_to(target)
+    _bytes_of(memory).copy_to(target)
     memory.stream.synchronize()
     return target
+
+
+def _bytes_of(memory: sa.Memory) -> sa.Memory:
+    return memory.bytes if isinstance(memory, sa.TypedView) else memory
 
 
 def holds(memory: sa.Memory, value: int) -> bool:
@@ -51,7 +55,7 @@ def pattern(nbytes: int, seed: int = 0) -> Bytes:
 
 def filled(memory: sa.Memory, seed: int, stream: sa.Stream | None = None) -> None:
     """Queue a pattern into memory."""
-    memory.copy_from(pattern(memory.nbytes, seed), stream)
+    _bytes_of(memory).copy_from(pattern(memory.nbytes, seed), stream)
 
 
 def shows(memory: sa.Memory, seed: int) -> bool:

@@ -13,12 +13,13 @@ import abc
 import math
 import operator
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
 
 import numpy as np
 
 from streamalloc.core import dlpack
 from streamalloc.core.door import Door
+from streamalloc.core.elements import Index, fill_steps, interface_type, part_of, to_element
 from streamalloc.core.errors import ClosedError, error_from
 from streamalloc.core.html import Row, Shown, mib, place
 from streamalloc.core.ownership import Unique
@@ -35,6 +36,9 @@ __all__ = ["BufferView", "CopySide", "Memory", "TypedView", "check_usable", "cop
 # The pattern widths that the driver can fill with, in bytes, and the function for each.
 _FILLS = {1: "cuMemsetD8Async", 2: "cuMemsetD16Async", 4: "cuMemsetD32Async"}
 
+
+ScalarT = TypeVar("ScalarT", bound=np.generic)
+OtherT = TypeVar("OtherT", bound=np.generic)
 
 # All classes of memory: to look here takes a fifth of what isinstance takes for an abstract class.
 _kinds: set[type] = set()
@@ -62,6 +66,7 @@ class Memory(Unique, Shown, abc.ABC):
     """The ordinal of the device that owns the memory; None for what is elsewhere, migrates, or is not known."""
 
     def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         _kinds.add(cls)
 
     @property
@@ -196,7 +201,13 @@ class Memory(Unique, Shown, abc.ABC):
         flat = np.asarray(self).view(dtype)
         return flat if shape is None else flat.reshape(shape)
 
-    def view_as(self, dtype: npt.DTypeLike, shape: tuple[int, ...] | None = None) -> TypedView:
+    @overload
+    def view_as(
+        self, dtype: type[OtherT] | np.dtype[OtherT], shape: tuple[int, ...] | None = None
+    ) -> TypedView[OtherT]: ...
+    @overload
+    def view_as(self, dtype: npt.DTypeLike, shape: tuple[int, ...] | None = None) -> TypedView[Any]: ...
+    def view_as(self, dtype: npt.DTypeLike, shape: tuple[int, ...] | None = None) -> TypedView[Any]:
         """The memory as an array of a type and shape, on a device or on the host: what other libraries see of it then.
 
         Parameters
@@ -519,37 +530,171 @@ class BufferView(Memory):
         return f"<BufferView of bytes {self._offset}:{self._offset + self._nbytes} of {self._parent!r}>"
 
 
-class TypedView(BufferView):
-    """Memory as an array: what :meth:`Memory.view_as` makes.
+class HasCudaArrayInterface(Protocol):
+    """An array of another library in device memory."""
 
-    The array interfaces and DLPack export its type and shape, and :func:`streamalloc.ipc.share` sends them along.
-    Sizes, slices and copies are of bytes, as for all memory.
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """The array's address, type and shape."""
+
+
+class TypedView(BufferView, Generic[ScalarT]):
+    """Memory as a C-contiguous array of NumPy's type ``ScalarT``: what :meth:`Memory.view_as` makes.
+
+    Fills, copies and indices are of elements; :attr:`bytes` is the same memory as bytes. The array interfaces and
+    DLPack export its type and shape, and :func:`streamalloc.ipc.share` sends them along.
+
+    Examples
+    --------
+    >>> weights = pool.allocate(4 * 6 * 4, stream).view_as(np.float32, (4, 6))
+    >>> weights.fill(1.5)
+    >>> weights[1:3].copy_from(np.zeros((2, 6), np.float32))
+    >>> weights[0].shape, weights.bytes[0:8].nbytes
+    ((6,), 8)
     """
 
     __slots__ = ("dtype", "shape")
 
-    dtype: np.dtype[Any]
+    dtype: np.dtype[ScalarT]
     """The type of the elements."""
     shape: tuple[int, ...]
     """The sizes of the dimensions, in C order."""
 
-    def __init__(self, parent: Memory, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    def __init__(self, parent: Memory, dtype: np.dtype[ScalarT], shape: tuple[int, ...]) -> None:
         super().__init__(parent, 0, parent.nbytes)
         self.dtype = dtype
         self.shape = shape
 
     @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Size of an element in bytes."""
+        return self.dtype.itemsize
+
+    @property
+    def bytes(self) -> BufferView:
+        """The same memory as bytes, which fills and copies take as such."""
+        return BufferView(self, 0, self._nbytes)
+
+    def fill(self, value: Any, stream: StreamLike | None = None, *, width: None = None) -> None:  # type: ignore[override]
+        """Write ``value`` to every element (``cuMemsetD8Async``, ``cuMemsetD16Async``, ``cuMemsetD32Async``).
+
+        Elements that do not repeat a pattern of 1, 2 or 4 bytes, such as most of ``float64``, are copied from the first
+        one, twice as many each time (``cuMemcpyAsync``).
+
+        Parameters
+        ----------
+        value
+            A number or another value that ``dtype`` has; of a structure a tuple or a NumPy scalar.
+        stream
+            The stream to queue on (default: the memory's own).
+        width
+            For bytes only: :meth:`Memory.fill` of :attr:`bytes`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``dtype`` has no such value: 300 in ``uint8``, 0.5 in ``int32``.
+        """
+        if width is not None:
+            raise TypeError(f"width={width!r}: elements of {self.dtype} have one; .bytes.fill takes a width")
+        element = to_element(value, self.dtype)
+        flat = self.bytes
+        pattern, first = fill_steps(element, self.address)
+        if pattern or not self._nbytes:
+            flat.fill(pattern or 0, stream)
+            return
+        done = len(element)
+        if done < self._nbytes and self._unreadable():
+            raise ValueError(f"{self._unreadable()}; value={value!r} of {self.dtype} is written by copies")
+        for start, stop, word in first:
+            flat[start:stop].fill(word, stream)
+        while done < self._nbytes:
+            step = min(done, self._nbytes - done)
+            flat[done : done + step].copy_from(flat[:step], stream)
+            done += step
+
+    def copy_to(
+        self,
+        target: TypedView[ScalarT] | npt.NDArray[ScalarT] | HasCudaArrayInterface,
+        stream: StreamLike | None = None,
+    ) -> None:
+        """Copy all elements to ``target``, of the same type and shape; otherwise as :meth:`Memory.copy_to`.
+
+        Memory without a type counts as bytes.
+
+        Raises
+        ------
+        TypeError
+            The target has another type of elements: take :meth:`Memory.view_as` of it, or :attr:`bytes` of this.
+        ValueError
+            It has another shape.
+        """
+        self._check_form(target, "target")
+        super().copy_to(target, stream)
+
+    def copy_from(
+        self,
+        source: TypedView[ScalarT] | npt.NDArray[ScalarT] | HasCudaArrayInterface,
+        stream: StreamLike | None = None,
+    ) -> None:
+        """Copy all elements from ``source``, of the same type and shape; otherwise as :meth:`copy_to`."""
+        self._check_form(source, "source")
+        super().copy_from(source, stream)
+
+    def _check_form(self, other: object, name: str) -> None:
+        form = _form_of(other)
+        if form is None:
+            return  # of no kind that is copied, which the copy says
+        dtype, shape = form
+        if dtype != self.dtype:
+            raise TypeError(f"{name} has elements of {dtype}, not of {self.dtype}; .bytes copies whatever they are")
+        if shape != self.shape:
+            raise ValueError(f"{name} has the shape {shape}, not {self.shape}")
+
+    def __getitem__(self, item: Index) -> TypedView[ScalarT]:
+        offset, shape = part_of(self.shape, self.itemsize, item)
+        return TypedView(BufferView(self, offset, math.prod(shape) * self.itemsize), self.dtype, shape)
+
+    def view(self, start: int = 0, stop: int | None = None) -> TypedView[ScalarT]:
+        """The elements from ``start`` to ``stop`` of the first dimension; also written ``memory[start:stop]``."""
+        return self[start:stop]
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("an array without dimensions has no length")
+        return self.shape[0]
+
+    def _interface_type(self) -> dict[str, Any]:
+        found = interface_type(self.dtype)
+        if found is None:
+            raise AttributeError(
+                f"array interfaces have no name for {self.dtype}: export view_as('V{self.itemsize}') and view it there"
+            )
+        return found | {"shape": self.shape}
+
+    @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """Version 3 of the CUDA array interface, to be used in order after :attr:`stream`."""
-        return super().__cuda_array_interface__ | {"shape": self.shape, "typestr": self.dtype.str}
+        return super().__cuda_array_interface__ | self._interface_type()
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
         """Version 3 of numpy's array interface, so that ``numpy.asarray`` makes no copy of host memory."""
-        form = {"shape": self.shape, "typestr": self.dtype.str}
-        if self.dtype.names is not None:
-            form["descr"] = self.dtype.descr
-        return super().__array_interface__ | form
+        return super().__array_interface__ | self._interface_type()
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[ScalarT]:
+        """The memory itself as a numpy array, as :meth:`as_array`, also of types that array interfaces cannot name."""
+        return np.array(self.as_array(), dtype=dtype, copy=copy)
 
     def __dlpack__(
         self,
@@ -568,8 +713,19 @@ class TypedView(BufferView):
         """
         part = self._ordered_part(stream, dl_device, copy).view(self.dtype).reshape(self.shape)
         part.memory = self
-        return part.__dlpack__() if max_version is None else part.__dlpack__(max_version=max_version)
+        try:
+            return part.__dlpack__() if max_version is None else part.__dlpack__(max_version=max_version)
+        except BufferError as error:
+            raise BufferError(
+                f"NumPy exports no {self.dtype} by DLPack: export view_as of an integer type and view it there"
+            ) from error
 
+    @overload
+    def as_array(self, dtype: None = None, shape: None = None) -> npt.NDArray[ScalarT]: ...
+    @overload
+    def as_array(
+        self, dtype: npt.DTypeLike | None = None, shape: tuple[int, ...] | None = None
+    ) -> npt.NDArray[Any]: ...
     def as_array(self, dtype: npt.DTypeLike | None = None, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
         """The memory itself as a numpy array, where the host can reach it; of its own type and shape by default."""
         form = (self.dtype, self.shape) if dtype is None and shape is None else (dtype or self.dtype, shape)
@@ -579,9 +735,29 @@ class TypedView(BufferView):
         return f"<{type(self).__name__} {self.dtype} {self.shape} of {self._parent!r}>"
 
 
+def _form_of(other: Any) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
+    """The type and shape of what is copied; None where it is nothing of the kind."""
+    if isinstance(other, Memory):
+        dtype = getattr(other, "dtype", None)
+        return (np.dtype(np.uint8), (other.nbytes,)) if dtype is None else (dtype, other.shape)  # type: ignore[attr-defined]
+    interface = getattr(other, "__cuda_array_interface__", None)
+    if interface is not None:
+        kind = interface["typestr"]
+        # The one field without a name stands for the type itself.
+        described = [field for field in interface.get("descr") or () if field[0]]
+        return np.dtype(interface["descr"] if described else kind), tuple(interface["shape"])
+    try:
+        array = other if isinstance(other, np.ndarray) else np.asarray(memoryview(other))
+    except TypeError:
+        return None
+    return array.dtype, array.shape
+
+
 def _array_form(memory: Memory, dtype: npt.DTypeLike, shape: tuple[int, ...] | None) -> tuple[Any, tuple[int, ...]]:
     """A type and a shape that memory has exactly."""
     kind = np.dtype(dtype)
+    if kind.subdtype is not None:
+        raise TypeError(f"dtype={dtype!r} is an array of {kind.base}: let shape say that")
     if kind.hasobject or not kind.itemsize:
         raise TypeError(f"dtype={dtype!r}: memory of devices has elements of a size, and no Python objects")
     count, rest = divmod(memory.nbytes, kind.itemsize)

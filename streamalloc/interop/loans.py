@@ -30,14 +30,14 @@ _PER_THREAD = 2
 _CUDA = 2
 
 
-def form(memory: Memory, dtype: npt.DTypeLike | None, shape: tuple[int, ...] | None) -> TypedView:
+def form(memory: Memory, dtype: npt.DTypeLike | None, shape: tuple[int, ...] | None) -> TypedView[Any]:
     """Memory as an array: of its own form where none is named and it has one, else bytes."""
     if dtype is None and shape is None and isinstance(memory, TypedView):
         return memory
     return memory.view_as(np.uint8 if dtype is None else dtype, shape)
 
 
-class Lent(TypedView):
+class Lent(TypedView[Any]):
     """An array over memory of ours that a library keeps as long as it uses it.
 
     ``stream`` is the library's stream that uses it, made to wait for ours at once; None where the library says it when
@@ -46,7 +46,7 @@ class Lent(TypedView):
 
     __slots__ = ("_user",)
 
-    def __init__(self, view: TypedView, user: StreamLike | None) -> None:
+    def __init__(self, view: TypedView[Any], user: StreamLike | None) -> None:
         super().__init__(view, view.dtype, view.shape)
         self._user: Stream | None = None
         if user is not None:

@@ -515,7 +515,7 @@ def _drop(buffer: ImportedBuffer) -> None:
         raise
 
 
-class ImportedArray(TypedView, Closes):
+class ImportedArray(TypedView[Any], Closes):
     """An array of another process, of the type and shape that it was shared with: made by :func:`open`.
 
     :attr:`owner` is the imported memory. Closing either closes both.

@@ -177,7 +177,7 @@ def _share_view(view: BufferView, asked: _Asked) -> Shared:
     raise ValueError(f"{view!r} cannot be shared: share the memory itself in the process that owns it")
 
 
-def _share_array(view: TypedView, asked: _Asked) -> Shared:
+def _share_array(view: TypedView[Any], asked: _Asked) -> Shared:
     # numpy writes a structure as bytes of its size, which would come out as just that.
     dtype = view.dtype.str if view.dtype.names is None else str(view.dtype)
     wire.check_array(dtype, view.shape)
