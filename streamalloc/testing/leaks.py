@@ -28,10 +28,15 @@ class Leak(NamedTuple):
         return "\n".join([f"{self.kind} {self.handle:#x} ({self.call})", *lines(self.place)])
 
 
-def leak_report(leaks: Sequence[Leak]) -> str:
+def leak_report(leaks: Sequence[object]) -> str:
     """What was not released, in words."""
     things = "1 thing was" if len(leaks) == 1 else f"{len(leaks)} things were"
     return "\n".join([f"{things} made here and not released:", *map(str, leaks)])
+
+
+_EXPORTS = frozenset(
+    ("cuMemExportToShareableHandle", "cuMemPoolExportToShareableHandle", "cuMemGetHandleForAddressRange")
+)
 
 
 class Accounts(Wrapper):
@@ -51,15 +56,24 @@ class Accounts(Wrapper):
         self._lock = threading.RLock()
         self._account = Account()
         self._made: dict[int, tuple[str, Stack]] = {}
+        self.exported: dict[int, Stack] = {}
+        """The calls that returned a file descriptor, by its number."""
 
     def __getattr__(self, name: str) -> Any:
         # All other functions are the driver's own.
-        return super().__getattr__(name) if name in COUNTED or name.startswith("__") else getattr(self._wrapped, name)
+        return (
+            super().__getattr__(name)
+            if name in COUNTED | _EXPORTS or name.startswith("__")
+            else getattr(self._wrapped, name)
+        )
 
     def _observe(self, name: str, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         captured = name in ("cuMemAllocAsync", "cuMemAllocFromPoolAsync") and self._captures(args[-1])
         answer: tuple[Any, ...] = function(*args)
-        if not answer[0]:
+        if not answer[0] and name in _EXPORTS:
+            if isinstance(answer[1], int):
+                self.exported[answer[1]] = here()
+        elif not answer[0]:
             with self._lock:
                 self._account.note(name, args, answer, captured)
                 if name == "cuMemMap" or len(answer) > 1:

@@ -54,6 +54,7 @@ entry points (``PYTEST_DISABLE_PLUGIN_AUTOLOAD=1``, a package that is not instal
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -273,6 +274,11 @@ def _settings(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def _machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
+    with contextlib.ExitStack() as stack:
+        yield from _watched_machine(request, stack)
+
+
+def _watched_machine(request: pytest.FixtureRequest, stack: contextlib.ExitStack) -> Iterator[Driver]:
     import streamalloc.driver as sd
     from streamalloc.driver.internal import as_asked
     from streamalloc.testing import machines
@@ -282,13 +288,15 @@ def _machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
     driver = machines.real() if on_cuda else (machines.lasting if lasting else sd.simulated)(**_settings(request))
     driver = as_asked(driver)  # checked where STREAMALLOC_CHECK says so
     needs = _needs(request.node)
-    checker = accounts = faults = None
+    checker = accounts = watch = faults = None
     if _option(request.config, "streamalloc_check") if needs.check is None else needs.check:
         driver = checker = sd.checked(driver)
     if _option(request.config, "streamalloc_leaks") if needs.leaks is None else needs.leaks:
         from streamalloc.testing.leaks import Accounts
+        from streamalloc.testing.objects import Watch
 
         driver = accounts = Accounts(driver)  # type: ignore[abstract]  # it looks functions up
+        watch = stack.enter_context(Watch())
     if request.scope == "function" and "streamalloc_faults" in request.fixturenames:
         from streamalloc.testing import Faults
 
@@ -308,10 +316,10 @@ def _machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
         # Memory that is still there is a leak to it, too: whether that counts is the other mark's to say.
         found = checker.hazards if failed else checker.finish()
         reports += [str(hazard) for hazard in found if hazard.kind != "leak"]
-    if accounts is not None and not failed:
+    if accounts is not None and watch is not None and not failed:
         from streamalloc.testing.leaks import leak_report
 
-        leaks = accounts.leaks()
+        leaks = watch.found(driver, accounts.leaks(), accounts.exported)
         reports += [leak_report(leaks)] if leaks else []
     if reports:
         pytest.fail("\n".join(reports), pytrace=False)

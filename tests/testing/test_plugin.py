@@ -4,43 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
-import textwrap
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import streamalloc.driver as sd
-from streamalloc.driver import checker, simulator
-from streamalloc.driver.internal import default_of_threads
-from streamalloc.testing import leaks, machines
+from streamalloc.testing import machines
 from tests.processes import finished
-
-assert checker and leaks and simulator  # imported here, as what a run of pytest imports is forgotten at its end
-
-Run = Callable[..., pytest.RunResult]
-
-IMPORTS = """\
-import pytest
-import streamalloc as sa
-import streamalloc.driver as sd
-"""
-
-
-@pytest.fixture
-def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run a file of tests as a project of its own."""
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-
-    def run(source: str, *arguments: str) -> pytest.RunResult:
-        pytester.makepyfile(IMPORTS + textwrap.dedent(source))
-        before = default_of_threads()
-        result = pytester.runpytest_inprocess("-p", "streamalloc.testing.plugin", "-rs", "--strict-markers", *arguments)
-        assert default_of_threads() is before
-        return result
-
-    return run
+from tests.testing.conftest import Run
 
 
 @pytest.fixture

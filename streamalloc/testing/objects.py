@@ -1,0 +1,272 @@
+"""Objects of this package and file descriptors that a test opens and does not close, with the lines that made them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import operator
+import os
+import socket
+import threading
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from streamalloc.core.door import Door
+from streamalloc.core.event import Event
+from streamalloc.core.fd import Fd
+from streamalloc.core.graph import Graph
+from streamalloc.core.ownership import Closes
+from streamalloc.core.stream import Stream
+from streamalloc.driver import Driver
+from streamalloc.driver.internal import Stack, here, lines
+from streamalloc.ipc import RingConsumer, RingProducer, Shared
+from streamalloc.multicast import SymmetricMemory
+from streamalloc.pool import MemoryPool
+from streamalloc.testing.leaks import Leak
+from streamalloc.vmm import GrowableBuffer, SleepGroup, SparseArray
+
+_LOADED = (RingConsumer, RingProducer, SymmetricMemory, GrowableBuffer, SleepGroup, SparseArray)
+"""Classes of modules that a test would import while its objects are watched."""
+
+__all__ = ["Kept", "Watch"]
+
+_DIRECT = (Stream, Event, Graph, MemoryPool, Fd)
+"""One driver handle or descriptor each, which is counted by itself."""
+_DEPTH = 6  # of an object's own attributes and containers
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_COUNTED = {"socket:": "socket", "pipe:": "pipe", "/memfd:": "memfd"}
+_MACHINE = "/memfd:streamalloc:"
+_STANDARD = 3
+
+
+class Kept(NamedTuple):
+    """Something that is open at the end of a test."""
+
+    what: str
+    """What it is, such as ``"Channel"``."""
+    place: Stack
+    """The calls that made it, without those of this package; empty where that was not seen."""
+
+    def __str__(self) -> str:
+        return "\n".join([self.what, *lines(self.place)])
+
+
+class _Made(NamedTuple):
+    reference: Callable[[], Any]
+    place: Stack
+    number: int
+
+
+class _Places:
+    """The places where objects are made, recorded while a watch lasts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watches = 0
+        self._functions: list[tuple[type, str, Any]] = []
+        self._found: dict[int, _Made] = {}
+        self._numbers = itertools.count(1)
+
+    def of(self, thing: object) -> Stack:
+        """The place of an object; empty where its making was not seen."""
+        found = self._found.get(id(thing))
+        return found.place if found is not None and found.reference() is thing else ()
+
+    def order(self, thing: object) -> int:
+        """The number of an object in the order of their making; 0 where that was not seen."""
+        return self._found[id(thing)].number if self.of(thing) else 0
+
+    def begin(self) -> None:
+        """Record from here on. Each call needs an :meth:`end`."""
+        with self._lock:
+            self._watches += 1
+            if self._watches == 1:
+                for kind in (Shared, Fd, *_classes(Closes)):
+                    if isinstance(vars(kind).get("__init__"), types.FunctionType):
+                        self._record(kind)
+
+    def end(self) -> None:
+        with self._lock:
+            self._watches -= 1
+            if not self._watches:
+                for kind, name, function in self._functions:
+                    setattr(kind, name, function)
+                self._functions.clear()
+                self._found.clear()
+
+    def _record(self, kind: Any) -> None:
+        function = vars(kind)["__init__"]
+
+        def __init__(thing: Any, *args: Any, **options: Any) -> None:
+            function(thing, *args, **options)
+            reference: Callable[[], Any] = weakref.ref(thing) if kind.__weakrefoffset__ else lambda: thing
+            found = self._found.get(id(thing))
+            if found is None or found.reference() is not thing:  # not by the __init__ of a base class
+                self._found[id(thing)] = _Made(reference, here(), next(self._numbers))
+
+        self._functions.append((kind, "__init__", function))
+        kind.__init__ = __init__
+
+
+_places = _Places()
+
+
+def _classes(kind: Any) -> Iterator[type]:
+    for one in kind.__subclasses__():
+        if not issubclass(one, _DIRECT):
+            yield one
+        yield from _classes(one)
+
+
+class Watch:
+    """The objects and descriptors that are opened in a ``with`` block."""
+
+    def __enter__(self) -> Watch:
+        _places.begin()
+        self._objects = {id(one): weakref.ref(one) if type(one).__weakrefoffset__ else None for one in _live()}
+        self._descriptors = _descriptors()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _places.end()
+
+    def found(self, driver: Driver, leaks: Sequence[Leak], exported: dict[int, Stack]) -> list[Leak | Kept]:
+        """All that is open now and was not before.
+
+        Parameters
+        ----------
+        driver
+            The driver under test, whose own state may hold descriptors until it ends.
+        leaks
+            Driver resources that were not released. Those that an open object has are counted as this object.
+        exported
+            The descriptors that the driver returned, and where.
+        """
+        live = sorted(_live(), key=_places.order)
+        objects = [one for one in live if not isinstance(one, _DIRECT) and not self._was_there(one) and _is_open(one)]
+        places = [_places.of(one) or _place_of_handle(one, leaks) for one in objects]
+        parts = [_reachable([one], _DEPTH) for one in objects]
+
+        def is_part(at: int) -> bool:
+            """Whether another object of the same place has it."""
+            return any(
+                id(objects[at]) in parts[other] and (id(objects[other]) not in parts[at] or other < at)
+                for other in range(len(objects))
+                if other != at and places[other] == places[at]
+            )
+
+        kept: list[Leak | Kept] = [Kept(_name(one), places[at]) for at, one in enumerate(objects) if not is_part(at)]
+        seen = set(filter(None, places))
+        kept += [one for one in self._left_open(driver, live, exported) if one.place not in seen]
+        return [leak for leak in leaks if leak.place not in seen] + kept
+
+    def _was_there(self, one: object) -> bool:
+        if id(one) not in self._objects:
+            return False
+        reference = self._objects[id(one)]
+        return reference is None or reference() is one
+
+    def _left_open(self, driver: Driver, live: Iterable[object], exported: dict[int, Stack]) -> list[Kept]:
+        owners: dict[int, Any] = {}
+        for one in live:
+            with contextlib.suppress(Exception):
+                owners[one.fileno()] = one  # type: ignore[attr-defined]
+        sockets = {number for one in _sockets() if (number := one.fileno()) >= 0}
+        inside: set[int] | None = None
+        found = []
+        for number, (identity, name) in _descriptors().items():
+            kind = next((kind for prefix, kind in _COUNTED.items() if name.startswith(prefix)), "")
+            owner = owners.get(number)
+            if self._descriptors.get(number, (None,))[0] == identity or number in _interpreters():
+                continue
+            if owner is None and (number in sockets or (name.startswith(_MACHINE) and number not in exported)):
+                continue  # part of an object, or of the simulated machine
+            if owner is not None:
+                if not isinstance(owner, Fd):
+                    continue  # counted as the object
+                inside = _reachable([Door.of(driver)], None) if inside is None else inside
+                if id(owner) in inside:
+                    continue
+            if kind or number in exported or owner is not None:
+                place = _places.of(owner) or exported.get(number, ())
+                found.append(Kept(f"file descriptor {number} ({kind or 'file'} {name})", place))
+        return found
+
+
+def _live() -> Iterator[Any]:
+    return (one for one in gc.get_objects() if isinstance(one, (Closes, Shared)))
+
+
+def _sockets() -> Iterator[Any]:
+    return (one for one in gc.get_objects() if isinstance(one, socket.socket) and _is_ours(one))
+
+
+def _place_of_handle(thing: Any, leaks: Sequence[Leak]) -> Stack:
+    """The place where the handle of an object was made, for one that was made without ``__init__``."""
+    handles = {value for name in ("handle", "address") if isinstance(value := getattr(thing, name, None), int)}
+    return next((leak.place for leak in leaks if leak.handle in handles), ())
+
+
+def _is_open(thing: Any) -> bool:
+    """Whether an object has to be closed; one without ``closed`` is counted by what it has of the driver."""
+    if isinstance(thing, Shared):
+        return True
+    try:
+        return thing.closed is False
+    except AttributeError:  # it could not be made
+        return False
+
+
+def _is_ours(thing: object) -> bool:
+    """Whether the class is one of this package's, but for drivers."""
+    module = type(thing).__module__
+    return module.startswith("streamalloc.") and not module.startswith("streamalloc.driver.")
+
+
+def _name(thing: object) -> str:
+    try:
+        return repr(thing).strip("<>")
+    except Exception:
+        return type(thing).__name__
+
+
+def _reachable(roots: list[object], depth: int | None) -> set[int]:
+    """The identities of what objects of this package hold, through containers and one another."""
+    seen: set[int] = set()
+    layer = roots
+    while layer and depth != 0:
+        depth = None if depth is None else depth - 1
+        following = []
+        for one in gc.get_referents(*layer):
+            if id(one) not in seen and (isinstance(one, _CONTAINERS) or _is_ours(one)):
+                seen.add(id(one))
+                if not isinstance(one, (type, types.ModuleType, Door)):
+                    following.append(one)
+        layer = following
+    return seen
+
+
+def _descriptors() -> dict[int, tuple[tuple[int, int], str]]:
+    """The open descriptors of this process: the identity and the name of each file."""
+    found = {}
+    for text in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            status, name = os.fstat(int(text)), os.readlink(f"/proc/self/fd/{text}")
+            if int(text) >= _STANDARD:
+                found[int(text)] = (status.st_dev, status.st_ino), name
+    return found
+
+
+def _interpreters() -> set[int | None]:
+    """Descriptors that multiprocessing keeps for the whole process."""
+    tracker, server = operator.attrgetter("_resource_tracker"), operator.attrgetter("_forkserver")
+    return {
+        getattr(tracker(multiprocessing.resource_tracker), "_fd", None),
+        getattr(server(multiprocessing.forkserver), "_forkserver_alive_fd", None),
+    }

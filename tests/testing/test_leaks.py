@@ -1,0 +1,204 @@
+"""The leak check: objects and descriptors that a test leaves open."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import ipc, multicast, vmm
+from streamalloc.driver.internal import Stack, line_of
+from streamalloc.testing import machines
+from streamalloc.testing.leaks import Accounts
+from streamalloc.testing.objects import Watch
+from tests.testing.conftest import Run
+
+POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
+PAGE = 2 << 20
+
+
+class World:
+    """A simulated machine of two devices, of which account is kept."""
+
+    def __init__(self) -> None:
+        self.driver = Accounts(sd.simulated(devices=2, multicast=True))  # type: ignore[abstract]
+        self.device = sa.Device(0, driver=self.driver)
+        self.stream = self.device.create_stream()
+        self.pool = sa.MemoryPool(self.device, handle_types=POSIX)
+        self.buffer = self.pool.allocate(4096, self.stream)
+
+    def found(self, watch: Watch) -> list[tuple[str, Stack]]:
+        machines.rest(self.driver)
+        leaks = self.driver.leaks()
+        known = {self.stream.handle, self.pool.handle, self.buffer.address}
+        leaks = [leak for leak in leaks if leak.handle not in known]
+        return [
+            (str(one).partition("\n")[0], one.place) for one in watch.found(self.driver, leaks, self.driver.exported)
+        ]
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    # What the first share makes lasts as long as the driver.
+    ipc.share(world.buffer)
+    yield world
+    world.buffer.free()
+    world.pool.close()
+    world.stream.close()
+
+
+def _range(world: World) -> Any:
+    return vmm.AddressRange(PAGE, driver=world.driver)
+
+
+def _group(world: World) -> Any:
+    return vmm.SleepGroup(world.device)
+
+
+# By the words that name it: what makes an object; all are closed by close(), and dropped.
+OPEN: dict[str, Callable[[World], Any]] = {
+    "stream ": lambda world: world.device.create_stream(),
+    "event ": lambda world: sa.Event(world.device),
+    "pool ": lambda world: sa.MemoryPool(world.device),
+    "pool allocation ": lambda world: world.pool.allocate(64, world.stream),
+    "CachingAllocator": lambda world: sa.CachingAllocator(world.pool),
+    "Listener": lambda world: ipc.Listener(),
+    "SelfCommunicator": lambda world: ipc.SelfCommunicator(),
+    "Shared POOL_POINTER": lambda world: ipc.share(world.buffer),
+    "Shared held": lambda world: ipc.share(world.buffer, hold=True),
+    "GrowableBuffer": lambda world: vmm.GrowableBuffer(world.device, 4 * PAGE, PAGE),
+    "PhysicalMemory": lambda world: vmm.PhysicalMemory(PAGE, world.device),
+    "AddressRange": _range,
+    "SleepGroup": _group,
+    "MemoryRecycler": lambda world: vmm.MemoryRecycler(world.device, PAGE),
+    "MulticastObject": lambda world: multicast.MulticastObject(PAGE, 2, driver=world.driver),
+    "file descriptor": lambda world: ipc.Fd(os.dup(0)),
+}
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_an_open_object_is_named_once_with_its_line(world: World, name: str) -> None:
+    with Watch() as watch:
+        assert world.found(watch) == []
+        kept = OPEN[name](world)
+        found = world.found(watch)
+        assert len(found) == 1, found
+        text, place = found[0]
+        assert text.startswith(name.partition(" held")[0]), text
+        line = OPEN[name].__code__.co_firstlineno
+        assert line_of(*place[0]) in (line, line + 1), place
+        kept.close() if hasattr(kept, "close") else None
+        del kept
+        assert world.found(watch) == []
+
+
+def test_both_ends_of_a_pair(world: World) -> None:
+    with Watch() as watch:
+        ends = ipc.Channel.pair()
+        assert [text.split()[0] for text, _ in world.found(watch)] == ["Channel", "Channel"]
+        ends[0].close()
+        assert [text.split()[0] for text, _ in world.found(watch)] == ["Channel"]
+        ends[1].close()
+        assert world.found(watch) == []
+
+
+def test_an_announcement_is_counted_as_its_share(world: World) -> None:
+    memory = vmm.GrowableBuffer(world.device, 4 * PAGE, PAGE, handle_types=POSIX)
+    ipc.share(memory)
+    with Watch() as watch:
+        kept = ipc.share(memory)
+        assert [text.split()[0] for text, _ in world.found(watch)].count("Shared") == 1
+        assert not any("cuEventCreate" in text for text, _ in world.found(watch))
+        del kept
+    memory.close()
+
+
+def test_what_was_there_before_does_not_count(world: World) -> None:
+    ends = ipc.Channel.pair()
+    pipe = os.pipe()
+    with Watch() as watch:
+        assert world.found(watch) == []
+    for end in ends:
+        end.close()
+    for number in pipe:
+        os.close(number)
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        ("pipe", lambda: os.pipe()),
+        ("socket", lambda: tuple(end.detach() for end in __import__("socket").socketpair())),
+        ("memfd", lambda: (os.memfd_create("test"),)),
+    ],
+)
+def test_descriptors_by_what_they_are(world: World, kind: str, make: Callable[[], tuple[int, ...]]) -> None:
+    with Watch() as watch:
+        numbers = make()
+        found = world.found(watch)
+        assert [text.startswith(f"file descriptor {number} ({kind} ")
+                for (text, _), number in zip(found, sorted(numbers), strict=True)] == [True] * len(numbers)  # fmt: skip
+        for number in numbers:
+            os.close(number)
+        assert world.found(watch) == []
+
+
+def test_the_interpreters_own_descriptors_do_not_count(world: World) -> None:
+    import select
+
+    with Watch() as watch, select.epoll(), open(__file__) as file:
+        assert world.found(watch) == [] and file
+
+
+def test_classes_are_as_before(world: World) -> None:
+    before = {kind: vars(kind).get("__init__") for kind in (ipc.Channel, ipc.Shared, ipc.Fd, vmm.GrowableBuffer)}
+    with Watch(), Watch():
+        assert vars(ipc.Channel)["__init__"] is not before[ipc.Channel]
+    assert {kind: vars(kind).get("__init__") for kind in before} == before
+    gc.collect()
+
+
+def test_in_a_project(run: Run) -> None:
+    result = run(
+        """
+        import os
+        from streamalloc import ipc
+
+        kept = []
+
+        @pytest.fixture(scope="module")
+        def lasting():
+            with ipc.Listener() as listener:
+                yield listener
+
+        def test_keeps(lasting, streamalloc_machine):
+            kept.append(ipc.Listener())
+
+        def test_keeps_a_descriptor(lasting, streamalloc_machine):
+            kept.append(os.pipe())
+
+        def test_closes(lasting, streamalloc_machine, capfd):
+            with ipc.Listener(), open(os.devnull):
+                pass
+        """,
+        "--streamalloc-leaks",
+    )
+    result.assert_outcomes(passed=3, errors=2)
+    result.stdout.fnmatch_lines(
+        [
+            "*ERROR at teardown of test_keeps *",
+            "1 thing was made here and not released:",
+            "Listener at @streamalloc-*",
+            '  File "*test_in_a_project.py", line *, in test_keeps',
+            "    kept.append(ipc.Listener())",
+            "*ERROR at teardown of test_keeps_a_descriptor *",
+            "2 things were made here and not released:",
+            "file descriptor * (pipe *",
+        ]
+    )
