@@ -30,7 +30,8 @@ without it the test is skipped. The arguments are
 ``check=True``
     fails the test where it does what stream order does not allow (:func:`streamalloc.driver.checked`).
 
-The mark of a test goes before that of its class, and that before its module's (``pytestmark``).
+The mark of a test goes before that of its class, and that before its module's (``pytestmark``). A marked test uses a
+machine also where it takes none, but for ``simulated_only``, which needs none.
 
 Options, each also an ini option without the dashes in front and with underscores:
 
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
 __all__ = ["driver_under_test"]
 
 _MARK = "streamalloc"
+_FIXTURE = "streamalloc_machine"
 _failed = pytest.StashKey[bool]()
 
 
@@ -207,6 +209,9 @@ def _needs(node: pytest.Item | pytest.Collector) -> Needs:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     marked = [(item, _needs(item)) for item in items if item.get_closest_marker(_MARK)]
+    for item, needs in marked:
+        if needs != Needs(simulated_only=needs.simulated_only):
+            _give_machine(item)
     if driver_under_test(config) != "cuda":
         return
     if marked or any("streamalloc_primary_contexts" in _fixtures(item) for item in items):
@@ -215,6 +220,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reason = _why_skipped(needs)
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _give_machine(item: pytest.Item) -> None:
+    """Have a marked test use a machine where it takes none: what the mark says is about that."""
+    names = getattr(item, "fixturenames", None)
+    if names is None:
+        raise pytest.UsageError(f"{item.nodeid}: {_MARK}(...) needs a test that takes fixtures, for its machine")
+    if any(name.startswith(_FIXTURE) for name in names):
+        return
+    fixtures = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
+    # After those that last longer than the test, which would else be made with its machine.
+    lasting = [at for at, name in enumerate(names) if name in fixtures and fixtures[name][-1].scope != "function"]
+    names.insert(max(lasting, default=-1) + 1, _FIXTURE)
 
 
 def _look_for_gpus() -> None:

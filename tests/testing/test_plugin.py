@@ -101,6 +101,49 @@ class TestMachines:
         """)
         result.assert_outcomes(passed=5)
 
+    def test_a_mark_is_applied_where_no_machine_is_taken(self, run: Run) -> None:
+        result = run("""
+            import unittest
+
+            seen = []
+
+            @pytest.fixture(scope="module")
+            def lasting():
+                return sd.selection.default_of_threads()
+
+            @pytest.mark.streamalloc(devices=3)
+            def test_devices(lasting):
+                assert sa.Device.count() == 3 and lasting is None
+
+            @pytest.mark.streamalloc(leaks=True)
+            def test_leaks(tmp_path):
+                seen.append(sa.Device(0).create_stream())
+
+            @pytest.mark.streamalloc(check=True)
+            class TestCheck:
+                def test_it(self):
+                    device = sa.Device(0)
+                    one, other = device.create_stream(), device.create_stream()
+                    with sa.MemoryPool(device) as pool, pool.allocate(4096, one) as buffer:
+                        buffer.fill(1, one)
+                        buffer.fill(2, other)
+
+            class TestOfUnittest(unittest.TestCase):
+                @pytest.mark.streamalloc(devices=4)
+                def test_it(self):
+                    assert sa.Device.count() == 4
+
+            @pytest.mark.streamalloc(devices=2)
+            def test_a_machine_that_lasts(streamalloc_machine_class):
+                assert sd.default() is streamalloc_machine_class
+
+            @pytest.mark.streamalloc(simulated_only="why")
+            def test_needs_no_machine():
+                assert sd.selection.default_of_threads() is None
+        """)
+        result.assert_outcomes(passed=6, errors=2)
+        result.stdout.fnmatch_lines(["*ERROR at teardown of test_leaks*", "*ERROR at teardown of TestCheck.test_it*"])
+
     def test_settings_of_the_option(self, run: Run) -> None:
         result = run(
             """
@@ -433,7 +476,7 @@ def test_a_run_without_machines_imports_nothing(pytester: pytest.Pytester) -> No
         def test_anything():
             pass
 
-        @pytest.mark.streamalloc(devices=2)
+        @pytest.mark.streamalloc(simulated_only="why")
         def test_marked():
             pass
     """)
