@@ -17,6 +17,7 @@ from streamalloc.driver.bindings import (
     read_handle_types,
     version_that_added,
 )
+from streamalloc.driver.parent import VARIABLE, ParentTest, configuration
 from streamalloc.driver.selection import as_asked, default_of_threads, read_choice
 
 if TYPE_CHECKING:
@@ -26,12 +27,15 @@ if TYPE_CHECKING:
 __all__ = [
     "BINDINGS_VERSION",
     "COUNTED",
+    "VARIABLE",
     "Account",
     "OpaqueStruct",
+    "ParentTest",
     "Stack",
     "Wrapper",
     "as_asked",
     "check_name",
+    "configuration",
     "cuda",
     "default_of_threads",
     "enum_member",

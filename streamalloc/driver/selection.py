@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
+from streamalloc.driver.parent import parent_test
 from streamalloc.driver.real import real
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def default() -> Driver:
     ValueError
         ``STREAMALLOC_DRIVER`` holds something else.
     """
-    return as_asked(_chosen()) if _CHECK else _chosen()
+    return as_asked(_chosen())
 
 
 def _chosen() -> Driver:
@@ -171,9 +172,11 @@ def as_asked(driver: Driver) -> Driver:
     """The driver, or :func:`streamalloc.driver.checked` around it where ``STREAMALLOC_CHECK`` asks for that.
 
     ``STREAMALLOC_CHECK`` is ``1`` or ``report``, ``warn``, ``raise``, or ``0``. Hazards are printed as they are found,
-    and leaks at the end of the process.
+    and leaks at the end of the process. In a process that a test has started, which asks for checks of its children
+    (:mod:`streamalloc.testing.plugin`), they are reported to that test.
     """
-    if _CHECK in ("", "0"):
+    test = None if _CHECK else parent_test()
+    if _CHECK == "0" or (not _CHECK and test is None):
         return driver
     if hasattr(driver, "used"):  # checked already, perhaps inside of another wrapper, or not to be
         return driver
@@ -181,8 +184,8 @@ def as_asked(driver: Driver) -> Driver:
 
     found = _checked.get(id(driver))
     if found is None:
-        made = checked(driver, cast("Any", "report" if _CHECK == "1" else _CHECK))
-        made.prints = True
+        made = checked(driver, cast("Any", "report" if _CHECK in ("", "1") else _CHECK))
+        made.show = made.print if test is None else made.reporter(test)
         found = _checked.setdefault(id(driver), made)
     return cast("Driver", found)
 

@@ -10,6 +10,7 @@ import multiprocessing.resource_tracker
 import operator
 import os
 import socket
+import sys
 import threading
 import types
 import weakref
@@ -43,6 +44,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _COUNTED = {"socket:": "socket", "pipe:": "pipe", "/memfd:": "memfd"}
 _MACHINE = "/memfd:streamalloc:"
 _STANDARD = 3
+_NOT_KEEPERS = ("streamalloc.driver.", "streamalloc.testing.")
 
 
 class Kept(NamedTuple):
@@ -149,7 +151,9 @@ class Watch:
             The descriptors that the driver returned, and where.
         """
         live = sorted(_live(), key=_places.order)
-        objects = [one for one in live if not isinstance(one, _DIRECT) and not self._was_there(one) and _is_open(one)]
+        inside = _inside(driver)
+        objects = [one for one in live if not isinstance(one, _DIRECT) and id(one) not in inside
+                   and not self._was_there(one) and _is_open(one)]  # fmt: skip
         places = [_places.of(one) or _place_of_handle(one, leaks) for one in objects]
         parts = [_reachable([one], _DEPTH) for one in objects]
 
@@ -163,7 +167,7 @@ class Watch:
 
         kept: list[Leak | Kept] = [Kept(_name(one), places[at]) for at, one in enumerate(objects) if not is_part(at)]
         seen = set(filter(None, places))
-        kept += [one for one in self._left_open(driver, live, exported) if one.place not in seen]
+        kept += [one for one in self._left_open(inside, live, exported) if one.place not in seen]
         return [leak for leak in leaks if leak.place not in seen] + kept
 
     def _was_there(self, one: object) -> bool:
@@ -172,13 +176,12 @@ class Watch:
         reference = self._objects[id(one)]
         return reference is None or reference() is one
 
-    def _left_open(self, driver: Driver, live: Iterable[object], exported: dict[int, Stack]) -> list[Kept]:
+    def _left_open(self, inside: set[int], live: Iterable[object], exported: dict[int, Stack]) -> list[Kept]:
         owners: dict[int, Any] = {}
         for one in live:
             with contextlib.suppress(Exception):
                 owners[one.fileno()] = one  # type: ignore[attr-defined]
         sockets = {number for one in _sockets() if (number := one.fileno()) >= 0}
-        inside: set[int] | None = None
         found = []
         for number, (identity, name) in _descriptors().items():
             kind = next((kind for prefix, kind in _COUNTED.items() if name.startswith(prefix)), "")
@@ -190,7 +193,6 @@ class Watch:
             if owner is not None:
                 if not isinstance(owner, Fd):
                     continue  # counted as the object
-                inside = _reachable([Door.of(driver)], None) if inside is None else inside
                 if id(owner) in inside:
                     continue
             if kind or number in exported or owner is not None:
@@ -221,6 +223,26 @@ def _is_open(thing: Any) -> bool:
         return thing.closed is False
     except AttributeError:  # it could not be made
         return False
+
+
+def _inside(driver: Driver) -> set[int]:
+    """The identities of what the package itself keeps for a driver or for the process."""
+    modules = (module for name, module in tuple(sys.modules.items())
+               if name.startswith("streamalloc.") and not name.startswith(_NOT_KEEPERS))  # fmt: skip
+    threads = (one for frame in sys._current_frames().values() for one in _locals_of_ours(frame))
+    return _reachable([Door.of(driver), *map(vars, modules), *threads], None)
+
+
+def _locals_of_ours(frame: types.FrameType | None) -> list[object]:
+    """The variables of a thread that runs no function but those of this package and of :mod:`threading`."""
+    found: list[object] = []
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith("streamalloc.") and module != "threading":
+            return []
+        found.append(dict(frame.f_locals))
+        frame = frame.f_back
+    return found
 
 
 def _is_ours(thing: object) -> bool:

@@ -42,6 +42,9 @@ Options, each also an ini option without the dashes in front and with underscore
 ``--streamalloc-one-machine``
     all tests use one simulated machine, which keeps what they leave, as GPUs do.
 
+``leaks`` and ``check`` follow the processes that a test starts, by :mod:`multiprocessing` or with its environment:
+their hazards, and the memory that they have when they end, fail the test.
+
 A test that takes ``streamalloc_faults`` can have driver calls refused::
 
     def test_all_or_nothing(streamalloc_faults):
@@ -56,6 +59,7 @@ entry points (``PYTEST_DISABLE_PLUGIN_AUTOLOAD=1``, a package that is not instal
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -306,10 +310,16 @@ def _watched_machine(request: pytest.FixtureRequest, stack: contextlib.ExitStack
     driver = machines.real() if on_cuda else (machines.lasting if lasting else sd.simulated)(**_settings(request))
     driver = as_asked(driver)  # checked where STREAMALLOC_CHECK says so
     needs = _needs(request.node)
+    children = None
+    checks = [name for name in ("check", "leaks") if _wanted(request.config, needs, name)]
+    if checks:
+        from streamalloc.testing.children import Reports
+
+        children = stack.enter_context(Reports(*checks))
     checker = accounts = watch = faults = None
-    if _option(request.config, "streamalloc_check") if needs.check is None else needs.check:
+    if "check" in checks:
         driver = checker = sd.checked(driver)
-    if _option(request.config, "streamalloc_leaks") if needs.leaks is None else needs.leaks:
+    if "leaks" in checks:
         from streamalloc.testing.leaks import Accounts
         from streamalloc.testing.objects import Watch
 
@@ -339,8 +349,15 @@ def _watched_machine(request: pytest.FixtureRequest, stack: contextlib.ExitStack
 
         leaks = watch.found(driver, accounts.leaks(), accounts.exported)
         reports += [leak_report(leaks)] if leaks else []
+    if children is not None:
+        reports += children.found("check", *(() if failed else ("leaks",)))
     if reports:
         pytest.fail("\n".join(reports), pytrace=False)
+
+
+def _wanted(config: pytest.Config, needs: Needs, name: str) -> bool:
+    asked = getattr(needs, name)
+    return bool(_option(config, f"streamalloc_{name}") if asked is None else asked)
 
 
 def _forget_values(node: Any) -> None:
@@ -415,6 +432,6 @@ def streamalloc_environment(request: pytest.FixtureRequest, streamalloc_machine:
     """The variables of another process that is to use the test's machine: ``env={**os.environ, **these}``."""
     from streamalloc.testing import machines
 
-    if driver_under_test(request.config) == "cuda":
-        return {"STREAMALLOC_DRIVER": "cuda"}
-    return {"STREAMALLOC_DRIVER": machines.as_text(_settings(request))}
+    on_cuda = driver_under_test(request.config) == "cuda"
+    checks = {name: os.environ[name] for name in ("STREAMALLOC_TEST",) if name in os.environ}
+    return {"STREAMALLOC_DRIVER": "cuda" if on_cuda else machines.as_text(_settings(request)), **checks}

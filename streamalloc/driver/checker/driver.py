@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import os
 import sys
 import threading
@@ -22,6 +23,7 @@ from streamalloc.driver.checker.rules import AFTER, BEFORE, Finish
 from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import State
 from streamalloc.driver.errors import DriverMisuseError
+from streamalloc.driver.parent import ParentTest
 from streamalloc.driver.wrappers import Function, Wrapper
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ __all__ = ["Checked", "On", "checked"]
 On: TypeAlias = Literal["raise", "report", "warn"]
 _ON = ("raise", "report", "warn")
 _KEPT = 1000
+_LAST = -100
 _INVALID = (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
 
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -42,8 +45,8 @@ _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 class Checked(Wrapper):
     """A driver that finds what stream order does not allow: :func:`checked`."""
 
-    prints: bool = False
-    """Whether hazards are printed as they are found."""
+    show: Callable[[Hazard], None] | None = None
+    """Called with each hazard as it is found, and at the end of the process."""
 
     def __init__(self, driver: _Interface, on: On, poison: bool) -> None:
         super().__init__(driver)
@@ -227,9 +230,9 @@ class Checked(Wrapper):
         if not self._found:
             return
         fresh = self._keep()
-        if self.prints:
+        if self.show is not None:
             for hazard in fresh:
-                print(hazard, file=sys.stderr)
+                self.show(hazard)
         if self._on == "warn":
             for hazard in fresh:
                 warnings.warn(str(hazard), RuntimeWarning, 4)
@@ -237,6 +240,20 @@ class Checked(Wrapper):
             if take_back is not None:
                 self._alone(take_back)
             raise DriverMisuseError(str(fresh[0]), fresh[0])
+
+    @staticmethod
+    def print(hazard: Hazard) -> None:
+        """Print a hazard."""
+        print(hazard, file=sys.stderr)
+
+    @staticmethod
+    def reporter(test: ParentTest) -> Callable[[Hazard], None]:
+        """A function that reports hazards to the test that has started this process, those at its end included."""
+        from multiprocessing.util import Finalize
+
+        # Processes of multiprocessing end without the functions of atexit.
+        Finalize(None, _end_of_child, exitpriority=_LAST)
+        return lambda hazard: test.report("leaks" if hazard.kind == "leak" else "check", str(hazard))
 
     # -- what is told ----------------------------------------------------------------------------------------
 
@@ -416,7 +433,17 @@ def _at_exit() -> None:
         shown = len(one.hazards)
         if one._on != "raise" and one.process == os.getpid():
             for hazard in one.finish()[shown:]:
-                print(hazard, file=sys.stderr)
+                (one.show or one.print)(hazard)
+
+
+def _end_of_child() -> None:
+    """Report what is found at the end of a process of multiprocessing, whose own arguments are no leak."""
+    from multiprocessing.process import current_process
+
+    process: Any = current_process()
+    process._args, process._kwargs = (), {}
+    gc.collect()
+    _at_exit()
 
 
 def checked(driver: _Interface, on: On = "report", poison: bool = False) -> Checked:

@@ -16,8 +16,8 @@ Stack: TypeAlias = "tuple[tuple[CodeType, int], ...]"
 _DEPTH = 8
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + "/"
 _BETWEEN = 3  # calls of a driver around a driver that is the user's own
-# What runs a test is no part of it.
-_RUNNERS = ("/_pytest/", "/pluggy/")
+# What runs a test or a process is no part of it.
+_RUNNERS = ("/_pytest/", "/pluggy/", f"{Path(linecache.__file__).parent}/multiprocessing/")
 _THEIRS, _OWN, _RUNNER = range(3)
 _kinds: dict[str, int] = {}
 """By the name of the file."""

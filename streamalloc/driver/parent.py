@@ -1,0 +1,80 @@
+"""Checks that a test asks of its child processes, and the directory that their reports go to.
+
+The test sets them in an environment variable and in the configuration of :mod:`multiprocessing`: its processes get the
+latter by pickle, whenever their server was started.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from typing import Any, NamedTuple
+
+__all__ = ["VARIABLE", "ParentTest", "configuration", "parent_test"]
+
+VARIABLE = "STREAMALLOC_TEST"
+"""The environment variable, and the key in the configuration of multiprocessing."""
+
+_AT_START = os.environ.get(VARIABLE, "")
+
+
+class ParentTest(NamedTuple):
+    """The test that has started this process, directly or through another."""
+
+    process: int
+    """The process of the test."""
+    checks: tuple[str, ...]
+    """Some of ``"check"``, for stream order, and ``"leaks"``."""
+    directory: str
+    """The directory of the reports, which is private to this user."""
+
+    def to_text(self) -> str:
+        """The value of the variable."""
+        return f"{self.process}:{'+'.join(self.checks)}:{self.directory}"
+
+    @classmethod
+    def from_text(cls, text: str) -> ParentTest:
+        """The reverse of :meth:`to_text`. Raises ``ValueError`` for any other text."""
+        process, checks, directory = text.split(":", 2)
+        return cls(int(process), tuple(checks.split("+")), directory)
+
+    def report(self, kind: str, text: str) -> None:
+        """Add a report of this process, if the test asks for its kind; the test may be over."""
+        if kind in self.checks:
+            path = os.path.join(self.directory, f"{os.getpid()}.{kind}")
+            try:
+                number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            except OSError:
+                print(text, file=sys.stderr)
+                return
+            with open(number, "a") as file:
+                file.write(f"{text}\n")
+
+
+def configuration() -> dict[str, Any]:
+    """What multiprocessing gives to the processes that this one starts; empty until it is imported."""
+    module = sys.modules.get("multiprocessing.process")
+    found: dict[str, Any] = {} if module is None else getattr(module.current_process(), "_config", {})
+    return found
+
+
+def _from_server() -> bool:
+    """Whether multiprocessing has started this process."""
+    module = sys.modules.get("multiprocessing.process")
+    return module is not None and module.parent_process() is not None
+
+
+def parent_test() -> ParentTest | None:
+    """The test that has started this process; None in the test's own process, and where there is none any more."""
+    # A server of multiprocessing may have been started in an earlier test, which its environment is of.
+    text = configuration().get(VARIABLE) or ("" if _from_server() else _AT_START)
+    if not text:
+        return None
+    try:
+        found = ParentTest.from_text(text)
+        status = os.stat(found.directory)
+    except (ValueError, OSError):
+        return None
+    private = status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
+    return found if private and found.process != os.getpid() else None

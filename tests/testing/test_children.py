@@ -1,0 +1,144 @@
+"""Checks that a test asks for, in the processes that it starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.testing.conftest import Run
+
+CHILD = """
+import gc
+import multiprocessing
+import os
+import subprocess
+import sys
+import streamalloc.driver
+
+kept = []
+
+def wrong():
+    device = sa.Device(0)
+    one, other = device.create_stream(), device.create_stream()
+    with sa.MemoryPool(device) as pool, pool.allocate(4096, one) as buffer:
+        buffer.fill(1, one)
+        buffer.fill(2, other)
+        device.synchronize()
+
+def leaky():
+    device = sa.Device(0)
+    kept.append(sa.MemoryPool(device).allocate(4096, device.create_stream()))
+
+def right(*given):
+    device = sa.Device(0)
+    with sa.MemoryPool(device) as pool, pool.allocate(4096, device.create_stream()) as buffer:
+        buffer.fill(1)
+        device.synchronize()
+
+def started(method, function):
+    process = multiprocessing.get_context(method).Process(target=function)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+def programmed(environment, function):
+    code = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import {__name__} as it; it.{function}()"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, **environment}, check=True)
+
+@pytest.fixture(autouse=True)
+def simulated(monkeypatch):
+    monkeypatch.setenv("STREAMALLOC_DRIVER", "simulated")
+"""
+
+
+@pytest.fixture(autouse=True)
+def imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Child processes find this tree."""
+    from tests.processes import ROOT
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_of_multiprocessing(run: Run, method: str) -> None:
+    result = run(
+        CHILD
+        + f"""
+def test_wrong(streamalloc_machine):
+    started({method!r}, wrong)
+
+def test_leaky(streamalloc_machine):
+    started({method!r}, leaky)
+
+def test_right(streamalloc_machine):
+    started({method!r}, right)
+
+@pytest.mark.streamalloc(check=False, leaks=False)
+def test_not_asked(streamalloc_machine):
+    started({method!r}, wrong)
+    started({method!r}, leaky)
+
+@pytest.mark.streamalloc(leaks=False)
+def test_one_of_them(streamalloc_machine):
+    started({method!r}, leaky)
+""",
+        "--streamalloc-check",
+        "--streamalloc-leaks",
+    )
+    result.assert_outcomes(passed=5, errors=2)
+    result.stdout.fnmatch_lines(
+        [
+            "*ERROR at teardown of test_wrong*",
+            "in process *, which the test has started:",
+            "use before allocation: cuMemsetD8Async of stream *",
+            "*, in wrong",
+            "*ERROR at teardown of test_leaky*",
+            "in process *, which the test has started:",
+            "leak: allocation of 4 KiB at *",
+        ]
+    )
+
+
+def test_of_programs(run: Run) -> None:
+    result = run(
+        CHILD
+        + """
+def test_wrong(streamalloc_environment):
+    programmed(streamalloc_environment, "wrong")
+
+def test_leaky(streamalloc_environment):
+    programmed(streamalloc_environment, "leaky")
+
+def test_right(streamalloc_environment):
+    programmed(streamalloc_environment, "right")
+""",
+        "--streamalloc-check",
+        "--streamalloc-leaks",
+    )
+    result.assert_outcomes(passed=3, errors=2)
+    result.stdout.fnmatch_lines(["*test_wrong*", "use before allocation*", "*test_leaky*", "leak: *"])
+
+
+def test_of_buffers_that_were_sent(run: Run) -> None:
+    """Arguments of a process last until its end, and are no leak."""
+    result = run(
+        CHILD
+        + """
+def test_it(streamalloc_machine, streamalloc_environment, monkeypatch):
+    monkeypatch.setenv("STREAMALLOC_DRIVER", streamalloc_environment["STREAMALLOC_DRIVER"])
+    device = sa.Device(0)
+    stream = device.create_stream()
+    with sa.MemoryPool(device, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR) as pool:
+        with pool.allocate(4096, stream) as buffer:
+            buffer.fill(1)
+            stream.synchronize()
+            process = multiprocessing.get_context("spawn").Process(target=right, args=(buffer,))
+            process.start()
+            process.join()
+            assert process.exitcode == 0
+            process.close()
+            buffer.free(still_imported="wait", timeout=10)
+    stream.close()
+""",
+        "--streamalloc-leaks",
+    )
+    result.assert_outcomes(passed=1)
