@@ -6,6 +6,7 @@ latter by pickle, whenever their server was started.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import sys
@@ -43,12 +44,8 @@ class ParentTest(NamedTuple):
         """Add a report of this process, if the test asks for its kind; the test may be over."""
         if kind in self.checks:
             path = os.path.join(self.directory, f"{os.getpid()}.{kind}")
-            try:
-                number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            except OSError:
-                print(text, file=sys.stderr)
-                return
-            with open(number, "a") as file:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            with contextlib.suppress(OSError), open(os.open(path, flags, 0o600), "a") as file:
                 file.write(f"{text}\n")
 
 
@@ -66,7 +63,21 @@ def _from_server() -> bool:
 
 
 def parent_test() -> ParentTest | None:
-    """The test that has started this process; None in the test's own process, and where there is none any more."""
+    """The test that has started this process; None in the test's own process, and where there is none.
+
+    The answer stays the same for the life of a process, which may be longer than the test's.
+    """
+    process = os.getpid()
+    if process not in _found:
+        _found[process] = _find(process)
+    return _found[process]
+
+
+_found: dict[int, ParentTest | None] = {}
+"""By process, as a fork copies it."""
+
+
+def _find(process: int) -> ParentTest | None:
     # A server of multiprocessing may have been started in an earlier test, which its environment is of.
     text = configuration().get(VARIABLE) or ("" if _from_server() else _AT_START)
     if not text:
@@ -77,4 +88,4 @@ def parent_test() -> ParentTest | None:
     except (ValueError, OSError):
         return None
     private = status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
-    return found if private and found.process != os.getpid() else None
+    return found if private and found.process != process else None

@@ -69,6 +69,7 @@ import pytest
 if TYPE_CHECKING:
     from streamalloc.driver import Driver
     from streamalloc.testing import Faults
+    from streamalloc.testing.objects import Watch
 
 __all__ = ["driver_under_test"]
 
@@ -325,6 +326,8 @@ def _watched_machine(request: pytest.FixtureRequest, stack: contextlib.ExitStack
 
         driver = accounts = Accounts(driver)  # type: ignore[abstract]  # it looks functions up
         watch = stack.enter_context(Watch())
+        _watches.append(watch)
+        stack.callback(_watches.remove, watch)
     if request.scope == "function" and "streamalloc_faults" in request.fixturenames:
         from streamalloc.testing import Faults
 
@@ -353,6 +356,19 @@ def _watched_machine(request: pytest.FixtureRequest, stack: contextlib.ExitStack
         reports += children.found("check", *(() if failed else ("leaks",)))
     if reports:
         pytest.fail("\n".join(reports), pytrace=False)
+
+
+_watches: list[Watch] = []
+"""Those of the machines that there are now, the innermost last."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
+    """What a fixture opens that a test asks for while it runs, and that outlives it, is no leak of the test."""
+    with contextlib.ExitStack() as stack:
+        if _watches and fixturedef.scope != "function":
+            stack.enter_context(_watches[-1].paused())
+        return (yield)
 
 
 def _wanted(config: pytest.Config, needs: Needs, name: str) -> bool:

@@ -98,6 +98,45 @@ def test_one_of_them(streamalloc_machine):
     )
 
 
+def test_a_process_that_outlives_its_test(run: Run) -> None:
+    """It goes on with the driver that it has."""
+    result = run(
+        CHILD
+        + """
+def steps(connection):
+    device = sa.Device(0)
+    stream = device.create_stream()
+    while connection.recv():
+        with sa.MemoryPool(sa.Device(0)) as pool:
+            pool.allocate(4096, stream).free()
+        connection.send(type(sa.driver.default()).__name__)
+
+def asked(ends):
+    ends[0].send(True)
+    return ends[0].recv()
+
+@pytest.fixture(scope="module")
+def lasting():
+    context = multiprocessing.get_context("spawn")
+    ends = context.Pipe()
+    made = []
+    yield lambda: made.append(context.Process(target=steps, args=(ends[1],))) or made[0].start(), ends
+    ends[0].send(False)
+    made[0].join()
+    assert made[0].exitcode == 0
+
+@pytest.mark.streamalloc(check=True)
+def test_starts_it(lasting):
+    lasting[0]()
+    assert asked(lasting[1]) == "Checked"
+
+def test_uses_it(lasting):
+    assert asked(lasting[1]) == "Checked"
+"""
+    )
+    result.assert_outcomes(passed=2)
+
+
 def test_of_programs(run: Run) -> None:
     result = run(
         CHILD

@@ -177,6 +177,17 @@ def test_in_a_project(run: Run) -> None:
             with ipc.Listener() as listener:
                 yield listener
 
+        @pytest.fixture(scope="module")
+        def late():
+            ends = os.pipe()
+            with ipc.Listener():
+                yield
+            for end in ends:
+                os.close(end)
+
+        def test_asks_late(streamalloc_machine, request):
+            request.getfixturevalue("late")
+
         def test_keeps(lasting, streamalloc_machine):
             kept.append(ipc.Listener())
 
@@ -189,7 +200,7 @@ def test_in_a_project(run: Run) -> None:
         """,
         "--streamalloc-leaks",
     )
-    result.assert_outcomes(passed=3, errors=2)
+    result.assert_outcomes(passed=4, errors=2)
     result.stdout.fnmatch_lines(
         [
             "*ERROR at teardown of test_keeps *",
