@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import COUNTED, Account, Stack, Wrapper, here, lines
 
-__all__ = ["Accounts", "Leak", "leak_report"]
+__all__ = ["Accounts", "Leak", "descriptor_key", "leak_report"]
 
 
 class Leak(NamedTuple):
@@ -39,6 +40,15 @@ _EXPORTS = frozenset(
 )
 
 
+def descriptor_key(number: int) -> tuple[int, int, int]:
+    """A descriptor and its open file: the number, and the device and number of the inode.
+
+    The number alone may be that of another file once it was closed.
+    """
+    status = os.fstat(number)
+    return number, status.st_dev, status.st_ino
+
+
 class Accounts(Wrapper):
     """A driver that keeps account of what is made and released, and where it was made.
 
@@ -56,8 +66,8 @@ class Accounts(Wrapper):
         self._lock = threading.RLock()
         self._account = Account()
         self._made: dict[int, tuple[str, Stack]] = {}
-        self.exported: dict[int, Stack] = {}
-        """The calls that returned a file descriptor, by its number."""
+        self.exported: dict[tuple[int, int, int], Stack] = {}
+        """The calls that returned a file descriptor, by :func:`descriptor_key`."""
 
     def __getattr__(self, name: str) -> Any:
         # All other functions are the driver's own.
@@ -72,7 +82,7 @@ class Accounts(Wrapper):
         answer: tuple[Any, ...] = function(*args)
         if not answer[0] and name in _EXPORTS:
             if isinstance(answer[1], int):
-                self.exported[answer[1]] = here()
+                self.exported[descriptor_key(answer[1])] = here()
         elif not answer[0]:
             with self._lock:
                 self._account.note(name, args, answer, captured)

@@ -29,7 +29,7 @@ from streamalloc.driver.internal import Stack, here, lines
 from streamalloc.ipc import RingConsumer, RingProducer, Shared
 from streamalloc.multicast import SymmetricMemory
 from streamalloc.pool import MemoryPool
-from streamalloc.testing.leaks import Leak
+from streamalloc.testing.leaks import Leak, descriptor_key
 from streamalloc.vmm import GrowableBuffer, SleepGroup, SparseArray
 
 _LOADED = (RingConsumer, RingProducer, SymmetricMemory, GrowableBuffer, SleepGroup, SparseArray)
@@ -146,7 +146,9 @@ class Watch:
             self._objects |= {id(one): _reference(one) for one in _live() if not block._was_there(one)}
             self._descriptors |= dict(_descriptors().items() - block._descriptors.items())
 
-    def found(self, driver: Driver, leaks: Sequence[Leak], exported: dict[int, Stack]) -> list[Leak | Kept]:
+    def found(
+        self, driver: Driver, leaks: Sequence[Leak], exported: dict[tuple[int, int, int], Stack]
+    ) -> list[Leak | Kept]:
         """All that is open now and was not before.
 
         Parameters
@@ -156,7 +158,7 @@ class Watch:
         leaks
             Driver resources that were not released. Those that an open object has are counted as this object.
         exported
-            The descriptors that the driver returned, and where.
+            The places where the driver returned a descriptor.
         """
         live = sorted(_live(), key=_places.order)
         inside = _inside(driver)
@@ -184,27 +186,30 @@ class Watch:
         reference = self._objects[id(one)]
         return reference is None or reference() is one
 
-    def _left_open(self, inside: set[int], live: Iterable[object], exported: dict[int, Stack]) -> list[Kept]:
+    def _left_open(
+        self, inside: set[int], live: Iterable[object], exported: dict[tuple[int, int, int], Stack]
+    ) -> list[Kept]:
         owners: dict[int, Any] = {}
         for one in live:
             with contextlib.suppress(Exception):
                 owners[one.fileno()] = one  # type: ignore[attr-defined]
         sockets = {number for one in _sockets() if (number := one.fileno()) >= 0}
         found = []
-        for number, (identity, name) in _descriptors().items():
+        for key, name in _descriptors().items():
+            number = key[0]
             kind = next((kind for prefix, kind in _COUNTED.items() if name.startswith(prefix)), "")
             owner = owners.get(number)
-            if self._descriptors.get(number, (None,))[0] == identity or number in _interpreters():
+            if key in self._descriptors or number in _interpreters():
                 continue
-            if owner is None and (number in sockets or (name.startswith(_MACHINE) and number not in exported)):
+            if owner is None and (number in sockets or (name.startswith(_MACHINE) and key not in exported)):
                 continue  # part of an object, or of the simulated machine
             if owner is not None:
                 if not isinstance(owner, Fd):
                     continue  # counted as the object
                 if id(owner) in inside:
                     continue
-            if kind or number in exported or owner is not None:
-                place = _places.of(owner) or exported.get(number, ())
+            if kind or key in exported or owner is not None:
+                place = _places.of(owner) or exported.get(key, ())
                 found.append(Kept(f"file descriptor {number} ({kind or 'file'} {name})", place))
         return found
 
@@ -286,14 +291,13 @@ def _reachable(roots: list[object], depth: int | None) -> set[int]:
     return seen
 
 
-def _descriptors() -> dict[int, tuple[tuple[int, int], str]]:
-    """The open descriptors of this process: the identity and the name of each file."""
+def _descriptors() -> dict[tuple[int, int, int], str]:
+    """The open descriptors of this process by their keys, with the names of the files."""
     found = {}
     for text in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # that of the listing itself
-            status, name = os.fstat(int(text)), os.readlink(f"/proc/self/fd/{text}")
             if int(text) >= _STANDARD:
-                found[int(text)] = (status.st_dev, status.st_ino), name
+                found[descriptor_key(int(text))] = os.readlink(f"/proc/self/fd/{text}")
     return found
 
 

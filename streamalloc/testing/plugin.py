@@ -1,8 +1,8 @@
 """A pytest plugin: tests of GPU memory that run on a simulated machine, or on the real one by an option.
 
 It comes with the package and is there in every run of pytest; it imports nothing of streamalloc before a test asks for
-a machine, and patches nothing. A test that takes ``streamalloc_machine`` has a machine of its own, which is the
-default driver while it runs, also in threads::
+a machine, and patches nothing of others. A test that takes ``streamalloc_machine`` has a machine of its own, which is
+the default driver while it runs, also in threads::
 
     import streamalloc as sa
 
@@ -26,7 +26,8 @@ without it the test is skipped. The arguments are
 ``machine=dict(memory=1 << 30)``
     further arguments of :func:`streamalloc.driver.simulated`, for the simulated machine.
 ``leaks=True``
-    fails the test where it has made something that is not released when it ends, and says where that was made.
+    fails the test where it has made something that is not released when it ends, and says where that was made: driver
+    resources, objects of this package that are open, and descriptors of sockets, pipes and memfds.
 ``check=True``
     fails the test where it does what stream order does not allow (:func:`streamalloc.driver.checked`).
 

@@ -12,6 +12,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, multicast, vmm
+from streamalloc.driver.bindings import cuda
 from streamalloc.driver.internal import Stack, line_of
 from streamalloc.testing import machines
 from streamalloc.testing.leaks import Accounts
@@ -147,6 +148,21 @@ def test_descriptors_by_what_they_are(world: World, kind: str, make: Callable[[]
         for number in numbers:
             os.close(number)
         assert world.found(watch) == []
+
+
+def test_the_number_of_a_descriptor_may_be_used_again(world: World) -> None:
+    """The machine's own file under the number of one that was exported and closed is none of the test's."""
+    memory = vmm.PhysicalMemory(PAGE, world.device, handle_types=POSIX)
+    handle, kind = cuda.CUmemGenericAllocationHandle(memory.handle), cuda.CUmemAllocationHandleType(int(POSIX))
+    with Watch() as watch:
+        raw = world.driver.cuMemExportToShareableHandle(handle, kind, 0)[1]
+        assert [text.split(" (")[0] for text, _ in world.found(watch)][1:] == [f"file descriptor {raw}"]
+        other = os.memfd_create("streamalloc:test")
+        os.dup2(other, raw)
+        os.close(other)
+        assert len(world.found(watch)) == 1  # the memory itself, which account was kept of before
+        os.close(raw)
+    memory.close()
 
 
 def test_the_interpreters_own_descriptors_do_not_count(world: World) -> None:
