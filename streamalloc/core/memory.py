@@ -137,14 +137,15 @@ class Memory(Unique, Shown, abc.ABC):
     def _fill_slowly(self, value: int | bytes | np.generic, stream: StreamLike | None, width: int | None) -> None:
         number, width = _pattern(value, width)
         count, rest = divmod(self.nbytes, width)
-        if rest or self.address % width:
-            raise ValueError(f"width={width}: {self.nbytes} bytes at {self.address:#x} are no whole number of patterns")
+        if rest or self._at % width:
+            raise ValueError(f"width={width}: {self.nbytes} bytes at {self._at:#x} are no whole number of patterns")
         ordered = self._ordered_on(stream)
         if count:
+            self._await_on(ordered)
             with ordered._context():
                 self._door.call(
                     _FILLS[width],
-                    self.address,
+                    self._at,
                     number,
                     count,
                     ordered._checked_raw(),
@@ -245,7 +246,7 @@ class Memory(Unique, Shown, abc.ABC):
         ClosedError
             The memory was freed.
         """
-        address = self.address
+        address = self._at
         told = self._door.used
         if told is None:
             return
@@ -390,7 +391,9 @@ class Memory(Unique, Shown, abc.ABC):
                 # Who names no stream for memory that the host can reach, such as NumPy, is the host.
                 if self._door.used is not None and not (stream is None and self.host_accessible):
                     self.used(Stream.of_handle(ours.device, handle, self), write=False)
-        part = dlpack.part(self, self.address, self.nbytes, device)
+        # Who names no stream may use the address at once.
+        unordered = on_host or stream == -1 or (stream is None and self.host_accessible)
+        part = dlpack.part(self, self.address if unordered else self._at, self.nbytes, device)
         if self._read_only(on_host=on_host):
             part.flags.writeable = False
         return part
@@ -398,6 +401,14 @@ class Memory(Unique, Shown, abc.ABC):
     @property
     def _door(self) -> Door:
         return self.stream._door
+
+    @property
+    def _at(self) -> int:
+        """:attr:`address`, for work that a stream orders: after :meth:`_await_on`."""
+        return self.address
+
+    def _await_on(self, stream: Stream) -> None:
+        """Have a stream wait for contents that are still to come, where :attr:`stream` alone waits for them so far."""
 
     def _check_usable(self) -> None:
         """Raise where the memory is there but cannot be used now; memory that is gone has no address."""
@@ -424,7 +435,7 @@ class Memory(Unique, Shown, abc.ABC):
 
     def _about(self) -> Iterator[Row]:
         yield "size", mib(self.nbytes)
-        yield "address", f"{self.address:#x}"
+        yield "address", f"{self._at:#x}"
         yield "memory of", place(self.location)
         yield "stream", self.stream
 
@@ -473,9 +484,20 @@ class BufferView(Memory):
         ClosedError
             The memory was freed, or has shrunk to less than this.
         """
+        self._check_inside()
+        return self._parent.address + self._offset
+
+    @property
+    def _at(self) -> int:
+        self._check_inside()
+        return self._parent._at + self._offset
+
+    def _check_inside(self) -> None:
         if self._offset + self._nbytes > self._parent.nbytes:
             raise ClosedError(f"{self!r} is outside of its memory, which has shrunk")
-        return self._parent.address + self._offset
+
+    def _await_on(self, stream: Stream) -> None:
+        self._parent._await_on(stream)
 
     @property
     def nbytes(self) -> int:
@@ -768,7 +790,7 @@ def _array_form(memory: Memory, dtype: npt.DTypeLike, shape: tuple[int, ...] | N
         sizes[place] = count // others if others > 0 else -1
     if rest or min(sizes, default=0) < 0 or math.prod(sizes) != count:
         raise ValueError(f"shape={shape} of {kind} does not fill the {memory.nbytes} bytes of {memory!r}")
-    if memory.address % kind.alignment:
+    if memory._at % kind.alignment:
         raise ValueError(f"{memory!r} is not aligned for {kind}, which lies at multiples of {kind.alignment} bytes")
     return kind, tuple(sizes)
 
@@ -817,7 +839,7 @@ class CopySide:
     def of(cls, memory: Memory) -> Self:
         """Memory of ours."""
         memory._check_usable()
-        return cls(memory.address, memory.nbytes, memory._resident_on(), memory)
+        return cls(memory._at, memory.nbytes, memory._resident_on(), memory)
 
     @classmethod
     def readable(cls, source: object, door: Door) -> Self:
@@ -932,7 +954,9 @@ def copy_bytes(target: CopySide, source: CopySide, stream: Stream) -> None:
     raw = stream._checked_raw()
     door = stream._door
     for side in (target, source):
-        if side.after is not None and side.after != stream.handle:
+        if type(side.keep) in _kinds:
+            side.keep._await_on(stream)  # type: ignore[attr-defined]
+        elif side.after is not None and side.after != stream.handle:
             stream.wait(Stream.of_handle(stream.device, side.after, side.keep))
     if stream._capture is not None:
         stream._capture.graph.kept += (target.keep, source.keep)

@@ -643,7 +643,7 @@ def order_handle_after(handle: int, ours: Stream) -> None:
     """Let later work of a stream that other code names by its handle wait for all that ``ours`` has queued."""
     door = ours._door
     if handle in _DEFAULT_HANDLES or ours._handle is None:
-        Stream.of_handle(ours.device, handle, None).wait(ours)
+        Stream.of_handle(ours.device, handle, ours).wait(ours)
         return
     event = ours.record()  # alive until the other stream waits: the driver's is used again after that
     result = door.cuStreamWaitEvent(cuda.CUstream(handle), event._raw, 0)[0]

@@ -59,6 +59,11 @@ class Lent(TypedView[Any]):
             self.used(ordered, write=False)
         work(self._door)
 
+    @property
+    def address(self) -> int:
+        """Where the memory begins; its user's stream waits for its contents."""
+        return self._at
+
     def __dlpack__(
         self,
         *,

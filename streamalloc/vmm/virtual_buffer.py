@@ -490,7 +490,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
             return f"<{type(self).__name__}, closed>"
         state = "evicted" if self._evicted else f"{size_text(self._mapped)} mapped"
         room = f"{state} of {size_text(self.capacity)} [{range_.draw(16)}]"
-        return f"<{type(self).__name__} of {size_text(self._nbytes)} at {self.address:#x}, {room}>"
+        return f"<{type(self).__name__} of {size_text(self._nbytes)} at {self._at:#x}, {room}>"
 
 
 def _spec_of(entry: MappedBytes) -> MemorySpec:

@@ -275,7 +275,7 @@ class Checked(Wrapper):
     def opened(self, address: int, nbytes: int, stream: Any, name: bytes, word: int) -> None:
         """Say that a stream by its handle is to wait for what another process has told of memory by :meth:`shared`.
 
-        ``word`` is where it does.
+        ``word`` is where it does. None for the stream: the host has waited.
         """
         if not self._inside():
             self._alone(self._open, address, nbytes, stream, name, word)
@@ -284,7 +284,8 @@ class Checked(Wrapper):
         self._state.others.share(self._state.stream(stream), address, nbytes, name)
 
     def _open(self, address: int, nbytes: int, stream: Any, name: bytes, word: int) -> None:
-        self._state.others.opened(self._state.stream(stream), address, nbytes, name, word)
+        ordered = None if stream is None else self._state.stream(stream)
+        self._state.others.opened(ordered, address, nbytes, name, word)
 
     def _use(self, address: int, nbytes: int, stream: Any, write: bool) -> None:
         if self._state.timeline.held:

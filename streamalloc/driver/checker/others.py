@@ -187,17 +187,26 @@ class Others:
             remedy = f"an event that {whose} has recorded (cuIpcOpenEventHandle)"
             range_.awaited = (Contents(range_.base, range_.end, after, lambda: found.over, whose, remedy),)
 
-    def opened(self, stream: Stream, address: int, nbytes: int, name: bytes, word: int) -> None:
-        """A stream is to wait for a word that memory is ready, which another process has announced by this name."""
+    def opened(self, stream: Stream | None, address: int, nbytes: int, name: bytes, word: int) -> None:
+        """A stream is to wait for a word that memory is ready, which another process has announced by this name.
+
+        None for the stream: the host has waited.
+        """
         self._words.know(word)
         ours = self.announced.get(name)
-        if ours is not None:
+        if ours is not None and stream is not None:
             self._timeline.wait(stream, ours)
+        elif ours is not None:
+            self._timeline.force_mark(ours)
+            self._timeline.tell(ours.clock or Clock())
         found = notices.post_of(name)
         if found is None:
             return
-        whose, remedy = f"process {found.post.process}", f"{stream.name}, on which it was opened"
         ready, all_ready = self._ready(found.post), self._words.ready.known
+        if stream is None:
+            self._timeline.tell(Clock({ready: 1}))
+            return
+        whose, remedy = f"process {found.post.process}", f"{stream.name}, on which it was opened"
         self._timeline.submit(stream, lambda stream: stream.clock.learn(Clock({ready: 1})))
         for range_, low, high in self._addresses.pieces(address, nbytes):
             made = Contents(low, high, [(ready, 1)], lambda: found.over or ready not in all_ready, whose, remedy)

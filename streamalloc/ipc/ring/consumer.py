@@ -26,7 +26,7 @@ from streamalloc.ipc.ring.protocol import (
 )  # fmt: skip
 from streamalloc.ipc.sharing.control_block import ControlBlock
 from streamalloc.ipc.sharing.importer import Importer, importer_of
-from streamalloc.ipc.sharing.imports import ImportedBuffer
+from streamalloc.ipc.sharing.imports import ImportedBuffer, await_on
 from streamalloc.ipc.sharing.opening import open as open_shared
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.deadlines import end_of, left, now
@@ -43,16 +43,24 @@ _unpacked = PACKET.unpack
 class RingItem(SlotMemory):
     """An item that a consumer has taken, made by :meth:`RingConsumer.next`.
 
-    Its stream waits for the contents by itself. Leaving its ``with`` block releases the slot in stream order. The
+    Its stream waits for the contents by itself; where the ring was opened without one, so does every other stream that
+    uses them, and the host that asks for the address. Leaving its ``with`` block releases the slot in stream order. The
     object is used again for later items in the same slot.
     """
 
-    __slots__ = ("_block", "_number", "_place", "_ready", "_value", "_words")
+    __slots__ = ("_any_stream", "_block", "_number", "_place", "_ready", "_value", "_words")
 
     def __init__(
-        self, memory: ImportedBuffer, stream: Stream, index: int, offset: int, block: ControlBlock, number: int
+        self,
+        memory: ImportedBuffer,
+        index: int,
+        offset: int,
+        block: ControlBlock,
+        number: int,
+        any_stream: bool,
     ) -> None:
-        super().__init__(memory, stream, index, offset, 0)
+        super().__init__(memory, memory.stream, index, offset, 0)
+        self._any_stream = any_stream
         self._block = block
         self._number = number
         self._place = block.importer_words(number, block.importer)
@@ -65,6 +73,25 @@ class RingItem(SlotMemory):
     def lost(self) -> bool:
         """Whether the producer died before its stream had filled the slot; certain once ours was synchronised."""
         return self._words.was_lost(self._ready)
+
+    @property
+    def address(self) -> int:
+        """Where the memory begins; see :func:`streamalloc.ipc.open` on memory that was opened without a stream.
+
+        Raises
+        ------
+        ClosedError
+            It was released, or the ring was closed.
+        """
+        at = self._at
+        if self._any_stream:
+            await_on(self._block, self._number, self._ready, None)
+        return at
+
+    def _await_on(self, stream: Stream) -> None:
+        super()._await_on(stream)
+        if self._any_stream:
+            await_on(self._block, self._number, self._ready, stream)
 
     def release(self, stream: StreamLike | None = None) -> None:
         """Let the slot be filled again after the work of ``stream`` (default: the ring's); idempotent.
@@ -128,7 +155,7 @@ class RingConsumer(RingEnd):
                 self.slot_bytes = told.slot_bytes
                 self._memory = memory
                 self._items = [
-                    RingItem(memory, memory.stream, index, index * told.stride, blocks[place], number)
+                    RingItem(memory, index, index * told.stride, blocks[place], number, stream is None)
                     for index, (place, number) in enumerate(told.numbers)
                 ]
                 answered = answer([block.importer for block in blocks])

@@ -131,7 +131,7 @@ class SlotMemory(BufferView, Leaves):
         super().__init__(memory, offset, nbytes)
         self._stream = stream  # type: ignore[misc]
         self.index = index
-        self._base = memory.address + offset
+        self._base = memory._at + offset
         self._held = False
 
     @property
@@ -143,6 +143,10 @@ class SlotMemory(BufferView, Leaves):
         ClosedError
             It was handed on, or the ring was closed.
         """
+        return self._at
+
+    @property
+    def _at(self) -> int:
         self._check_usable()
         return self._base
 

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
-from streamalloc.core.errors import LOST, ClosedError, CudaError, StaleDescriptorError, attach, error_from, size_text
+from streamalloc.core.errors import (
+    LOST,
+    CaptureError,
+    ClosedError,
+    CudaError,
+    StaleDescriptorError,
+    attach,
+    error_from,
+    size_text,
+)
 from streamalloc.core.event import Event
 from streamalloc.core.html import Row
 from streamalloc.core.later import Deferred, Later, later_of
@@ -36,15 +46,17 @@ from streamalloc.ipc.sharing.control_block import WORD, ControlBlock, ImporterWo
 from streamalloc.ipc.sharing.descriptor import Flags, Head, Part
 from streamalloc.ipc.sharing.drops import Drops, OnceIdle
 from streamalloc.ipc.sharing.pools import PoolHandle
-from streamalloc.vmm.internal import RemappableBuffer
+from streamalloc.vmm.internal import RemappableBuffer, Rights
 
 __all__ = [
+    "Contents",
     "Import",
     "ImportedArray",
     "ImportedBuffer",
     "ImportedRange",
     "LegacyWay",
     "PoolWay",
+    "await_on",
     "is_ready",
     "open_import",
     "say_opened",
@@ -54,6 +66,8 @@ __all__ = [
 _LAZY_PEER_ACCESS = 1
 _RANGE_SIZE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
 _BAD_POINTER = "the owner's process has freed it, or ended"
+# Seconds until the host looks again whether contents are there.
+_PAUSE = 0.0002
 
 
 class _Way:
@@ -205,6 +219,7 @@ def open_import(way: PoolWay | LegacyWay, part: Part, stream: Stream) -> Importe
     opened._offset = offset
     opened._nbytes = size
     opened._stream = stream
+    opened._contents = None
     try:
         with way.lock:
             held = way.imports.get(key)
@@ -283,15 +298,63 @@ def wait_until_ready(block: ControlBlock | None, slot: int, ready: int, stream: 
     block.wait(stream, words.ready, ready)
 
 
-def say_opened(memory: Memory, block: ControlBlock, announced: tuple[int, int, int], stream: Stream) -> None:
+def say_opened(memory: Memory, block: ControlBlock, announced: tuple[int, int, int], stream: Stream | None) -> None:
     """Tell a driver that checks stream order which stream is to wait for contents, and where.
 
-    ``announced`` is slot, generation, and the value that says that they are there.
+    ``announced`` is slot, generation, and the value that says that they are there. None for the stream: the host has
+    waited.
     """
     word = int(block.slot_words(announced[0]).ready.pointer)
     name = block.announcement(*announced)
-    with stream.device.current():
-        block.door.opened(memory.address, memory.nbytes, raw_handle(stream), name, word)  # type: ignore[misc]
+    with contextlib.nullcontext() if stream is None else stream.device.current():
+        raw = None if stream is None else raw_handle(stream)
+        block.door.opened(memory._at, memory.nbytes, raw, name, word)  # type: ignore[misc]
+
+
+def await_on(block: ControlBlock, slot: int, ready: int, stream: Stream | None) -> None:
+    """Have a stream wait for an announcement; the host waits where there is none, or a capture that cannot."""
+    if stream is not None:
+        with contextlib.suppress(CaptureError):
+            wait_until_ready(block, slot, ready, stream)
+            return
+    if not is_ready(block, slot, ready):
+        block.expect(slot, ready)  # the exporter's death ends it
+        while not is_ready(block, slot, ready):
+            time.sleep(_PAUSE)
+
+
+class Contents:
+    """The contents of memory that was opened without a stream: whoever uses them waits until they are there.
+
+    The default stream of the device waits from the opening on. Other streams wait when they use the memory, and the
+    host where it asks for an address, whose use nobody sees, or captures the use: graphs wait for no other process.
+    """
+
+    __slots__ = ("announced", "block")
+
+    def __init__(self, block: ControlBlock, slot: int, generation: int, ready: int) -> None:
+        self.block: ControlBlock = block
+        self.announced: tuple[int, int, int] = slot, generation, ready
+
+    @property
+    def there(self) -> bool:
+        """Whether they are there, and nobody checks who has waited for them."""
+        slot, _, ready = self.announced
+        return self.block.door.opened is None and is_ready(self.block, slot, ready)
+
+    def await_on(self, memory: Memory, stream: Stream) -> None:
+        """Have a stream wait for them."""
+        slot, _, ready = self.announced
+        if self.block.door.opened is not None:
+            say_opened(memory, self.block, self.announced, stream)
+        await_on(self.block, slot, ready, stream)
+
+    def await_on_host(self, memory: Memory) -> None:
+        """Wait for them."""
+        slot, _, ready = self.announced
+        await_on(self.block, slot, ready, None)
+        if self.block.door.opened is not None:
+            say_opened(memory, self.block, self.announced, None)
 
 
 def _let_go(owner: ImportedBuffer | _DroppedImport, stream: Stream, *, used: bool = True) -> None:
@@ -384,8 +447,10 @@ class ImportedBuffer(Memory, Closes):
     Closing it, which is in stream order, lets the owner free the memory; dropping it does so on its own stream.
     """
 
-    __slots__ = ("__weakref__", "_held", "_nbytes", "_offset", "_place", "_ready", "_stream", "_way")
+    __slots__ = ("__weakref__", "_contents", "_held", "_nbytes", "_offset", "_place", "_ready", "_stream", "_way")
 
+    _contents: Contents | None
+    """What streams wait for that use the memory; None where it was opened on a stream that was named."""
     _held: Import | None
     """None once it was closed."""
     _way: PoolWay | LegacyWay
@@ -401,12 +466,25 @@ class ImportedBuffer(Memory, Closes):
     def address(self) -> int:
         """Where the memory is mapped in this process.
 
+        Where it was opened without a stream, the host waits until the contents are there.
+
         Raises
         ------
         ClosedError
             It was closed.
         """
+        at = self._at
+        if self._contents is not None:
+            self._contents.await_on_host(self)
+        return at
+
+    @property
+    def _at(self) -> int:
         return self._open_import().address + self._offset
+
+    def _await_on(self, stream: Stream) -> None:
+        if self._contents is not None:
+            self._contents.await_on(self, stream)
 
     @property
     def nbytes(self) -> int:
@@ -415,7 +493,10 @@ class ImportedBuffer(Memory, Closes):
 
     @property
     def stream(self) -> Stream:
-        """The stream that it was opened on, which waits for the owner's work."""
+        """The stream that it was opened on, which waits for the owner's work; without one, the device's default stream.
+
+        Memory that was opened without a stream can be used on any: each waits for that work when it first uses it.
+        """
         return self._stream
 
     @property
@@ -465,6 +546,7 @@ class ImportedBuffer(Memory, Closes):
         if direct_handle(ordered, way.door) is None:
             raw_handle(ordered)
             refuse_capture(ordered, "cuStreamWriteValue32", "memory of other processes cannot be closed in a capture")
+        self._await_on(ordered)
         _let_go(self, ordered)
         way.later.work()
 
@@ -497,7 +579,7 @@ class ImportedBuffer(Memory, Closes):
     def __repr__(self) -> str:
         if not hasattr(self, "_held"):
             return f"<{type(self).__name__} that could not be opened>"
-        where = "closed" if self._held is None else f"at {self.address:#x}, {self.location}"
+        where = "closed" if self._held is None else f"at {self._at:#x}, {self.location}"
         return f"<{type(self).__name__} of {self._nbytes} bytes {where}>"
 
 
@@ -541,7 +623,30 @@ class ImportedRange(RemappableBuffer):
     The driver keeps the memory for as long as somebody has it, so that no lease is needed.
     """
 
-    __slots__ = ()
+    __slots__ = ("_contents",)
+
+    _contents: tuple[Contents, ...]
+    """As for :class:`ImportedBuffer`, of each time that it was opened."""
+
+    def __init__(self, device: Device, capacity: int, rights: Rights, stream: StreamLike | None, offset: int) -> None:
+        self._contents = ()
+        super().__init__(device, capacity, rights, stream, offset)
+
+    @property
+    def address(self) -> int:
+        """Where the bytes begin. Where it was opened without a stream, the host waits until the contents are there."""
+        at = self._at
+        for contents in self._contents:
+            contents.await_on_host(self)
+        return at
+
+    @property
+    def _at(self) -> int:
+        return super().address
+
+    def _await_on(self, stream: Stream) -> None:
+        for contents in self._contents:
+            contents.await_on(self, stream)
 
     def evict(self, *_: Any, **__: Any) -> None:
         """Refused: the memory belongs to another process."""

@@ -20,16 +20,18 @@ from streamalloc.core.stream import Stream, StreamLike, as_stream, direct_handle
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import opaque_struct
-from streamalloc.ipc.sharing.control_block import SLOTS
+from streamalloc.ipc.sharing.control_block import SLOTS, ControlBlock
 from streamalloc.ipc.sharing.descriptor import HEAD_BYTES, NOWHERE, Descriptor, Flags, Mechanism, Part, part_of
 from streamalloc.ipc.sharing.handles import Handles
 from streamalloc.ipc.sharing.importer import Importer, importer_of
 from streamalloc.ipc.sharing.imports import (
+    Contents,
     ImportedArray,
     ImportedBuffer,
     ImportedRange,
     LegacyWay,
     PoolWay,
+    await_on,
     is_ready,
     open_import,
     say_opened,
@@ -71,8 +73,10 @@ def open(
         for each pool, control block and chunk of physical memory. Fabric handles are in the descriptor; without the
         control block, no stream waits for the contents, see :func:`share`.
     stream
-        The stream that orders operations which name no other, and waits for the exporter's work; default: the device's
-        default stream. Memory of another machine's device is for the device of this stream.
+        The stream that orders operations which name no other, and waits for the exporter's work. Others need a
+        dependency on it. Default: the device's default stream, and then every other stream waits as well before it uses
+        the memory. Where the memory itself is asked for, by :attr:`~Memory.address` or an interface without a stream,
+        or used in a capture, the host waits. Memory of another machine's device is for the device of this stream.
     driver
         The driver to use; default: that of ``stream`` where it is a :class:`Stream`, else the one that
         :func:`streamalloc.driver.default` names.
@@ -111,7 +115,9 @@ def open(
                 importer.later.work()
                 if direct_handle(stream, door) is not None:  # type: ignore[arg-type]
                     return open_import(way, part, stream)  # type: ignore[arg-type, return-value]
-                return _opened(way, part, way.default_stream() if stream is None else _ordered(stream, door))  # type: ignore[return-value]
+                if stream is not None:
+                    return _opened(way, part, _ordered(stream, door))  # type: ignore[return-value]
+                return _for_any_stream(_opened(way, part, way.default_stream()), way.block, *part[:3])  # type: ignore[return-value]
     given = Handles(handles)
     try:
         door.check_process()
@@ -130,7 +136,11 @@ def open(
         given.endpoint = described.endpoint
         device = importer.device(described, stream)
         ordered = _prepared(importer, described, device, stream)
-        return _as_shared(opener(importer, described, device, ordered, given), described, kind)  # type: ignore[return-value]
+        opened = opener(importer, described, device, ordered, given)
+        if stream is None:
+            block = importer.blocks.get(described.control_block)
+            opened = _for_any_stream(opened, block, described.slot, described.generation, described.ready)
+        return _as_shared(opened, described, kind)  # type: ignore[return-value]
     finally:
         # Also that by which a message holds the allocation: last of all.
         given.close()
@@ -173,6 +183,22 @@ def _opened(way: PoolWay | LegacyWay, part: Part, stream: Stream) -> ImportedBuf
         # Before anything is open here, which could not be closed on that stream.
         refuse_capture(stream, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
     return open_import(way, part, stream)
+
+
+def _for_any_stream(opened: Imported, block: ControlBlock | None, slot: int, generation: int, ready: int) -> Imported:
+    """What was opened without a stream: on whichever it is used, that waits for the contents."""
+    if block is None:
+        return opened
+    contents = Contents(block, slot, generation, ready)
+    if isinstance(opened, ImportedBuffer):
+        opened._contents = None if contents.there else contents
+    elif isinstance(opened, ImportedRange) and opened.stream.is_default:
+        # Else it was opened on a stream before, which waits.
+        opened._contents = tuple(one for one in (*opened._contents, contents) if not one.there)
+    elif isinstance(opened, PhysicalMemory):
+        # Nobody sees where it will be mapped.
+        await_on(block, slot, ready, None)
+    return opened
 
 
 def _open_pool(

@@ -1,0 +1,320 @@
+"""Memory that is opened without a stream: whatever uses it first waits for the owner's work."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+from streamalloc import ipc, vmm
+from streamalloc.driver.internal import cuda
+from streamalloc.testing import Gate
+from tests.ipc.ring.test_ring import join
+from tests.ipc.sharing.test_samples import PlainBuffer
+from tests.ipc.support import PAGE, POSIX, busy, shared_pool
+from tests.processes import SECONDS, Partner, There
+from tests.support import MiB, holds
+
+OLD, NEW, THEIRS = 1, 2, 3
+
+
+def answered(partner: Partner, within: float = 0.05) -> bool:
+    """Whether a function has returned over there."""
+    return bool(select.select([partner._socket], [], [], within)[0])
+
+
+# --- what is shared
+
+
+def _buffer(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Any:
+    return pool.allocate(MiB, stream)
+
+
+def _view(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Any:
+    return pool.allocate(MiB, stream)[512:8704]
+
+
+def _array(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Any:
+    return pool.allocate(MiB, stream).view_as(np.float32, (-1, 64))
+
+
+def _growable(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Any:
+    return vmm.GrowableBuffer(device, 64 * MiB, MiB, handle_types=POSIX, stream=stream)
+
+
+def _striped(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Any:
+    return vmm.stripe(MiB, [device], handle_types=POSIX, stream=stream)
+
+
+def _plain(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Any:
+    """Memory of ``cuMemAlloc``, for which no object of ours has a lease."""
+    return PlainBuffer(device, stream)
+
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "buffer": _buffer,
+    "view": _view,
+    "array": _array,
+    "growable": _growable,
+    "striped": _striped,
+    "cuMemAlloc": _plain,
+}
+
+
+@pytest.fixture
+def pending_write(
+    request: pytest.FixtureRequest, device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool, gate: Gate
+) -> Iterator[Any]:
+    """Memory whose new contents are still to come, behind the gate."""
+    memory = KINDS[request.param](device, stream, pool)
+    owner: Any = memory.owner if isinstance(memory, (sa.BufferView, sa.TypedView)) else memory
+    memory.fill(OLD)
+    stream.synchronize()
+    gate.hold(stream)
+    memory.fill(NEW)
+    yield memory
+    gate.open()
+    stream.synchronize()
+    (owner.free if isinstance(owner, PlainBuffer) else owner.close)()
+
+
+# --- how it is used over there, on a stream that nobody has named before
+
+
+def _read_bytes(there: There, memory: Any, stream: sa.Stream) -> None:
+    there.kept["found"] = np.zeros(memory.nbytes, np.uint8)
+    memory.copy_to(there.kept["found"], stream)
+
+
+def _read_slice(there: There, memory: Any, stream: sa.Stream) -> None:
+    _read_bytes(there, memory.view()[16:4112][8:], stream)
+
+
+def _read_typed(there: There, memory: Any, stream: sa.Stream) -> None:
+    _read_bytes(there, memory.view().view_as(np.int16), stream)
+
+
+def _copied_by_other_memory(there: There, memory: Any, stream: sa.Stream) -> None:
+    with sa.MemoryPool(there.device) as pool, pool.allocate(memory.nbytes, stream) as ours:
+        ours.copy_from(memory, stream)
+        _read_bytes(there, ours, stream)
+
+
+def _read_by_address(there: There, address: int, stream: sa.Stream) -> None:
+    there.kept["found"] = found = np.zeros(64, np.uint8)
+    answer = there.driver.cuMemcpyDtoHAsync(found.ctypes.data, address, found.nbytes, cuda.CUstream(stream.handle))
+    assert not int(answer[0])
+
+
+def _address(there: There, memory: Any, stream: sa.Stream) -> None:
+    _read_by_address(there, memory.address, stream)
+
+
+def _address_of_a_view(there: There, memory: Any, stream: sa.Stream) -> None:
+    _read_by_address(there, memory.view()[64:128].address, stream)
+
+
+def _array_interface(there: There, memory: Any, stream: sa.Stream) -> None:
+    _read_by_address(there, memory.__cuda_array_interface__["data"][0], stream)
+
+
+def _dlpack(there: There, memory: Any, stream: sa.Stream) -> None:
+    memory.__dlpack__(stream=stream.handle)
+    _read_by_address(there, memory._at, stream)
+
+
+def _dlpack_in_no_order(there: There, memory: Any, stream: sa.Stream) -> None:
+    memory.__dlpack__(stream=-1)
+    _read_by_address(there, memory._at, stream)
+
+
+def _captured(there: There, memory: Any, stream: sa.Stream) -> None:
+    with sa.MemoryPool(there.device) as pool, pool.allocate(memory.nbytes, stream) as ours:
+        stream.synchronize()
+        with stream.capture("relaxed") as graph:
+            ours.copy_from(memory, stream)
+        graph.launch(stream)
+        _read_bytes(there, ours, stream)
+
+
+READS = (
+    _read_bytes,
+    _read_slice,
+    _read_typed,
+    _copied_by_other_memory,
+    _address,
+    _address_of_a_view,
+    _array_interface,
+    _dlpack,
+    _dlpack_in_no_order,
+    _captured,
+)
+
+
+def _fill(there: There, memory: Any, stream: sa.Stream) -> None:
+    memory.fill(THEIRS, stream)
+
+
+def _fill_words(there: There, memory: Any, stream: sa.Stream) -> None:
+    memory.fill(bytes([THEIRS] * 4), stream)
+
+
+def _fill_parts(there: There, memory: Any, stream: sa.Stream) -> None:
+    half = memory.nbytes // 2
+    memory.view(0, half).fill(THEIRS, stream)
+    memory.view(half).fill(THEIRS, stream)
+
+
+def _overwrite(there: There, memory: Any, stream: sa.Stream) -> None:
+    memory.copy_from(there.keep("source", np.full(memory.nbytes, THEIRS, np.uint8)).view(), stream)
+
+
+def _overwrite_from_memory(there: There, memory: Any, stream: sa.Stream) -> None:
+    pool = there.keep("pool", sa.MemoryPool(there.device))
+    ours = there.keep("source", pool.allocate(memory.nbytes, stream))
+    ours.fill(THEIRS)
+    ours.copy_to(memory, stream)
+
+
+WRITES = (_fill, _fill_words, _fill_parts, _overwrite, _overwrite_from_memory)
+
+
+def _open(there: There, data: bytes) -> None:
+    there.keep("it", there.open(data))
+
+
+def _use(there: There, use: Callable[..., None]) -> set[int]:
+    """Use it on a stream of its own; what was found, if something was read."""
+    with there.device.create_stream() as stream:
+        use(there, there.kept["it"], stream)
+        stream.synchronize()
+    found = there.kept.pop("found", None)
+    return set() if found is None else set(found.view(np.uint8).tolist())
+
+
+@pytest.mark.parametrize("pending_write", KINDS, indirect=True)
+@pytest.mark.parametrize("use", READS, ids=lambda use: use.__name__)
+def test_reads_wait(pending_write: Any, gate: Gate, partner: Partner, use: Any) -> None:
+    shared = ipc.share(pending_write)
+    partner.run(_open, bytes(shared), fds=shared.fds)
+    partner.begin(_use, use)
+    assert not answered(partner)
+    gate.open()
+    assert partner.result() == {NEW}
+
+
+@pytest.mark.parametrize("pending_write", KINDS, indirect=True)
+@pytest.mark.parametrize("use", WRITES, ids=lambda use: use.__name__)
+def test_writes_wait(pending_write: Any, gate: Gate, stream: sa.Stream, partner: Partner, use: Any) -> None:
+    shared = ipc.share(pending_write)
+    partner.run(_open, bytes(shared), fds=shared.fds)
+    partner.begin(_use, use)
+    assert not answered(partner)
+    gate.open()
+    partner.result()
+    stream.synchronize()
+    assert holds(pending_write, THEIRS)
+
+
+@pytest.mark.parametrize("pending_write", ["buffer", "view", "array"], indirect=True)
+def test_closing_waits(pending_write: Any, gate: Gate, partner: Partner) -> None:
+    shared = ipc.share(pending_write)
+    partner.run(_open, bytes(shared), fds=shared.fds)
+    partner.begin(_use, _close)
+    assert not answered(partner)
+    gate.open()
+    partner.result()
+
+
+def _close(there: There, memory: Any, stream: sa.Stream) -> None:
+    memory.close(stream)
+
+
+@pytest.mark.parametrize("pending_write", ["buffer", "growable"], indirect=True)
+def test_each_stream_waits(pending_write: Any, gate: Gate, partner: Partner) -> None:
+    """Not the first one alone. Nor does the host wait, nor does looking at it."""
+    shared = ipc.share(pending_write)
+    partner.run(_open, bytes(shared), fds=shared.fds)
+    partner.run(_fill_on_several)
+    assert all(partner.run(busy, f"stream {number}") for number in range(3))
+    gate.open()
+
+
+def _fill_on_several(there: There) -> None:
+    memory = there.kept["it"]
+    for number in range(3):
+        memory.fill(THEIRS, there.keep(f"stream {number}", there.device.create_stream()))
+    assert repr(memory) and repr(memory[:4]) and memory._repr_html_()
+
+
+@pytest.mark.parametrize("pending_write", ["buffer", "growable"], indirect=True)
+def test_a_stream_that_was_named(pending_write: Any, gate: Gate, partner: Partner) -> None:
+    """It alone waits; what is on others is ordered by their owner, as ever, and the host waits for nothing."""
+    shared = ipc.share(pending_write)
+    partner.open(shared, "it")
+    partner.run(_fill_on_several)
+    assert partner.run(busy) and not any(partner.run(busy, f"stream {number}") for number in range(3))
+    partner.run(_address_of, "it")
+    gate.open()
+
+
+def _address_of(there: There, name: str) -> int:
+    return int(there.kept[name].address)
+
+
+def test_the_owner_dies(partner: Partner, another: Callable[[], Partner]) -> None:
+    """The host that waits for its contents goes on."""
+    owner = another()
+    owner.run(_make_pending)
+    data, fds = owner.shared("it")
+    partner.run(_open, data, fds=fds)
+    partner.begin(_address_of, "it")
+    assert not answered(partner)
+    owner.kill()
+    assert partner.result() > 0
+    assert partner.kept("it").ask("lost")
+
+
+def _make_pending(there: There) -> None:
+    there.keep("gate", Gate(there.device)).hold(there.stream)
+    there.keep("it", there.keep("pool", shared_pool(there.device)).allocate(MiB, there.stream)).fill(1)
+
+
+def test_physical_memory(device: sa.Device, stream: sa.Stream, gate: Gate, partner: Partner) -> None:
+    """It is mapped nobody knows where, and on which stream it is used then: opening it waits."""
+    with vmm.PhysicalMemory(PAGE, device, handle_types=POSIX) as memory:
+        gate.hold(stream)
+        shared = ipc.share(memory, stream)
+        partner.begin(_open, bytes(shared), fds=shared.fds)
+        assert not answered(partner)
+        gate.open()
+        partner.result()
+
+
+# --- a ring
+
+
+@pytest.mark.parametrize("use", [_read_bytes, _read_slice, _copied_by_other_memory, _address, _captured])
+def test_items_of_a_ring(pool: sa.MemoryPool, stream: sa.Stream, gate: Gate, partner: Partner, use: Any) -> None:
+    with ipc.Ring.producer(pool, 8192, 1, stream=stream) as ring:
+        join(partner, ring, on=None)
+        with ring.next(SECONDS) as slot:
+            slot.fill(OLD)
+        assert partner.run(_next_item, _read_bytes) == {OLD}
+        gate.hold(stream)
+        with ring.next(SECONDS) as slot:
+            slot.fill(NEW)
+        partner.begin(_next_item, use)
+        assert not answered(partner)
+        gate.open()
+        assert partner.result() == {NEW}
+
+
+def _next_item(there: There, use: Callable[..., None]) -> set[int]:
+    with there.kept["ring"].next(SECONDS) as item:
+        there.keep("it", item)
+        return _use(there, use)
