@@ -12,7 +12,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import ipc, vmm
 from streamalloc.driver.internal import cuda
-from streamalloc.testing import Gate
+from streamalloc.testing import Gate, settle
 from tests.ipc.ring.test_ring import join
 from tests.ipc.sharing.test_samples import PlainBuffer
 from tests.ipc.support import PAGE, POSIX, busy, shared_pool
@@ -134,6 +134,7 @@ def _dlpack_in_no_order(there: There, memory: Any, stream: sa.Stream) -> None:
 
 def _captured(there: There, memory: Any, stream: sa.Stream) -> None:
     with sa.MemoryPool(there.device) as pool, pool.allocate(memory.nbytes, stream) as ours:
+        settle()  # what earlier tests have dropped
         stream.synchronize()
         with stream.capture("relaxed") as graph:
             ours.copy_from(memory, stream)
