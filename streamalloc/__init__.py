@@ -139,13 +139,18 @@ __all__ = [
 ]
 
 
-def _reduce_for_processes(thing: object) -> tuple[Any, ...] | None:
-    pickling = importlib.import_module("streamalloc.ipc.sharing.multiprocess")
-    return pickling.reduce(thing) if type(thing) in pickling.KINDS else None
+def _multiprocess() -> Any:
+    return importlib.import_module("streamalloc.ipc.sharing.multiprocess")
 
 
-# Importing ipc registers the classes; this is for programs that put a buffer into a queue without it.
+def _reduce_for_processes(thing: object) -> tuple[Any, ...]:
+    reduced: tuple[Any, ...] = _multiprocess().reduce(thing)
+    return reduced
+
+
+# Importing that module registers the classes; these are for programs that never name ipc.
 streamalloc.core.ownership.reduce_for_processes = _reduce_for_processes
+streamalloc.core.ownership.prepare_for_processes = _multiprocess
 
 
 def _draw(thing: object, **options: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from streamalloc.core.door import Door
 from streamalloc.core.errors import ClosedError, error_from
 from streamalloc.core.later import refused_to_end, work
-from streamalloc.core.ownership import Closes
+from streamalloc.core.ownership import Closes, made_for_sharing
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ class Event(Closes):
             | (int(kinds.CU_EVENT_INTERPROCESS) if interprocess else 0)
         )
         self._adopt(device, bool(interprocess))
+        if interprocess:
+            made_for_sharing()
         with device.current():
             self._door.create(self, "_raw", "cuEventCreate", flags)
 

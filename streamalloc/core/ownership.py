@@ -13,17 +13,27 @@ from streamalloc.core.errors import attach
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Closes", "Leaves", "Unique", "close_all", "finaliser"]
+__all__ = ["Closes", "Leaves", "Unique", "close_all", "finaliser", "made_for_sharing"]
 
 T = TypeVar("T")
 
 
-reduce_for_processes: Callable[[object], tuple[Any, ...] | None] | None = None
-"""Pickles an object for another process that :mod:`multiprocessing` starts, or gives None; set by the package."""
+reduce_for_processes: Callable[[object], tuple[Any, ...]] | None = None
+"""Pickles an object for another process that :mod:`multiprocessing` starts; set by the package."""
+
+
+prepare_for_processes: Callable[[], object] | None = None
+"""Has the queues of :mod:`multiprocessing` share what is put into them at once; set by the package."""
 
 
 draw: Callable[..., Any] | None = None
 """Draws an object; set by the package."""
+
+
+def made_for_sharing() -> None:
+    """Prepare for an object that other processes may be given."""
+    if prepare_for_processes is not None:
+        prepare_for_processes()
 
 
 class Unique:
@@ -33,9 +43,7 @@ class Unique:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if reduce_for_processes is not None and _called_by_multiprocessing(sys._getframe(1)):
-            reduced = reduce_for_processes(self)
-            if reduced is not None:
-                return reduced
+            return reduce_for_processes(self)
         raise TypeError(f"a {type(self).__name__} owns a driver resource: it cannot be copied or pickled")
 
 

@@ -21,7 +21,7 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.html import Drawn, place
 from streamalloc.core.later import later_of, work
-from streamalloc.core.ownership import Closes, Leaves
+from streamalloc.core.ownership import Closes, Leaves, made_for_sharing
 from streamalloc.core.properties import (
     MemAccess,
     MemAccessDesc,
@@ -133,6 +133,8 @@ class MemoryPool(Allocator, Closes, Drawn):
         self._open(door, end.raw, properties.location, properties.alloc_type)
         self.properties = properties
         self.on_oom = on_oom
+        if properties.handle_types:
+            made_for_sharing()
         if release_threshold is not None:
             with undoing(self.close):
                 self.attributes.release_threshold = release_threshold

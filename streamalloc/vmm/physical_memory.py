@@ -22,6 +22,7 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.fd import Fd
 from streamalloc.core.html import Row, mib, place
+from streamalloc.core.ownership import made_for_sharing
 from streamalloc.core.properties import MemHandleType, MemLocation, MemLocationType, checked_size
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
@@ -51,6 +52,8 @@ class MemorySpec:
         self.allocations: Allocations = allocations_of(door)
         self.prop: MemAllocationProp = prop
         self.handle_types: MemHandleType = prop.requested_handle_types
+        if self.handle_types:
+            made_for_sharing()
         self.struct: Any = prop.to_driver()
         """The driver's form of the properties."""
         self.granularity: int = granularity_of(door, self.struct)

@@ -127,7 +127,7 @@ SHARED_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "set_access": lambda world, one: one.set_access(world.device),
     "cancel": lambda world, one: one.cancel(),
     "evict": lambda world, one: None,  # refused before the driver is asked
-    "hand_over": lambda world, one: one.hand_over(lambda: True),
+    "carried": lambda world, one: (one.carried(lambda: True), None)[1],
     "set_chunks": lambda world, one: world.open("grown"),
     "to_bytes": lambda world, one: (one.to_bytes(), None)[1],
 }

@@ -16,6 +16,7 @@ from streamalloc.core.errors import error_from
 from streamalloc.core.fd import Fd
 from streamalloc.core.html import Row, Shown, mib
 from streamalloc.core.later import Later, later_of
+from streamalloc.core.ownership import Unique
 from streamalloc.core.properties import MemHandleType, MemLocationType
 from streamalloc.core.stream import Stream
 from streamalloc.driver.internal import cuda, opaque_bytes
@@ -45,17 +46,18 @@ _endpoints: dict[int, bytes] = {}
 _serving = threading.Lock()
 
 
-class Shared(Shown):
+class Shared(Unique, Shown):
     """Something that was shared: a descriptor, and the handles that importers need once.
 
     ``bytes(shared)`` is the descriptor. The handles go along by :func:`streamalloc.ipc.send`, or with
     ``channel.send(bytes(shared), shared.fds)``; an importer that has had them once needs only the bytes.
 
     With ``hold=True`` it keeps the allocation from being freed until the descriptor was opened, :meth:`cancel` is
-    called, or it is dropped. ``ipc.send`` hands the hold over to the message.
+    called, or it is dropped. ``ipc.send`` hands the hold over to the message, and so does :mod:`multiprocessing`, whose
+    queues, pipes and arguments give the other process the memory itself.
     """
 
-    __slots__ = ("__weakref__", "_data", "_exports", "_hold", "_lease", "handles")
+    __slots__ = ("__weakref__", "_data", "_exports", "_hold", "_lease", "_once", "handles")
 
     handles: dict[bytes, Fd]
     """The handles by their names, which the descriptor holds; they stay the exporter's."""
@@ -67,11 +69,14 @@ class Shared(Shown):
         lease: Lease | None = None,
         hold: Hold | None = None,
         exports: Exports | None = None,
+        *,
+        once: bool = False,
     ) -> None:
         self._hold = hold
         self._data = data
         self._exports = exports
-        """Of whom importers keep what the handles stand for, so that these need to travel once; else None."""
+        self._once = once
+        """Whether importers keep what the handles stand for, so that these need to travel once."""
         self._lease = lease
         """The slot of the announcement or the allocation; an announcement's is given back with this object."""
         self.handles = handles
@@ -106,13 +111,24 @@ class Shared(Shown):
         if self._hold is not None:
             self._hold.end()
 
-    def hand_over(self, lost: Callable[[], bool]) -> None:
-        """Leave the hold to what carries the descriptor; ``lost`` tells when that can bring it to nobody any more."""
-        hold = self._hold
-        if hold is not None and self._lease is not None:
-            hold.carry(lost)
-            self._lease.hold(hold)
-            self._hold = None
+    def carried(self, lost: Callable[[], bool]) -> bytes:
+        """The descriptor for what carries bytes only; ``lost`` tells when that can bring it to nobody any more.
+
+        Whoever opens it asks this process for handles. It holds an allocation from now on, whether this object did or
+        did not.
+        """
+        described, exports = self.descriptor, self._exports
+        if exports is not None:
+            exports.serve()
+            if described.endpoint != exports.endpoint:
+                self._data = described._replace(endpoint=exports.endpoint).to_bytes()
+        if self._lease is None or not described.flags & Flags.LEASED:
+            return self._data
+        hold = self._hold if self._hold is not None and self.held else Hold()
+        hold.carry(lost)
+        self._lease.hold(hold)
+        self._hold = None
+        return wire.with_hold(self._data, hold.mark(self._lease.block))
 
     def _about(self) -> Iterator[Row]:
         described = self.descriptor
@@ -221,8 +237,7 @@ class Exports:
             handles = {**handles, words.block.id: words.block.fd}
         _published.update(handles)
         described = Descriptor(mechanism, uuid, endpoint=self.endpoint, driver_version=self.version, **fields)
-        kept = None if mechanism is Mechanism.PHYSICAL else self
-        return Shared(described.to_bytes(), handles, words, exports=kept)
+        return Shared(described.to_bytes(), handles, words, None, self, once=mechanism is not Mechanism.PHYSICAL)
 
     def uuid(self, device: Device) -> bytes:
         """How descriptors name a device."""

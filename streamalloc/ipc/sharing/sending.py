@@ -103,7 +103,7 @@ def send(
     exports = shared._exports
     had = carried.names
     handles = shared.fds
-    if exports is not None:
+    if exports is not None and shared._once:
         exports.serve()
         if had.issuperset(shared.handles) and exports.endpoint in shared._data:
             handles = ()

@@ -233,7 +233,7 @@ def _leased(
     route: Any = lease.route
     head, handles = route.head(lease.block)
     data = head.descriptor(lease.slot, lease.generation, ready, *part, lease.payload)
-    return Shared(data, handles, lease, Hold() if hold else None, exports)
+    return Shared(data, handles, lease, Hold() if hold else None, exports, once=True)
 
 
 def _share_physical(memory: PhysicalMemory, asked: _Asked) -> Shared:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from queue import Full
 from typing import Any
 
+import numpy as np
 import pytest
 
 import streamalloc as sa
 from streamalloc import ipc, vmm
 from streamalloc.testing import Gate
 from tests.ipc.support import PAGE, POSIX, Chosen, received, shared_pool
-from tests.processes import SECONDS, eventually
-from tests.support import MiB, filled, holds, pending, shows
+from tests.processes import SECONDS, eventually, finished
+from tests.support import MiB, filled, holds, pending, read, shows
 
 SIZE = MiB
 
@@ -291,6 +296,28 @@ class TestOrder:
         assert received(here) is True
         buffer.free()
 
+    @pytest.mark.parametrize("kind", ["Queue", "SimpleQueue", "Pipe", "argument"])
+    def test_any_stream_of_the_receiver_s_waits(
+        self, run: Callable[..., Any], context: Any, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate, kind: str
+    ) -> None:
+        here, there = context.Pipe()
+        buffer = pool.allocate(SIZE, stream)
+        buffer.fill(1)
+        stream.synchronize()
+        gate.hold(stream)
+        buffer.fill(2)
+        if kind == "argument":
+            run(_read_on_its_own, there, buffer)
+        else:
+            queue = there if kind == "Pipe" else getattr(context, kind)()
+            run(_read_on_its_own, there, queue)
+            (here.send if kind == "Pipe" else queue.put)(buffer)
+        assert received(here) == "has it"
+        assert not here.poll(0.05)
+        gate.open()
+        assert received(here) == [2]
+        buffer.free()
+
     def test_an_event_orders(
         self, run: Callable[..., Any], context: Any, device: sa.Device, stream: sa.Stream, gate: Gate
     ) -> None:
@@ -311,6 +338,19 @@ def _holds(connection: Any, value: int) -> None:
         connection.send(holds(buffer, value))
 
 
+def _read_on_its_own(connection: Any, source: Any) -> None:
+    buffer = source
+    if not isinstance(source, sa.Memory):
+        buffer = source.recv() if hasattr(source, "recv") else source.get()
+    found = np.zeros(buffer.nbytes, np.uint8)
+    connection.send("has it")
+    with sa.Device(0).create_stream() as stream:
+        buffer.copy_to(found, stream)
+        stream.synchronize()
+        connection.send(sorted(set(found.tolist())))
+        buffer.close(stream)
+
+
 def _wait_for(connection: Any, event: sa.Event) -> None:
     connection.send(event.query())
     with sa.Device(0).create_stream() as stream:
@@ -318,6 +358,294 @@ def _wait_for(connection: Any, event: sa.Event) -> None:
         stream.synchronize()
     connection.send(event.query())
     event.close()
+
+
+class Hides:
+    """An object of a program's own, which a queue's thread alone looks into."""
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+
+def _answer_values(connection: Any, queue: Any) -> None:
+    """What each item is: the value of all its bytes, or the error that came instead; to None."""
+    while True:
+        try:
+            item: Any = queue.get(timeout=SECONDS)
+        except LateError:
+            connection.send("late")
+            continue
+        except Exception as error:
+            connection.send((type(error).__name__, str(error)))
+            continue
+        if item is None:
+            break
+        while not isinstance(item, sa.Memory):
+            item = item.thing if isinstance(item, Hides) else next(iter(item.values() if type(item) is dict else item))
+        connection.send(sorted(set(read(item).tolist())))
+        item.close()  # type: ignore[attr-defined]
+        del item
+
+
+class TestFreedAfterPut:
+    """``queue.put(buffer)``, and the buffer is freed before the queue's thread comes to it."""
+
+    @pytest.fixture
+    def queue(self, request: pytest.FixtureRequest, context: Any) -> Any:
+        queue = getattr(context, getattr(request, "param", "Queue"))()
+        yield queue
+        if hasattr(queue, "join_thread"):
+            queue.close()
+            queue.join_thread()
+
+    @pytest.fixture
+    def fed_later(self, queue: Any) -> Iterator[threading.Event]:
+        """The thread that feeds the queue comes to nothing before this is set."""
+        go = threading.Event()
+        queue.put(_Late(go))
+        yield go
+        go.set()
+
+    @pytest.fixture
+    def fill(self, pool: sa.MemoryPool, stream: sa.Stream) -> Callable[[int], sa.Buffer]:
+        def fill(value: int) -> sa.Buffer:
+            buffer = pool.allocate(4096, stream)
+            buffer.fill(value)
+            return buffer
+
+        return fill
+
+    PACKED: dict[str, Callable[[Any], Any]] = {  # noqa: RUF012
+        "itself": lambda thing: thing,
+        "in a tuple": lambda thing: (thing, 1),
+        "in a dictionary in a list": lambda thing: [{"it": thing}],
+        "a view": lambda thing: thing[16:2064],
+        "an array": lambda thing: thing.view_as(np.float32),
+        "shared": lambda thing: ipc.share(thing, hold=True),
+        "shared, in an object": lambda thing: Hides(ipc.share(thing, hold=True)),
+    }
+
+    @pytest.mark.parametrize("packed", PACKED.values(), ids=PACKED)
+    @pytest.mark.parametrize("queue", ["Queue", "JoinableQueue"], indirect=True)
+    @pytest.mark.parametrize("end", ["free", "close", "drop"])
+    def test_arrives(
+        self,
+        run: Callable[..., Any],
+        context: Any,
+        queue: Any,
+        fed_later: threading.Event,
+        fill: Callable[[int], sa.Buffer],
+        pool: sa.MemoryPool,
+        stream: sa.Stream,
+        packed: Callable[[Any], Any],
+        end: str,
+    ) -> None:
+        here, there = context.Pipe()
+        run(_answer_values, there, queue)
+        buffer = fill(7)
+        queue.put(packed(buffer))
+        if end != "drop":
+            getattr(buffer, end)()
+        del buffer
+        with fill(1):
+            # What was freed would be the same memory.
+            fed_later.set()
+            assert received(here) == "late"
+            assert received(here) == [7]
+        queue.put(None)
+        assert eventually(lambda: pool.statistics().used == 0)
+
+    @pytest.mark.parametrize("queue", ["Queue", "JoinableQueue"], indirect=True)
+    def test_what_an_object_hides_raises_over_there(
+        self,
+        run: Callable[..., Any],
+        context: Any,
+        queue: Any,
+        fed_later: threading.Event,
+        fill: Callable[[int], sa.Buffer],
+        capfd: pytest.CaptureFixture[str],
+    ) -> None:
+        here, there = context.Pipe()
+        run(_answer_values, there, queue)
+        buffer = fill(7)
+        queue.put(Hides(buffer))
+        buffer.free()
+        queue.put(fill(8))
+        fed_later.set()
+        assert received(here) == "late"
+        kind, text = received(here)
+        assert kind == "ClosedError" and "freed" in text and "ipc.share(buffer, hold=True)" in text
+        assert received(here) == [8]
+        queue.put(None)
+        assert "ClosedError" in capfd.readouterr().err
+
+    def test_what_cannot_be_shared(
+        self, run: Callable[..., Any], context: Any, queue: Any, device: sa.Device, stream: sa.Stream
+    ) -> None:
+        """Where it is put, or else where it is awaited: never in a thread that nobody looks at."""
+        here, there = context.Pipe()
+        run(_answer_values, there, queue)
+        with sa.MemoryPool(device) as pool, pool.allocate(64, stream) as buffer:
+            freed = pool.allocate(64, stream)
+            freed.free()
+            for thing, kind in ((pool, ValueError), (buffer, ValueError), (freed, sa.ClosedError), (stream, TypeError)):
+                for packed in (thing, [thing], {"it": (thing,)}):
+                    with pytest.raises(kind):
+                        queue.put(packed)
+                queue.put(Hides(thing))
+                assert received(here)[0] == kind.__name__
+        queue.put(None)
+
+    def test_a_queue_that_is_full(
+        self, context: Any, fill: Callable[[int], sa.Buffer], pool: sa.MemoryPool, stream: sa.Stream
+    ) -> None:
+        """It has taken nothing, and nothing is held."""
+        queue = context.Queue(1)
+        queue.put(None)
+        buffer = fill(7)
+        with pytest.raises(Full):
+            queue.put(buffer, timeout=0.01)
+        with pytest.raises(Full):
+            queue.put([buffer], block=False)
+        buffer.free(still_imported="raise")
+        stream.synchronize()
+        assert pool.statistics().used == 0
+        queue.get()
+        queue.close()
+        queue.join_thread()
+        with pytest.raises(ValueError, match="closed"):
+            queue.put(fill(1))
+
+    def test_what_holds_nothing_of_ours_is_left_alone(self, queue: Any) -> None:
+        """It is the same object that the queue's thread pickles."""
+        go = threading.Event()
+        message = [_Later(go), 1]
+        queue.put(message)
+        message.append(2)
+        loop: list[Any] = []
+        loop.append(loop)
+        queue.put(loop)
+        go.set()
+        assert queue.get(timeout=SECONDS) == [3, 1, 2]
+        assert len(queue.get(timeout=SECONDS)) == 1
+
+    def test_without_a_thread_the_caller_is_told(
+        self, context: Any, fill: Callable[[int], sa.Buffer], on_cuda: bool
+    ) -> None:
+        """A pipe, a simple queue, the arguments of a process, and the tasks of a pool of workers."""
+        buffer = fill(1)
+        buffer.free()
+        here, _there = context.Pipe()
+        for send in (here.send, context.SimpleQueue().put):
+            for thing in (buffer, Hides(buffer)):
+                with pytest.raises(sa.ClosedError, match="freed"):
+                    send(thing)
+        with pytest.raises(sa.ClosedError, match="freed"):
+            context.Process(target=len, args=(buffer,)).start()
+        with context.Pool(1, initializer=_take, initargs=(Chosen(on_cuda),)) as workers:
+            with pytest.raises(sa.ClosedError, match="freed"):
+                workers.apply_async(len, (buffer,)).get(SECONDS)
+            workers.close()
+            workers.join()
+
+    def test_an_executor_s_future_is_told(self, context: Any, fill: Callable[[int], sa.Buffer], on_cuda: bool) -> None:
+        buffer = fill(1)
+        buffer.free()
+        arguments: Any = (Chosen(on_cuda),)
+        take: Any = _take
+        with ProcessPoolExecutor(1, context, initializer=take, initargs=arguments) as workers:
+            with pytest.raises(sa.ClosedError, match="freed"):
+                workers.submit(len, buffer).result(SECONDS)
+            with fill(3) as other:
+                assert workers.submit(_value_in_a_worker, other).result(SECONDS) == [3]
+
+    def test_a_program_that_never_names_ipc(self, on_cuda: bool, tmp_path: Path) -> None:
+        (tmp_path / "program.py").write_text(_PROGRAM)
+        done = finished([sys.executable, "-W", "error", tmp_path / "program.py"], on_cuda)
+        assert (done.returncode, done.stdout) == (0, "[7]\n"), done.stderr
+
+    def test_shared_twice(
+        self,
+        run: Callable[..., Any],
+        context: Any,
+        queue: Any,
+        fill: Callable[[int], sa.Buffer],
+        pool: sa.MemoryPool,
+    ) -> None:
+        """What ``share`` returned holds the memory in each message that it is in, also where it held it itself not."""
+        here, there = context.Pipe()
+        buffer = fill(7)
+        shared = ipc.share(buffer)
+        queue.put(shared)
+        queue.put(shared)
+        buffer.free()
+        run(_answer_values, there, queue)
+        assert received(here) == received(here) == [7]
+        queue.put(None)
+        assert eventually(lambda: pool.statistics().used == 0)
+
+    def test_shared_is_not_copied(self, fill: Callable[[int], sa.Buffer]) -> None:
+        with fill(1) as buffer, pytest.raises(TypeError, match="pickle"):
+            pickle.dumps(ipc.share(buffer, hold=True))
+
+
+class _Late:
+    """Comes out of a queue as a text that nobody has put in, once the thread that feeds it may go on."""
+
+    def __init__(self, go: threading.Event) -> None:
+        self._go = go
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        assert self._go.wait(SECONDS)
+        return _late, ()
+
+
+class _Later(_Late):
+    def __reduce__(self) -> tuple[Any, ...]:
+        assert self._go.wait(SECONDS)
+        return int, (3,)
+
+
+def _late() -> Any:
+    raise LateError
+
+
+class LateError(Exception):
+    """Not an item."""
+
+
+def _value_in_a_worker(buffer: Any) -> list[int]:
+    with buffer:
+        return sorted(set(read(buffer).tolist()))
+
+
+_PROGRAM = """
+import multiprocessing
+import numpy as np
+import streamalloc as sa
+
+def consume(queue, answers):
+    buffer = queue.get(timeout=20)
+    stream = sa.Device(0).create_stream()
+    found = np.zeros(buffer.nbytes, np.uint8)
+    buffer.copy_to(found, stream)
+    stream.synchronize()
+    answers.put(sorted(set(found.tolist())))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue, answers = context.Queue(), context.Queue()
+    process = context.Process(target=consume, args=(queue, answers))
+    process.start()
+    device = sa.Device(0)
+    stream = device.create_stream()
+    with sa.MemoryPool(device, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR) as pool:
+        with pool.allocate(4096, stream) as buffer:
+            buffer.fill(7)
+            queue.put(buffer)
+        print(answers.get(timeout=20))
+        process.join()
+"""
 
 
 class TestPoolOfWorkers:
