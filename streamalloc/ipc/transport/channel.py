@@ -82,6 +82,8 @@ _RECEIVE = (PACKET_BYTES,), (_RIGHTS_BYTES,), (int(socket.MSG_CMSG_CLOEXEC | soc
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ECONNREFUSED)
 _FULL = (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS)
 
+# socket.socketpair is of Python.
+_socketpair: Any = vars(socket)["_socket"].socketpair
 _clock = time.perf_counter_ns
 _make = tuple.__new__  # what Message() comes down to, at a third of its cost
 
@@ -109,7 +111,7 @@ class _HasSocket(Closes):
 
     __slots__ = ("__weakref__", "_socket")
 
-    _socket: _Socket
+    _socket: socket.socket
 
     def fileno(self) -> int:
         """The socket's descriptor, which stays ours; readable when something has come.
@@ -166,7 +168,7 @@ class Channel(_HasSocket):
     peer: Peer
     """Who made the other end."""
 
-    def __init__(self, connection: _Socket, peer: Peer) -> None:
+    def __init__(self, connection: socket.socket, peer: Peer) -> None:
         self.timeout: float | None = None
         self._carried: Any = None
         """What sharing keeps in mind of what has gone over it."""
@@ -191,13 +193,8 @@ class Channel(_HasSocket):
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
         """Both ends of a new connection."""
-        plain = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            first, second = map(_Socket.of, plain)
-        except BaseException:
-            for end in plain:
-                end.close()
-            raise
+        # A function of C, whose sockets close themselves: an interrupt loses none on its way to an owner.
+        first, second = _socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(first, peer_of(first)), cls(second, peer_of(second))
 
     @classmethod
@@ -515,7 +512,15 @@ class Channel(_HasSocket):
             close_all(self._handles())
             del self._inbox[0]
 
+    @finaliser
+    def __del__(self) -> None:
+        if getattr(self, "_socket", None) is not None:
+            # Those of a pair are of C, which warns of one that nobody has closed.
+            self._socket.close()
+
     def __repr__(self) -> str:
+        if not hasattr(self, "peer"):
+            return "<Channel that could not be made>"
         return f"<Channel closed ({self._who})>" if self.closed else f"<Channel to {self._who}>"
 
 

@@ -559,6 +559,19 @@ for handles in ((), (0,)):
         del second
         assert open_descriptors() <= before
 
+    # A socket of C says so when it is closed by being dropped.
+    @pytest.mark.filterwarnings("ignore::ResourceWarning")
+    def test_a_signal_handler_raises_while_a_pair_is_made(self) -> None:
+        before = open_descriptors()
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            first = second = None
+            with interrupts(0.0001):
+                while True:
+                    first, second = Channel.pair()
+        del first, second
+        assert open_descriptors() <= before
+
 
 class TestStrangers:
     """Whoever sends something else than messages gets nothing done, and nothing of it stays."""
