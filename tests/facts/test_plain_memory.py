@@ -140,6 +140,15 @@ class TestRegisteredMemory:
         assert said(raw.cuMemHostUnregister(pages)) == "SUCCESS"
         assert said(raw.cuMemHostUnregister(pages)) == "HOST_MEMORY_NOT_REGISTERED"
 
+    def test_where_nothing_is_mapped(self, raw: Any) -> None:
+        assert said(raw.cuMemHostRegister(0x7000_0000_0000, 4096, 0)) == "INVALID_VALUE"
+        assert said(raw.cuMemHostUnregister(0x7000_0000_0000)) == "HOST_MEMORY_NOT_REGISTERED"
+
+    def test_freed_device_memory(self, rig: Rig) -> None:
+        pointer = int(rig.plain(4 * MiB))
+        value(rig.raw.cuMemFree(pointer))
+        assert said(rig.raw.cuMemHostRegister(pointer, 4096, 0)) == "INVALID_VALUE"
+
 
 class TestAddressRange:
     """cuMemGetAddressRange: requested bytes, whatever the allocation occupies."""

@@ -9,7 +9,7 @@ from .blocks import Block
 from .contexts import Context
 from .graph_memory import GraphMemory
 from .imported_pool import ImportedPool
-from .memory import AddressMap
+from .memory import AddressMap, is_accessible
 from .physical import Mapping
 from .pool import Pool
 
@@ -81,6 +81,12 @@ class OpenedMemory(Allocation):
     """Another process's plain memory."""
 
 
+def is_gone(allocation: Allocation, address: int, size: int) -> bool:
+    """Whether the host has unmapped registered memory, or a part that is in a range."""
+    registered = isinstance(allocation, HostMemory) and allocation.block is None
+    return registered and not is_accessible(address, size)
+
+
 class Allocations(AddressMap[Allocation]):
     """The allocations of a machine by their addresses."""
 
@@ -91,6 +97,12 @@ class Allocations(AddressMap[Allocation]):
     def add(self, extent: Allocation) -> None:
         extent.id = next(self._numbers)
         super().add(extent)
+
+    def forget_registered(self, start: int, end: int) -> None:
+        """Forget registrations of host memory that is gone, as something else lies in the range now."""
+        for allocation in self.overlapping(start, end):
+            if isinstance(allocation, HostMemory) and allocation.block is None:
+                self.remove(allocation)
 
     def is_live(self, allocation: Allocation) -> bool:
         return self.at.get(allocation.base) is allocation

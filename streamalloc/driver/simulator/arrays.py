@@ -16,6 +16,7 @@ import numpy.typing as npt
 from .constants import STEP, TILE_SIZE, new_handle
 from .contexts import Context
 from .errors import NotModelled, Result
+from .memory import is_accessible
 from .physical import Memory
 from .supply import Supply
 from .timeline import Operation
@@ -224,7 +225,7 @@ class TileCopy(Operation):
     def step(self) -> bool:
         linear, box = self._linear, self._box
         stop = min(self._done + self._slices, box.depth)
-        if self._simulated and not self._supply.is_backed(linear.address, linear.span(box)):
+        if not self._is_there(linear.address, linear.span(box)):
             self._context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
             stop = self._done = box.depth
         for z in range(self._done, stop):
@@ -235,6 +236,11 @@ class TileCopy(Operation):
             return False
         self._array.storage.queued -= 1
         return True
+
+    def _is_there(self, address: int, size: int) -> bool:
+        if self._simulated:
+            return self._supply.is_backed(address, size)
+        return is_accessible(address, size, write=not self._into)
 
     def touches(self, start: int, end: int) -> bool:
         """Whether it has a byte of a range of simulated addresses to read or write."""

@@ -58,6 +58,7 @@ class Machine:
         for device in self.devices:
             device.primary = self.create_context(device, primary=True)
         self.allocations: Allocations = Allocations()
+        supply.arenas.on_add = self.allocations.forget_registered
         self.arrays: Arrays = Arrays()
         self.pools: Pools = Pools(names, supply, timeline)
         self.graphs: Graphs = Graphs(self.devices)

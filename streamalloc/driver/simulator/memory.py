@@ -8,6 +8,7 @@ over it, and releasing the segment puts the inaccessible mapping back and punche
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import functools
 import mmap
@@ -37,6 +38,7 @@ _libc.mmap.argtypes = (c_void_p, c_size_t, c_int, c_int, c_int, c_long)
 _libc.mremap.argtypes = (c_void_p, c_size_t, c_size_t, c_int, c_void_p)
 _libc.munmap.argtypes = (c_void_p, c_size_t)
 _libc.fallocate.argtypes = (c_int, c_int, c_long, c_long)
+_libc.madvise.argtypes = (c_void_p, c_size_t, c_int)
 
 
 def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int = -1, offset: int = 0) -> int:
@@ -248,16 +250,62 @@ def _place(base: int, size: int) -> bool:
 
 def _mapped_now(taken: Intervals) -> Intervals:
     """What is taken, and what else is mapped in this process."""
-    found = Intervals()
-    with open("/proc/self/maps", encoding="ascii", errors="replace") as lines:
-        for line in lines:
-            start, _, end = line.partition(" ")[0].partition("-")
-            found.add(int(start, 16), int(end, 16))
+    found = _process_maps()
     for base, size, _ in _kept:
         found.remove(base, base + size)
     for one, two in taken:
         found.add(one, two)
     return found
+
+
+# -- memory that is not simulated --------------------------------------------------------------------------------
+
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # of madvise
+_USER_END = 1 << 63
+
+
+def _process_maps(rights: str = "") -> Intervals:
+    """The ranges that are mapped in this process with some rights: "r", "rw", "x", or any."""
+    found = Intervals()
+    with open("/proc/self/maps", encoding="ascii", errors="replace") as lines:
+        for line in lines:
+            addresses, given = line.split(" ", 2)[:2]
+            if rights in given:
+                start, _, end = addresses.partition("-")
+                found.add(int(start, 16), int(end, 16))
+    return found
+
+
+def is_host_memory(address: int, size: int) -> bool:
+    """Whether the host may read and write a range, none of which is kept of freed memory."""
+    end = address + size
+    kept = any(start < end and address < start + length for start, length, _ in _kept)
+    return not kept and _process_maps("rw").covers(address, end)
+
+
+def is_accessible(address: int, size: int, write: bool = False) -> bool:
+    """Whether this process may read, or write, each page of a range now."""
+    first, end = address // mmap.PAGESIZE * mmap.PAGESIZE, address + size
+    if end > _USER_END:
+        return False
+    if not _libc.madvise(first, end - first, _POPULATE_WRITE if write else _POPULATE_READ):
+        return True
+    if ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
+        return False
+    # rights that are missing, or a system before Linux 5.14
+    return _process_maps("rw" if write else "r").covers(address, end)
+
+
+def is_code(address: int) -> bool:
+    """Whether this process may run what lies at an address."""
+    global _code
+    if not _code.covers(address, address + 1):
+        _code = _process_maps("x")
+    return _code.covers(address, address + 1) and is_accessible(address, 1)
+
+
+_code = Intervals()
+"""Ranges that were found to be executable."""
 
 
 class Reservation:

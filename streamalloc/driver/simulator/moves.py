@@ -10,7 +10,7 @@ from .constants import STEP
 from .contexts import Context
 from .errors import Result
 from .machine import Machine
-from .memory import view_address
+from .memory import is_accessible, view_address
 from .multicast import Segment
 from .timeline import Operation
 
@@ -24,17 +24,16 @@ class Move(Operation):
         self._target = target
         self._size = size
         self._done = 0
-        # ordinary host memory is nobody's business here
         self._into_simulated = machine.supply.arenas.find(target) is not None
-        simulated = source is not None and machine.supply.arenas.find(source) is not None
-        self._simulated_source = source if simulated else None
+        self._source = source
+        self._from_simulated = source is not None and machine.supply.arenas.find(source) is not None
         self.heavy: bool = size > STEP
 
     def step(self) -> bool:
         size = min(STEP, self._size - self._done)
         targets = self._targets(size)
-        source = self._simulated_source
-        if targets and (source is None or self._machine.supply.is_backed(source + self._done, size)):
+        source = self._source
+        if targets and (source is None or self._is_there(source + self._done, size, self._from_simulated)):
             for address, at, length in targets:
                 self.put(address, self._done + at, length)
             self._done += size
@@ -49,9 +48,14 @@ class Move(Operation):
     def _targets(self, size: int) -> list[Segment] | None:
         """Where the next bytes go: to one address, or to that of each replica of multicast memory."""
         target = self._target + self._done
-        if not self._into_simulated or self._machine.supply.is_backed(target, size):
+        if self._is_there(target, size, self._into_simulated, write=True):
             return [Segment(target, 0, size)]
-        return self._machine.multicast.targets(target, size)
+        return self._machine.multicast.targets(target, size) if self._into_simulated else None
+
+    def _is_there(self, address: int, size: int, simulated: bool, write: bool = False) -> bool:
+        if simulated:
+            return self._machine.supply.is_backed(address, size)
+        return is_accessible(address, size, write)
 
     @property
     def target(self) -> int:
@@ -59,7 +63,10 @@ class Move(Operation):
 
     def touches(self, start: int, end: int) -> bool:
         """Whether it has a byte of a range of simulated addresses to read or write."""
-        ends = (self._target if self._into_simulated else None, self._simulated_source)
+        ends = (
+            self._target if self._into_simulated else None,
+            self._source if self._from_simulated else None,
+        )
         return any(one is not None and one < end and start < one + self._size for one in ends)
 
     def put(self, address: int, offset: int, size: int) -> None:
@@ -73,10 +80,10 @@ class Copy(Move):
     def __init__(self, machine: Machine, context: Context, target: int, source: int | bytes, size: int) -> None:
         super().__init__(machine, context, target, size, None if isinstance(source, bytes) else source)
         self._keep = source
-        self._source = view_address(source) if isinstance(source, bytes) else source
+        self._start = view_address(source) if isinstance(source, bytes) else source
 
     def put(self, address: int, offset: int, size: int) -> None:
-        ctypes.memmove(address, self._source + offset, size)
+        ctypes.memmove(address, self._start + offset, size)
 
 
 class Fill(Move):

@@ -9,7 +9,19 @@ from .allocator import Line
 from .blocks import round_up
 from .constants import CHUNK
 from .errors import operating_system
-from .memory import AddressMap, Arena, Bank, Physical, Reservation
+from .memory import AddressMap, Arena, Bank, Physical, Reservation, is_accessible
+
+
+class Arenas(AddressMap[Reservation]):
+    """The reservations of a machine; ``on_add`` is called with the first address and the end of a new one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_add: Callable[[int, int], None] = lambda start, end: None
+
+    def add(self, extent: Reservation) -> None:
+        self.on_add(extent.base, extent.end)
+        super().add(extent)
 
 
 @dataclass(eq=False)
@@ -18,7 +30,7 @@ class Supply:
 
     host: Bank
     devices: list[Bank]
-    arenas: AddressMap[Reservation] = field(default_factory=AddressMap)
+    arenas: Arenas = field(default_factory=Arenas)
     pools: dict[int, Space] = field(default_factory=dict)
     """What holds memory in reserve, by the handle of the pool."""
     reserves: list[Callable[[], None]] = field(default_factory=list)
@@ -49,9 +61,11 @@ class Supply:
             for give_up in self.reserves:
                 give_up()
 
-    def is_mapped(self, address: int, size: int) -> bool:
-        """False for simulated memory that is gone by now; true for memory that is not simulated."""
-        return self.arenas.find(address) is None or self.is_backed(address, size)
+    def is_mapped(self, address: int, size: int, write: bool = False) -> bool:
+        """Whether memory, simulated or not, is there now to be read, or written."""
+        if self.arenas.find(address) is None:
+            return is_accessible(address, size, write)
+        return self.is_backed(address, size)
 
     def is_backed(self, address: int, size: int) -> bool:
         """Whether all of a range is simulated memory that is there now. It may reach over reservations that touch."""

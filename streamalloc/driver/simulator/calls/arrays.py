@@ -29,7 +29,7 @@ from ..errors import NotModelled, check, need, not_modelled
 from ..memory import view_address
 from ..physical import Memory
 from ..timeline import Stream
-from .copies import ARRAY, DEVICE, LOST, OF_HOST
+from .copies import ARRAY, DEVICE, OF_HOST
 from .planes import PlaneCalls
 
 _LAYERED, _GATHER, _SPARSE = 0x01, 0x08, 0x40  # CUDA_ARRAY3D_*
@@ -296,7 +296,8 @@ class ArrayCalls(PlaneCalls):
     ) -> Allocation | None:
         size = linear.span(box)
         end = self._copy_end(linear.address, size, must_be_device, False, context)
-        not_modelled(end is None and self._is_lost(linear.address), LOST)
+        lost = self._lost(linear.address, size, end, not into)
+        not_modelled(lost, lost)
         if end is not None and end.mapping is not None and end.mapping.is_multicast:
             raise NotModelled("cuMemcpy3D with a multicast object")
         self._check_mapped(linear.address, size, end, READ if into else READ_WRITE, context)

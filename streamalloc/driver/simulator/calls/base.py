@@ -15,6 +15,7 @@ from ..contexts import Context, Device
 from ..errors import Fault, Result, check, need, not_modelled
 from ..events import Event
 from ..machine import Machine
+from ..memory import is_code
 from ..timeline import HostFunction, Operation, Stream
 
 Method = Callable[..., Any]
@@ -30,6 +31,7 @@ _VALUES = {
     "cuGraphNodeGetDependentNodes": 2 + EDGE_DATA,
     "cuGraphGetEdges_v2": 4,
 }
+GONE = "using registered memory that the host has unmapped"
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _BEFORE_INIT = {"cuInit", "cuDriverGetVersion", "cuGetErrorName", "cuGetErrorString"}
 
@@ -130,6 +132,7 @@ class Calls:
 
     def _host_function(self, address: int, data: int) -> Operation:
         check(address)
+        not_modelled(not is_code(address), "a host function where no code lies: the real driver crashes")
         function = _HOST_FUNCTION(address)
         return HostFunction(self._machine.timeline, lambda: function(data or None))
 

@@ -11,16 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import arguments
-from ..allocations import Allocation
+from ..allocations import Allocation, is_gone
 from ..arguments import DevicePointer, HostPointer, Size
 from ..constants import HOST, READ, READ_WRITE, STEP, device_place
 from ..contexts import Context
 from ..errors import Fault, NotModelled, check, need, not_modelled
 from ..graphs import Graph, Values
+from ..memory import is_accessible
 from ..moves import Shape, fill
 from ..physical import least_right
 from ..timeline import Stream
-from .base import Calls
+from .base import GONE, Calls
 
 LOST = "a copy where nothing lies, which the driver takes for the host's: the real driver crashes"
 _READING = "reading a multicast object with a copy: hardware defines it for multimem.ld_reduce alone"
@@ -97,6 +98,7 @@ class CopyCalls(Calls):
         else:
             check(address + size <= allocation.base + allocation.size)
             check(_reachable(allocation, context))
+            not_modelled(is_gone(allocation, address, size), GONE)
         return allocation
 
     # -- copies ----------------------------------------------------------------------------------------------
@@ -225,7 +227,7 @@ class CopyCalls(Calls):
         ``graph`` that the copy is for are none of an allocation yet.
         """
         found: list[Allocation | None] = []
-        lost = False
+        lost = ""
         spans = ((target, shape.target_span, "dst", READ_WRITE), (source, shape.source_span, "src", READ))
         for (address, size, side, needed), context in zip(spans, contexts, strict=True):
             if graph is not None and graph.holds(address):
@@ -233,14 +235,14 @@ class CopyCalls(Calls):
                 found.append(None)
                 continue
             end = self._copy_end(address, size, device in (side, "both"), device == "both", context)
-            lost = lost or (end is None and self._is_lost(address))
             found.append(end if self._check_mapped(address, size, end, needed, context) else None)
+            lost = lost or self._lost(address, size, end, needed == READ_WRITE, graph is None)
         destination, origin = found
         if destination is not None and destination.mapping is not None and origin is None:
             unable = least_right(self._machine.virtual.span(target, shape.target_span), HOST) == READ
             not_modelled(unable, "a copy by the host to memory that it may only read: the real driver crashes")
         # whatever else is wrong is seen before it (observed on H200: test_copies)
-        not_modelled(lost, LOST)
+        not_modelled(lost, lost)
         return destination, origin
 
     def _copy_end(
@@ -262,10 +264,13 @@ class CopyCalls(Calls):
             check(_accessible(allocation, context))
         return allocation
 
-    def _is_lost(self, address: int) -> bool:
-        """Whether nothing lies at an address that is none of the host's."""
+    def _lost(self, address: int, size: int, end: Allocation | None, write: bool, now: bool = True) -> str:
+        """The reason why memory of the host cannot be used, or "". A copy in a graph uses it later, not ``now``."""
         machine = self._machine
-        return machine.allocations.find(address) is None and machine.supply.arenas.find(address) is not None
+        if end is None:
+            freed = machine.supply.arenas.find(address) is not None and machine.allocations.find(address) is None
+            return LOST if freed or (now and not is_accessible(address, size, write)) else ""
+        return GONE if is_gone(end, address, size) else ""
 
     def _check_mapped(self, address: int, size: int, end: Allocation | None, needed: int, context: Context) -> bool:
         """That work of ``context`` may touch mapped memory as a copy does; false where the host does it, as with memory

@@ -12,6 +12,7 @@ from ..allocations import Allocation, DeviceMemory, GraphAllocation, HostMemory,
 from ..arguments import DevicePointer, HostPointer, Size, UnsignedInt
 from ..constants import CHUNK
 from ..errors import Fault, NotModelled, Result, check, need, not_modelled
+from ..memory import is_host_memory
 from .base import Calls
 from .virtual import mapped_attribute
 
@@ -100,10 +101,12 @@ class PlainMemoryCalls(Calls):
     def cuMemHostRegister(self, p: HostPointer, bytesize: Size, Flags: UnsignedInt) -> None:
         context = self._machine.current()
         self._unsafe_during_capture()
-        check(p and bytesize and Flags & ~_HOST_REGISTER_FLAGS == 0)
+        check(p and bytesize and p + bytesize <= 1 << 64 and Flags & ~_HOST_REGISTER_FLAGS == 0)
         not_modelled(Flags & _HOST_REGISTER_SPECIAL, f"cuMemHostRegister with flags {Flags:#x}")
-        taken = self._machine.allocations.overlapping(p, p + bytesize)
+        end = p + bytesize
+        taken = self._machine.allocations.overlapping(p, end)
         check(not taken, Result.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED)
+        check(not self._machine.supply.arenas.overlapping(p, end) and is_host_memory(p, bytesize))
         self._machine.allocations.add(HostMemory(p, bytesize, None, context, None, Flags | _DEVICE_MAPPED))
 
     def cuMemHostUnregister(self, p: HostPointer) -> None:

@@ -15,7 +15,7 @@ from ..constants import HANDLE_BYTES, EventFlag, Handle, device_place
 from ..errors import Fault, NotModelled, Result, check, not_modelled, operating_system
 from ..events import Event
 from ..imported_pool import ImportedPool
-from ..memory import Physical
+from ..memory import Physical, is_accessible
 from ..multicast import MulticastObject
 from ..physical import Memory, Properties
 from ..pool import Pool
@@ -23,8 +23,6 @@ from .base import Calls
 
 _HANDLE_TYPES = (Handle.NONE, Handle.POSIX_FD, Handle.WIN32, Handle.WIN32_KMT, Handle.FABRIC)
 _LAZY_ENABLE_PEER_ACCESS = 1  # CUipcMem_flags, the only one
-_FIRST_ADDRESS = 1 << 16
-"""Where addresses of a process begin; below are descriptors, taken for addresses."""
 
 
 def _handle_type(name: str, value: Any, read: Any = arguments.member) -> int:
@@ -116,7 +114,8 @@ class SharingCalls(Calls):
         if handle_type == Handle.POSIX_FD:
             return take(given)
         self._need_channel()
-        not_modelled(given < _FIRST_ADDRESS, "importing a descriptor as a fabric handle: the real driver crashes")
+        wild = not is_accessible(given, HANDLE_BYTES)
+        not_modelled(wild, "importing a descriptor as a fabric handle: the real driver crashes")
         fd = sharing.open_fabric(kind, ctypes.string_at(given, HANDLE_BYTES))
         try:
             return take(fd)

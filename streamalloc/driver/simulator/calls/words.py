@@ -10,13 +10,13 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 
 from .. import arguments
-from ..allocations import GraphAllocation, PoolMemory
+from ..allocations import GraphAllocation, PoolMemory, is_gone
 from ..arguments import DevicePointer, UnsignedInt, Word32, Word64
 from ..constants import READ_WRITE, device_place
 from ..contexts import Context
 from ..errors import NotModelled, Result, check, need, not_modelled
 from ..timeline import Call, Operation, Until
-from .base import Calls
+from .base import GONE, Calls
 
 # How a word is compared with the value that is waited for, by flag.
 _GEQ, _EQ, _AND, _NOR = range(4)
@@ -125,7 +125,7 @@ class WordCalls(Calls):
             check(not flags)
 
             def write() -> None:
-                if machine.supply.is_mapped(address, bits // 8):
+                if machine.supply.is_mapped(address, bits // 8, write=True):
                     word.from_address(address).value = value
                     machine.timeline.announce()
                 else:
@@ -157,3 +157,4 @@ class WordCalls(Calls):
             if written and right != READ_WRITE:
                 raise NotModelled("writing a word of memory that may only be read: the context breaks")
         check(address + bits // 8 <= allocation.base + max(allocation.size, 8))
+        not_modelled(is_gone(allocation, address, bits // 8), GONE)
