@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     for name, action in short.items():
         long = f"streamalloc{name[1:].replace('-', '_')}"
         parser.addoption(name, dest=long, action=action, default=None, help=f"the same as --{long.replace('_', '-')}")
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run modules, and the tests of each, in random order")
     parser.addoption("--soak", action="store_true", help="run the tests that take minutes, too")
 
 
@@ -75,6 +77,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if _on_cuda(config):
         # They read what a process shows in which nothing has happened yet.
         items.sort(key=lambda item: "facts" not in item.path.parts)
+    seed = config.getoption("--shuffle")
+    if seed is not None:
+        shuffled = random.Random(seed)
+        keys = {item.path: shuffled.random() for item in items}
+        items.sort(key=lambda item: (keys[item.path], shuffled.random()))
     if not config.getoption("--soak") and "soak" not in config.getoption("markexpr"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("soak")])
         items[:] = [item for item in items if not item.get_closest_marker("soak")]
