@@ -6,10 +6,12 @@ import contextlib
 import functools
 import gc
 import inspect
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -104,6 +106,25 @@ def collect_and_freeze() -> None:
     """From now on collections look only at what is made from now on."""
     gc.collect()
     gc.freeze()
+
+
+def bytecodes(work: Callable[[], object]) -> int:
+    """The number of bytecodes that a call runs in this thread: a cost that no other process changes."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
 
 
 def in_a_thread(function: Callable[P, T]) -> Callable[P, T]:

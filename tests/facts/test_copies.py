@@ -195,7 +195,7 @@ class TestPageableMemory:
     def test_is_read_at_the_call(self, memory: Memory, size: int) -> None:
         gate, buffer = memory.rig.gate(), np.full(size, 1, np.uint8)
         gate.hold(memory.stream)
-        with gate.opening_after(5):
+        with gate.opening_after(60):
             value(memory.raw.cuMemcpyHtoDAsync(memory.five, buffer, size, memory.stream))
             assert not gate.is_open
         buffer[:] = 2
@@ -217,7 +217,7 @@ def read_at_execution(memory: Memory, pointer: int) -> bool:
     gate = memory.rig.gate()
     ctypes.memset(pointer, 2, 4096)
     gate.hold(memory.stream)
-    with gate.opening_after(5):
+    with gate.opening_after(60):
         value(memory.raw.cuMemcpyHtoDAsync(memory.five, pointer, 4096, memory.stream))
         assert not gate.is_open
         ctypes.memset(pointer, 9, 4096)
@@ -259,7 +259,7 @@ class TestSynchronousCalls:
     def test_copy_to_host_does_not_wait_for_a_non_blocking_stream(self, memory: Memory) -> None:
         gate = memory.rig.gate()
         gate.hold(memory.stream)
-        with gate.opening_after(5):
+        with gate.opening_after(60):
             value(memory.raw.cuMemcpyDtoH(np.zeros(64, np.uint8), memory.three, 64))
             assert not gate.is_open
 
@@ -273,7 +273,7 @@ class TestSynchronousCalls:
     def test_fill_does_not_wait(self, memory: Memory) -> None:
         gate, stream = memory.rig.gate(), memory.rig.stream(BLOCKING)
         gate.hold(stream)
-        with gate.opening_after(5):
+        with gate.opening_after(60):
             value(memory.raw.cuMemsetD8(memory.three, 1, 64))
             assert not gate.is_open
 

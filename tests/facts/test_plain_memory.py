@@ -73,7 +73,7 @@ class TestDeviceMemory:
     def test_allocation_waits_for_none(self, rig: Rig) -> None:
         stream, gate = rig.stream(), rig.gate()
         gate.hold(stream)
-        with gate.opening_after(5):
+        with gate.opening_after(60):
             rig.plain(64 * MiB)
             assert not gate.is_open
 

@@ -394,7 +394,7 @@ class TestPlainFreeOfPoolMemory:
         raw, pool, first, second, gate = rig.raw, rig.pool(UINT64_MAX), rig.stream(), rig.stream(), rig.gate()
         pointer = rig.allocate(pool, 4096, first)
         gate.hold(first)
-        with gate.opening_after(5):
+        with gate.opening_after(60):
             assert said(raw.cuMemFree(pointer)) == "SUCCESS"
             assert rig.stats(pool) == Stats(32 * MiB, 32 * MiB, 4096, 4096)
             assert int(rig.allocate(pool, 4096, second)) == int(pointer)

@@ -6,7 +6,6 @@ import gc
 import math
 import os
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from secrets import token_hex
 from typing import Any
@@ -460,10 +459,8 @@ class TestTheEnd:
         with devices[0].create_stream() as stream:
             memory.wait_signal(1, stream)
             slow.stuck = True
-            started = time.monotonic()
             with pytest.raises(TimeoutError, match="has not done its work"):
                 memory.abandon(0.2)
-            assert time.monotonic() - started < 2
             slow.stuck = False
             slow.free.set()
             memory.abandon()

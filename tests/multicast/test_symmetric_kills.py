@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from secrets import token_hex
 from typing import Any, NamedTuple
@@ -72,7 +71,6 @@ class Outcome(NamedTuple):
     rank: int
     step: str
     cause: str
-    seconds: float
     left: dict[str, Any]
     descriptors: int
 
@@ -87,7 +85,6 @@ def live(there: There, rank: int, token: str) -> Outcome | None:
     """Take part, as a rank that is not killed."""
     before = open_files(there, rank)
     driver = sd.checked(there.driver)
-    start = time.monotonic()
     group = ipc.ProcessCommunicator(rank, SIZE, token, LIMIT)
     # So that all have met.
     group.barrier()
@@ -99,14 +96,13 @@ def live(there: There, rank: int, token: str) -> Outcome | None:
         told = error.rank, error.step, type(error.__cause__).__name__
     finally:
         group.close()
-    seconds = time.monotonic() - start
     # The other one may have to let go of our memory yet.
     eventually(lambda: open_files(there, rank) <= before, within=2)
     after = open_files(there, rank)
     left = driver.outstanding()
     # Closed streams leave one, which goes with the error.
     left.pop("event", None)
-    return Outcome(*told, seconds, left, after - before)
+    return Outcome(*told, left, after - before)
 
 
 def take_part_and_die(there: There, rank: int, token: str, call: str | int) -> bool:
@@ -156,7 +152,6 @@ def test_in_each_step(survivors: list[Partner], who: int, step: str) -> None:
     for outcome in killed(survivors, who, CALLS[step]):
         assert outcome is not None
         assert (outcome.rank, outcome.step, outcome.cause) == (who, step, "GroupGoneError")
-        assert outcome.seconds < LIMIT / 2
         assert (outcome.left, outcome.descriptors) == ({}, 0)
 
 
@@ -169,7 +164,7 @@ def test_before_any_call(survivors: list[Partner]) -> None:
             assert outcomes == [None] * (SIZE - 1)
             break
         for outcome in outcomes:
-            assert outcome is not None and outcome.rank == 1 and outcome.seconds < LIMIT / 2
+            assert outcome is not None and outcome.rank == 1 and outcome.cause != "TimeoutError"
             assert (outcome.left, outcome.descriptors) == ({}, 0)
         reached = call
     assert 40 < reached < 190

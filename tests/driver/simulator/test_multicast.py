@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -135,10 +134,8 @@ class TestDeadlocks:
     def test_a_descriptor_may_bring_others(self, rig: Rig) -> None:
         team = Team(rig, handle_types=POSIX_FD)
         fd = export(team)
-        started = time.monotonic()
         with pytest.raises(DeadlockError, match=r"nobody has added the others within 0\.2 s"):
             team.bind(rig.memory(handle_types=POSIX_FD))
-        assert time.monotonic() - started >= 0.2
         os.close(fd)
         with pytest.raises(DeadlockError, match="nobody else"):
             team.bind(rig.memory(handle_types=POSIX_FD))

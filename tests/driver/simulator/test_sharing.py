@@ -6,7 +6,6 @@ import ctypes
 import fcntl
 import gc
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,6 +28,7 @@ from tests.facts.support import (
     value,
 )
 from tests.processes import OPAQUE_BYTES, Descriptor, Kept, Member, Opaque, Peer, bytes_of, opaque
+from tests.support import bytecodes, in_a_thread
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
@@ -383,6 +383,7 @@ class TestEvents:
         assert answers == ["NOT_READY", "SUCCESS", "SUCCESS", "NOT_READY"]
         gate.open()
 
+    @pytest.mark.soak
     def test_hand_over_is_quick(self, peer: Peer, rig: Rig) -> None:
         """Ping-pong: each process waits for the other's event before it records its own."""
         raw, stream, rounds = rig.raw, rig.stream(), 40
@@ -586,19 +587,22 @@ class TestWhatIsLeft:
         assert now == before
 
 
+@in_a_thread
 def test_a_pointer_is_shared_at_little_cost(rig: Rig) -> None:
+    value(rig.raw.cuCtxSetCurrent(rig.context))
     pool, stream, other = rig.pool(UINT64_MAX, handle_types=POSIX_FD), rig.stream(), new_rig()
     fd = export_pool(rig, pool)
     imported = import_pool(other, fd)
     os.close(fd)
     addresses = [rig.allocate(pool, 4096, stream) for _ in range(1000)]
-    times = []
-    for address in addresses:
-        start = time.perf_counter()
+
+    def share(address: int) -> None:
         data = rig.raw.cuMemPoolExportPointer(address)[1]
         assert said(other.raw.cuMemPoolImportPointer(imported, data)) == "SUCCESS"
-        times.append(time.perf_counter() - start)
-    assert statistics.median(times) < 0.0002
+
+    for address in addresses[:-1]:
+        share(int(address))
+    assert bytecodes(lambda: share(int(addresses[-1]))) < 3_000
 
 
 def test_host_sees_the_same_bytes(rig: Rig) -> None:

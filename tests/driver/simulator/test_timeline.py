@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
 import threading
 import time
@@ -16,7 +17,7 @@ from streamalloc.driver.simulator.timeline import Operation, Timeline, merge
 from tests.driver.simulator.support import new_rig
 from tests.facts.support import BLOCKING, MiB
 from tests.facts.support import value as ok
-from tests.support import KEEP, in_a_thread
+from tests.support import KEEP, bytecodes, in_a_thread
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
@@ -123,12 +124,9 @@ def test_work_runs_while_the_host_makes_no_calls() -> None:
     ok(d.cuStreamWriteValue32(stream, ctypes.addressof(flag), 1, 0))
     time.sleep(0.01)
     assert flag.value == 0
-    opened = time.perf_counter()
     word.value = 1
-    while not flag.value and time.perf_counter() - opened < 5:
+    while not flag.value:  # no call is made until the test's own limit ends it
         time.sleep(0)
-    assert flag.value == 1
-    assert time.perf_counter() - opened < 0.5
 
 
 def test_a_slow_host_function_stops_no_other_stream() -> None:
@@ -342,12 +340,11 @@ def test_a_stream_costs_the_same_however_many_there_are(flags: int) -> None:
     """To destroy one does not look at all others."""
     d = new_rig().raw
 
-    def seconds(count: int) -> float:
+    def cost(count: int) -> int:
         streams = [ok(d.cuStreamCreate(flags)) for _ in range(count)]
-        start = time.thread_time()
-        for stream in streams:
+        total = sum(bytecodes(functools.partial(d.cuStreamDestroy, stream)) for stream in streams[:20])
+        for stream in streams[20:]:
             ok(d.cuStreamDestroy(stream))
-        return time.thread_time() - start
+        return total
 
-    few = min(seconds(250) for _ in range(5))
-    assert min(seconds(4000) for _ in range(2)) < 16 * 3 * few
+    assert cost(2000) < 2 * cost(100)

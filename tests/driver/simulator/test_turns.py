@@ -215,10 +215,8 @@ def test_waiting_can_be_interrupted(alarm: Alarm) -> None:
     d, stream, word = rig.raw, rig.stream(), rig.word()
     rig.hold(stream, word)
     for call in (lambda: d.cuStreamSynchronize(stream), d.cuCtxSynchronize):
-        began = time.monotonic()
         with alarm(0.1):
             call()
-        assert time.monotonic() - began < 5
         assert rig.held(stream)
     assert alarm.came == 2
     word.value = 1

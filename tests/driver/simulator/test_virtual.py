@@ -105,15 +105,13 @@ def test_memory_over_two_reservations_that_touch(rig: Rig) -> None:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_whole_device_in_chunks_is_instant_and_touches_nothing(rig: Rig) -> None:
+def test_the_whole_device_in_chunks_touches_nothing(rig: Rig) -> None:
     d = rig.raw
     before, files = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, open_files()
-    start = time.perf_counter()
     address = rig.reserve(139 * GiB)
     for offset in range(0, 139 * GiB, GiB):
         rig.map(address + offset, rig.memory(GiB), GiB)
     grant(rig, address, 139 * GiB)
-    assert time.perf_counter() - start < 0.5
     assert rig.device_free() < GiB
     ok(d.cuMemsetD8(address + 139 * GiB - 64, 7, 64))
     ok(d.cuMemcpyDtoD(address + GiB - 32, address + 139 * GiB - 64, 64))

@@ -253,10 +253,8 @@ class TestBackPressure:
             send(ring, seed)
         assert ring.statistics() == (4, 0, 4, 0, 1)
         for timeout in (0, 0.02):
-            before = time.monotonic()
             with pytest.raises(TimeoutError, match=f"within {timeout:g} s: all 4"):
                 ring.next(timeout)
-            assert timeout <= time.monotonic() - before < timeout + 1
         with pytest.raises(TimeoutError):
             ring.put(b"x", timeout=0.01)
         index, _ = partner.run(_take)

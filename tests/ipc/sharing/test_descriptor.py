@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -169,7 +168,7 @@ class TestFormat:
             fabric_example().to_bytes(),
             bytes(200),
         ]
-        start, refused = time.monotonic(), 0
+        refused = 0
         for number in range(100_000):
             data = bytearray(originals[number % 4])
             kind = chance.randrange(4)
@@ -189,7 +188,6 @@ class TestFormat:
                 refused += 1
         # A byte may have been replaced by itself, or a cut been put back as it was.
         assert refused > 98_000
-        assert time.monotonic() - start < 10
 
 
 HOSTILE: dict[str, dict[str, Any]] = {

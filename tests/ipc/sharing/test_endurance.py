@@ -194,9 +194,8 @@ class TestALongLife:
             assert not waiting.query()
             dead.kill()
             data, fds = third.shared("buffer")
-            start = time.monotonic()
             assert at_once(1, lambda _: ipc.open(data, fds, stream=stream, driver=device.driver).close()) == []
-            assert time.monotonic() - start < SECONDS / 2 and not waiting.query()
+            assert not waiting.query()
             late.kill()
             assert executed(waiting)
             opened.close()

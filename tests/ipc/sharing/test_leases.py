@@ -298,19 +298,15 @@ class TestPolicies:
 
     def test_wait_until_a_time(self, buffer: sa.Buffer, partner: Partner) -> None:
         opened = partner.give(buffer)
-        start = time.monotonic()
         with pytest.raises(sa.StillImportedError):
             buffer.free(still_imported="wait", timeout=0.05)
-        assert 0.05 <= time.monotonic() - start < 2
         assert not buffer.freed and opened.shows(1)
         opened.close()
 
     def test_wait(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
         partner.give(buffer, "it")
         partner.begin(_close_later, "it", 0.1)
-        start = time.monotonic()
         buffer.free(still_imported="wait", timeout=SECONDS)
-        assert time.monotonic() - start > 0.05
         partner.result()
         assert buffer.freed and used(pool, 0)
 
@@ -407,11 +403,10 @@ class TestWorkOfImporters:
         partner.run(_copy_of, "it", "copy", "stream")
         partner.kept("it").close()
         address = buffer.address
-        start = time.monotonic()
         buffer.free()
         other = pool.allocate(SIZE, stream)
         other.fill(9)
-        assert time.monotonic() - start < 2 and other.address == address
+        assert other.address == address
         assert pending(stream)
         partner.run(release)
         assert executed(stream) and holds(other, 9)

@@ -73,9 +73,8 @@ class TestImporterIsGone:
         one = another()
         one.give(buffer)
         one.begin(_die_in, 0.1)
-        start = time.monotonic()
         buffer.free(still_imported="wait", timeout=20)
-        assert time.monotonic() - start < 10
+        assert used(pool, 0)
 
     def test_with_its_stream_held(
         self, pool: sa.MemoryPool, buffer: sa.Buffer, stream: sa.Stream, another: Another

@@ -356,10 +356,8 @@ class TestDescriptors:
 class TestTimeouts:
     def test_of_a_message_that_never_comes(self, ends: tuple[Channel, Channel]) -> None:
         for seconds in (0, 0.001, 0.004, 0.03, 0.1):
-            start = time.monotonic()
             with pytest.raises(TimeoutError, match=f"within {seconds:g} s"):
                 ends[0].receive(timeout=seconds)
-            assert seconds <= time.monotonic() - start < seconds + 0.5
         ends[1].send(b"late")
         assert ends[0].receive(timeout=0).data == b"late"
 
@@ -420,10 +418,8 @@ class TestTimeouts:
         before = signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
         try:
-            start = time.monotonic()
             with pytest.raises(TimeoutError):
                 ends[0].receive(timeout=0.2)
-            assert 0.2 <= time.monotonic() - start < 1
             assert count > 3
             with pytest.raises(TimeoutError):
                 while True:
@@ -786,10 +782,8 @@ time.sleep(60)
                     stack.enter_context(Channel.connect(listener.address, timeout=0))
                     waiting += 1
             assert 100 < waiting < 1000
-            start = time.monotonic()
             with pytest.raises(TimeoutError, match="took nobody"):
                 Channel.connect(listener.address, timeout=0.05)
-            assert time.monotonic() - start < 1
             timer = threading.Timer(0.05, lambda: listener.accept().close())
             timer.start()
             Channel.connect(listener.address, timeout=5).close()

@@ -202,9 +202,7 @@ class TestFaults:
 
     def test_a_rank_that_never_comes(self, groups: list[ProcessCommunicator]) -> None:
         present = [group for group in groups if group.rank != 3]
-        start = time.monotonic()
         results = together(present + groups[3:4], *[lambda group: group.barrier(timeout=0.2)] * 4, lambda _: None)
-        assert 0.2 <= time.monotonic() - start < 1
         for rank in (0, 1, 2, 4):
             assert isinstance(results[rank], TimeoutError), results
             assert str(results[rank]) == "rank 3 did not come to the barrier within 0.2 s"

@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -72,10 +71,8 @@ def test_many_clients_who_are_silent_or_malicious(handles: dict[bytes, Fd]) -> N
                         client.send(b"a", timeout=0)
                 elif kind % 4 == 3:
                     os.write(client.fileno(), b"nothing that is known")
-        began = time.monotonic()
         for _ in range(20):
             fetch(endpoint, b"b").close()
-        assert time.monotonic() - began < 2
 
 
 def test_clients_at_once_that_come_and_go(handles: dict[bytes, Fd]) -> None:
