@@ -5,8 +5,6 @@ To a rank the others are then what other processes would be. What really takes p
 
 from __future__ import annotations
 
-import gc
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,7 +15,7 @@ from streamalloc import Fd, ipc
 from streamalloc.multicast import SymmetricMemory
 from tests.multicast.support import all_ended
 from tests.processes import SECONDS
-from tests.support import Account, end_what_was_dropped, pattern, read
+from tests.support import Account, pattern, read
 
 
 class Rank:
@@ -143,13 +141,6 @@ def reaches_all(rank: Rank, memory: SymmetricMemory) -> bool:
     rank.group.barrier()
     stream.close()
     return whole
-
-
-def descriptors() -> int:
-    """How many descriptors this process has, with what was dropped gone."""
-    gc.collect()
-    end_what_was_dropped()
-    return len(os.listdir("/proc/self/fd"))
 
 
 class Meddled:

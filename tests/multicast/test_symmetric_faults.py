@@ -18,9 +18,9 @@ from streamalloc.core.door import Door
 from streamalloc.ipc import GroupError
 from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
 from streamalloc.multicast.setup.participants import Team, rank_at_fault
-from tests.multicast.ranks import Crew, Meddled, Rank, descriptors
+from tests.multicast.ranks import Crew, Meddled, Rank
 from tests.multicast.support import all_ended
-from tests.support import Account, collect_and_freeze
+from tests.support import Account, collect_and_freeze, open_descriptors
 
 pytestmark = pytest.mark.simulated_only("driver calls are made to fail, and multicast objects are made")
 
@@ -71,7 +71,9 @@ def use(rank: Rank) -> None:
 
 def assert_all_fail(crew: Crew, make: Callable[[Rank], SymmetricMemory], who: int, step: str, reason: str) -> None:
     """All ranks raise one error, and nothing is left of the attempt."""
-    free, before = [rank.free for rank in crew.ranks], descriptors()
+    # Asked for memory, the simulated driver closes what was shared of what is gone.
+    open_descriptors()
+    free, before = [rank.free for rank in crew.ranks], open_descriptors()
     outcomes = crew.outcomes(make)
     for error in outcomes:
         assert isinstance(error, SymmetricMemoryError), outcomes
@@ -81,7 +83,7 @@ def assert_all_fail(crew: Crew, make: Callable[[Rank], SymmetricMemory], who: in
     # The errors are still there, and what their tracebacks hold.
     assert crew.left == [{}] * crew.size
     assert [rank.free for rank in crew.ranks] == free
-    assert descriptors() == before
+    assert open_descriptors() == before
 
 
 @pytest.mark.parametrize("step", CALLS)
@@ -128,7 +130,7 @@ def test_every_call_of_the_driver(who: int) -> None:
             over = not failed
             # Where making or closing a stream fails, the stream is what the errors still hold.
             del outcomes, failed
-            descriptors()
+            open_descriptors()
             # A stream that cannot be destroyed is left, whoever made it.
             if victim.driver.failed != ["cuStreamDestroy"]:
                 assert few.left == [{}] * 2, victim.driver.failed
@@ -167,7 +169,7 @@ class TestSeveral:
         assert {(error.rank, error.step) for error in outcomes} == {(3, step)}
         assert any("cuMemRelease answered" in note for note in outcomes[5].__notes__)
         del outcomes
-        descriptors()
+        open_descriptors()
         assert crew.left == [{}] * SIZE
         for rank in crew.ranks:
             rank.fail("")
@@ -230,14 +232,14 @@ class TestGroups:
 
         with Crew(FEW, fabric=False) as few:
             few.run(use)
-            before = descriptors()
+            before = open_descriptors()
             outcomes = few.outcomes(make)
             for error in outcomes:
                 assert isinstance(error, SymmetricMemoryError), outcomes
                 assert (error.rank, error.step) == (who, steps[nth - 1]), outcomes
             del outcomes, error
             assert few.left == [{}] * FEW
-            assert descriptors() <= before
+            assert open_descriptors() <= before
             few.regroup()
             few.run(use)
 
@@ -318,7 +320,7 @@ class TestACallAndAnUndoFail:
             SymmetricMemory.local(100, devices).close()
         first._target = driver._target = NEVER
         count = len(driver.seen) - begun
-        descriptors()
+        open_descriptors()
         assert all_ended(driver), (first.failed, driver.failed)
         return count, first.failed + driver.failed
 

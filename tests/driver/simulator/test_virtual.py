@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import gc
 import itertools
 import mmap
 import os
 import random
 import resource
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +18,7 @@ from streamalloc.driver.simulator.memory import AddressMap, AddressRange
 from tests.driver.simulator.support import grant, mapped, new_rig
 from tests.facts.support import DEVICE, HOST, NO_ACCESS, PAGE, READ, READWRITE, MiB, Rig
 from tests.facts.support import value as ok
-from tests.support import KEEP
+from tests.support import KEEP, end_simulated_machines, open_descriptors
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
@@ -30,10 +28,6 @@ GiB = 1 << 30
 @pytest.fixture
 def rig() -> Rig:
     return new_rig()
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def has_memory(address: int) -> bool:
@@ -107,7 +101,7 @@ def test_memory_over_two_reservations_that_touch(rig: Rig) -> None:
 
 def test_the_whole_device_in_chunks_touches_nothing(rig: Rig) -> None:
     d = rig.raw
-    before, files = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, open_files()
+    before, files = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, open_descriptors()
     address = rig.reserve(139 * GiB)
     for offset in range(0, 139 * GiB, GiB):
         rig.map(address + offset, rig.memory(GiB), GiB)
@@ -118,7 +112,7 @@ def test_the_whole_device_in_chunks_touches_nothing(rig: Rig) -> None:
     ok(d.cuCtxSynchronize())
     assert ctypes.string_at(address + GiB - 32, 64) == b"\7" * 64
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
-    assert open_files() <= files + 1, "there are limits to how many files a process may have"
+    assert open_descriptors() <= files + 1, "there are limits to how many files a process may have"
 
 
 def test_what_was_given_back_is_empty_when_it_is_had_again(rig: Rig) -> None:
@@ -132,15 +126,15 @@ def test_what_was_given_back_is_empty_when_it_is_had_again(rig: Rig) -> None:
 
 def test_memory_that_can_be_exported_has_a_file_of_its_own(rig: Rig) -> None:
     rig.memory()  # the file for all that cannot
-    files = open_files()
+    files = open_descriptors()
     one, two = (rig.memory(handle_types=1) for _ in range(2))
-    assert open_files() == files + 2
+    assert open_descriptors() == files + 2
     address = rig.map(rig.reserve(PAGE), one)
     for memory in (one, two):
         ok(rig.raw.cuMemRelease(memory))
-    assert open_files() == files + 1, "the first is still mapped"
+    assert open_descriptors() == files + 1, "the first is still mapped"
     ok(rig.raw.cuMemUnmap(address, PAGE))
-    assert open_files() == files
+    assert open_descriptors() == files
 
 
 def test_memory_counts_for_its_device_until_nobody_has_it() -> None:
@@ -166,8 +160,7 @@ def test_memory_counts_for_its_device_until_nobody_has_it() -> None:
 
 @pytest.mark.parametrize("handle_types", [0, 1])
 def test_a_machine_that_ends_gives_everything_back(handle_types: int) -> None:
-    gc.collect()  # no other machine ends meanwhile
-    files = open_files()
+    files = open_descriptors()
     rig = new_rig()
     released, memory = mapped(rig, handle_types=handle_types), rig.memory(handle_types=handle_types)
     kept = rig.map(rig.reserve(PAGE), memory)
@@ -177,12 +170,10 @@ def test_a_machine_that_ends_gives_everything_back(handle_types: int) -> None:
     assert has_memory(released) and has_memory(kept)
     machine = rig.raw._machine
     del rig
-    gc.collect()
-    deadline = time.monotonic() + 5
-    while machine.virtual.mappings.at and time.monotonic() < deadline:
-        time.sleep(0.01)
+    end_simulated_machines()
+    assert not machine.virtual.mappings.at
     assert not has_memory(released) and not has_memory(kept)
-    assert open_files() == files
+    assert open_descriptors() == files
 
 
 def test_fabric_handles_need_a_channel() -> None:
@@ -238,7 +229,7 @@ def test_mapped_memory_of_another_machine_is_nobodys(rig: Rig) -> None:
 
 def test_a_dma_buf_has_a_size_and_no_bytes(rig: Rig) -> None:
     kind = rig.raw.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
-    files = open_files()
+    files = open_descriptors()
     file = ok(rig.raw.cuMemGetHandleForAddressRange(mapped(rig, 2 * PAGE), PAGE, kind, 0))
     try:
         assert os.lseek(file, 0, os.SEEK_END) == PAGE
@@ -252,7 +243,7 @@ def test_a_dma_buf_has_a_size_and_no_bytes(rig: Rig) -> None:
             mmap.mmap(file, PAGE, prot=mmap.PROT_READ)
     finally:
         os.close(file)
-    assert open_files() <= files + 1  # that of the memory
+    assert open_descriptors() <= files + 1  # that of the memory
 
 
 # -- what is not modelled ----------------------------------------------------------------------------------------------

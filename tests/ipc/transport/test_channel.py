@@ -7,7 +7,6 @@ import contextlib
 import copy
 import ctypes
 import errno
-import gc
 import math
 import multiprocessing
 import os
@@ -42,6 +41,7 @@ from streamalloc.ipc.transport.packets import (
 from streamalloc.ipc.transport.pidfd import fetch_descriptor
 from tests.ipc.support import Interrupted, interrupts
 from tests.processes import python, started
+from tests.support import open_descriptors
 
 HEADER = struct.Struct("<4sHHI")
 
@@ -78,11 +78,6 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 def packet(data: bytes = b"", handles: int = 0, size: int | None = None) -> bytes:
     return HEADER.pack(b"SAch", 1, handles, len(data) if size is None else size) + data
-
-
-def open_descriptors() -> int:
-    gc.collect()
-    return len(os.listdir("/proc/self/fd"))
 
 
 def pipes(count: int) -> list[Fd]:

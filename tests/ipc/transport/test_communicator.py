@@ -31,6 +31,7 @@ from streamalloc.ipc.transport.communicator import (
 from streamalloc.ipc.transport.packets import PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.process_group import Call, Limit
 from tests.processes import started
+from tests.support import open_descriptors
 
 
 def together(groups: Sequence[Any], *does: Callable[[Any], Any]) -> list[Any]:
@@ -61,10 +62,6 @@ def memory(text: str) -> Fd:
 
 def content(fd: Fd) -> str:
     return os.pread(fd.fileno(), 1000, 0).decode()
-
-
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def exercise(group: Communicator, counted: bool = True) -> None:
