@@ -48,8 +48,8 @@ def rig_on(raw: Any) -> Rig:
 @pytest.mark.parametrize("seed", range(60))
 def test_two_drivers_agree(raw: Any, seed: int) -> None:
     """On a machine with a GPU; without one it says that the simulated driver is deterministic."""
-    devices = value(raw.cuDeviceGetCount())
-    programs = [Program(Rig(raw)), Program(rig_on(simulated(devices=devices)))]
+    devices, memory = value(raw.cuDeviceGetCount()), value(raw.cuDeviceTotalMem(0))
+    programs = [Program(Rig(raw)), Program(rig_on(simulated(devices=devices, memory=memory)))]
     try:
         for number, step in enumerate(Maker(seed).make(60)):
             one, two = (program.run(step) for program in programs)

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.facts.support import Rig
+from tests.facts.support import Rig, value
+
+CAPABILITY, DRIVER_VERSION, NAME = (9, 0), 13000, "NVIDIA H200"
+"""Of the readings."""
 
 
 @pytest.fixture
@@ -16,6 +19,30 @@ def rig(raw: Any) -> Iterator[Rig]:
     rig = Rig(raw)
     yield rig
     rig.close()
+
+
+@pytest.fixture
+def same_driver(raw: Any) -> None:
+    """Skips where the driver is of another version of CUDA than that of the readings."""
+    version = value(raw.cuDriverGetVersion())
+    if version != DRIVER_VERSION:
+        pytest.skip(f"a reading of driver version {DRIVER_VERSION}, and this one is {version}")
+
+
+@pytest.fixture
+def same_architecture(raw: Any, same_driver: None) -> None:
+    """Skips where the GPU is of another architecture, or the driver of another version, than those of the readings."""
+    capability = value(raw.cuDeviceComputeCapability(0))
+    if capability != CAPABILITY:
+        pytest.skip("a reading of compute capability 9.0, and this GPU has " + ".".join(map(str, capability)))
+
+
+@pytest.fixture
+def same_gpu(raw: Any, same_architecture: None) -> None:
+    """Skips where the GPU is of another kind than that of the readings."""
+    name = value(raw.cuDeviceGetName(64, 0)).rstrip(b"\0").decode()
+    if name != NAME:
+        pytest.skip(f"a reading of an {NAME}, and this is an {name}")
 
 
 @pytest.fixture

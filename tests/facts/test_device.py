@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.facts.conftest import CAPABILITY, DRIVER_VERSION, NAME
 from tests.facts.support import Rig, said, value
 
 # Left out: attributes whose values depend on the host (the PCI address, the board's number) and those that the
@@ -23,23 +24,14 @@ ATTRIBUTES = {
     "WARP_SIZE": 32,
     "MAX_PITCH": 2147483647,
     "MAX_REGISTERS_PER_BLOCK": 65536,
-    "CLOCK_RATE": 1980000,
     "TEXTURE_ALIGNMENT": 512,
     "GPU_OVERLAP": 1,
-    "MULTIPROCESSOR_COUNT": 132,
-    "KERNEL_EXEC_TIMEOUT": 0,
     "INTEGRATED": 0,
     "CAN_MAP_HOST_MEMORY": 1,
-    "COMPUTE_MODE": 0,
     "SURFACE_ALIGNMENT": 512,
     "CONCURRENT_KERNELS": 1,
-    "ECC_ENABLED": 1,
     "TCC_DRIVER": 0,
-    "MEMORY_CLOCK_RATE": 3201000,
-    "GLOBAL_MEMORY_BUS_WIDTH": 6016,
-    "L2_CACHE_SIZE": 62914560,
     "MAX_THREADS_PER_MULTIPROCESSOR": 2048,
-    "ASYNC_ENGINE_COUNT": 3,
     "UNIFIED_ADDRESSING": 1,
     "TEXTURE_PITCH_ALIGNMENT": 32,
     "COMPUTE_CAPABILITY_MAJOR": 9,
@@ -50,9 +42,7 @@ ATTRIBUTES = {
     "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR": 233472,
     "MAX_REGISTERS_PER_MULTIPROCESSOR": 65536,
     "MANAGED_MEMORY": 1,
-    "HOST_NATIVE_ATOMIC_SUPPORTED": 0,
     "SINGLE_TO_DOUBLE_PRECISION_PERF_RATIO": 2,
-    "PAGEABLE_MEMORY_ACCESS": 0,
     "CONCURRENT_MANAGED_ACCESS": 1,
     "COMPUTE_PREEMPTION_SUPPORTED": 1,
     "CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM": 1,
@@ -61,8 +51,6 @@ ATTRIBUTES = {
     "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 232448,
     "CAN_FLUSH_REMOTE_WRITES": 0,
     "HOST_REGISTER_SUPPORTED": 1,
-    "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES": 0,
-    "DIRECT_MANAGED_MEM_ACCESS_FROM_HOST": 0,
     "VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED": 1,
     "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": 1,
     "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED": 1,
@@ -70,28 +58,47 @@ ATTRIBUTES = {
     "HANDLE_TYPE_WIN32_KMT_HANDLE_SUPPORTED": 0,
     "MAX_BLOCKS_PER_MULTIPROCESSOR": 32,
     "GENERIC_COMPRESSION_SUPPORTED": 1,
-    "MAX_PERSISTING_L2_CACHE_SIZE": 39321600,
     "MAX_ACCESS_POLICY_WINDOW_SIZE": 134217728,
-    "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED": 1,
     "RESERVED_SHARED_MEMORY_PER_BLOCK": 1024,
     "SPARSE_CUDA_ARRAY_SUPPORTED": 1,
     "READ_ONLY_HOST_REGISTER_SUPPORTED": 1,
     "TIMELINE_SEMAPHORE_INTEROP_SUPPORTED": 1,
     "MEMORY_POOLS_SUPPORTED": 1,
-    "GPU_DIRECT_RDMA_SUPPORTED": 1,
-    "GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS": 1,
-    "GPU_DIRECT_RDMA_WRITES_ORDERING": 100,
-    "MEMPOOL_SUPPORTED_HANDLE_TYPES": 9,
     "CLUSTER_LAUNCH": 1,
     "DEFERRED_MAPPING_CUDA_ARRAY_SUPPORTED": 1,
     "CAN_USE_64_BIT_STREAM_MEM_OPS": 1,
     "CAN_USE_STREAM_WAIT_VALUE_NOR": 1,
-    "DMA_BUF_SUPPORTED": 1,
     "IPC_EVENT_SUPPORTED": 1,
     "MEM_SYNC_DOMAIN_COUNT": 4,
     "TENSOR_MAP_ACCESS_SUPPORTED": 1,
-    "HANDLE_TYPE_FABRIC_SUPPORTED": 1,
     "UNIFIED_FUNCTION_POINTERS": 1,
+    "HOST_MEMORY_POOLS_SUPPORTED": 1,
+    "HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": 1,
+}
+
+# Those that differ from one board or host to another of the same architecture.
+BOARD_ATTRIBUTES = {
+    "CLOCK_RATE": 1980000,
+    "MULTIPROCESSOR_COUNT": 132,
+    "KERNEL_EXEC_TIMEOUT": 0,
+    "COMPUTE_MODE": 0,
+    "ECC_ENABLED": 1,
+    "MEMORY_CLOCK_RATE": 3201000,
+    "GLOBAL_MEMORY_BUS_WIDTH": 6016,
+    "L2_CACHE_SIZE": 62914560,
+    "ASYNC_ENGINE_COUNT": 3,
+    "HOST_NATIVE_ATOMIC_SUPPORTED": 0,
+    "PAGEABLE_MEMORY_ACCESS": 0,
+    "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES": 0,
+    "DIRECT_MANAGED_MEM_ACCESS_FROM_HOST": 0,
+    "MAX_PERSISTING_L2_CACHE_SIZE": 39321600,
+    "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED": 1,
+    "GPU_DIRECT_RDMA_SUPPORTED": 1,
+    "GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS": 1,
+    "GPU_DIRECT_RDMA_WRITES_ORDERING": 100,
+    "MEMPOOL_SUPPORTED_HANDLE_TYPES": 9,
+    "DMA_BUF_SUPPORTED": 1,
+    "HANDLE_TYPE_FABRIC_SUPPORTED": 1,
     "NUMA_CONFIG": 0,
     "NUMA_ID": -1,
     "MPS_ENABLED": 0,
@@ -104,8 +111,6 @@ ATTRIBUTES = {
     "HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": 1,
     "HOST_NUMA_MEMORY_POOLS_SUPPORTED": 1,
     "HOST_NUMA_MULTINODE_IPC_SUPPORTED": 0,
-    "HOST_MEMORY_POOLS_SUPPORTED": 1,
-    "HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": 1,
     "HOST_ALLOC_DMA_BUF_SUPPORTED": 0,
     "ONLY_PARTIAL_HOST_NATIVE_ATOMIC_SUPPORTED": 0,
 }
@@ -180,16 +185,25 @@ def device_attribute(raw: Any, name: str) -> Any:
     return member
 
 
+@pytest.mark.usefixtures("same_architecture")
 @pytest.mark.parametrize(("name", "reading"), ATTRIBUTES.items(), ids=ATTRIBUTES)
 def test_attribute(raw: Any, name: str, reading: int) -> None:
     assert value(raw.cuDeviceGetAttribute(device_attribute(raw, name), 0)) == reading
 
 
+@pytest.mark.usefixtures("same_gpu")
+@pytest.mark.parametrize(("name", "reading"), BOARD_ATTRIBUTES.items(), ids=BOARD_ATTRIBUTES)
+def test_attribute_of_the_board(raw: Any, name: str, reading: int) -> None:
+    assert value(raw.cuDeviceGetAttribute(device_attribute(raw, name), 0)) == reading
+
+
+@pytest.mark.usefixtures("same_architecture")
 def test_more_attributes(raw: Any) -> None:
     answers = {name: value(raw.cuDeviceGetAttribute(device_attribute(raw, name), 0)) for name in MORE_ATTRIBUTES}
     assert answers == MORE_ATTRIBUTES
 
 
+@pytest.mark.usefixtures("same_driver")
 @pytest.mark.parametrize("name", UNKNOWN_ATTRIBUTES)
 def test_attribute_that_the_driver_does_not_know(raw: Any, name: str) -> None:
     assert said(raw.cuDeviceGetAttribute(device_attribute(raw, name), 0)) == "INVALID_VALUE"
@@ -197,6 +211,7 @@ def test_attribute_that_the_driver_does_not_know(raw: Any, name: str) -> None:
 
 # The bindings of 12.9 name a number there that the driver does know.
 @pytest.mark.bindings("13.0")
+@pytest.mark.usefixtures("same_driver")
 def test_attribute_behind_the_last(raw: Any) -> None:
     attribute = raw.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX
     assert said(raw.cuDeviceGetAttribute(attribute, 0)) == "INVALID_VALUE"
@@ -206,6 +221,7 @@ def test_attribute_of_a_device_that_is_not_there(raw: Any) -> None:
     assert said(raw.cuDeviceGetAttribute(raw.CUdevice_attribute(1), 99)) == "INVALID_DEVICE"
 
 
+@pytest.mark.usefixtures("same_gpu")
 def test_multicast_needs_a_second_device(raw: Any) -> None:
     count = value(raw.cuDeviceGetCount())
     attribute = device_attribute(raw, "MULTICAST_SUPPORTED")
@@ -218,8 +234,9 @@ def test_multicast_of_two_devices(raw: Any) -> None:
     assert [value(raw.cuDeviceGetAttribute(attribute, device)) for device in (0, 1)] == [1, 1]
 
 
+@pytest.mark.usefixtures("same_driver")
 def test_driver_version(raw: Any) -> None:
-    assert value(raw.cuDriverGetVersion()) == 13000
+    assert value(raw.cuDriverGetVersion()) == DRIVER_VERSION
 
 
 def test_device_count(raw: Any) -> None:
@@ -227,16 +244,25 @@ def test_device_count(raw: Any) -> None:
 
 
 def test_name_is_padded_to_the_length_asked_for(raw: Any) -> None:
-    assert value(raw.cuDeviceGetName(64, 0)).rstrip(b"\0") == b"NVIDIA H200"
+    name = value(raw.cuDeviceGetName(64, 0))
+    assert len(name) == 64 and name.rstrip(b"\0").decode().isprintable()
 
 
+@pytest.mark.simulated_only("which must not skip what other machines do")
+def test_machine_of_the_readings(raw: Any) -> None:
+    assert value(raw.cuDeviceGetName(64, 0)).rstrip(b"\0").decode() == NAME
+    assert value(raw.cuDeviceComputeCapability(0)) == CAPABILITY
+    assert value(raw.cuDriverGetVersion()) == DRIVER_VERSION
+
+
+@pytest.mark.usefixtures("same_gpu")
 def test_total_memory(raw: Any) -> None:
     assert value(raw.cuDeviceTotalMem(0)) == 150109880320
 
 
 def test_memory_info(raw: Any) -> None:
     free, total = value(raw.cuMemGetInfo())
-    assert total == 150109880320
+    assert total == value(raw.cuDeviceTotalMem(0))
     assert 0 < free < total
 
 
@@ -263,10 +289,12 @@ def test_error_name_and_string(raw: Any) -> None:
     assert value(raw.cuGetErrorString(error)) == b"out of memory"
 
 
+@pytest.mark.usefixtures("same_architecture")
 def test_stream_priority_range(raw: Any) -> None:
     assert value(raw.cuCtxGetStreamPriorityRange()) == (0, -5)
 
 
+@pytest.mark.usefixtures("same_driver")
 def test_context_api_version(rig: Rig) -> None:
     assert value(rig.raw.cuCtxGetApiVersion(rig.context)) == 3020
 

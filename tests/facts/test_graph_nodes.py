@@ -180,10 +180,10 @@ def test_of_equal_holes_that_which_has_been_there_longest(nodes: Nodes) -> None:
 def test_addresses_are_there_for_more_than_the_device_has(nodes: Nodes) -> None:
     """Nothing is launched: on hardware that took what there was, and kept it."""
     raw, total = nodes.raw, value(nodes.raw.cuDeviceTotalMem(0))
-    size = -(-total // STEP) * STEP
-    nodes.allocate(size + STEP)
+    first, both = (-(-size // STEP) * STEP for size in (total + STEP, 2 * total))
+    nodes.allocate(first)
     assert said(raw.cuGraphAddMemAllocNode(nodes.graph, None, 0, nodes.params(1 << 45))) == "OUT_OF_MEMORY"
-    nodes.allocate(size - STEP)
+    nodes.allocate(both - first)
 
 
 def test_what_can_be_freed(nodes: Nodes) -> None:

@@ -34,7 +34,14 @@ def put(rig: Rig, number: int, wanted: int) -> int | str:
     return int(value(rig.raw.cuCtxGetLimit(limit(rig, number)))) if said(answer) == "SUCCESS" else said(answer)
 
 
-def test_defaults(rig: Rig) -> None:
+@pytest.fixture
+def persisting(rig: Rig) -> int:
+    """A tenth of the cache that can be set aside: the step of that limit."""
+    return rig.device_attribute("MAX_PERSISTING_L2_CACHE_SIZE") // 10
+
+
+@pytest.mark.usefixtures("same_architecture")
+def test_defaults(rig: Rig, persisting: int) -> None:
     expected = {
         STACK: 1024,
         PRINTF: 8650752,
@@ -42,8 +49,8 @@ def test_defaults(rig: Rig) -> None:
         DEPTH: "UNSUPPORTED_LIMIT",
         LAUNCHES: 2048,
         GRANULARITY: 64,
-        PERSISTING: 11796480,
-        SHARED: 232448,
+        PERSISTING: 3 * persisting,
+        SHARED: rig.device_attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
         GRAPHICS: 0,
         FALLBACK: "UNSUPPORTED_LIMIT",
     }
@@ -70,23 +77,29 @@ def test_defaults(rig: Rig) -> None:
         (GRANULARITY, 0, 0),
         (GRANULARITY, 33, 33),
         (GRANULARITY, 129, "INVALID_VALUE"),
-        (PERSISTING, 1, 3932160),
-        (PERSISTING, 3932161, 7864320),
-        (PERSISTING, 39321601, "INVALID_VALUE"),
         (SHARED, 1024, "NOT_PERMITTED"),
         (GRAPHICS, 0, "NOT_PERMITTED"),
         (DEPTH, 2, "UNSUPPORTED_LIMIT"),
     ],
 )
+@pytest.mark.usefixtures("same_architecture")
 def test_what_can_be_set(rig: Rig, number: int, wanted: int, kept: int | str) -> None:
     assert put(rig, number, wanted) == kept
 
 
+@pytest.mark.usefixtures("same_architecture")
+def test_cache_that_is_set_aside(rig: Rig, persisting: int) -> None:
+    assert put(rig, PERSISTING, 1) == persisting
+    assert put(rig, PERSISTING, persisting + 1) == 2 * persisting
+    assert put(rig, PERSISTING, 10 * persisting + 1) == "INVALID_VALUE"
+
+
 @pytest.mark.parametrize("size", [512, 2048, 3008, 4096])
 def test_stacks_take_memory(rig: Rig, size: int) -> None:
-    """One for every thread that can run at a time: 132 multiprocessors of 2048."""
+    """One for every thread that can run at a time."""
     put(rig, STACK, 1024)
-    before, threads = rig.device_free(), 132 * 2048
+    multiprocessors = rig.device_attribute("MULTIPROCESSOR_COUNT")
+    before, threads = rig.device_free(), multiprocessors * rig.device_attribute("MAX_THREADS_PER_MULTIPROCESSOR")
     assert put(rig, STACK, size) == size
     assert before - rig.device_free() == (size * threads // PAGE - 1024 * threads // PAGE) * PAGE
     put(rig, STACK, 1024)
@@ -135,7 +148,8 @@ def test_settings(rig: Rig) -> None:
     assert said(raw.cuCtxResetPersistingL2Cache()) == "SUCCESS"
     target, scope = raw.CUflushGPUDirectRDMAWritesTarget(0), raw.CUflushGPUDirectRDMAWritesScope(100)
     assert said(raw.cuFlushGPUDirectRDMAWrites(target, scope)) == "SUCCESS"
-    assert value(raw.cuDeviceComputeCapability(0)) == (9, 0)
+    capability = tuple(rig.device_attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+    assert value(raw.cuDeviceComputeCapability(0)) == capability
     properties = value(raw.cuDeviceGetProperties(0))
     assert (properties.maxThreadsPerBlock, properties.SIMDWidth) == (1024, 32)
     assert list(properties.maxThreadsDim) == [1024, 1024, 64]
