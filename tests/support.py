@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import inspect
 import os
 import sys
@@ -17,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
@@ -109,6 +111,24 @@ def collect_and_freeze() -> None:
     """From now on collections look only at what is made from now on."""
     gc.collect()
     gc.freeze()
+
+
+def library(name: str) -> Any:
+    """Another library's module; skips the test where it is not installed or cannot be loaded."""
+    if name not in _not_loaded:
+        before = set(sys.modules)
+        try:
+            return importlib.import_module(name)
+        except Exception as error:
+            _not_loaded[name] = f"{name} cannot be imported: {type(error).__name__}: {error}"
+            for half in set(sys.modules) - before:  # or those who look for it there find a part of it
+                if half.partition(".")[0] == name.partition(".")[0]:
+                    del sys.modules[half]
+    pytest.skip(_not_loaded[name])
+
+
+_not_loaded: dict[str, str] = {}
+"""Reasons by the names of modules: to import some libraries again after a failure ends the process."""
 
 
 def bytecodes(work: Callable[[], object]) -> int:

@@ -119,8 +119,8 @@ def _notebook() -> _Screen:
 
 def _in_notebook() -> bool:
     """Whether there is a front end that shows HTML."""
-    module = sys.modules.get("IPython")
-    shell = module.get_ipython() if module is not None else None
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    shell = get_shell() if get_shell is not None else None
     return shell is not None and getattr(shell, "kernel", None) is not None
 
 

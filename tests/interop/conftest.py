@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
+from tests import support
 from tests.interop.libraries import LIBRARIES, MODULES, Library
 from tests.interop.standins import STANDINS
 
@@ -24,9 +25,9 @@ def get(machine: Any, device: sa.Device, on_cuda: bool) -> Iterator[Get]:
         def get(name: str) -> Library:
             module = MODULES.get(name, name)
             if on_cuda:
-                pytest.importorskip(module, reason=f"{module} is not installed")
+                support.library(module)
                 if name == "numba":
-                    pytest.importorskip("numba.cuda")
+                    support.library("numba.cuda")
             else:
                 for imported, standin in STANDINS[name](machine).items():
                     patch.setitem(sys.modules, imported, standin)

@@ -13,7 +13,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import interop, vmm
-from tests.support import KEEP, MiB
+from tests.support import KEEP, MiB, library
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 
@@ -31,14 +31,14 @@ extern "C" __global__ void slow(unsigned* words, long long count, unsigned value
 def cupy(on_cuda: bool, machine: Any) -> Any:
     if not on_cuda:
         pytest.skip("kernels run on GPUs only")
-    return pytest.importorskip("cupy")
+    return library("cupy")
 
 
 @pytest.fixture
 def torch(on_cuda: bool, machine: Any) -> Any:
     if not on_cuda:
         pytest.skip("kernels run on GPUs only")
-    module = pytest.importorskip("torch")
+    module = library("torch")
     if not module.cuda.is_available():
         pytest.skip("PyTorch without CUDA")
     return module

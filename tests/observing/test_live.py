@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
-from streamalloc.observing import live
+from streamalloc.observing import live, live_view
 from tests.support import MiB
 
 
@@ -82,6 +82,11 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Screen:
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     monkeypatch.setattr("streamalloc.observing.live_view._in_notebook", lambda: True)
     return screen
+
+
+def test_where_the_import_of_ipython_has_failed_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    assert not live_view._in_notebook()
 
 
 class TestTerminal:

@@ -523,6 +523,11 @@ _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 # -- any of them ---------------------------------------------------------------------------------------------
 
 
+def _loaded(module: str, name: str) -> Any:
+    """A class or a function of a module; () where the module is not loaded, or lacks it as its import has failed."""
+    return getattr(sys.modules.get(module), name, ())
+
+
 def as_communicator(group: CommunicatorLike = None) -> Communicator:
     """The communicator for a group of whatever kind.
 
@@ -540,18 +545,18 @@ def as_communicator(group: CommunicatorLike = None) -> Communicator:
     ValueError
         None, and ``torch.distributed`` is not initialised.
     """
-    mpi, torch = sys.modules.get("mpi4py.MPI"), sys.modules.get("torch.distributed")
     if group is None:
-        if torch is None or not torch.is_available() or not torch.is_initialized():
+        is_initialized = _loaded("torch.distributed", "is_initialized")
+        if not (is_initialized and is_initialized()):
             raise ValueError(
                 "which group? torch.distributed is not initialised: give a communicator of mpi4py or one of "
                 "ProcessCommunicator.create(n), or SelfCommunicator() for this process alone"
             )
         return TorchCommunicator()
     # Whoever has such an object has imported its module.
-    if mpi is not None and isinstance(group, mpi.Comm):
+    if isinstance(group, _loaded("mpi4py.MPI", "Comm")):
         return MPICommunicator(group)
-    if torch is not None and torch.is_available() and isinstance(group, torch.ProcessGroup):
+    if isinstance(group, _loaded("torch.distributed", "ProcessGroup")):
         return TorchCommunicator(group)
     if isinstance(group, Communicator):
         return group

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from streamalloc.ipc.transport.communicator import (
 from streamalloc.ipc.transport.packets import PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.process_group import Call, Limit
 from tests.processes import started
-from tests.support import open_descriptors
+from tests.support import library, open_descriptors
 
 
 def together(groups: Sequence[Any], *does: Callable[[Any], Any]) -> list[Any]:
@@ -372,6 +373,19 @@ class TestAnyGroup:
             with pytest.raises(ValueError, match=r"SelfCommunicator\(\)"):
                 as_communicator()
 
+    @pytest.mark.parametrize("module", ["torch.distributed", "mpi4py.MPI"])
+    def test_where_the_import_of_a_library_has_failed_half_way(
+        self, monkeypatch: pytest.MonkeyPatch, module: str
+    ) -> None:
+        monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+        group = SelfCommunicator()
+        assert as_communicator(group) is group
+        with pytest.raises(TypeError, match="no group"):
+            as_communicator(object())  # type: ignore[arg-type]
+        if module == "torch.distributed":
+            with pytest.raises(ValueError, match=r"SelfCommunicator\(\)"):
+                as_communicator()
+
 
 def run(*commands: list[str]) -> None:
     """Run programs at once; all have to succeed."""
@@ -404,7 +418,7 @@ else:
 
 
 def test_mpi() -> None:
-    pytest.importorskip("mpi4py")
+    library("mpi4py")
     mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if mpiexec is None:
         pytest.skip("needs mpiexec")
@@ -414,7 +428,7 @@ def test_mpi() -> None:
 
 @pytest.mark.parametrize("store", ["file", "tcp"])
 def test_torch(tmp_path: Path, store: str) -> None:
-    pytest.importorskip("torch")
+    library("torch")
     where = f"file://{tmp_path}/store" if store == "file" else f"tcp://127.0.0.1:{20000 + os.getpid() % 20000}"
     code = f"""
 import sys
