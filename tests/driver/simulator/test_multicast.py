@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import signal
 import subprocess
@@ -24,6 +23,7 @@ from tests.driver.simulator.support import new_rig as any_rig
 from tests.facts.support import DEVICE, FABRIC, PAGE, POSIX_FD, READ, READWRITE, MiB, Rig, said, value
 from tests.facts.teams import Team, properties, whole
 from tests.processes import Descriptor, Kept, Member, Peer, bytes_of, python, started
+from tests.support import open_descriptors
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
@@ -651,32 +651,27 @@ class TestBetweenProcesses:
 
 
 class TestTheEnd:
-    def files(self) -> int:
-        return len(os.listdir("/proc/self/fd"))
-
     def mapped(self) -> int:
         return Path("/proc/self/maps").read_text().count("streamalloc")
 
     def test_nothing_is_left_when_all_was_undone(self, rig: Rig) -> None:
-        free, files, mapped = rig.device_free(), self.files(), self.mapped()
+        free, files, mapped = rig.device_free(), open_descriptors(), self.mapped()
         other = Rig(rig.raw)
         team, address = whole(other, handle_types=POSIX_FD)
         value(other.raw.cuMemsetD8(address, 1, PAGE))
         other.synchronize()
         os.close(export(team))
         other.close()
-        assert (rig.device_free(), self.files(), self.mapped()) == (free, files, mapped)
+        assert (rig.device_free(), open_descriptors(), self.mapped()) == (free, files, mapped)
 
     def test_nothing_is_left_of_a_machine_that_is_dropped(self) -> None:
-        gc.collect()
-        files, mapped = self.files(), self.mapped()
+        files, mapped = open_descriptors(), self.mapped()
         rig = new_rig()
         _, address = whole(rig, handle_types=POSIX_FD)
         value(rig.raw.cuMemsetD8(address, 1, PAGE))
         rig.raw.cuCtxSetCurrent(rig.raw.CUcontext(0))
         del rig, _
-        gc.collect()
-        assert (self.files(), self.mapped()) == (files, mapped)
+        assert (open_descriptors(), self.mapped()) == (files, mapped)
 
 
 ADDING = """
