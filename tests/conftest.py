@@ -109,6 +109,17 @@ def quick_collections() -> None:
     collect_and_freeze()
 
 
+@pytest.fixture(autouse=True)
+def supported(request: pytest.FixtureRequest) -> None:
+    """Skips a test with the mark ``supports`` on a device that lacks something of it."""
+    wanted = [name for mark in request.node.iter_markers("supports") for name in mark.args]
+    if wanted:
+        found = request.getfixturevalue("device").supports
+        lacking = [name for name in wanted if not getattr(found, name)]
+        if lacking:
+            pytest.skip(f"device 0 does not support {', '.join(lacking)}")
+
+
 @pytest.fixture
 def machine(streamalloc_machine: Any) -> Any:
     """The driver under test, as a user would name it; a fresh machine for each test where it is simulated."""

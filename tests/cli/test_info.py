@@ -91,6 +91,7 @@ def test_imex_channel_that_this_user_may_open(
     assert f"  {channel}  may be opened\n" in run("info")[1]
 
 
+@pytest.mark.supports("fabric_handles", "compression", "dma_buf")
 def test_what_to_ask_the_administrator_for(run: Run) -> None:
     with sd.use(sd.simulated(devices=1)):
         text = run("info")[1]
@@ -122,6 +123,7 @@ def test_sharing_is_tried(machine: Any, run: Run) -> None:
         ("cuIpcGetEventHandle", "event"),
     ],
 )
+@pytest.mark.supports("fabric_handles", "compression", "dma_buf")
 def test_sharing_that_the_driver_refuses(machine: Any, run: Run, name: str, what: str) -> None:
     with sd.use(sd.faulty(machine, name, result="CUDA_ERROR_NOT_SUPPORTED")):
         found = _sharing(run)
@@ -203,6 +205,7 @@ def test_virtual_memory_is_tried(machine: Any, run: Run) -> None:
     assert trials["address range"]["works"] is True
 
 
+@pytest.mark.supports("compression")
 def test_compression_is_read_from_the_handle(machine: Any, run: Run) -> None:
     def never_compressible(handle: Any) -> Any:
         result, properties = machine.cuMemGetAllocationPropertiesFromHandle(handle)
@@ -215,6 +218,7 @@ def test_compression_is_read_from_the_handle(machine: Any, run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemGetHandleForAddressRange"])
+@pytest.mark.supports("fabric_handles", "compression", "dma_buf")
 def test_what_the_driver_refuses_is_said(machine: Any, run: Run, name: str) -> None:
     with sd.use(sd.faulty(machine, name, result="CUDA_ERROR_NOT_SUPPORTED")):
         # Only this call fails; the report goes on, and later trials show what else there is.

@@ -35,6 +35,7 @@ class Arrays:
     """Makes sparse arrays, of four bytes an element unless something else is wanted, and memory for their tiles."""
 
     def __init__(self, rig: Rig) -> None:
+        rig.need("SPARSE_CUDA_ARRAY_SUPPORTED")
         self.rig, self.raw = rig, rig.raw
         self.stream = rig.stream()
         self._made: dict[Any, Callable[[Any], Answer]] = {}

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 MiB = 1 << 20
 # What physical memory, address ranges and mappings are multiples of: the granularity, which is the same for all.
@@ -192,6 +193,8 @@ class Rig:
         max_size: int = 0,
         usage: int = 0,
     ) -> Any:
+        if handle_types & FABRIC:
+            self.need("HANDLE_TYPE_FABRIC_SUPPORTED")
         props = self.raw.CUmemPoolProps()
         props.allocType = self.raw.CUmemAllocationType(allocation_type)
         props.location = self.location(location, id)
@@ -264,6 +267,12 @@ class Rig:
         rdma: int = 0,
         usage: int = 0,
     ) -> Any:
+        if handle_types & FABRIC:
+            self.need("HANDLE_TYPE_FABRIC_SUPPORTED")
+        if compression:
+            self.need("GENERIC_COMPRESSION_SUPPORTED")
+        if rdma:
+            self.need("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED")
         props = self.raw.CUmemAllocationProp()
         props.type = self.raw.CUmemAllocationType(allocation_type)
         props.location = self.location(location, id)
@@ -361,6 +370,11 @@ class Rig:
         """An attribute of device 0."""
         attribute = getattr(self.raw.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(value(self.raw.cuDeviceGetAttribute(attribute, 0)))
+
+    def need(self, name: str) -> None:
+        """Skip the test unless device 0 has an attribute, of which there are no readings without it."""
+        if not self.device_attribute(name):
+            pytest.skip(f"device 0 lacks {name}")
 
     def device_free(self) -> int:
         """Free memory of the current device."""

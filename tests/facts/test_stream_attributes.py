@@ -31,6 +31,7 @@ def write(rig: Rig, stream: Any, number: int, *given: float) -> str:
     return said(rig.raw.cuStreamSetAttribute(stream, attribute(rig, number), wanted))
 
 
+@pytest.mark.usefixtures("same_architecture")
 def test_defaults(rig: Rig) -> None:
     """Also of the default streams; other attributes are those of launches."""
     for stream in (rig.stream(), rig.per_thread):
@@ -63,6 +64,7 @@ REFUSED: list[tuple[int, tuple[float, ...]]] = [
 ]
 
 
+@pytest.mark.usefixtures("same_architecture")
 @pytest.mark.parametrize(("number", "given", "kept"), ACCEPTED)
 def test_what_can_be_set(rig: Rig, number: int, given: tuple[float, ...], kept: tuple[float, ...]) -> None:
     for stream in (rig.stream(), rig.per_thread):
@@ -75,6 +77,7 @@ def test_what_can_be_set(rig: Rig, number: int, given: tuple[float, ...], kept: 
             write(rig, stream, number, *before)
 
 
+@pytest.mark.usefixtures("same_architecture")
 @pytest.mark.parametrize(("number", "given"), REFUSED)
 def test_what_cannot_be_set(rig: Rig, number: int, given: tuple[float, ...]) -> None:
     stream = rig.stream()

@@ -39,7 +39,10 @@ class TestKinds:
         assert found.ipc and found.handle_types == POSIX and "POSIX_FILE_DESCRIPTOR" in str(found.ipc)
         assert not found.ucx
 
-    @pytest.mark.parametrize("rdma", [False, True])
+    @pytest.mark.supports("dma_buf")
+    @pytest.mark.parametrize(
+        "rdma", [False, pytest.param(True, marks=pytest.mark.supports("gpu_direct_rdma_with_vmm"))]
+    )
     def test_one_mapping(self, device: sa.Device, rdma: bool) -> None:
         with vmm.GrowableBuffer(device, 4 * MiB, 4 * MiB, handle_types=POSIX, gpu_direct_rdma=rdma) as buffer:
             found = interop.registration(buffer)

@@ -170,6 +170,7 @@ class TestRmmCudaAsyncMemoryResource:
         with sa.MemoryPool(device, handle_types=handles) as resource, resource.allocate(MiB, stream) as buffer:
             assert sa.pointer_attributes(buffer.address).shareable
 
+    @pytest.mark.supports("fabric_handles")
     def test_enable_fabric(self, device: sa.Device) -> None:
         """RMM's own test cannot know whether to expect success; a device says which handles its pools can have."""
         offered = device.supports.pool_handle_types

@@ -103,7 +103,7 @@ class TestOtherMemory:
         raw.cuMemFree(pointer)
         assert (found.kind, found.device, found.base, found.nbytes) == (MemoryKind.DEVICE, device, int(pointer), 5000)
         assert found.pool is None and found.host_address is None and found.device_address == int(pointer) + 7
-        assert found.legacy_ipc and found.shareable and found.gpu_direct_rdma
+        assert found.legacy_ipc and found.shareable and found.gpu_direct_rdma == device.supports.gpu_direct_rdma
 
     @pytest.mark.gpus(2)
     def test_plain_of_a_peer(self, raw: Any, peer: sa.Device) -> None:

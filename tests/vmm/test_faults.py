@@ -452,7 +452,8 @@ class Reserve(Case):
 
 class Create(Case):
     def step(self) -> None:
-        self.memory = vmm.PhysicalMemory(PAGE, self.device, compressible=True)
+        compressible = sa.Device(0).supports.compression is True
+        self.memory = vmm.PhysicalMemory(PAGE, self.device, compressible=compressible)
 
     def check_failed(self, failed: str) -> None:
         assert self.account.left == {}

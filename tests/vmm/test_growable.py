@@ -114,6 +114,7 @@ class TestMake:
         with vmm.GrowableBuffer(device, PAGE, alignment=alignment) as buffer:
             assert buffer.address % alignment == 0
 
+    @pytest.mark.supports("compression")
     def test_options(self, device: sa.Device) -> None:
         kind = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
         with vmm.GrowableBuffer(

@@ -137,10 +137,12 @@ class Without:
 
 
 class TestOptions:
+    @pytest.mark.supports("compression")
     def test_compressible(self, device: sa.Device) -> None:
         with vmm.PhysicalMemory(PAGE, device, compressible=True) as memory, vmm.PhysicalMemory(PAGE, device) as plain:
             assert memory.compressible and not plain.compressible
 
+    @pytest.mark.supports("compression", "gpu_direct_rdma_with_vmm")
     def test_compression_that_is_not_given(self, device: sa.Device) -> None:
         """The handle tells what the driver gave: with GPUDirect RDMA it gives none."""
         with vmm.PhysicalMemory(PAGE, device, compressible=True, gpu_direct_rdma=True) as memory:
@@ -148,6 +150,7 @@ class TestOptions:
             assert not memory.compressible
             assert memory.query().alloc_flags.gpu_direct_rdma_capable
 
+    @pytest.mark.supports("gpu_direct_rdma_with_vmm")
     def test_gpu_direct_rdma(self, device: sa.Device) -> None:
         with vmm.PhysicalMemory(PAGE, device, gpu_direct_rdma=True) as memory:
             assert memory.query().alloc_flags.gpu_direct_rdma_capable
@@ -192,6 +195,7 @@ class TestOptions:
         assert driver.created == 0
         vmm.PhysicalMemory(PAGE, device).close()
 
+    @pytest.mark.supports("fabric_handles")
     def test_fabric_handles_without_a_channel(self, device: sa.Device) -> None:
         with pytest.raises(sa.NotPermittedError, match="IMEX"):
             vmm.PhysicalMemory(PAGE, device, handle_types=FABRIC)

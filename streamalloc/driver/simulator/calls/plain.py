@@ -223,7 +223,7 @@ _POINTER_ATTRIBUTES: dict[str, Callable[[Allocation, int], Any]] = {
     "RANGE_SIZE": lambda a, at: a.size,
     "MAPPED": lambda a, at: True,
     "ALLOWED_HANDLE_TYPES": lambda a, at: 0 if a.pool is None else a.pool.handle_types,
-    "IS_GPU_DIRECT_RDMA_CAPABLE": lambda a, at: int(isinstance(a, DeviceMemory)),
+    "IS_GPU_DIRECT_RDMA_CAPABLE": lambda a, at: int(isinstance(a, DeviceMemory) and _has_rdma(a)),
     "ACCESS_FLAGS": lambda a, at: 3,  # read and write
     "MEMPOOL_HANDLE": lambda a, at: cuda.CUmemoryPool(0 if a.pool is None else a.pool.handle),
 }
@@ -235,6 +235,10 @@ _NOT_READ_BY_BINDINGS = (
     "IS_HW_DECOMPRESS_CAPABLE",
     "LOCALITY_DOMAIN_ORDINAL",
 )
+
+
+def _has_rdma(allocation: Allocation) -> bool:
+    return allocation.context is not None and allocation.context.device.attributes["GPU_DIRECT_RDMA_SUPPORTED"] == 1
 
 
 def _range_start(allocation: Allocation) -> int:
