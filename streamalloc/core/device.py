@@ -126,12 +126,12 @@ class Device:
     @property
     def default_stream(self) -> Stream:
         """The legacy default stream, which waits for and holds up every blocking stream of the device."""
-        return Stream(self, cuda.CUstream(int(cuda.CU_STREAM_LEGACY)))
+        return Stream.of_handle(self, int(cuda.CU_STREAM_LEGACY), None)
 
     @property
     def per_thread_stream(self) -> Stream:
         """The default stream of the thread that uses it."""
-        return Stream(self, cuda.CUstream(int(cuda.CU_STREAM_PER_THREAD)))
+        return Stream.of_handle(self, int(cuda.CU_STREAM_PER_THREAD), None)
 
     @property
     def graph_memory(self) -> GraphMemory:

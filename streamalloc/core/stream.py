@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -87,30 +88,47 @@ _NO_LISTS: Mapping[object, Any] = MappingProxyType({})
 _INVALID_HANDLE = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
 
 
+class _Kind(enum.Enum):
+    """Owner of the driver's stream. It is said when the object is made, and stays."""
+
+    MADE = enum.auto()
+    """The package made the stream (``cuStreamCreateWithPriority``), and alone destroys it."""
+    DEFAULT = enum.auto()
+    """A default stream of a context, which nobody destroys."""
+    BORROWED = enum.auto()
+    """Other code made the stream, destroys it, and may capture it."""
+
+
+_MADE = _Kind.MADE
+_DEFAULT = _Kind.DEFAULT
+
+
 class Stream(Closes):
     """A stream of one device.
 
     Made by :meth:`Device.create_stream`, :attr:`Device.default_stream` or :attr:`Device.per_thread_stream`;
-    :func:`as_stream` wraps other libraries' streams. Closing destroys a stream that we made (``cuStreamDestroy``):
-    the driver finishes the work that is queued, and nothing waits for it.
+    :func:`as_stream` and :meth:`of_handle` borrow other libraries' streams. Closing destroys a stream that
+    :meth:`Device.create_stream` made (``cuStreamDestroy``): the driver finishes the work that is queued, and nothing
+    waits for it. Nothing here ends any other stream.
     """
 
     __slots__ = (
         "__weakref__",
         "_capture",
         "_closed",
-        "_default",
         "_direct",
         "_door",
         "_endings",
-        "_foreign",
         "_handle",
         "_in_use",
+        "_kind",
         "_last",
         "_lists",
         "_number",
         "_owed",
+        "_owner",
         "_paying",
+        "_plain",
         "_raw",
         "_sees_all",
         "_spare",
@@ -120,18 +138,20 @@ class Stream(Closes):
     device: Device
     """The device that runs the stream's work."""
 
-    def __init__(self, device: Device, raw: Any, *, foreign: object | None = None) -> None:
-        self._prepare(device, raw, foreign)
-        self._open()
+    def __init__(self, *_: object, **__: object) -> None:
+        raise TypeError("a Stream is made by Device.create_stream, or borrowed by Stream.of_handle")
 
-    def _prepare(self, device: Device, raw: Any, foreign: object | None) -> None:
+    def _prepare(self, device: Device, kind: _Kind, raw: Any, owner: object, *, plain: bool) -> None:
         self.device = device
-        self._foreign = foreign
+        # Before it has the handle: the finaliser of a stream whose making was interrupted looks at the kind.
+        self._kind = kind
+        self._owner = owner
+        """What keeps the driver's stream alive; referenced, never called."""
+        self._plain = plain
+        """Whether fast paths may take the stream as long as nothing else forbids it."""
         self._door = device._door
         self._capture: Capture | None = None
         self._closed = True
-        # Before it has the handle: who drops what was interrupted from here on must not destroy a default stream.
-        self._default = raw is not None and int(raw) in _DEFAULT_HANDLES
         self._sees_all = False
         self._last: Event | None = None
         self._spare = Spares()
@@ -163,7 +183,7 @@ class Stream(Closes):
     def _create(cls, device: Device, blocking: bool, priority: int) -> Self:
         flags = cuda.CUstream_flags.CU_STREAM_DEFAULT if blocking else cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
         stream = cls.__new__(cls)
-        stream._prepare(device, None, None)
+        stream._prepare(device, _MADE, None, None, plain=True)
         with device.current():
             stream._door.create(stream, "_raw", "cuStreamCreateWithPriority", int(flags), priority)
         stream._open(non_blocking=not blocking)
@@ -171,20 +191,30 @@ class Stream(Closes):
 
     @classmethod
     def of_handle(cls, device: Device, handle: int, owner: object, *, direct: bool = False) -> Self:
-        """A stream of ``device`` that other code made and ``owner`` keeps; closing it leaves the driver's alone.
+        """A stream of ``device`` that other code made; neither closing nor dropping the object destroys it.
 
-        ``direct``: calls may go straight to the driver as on one of ours, and allocations be cached for it. Whoever
-        uses it looks before whether it is being captured. It makes no difference for default streams.
+        Parameters
+        ----------
+        device
+            The device of the stream.
+        handle
+            The driver's ``CUstream`` as a number; 0, 1 and 2 are the default streams.
+        owner
+            What the stream lives as long as; it is referenced. None where the caller sees to that.
+        direct
+            Whether calls may go straight to the driver as on a stream of :meth:`Device.create_stream`, and allocations
+            be cached for it. Whoever uses it asks first whether it is being captured. It makes no difference for
+            default streams.
         """
-        stream = cls(device, cuda.CUstream(handle), foreign=owner)
-        if direct and not stream._default:
-            stream._handle = stream._raw
-            stream._direct = stream._door
+        stream = cls.__new__(cls)
+        kind = _DEFAULT if handle in _DEFAULT_HANDLES else _Kind.BORROWED
+        stream._prepare(device, kind, cuda.CUstream(handle), owner, plain=direct and kind is not _DEFAULT)
+        stream._open()
         return stream
 
     def _allow_direct(self) -> None:
         # Other code may capture its own streams without our knowing, so those are looked at each time.
-        if not (self._default or self._closed or self._capture or self._owed or self._foreign is not None):
+        if self._plain and not (self._closed or self._capture or self._owed):
             self._handle = self._raw
             self._direct = self._door
 
@@ -208,7 +238,7 @@ class Stream(Closes):
     @property
     def is_default(self) -> bool:
         """Whether it is one of the device's default streams (legacy or per-thread)."""
-        return self._default
+        return self._kind is _DEFAULT
 
     @property
     def closed(self) -> bool:
@@ -222,9 +252,8 @@ class Stream(Closes):
 
     def _captured(self) -> bool:
         """What :attr:`capturing` says, without a driver call where we know it ourselves."""
-        # Of our own streams we know; other code may capture its own and the default streams without our knowing.
-        unknown = self._foreign is not None or self._default
-        return self._capture is not None or (unknown and self.capturing)
+        # Of the streams made here we know; other code may capture its own and the default streams without our knowing.
+        return self._capture is not None or (self._kind is not _MADE and self.capturing)
 
     def _refuse_capture(self, call: str, why: str) -> None:
         """Raise :class:`CaptureError` where the stream is being captured; ``call`` is what would not be replayed."""
@@ -276,7 +305,7 @@ class Stream(Closes):
 
     def _context(self) -> contextlib.AbstractContextManager[None]:
         """The device's context made current, where the handle means nothing without one."""
-        return self.device.current() if self._default else contextlib.nullcontext()
+        return self.device.current() if self._kind is _DEFAULT else contextlib.nullcontext()
 
     def _call(self, name: str, *args: Any, hint: str = "") -> Any:
         """A driver call whose first argument is this stream."""
@@ -432,14 +461,18 @@ class Stream(Closes):
         return capturing(self, mode)
 
     def close(self) -> None:
-        """Destroy the stream if we made it; queued work still runs. Buffers allocated on it stay valid. Idempotent."""
+        """End the use of the stream, and destroy it if :meth:`Device.create_stream` made it (``cuStreamDestroy``).
+
+        Queued work still runs. Buffers allocated on it stay valid. Idempotent.
+        """
         if self._closed:
             return
         if self._capture is not None:
             raise refused(CaptureError, "cuStreamDestroy", "the stream is being captured; end the capture first")
-        if self._foreign is not None or self._default:
+        if self._kind is not _MADE:
             self._forbid_direct()
             self._closed = True
+            self._spare.end(self._door)
             return
         with self._in_use:
             if self.closed:  # by another thread meanwhile
@@ -469,7 +502,10 @@ class Stream(Closes):
     def __del__(self) -> None:
         # A stream whose making was interrupted has a handle, and counts as closed.
         raw = getattr(self, "_raw", None)
-        if raw is None or self._foreign is not None or self._default or not self._door.usable:
+        if raw is None or not self._door.usable:
+            return
+        if self._kind is not _MADE:
+            self._spare.end(self._door)
             return
         if not self._closed or self._last is None:
             # Buffers of the same garbage cycle may come after their stream.
@@ -574,7 +610,7 @@ def as_stream(stream: StreamLike, door: Door) -> Stream:
     else:
         # Not cuStreamGetDevice: asking a stream that is captured for its device breaks the capture.
         ordinal = door.device_of(door.call("cuStreamGetCtx", raw))
-    return Stream(Device(int(ordinal), driver=door.driver), raw, foreign=stream)
+    return Stream.of_handle(Device(int(ordinal), driver=door.driver), int(raw), stream)
 
 
 # -- what the areas need of streams --------------------------------------------------------------------------

@@ -212,7 +212,7 @@ class Sources:
                 if not in_capture:
                     return self._allocate_aside(allocate, nbytes, stream.device)
                 # The slow way of allocating sees that the memory becomes the graph's.
-                stream = Stream.of_handle(stream.device, handle, owner or self)
+                stream = Stream.of_handle(stream.device, handle, owner)
         return allocate(nbytes, stream)
 
     def _allocate_aside(self, allocate: Callable[[int, Stream], Memory], nbytes: int, device: Device) -> Memory:
@@ -243,10 +243,10 @@ class Sources:
         key = ordinal, handle or _LEGACY
         stream = self._streams.get(key)
         if stream is None:
-            # What a cache keeps for a stream is freed on it in the end: only where we keep the stream itself. A pool
-            # keeps nothing. (A stream without any owner would count as one of ours.)
+            # What a cache keeps for a stream is freed on it in the end: only where the owner keeps the stream alive. A
+            # pool keeps nothing.
             direct = owner is not None or isinstance(source, MemoryPool)
-            stream = Stream.of_handle(self.device(ordinal), key[1], owner or self, direct=direct)
+            stream = Stream.of_handle(self.device(ordinal), key[1], owner, direct=direct)
             self._streams[key] = stream
         # A default stream's captures are looked for elsewhere.
         raw = None if stream.is_default else raw_handle(stream)

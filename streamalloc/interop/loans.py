@@ -71,7 +71,7 @@ class Lent(TypedView):
         capsule = super().__dlpack__(stream=stream, max_version=max_version, dl_device=dl_device, copy=copy)
         if self._user is None and stream not in (-1, None, _PER_THREAD):
             device = self.stream.device
-            self._user = Stream.of_handle(device, stream, device)
+            self._user = Stream.of_handle(device, stream, None)
         return capsule
 
     @finaliser
