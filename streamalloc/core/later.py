@@ -142,7 +142,8 @@ class Later:
         ended = False
         try:
             if not self.paused:
-                ended = item.attempt()
+                with self._guard():
+                    ended = item.attempt()
         finally:
             if not ended:
                 self.hand_in(item)

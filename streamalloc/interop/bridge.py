@@ -40,6 +40,7 @@ from streamalloc.core.ownership import Closes, finaliser
 from streamalloc.core.properties import MemLocation, MemLocationType
 from streamalloc.core.stream import Stream, raw_handle
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda
+from streamalloc.interop.captures import is_captured, library_captures
 from streamalloc.pool import MemoryPool
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["Bridge", "FreeAfterAll", "Ledger", "Source", "Sources", "give_back", "library"]
+__all__ = ["Bridge", "FreeAfterAll", "Ledger", "Source", "Sources", "free_after_all", "give_back", "library"]
 
 _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _PER_THREAD = int(cuda.CU_STREAM_PER_THREAD)
@@ -312,6 +313,9 @@ def give_back(buffer: Buffer, thread: int | None = None) -> None:
         return
     stream = buffer.stream
     if stream.is_default and stream.handle == _PER_THREAD and thread not in (None, threading.get_ident()):
+        free_after_all(buffer)
+        return
+    if stream.is_default and is_captured(stream):
         later_of(door).hand_in(FreeAfterAll(buffer))
         return
     try:
@@ -319,6 +323,17 @@ def give_back(buffer: Buffer, thread: int | None = None) -> None:
             buffer.free()
     except CudaError:
         later_of(door).hand_in(FreeAfterAll(buffer))
+
+
+def free_after_all(buffer: Buffer) -> None:
+    """Free memory after all work that its device has now, whatever stream that is on, for finalisers.
+
+    The host waits for nothing: the free is queued at once, or at a later point of work where a capture is under way.
+    """
+    door = door_behind(buffer)
+    if door.usable:
+        with contextlib.suppress(CudaError):  # it is tried again later
+            later_of(door).end(FreeAfterAll(buffer))
 
 
 class FreeAfterAll(Deferred):
@@ -333,9 +348,11 @@ class FreeAfterAll(Deferred):
         """Free it, on a stream of ours that waits for the others; a refusal means that a capture is under way."""
         buffer = self._buffer
         if not buffer.freed:
-            device = buffer.stream.device
-            stream = _asides_of(door_behind(buffer)).stream(device)
-            with context_event(device) as event:
+            own = buffer.stream
+            if is_captured(own) or library_captures(own):
+                return False
+            stream = _asides_of(door_behind(buffer)).stream(own.device)
+            with context_event(own.device) as event:
                 stream.wait(event)
             buffer.free(stream)
         return True

@@ -15,13 +15,12 @@ import numpy.typing as npt
 
 from streamalloc.core.buffer import Buffer
 from streamalloc.core.device import Device
-from streamalloc.core.door import door_behind
 from streamalloc.core.errors import OutOfMemoryError
-from streamalloc.core.later import later_of, work
+from streamalloc.core.later import work
 from streamalloc.core.memory import Memory
 from streamalloc.core.stream import Stream, StreamLike
 from streamalloc.driver.internal import cuda as bindings
-from streamalloc.interop.bridge import Bridge, FreeAfterAll, Source, Sources, library
+from streamalloc.interop.bridge import Bridge, Source, Sources, free_after_all, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
 from streamalloc.pool import MemoryPool
 
@@ -48,8 +47,10 @@ class NumbaCallback(Bridge):
     """Numba's memory manager is ours.
 
     Numba does not say for which stream memory is. It is allocated on the legacy default stream, which orders it for
-    Numba's own streams; on a non-blocking stream of another library use it after a dependency. It is freed after all
-    work that its device has by then, so that what ran on such a stream is done with it.
+    Numba's own streams; on a non-blocking stream of another library use it after a dependency. It is freed when Numba
+    drops it, in the order of a stream that waits for all work that its device has by then: what ran on such a stream
+    is done with it, and the host waits for nothing. The driver would break each capture of the device by that: while
+    PyTorch or CuPy captures on the same thread, or this library on any, the free waits for a later call.
     """
 
     __slots__ = ()
@@ -163,7 +164,7 @@ def _let_go(held: list[Memory]) -> None:
     """Numba's finaliser: runs wherever an array is dropped, and at the end of the process, too."""
     memory = held.pop()
     if isinstance(memory, Buffer):
-        later_of(door_behind(memory)).hand_in(FreeAfterAll(memory))
+        free_after_all(memory)
 
 
 def __getattr__(name: str) -> Any:

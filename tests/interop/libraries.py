@@ -49,6 +49,14 @@ class Library(abc.ABC):
     def holds(self, array: Any, value: int, stream: Any = None) -> bool:
         return bool((np.asarray(self.read(array, stream)).view(np.uint8) == value).all())
 
+    def current(self, stream: Any) -> contextlib.AbstractContextManager[object]:
+        """A ``with`` block in which a stream is the current one of this thread."""
+        raise NotImplementedError
+
+    def handle(self, stream: Any) -> int:
+        """The driver's handle of a stream."""
+        raise NotImplementedError
+
     def routed(self, bridge: interop.Bridge) -> contextlib.AbstractContextManager[object]:
         """A ``with`` block in which another thread allocates from the bridge's memory, too."""
         return contextlib.nullcontext()
@@ -61,6 +69,12 @@ class Library(abc.ABC):
 class CuPy(Library):
     name = "cupy"
 
+    def current(self, stream: Any) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if stream is None else stream
+
+    def handle(self, stream: Any) -> int:
+        return int(stream.ptr)
+
     @property
     def ends_with(self) -> Any:  # type: ignore[override]
         return self.module.cuda.memory.OutOfMemoryError
@@ -72,15 +86,15 @@ class CuPy(Library):
         return self.module.cuda.Stream(non_blocking=True)
 
     def make(self, nbytes: int, stream: Any = None) -> Any:
-        with stream or contextlib.nullcontext():
+        with self.current(stream):
             return self.module.empty(nbytes, self.module.uint8)
 
     def fill(self, array: Any, value: int, stream: Any = None) -> None:
-        with stream or contextlib.nullcontext():
+        with self.current(stream):
             array.fill(value)
 
     def read(self, array: Any, stream: Any = None) -> Any:
-        with stream or contextlib.nullcontext():
+        with self.current(stream):
             return array.get()
 
 
@@ -138,19 +152,22 @@ class Torch(Library):
         finally:
             self._routing.release()
 
-    def _on(self, stream: Any) -> Any:
+    def current(self, stream: Any) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if stream is None else self.module.cuda.stream(stream)
 
+    def handle(self, stream: Any) -> int:
+        return int(stream.cuda_stream)
+
     def make(self, nbytes: int, stream: Any = None) -> Any:
-        with self._on(stream):
+        with self.current(stream):
             return self.module.empty(nbytes, dtype=self.module.uint8, device="cuda")
 
     def fill(self, array: Any, value: int, stream: Any = None) -> None:
-        with self._on(stream):
+        with self.current(stream):
             array.fill_(value)
 
     def read(self, array: Any, stream: Any = None) -> Any:
-        with self._on(stream):
+        with self.current(stream):
             return array.cpu().numpy()
 
 

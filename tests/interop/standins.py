@@ -451,7 +451,7 @@ def torch(driver: Any) -> dict[str, ModuleType]:
     )
     module.cuda = SimpleNamespace(
         MemPool=MemPool, use_mem_pool=use_mem_pool, Stream=Stream, stream=on, current_stream=current_stream,
-        device=lambda ordinal: contextlib.nullcontext(),
+        device=lambda ordinal: contextlib.nullcontext(), is_initialized=lambda: True,
     )  # fmt: skip
     return {"torch": module}
 

@@ -13,15 +13,17 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import interop, vmm
+from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate
 from tests.interop.conftest import Get
 from tests.interop.libraries import Library
-from tests.support import KEEP, MiB
+from tests.support import GROWTH, KEEP, MiB, holds
 
 N = 2 * MiB
 
@@ -42,6 +44,31 @@ def watchdog() -> Iterator[None]:
 def used(pool: sa.MemoryPool) -> int:
     gc.collect()
     return pool.statistics().used
+
+
+class ByHandle:
+    """The pool as a library uses it that has its handle: past the package."""
+
+    def __init__(self, machine: Any, pool: sa.MemoryPool) -> None:
+        self.machine = machine
+        self.raw = cuda.CUmemoryPool(pool.handle)
+
+    def __call__(self, name: str, *args: Any) -> Any:
+        result, *values = getattr(self.machine, name)(*args)
+        assert not result, f"{name}: {result}"
+        return values[0] if values else None
+
+    def figure(self, name: str) -> int:
+        attribute = getattr(cuda.CUmemPool_attribute, f"CU_MEMPOOL_ATTR_{name}")
+        return int(self("cuMemPoolGetAttribute", self.raw, attribute))
+
+    def allocate(self, nbytes: int, stream: sa.Stream) -> Any:
+        return self("cuMemAllocFromPoolAsync", nbytes, self.raw, cuda.CUstream(stream.handle))
+
+
+@pytest.fixture
+def by_handle(machine: Any, pool: sa.MemoryPool) -> ByHandle:
+    return ByHandle(machine, pool)
 
 
 class TestStartAndStop:
@@ -257,6 +284,50 @@ class TestOrder:
             device.synchronize()
             assert library.holds(other, 2)
 
+    def test_numba_memory_waits_for_streams_that_numba_does_not_know(
+        self, get: Get, machine: Any, pool: sa.MemoryPool, by_handle: ByHandle, gate: Gate
+    ) -> None:
+        """The array is dropped while work on it is queued; who allocates by handle gets its memory after that."""
+        library, device = get("numba"), gate.device
+        with library.use(pool, callbacks=True), device.create_stream() as outside, device.create_stream() as other:
+            array = library.make(N)
+            address = array.__cuda_array_interface__["data"][0]
+            gate.hold(outside)
+            by_handle("cuMemsetD8Async", address, 1, N, cuda.CUstream(outside.handle))
+            del array
+            gc.collect()
+            pointer = by_handle.allocate(N, other)
+            by_handle("cuMemsetD8Async", pointer, 2, N, cuda.CUstream(other.handle))
+            gate.open()
+            device.synchronize()
+            found = np.zeros(N, np.uint8)
+            with device.current():
+                by_handle("cuMemcpyDtoH", found, pointer, N)
+            assert (found == 2).all()
+            by_handle("cuMemFreeAsync", pointer, cuda.CUstream(other.handle))
+
+    @pytest.mark.parametrize("name", ["cupy", "cuda_core", "numba", "rmm"])
+    def test_what_is_dropped_is_there_for_others_at_once(
+        self, get: Get, pool: sa.MemoryPool, device: sa.Device, by_handle: ByHandle, name: str
+    ) -> None:
+        """They allocate from the pool by its handle, and nobody calls the package in between."""
+        library, size = get(name), 48 * MiB
+        with device.create_stream() as stream:
+            bridge = library.use(pool, callbacks=True)
+            for _ in range(4):
+                array = library.make(size)
+                library.fill(array, 1)
+                device.synchronize()
+                del array
+                gc.collect()
+                assert by_handle.figure("USED_MEM_CURRENT") == 0
+                with device.current():
+                    by_handle("cuCtxSynchronize")
+                pointer = by_handle.allocate(size, stream)
+                by_handle("cuMemFreeAsync", pointer, cuda.CUstream(stream.handle))
+            assert by_handle.figure("RESERVED_MEM_HIGH") <= size + GROWTH
+            library.finish(bridge)
+
     @pytest.mark.parametrize("source", ["pool", "cache"])
     def test_in_a_garbage_cycle(self, get: Get, pool: sa.MemoryPool, device: sa.Device, source: str) -> None:
         """The buffer and what holds it are finalised in any order, and the memory is freed once."""
@@ -420,6 +491,63 @@ class TestCaptures:
             stream.synchronize()
             del memory
         library.finish(bridge)
+
+    @pytest.mark.parametrize("mode", ["global", "relaxed"])
+    def test_what_is_dropped_in_a_capture_of_ours_is_freed_after_it(
+        self, get: Get, pool: sa.MemoryPool, device: sa.Device, mode: Any
+    ) -> None:
+        library = get("numba")
+        with library.use(pool, callbacks=True), device.create_stream() as stream:
+            kept = pool.allocate(64, stream)
+            array = library.make(N)
+            with stream.capture(mode) as graph:
+                kept.fill(1)
+                del array
+                gc.collect()
+            assert used(pool) == 64
+            graph.launch(stream)
+            assert holds(kept, 1)
+
+    @pytest.mark.parametrize("dropped", ["numba", "cupy"])
+    @pytest.mark.parametrize("capturing", ["cupy", "torch"])
+    def test_what_is_dropped_in_a_capture_of_a_library_is_freed_after_it(
+        self, get: Get, pool: sa.MemoryPool, device: sa.Device, by_handle: ByHandle, capturing: str, dropped: str
+    ) -> None:
+        """The package sees nothing of the capture."""
+        library = get(dropped)
+        other = library if capturing == dropped else get(capturing)
+        with library.use(pool, callbacks=True):
+            array = library.make(N)
+            theirs = other.stream()
+            device.synchronize()
+            with device.current(), other.current(theirs):
+                raw = cuda.CUstream(other.handle(theirs))
+                by_handle("cuStreamBeginCapture", raw, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
+                del array
+                gc.collect()
+                graph = by_handle("cuStreamEndCapture", raw)
+            by_handle("cuGraphDestroy", graph)
+            device.synchronize()
+            assert used(pool) == 0
+
+    @pytest.mark.parametrize("name", ["cupy", "numba", "rmm"])
+    def test_what_is_dropped_while_a_blocking_stream_is_captured_is_freed_after_it(
+        self, get: Get, pool: sa.MemoryPool, device: sa.Device, by_handle: ByHandle, name: str
+    ) -> None:
+        """The legacy stream, for which the memory was allocated, takes no work meanwhile."""
+        library = get(name)
+        with device.create_stream(blocking=True) as blocking:
+            bridge = library.use(pool, callbacks=True)
+            array = library.make(N)
+            device.synchronize()
+            raw = cuda.CUstream(blocking.handle)
+            by_handle("cuStreamBeginCapture", raw, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
+            del array
+            gc.collect()
+            by_handle("cuGraphDestroy", by_handle("cuStreamEndCapture", raw))
+            device.synchronize()
+            assert used(pool) == 0
+            library.finish(bridge)
 
 
 class TestThreads:

@@ -1,0 +1,48 @@
+"""Captures that other code has begun, as far as they can be known.
+
+The driver tells of one stream whether it is being captured, and of no context. A call that concerns all streams of a
+context, such as ``cuCtxRecordEvent``, breaks every capture there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from streamalloc.core.errors import CaptureError, CudaError
+from streamalloc.core.stream import Stream
+
+__all__ = ["is_captured", "library_captures"]
+
+
+def is_captured(stream: Stream | None) -> bool:
+    """Whether work on a stream would go into a capture, or break one."""
+    if stream is None or stream.closed:
+        return False
+    try:
+        return stream.capturing
+    except CaptureError:  # the legacy stream, while a blocking one is captured
+        return True
+    except CudaError:  # its owner has destroyed it
+        return False
+
+
+def library_captures(stream: Stream) -> bool:
+    """Whether PyTorch or CuPy captures its current stream on this thread; ``stream`` names the device."""
+    for name, current in _CURRENT.items():
+        library = sys.modules.get(name)
+        # A finaliser asks, perhaps while the library is imported or ends.
+        with contextlib.suppress(Exception):
+            handle = None if library is None else current(library)
+            if handle is not None and is_captured(Stream.of_handle(stream.device, handle, None)):
+                return True
+    return False
+
+
+_CURRENT: dict[str, Callable[[Any], int | None]] = {
+    "cupy": lambda cupy: int(cupy.cuda.get_current_stream().ptr),
+    # Asking for a stream would initialise CUDA.
+    "torch": lambda torch: int(torch.cuda.current_stream().cuda_stream) if torch.cuda.is_initialized() else None,
+}
