@@ -53,6 +53,10 @@ StillImported: TypeAlias = Literal["defer", "wait", "raise", "ignore"]
 _POLICIES = ("defer", "wait", "raise", "ignore")
 _DEFER: StillImported = "defer"
 
+_IN_GRAPHS = (
+    "an allocation in a capture becomes memory of the graph, which the driver takes from pools of device memory that "
+    "were made without handle_types: allocate before the capture, or from such a pool. The capture goes on"
+)
 _FOREIGN_IN_CAPTURE = (
     "the stream is being captured, where only memory that the capture allocated can be freed; free it on another stream"
 )
@@ -132,6 +136,9 @@ class Allocator(Unique):
         ------
         OutOfMemoryError
             There is no memory. The error has the figures of the pool and of the device.
+        NotSupportedError
+            ``stream`` is being captured, and the pool was made for sharing (``handle_types``) or is not in device
+            memory.
         TypeError, ValueError
             The size is no integer or out of range; the stream is none, or of another driver.
         ClosedError
@@ -192,7 +199,8 @@ class Allocator(Unique):
     def _recover(self, result: Any, buffer: Buffer) -> None:
         """Try once more where memory came back, or raise what the driver's answer means."""
         if result != cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-            raise error_from(result, self._alloc_name)
+            in_graph = type(buffer) is GraphBuffer and result == cuda.CUresult.CUDA_ERROR_NOT_SUPPORTED
+            raise error_from(result, self._alloc_name, f"{self._no_source()}; {_IN_GRAPHS}" if in_graph else "")
         # While the stream is captured nothing may be synchronised or asked of the pool: it would end the capture.
         capturing = read_or_none(lambda: buffer._stream.capturing) is not False
         trouble = ""
@@ -209,6 +217,10 @@ class Allocator(Unique):
         figures = self._figures(buffer._stream.device, capturing)
         figures["requested"] = buffer._nbytes
         return error_from(result, self._alloc_name, trouble or _advice(**figures), **figures)
+
+    def _no_source(self) -> str:
+        """Reason why the driver lets no graph allocate from the pool."""
+        return "the stream is being captured, and the pool was made for sharing or is not in device memory"
 
     def _check_open(self) -> None:
         """Raise :class:`ClosedError` where nothing can be allocated any more."""

@@ -72,7 +72,8 @@ class MemoryPool(Allocator, Closes, Drawn):
     max_size
         The most bytes it may reserve; 0 leaves it to the system. Only with a device or location.
     handle_types
-        How the pool can be shared with other processes. Only with a device or location.
+        How the pool can be shared with other processes; no graph allocates from it then. Only with a device or
+        location.
     release_threshold
         Bytes to keep when the host synchronises; None leaves the driver's default, 0.
     on_oom
@@ -406,6 +407,12 @@ class MemoryPool(Allocator, Closes, Drawn):
 
     def _refuse(self, *_: object) -> Any:
         raise ClosedError(f"{self!r} was closed")
+
+    def _no_source(self) -> str:
+        if self.properties is not None and self.properties.handle_types:
+            made_with = f"handle_types={self.properties.handle_types!r}"
+            return f"the stream is being captured, and {self!r} was made for sharing ({made_with})"
+        return super()._no_source()
 
     def _check_open(self) -> None:
         self._checked_raw()
