@@ -2,7 +2,8 @@
 
 A bridge has another library allocate from our memory. There are two kinds:
 
-* *Handles*: the library is given the driver's handle of a pool and allocates from it by itself; no Python runs then.
+* *Handles*: the library is given the driver's handle of a pool and allocates from it by itself. No Python of ours runs
+  then, but for CuPy an exchange of the capture mode.
 * *Callbacks*: the library calls us for each allocation. That is for memory that a handle cannot stand for: a caching
   allocator, virtual memory that sleeps.
 
@@ -112,7 +113,8 @@ class Bridge(Closes, abc.ABC):
     def start(self) -> Self:
         """Have the library allocate from our memory. Idempotent."""
         if self._undo is None:
-            with contextlib.ExitStack() as undo:
+            # In the relaxed mode it breaks no capture of other code that may be under way on this thread.
+            with self.sources.door.relaxed(), contextlib.ExitStack() as undo:
                 self._install(undo)
                 self._undo = undo.pop_all()
             _started.add(self)
@@ -123,7 +125,8 @@ class Bridge(Closes, abc.ABC):
         undo, self._undo = self._undo, None
         _started.discard(self)
         if undo is not None:
-            undo.close()
+            with self.sources.door.relaxed():
+                undo.close()
 
     def close(self) -> None:
         """The same as :meth:`stop`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy.typing as npt
@@ -47,6 +48,12 @@ class CuPyHandles(Bridge):
     nothing is given back), also of the pools that are current on devices of which no pool was given. All of that is set
     back when the bridge stops.
 
+    CuPy asks the pool for figures before each allocation (``cuMemPoolGetAttribute``), which no capture but a relaxed
+    one allows. Allocations are therefore made in the relaxed mode (``cuThreadExchangeStreamCaptureMode``): on a stream
+    that is being captured, as inside ``torch.cuda.graph``, the memory is the graph's, and beside a capture it is
+    ordinary memory. Frees are CuPy's own calls in the thread's own mode: an array of another stream that is dropped
+    while a capture in the global mode is under way breaks that. Callbacks do not have that.
+
     An array that is dropped after its CuPy stream is freed on the stream that is current then, as CuPy does with its
     own pools; one of a default stream is freed on that of the device that is current then. Callbacks do not have that.
     """
@@ -64,8 +71,19 @@ class CuPyHandles(Bridge):
             undo.enter_context(pool.make_current())
             current.append(pool.handle)
         before = cupy.cuda.get_allocator()
-        cupy.cuda.set_allocator(cupy.cuda.MemoryAsyncPool(pool_handles=current).malloc)
+        cupy.cuda.set_allocator(_in_relaxed_mode(self.sources, cupy.cuda.MemoryAsyncPool(pool_handles=current).malloc))
         undo.callback(cupy.cuda.set_allocator, before)
+
+
+def _in_relaxed_mode(sources: Sources, malloc: Callable[[int], Any]) -> Callable[[int], Any]:
+    """CuPy's allocation, whose questions to the pool break no capture that other code has begun."""
+    relaxed = sources.door.relaxed
+
+    def allocate(nbytes: int) -> Any:
+        with relaxed():
+            return malloc(nbytes)
+
+    return allocate
 
 
 class CuPyCallback(Bridge):

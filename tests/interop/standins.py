@@ -155,14 +155,24 @@ def cupy(driver: Any) -> dict[str, ModuleType]:
                 calls.here("cuMemFreeAsync", self.ptr, (self.stream_ref() or get_current_stream()).ptr)
 
     class MemoryAsyncPool:
+        """CuPy's, which asks the pool for figures before each allocation."""
+
         def __init__(self, pool_handles: Any) -> None:
+            self.handles = [driver.CUmemoryPool(handle) for handle in pool_handles]
             everything = (1 << 64) - 1
             attribute = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
             for ordinal, handle in enumerate(pool_handles):
                 calls("cuDeviceSetMemPool", ordinal, driver.CUmemoryPool(handle))
                 calls("cuMemPoolSetAttribute", driver.CUmemoryPool(handle), attribute, driver.cuuint64_t(everything))
 
+        def figure(self, name: str) -> int:
+            attribute = getattr(driver.CUmemPool_attribute, f"CU_MEMPOOL_ATTR_{name}")
+            return int(calls("cuMemPoolGetAttribute", self.handles[calls.device], attribute))
+
         def malloc(self, size: int) -> Any:
+            held = self.figure("RESERVED_MEM_CURRENT")
+            if held - self.figure("USED_MEM_CURRENT") < size and self.figure("RELEASE_THRESHOLD") < held + size:
+                raise OutOfMemoryError(size, held)
             try:
                 return MemoryPointer(MemoryAsync(-(-size // 512) * 512, get_current_stream()), 0)
             except RuntimeError as error:

@@ -476,6 +476,72 @@ class TestCaptures:
             del array
             stream.synchronize()
 
+    @pytest.mark.parametrize("callbacks", [False, True], ids=["handles", "callbacks"])
+    @pytest.mark.parametrize("mode", ["GLOBAL", "THREAD_LOCAL", "RELAXED"])
+    def test_cupy_allocates_in_a_capture_of_other_code(
+        self, get: Get, pool: sa.MemoryPool, device: sa.Device, by_handle: ByHandle, mode: str, callbacks: bool
+    ) -> None:
+        """On the stream that is captured, as inside ``torch.cuda.graph``: the memory is the graph's."""
+        library = get("cupy")
+        with library.use(pool, callbacks=callbacks), device.current(), device.create_stream() as stream:
+            theirs = library.module.cuda.Stream.from_external(stream)
+            raw = cuda.CUstream(stream.handle)
+            mode_of_driver = getattr(cuda.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{mode}")
+            by_handle("cuStreamBeginCapture", raw, mode_of_driver)
+            array = library.make(N, theirs)
+            library.fill(array, 4, theirs)
+            graph = by_handle("cuStreamEndCapture", raw)
+            executable = by_handle("cuGraphInstantiate", graph, 0)
+            by_handle("cuGraphLaunch", executable, raw)
+            assert library.holds(array, 4, theirs) and used(pool) == 0
+            del array
+            stream.synchronize()
+            by_handle("cuGraphExecDestroy", executable)
+            by_handle("cuGraphDestroy", graph)
+        device.graph_memory.trim()
+
+    @pytest.mark.parametrize("mode", ["GLOBAL", "THREAD_LOCAL", "RELAXED"])
+    def test_cupy_allocates_beside_a_capture_of_other_code(
+        self, get: Get, pool: sa.MemoryPool, device: sa.Device, by_handle: ByHandle, mode: str
+    ) -> None:
+        """Ordinary memory, on another stream and another thread; the capture goes on."""
+        library = get("cupy")
+        with library.use(pool, callbacks=False), device.create_stream() as stream:
+            raw = cuda.CUstream(stream.handle)
+            theirs = library.stream()
+            kept: list[Any] = []
+
+            def allocate() -> None:
+                with device.current():
+                    kept.append(library.make(N, theirs))
+
+            by_handle("cuStreamBeginCapture", raw, getattr(cuda.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{mode}"))
+            thread = threading.Thread(target=allocate)
+            thread.start()
+            thread.join()
+            by_handle("cuGraphDestroy", by_handle("cuStreamEndCapture", raw))
+            library.fill(kept[0], 5, theirs)
+            assert library.holds(kept[0], 5, theirs)
+            kept.clear()
+            device.synchronize()
+
+    @pytest.mark.parametrize("callbacks", [False, True], ids=["handles", "callbacks"])
+    @pytest.mark.parametrize("name", ["cupy", "cuda_core", "numba", "rmm"])
+    def test_a_bridge_starts_and_stops_in_a_capture_of_other_code(
+        self, get: Get, pool: sa.MemoryPool, device: sa.Device, by_handle: ByHandle, name: str, callbacks: bool
+    ) -> None:
+        library = get(name)
+        before = pool.attributes.release_threshold, sa.MemoryPool.current(device)
+        with device.create_stream() as stream:
+            raw = cuda.CUstream(stream.handle)
+            by_handle("cuStreamBeginCapture", raw, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
+            bridge = library.use(pool, callbacks=callbacks)
+            assert bridge.started
+            bridge.stop()
+            by_handle("cuGraphDestroy", by_handle("cuStreamEndCapture", raw))
+        assert (pool.attributes.release_threshold, sa.MemoryPool.current(device)) == before
+        library.finish(bridge)
+
     def test_pytorch_gets_ordinary_memory(self, get: Get, pool: sa.MemoryPool, device: sa.Device) -> None:
         """Which stays when the graph is launched again, and is there at once."""
         library = get("torch")
