@@ -45,6 +45,7 @@ __all__ = [
     "raw_handle",
     "refuse_capture",
     "sees_all_work",
+    "settle",
     "stream_call",
 ]
 
@@ -540,6 +541,21 @@ def queue_behind(stream: Stream, item: Deferred) -> None:
     later_of(stream._door).hand_in(item)
     stream._owed.append(item)
     stream._forbid_direct()
+
+
+def settle(stream: Stream) -> None:
+    """Attempt now what is to end before anything more is queued on ``stream``. Called by finalisers.
+
+    Nothing is done where another thread closes the stream or uses it for something that ends later.
+    """
+    if stream._in_use.acquire(blocking=False):
+        try:
+            if not stream._closed:
+                # In the relaxed mode it breaks no capture of other code that may be under way on this thread.
+                with contextlib.suppress(CudaError), stream._door.relaxed():
+                    stream._pay()
+        finally:
+            stream._in_use.release()
 
 
 def _by_protocol(stream: Any) -> int | None:

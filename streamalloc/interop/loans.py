@@ -7,6 +7,7 @@ as memory of ours: the other way round. The host waits for nothing.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from typing import Any
 
@@ -14,15 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.core.door import Door, door_behind
-from streamalloc.core.errors import ClosedError, size_text
+from streamalloc.core.errors import ClosedError, InvalidContextError, InvalidHandleError, size_text
 from streamalloc.core.event import Event, context_event
 from streamalloc.core.later import Deferred, later_of, work
 from streamalloc.core.memory import Memory, TypedView
 from streamalloc.core.ownership import Closes, finaliser
 from streamalloc.core.properties import MemLocation
-from streamalloc.core.stream import Stream, StreamLike, as_stream, ordered_after, queue_behind
+from streamalloc.core.stream import Stream, StreamLike, as_stream, ordered_after, queue_behind, settle
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
+from streamalloc.interop.captures import is_captured, library_captures
 
 __all__ = ["Borrowed", "Lent", "borrow", "form"]
 
@@ -82,6 +84,8 @@ class Lent(TypedView):
         door = self._door
         if door.usable:
             queue_behind(memory.stream, _LoanEnd(memory, self._user))
+            # Its memory is then freed when it is dropped, and there for who knows nothing of the package.
+            settle(memory.stream)
 
     def __repr__(self) -> str:
         return super().__repr__() if hasattr(self, "_user") else f"<{type(self).__name__} that could not be made>"
@@ -102,13 +106,14 @@ class _LoanEnd(Deferred):
         if memory is None:
             return True
         ours, user = memory.stream, self._user
-        if _captured(ours) or _captured(user):
+        if is_captured(ours) or is_captured(user):
             return False
         if self._memory is None:
             return True  # Asking our stream has done it.
         if self._event is None:
-            # Where nobody said which stream uses it: all of them.
-            self._event = context_event(ours.device) if user is None or user.closed else user.record()
+            self._event = _after_use(user, ours)
+        if self._event is None:
+            return False
         if not ours.closed:
             ours.wait(self._event)
         elif not self._event.query():
@@ -118,8 +123,15 @@ class _LoanEnd(Deferred):
         return True
 
 
-def _captured(stream: Stream | None) -> bool:
-    return stream is not None and not stream.closed and stream.capturing
+def _after_use(user: Stream | None, ours: Stream) -> Event | None:
+    """An event after the work of a library's stream; None while that might break a capture.
+
+    Where the stream is not known, or its owner has destroyed it, the event comes after all streams of the device.
+    """
+    if user is not None and not user.closed:
+        with contextlib.suppress(InvalidContextError, InvalidHandleError):
+            return user.record()
+    return None if library_captures(ours) else context_event(ours.device)
 
 
 # -- arrays of other libraries ---------------------------------------------------------------------------------------
@@ -256,7 +268,7 @@ class _Return(Deferred):
     def attempt(self) -> bool:
         if self._array is None:
             return True
-        if _captured(self._stream) or _captured(self._lender):
+        if is_captured(self._stream) or is_captured(self._lender):
             return False
         if self._event is None:
             with ordered_after(self._stream) as ordered:

@@ -14,6 +14,7 @@ import streamalloc as sa
 from streamalloc import interop
 from streamalloc.core.door import door_behind
 from streamalloc.core.stream import direct_handle
+from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate
 from tests.interop.conftest import Get
 from tests.support import MiB, holds, pending, read
@@ -148,6 +149,52 @@ class TestLent:
         assert pool.statistics().used == MiB
         gate.open()
         device.synchronize()
+        assert used(pool, device) == 0
+
+    @pytest.mark.parametrize("name", ["cupy", "torch", "numba", "cuda_core"])
+    def test_the_memory_is_there_for_others_at_once(
+        self, get: Get, machine: Any, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device, name: str
+    ) -> None:
+        """For those who allocate from the pool by its handle, with no call of the package in between."""
+        library = get(name)
+        lend: dict[str, Callable[[Any], Any]] = {
+            "cupy": interop.cupy.array,
+            "torch": interop.torch.tensor,
+            "numba": interop.numba.array,
+            "cuda_core": lambda memory: interop.cuda_core.buffer(memory, library.default),  # type: ignore[attr-defined]
+        }
+        array = lend[name](pool.allocate(MiB, stream))
+        library.fill(array, 9)
+        device.synchronize()
+        attribute = cuda.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT
+        assert int(machine.cuMemPoolGetAttribute(cuda.CUmemoryPool(pool.handle), attribute)[1]) == MiB
+        del array
+        gc.collect()
+        assert int(machine.cuMemPoolGetAttribute(cuda.CUmemoryPool(pool.handle), attribute)[1]) == 0
+
+    @pytest.mark.simulated_only("a driver may crash where it is given the handle of a destroyed stream")
+    def test_to_a_stream_that_its_owner_destroys_first(
+        self, machine: Any, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device, gate: Gate
+    ) -> None:
+        """The free comes after its work all the same."""
+        with device.current():
+            result, theirs = machine.cuStreamCreate(1)
+        assert not result
+        buffer = pool.allocate(MiB, stream)
+        address = buffer.address
+        lent = interop.loans.Lent(buffer.view_as(np.uint8), None)
+        capsule = lent.__dlpack__(stream=int(theirs))
+        gate.hold(sa.Stream.of_handle(device, int(theirs), None))
+        assert not machine.cuMemsetD8Async(address, 1, MiB, theirs)[0]
+        assert not machine.cuStreamDestroy(theirs)[0]
+        del capsule, lent, buffer
+        gc.collect()
+        other = pool.allocate(MiB, stream)
+        other.fill(2)
+        assert pending(stream)
+        gate.open()
+        assert holds(other, 2)
+        other.free()
         assert used(pool, device) == 0
 
     def test_nothing_is_done_in_a_capture(
