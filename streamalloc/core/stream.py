@@ -286,12 +286,12 @@ class Stream(Closes):
             self._pay()
         return self._raw
 
-    def _pay(self) -> None:
-        """Attempt what comes before anything that is queued from now on; then fast paths may be taken again."""
+    def _pay(self, *items: Deferred) -> None:
+        """Attempt these of what comes before anything that is queued from now on, or all; allow fast paths again."""
         me = threading.get_ident()
         self._paying.append(me)
         try:
-            for item in tuple(self._owed):
+            for item in items or tuple(self._owed):
                 # Where the driver refuses, it is tried again.
                 with contextlib.suppress(CudaError):
                     if item.attempt():
@@ -543,8 +543,8 @@ def queue_behind(stream: Stream, item: Deferred) -> None:
     stream._forbid_direct()
 
 
-def settle(stream: Stream) -> None:
-    """Attempt now what is to end before anything more is queued on ``stream``. Called by finalisers.
+def settle(stream: Stream, item: Deferred) -> None:
+    """Attempt now what was given to :func:`queue_behind`. Called by finalisers, which hold what the item releases.
 
     Nothing is done where another thread closes the stream or uses it for something that ends later.
     """
@@ -553,7 +553,7 @@ def settle(stream: Stream) -> None:
             if not stream._closed:
                 # In the relaxed mode it breaks no capture of other code that may be under way on this thread.
                 with contextlib.suppress(CudaError), stream._door.relaxed():
-                    stream._pay()
+                    stream._pay(item)
         finally:
             stream._in_use.release()
 

@@ -83,9 +83,10 @@ class Lent(TypedView):
             return
         door = self._door
         if door.usable:
-            queue_behind(memory.stream, _LoanEnd(memory, self._user))
+            item = _LoanEnd(memory, self._user)
+            queue_behind(memory.stream, item)
             # Its memory is then freed when it is dropped, and there for who knows nothing of the package.
-            settle(memory.stream)
+            settle(memory.stream, item)
 
     def __repr__(self) -> str:
         return super().__repr__() if hasattr(self, "_user") else f"<{type(self).__name__} that could not be made>"
@@ -164,8 +165,9 @@ _KINDS = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}
 class Borrowed(Memory, Closes):
     """An array of another library as memory of ours: made by :func:`borrow`.
 
-    Operations are queued on :attr:`stream`, which waits for what the library had queued. :meth:`close` has the
-    library's stream wait for ours, and lets go of the array; dropping it does so later.
+    Operations are queued on :attr:`stream`, which waits for what the library had queued. :meth:`close`, or dropping it,
+    has the library's stream wait for ours and releases the array. Where the library does not say its stream, the array
+    is kept until the work is done, which is looked at later.
     """
 
     __slots__ = ("__weakref__", "_address", "_array", "_keep", "_lender", "_location", "_nbytes", "_stream", "dtype",
@@ -245,8 +247,14 @@ class Borrowed(Memory, Closes):
     @finaliser
     def __del__(self) -> None:
         keep = getattr(self, "_keep", None)
-        if keep is not None and self._door.usable:
-            later_of(self._door).hand_in(_Return(self._stream, self._lender, (keep, self._array)))
+        if keep is None or not self._door.usable:
+            return
+        item = _Return(self._stream, self._lender, (keep, self._array))
+        if self._lender is None:
+            later_of(self._door).hand_in(item)
+        else:
+            queue_behind(self._stream, item)
+            settle(self._stream, item)
 
     def __repr__(self) -> str:
         if getattr(self, "_keep", None) is None:

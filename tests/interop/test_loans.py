@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -254,6 +255,26 @@ class TestBorrowed:
             gate.open()
             probe.synchronize()
         assert library.holds(array, 2, theirs)
+
+    @pytest.mark.parametrize("name", ["cupy", "torch", "numba"])
+    def test_an_array_that_is_dropped_is_the_library_s_at_once(
+        self, get: Get, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate, name: str
+    ) -> None:
+        """Though our work on it is queued: the library's stream waits for that."""
+        library = get(name)
+        # A library's own free may wait for the device.
+        bridge = library.use(pool, callbacks=True)
+        array = library.make(4096)
+        memory = getattr(interop, name).memory(array, stream)
+        gate.hold(stream)
+        memory.fill(1)
+        array = weakref.ref(array)
+        del memory
+        gc.collect()
+        assert array() is None
+        gate.open()
+        stream.synchronize()
+        library.finish(bridge)
 
     def test_without_a_lender_the_array_is_kept_until_our_work_is_done(
         self, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate, device: sa.Device
