@@ -482,10 +482,11 @@ class PlainBuffer(Buffer):
         self._ptr = None
         try:
             # The owner of the stream may be closing it on another thread; who would have to wait for that hands in.
-            if stream._direct is door:
-                taken += map(stream._in_use.acquire, (False,))
-            if taken and taken[0]:
+            taken += map(stream._in_use.acquire, (False,))
+            if taken[0]:
                 handle = stream._handle
+                if handle is None:
+                    handle = stream._borrowed_handle()
                 if handle is not None:
                     # In the relaxed mode it breaks no capture of other code that may be under way on this thread.
                     with contextlib.suppress(CudaError), door.relaxed():

@@ -224,6 +224,11 @@ class Stream(Closes):
         self._direct = None
         self._lists = _NO_LISTS
 
+    def _borrowed_handle(self) -> Any:
+        """The driver's ``CUstream`` where a finaliser may queue one call on a stream of other code; else None."""
+        may = self._kind is _Kind.BORROWED and not (self._closed or self._capture or self._owed)
+        return self._raw if may else None
+
     @property
     def handle(self) -> int:
         """The driver's handle (``CUstream``) as a number.

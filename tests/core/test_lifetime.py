@@ -16,6 +16,7 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
+from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate
 from tests.support import MiB, end_what_was_dropped, executed, free_in_threads, holds, names
 
@@ -34,6 +35,41 @@ class TestGarbage:
             assert driver.failed == ["cuThreadExchangeStreamCaptureMode"]
             end_what_was_dropped()
             assert "pool allocation" not in checked.outstanding() and checked.hazards == []
+
+    @pytest.mark.parametrize("direct", [False, True])
+    def test_on_a_stream_of_other_code_memory_is_freed_at_once(
+        self, machine: Any, device: sa.Device, pool: sa.MemoryPool, gate: Gate, direct: bool
+    ) -> None:
+        """In the order of that stream, and with no call of the package that follows."""
+        with device.create_stream() as theirs, device.create_stream() as other:
+            borrowed = sa.Stream.of_handle(device, theirs.handle, theirs, direct=direct)
+            buffer = pool.allocate(MiB, borrowed)
+            gate.hold(theirs)
+            buffer.fill(1)
+            del buffer
+            gc.collect()
+            raw, attribute = cuda.CUmemoryPool(pool.handle), cuda.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT
+            assert int(machine.cuMemPoolGetAttribute(raw, attribute)[1]) == 0
+            again = pool.allocate(MiB, other)
+            again.fill(2)
+            gate.open()
+            device.synchronize()
+            assert holds(again, 2)
+
+    def test_on_a_stream_that_other_code_captures_memory_is_freed_after_that(
+        self, machine: Any, device: sa.Device, pool: sa.MemoryPool
+    ) -> None:
+        with device.create_stream() as theirs:
+            borrowed = sa.Stream.of_handle(device, theirs.handle, theirs)
+            buffer = pool.allocate(MiB, borrowed)
+            raw, mode = cuda.CUstream(theirs.handle), cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+            assert not machine.cuStreamBeginCapture(raw, mode)[0]
+            del buffer
+            gc.collect()
+            result, graph = machine.cuStreamEndCapture(raw)
+            assert not result and not machine.cuGraphDestroy(graph)[0]
+            theirs.synchronize()
+            assert pool.statistics().used == 0
 
     @pytest.mark.parametrize("seed", range(30))
     def test_dropped_in_any_order(self, machine: Any, seed: int) -> None:
