@@ -676,10 +676,11 @@ def refuse_capture(stream: Stream, call: str, why: str) -> None:
 def ordered_after(stream: Stream) -> Iterator[Stream]:
     """The stream itself; where it was closed, a stream that comes after its work, for the length of the block.
 
-    Meanwhile no other thread closes it: what ends later uses streams that their owners may be closing.
+    A per-thread default stream counts as closed: what ends later does so on any thread, where its handle names another
+    stream. Meanwhile no other thread closes it: what ends later uses streams that their owners may be closing.
     """
     with stream._in_use:
-        if not stream._closed:
+        if not (stream._closed or stream._number == _PER_THREAD):
             yield stream
             return
     # A stream for this alone: a default stream would make others wait as well.

@@ -36,6 +36,28 @@ class TestGarbage:
             end_what_was_dropped()
             assert "pool allocation" not in checked.outstanding() and checked.hazards == []
 
+    def test_on_a_per_thread_stream_memory_is_freed_after_the_thread_that_used_it(
+        self, device: sa.Device, pool: sa.MemoryPool, gate: Gate
+    ) -> None:
+        """Another thread comes by the point of work at which it is freed."""
+        with device.create_stream() as other:
+            buffer = pool.allocate(MiB, device.per_thread_stream)
+            gate.hold(device.per_thread_stream)
+            buffer.fill(1)
+            del buffer
+            gc.collect()
+            thread = threading.Thread(target=pool.statistics)
+            thread.start()
+            thread.join()
+            again = pool.allocate(MiB, other)
+            again.fill(2)
+            gate.open()
+            device.synchronize()
+            assert holds(again, 2)
+            again.free()
+            device.synchronize()
+            assert pool.statistics().used == 0
+
     @pytest.mark.parametrize("direct", [False, True])
     def test_on_a_stream_of_other_code_memory_is_freed_at_once(
         self, machine: Any, device: sa.Device, pool: sa.MemoryPool, gate: Gate, direct: bool
