@@ -5,7 +5,8 @@ Each of these is a :class:`Deferred`. The rules:
 
 * Everybody hands in: :meth:`Later.hand_in` takes no lock and makes no driver call, so that finalisers and signal
   handlers may use it. A finaliser makes at most one driver call itself, one that waits for nothing and needs no state
-  of ours: the free of a plain buffer, the end of an event or a stream.
+  of ours: the free of a plain buffer, the end of an event or a stream. Those of the bridges also record an event and
+  have a stream wait for it, so that the memory is there for who allocates by a pool's handle.
 * Work is done at the points that :data:`POINTS` names, and nowhere else.
 * An item is taken off, under the lock, before it is worked on: one thread at a time has it, and it is not in the queue
   meanwhile. It comes back if it has not ended.
@@ -142,8 +143,7 @@ class Later:
         ended = False
         try:
             if not self.paused:
-                with self._guard():
-                    ended = item.attempt()
+                ended = item.attempt()
         finally:
             if not ended:
                 self.hand_in(item)

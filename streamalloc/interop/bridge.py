@@ -334,9 +334,14 @@ def free_after_all(buffer: Buffer) -> None:
     The host waits for nothing: the free is queued at once, or at a later point of work where a capture is under way.
     """
     door = door_behind(buffer)
-    if door.usable:
-        with contextlib.suppress(CudaError):  # it is tried again later
-            later_of(door).end(FreeAfterAll(buffer))
+    if not door.usable:
+        return
+    later, item = later_of(door), FreeAfterAll(buffer)
+    try:
+        with door.relaxed():
+            later.end(item)
+    except CudaError:
+        later.hand_in(item)  # perhaps again; it ends once
 
 
 class FreeAfterAll(Deferred):

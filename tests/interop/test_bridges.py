@@ -328,6 +328,19 @@ class TestOrder:
             assert by_handle.figure("RESERVED_MEM_HIGH") <= size + GROWTH
             library.finish(bridge)
 
+    @pytest.mark.parametrize(
+        "refused", ["cuThreadExchangeStreamCaptureMode", "cuCtxRecordEvent", "cuStreamWaitEvent", "cuMemFreeAsync"]
+    )
+    def test_a_free_after_all_work_that_is_refused_is_made_later(self, machine: Any, refused: str) -> None:
+        driver = sd.faulty(machine, refused, 1, result="CUDA_ERROR_UNKNOWN")
+        device = sa.Device(0, driver=driver)
+        with sa.MemoryPool(device) as pool:
+            buffer = pool.allocate(N, device.default_stream)
+            interop.bridge.free_after_all(buffer)
+            assert driver.failed == [refused]
+            device.synchronize()
+            assert buffer.freed and pool.statistics().used == 0
+
     @pytest.mark.parametrize("source", ["pool", "cache"])
     def test_in_a_garbage_cycle(self, get: Get, pool: sa.MemoryPool, device: sa.Device, source: str) -> None:
         """The buffer and what holds it are finalised in any order, and the memory is freed once."""
