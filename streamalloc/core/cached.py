@@ -16,7 +16,15 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from streamalloc.core.buffer import Allocator, Buffer, PlainBuffer, SharedState, StillImported, shared_state
+from streamalloc.core.buffer import (
+    Allocator,
+    Buffer,
+    PlainBuffer,
+    SharedState,
+    StillImported,
+    free_refused,
+    shared_state,
+)
 from streamalloc.core.door import Door
 from streamalloc.core.errors import OutOfMemoryError, error_from
 from streamalloc.core.later import Deferred, later_of
@@ -159,16 +167,24 @@ class Blocks:
         return answer
 
     def give_back(self, blocks: list[Block], stream: Stream) -> None:
-        """Give the free blocks of a list back to the driver in stream order. Those that it refuses stay."""
+        """Give the free blocks of a list back to the driver in stream order. Those that it refuses stay.
+
+        Raises
+        ------
+        CaptureError
+            Other code captures the stream.
+        """
+        # Read once: a finaliser may forbid fast paths meanwhile.
+        raw = stream._checked_raw()
         while blocks:
             try:
                 block = blocks.pop()
             except IndexError:  # another thread took it
                 return
-            result = self.free(block, stream._handle)[0]
+            result = self.free(block, raw)[0]
             if result:
                 blocks.append(block)
-                raise error_from(result, "cuMemFreeAsync")
+                raise free_refused(result, stream)
 
     def free_on(self, buffer: CachedBuffer, block: Block, stream: Stream, handle: Any) -> Any:
         """Free a buffer on another stream of ours: the driver's refusal, or nothing.
@@ -424,7 +440,7 @@ class CachedBuffer(Buffer):
             if handle is not None:
                 result = allocator._blocks.free_on(self, block, stream, handle)  # type: ignore[arg-type]
                 if result:
-                    raise self._refused(result, self._ordered_on(stream))
+                    raise free_refused(result, self._ordered_on(stream))
                 return
         self._free_slowly(stream, still_imported, timeout)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from streamalloc.core.door import Door
 from streamalloc.core.errors import ClosedError, error_from
-from streamalloc.core.later import refused_to_end, work
+from streamalloc.core.later import later_of, refused_to_end, work
 from streamalloc.core.ownership import Closes
 from streamalloc.driver.internal import cuda
 
@@ -222,9 +222,17 @@ def opened_event(device: Device, handle: Any) -> Event:
 
 
 def context_event(device: Device) -> Event:
-    """An event after all that a device's context has queued so far (``cuCtxRecordEvent``)."""
+    """An event after all that a device's context has queued so far (``cuCtxRecordEvent``).
+
+    The driver breaks all captures of the context then, whatever the mode: those of ours wait until it has answered.
+
+    Raises
+    ------
+    CaptureError
+        A capture of ours is under way.
+    """
     event = Event(device)
     door = device._door
-    with device.current():
+    with device.current(), later_of(door).no_capture("cuCtxRecordEvent"):
         door.call("cuCtxRecordEvent", door.context(device.ordinal), event._raw)
     return event

@@ -10,6 +10,10 @@ Each of these is a :class:`Deferred`. The rules:
 * An item is taken off, under the lock, before it is worked on: one thread at a time has it, and it is not in the queue
   meanwhile. It comes back if it has not ended.
 * No lock is held while an item is worked on.
+* A capture may begin on another thread at any moment. Items are worked on in the relaxed capture mode, in which calls
+  break no capture of streams that they do not name. A stream of ours begins to be captured by nobody while its lock is
+  held (:func:`~streamalloc.core.stream.ordered_after`, :func:`~streamalloc.core.stream.may_queue`). A call for a whole
+  context is made while no capture of ours can begin (:meth:`Later.no_capture`).
 
 What a signal handler raises may come between any two calls, but not between two lines that call nothing. The lines that
 move an item call nothing, so that it is always in one place at least.
@@ -22,11 +26,11 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from streamalloc.core.door import Door, PerDriver
-from streamalloc.core.errors import LOST, CudaError, InvalidHandleError, error_from
+from streamalloc.core.errors import LOST, CaptureError, CudaError, InvalidHandleError, error_from, refused
 
 __all__ = ["POINTS", "Deferred", "HandleEnd", "Later", "later_of", "queues", "refused_to_end", "work"]
 
@@ -80,6 +84,7 @@ class Later:
 
     __slots__ = (
         "__weakref__",
+        "_beginning",
         "_guard",
         "_lock",
         "_orphaned",
@@ -87,15 +92,15 @@ class Later:
         "_rounds",
         "_waiting",
         "_working",
+        "captures",
         "handed_in",
-        "paused",
     )
 
-    paused: int
-    """How many captures of ours are under way: nothing is worked on meanwhile, as it would break them."""
-
     def __init__(self, guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext) -> None:
-        self.paused = 0
+        self.captures: dict[object, None] = {}
+        """The captures of ours that are under way. Entered by :meth:`begin_capture`; who ended one takes it out."""
+        self._beginning = threading.RLock()
+        """Held while a capture is entered, and by :meth:`no_capture`."""
         _queues.add(self)
         self._guard = guard
         self._lock = threading.Lock()
@@ -115,6 +120,30 @@ class Later:
     def __len__(self) -> int:
         """How many items have not ended."""
         return len(self.handed_in) + len(self._orphaned) + len(self._waiting) + len(self._working)
+
+    @property
+    def paused(self) -> bool:
+        """Whether a capture of ours is under way: nothing is worked on meanwhile."""
+        return bool(self.captures)
+
+    def begin_capture(self, capture: object) -> None:
+        """Enter a capture, before it begins: from then on no call is made for a whole context."""
+        with self._beginning:
+            self.captures[capture] = None
+
+    @contextlib.contextmanager
+    def no_capture(self, call: str) -> Iterator[None]:
+        """A block in which no capture of ours begins, for one driver call that would break it and waits for nothing.
+
+        Raises
+        ------
+        CaptureError
+            One is under way.
+        """
+        with self._beginning:
+            if self.captures:
+                raise refused(CaptureError, call, "a stream is being captured, and the call concerns all streams")
+            yield
 
     def end_with(self, owner: object, item: Deferred) -> None:
         """Take over an item when ``owner`` is dropped.
@@ -142,7 +171,8 @@ class Later:
         ended = False
         try:
             if not self.paused:
-                ended = item.attempt()
+                with self._guard():
+                    ended = item.attempt()
         finally:
             if not ended:
                 self.hand_in(item)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Union, cast
 
-from streamalloc.core.door import Door
+from streamalloc.core.door import Door, PerDriver
 from streamalloc.core.errors import CaptureError, ClosedError, CudaError, NotReadyError, error_from, refused
 from streamalloc.core.event import Event, EventLike, Spares, context_event, foreign_event, is_done
 from streamalloc.core.later import Deferred, later_of, refused_to_end, work
@@ -37,11 +38,16 @@ __all__ = [
     "as_stream",
     "direct_handle",
     "direct_view",
+    "end_of",
+    "events_of_all",
+    "may_queue",
     "order_after_context",
     "order_handle_after",
     "ordered_after",
+    "ordered_after_end",
     "queue_behind",
     "raw_handle",
+    "record_uncaptured",
     "refuse_capture",
     "sees_all_work",
     "stream_call",
@@ -133,10 +139,12 @@ class Stream(Closes):
         # Before it has the handle: who drops what was interrupted from here on must not destroy a default stream.
         self._default = raw is not None and int(raw) in _DEFAULT_HANDLES
         self._sees_all = False
-        self._last: Event | None = None
+        self._last: list[Event] = []
+        """Once the stream is closed or dropped, an event after all its work; see :func:`end_of`."""
         self._spare = Spares()
         self._in_use = threading.RLock()
-        """Held by who closes the stream, and by what uses it on other threads than its owner's."""
+        """Held by who closes the stream or begins to capture it, and by what uses it on other threads than its owner's.
+        """
         # What fast paths use: the handle where it can go straight to the driver, and the door to compare with theirs.
         self._handle: Any = None
         self._direct: Door | None = None
@@ -167,6 +175,7 @@ class Stream(Closes):
         with device.current():
             stream._door.create(stream, "_raw", "cuStreamCreateWithPriority", int(flags), priority)
         stream._open(non_blocking=not blocking)
+        _made_here(stream._door).add(stream)
         return stream
 
     @classmethod
@@ -263,7 +272,7 @@ class Stream(Closes):
         try:
             for item in tuple(self._owed):
                 # Where the driver refuses, it is tried again.
-                with contextlib.suppress(CudaError):
+                with contextlib.suppress(CudaError), self._door.relaxed():
                     if item.attempt():
                         with contextlib.suppress(ValueError):  # another thread was faster
                             self._owed.remove(item)
@@ -351,9 +360,12 @@ class Stream(Closes):
             other = as_stream(cast("StreamLike", other), self._door).record()
         elif other._door is not self._door:
             raise ValueError(f"{other!r} belongs to another driver than {self!r}")
-        self._call("cuStreamWaitEvent", other._checked_raw(), 0)
-        if other._capture is not None and other._capture is not self._capture:
-            # Waiting for an event of a captured stream pulls this stream into the same capture.
+        if other._capture is None or other._capture is self._capture:
+            self._call("cuStreamWaitEvent", other._checked_raw(), 0)
+            return
+        # Waiting for an event of a captured stream pulls this stream into the same capture.
+        with self._in_use:
+            self._call("cuStreamWaitEvent", other._checked_raw(), 0)
             other._capture.adopt(self)
 
     def synchronize(self) -> None:
@@ -450,7 +462,7 @@ class Stream(Closes):
                     later_of(self._door).end(item)
             self._endings = ()
             # Buffers that remain need to know when the stream's work was done, to be freed after it.
-            self._last = self.record()
+            self._last.append(self.record())
             self._spare.end(self._door)
             destroy = self._door.driver.cuStreamDestroy
             self._forbid_direct()
@@ -471,8 +483,13 @@ class Stream(Closes):
         raw = getattr(self, "_raw", None)
         if raw is None or self._foreign is not None or self._default or not self._door.usable:
             return
-        if not self._closed or self._last is None:
-            # Buffers of the same garbage cycle may come after their stream.
+        if not self._closed or not self._last:
+            # Buffers of the same garbage cycle may come after their stream, and so does what ends with it.
+            if self._endings and self._capture is None:
+                with contextlib.suppress(CudaError):
+                    last = Event(self.device)
+                    self._door.call("cuEventRecord", last._raw, raw)
+                    self._last.append(last)
             self._closed = True
             self._forbid_direct()
             self._spare.end(self._door)
@@ -619,19 +636,103 @@ def refuse_capture(stream: Stream, call: str, why: str) -> None:
 def ordered_after(stream: Stream) -> Iterator[Stream]:
     """The stream itself; where it was closed, a stream that comes after its work, for the length of the block.
 
-    Meanwhile no other thread closes it: what ends later uses streams that their owners may be closing.
+    Meanwhile no other thread closes it or begins to capture it: what ends later uses streams that their owners may be
+    closing. No capture of ours begins at all where it is a default stream, on which work would break some.
+
+    Raises
+    ------
+    CaptureError
+        It is being captured.
     """
-    with stream._in_use:
+    if not stream._closed:
+        stream._checked_raw()  # what is owed may need the locks of other streams
+    with _kept(stream):
         if not stream._closed:
+            stream._refuse_capture("cuMemFreeAsync", "try again once that has ended")
             yield stream
             return
+    with ordered_after_end(stream.device, stream._last) as substitute:
+        yield substitute
+
+
+def end_of(stream: Stream) -> list[Event]:
+    """A list that gets an event after all work of a stream, once that is closed or dropped.
+
+    It stays empty where the driver refuses to record one.
+    """
+    return stream._last
+
+
+@contextlib.contextmanager
+def ordered_after_end(device: Device, last: Sequence[Event]) -> Iterator[Stream]:
+    """A stream for the length of the block, which comes after the work of one that has ended: see :func:`end_of`."""
     # A stream for this alone: a default stream would make others wait as well.
-    with stream.device.create_stream() as substitute:
-        if stream._last is not None and not stream._last.closed:
-            substitute.wait(stream._last)
+    with device.create_stream() as substitute:
+        if last and not last[0].closed:
+            substitute.wait(last[0])
         else:
             order_after_context(substitute)
         yield substitute
+
+
+_made_here: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.WeakSet())
+"""The streams that were created here."""
+
+
+def events_of_all(door: Door) -> list[Event]:
+    """Events after what each open stream of ours has queued, but for those that are being captured."""
+    streams: list[Stream] = []
+    # Another thread may create one meanwhile.
+    while not streams and _made_here(door):
+        with contextlib.suppress(RuntimeError):
+            streams = list(_made_here(door))
+    events = []
+    for stream in streams:
+        with contextlib.suppress(CaptureError), may_queue(stream) as may:
+            if may:
+                events.append(stream.record(Event(stream.device)))
+    return events
+
+
+@contextlib.contextmanager
+def may_queue(stream: Stream, *, mine: bool = False) -> Iterator[bool]:
+    """Whether what ends later may queue a record or a wait on a stream, which would break a capture of it.
+
+    During the block no other thread closes it or begins to capture it through this library. A stream that other code
+    may capture is used by none but the thread whose it is: ``mine``, or that is about to queue something on it, see
+    :func:`queue_behind`.
+    """
+    ours = stream._foreign is None and not stream._default
+    mine = mine or ours or threading.get_ident() in stream._paying
+    with _kept(stream):
+        yield mine and not stream._closed and not stream._capture and not stream.capturing
+
+
+def record_uncaptured(stream: Stream) -> Event | None:
+    """An event after what a stream has queued, also one of another library; None while it is being captured."""
+    with _kept(stream):
+        if stream.capturing:
+            return None
+        event = stream.record()
+        # Other code may have begun to capture it: the record does no harm there, and means nothing.
+        return None if stream.capturing else event
+
+
+@contextlib.contextmanager
+def _kept(stream: Stream) -> Iterator[None]:
+    """A block in which no other thread closes a stream or begins to capture it through this library.
+
+    No capture of ours begins at all where it is a default stream, on which work breaks those of blocking streams.
+    Nothing that is owed is attempted in the block, as that takes the locks of other streams.
+    """
+    alone = later_of(stream._door).no_capture("work on a default stream") if stream._default else stream._in_use
+    with alone:
+        me = threading.get_ident()
+        stream._paying.append(me)
+        try:
+            yield
+        finally:
+            stream._paying.remove(me)
 
 
 def order_after_context(stream: Stream) -> None:

@@ -8,6 +8,7 @@ as memory of ours: the other way round. The host waits for nothing.
 from __future__ import annotations
 
 import ctypes
+import threading
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,15 @@ from streamalloc.core.later import Deferred, later_of, work
 from streamalloc.core.memory import Memory, TypedView
 from streamalloc.core.ownership import Closes, finaliser
 from streamalloc.core.properties import MemLocation
-from streamalloc.core.stream import Stream, StreamLike, as_stream, ordered_after, queue_behind
+from streamalloc.core.stream import (
+    Stream,
+    StreamLike,
+    as_stream,
+    may_queue,
+    ordered_after,
+    queue_behind,
+    record_uncaptured,
+)
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 
@@ -102,24 +111,21 @@ class _LoanEnd(Deferred):
         if memory is None:
             return True
         ours, user = memory.stream, self._user
-        if _captured(ours) or _captured(user):
-            return False
-        if self._memory is None:
-            return True  # Asking our stream has done it.
         if self._event is None:
             # Where nobody said which stream uses it: all of them.
-            self._event = context_event(ours.device) if user is None or user.closed else user.record()
-        if not ours.closed:
-            ours.wait(self._event)
-        elif not self._event.query():
-            # What is freed after a stream was closed knows nothing of others.
+            event = context_event(ours.device) if user is None or user.closed else record_uncaptured(user)
+            if event is None:
+                return False
+            self._event = event
+        event = self._event
+        with may_queue(ours) as may:
+            if may:
+                ours.wait(event)
+        # What is freed after a stream was closed knows nothing of others.
+        if not may and not event.query():
             return False
         self._memory = None
         return True
-
-
-def _captured(stream: Stream | None) -> bool:
-    return stream is not None and not stream.closed and stream.capturing
 
 
 # -- arrays of other libraries ---------------------------------------------------------------------------------------
@@ -223,7 +229,7 @@ class Borrowed(Memory, Closes):
         keep, array = self._keep, self._array
         self._keep = self._array = None
         if keep is not None:
-            later_of(self._door).end(_Return(self._stream, self._lender, (keep, array)))
+            later_of(self._door).end(_Return(self._stream, self._lender, (keep, array), threading.get_ident()))
             work(self._door)
 
     def _check_usable(self) -> None:
@@ -245,25 +251,32 @@ class Borrowed(Memory, Closes):
 class _Return(Deferred):
     """Lets go of a library's array once that is in order."""
 
-    __slots__ = ("_array", "_event", "_lender", "_stream")
+    __slots__ = ("_array", "_event", "_lender", "_stream", "_thread")
 
-    def __init__(self, stream: Stream, lender: Stream | None, array: object) -> None:
+    def __init__(self, stream: Stream, lender: Stream | None, array: object, thread: int | None = None) -> None:
         self._stream = stream
         self._lender = lender
+        self._thread = thread
+        """The thread that has closed the loan, and may queue on the library's stream."""
         self._array = array
         self._event: Event | None = None
 
     def attempt(self) -> bool:
         if self._array is None:
             return True
-        if _captured(self._stream) or _captured(self._lender):
-            return False
         if self._event is None:
             with ordered_after(self._stream) as ordered:
-                self._event = ordered.record()
-        if self._lender is not None and not self._lender.closed:
-            self._lender.wait(self._event)
-        elif not self._event.query():
+                self._event = record_uncaptured(ordered)
+        event, lender = self._event, self._lender
+        if event is None:
+            return False
+        if lender is not None:
+            with may_queue(lender, mine=self._thread == threading.get_ident()) as may:
+                if may:
+                    lender.wait(event)
+                    self._array = None
+                    return True
+        if not event.query():
             return False
         self._array = None
         return True

@@ -315,9 +315,9 @@ class TestEnd:
 
     def test_not_while_a_capture_is_under_way(self) -> None:
         later, ended = Later(), list[Item]()
-        later.paused = 1
+        later.begin_capture(later)
         assert not later.end(Item(later, ended, [])) and later.work() == 0
-        later.paused = 0
+        del later.captures[later]
         assert later.work() == 1
 
 
