@@ -40,12 +40,6 @@ class Spares(list[Any]):
     def __init__(self) -> None:
         self.open = True
 
-    def take_back(self, raw: Any, door: Door) -> None:
-        """Keep an event."""
-        self.append(raw)
-        if not self.open:  # closed meanwhile, by another thread
-            self.end(door)
-
     def end(self, door: Door) -> None:
         """Destroy them all, and take no more."""
         self.open = False
@@ -167,11 +161,13 @@ class Event(Closes):
         if spare is None or not spare.open or self._capture is not None or len(spare) >= spare.most:
             return False
         self._door.check_process()
-        # No call between the two, so that two threads do not both take it.
+        # No call between the two, so that two threads do not both take it; nor a function of Python before it is kept.
         raw = self._raw
         self._raw = None
         if raw is not None:
-            spare.take_back(raw, self._door)
+            spare.append(raw)
+            if not spare.open:  # closed meanwhile, by another thread
+                spare.end(self._door)
         return True
 
     def __del__(self) -> None:
