@@ -40,6 +40,11 @@ class Spares(list[Any]):
     def __init__(self) -> None:
         self.open = True
 
+    def end_if_closed(self, door: Door) -> None:
+        """Destroy what was kept as another thread closed the stream."""
+        if not self.open:
+            self.end(door)
+
     def end(self, door: Door) -> None:
         """Destroy them all, and take no more."""
         self.open = False
@@ -166,8 +171,7 @@ class Event(Closes):
         self._raw = None
         if raw is not None:
             spare.append(raw)
-            if not spare.open:  # closed meanwhile, by another thread
-                spare.end(self._door)
+            spare.end_if_closed(self._door)
         return True
 
     def __del__(self) -> None:
