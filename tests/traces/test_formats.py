@@ -438,7 +438,7 @@ def test_the_opcodes_that_plain_data_has() -> None:
     refused = set()
     for opcode in pickletools.opcodes:
         try:
-            plain_pickle.load(opcode.code.encode("latin-1") + b".")
+            plain_pickle.load(opcode.code.encode("latin-1") + b"0\n0\n.")
         except pickle.UnpicklingError as error:
             refused |= {opcode.name} if "names more than plain data" in str(error) else set()
         except Exception:  # it needs something on the stack
@@ -455,4 +455,4 @@ def test_the_opcodes_that_plain_data_has() -> None:
         "EXT1",
         "PERSID",
     } <= refused
-    assert {"BINPERSID", "BYTEARRAY8", "NEXT_BUFFER", "FROZENSET", "EMPTY_SET", "ADDITEMS", "STRING"} <= refused
+    assert {"BINPERSID", "NEXT_BUFFER", "FROZENSET", "EMPTY_SET", "ADDITEMS"} <= refused
