@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from streamalloc.core.door import Door
 from streamalloc.core.errors import ClosedError, error_from
-from streamalloc.core.later import later_of, refused_to_end, work
+from streamalloc.core.later import OFTEN, later_of, refused_to_end, work
 from streamalloc.core.ownership import Closes
 from streamalloc.driver.internal import cuda
 
@@ -132,7 +132,7 @@ class Event(Closes):
     def synchronize(self) -> None:
         """Block the host until the work before the event is done (``cuEventSynchronize``)."""
         self._door.call("cuEventSynchronize", self._checked_raw())
-        work(self._door)
+        work(self._door, OFTEN)
 
     def elapsed_since(self, start: Event) -> float:
         """Milliseconds between two recorded events that measure time (``cuEventElapsedTime``).

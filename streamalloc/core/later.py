@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import math
 import threading
 import weakref
 from collections import deque
@@ -32,7 +33,7 @@ from typing import Any, ClassVar
 from streamalloc.core.door import Door, PerDriver
 from streamalloc.core.errors import LOST, CaptureError, CudaError, InvalidHandleError, error_from, refused
 
-__all__ = ["POINTS", "Deferred", "HandleEnd", "Later", "later_of", "queues", "refused_to_end", "work"]
+__all__ = ["OFTEN", "POINTS", "Deferred", "HandleEnd", "Later", "later_of", "queues", "refused_to_end", "work"]
 
 POINTS = (
     "the host has synchronised with a stream, an event or a device",
@@ -43,6 +44,9 @@ POINTS = (
     "the last capture has ended",
 )
 """Where :meth:`Later.work` is called."""
+
+OFTEN = 32
+"""How many attempts may be made in vain where the host synchronises, which programs do all the time."""
 
 
 class Deferred(abc.ABC):
@@ -87,6 +91,7 @@ class Later:
         "_beginning",
         "_guard",
         "_lock",
+        "_new",
         "_orphaned",
         "_owned",
         "_rounds",
@@ -112,6 +117,8 @@ class Later:
         """What ends when an object is dropped, by reference to the object."""
         self._orphaned: deque[weakref.ref[object]] = deque()
         """The references whose objects were dropped."""
+        self._new: dict[Deferred, None] = {}
+        """What was taken over and not worked on yet."""
         self._waiting: dict[Deferred, None] = {}
         """In the order in which they were worked on last."""
         self._working: dict[int, Deferred] = {}
@@ -119,7 +126,8 @@ class Later:
 
     def __len__(self) -> int:
         """How many items have not ended."""
-        return len(self.handed_in) + len(self._orphaned) + len(self._waiting) + len(self._working)
+        handed_in = len(self.handed_in) + len(self._orphaned) + len(self._new)
+        return handed_in + len(self._waiting) + len(self._working)
 
     @property
     def paused(self) -> bool:
@@ -181,28 +189,34 @@ class Later:
             self._leave_if_empty()
         return ended
 
-    def work(self) -> int:
+    def work(self, most: int | None = None) -> int:
         """Try to end each item, until none can be ended; how many have ended.
+
+        ``most``: no more attempts than that are made in vain on items that were tried before, those first that were
+        tried longest ago. So points that come often cost the same however much waits, and each item gets its turn.
 
         Where the driver refuses an item, the others get their turn. Anything else that comes out of one, such as what
         a signal handler raises, goes on to the caller, and the item stays. Nothing is done while a capture is under
         way, and where this thread is at work already.
         """
         # Mostly there is nothing, at points that come often.
-        if not (self.handed_in or self._orphaned or self._waiting) or self.paused:
+        if not (self.handed_in or self._orphaned or self._new or self._waiting) or self.paused:
             return 0
         me = threading.get_ident()
         if me in self._working:
             return 0
         with self._guard():
-            total = self._work_until_none_ends(me)
+            total = self._work_until_none_ends(me, [math.inf if most is None else most])
         self._leave_if_empty()
         return total
 
-    def _work_until_none_ends(self, me: int) -> int:
-        """Go through all items again as long as some end: another, such as a pool, may have waited for them."""
+    def _work_until_none_ends(self, me: int, left: list[float]) -> int:
+        """Go through all items again as long as some end: another, such as a pool, may have waited for them.
+
+        ``left``: how many attempts may still be made in vain.
+        """
         total = 0
-        while ended := self._work(me):
+        while ended := self._work(me, left):
             total += ended
         return total
 
@@ -218,14 +232,14 @@ class Later:
             if self.handed_in:
                 _unfinished.add(self)
 
-    def _work(self, me: int) -> int:
+    def _work(self, me: int, left: list[float]) -> int:
         ended = 0
         with self._lock:
             self._rounds += 1
             now = self._rounds
         while True:
             try:
-                if not self._take_off(me, now):
+                if not self._take_off(me, now, left):
                     return ended
                 item = self._working[me]
                 try:
@@ -236,6 +250,7 @@ class Later:
                 if done:
                     del self._working[me]
                     ended += 1
+                    left[0] += 1
                     self._disown(item)
             except CudaError:
                 pass  # Tried again the next time: the caller of this has nothing to do with it.
@@ -255,22 +270,25 @@ class Later:
                     del self._owned[self._orphaned[0]]
                 del self._orphaned[0]
             elif self.handed_in:
-                if self.handed_in[0] not in self._working.values():
+                if self.handed_in[0] not in self._working.values() and self.handed_in[0] not in self._waiting:
                     self.handed_in[0]._round = -1
-                    self._waiting[self.handed_in[0]] = None
+                    self._new[self.handed_in[0]] = None
                 del self.handed_in[0]
 
-    def _take_off(self, me: int, now: int) -> bool:
-        """Take the item that was worked on longest ago; False where all have had their turn."""
+    def _take_off(self, me: int, now: int, left: list[float]) -> bool:
+        """Take a new item, or that which was worked on longest ago; False where all have had their turn."""
         while self._orphaned or self.handed_in:
             self._take_over()
         with self._lock:
-            for item in self._waiting:
-                if item._round >= now:
-                    return False
+            items = self._new or self._waiting
+            for item in items:
+                if items is self._waiting:
+                    if item._round >= now or left[0] <= 0:
+                        return False
+                    left[0] -= 1
                 item._round = now
                 self._working[me] = item
-                del self._waiting[item]
+                del items[item]
                 return True
             return False
 
@@ -319,10 +337,10 @@ def queues() -> tuple[Later, ...]:
     return tuple(_queues)
 
 
-def work(door: Door) -> int:
-    """One of the points of work: try to end what waits; how many items have ended."""
+def work(door: Door, most: int | None = None) -> int:
+    """One of the points of work: try to end what waits; how many items have ended. ``most``: see :meth:`Later.work`."""
     later = later_of(door)
     # Before it is asked whether the driver can be used.
-    if not (later.handed_in or later._orphaned or later._waiting) or not door.usable:
+    if not (later.handed_in or later._orphaned or later._new or later._waiting) or not door.usable:
         return 0
-    return later.work()
+    return later.work(most)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Union, cast
 from streamalloc.core.door import Door, PerDriver
 from streamalloc.core.errors import CaptureError, ClosedError, CudaError, NotReadyError, error_from, refused
 from streamalloc.core.event import Event, EventLike, Spares, context_event, foreign_event, is_done
-from streamalloc.core.later import Deferred, later_of, refused_to_end, work
+from streamalloc.core.later import OFTEN, Deferred, later_of, refused_to_end, work
 from streamalloc.core.ownership import Closes, finaliser
 from streamalloc.driver.internal import cuda
 
@@ -381,7 +381,7 @@ class Stream(Closes):
                 raise error_from(result, "cuStreamSynchronize")
         else:
             self._call("cuStreamSynchronize")
-        work(self._door)
+        work(self._door, OFTEN)
 
     def query(self) -> bool:
         """Whether all work queued so far is done (``cuStreamQuery``)."""
