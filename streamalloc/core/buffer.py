@@ -38,6 +38,7 @@ __all__ = [
     "SharedState",
     "StillImported",
     "allocate_safely",
+    "free_refused",
     "free_shared",
     "past_caches",
     "plain_parts",
@@ -363,7 +364,7 @@ class Buffer(Memory, Closes):
             raise
         if result:
             self._ptr = ptr
-            raise self._refused(result, self._ordered_on(stream))
+            raise free_refused(result, self._ordered_on(stream))
 
     def close(self) -> None:
         """Free the memory on its own stream if that was not done; idempotent. Leaving a ``with`` block does it."""
@@ -404,7 +405,7 @@ class Buffer(Memory, Closes):
                 raise
             if result:
                 self._ptr = ptr
-                raise self._refused(result, ordered)
+                raise free_refused(result, ordered)
 
     def _belongs_to(self, capture: Capture) -> bool:
         return False
@@ -418,11 +419,6 @@ class Buffer(Memory, Closes):
         yield "pool", self.owner
         if self._shared is not None:
             yield "shared", f"open in {self._shared[0].readers} other processes"
-
-    def _refused(self, result: Any, stream: Stream) -> Exception:
-        if result.name == "CUDA_ERROR_INVALID_VALUE" and stream.capturing:
-            return CaptureError(result.name, int(result), "cuMemFreeAsync", _FOREIGN_IN_CAPTURE)
-        return error_from(result, "cuMemFreeAsync")
 
     def _live(self) -> Any:
         ptr = self._ptr
@@ -566,8 +562,6 @@ class _FreeDropped(Deferred):
         self._told = False
 
     def attempt(self) -> bool:
-        if self._stream._capture is not None:
-            return False
         address = self._raw
         try:
             with (
@@ -577,7 +571,7 @@ class _FreeDropped(Deferred):
             ):
                 self._door.give_back(self, "cuMemFreeAsync", ordered._raw)
         except CudaError as error:
-            if not isinstance(error, self.gone) and not self._told:
+            if not isinstance(error, (*self.gone, CaptureError)) and not self._told:
                 self._told = True
                 warnings.warn(f"dropped memory at {int(address):#x} could not be freed: {error}", ResourceWarning, 2)
             raise
@@ -641,7 +635,14 @@ def free_shared(buffer: Buffer, stream: Stream, handle: Any) -> None:
         raise
     if result:
         buffer._shared = shared
-        raise buffer._refused(result, stream)
+        raise free_refused(result, stream)
+
+
+def free_refused(result: Any, stream: Stream) -> CudaError:
+    """The exception for a free that the driver has refused: a :class:`CaptureError` where the stream is captured."""
+    if result.name == "CUDA_ERROR_INVALID_VALUE" and stream.capturing:
+        return CaptureError(result.name, int(result), "cuMemFreeAsync", _FOREIGN_IN_CAPTURE)
+    return error_from(result, "cuMemFreeAsync")
 
 
 def take_pointer(buffer: Buffer) -> Any:

@@ -16,12 +16,20 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from streamalloc.core.buffer import Allocator, Buffer, PlainBuffer, SharedState, StillImported, shared_state
+from streamalloc.core.buffer import (
+    Allocator,
+    Buffer,
+    PlainBuffer,
+    SharedState,
+    StillImported,
+    free_refused,
+    shared_state,
+)
 from streamalloc.core.door import Door
 from streamalloc.core.errors import OutOfMemoryError, error_from
 from streamalloc.core.later import Deferred, later_of
 from streamalloc.core.stream import Stream, StreamLike, direct_handle
-from streamalloc.core.watching import Watcher, look, was_asked
+from streamalloc.core.watching import Watcher, besides, look, was_asked
 from streamalloc.driver.internal import cuda
 
 __all__ = [
@@ -115,7 +123,8 @@ class Blocks:
         buffer._shared = None
         try:
             # A loop, before whose end Python does not look for signals.
-            for answer in map(pool._alloc, (shelf.nbytes,), (pool._raw,), (handle,)):
+            alloc = besides(pool._alloc, self.watchers)
+            for answer in map(alloc, (shelf.nbytes,), (pool._raw,), (handle,)):
                 result, buffer._ptr = answer
                 break
         except OutOfMemoryError:  # the limit of who watches the pool
@@ -140,10 +149,13 @@ class Blocks:
         """Free what is no block yet, as a plain buffer that is dropped does."""
         _filled(PlainBuffer, self._pool, pointer, buffer._nbytes, buffer._stream)
 
-    def free(self, block: Block, raw: Any) -> tuple[Any]:
-        """Give a block back to the driver (``cuMemFreeAsync``): its answer. It stays where that is refused."""
+    def free(self, block: Block, raw: Any, told: tuple[Watcher, ...] = ()) -> tuple[Any]:
+        """Give a block back to the driver (``cuMemFreeAsync``): its answer. It stays where that is refused.
+
+        ``told``: the watchers that know already that it is free.
+        """
         address, shelf = block.address, block.shelf
-        free = self._pool._free
+        free = besides(self._pool._free, told)
         del self._all[address]
         try:
             answer: tuple[Any] = free(address, raw)
@@ -159,16 +171,24 @@ class Blocks:
         return answer
 
     def give_back(self, blocks: list[Block], stream: Stream) -> None:
-        """Give the free blocks of a list back to the driver in stream order. Those that it refuses stay."""
+        """Give the free blocks of a list back to the driver in stream order. Those that it refuses stay.
+
+        Raises
+        ------
+        CaptureError
+            Other code captures the stream.
+        """
+        # Read once: a finaliser may forbid fast paths meanwhile.
+        raw = stream._checked_raw()
         while blocks:
             try:
                 block = blocks.pop()
             except IndexError:  # another thread took it
                 return
-            result = self.free(block, stream._handle)[0]
+            result = self.free(block, raw, self.watchers)[0]
             if result:
                 blocks.append(block)
-                raise error_from(result, "cuMemFreeAsync")
+                raise free_refused(result, stream)
 
     def free_on(self, buffer: CachedBuffer, block: Block, stream: Stream, handle: Any) -> Any:
         """Free a buffer on another stream of ours: the driver's refusal, or nothing.
@@ -366,12 +386,13 @@ class CachedAllocator(Allocator):
         block = buffer._ptr
         shelf = self._shelf_for(block, ordered)
         if shelf is not None:
-            self._blocks.move(block, shelf)
             home = shelf.blocks
-            # Taken before it is put back, so that two threads that free the same buffer do so once.
             watchers = self._blocks.watchers
+            # Before it has a home: who drops the buffer from then on tells nobody.
             for watcher in watchers:
                 watcher.freed(block.address, ordered._raw)
+            self._blocks.move(block, shelf)
+            # Taken before it is put back, so that two threads that free the same buffer do so once.
             if buffer._ptr is block:
                 buffer._ptr = None
                 home.append(block)
@@ -424,7 +445,7 @@ class CachedBuffer(Buffer):
             if handle is not None:
                 result = allocator._blocks.free_on(self, block, stream, handle)  # type: ignore[arg-type]
                 if result:
-                    raise self._refused(result, self._ordered_on(stream))
+                    raise free_refused(result, self._ordered_on(stream))
                 return
         self._free_slowly(stream, still_imported, timeout)
 
@@ -435,7 +456,8 @@ class CachedBuffer(Buffer):
             if block is None:
                 return
             self._ptr = None
-            if self._stream._handle is not None and block.home is not None:
+            # The block is looked at first: what is none yet has no home.
+            if block.home is not None and self._stream._handle is not None:
                 block.home.append(block)
             else:
                 self._allocator._blocks.dropped.append(block)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 from streamalloc.core.door import Door
 from streamalloc.core.errors import unsupported
 from streamalloc.core.event import Event
-from streamalloc.core.later import work
+from streamalloc.core.later import OFTEN, work
 from streamalloc.core.properties import MemLocation
 from streamalloc.core.stream import Stream
 from streamalloc.driver import default as default_driver
@@ -197,7 +197,7 @@ class Device:
         """Block the host until all work of the device's primary context is done (``cuCtxSynchronize``)."""
         with self.current():
             self._door.call("cuCtxSynchronize")
-        work(self._door)
+        work(self._door, OFTEN)
 
     def current(self) -> contextlib.AbstractContextManager[None]:
         """A ``with`` block in which the device's primary context is the thread's current one."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from streamalloc.core.door import Door
 from streamalloc.core.errors import ClosedError, error_from
-from streamalloc.core.later import refused_to_end, work
+from streamalloc.core.later import OFTEN, later_of, refused_to_end, work
 from streamalloc.core.ownership import Closes, made_for_sharing
 from streamalloc.driver.internal import cuda
 
@@ -40,10 +40,9 @@ class Spares(list[Any]):
     def __init__(self) -> None:
         self.open = True
 
-    def take_back(self, raw: Any, door: Door) -> None:
-        """Keep an event."""
-        self.append(raw)
-        if not self.open:  # closed meanwhile, by another thread
+    def end_if_closed(self, door: Door) -> None:
+        """Destroy what was kept as another thread closed the stream."""
+        if not self.open:
             self.end(door)
 
     def end(self, door: Door) -> None:
@@ -135,7 +134,7 @@ class Event(Closes):
     def synchronize(self) -> None:
         """Block the host until the work before the event is done (``cuEventSynchronize``)."""
         self._door.call("cuEventSynchronize", self._checked_raw())
-        work(self._door)
+        work(self._door, OFTEN)
 
     def elapsed_since(self, start: Event) -> float:
         """Milliseconds between two recorded events that measure time (``cuEventElapsedTime``).
@@ -169,11 +168,12 @@ class Event(Closes):
         if spare is None or not spare.open or self._capture is not None or len(spare) >= spare.most:
             return False
         self._door.check_process()
-        # No call between the two, so that two threads do not both take it.
+        # No call between the two, so that two threads do not both take it; nor a function of Python before it is kept.
         raw = self._raw
         self._raw = None
         if raw is not None:
-            spare.take_back(raw, self._door)
+            spare.append(raw)
+            spare.end_if_closed(self._door)
         return True
 
     def __del__(self) -> None:
@@ -224,9 +224,17 @@ def opened_event(device: Device, handle: Any) -> Event:
 
 
 def context_event(device: Device) -> Event:
-    """An event after all that a device's context has queued so far (``cuCtxRecordEvent``)."""
+    """An event after all that a device's context has queued so far (``cuCtxRecordEvent``).
+
+    The driver breaks all captures of the context then, whatever the mode: those of ours wait until it has answered.
+
+    Raises
+    ------
+    CaptureError
+        A capture of ours is under way.
+    """
     event = Event(device)
     door = device._door
-    with device.current():
+    with device.current(), later_of(door).no_capture("cuCtxRecordEvent"):
         door.call("cuCtxRecordEvent", door.context(device.ordinal), event._raw)
     return event

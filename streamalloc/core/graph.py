@@ -166,14 +166,15 @@ def capturing(stream: Stream, mode: CaptureMode) -> Iterator[Graph]:
     later = later_of(door)
     # A list, which C fills before Python looks for signals again: a capture that has begun is ended.
     answers: list[Any] = []
-    later.paused += 1
     try:
-        with stream._context():
+        later.begin_capture(capture)
+        # What ends later may be using the stream on another thread.
+        with stream._in_use, stream._context():
             answers += map(begin, (raw,), (driver_mode,))
-        if answers[0][0]:
-            hint = "is the stream being captured already, or a legacy one?"
-            raise error_from(answers[0][0], "cuStreamBeginCapture", hint)
-        capture.adopt(stream)
+            if answers[0][0]:
+                hint = "is the stream being captured already, or a legacy one?"
+                raise error_from(answers[0][0], "cuStreamBeginCapture", hint)
+            capture.adopt(stream)
         yield capture.graph
         _end(capture)
     except BaseException:
@@ -181,7 +182,8 @@ def capturing(stream: Stream, mode: CaptureMode) -> Iterator[Graph]:
             _abort(capture)
         raise
     finally:
-        later.paused -= 1
+        if capture in later.captures:
+            del later.captures[capture]
         work(door)
 
 

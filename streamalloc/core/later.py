@@ -11,6 +11,10 @@ Each of these is a :class:`Deferred`. The rules:
 * An item is taken off, under the lock, before it is worked on: one thread at a time has it, and it is not in the queue
   meanwhile. It comes back if it has not ended.
 * No lock is held while an item is worked on.
+* A capture may begin on another thread at any moment. Items are worked on in the relaxed capture mode, in which calls
+  break no capture of streams that they do not name. A stream of ours begins to be captured by nobody while its lock is
+  held (:func:`~streamalloc.core.stream.ordered_after`, :func:`~streamalloc.core.stream.may_queue`). A call for a whole
+  context is made while no capture of ours can begin (:meth:`Later.no_capture`).
 
 What a signal handler raises may come between any two calls, but not between two lines that call nothing. The lines that
 move an item call nothing, so that it is always in one place at least.
@@ -20,16 +24,17 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from streamalloc.core.door import Door, PerDriver
-from streamalloc.core.errors import LOST, CudaError, InvalidHandleError, error_from
+from streamalloc.core.errors import LOST, CaptureError, CudaError, InvalidHandleError, error_from, refused
 
-__all__ = ["POINTS", "Deferred", "HandleEnd", "Later", "later_of", "queues", "refused_to_end", "work"]
+__all__ = ["OFTEN", "POINTS", "Deferred", "HandleEnd", "Later", "later_of", "queues", "refused_to_end", "work"]
 
 POINTS = (
     "the host has synchronised with a stream, an event or a device",
@@ -40,6 +45,9 @@ POINTS = (
     "the last capture has ended",
 )
 """Where :meth:`Later.work` is called."""
+
+OFTEN = 32
+"""How many attempts may be made in vain where the host synchronises, which programs do all the time."""
 
 
 class Deferred(abc.ABC):
@@ -81,22 +89,24 @@ class Later:
 
     __slots__ = (
         "__weakref__",
+        "_beginning",
         "_guard",
         "_lock",
+        "_new",
         "_orphaned",
         "_owned",
         "_rounds",
         "_waiting",
         "_working",
+        "captures",
         "handed_in",
-        "paused",
     )
 
-    paused: int
-    """How many captures of ours are under way: nothing is worked on meanwhile, as it would break them."""
-
     def __init__(self, guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext) -> None:
-        self.paused = 0
+        self.captures: dict[object, None] = {}
+        """The captures of ours that are under way. Entered by :meth:`begin_capture`; who ended one takes it out."""
+        self._beginning = threading.RLock()
+        """Held while a capture is entered, and by :meth:`no_capture`."""
         _queues.add(self)
         self._guard = guard
         self._lock = threading.Lock()
@@ -108,6 +118,8 @@ class Later:
         """What ends when an object is dropped, by reference to the object."""
         self._orphaned: deque[weakref.ref[object]] = deque()
         """The references whose objects were dropped."""
+        self._new: dict[Deferred, None] = {}
+        """What was taken over and not worked on yet."""
         self._waiting: dict[Deferred, None] = {}
         """In the order in which they were worked on last."""
         self._working: dict[int, Deferred] = {}
@@ -115,7 +127,42 @@ class Later:
 
     def __len__(self) -> int:
         """How many items have not ended."""
-        return len(self.handed_in) + len(self._orphaned) + len(self._waiting) + len(self._working)
+        handed_in = len(self.handed_in) + len(self._orphaned) + len(self._new)
+        return handed_in + len(self._waiting) + len(self._working)
+
+    @property
+    def paused(self) -> bool:
+        """Whether a capture of ours is under way: nothing is worked on meanwhile."""
+        return bool(self.captures)
+
+    def begin_capture(self, capture: object) -> None:
+        """Enter a capture, before it begins: from then on no call is made for a whole context."""
+        with self._beginning:
+            self.captures[capture] = None
+
+    @contextlib.contextmanager
+    def no_capture(self, call: str) -> Iterator[None]:
+        """A block in which no capture of ours begins, for one driver call that would break it and waits for nothing.
+
+        Raises
+        ------
+        CaptureError
+            One is under way.
+        """
+        with self._beginning:
+            if self.captures:
+                raise refused(CaptureError, call, "a stream is being captured, and the call concerns all streams")
+            yield
+
+    @contextlib.contextmanager
+    def unless_busy(self) -> Iterator[bool]:
+        """A block for finalisers: whether :meth:`no_capture` will not wait for another thread in it."""
+        free = self._beginning.acquire(blocking=False)
+        try:
+            yield free
+        finally:
+            if free:
+                self._beginning.release()
 
     def end_with(self, owner: object, item: Deferred) -> None:
         """Take over an item when ``owner`` is dropped.
@@ -143,7 +190,8 @@ class Later:
         ended = False
         try:
             if not self.paused:
-                ended = item.attempt()
+                with self._guard():
+                    ended = item.attempt()
         finally:
             if not ended:
                 self.hand_in(item)
@@ -152,28 +200,34 @@ class Later:
             self._leave_if_empty()
         return ended
 
-    def work(self) -> int:
+    def work(self, most: int | None = None) -> int:
         """Try to end each item, until none can be ended; how many have ended.
+
+        ``most``: no more attempts than that are made in vain on items that were tried before, those first that were
+        tried longest ago. So points that come often cost the same however much waits, and each item gets its turn.
 
         Where the driver refuses an item, the others get their turn. Anything else that comes out of one, such as what
         a signal handler raises, goes on to the caller, and the item stays. Nothing is done while a capture is under
         way, and where this thread is at work already.
         """
         # Mostly there is nothing, at points that come often.
-        if not (self.handed_in or self._orphaned or self._waiting) or self.paused:
+        if not (self.handed_in or self._orphaned or self._new or self._waiting) or self.paused:
             return 0
         me = threading.get_ident()
         if me in self._working:
             return 0
         with self._guard():
-            total = self._work_until_none_ends(me)
+            total = self._work_until_none_ends(me, [math.inf if most is None else most])
         self._leave_if_empty()
         return total
 
-    def _work_until_none_ends(self, me: int) -> int:
-        """Go through all items again as long as some end: another, such as a pool, may have waited for them."""
+    def _work_until_none_ends(self, me: int, left: list[float]) -> int:
+        """Go through all items again as long as some end: another, such as a pool, may have waited for them.
+
+        ``left``: how many attempts may still be made in vain.
+        """
         total = 0
-        while ended := self._work(me):
+        while ended := self._work(me, left):
             total += ended
         return total
 
@@ -189,14 +243,14 @@ class Later:
             if self.handed_in:
                 _unfinished.add(self)
 
-    def _work(self, me: int) -> int:
+    def _work(self, me: int, left: list[float]) -> int:
         ended = 0
         with self._lock:
             self._rounds += 1
             now = self._rounds
         while True:
             try:
-                if not self._take_off(me, now):
+                if not self._take_off(me, now, left):
                     return ended
                 item = self._working[me]
                 try:
@@ -207,6 +261,7 @@ class Later:
                 if done:
                     del self._working[me]
                     ended += 1
+                    left[0] += 1
                     self._disown(item)
             except CudaError:
                 pass  # Tried again the next time: the caller of this has nothing to do with it.
@@ -226,22 +281,25 @@ class Later:
                     del self._owned[self._orphaned[0]]
                 del self._orphaned[0]
             elif self.handed_in:
-                if self.handed_in[0] not in self._working.values():
+                if self.handed_in[0] not in self._working.values() and self.handed_in[0] not in self._waiting:
                     self.handed_in[0]._round = -1
-                    self._waiting[self.handed_in[0]] = None
+                    self._new[self.handed_in[0]] = None
                 del self.handed_in[0]
 
-    def _take_off(self, me: int, now: int) -> bool:
-        """Take the item that was worked on longest ago; False where all have had their turn."""
+    def _take_off(self, me: int, now: int, left: list[float]) -> bool:
+        """Take a new item, or that which was worked on longest ago; False where all have had their turn."""
         while self._orphaned or self.handed_in:
             self._take_over()
         with self._lock:
-            for item in self._waiting:
-                if item._round >= now:
-                    return False
+            items = self._new or self._waiting
+            for item in items:
+                if items is self._waiting:
+                    if item._round >= now or left[0] <= 0:
+                        return False
+                    left[0] -= 1
                 item._round = now
                 self._working[me] = item
-                del self._waiting[item]
+                del items[item]
                 return True
             return False
 
@@ -290,10 +348,10 @@ def queues() -> tuple[Later, ...]:
     return tuple(_queues)
 
 
-def work(door: Door) -> int:
-    """One of the points of work: try to end what waits; how many items have ended."""
+def work(door: Door, most: int | None = None) -> int:
+    """One of the points of work: try to end what waits; how many items have ended. ``most``: see :meth:`Later.work`."""
     later = later_of(door)
     # Before it is asked whether the driver can be used.
-    if not (later.handed_in or later._orphaned or later._waiting) or not door.usable:
+    if not (later.handed_in or later._orphaned or later._new or later._waiting) or not door.usable:
         return 0
-    return later.work()
+    return later.work(most)

@@ -11,14 +11,15 @@ import contextlib
 import ctypes
 import enum
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Union, cast
 
-from streamalloc.core.door import Door
+from streamalloc.core.door import Door, PerDriver
 from streamalloc.core.errors import CaptureError, ClosedError, CudaError, NotReadyError, error_from, refused
 from streamalloc.core.event import Event, EventLike, Spares, context_event, foreign_event, is_done
-from streamalloc.core.later import Deferred, later_of, refused_to_end, work
+from streamalloc.core.later import OFTEN, Deferred, later_of, refused_to_end, work
 from streamalloc.core.ownership import Closes, finaliser
 from streamalloc.driver.internal import cuda
 
@@ -38,11 +39,16 @@ __all__ = [
     "as_stream",
     "direct_handle",
     "direct_view",
+    "end_of",
+    "events_of_all",
+    "may_queue",
     "order_after_context",
     "order_handle_after",
     "ordered_after",
+    "ordered_after_end",
     "queue_behind",
     "raw_handle",
+    "record_uncaptured",
     "refuse_capture",
     "sees_all_work",
     "settle",
@@ -154,10 +160,12 @@ class Stream(Closes):
         self._capture: Capture | None = None
         self._closed = True
         self._sees_all = False
-        self._last: Event | None = None
+        self._last: list[Event] = []
+        """Once the stream is closed or dropped, an event after all its work; see :func:`end_of`."""
         self._spare = Spares()
         self._in_use = threading.RLock()
-        """Held by who closes the stream, and by what uses it on other threads than its owner's."""
+        """Held by who closes the stream or begins to capture it, and by what uses it on other threads than its owner's.
+        """
         # What fast paths use: the handle where it can go straight to the driver, and the door to compare with theirs.
         self._handle: Any = None
         self._direct: Door | None = None
@@ -188,6 +196,7 @@ class Stream(Closes):
         with device.current():
             stream._door.create(stream, "_raw", "cuStreamCreateWithPriority", int(flags), priority)
         stream._open(non_blocking=not blocking)
+        _made_here(stream._door).add(stream)
         return stream
 
     @classmethod
@@ -298,7 +307,7 @@ class Stream(Closes):
         try:
             for item in items or tuple(self._owed):
                 # Where the driver refuses, it is tried again.
-                with contextlib.suppress(CudaError):
+                with contextlib.suppress(CudaError), self._door.relaxed():
                     if item.attempt():
                         with contextlib.suppress(ValueError):  # another thread was faster
                             self._owed.remove(item)
@@ -386,9 +395,12 @@ class Stream(Closes):
             other = as_stream(cast("StreamLike", other), self._door).record()
         elif other._door is not self._door:
             raise ValueError(f"{other!r} belongs to another driver than {self!r}")
-        self._call("cuStreamWaitEvent", other._checked_raw(), 0)
-        if other._capture is not None and other._capture is not self._capture:
-            # Waiting for an event of a captured stream pulls this stream into the same capture.
+        if other._capture is None or other._capture is self._capture:
+            self._call("cuStreamWaitEvent", other._checked_raw(), 0)
+            return
+        # Waiting for an event of a captured stream pulls this stream into the same capture.
+        with self._in_use:
+            self._call("cuStreamWaitEvent", other._checked_raw(), 0)
             other._capture.adopt(self)
 
     def synchronize(self) -> None:
@@ -404,7 +416,7 @@ class Stream(Closes):
                 raise error_from(result, "cuStreamSynchronize")
         else:
             self._call("cuStreamSynchronize")
-        work(self._door)
+        work(self._door, OFTEN)
 
     def query(self) -> bool:
         """Whether all work queued so far is done (``cuStreamQuery``)."""
@@ -489,7 +501,7 @@ class Stream(Closes):
                     later_of(self._door).end(item)
             self._endings = ()
             # Buffers that remain need to know when the stream's work was done, to be freed after it.
-            self._last = self.record()
+            self._last.append(self.record())
             self._spare.end(self._door)
             destroy = self._door.driver.cuStreamDestroy
             self._forbid_direct()
@@ -513,8 +525,13 @@ class Stream(Closes):
         if self._kind is not _MADE:
             self._spare.end(self._door)
             return
-        if not self._closed or self._last is None:
-            # Buffers of the same garbage cycle may come after their stream.
+        if not self._closed or not self._last:
+            # Buffers of the same garbage cycle may come after their stream, and so does what ends with it.
+            if self._endings and self._capture is None:
+                with contextlib.suppress(CudaError):
+                    last = Event(self.device)
+                    self._door.call("cuEventRecord", last._raw, raw)
+                    self._last.append(last)
             self._closed = True
             self._forbid_direct()
             self._spare.end(self._door)
@@ -548,19 +565,18 @@ def queue_behind(stream: Stream, item: Deferred) -> None:
     stream._forbid_direct()
 
 
-def settle(stream: Stream, item: Deferred) -> None:
+def settle(stream: Stream, item: Deferred, *others: Stream | None) -> None:
     """Attempt now what was given to :func:`queue_behind`. Called by finalisers, which hold what the item releases.
 
-    Nothing is done where another thread closes the stream or uses it for something that ends later.
+    ``others`` are the streams that the item uses, too. Nothing is done where another thread closes one of them, begins
+    a capture or uses them for something that ends later: a finaliser waits for no lock.
     """
-    if stream._in_use.acquire(blocking=False):
-        try:
-            if not stream._closed:
-                # In the relaxed mode it breaks no capture of other code that may be under way on this thread.
-                with contextlib.suppress(CudaError), stream._door.relaxed():
-                    stream._pay(item)
-        finally:
-            stream._in_use.release()
+    with later_of(stream._door).unless_busy() as free, contextlib.ExitStack() as held:
+        for one in (stream, *others):
+            if one is not None and free and (free := one._in_use.acquire(blocking=False)):
+                held.callback(one._in_use.release)
+        if free and not stream._closed:
+            stream._pay(item)
 
 
 def _by_protocol(stream: Any) -> int | None:
@@ -677,19 +693,102 @@ def ordered_after(stream: Stream) -> Iterator[Stream]:
     """The stream itself; where it was closed, a stream that comes after its work, for the length of the block.
 
     A per-thread default stream counts as closed: what ends later does so on any thread, where its handle names another
-    stream. Meanwhile no other thread closes it: what ends later uses streams that their owners may be closing.
+    stream. Meanwhile no other thread closes the stream or begins to capture it: what ends later uses streams that their
+    owners may be closing. No capture of ours begins at all where it is a default stream: work on it would break some.
+
+    Raises
+    ------
+    CaptureError
+        It is being captured.
     """
-    with stream._in_use:
+    if not stream._closed:
+        stream._checked_raw()  # what is owed may need the locks of other streams
+    with _kept(stream):
         if not (stream._closed or stream._number == _PER_THREAD):
+            stream._refuse_capture("cuMemFreeAsync", "try again once that has ended")
             yield stream
             return
+    with ordered_after_end(stream.device, stream._last) as substitute:
+        yield substitute
+
+
+def end_of(stream: Stream) -> list[Event]:
+    """A list that gets an event after all work of a stream, once that is closed or dropped.
+
+    It stays empty where the driver refuses to record one.
+    """
+    return stream._last
+
+
+@contextlib.contextmanager
+def ordered_after_end(device: Device, last: Sequence[Event]) -> Iterator[Stream]:
+    """A stream for the length of the block, which comes after the work of one that has ended: see :func:`end_of`."""
     # A stream for this alone: a default stream would make others wait as well.
-    with stream.device.create_stream() as substitute:
-        if stream._last is not None and not stream._last.closed:
-            substitute.wait(stream._last)
+    with device.create_stream() as substitute:
+        if last and not last[0].closed:
+            substitute.wait(last[0])
         else:
             order_after_context(substitute)
         yield substitute
+
+
+_made_here: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.WeakSet())
+"""The streams that were created here."""
+
+
+def events_of_all(door: Door) -> list[Event]:
+    """Events after what each open stream of ours has queued, but for those that are being captured."""
+    streams: list[Stream] = []
+    # Another thread may create one meanwhile.
+    while not streams and _made_here(door):
+        with contextlib.suppress(RuntimeError):
+            streams = list(_made_here(door))
+    events = []
+    for stream in streams:
+        with contextlib.suppress(CaptureError), may_queue(stream) as may:
+            if may:
+                events.append(stream.record(Event(stream.device)))
+    return events
+
+
+@contextlib.contextmanager
+def may_queue(stream: Stream, *, mine: bool = False) -> Iterator[bool]:
+    """Whether what ends later may queue a record or a wait on a stream, which would break a capture of it.
+
+    During the block no other thread closes it or begins to capture it through this library. A stream that other code
+    may capture is used by none but the thread whose it is: ``mine``, or that is about to queue something on it, see
+    :func:`queue_behind`.
+    """
+    mine = mine or stream._kind is _MADE or threading.get_ident() in stream._paying
+    with _kept(stream):
+        yield mine and not stream._closed and not stream._capture and not stream.capturing
+
+
+def record_uncaptured(stream: Stream) -> Event | None:
+    """An event after what a stream has queued, also one of another library; None while it is being captured."""
+    with _kept(stream):
+        if stream.capturing:
+            return None
+        event = stream.record()
+        # Other code may have begun to capture it: the record does no harm there, and means nothing.
+        return None if stream.capturing else event
+
+
+@contextlib.contextmanager
+def _kept(stream: Stream) -> Iterator[None]:
+    """A block in which no other thread closes a stream or begins to capture it through this library.
+
+    No capture of ours begins at all where it is a default stream, on which work breaks those of blocking streams.
+    Nothing that is owed is attempted in the block, as that takes the locks of other streams.
+    """
+    shared = stream._kind is _DEFAULT
+    with later_of(stream._door).no_capture("work on a default stream") if shared else stream._in_use:
+        me = threading.get_ident()
+        stream._paying.append(me)
+        try:
+            yield
+        finally:
+            stream._paying.remove(me)
 
 
 def order_after_context(stream: Stream) -> None:

@@ -10,6 +10,7 @@ Finalisers free memory, too. A watcher is told of that inside of the finaliser, 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -28,6 +29,7 @@ __all__ = [
     "Watcher",
     "Watching",
     "bare",
+    "besides",
     "look",
     "tap_of",
     "tell_freed",
@@ -84,8 +86,8 @@ class Tap:
         self._owner = weakref.ref(owner)
         self._alloc = alloc
         self._free = free
-        self._under_way: dict[int, tuple[Any, list[Any]]] = {}
-        """Frees that are being made, by the identity of the pointer: that, and how far they have come."""
+        self._under_way: dict[int, tuple[Any, list[Any], tuple[Watcher, ...]]] = {}
+        """Frees that are being made, by the identity of the pointer: that, how far they have come, and who is told."""
         self.watchers: tuple[Watcher, ...] = ()
 
     @property
@@ -93,9 +95,14 @@ class Tap:
         """What it stands in for."""
         return self._alloc, self._free
 
-    def allocate(self, nbytes: int, pool: Any, stream: Any) -> Any:
-        """Allocate, in place of the driver's function."""
-        watchers, owner = self.watchers, self._owner()
+    def _told(self, besides: tuple[Watcher, ...]) -> tuple[Watcher, ...]:
+        if not besides:
+            return self.watchers
+        return tuple([one for one in self.watchers if one not in besides])
+
+    def allocate(self, nbytes: int, pool: Any, stream: Any, besides: tuple[Watcher, ...] = ()) -> Any:
+        """Allocate, in place of the driver's function; see :func:`besides`."""
+        watchers, owner = self._told(besides), self._owner()
         for watcher in watchers:
             watcher.asked(owner, nbytes)
         answers: list[Any] = []
@@ -111,20 +118,21 @@ class Tap:
         except BaseException:
             # Nobody has the memory yet.
             if answers and not answers[0][0]:
-                self.free(answers[0][1], stream)
+                self.free(answers[0][1], stream, besides)
             raise
         return answers[0]
 
-    def free(self, ptr: Any, stream: Any) -> Any:
+    def free(self, ptr: Any, stream: Any, besides: tuple[Watcher, ...] = ()) -> Any:
         """Free, in place of the driver's function. Where this raises, :func:`was_asked` says how far it has come."""
         answers: list[Any] = []
-        self._under_way[id(ptr)] = ptr, answers
+        watchers = self._told(besides)
+        self._under_way[id(ptr)] = ptr, answers, watchers
         calls = starmap(self._free, ((ptr, stream),))
         address = int(ptr)
         told = False
         try:
             # Before it is free: another thread may be given the same memory at once, and tells of that.
-            for watcher in self.watchers:
+            for watcher in watchers:
                 watcher.freed(address, stream)
             told = True
         finally:
@@ -132,22 +140,22 @@ class Tap:
             answers += (_CALLED,)
             answers += calls
             if not told:
-                for watcher in self.watchers:
+                for watcher in watchers:
                     watcher.freed(address, stream)
         if answers[1][0]:
-            for watcher in self.watchers:
+            for watcher in watchers:
                 watcher.kept(address)
         else:
-            look(self.watchers)
+            look(watchers)
         del self._under_way[id(ptr)]
         return answers[1]
 
     def was_asked(self, ptr: Any) -> bool:
         """Whether the driver was asked to free memory by a :meth:`free` that has raised, and has not refused."""
-        _, answers = self._under_way.pop(id(ptr), (ptr, []))
+        _, answers, watchers = self._under_way.pop(id(ptr), (ptr, [], self.watchers))
         asked = bool(answers) and not (len(answers) > 1 and answers[1][0])
         if not asked:
-            for watcher in self.watchers:
+            for watcher in watchers:
                 watcher.kept(int(ptr))
         return asked
 
@@ -168,6 +176,15 @@ def tap_of(allocator: Watched) -> Tap | None:
     # Of a closed pool the other function is another one.
     tap = getattr(allocator._free, "__self__", None)
     return tap if type(tap) is Tap else None
+
+
+def besides(function: Any, watchers: tuple[Watcher, ...]) -> Any:
+    """A function that an allocator has bound, which notifies none of these watchers.
+
+    An allocator over another one notifies those itself that watch both: an allocation is one, whoever makes it.
+    """
+    tap = getattr(function, "__self__", None)
+    return functools.partial(function, besides=watchers) if watchers and type(tap) is Tap else function
 
 
 def bare(alloc: Any) -> Any:

@@ -337,11 +337,12 @@ def free_after_all(buffer: Buffer) -> None:
     if not door.usable:
         return
     later, item = later_of(door), FreeAfterAll(buffer)
-    try:
-        with door.relaxed():
+    with later.unless_busy() as free:
+        if not free:
+            later.hand_in(item)
+            return
+        with contextlib.suppress(CudaError):  # it was handed in
             later.end(item)
-    except CudaError:
-        later.hand_in(item)  # perhaps again; it ends once
 
 
 class FreeAfterAll(Deferred):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,19 @@ from streamalloc.core.later import Deferred, later_of, work
 from streamalloc.core.memory import Memory, TypedView
 from streamalloc.core.ownership import Closes, finaliser
 from streamalloc.core.properties import MemLocation
-from streamalloc.core.stream import Stream, StreamLike, as_stream, ordered_after, queue_behind, settle
+from streamalloc.core.stream import (
+    Stream,
+    StreamLike,
+    as_stream,
+    may_queue,
+    ordered_after,
+    queue_behind,
+    record_uncaptured,
+    settle,
+)
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
-from streamalloc.interop.captures import is_captured, library_captures
+from streamalloc.interop.captures import library_captures
 
 __all__ = ["Borrowed", "Lent", "borrow", "form"]
 
@@ -91,7 +101,7 @@ class Lent(TypedView[Any]):
             item = _LoanEnd(memory, self._user)
             queue_behind(memory.stream, item)
             # Its memory is then freed when it is dropped, and there for who knows nothing of the package.
-            settle(memory.stream, item)
+            settle(memory.stream, item, self._user)
 
     def __repr__(self) -> str:
         return super().__repr__() if hasattr(self, "_user") else f"<{type(self).__name__} that could not be made>"
@@ -112,18 +122,16 @@ class _LoanEnd(Deferred):
         if memory is None:
             return True
         ours, user = memory.stream, self._user
-        if is_captured(ours) or is_captured(user):
-            return False
-        if self._memory is None:
-            return True  # Asking our stream has done it.
         if self._event is None:
             self._event = _after_use(user, ours)
-        if self._event is None:
+        event = self._event
+        if event is None:
             return False
-        if not ours.closed:
-            ours.wait(self._event)
-        elif not self._event.query():
-            # What is freed after a stream was closed knows nothing of others.
+        with may_queue(ours) as may:
+            if may:
+                ours.wait(event)
+        # What is freed after a stream was closed knows nothing of others.
+        if not may and not event.query():
             return False
         self._memory = None
         return True
@@ -136,7 +144,7 @@ def _after_use(user: Stream | None, ours: Stream) -> Event | None:
     """
     if user is not None and not user.closed:
         with contextlib.suppress(InvalidContextError, InvalidHandleError):
-            return user.record()
+            return record_uncaptured(user)
     return None if library_captures(ours) else context_event(ours.device)
 
 
@@ -242,7 +250,7 @@ class Borrowed(Memory, Closes):
         keep, array = self._keep, self._array
         self._keep = self._array = None
         if keep is not None:
-            later_of(self._door).end(_Return(self._stream, self._lender, (keep, array)))
+            later_of(self._door).end(_Return(self._stream, self._lender, (keep, array), threading.get_ident()))
             work(self._door)
 
     def _check_usable(self) -> None:
@@ -254,12 +262,12 @@ class Borrowed(Memory, Closes):
         keep = getattr(self, "_keep", None)
         if keep is None or not self._door.usable:
             return
-        item = _Return(self._stream, self._lender, (keep, self._array))
+        item = _Return(self._stream, self._lender, (keep, self._array), threading.get_ident())
         if self._lender is None:
             later_of(self._door).hand_in(item)
         else:
             queue_behind(self._stream, item)
-            settle(self._stream, item)
+            settle(self._stream, item, self._lender)
 
     def __repr__(self) -> str:
         if getattr(self, "_keep", None) is None:
@@ -270,25 +278,32 @@ class Borrowed(Memory, Closes):
 class _Return(Deferred):
     """Lets go of a library's array once that is in order."""
 
-    __slots__ = ("_array", "_event", "_lender", "_stream")
+    __slots__ = ("_array", "_event", "_lender", "_stream", "_thread")
 
-    def __init__(self, stream: Stream, lender: Stream | None, array: object) -> None:
+    def __init__(self, stream: Stream, lender: Stream | None, array: object, thread: int | None = None) -> None:
         self._stream = stream
         self._lender = lender
+        self._thread = thread
+        """The thread that has closed the loan, and may queue on the library's stream."""
         self._array = array
         self._event: Event | None = None
 
     def attempt(self) -> bool:
         if self._array is None:
             return True
-        if is_captured(self._stream) or is_captured(self._lender):
-            return False
         if self._event is None:
             with ordered_after(self._stream) as ordered:
-                self._event = ordered.record()
-        if self._lender is not None and not self._lender.closed:
-            self._lender.wait(self._event)
-        elif not self._event.query():
+                self._event = record_uncaptured(ordered)
+        event, lender = self._event, self._lender
+        if event is None:
+            return False
+        if lender is not None:
+            with may_queue(lender, mine=self._thread == threading.get_ident()) as may:
+                if may:
+                    lender.wait(event)
+                    self._array = None
+                    return True
+        if not event.query():
             return False
         self._array = None
         return True

@@ -273,10 +273,12 @@ class Account:
         untold: tuple[Allocation, ...] = ()
         gone: tuple[Allocation, ...] = ()
         if kind == _ALLOCATED:
-            # A cache hands out again what a pool has given.
+            # Other code may have freed memory by its address.
             before = self.live.get(what.address)
             total = self.nbytes + what.nbytes - (0 if before is None else before.nbytes)
             happened: tuple[Happening, ...] = (Happening("allocate", what, now, stream, thread),)
+            if before is not None:
+                happened = (Happening("free", before, now, before.stream, thread), *happened)
             for phase in self.open:
                 phase.peak = max(phase.peak, total)
             peak = max(self.peak, total)

@@ -34,7 +34,8 @@ from streamalloc.core.cached import (
 )
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door, door_behind
-from streamalloc.core.errors import ClosedError, OutOfMemoryError, refused, size_text
+from streamalloc.core.errors import CaptureError, ClosedError, OutOfMemoryError, refused, size_text
+from streamalloc.core.event import Event
 from streamalloc.core.html import Row, Shown, gauge, mib
 from streamalloc.core.later import Deferred, Later, later_of
 from streamalloc.core.ownership import Closes
@@ -44,9 +45,9 @@ from streamalloc.core.stream import (
     StreamLike,
     as_stream,
     direct_handle,
-    order_after_context,
+    end_of,
     ordered_after,
-    sees_all_work,
+    ordered_after_end,
 )
 from streamalloc.pool.ending import pools_of
 from streamalloc.pool.pool import MemoryPool
@@ -74,6 +75,8 @@ _AMONG = 8
 _SIZES = 1 << 14
 """Of how many sizes a stream remembers the lists."""
 _ALL = 1 << 64
+_LOOKS = 1 << 8
+"""How often it is looked whether the frees of a stream have passed, which they have soon where it has no other work."""
 
 
 class CacheStatistics(NamedTuple):
@@ -126,13 +129,14 @@ class _Lane(Deferred):
     """The shelves of one stream. It ends when the stream is closed or dropped, or the cache is closed."""
 
     __slots__ = (
-        "__weakref__", "_blocks", "device", "door", "ended", "lists", "most", "shelf_of", "shelves", "stream",
+        "__weakref__", "_blocks", "_last", "device", "door", "ended", "lists", "most", "shelf_of", "shelves", "stream",
     )  # fmt: skip
 
     def __init__(self, cache: _Cache, stream: Stream) -> None:
         self.door: Door = door_behind(stream)
         self.device: Device = stream.device
         self.stream: weakref.ref[Stream] = weakref.ref(stream)
+        self._last = end_of(stream)
         self.ended = False
         self.shelves: dict[int, _Shelf] = {}
         """By size class."""
@@ -196,6 +200,8 @@ class _Lane(Deferred):
                     self._blocks.give_back(shelf.blocks, ordered)
         if stream is not None:
             leave_stream(stream, self._blocks, self)
+        if not any(shelf.count for shelf in list(self.shelves.values())):
+            self._last = []
         return not self.cached
 
     @property
@@ -212,8 +218,7 @@ class _Lane(Deferred):
             with ordered_after(stream) as ordered:
                 yield ordered
             return
-        with self.device.create_stream() as substitute:
-            order_after_context(substitute)
+        with ordered_after_end(self.device, self._last) as substitute:
             yield substitute
 
     @property
@@ -325,8 +330,8 @@ class _Cache(Deferred):
         for lane in self.live():
             lane.most = 0
 
-    def give_back(self, enough: int = _ALL) -> list[Stream]:
-        """Give free blocks back to the pool until it is enough; on which streams.
+    def give_back(self, enough: int = _ALL) -> list[Event]:
+        """Give free blocks back to the pool until it is enough; events after the frees, one for each stream.
 
         Of the largest those go first that are neighbours, the longest stretches of them: the pool can use these for
         anything.
@@ -384,20 +389,27 @@ class _Cache(Deferred):
                 free.extend(map(list.pop, repeat(shelf.blocks, count)))
         return free
 
-    def _give(self, blocks: list[Block]) -> list[Stream]:
-        """Give blocks that were taken off their lists back to the pool; on which streams."""
+    def _give(self, blocks: list[Block]) -> list[Event]:
+        """Give blocks that were taken off their lists back to the pool; events after the frees, one for each stream.
+
+        Those of streams that another thread has begun to capture meanwhile stay.
+        """
         by_lane: dict[_Lane, list[Block]] = {}
         for block in blocks:
             by_lane.setdefault(block.shelf.lane, []).append(block)  # type: ignore[attr-defined]
-        streams = []
+        events = []
         try:
-            for lane, some in by_lane.items():
-                with lane.ordered() as ordered:
-                    self.blocks.give_back(some, ordered)
-                    streams.append(ordered)
+            with self.door.relaxed():
+                for lane, some in by_lane.items():
+                    with contextlib.suppress(CaptureError), lane.ordered() as ordered:
+                        self.blocks.give_back(some, ordered)
+                        event = ordered.record()
+                        # What other code captures is not known until the driver is asked.
+                        if not ordered.capturing:
+                            events.append(event)
         finally:
             self._put_back(chain(*by_lane.values()))
-        return streams
+        return events
 
     def _put_back(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
@@ -407,33 +419,34 @@ class _Cache(Deferred):
                 shelf.returned()
 
     def flush(self) -> bool:
-        """Give all free blocks back; whether there were any. None while a capture is under way, which it might break.
+        """Give all free blocks back; whether there were any. None while a capture is under way.
 
-        Nothing is waited for: with the streams that have nothing to do the host synchronises, so that the driver sees
-        the frees; those of others are pending.
+        Nothing is waited for: with the frees that pass at once the host synchronises, so that the driver sees them; the
+        others are pending.
         """
         self.blocks.mend()
         self.blocks.find()
         if self._later.paused:
             return False
-        idle = [stream for lane in self.live() if (stream := lane.stream()) is not None and self._idle(stream)]
-        streams = self.give_back()
-        for stream in idle:
-            if stream in streams:
-                stream.synchronize()
-        return bool(streams)
-
-    def _idle(self, stream: Stream) -> bool:
-        """Whether synchronising with a stream waits for nothing."""
-        if direct_handle(stream, self.door) is None:
-            return False
-        return stream.query() and (sees_all_work(stream) or stream.device.default_stream.query())
+        frees = self.give_back()
+        with self.door.relaxed():
+            for event in frees:
+                _synchronize_if_passed(event)
+        return bool(frees)
 
     @property
     def cached(self) -> int:
         """Bytes that are free."""
         self.blocks.mend()
         return sum(lane.cached for lane in self.live())
+
+
+def _synchronize_if_passed(event: Event) -> None:
+    with event:
+        for _ in range(_LOOKS):
+            if event.query():
+                event.synchronize()
+                return
 
 
 _ADDRESS = attrgetter("address")

@@ -2,7 +2,10 @@
 
 The driver documents that a pool may be destroyed while allocations live or frees are pending. Driver 580.159 was seen
 to crash in later calls of a process that did so. A pool is therefore destroyed once nothing of it is in use and every
-free has run. One that is closed before that waits in the queue of :mod:`streamalloc.core.later`.
+free has run: the driver then releases all its memory at a trim, once the host has synchronised with the frees. With
+those on streams of ours it does so here; it waits for nothing. An event for all streams of a context is not recorded,
+as that breaks captures that other code has begun. A pool that is closed before waits in the queue of
+:mod:`streamalloc.core.later`.
 """
 
 from __future__ import annotations
@@ -10,12 +13,12 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from streamalloc.core.device import Device
 from streamalloc.core.door import Door, PerDriver
 from streamalloc.core.errors import CudaError, InvalidValueError, unsupported
-from streamalloc.core.event import Event, context_event
+from streamalloc.core.event import Event
 from streamalloc.core.later import Deferred
 from streamalloc.core.properties import MemAllocationType, MemLocation, MemLocationType
+from streamalloc.core.stream import events_of_all
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda, enum_member, version_that_added
 
 if TYPE_CHECKING:
@@ -67,10 +70,10 @@ class PoolEnd(Deferred):
         self._place = (location, allocation_type)
         self._raw: Any = None
         self._resigned = False
+        self._frees: list[Event] | None = None
+        """Events on streams of ours after the last free, with which the host has not synchronised yet."""
         self.readers = 0
         """How many threads read figures of the pool by its handle, which is no handle any more once it is destroyed."""
-        self._frees: list[Event] = []
-        """The points that every stream of every context has to pass: whoever freed, did so before."""
 
     @property
     def door(self) -> Door:
@@ -131,16 +134,22 @@ class PoolEnd(Deferred):
     def _unused(self) -> bool:
         if self._number(_ATTRIBUTES.CU_MEMPOOL_ATTR_USED_MEM_CURRENT):
             return False
-        # What the host has seen freed goes at once; if nothing is left then, no free can be pending.
-        self._door.call("cuMemPoolTrimTo", self._raw, 0)
-        if not self._number(_ATTRIBUTES.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT):
-            return True
-        if not self._frees:
-            self._frees = [context_event(Device(ordinal, driver=self._door.driver)) for ordinal in self._door.ordinals]
-        passed = all(event.query() for event in self._frees)
-        if passed:
+        if self._is_empty():
             self._frees = []
-        return passed
+            return True
+        if self._frees is None:
+            self._frees = events_of_all(self._door)
+        passed = [event for event in self._frees if event.query()]
+        for event in passed:
+            self._door.call("cuEventSynchronize", event.handle)
+            self._frees.remove(event)
+            event.close()
+        return bool(passed) and self._is_empty()
+
+    def _is_empty(self) -> bool:
+        """Whether the pool has no memory once what the host has seen freed is released: no free can be pending then."""
+        self._door.call("cuMemPoolTrimTo", self._raw, 0)
+        return not self._number(_ATTRIBUTES.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)
 
     def _number(self, attribute: Any) -> int:
         return int(self._door.call("cuMemPoolGetAttribute", self._raw, attribute))

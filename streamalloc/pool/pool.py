@@ -398,7 +398,8 @@ class MemoryPool(Allocator, Closes, Drawn):
         for cache in tuple(pools_of(self._door).caches):
             if cache.pool is self:
                 cache.close()
-        self._end.close()
+        with self._door.relaxed():
+            self._end.close()
         self._shut()
         work(self._door)
         later_of(self._door).end(self._end)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import itertools
-import pickle
 import re
 import zlib
 from collections import Counter
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
 from streamalloc.driver import Call
-from streamalloc.traces.trace import FORMAT, Event, Trace, TraceFormatError, opened, read_trace, text_lines
+from streamalloc.traces import plain_pickle
+from streamalloc.traces.trace import FORMAT, Event, Trace, TraceFormatError, content, opened, read_trace, text_lines
 
 __all__ = ["from_calls", "from_pytorch", "from_rmm", "load"]
 
@@ -182,16 +182,6 @@ def _nanoseconds(text: str) -> int:
 # --- PyTorch --------------------------------------------------------------------------------------------------------
 
 
-class _Plain(pickle.Unpickler):
-    """Reads what needs no class and no function: a pickle from elsewhere could call any."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it names {module}.{name}; a snapshot is dictionaries, lists, text and numbers")
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("it names an object outside of the file")
-
-
 def from_pytorch(snapshot: str | Path | Mapping[str, Any], device: int | None = None) -> Trace:
     """A trace from PyTorch's record of its caching allocator.
 
@@ -220,8 +210,9 @@ def from_pytorch(snapshot: str | Path | Mapping[str, Any], device: int | None = 
 
 
 def _read_pickle(file: IO[bytes], device: int | None, name: str) -> Trace:
+    data = content(file, name)
     try:
-        snapshot = _Plain(file).load()
+        snapshot = plain_pickle.load(data)
     except MemoryError:
         raise TraceFormatError("the pickle is damaged", name) from None
     except Exception as error:  # a damaged pickle raises almost anything

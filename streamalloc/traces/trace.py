@@ -15,6 +15,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from typing import IO, Any, Literal, NamedTuple, TypeAlias
 
 from streamalloc.core.errors import size_text
 
-__all__ = ["FORMAT", "Action", "Event", "Trace", "TraceFormatError", "opened", "read_trace", "text_lines"]
+__all__ = ["FORMAT", "Action", "Event", "Trace", "TraceFormatError", "content", "opened", "read_trace", "text_lines"]
 
 FORMAT = "streamalloc trace"
 VERSION = 1
@@ -31,6 +32,10 @@ VERSION = 1
 _LINE = '["%s", %d, %d, %d, %d, %d]\n'
 _LEVEL = 6
 _GZIP = b"\x1f\x8b"
+# The most bytes of a line of text, and of a compressed file's content for each of its own, and beyond that.
+_LONGEST = 1 << 20
+_RATIO = 200
+_BEYOND = 1 << 22
 # What the driver takes: sizes and handles have 64 bits, and nothing has half of that.
 _MOST = (1 << 63) - 1
 
@@ -220,11 +225,30 @@ def opened(path: str | Path) -> IO[bytes]:
     return io.BufferedReader(gzip.open(path)) if compressed else open(path, "rb")
 
 
+def content(file: IO[bytes], name: str) -> bytes:
+    """All of a file from :func:`opened`; one that is compressed more than traces are is refused."""
+    compressed = isinstance(getattr(file, "raw", None), gzip.GzipFile)
+    most = os.fstat(file.fileno()).st_size * _RATIO + _BEYOND if compressed else None
+    pieces, length = [], 0
+    try:
+        while piece := file.read(_LONGEST):
+            pieces.append(piece)
+            length += len(piece)
+            if most is not None and length > most:
+                raise TraceFormatError(f"the compressed file has more than {_RATIO} times its size in it", name)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise TraceFormatError(f"the compressed file is damaged: {error}", name) from None
+    return b"".join(pieces)
+
+
 def text_lines(file: IO[bytes], name: str) -> Iterator[str]:
-    """The lines of a text file; what is no text is refused with its line."""
+    """The lines of a text file; what is no text is refused with its line, and so is a line longer than 1 MiB."""
     number = 0
     try:
-        for number, line in enumerate(file, 1):  # noqa: B007  # for the error
+        while line := file.readline(_LONGEST + 1):
+            number += 1
+            if len(line) > _LONGEST:
+                raise TraceFormatError(f"the line is longer than {size_text(_LONGEST)}", name, number)
             yield line.decode("utf-8")
     except UnicodeDecodeError:
         raise TraceFormatError("this is no text", name, number) from None

@@ -315,9 +315,9 @@ class TestEnd:
 
     def test_not_while_a_capture_is_under_way(self) -> None:
         later, ended = Later(), list[Item]()
-        later.paused = 1
+        later.begin_capture(later)
         assert not later.end(Item(later, ended, [])) and later.work() == 0
-        later.paused = 0
+        del later.captures[later]
         assert later.work() == 1
 
 
@@ -372,3 +372,47 @@ def test_finalisers_hand_in_while_items_move() -> None:
     gc.collect()
     later.work()
     assert len(ended) == 300 and len(later) == 0
+
+
+class TestMany:
+    """Points that come often cost the same however much waits."""
+
+    def test_attempts_in_vain_are_few(self) -> None:
+        later, ended, attempts = Later(), list[Item](), list[int]()
+        for _ in range(1000):
+            later.hand_in(Item(later, ended, [_wait] * 1000, lambda: attempts.append(1)))
+        later.work(8)
+        assert len(attempts) == 1000  # each is new
+        for _ in range(20):
+            attempts.clear()
+            assert later.work(8) == 0 and len(attempts) == 8
+
+    def test_each_gets_its_turn(self) -> None:
+        later, ended = Later(), list[Item]()
+        made = [Item(later, ended, [_wait] * 2) for _ in range(100)]
+        for item in made:
+            later.hand_in(item)
+        for _ in range(1 + 2 * -(-100 // 8)):
+            later.work(8)
+        assert set(ended) == set(made)
+
+    def test_what_ends_costs_the_others_nothing(self) -> None:
+        later, ended = Later(), list[Item]()
+        for _ in range(100):
+            later.hand_in(Item(later, ended, [_wait]))
+        assert later.work(8) == 0 and later.work(8) == 100
+
+    def test_a_new_one_does_not_wait_for_the_others(self) -> None:
+        later, ended = Later(), list[Item]()
+        for _ in range(100):
+            later.hand_in(Item(later, ended, [_wait] * 1000))
+        later.work(8)
+        later.hand_in(Item(later, ended, []))
+        assert later.work(8) == 1
+
+    def test_where_all_are_to_be_tried(self) -> None:
+        later, ended = Later(), list[Item]()
+        for number in range(100):
+            later.hand_in(Item(later, ended, [_wait] * (1 if number == 70 else 1000)))
+        later.work(8)
+        assert later.work() == 1

@@ -8,6 +8,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from subprocess import CompletedProcess
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
+from streamalloc.driver.bindings import cuda
 from streamalloc.pool.caching import class_size
 from streamalloc.testing import Gate, settle
 from tests.support import GROWTH, KEEP, MiB, executed, free_in_threads, holds, names
@@ -1086,3 +1088,63 @@ def test_streams_that_use_a_size_in_turn_have_blocks_of_their_own(device: sa.Dev
                     addresses.append(buffer.address)
         assert cache.statistics().misses == misses <= len(streams)
         assert addresses[: len(streams)] * 3 == addresses and len(set(addresses)) == len(streams)
+
+
+class TestStreamsThatOthersClose:
+    """Streams that another thread closes while memory on them is given back: no call gets a handle of theirs."""
+
+    @pytest.mark.parametrize("call", ["cuMemFreeAsync", "cuEventRecord", "cuStreamIsCapturing", "cuEventQuery"])
+    @pytest.mark.parametrize("where", ["trim", "out of memory"])
+    def test_before_each_call(self, machine: Any, where: str, call: str) -> None:
+        driver = Closing(machine, call)
+        device = sa.Device(0, driver=driver)
+        with sa.MemoryPool(device, max_size=GROWTH) as pool, device.create_stream() as stream:
+            cache = sa.CachingAllocator(pool)
+            short = device.create_stream()
+            cache.allocate(SIZE, short).free()
+            cache.allocate(SIZE, stream).free()
+            driver.stream = short
+            if where == "trim":
+                cache.trim()
+            else:
+                with pytest.raises(sa.OutOfMemoryError):
+                    cache.allocate(2 * GROWTH, stream)
+            driver.closer.result()
+            assert short.closed and driver.stream is None
+            assert driver.after == []
+            cache.close()
+            device.synchronize()
+
+
+class Closing:
+    """A driver before whose first call of a name another thread closes a stream, or waits to do so."""
+
+    def __init__(self, driver: Any, name: str) -> None:
+        self._driver = driver
+        self._name = name
+        self.stream: Any = None
+        self.after: list[str] = []
+        """The calls that got the stream's handle after it was destroyed."""
+        self._threads = ThreadPoolExecutor(1)
+        self._gone = 0
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._driver, name)
+        if not name.startswith("cu") or not callable(function):
+            return function
+
+        def call(*args: Any) -> Any:
+            if self.stream is not None and name == self._name:
+                stream, self.stream = self.stream, None
+                self.closer = self._threads.submit(stream.close)
+                wait([self.closer], 0.05)  # it waits for who uses the stream
+            if self._gone and any(isinstance(one, cuda.CUstream) and int(one) == self._gone for one in args):
+                self.after.append(name)
+            answer = function(*args)
+            if name == "cuStreamDestroy":
+                self._gone = int(args[0])
+            elif name.startswith("cuStreamCreate") and int(answer[1]) == self._gone:
+                self._gone = 0
+            return answer
+
+        return call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
+from streamalloc.core import cached
 from tests.interrupting import since_3_11
 from tests.support import Account
 from tests.vmm.test_interrupts import Boom, Interrupted
@@ -191,3 +193,27 @@ def test_real_signals(machine: Any) -> None:
     finally:
         sys.unraisablehook = hook
         signal.signal(signal.SIGALRM, before)
+
+
+class NoBlock(cached.Block):
+    """Where a handler raises that runs as a block is to be made."""
+
+    def __new__(cls, *_: Any) -> Any:
+        raise Boom
+
+
+@pytest.mark.parametrize("observed", [False, True])
+def test_an_allocation_whose_stream_is_closed_before_it_is_dropped(
+    device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, observed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sa.CachingAllocator(pool) as cache, sa.observe(cache) if observed else contextlib.nullcontext():
+        with monkeypatch.context() as patch:
+            patch.setattr(cached, "Block", NoBlock)
+            with pytest.raises(Boom), device.create_stream() as other:
+                cache.allocate(3000, other)
+        gc.collect()
+        cache.allocate(70000, stream).free()
+        stream.synchronize()
+        assert cache.statistics().in_use == 0
+        cache.trim()
+        assert pool.statistics().used == 0

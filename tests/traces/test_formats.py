@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import os
 import pickle
+import pickletools
 import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import traces
-from streamalloc.traces import Event, Trace, TraceFormatError
+from streamalloc.traces import Event, Trace, TraceFormatError, plain_pickle
 
 HEADER = '{"format": "streamalloc trace", "version": 1, "source": "by hand", "skipped": {"failed allocations": 2}}'
 TWO = Trace(
@@ -379,3 +382,77 @@ class TestCalls:
             ("free", 1, 16),
         ]
         assert trace.skipped == {"frees that were not recorded": 1}
+
+
+def _peak(path: Path) -> int:
+    """How many bytes Python had at most while it read a file."""
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(TraceFormatError):
+            traces.load(path)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def _said(opcode: bytes, size: int, count: int) -> bytes:
+    return b"\x80\x04" + opcode + size.to_bytes(count, "little") + b"ab."
+
+
+SAYS_MUCH = {
+    "a memo number": b"\x80\x04K\x01r" + (1 << 25).to_bytes(4, "little") + b".",
+    "a memo number as text": b"\x80\x04K\x01p33554432\n.",
+    "a length of text": _said(b"X", 1 << 28, 4),
+    "a long length of text": _said(b"\x8d", 1 << 28, 8),
+    "a length of bytes": _said(b"B", 1 << 28, 4),
+    "a long length of bytes": _said(b"\x8e", 1 << 28, 8),
+    "a length of an array of bytes": _said(b"\x96", 1 << 28, 8),
+    "a length of a number": _said(b"\x8b", 1 << 28, 4),
+    "a length of a frame": _said(b"\x95", 1 << 28, 8),
+    "a compressed pickle": gzip.compress(b"\x80\x04B" + (1 << 26).to_bytes(4, "little") + bytes(1 << 26) + b"."),
+    "a compressed line of RMM's log": gzip.compress(b"Thread,Time,Action,Pointer,Size,Stream\n" + b"1" * (1 << 26)),
+    "a compressed line of a trace": gzip.compress(b"{" + b" " * (1 << 26)),
+    "a compressed header of RMM's log": gzip.compress(b"T" * (1 << 26)),
+    "lists in lists": gzip.compress(b'{"format": "streamalloc trace", "version": 1}\n' + b"[" * (1 << 26)),
+}
+
+
+@pytest.mark.parametrize("name", SAYS_MUCH)
+def test_no_more_memory_than_the_file_is_long(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(SAYS_MUCH[name])
+    assert _peak(path) < (24 << 20)
+    with pytest.raises(TraceFormatError):
+        traces.load(path)
+
+
+def test_keys_that_take_for_ever_to_hash(tmp_path: Path) -> None:
+    nested = b"\x80\x04)\x94" + b"".join(b"h%ch%c\x86\x94" % (number, number) for number in range(64))
+    (tmp_path / "file").write_bytes(nested + b"}h\x40K\x01s.")
+    with pytest.raises(TraceFormatError, match="a key is of type tuple"):
+        traces.load(tmp_path / "file")
+
+
+def test_the_opcodes_that_plain_data_has() -> None:
+    """Any other one is refused, those of later protocols too."""
+    refused = set()
+    for opcode in pickletools.opcodes:
+        try:
+            plain_pickle.load(opcode.code.encode("latin-1") + b"0\n0\n.")
+        except pickle.UnpicklingError as error:
+            refused |= {opcode.name} if "names more than plain data" in str(error) else set()
+        except Exception:  # it needs something on the stack
+            pass
+    assert {
+        "GLOBAL",
+        "STACK_GLOBAL",
+        "REDUCE",
+        "BUILD",
+        "INST",
+        "OBJ",
+        "NEWOBJ",
+        "NEWOBJ_EX",
+        "EXT1",
+        "PERSID",
+    } <= refused
+    assert {"BINPERSID", "NEXT_BUFFER", "FROZENSET", "EMPTY_SET", "ADDITEMS"} <= refused

@@ -167,8 +167,9 @@ class TestOneStep:
             recycler.take(8 * PAGE).close()
             before = len(driver.calls)
             buffer.grow(8 * PAGE)
+            relax = "cuThreadExchangeStreamCaptureMode"  # what was left for later breaks no capture
             assert names(driver)[before:] == [
-                "cuMemCreate", "cuMemRelease", "cuMemCreate", "cuMemMap", "cuMemSetAccess",
+                "cuMemCreate", relax, "cuMemRelease", relax, "cuMemCreate", "cuMemMap", "cuMemSetAccess",
             ]  # fmt: skip
             with pytest.raises(sa.OutOfMemoryError, match="physical memory is exhausted") as caught:
                 buffer.grow(8 * PAGE)

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 
 from streamalloc.core.device import Device
 from streamalloc.core.door import Door
-from streamalloc.core.errors import CudaError, undoing
+from streamalloc.core.errors import CaptureError, CudaError, undoing
 from streamalloc.core.event import context_event
 from streamalloc.core.later import Deferred, later_of, work
 
@@ -88,7 +88,11 @@ class OnceIdle(Deferred):
         for _ in range(_TRIES):
             # Errors of a context that is lost: nothing is left to wait for.
             with contextlib.suppress(CudaError), self._door.relaxed():
-                if not self._idle():
+                try:
+                    idle = self._idle()
+                except CaptureError:
+                    idle = False
+                if not idle:
                     later_of(self._door).hand_in(self)
                     return
             with contextlib.suppress(CudaError):
