@@ -250,6 +250,10 @@ class Account:
     def left(self) -> dict[str, Any]:
         """Whatever was made and not given back, once what was dropped has had its turn."""
         end_what_was_dropped()
+        if self.checked.outstanding():
+            # A pool ends once the host has synchronised with its frees.
+            sa.Device(0, driver=self.traced).synchronize()
+            end_what_was_dropped()
         return dict(self.checked.outstanding())
 
     def calls(self, *functions: str) -> list[str]:

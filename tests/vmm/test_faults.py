@@ -657,7 +657,8 @@ class Trim(Case):
 class UnmapRecycled(Case):
     """Memory that was closed while it was mapped comes back when it is unmapped."""
 
-    survived = frozenset({"cuMemRelease"})
+    # What ends later is tried again, also where the driver refuses the mode for that.
+    survived = frozenset({"cuMemRelease", "cuThreadExchangeStreamCaptureMode"})
 
     def prepare(self) -> None:
         self.recycler = vmm.MemoryRecycler(self.device, PAGE)
