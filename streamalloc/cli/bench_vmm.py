@@ -320,7 +320,7 @@ def our_symmetric(bench: Bench) -> Any:
     devices = _team(bench)
 
     def once() -> None:
-        SymmetricMemory.local(SYMMETRIC, devices, multicast=False).close()
+        SymmetricMemory.local(devices, SYMMETRIC, multicast=False).close()
 
     return once
 

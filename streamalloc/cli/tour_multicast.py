@@ -170,7 +170,7 @@ def _symmetric(tour: Tour, driver: Any) -> None:
         count, share = len(devices), 64 << 10
         streams = [resources.enter_context(device.create_stream()) for device in devices]
         may = _may_make_objects(driver)
-        with SymmetricMemory.local(count * share, devices, multicast="auto" if may else False) as memory:
+        with SymmetricMemory.local(devices, count * share, multicast="auto" if may else False) as memory:
             view = memory.multicast_buffer
             expected = may and all(device.supports.multicast for device in devices)
             tour.step(

@@ -115,7 +115,7 @@ class TestTour:
         end = MulticastObject._end
 
         def unmap_first(self: MulticastObject, after: Any) -> None:
-            for mapping in self._mappings():
+            for mapping in self._mapping_nodes():
                 mapping.release()
             end(self, after)
 

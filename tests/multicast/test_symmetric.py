@@ -45,7 +45,7 @@ def streams(devices: list[sa.Device]) -> Iterator[list[sa.Stream]]:
 @pytest.fixture
 def memory(devices: list[sa.Device]) -> Iterator[SymmetricMemory]:
     """Of both devices."""
-    with SymmetricMemory.local(NBYTES, devices, multicast=False) as memory:
+    with SymmetricMemory.local(devices, NBYTES, multicast=False) as memory:
         yield memory
 
 
@@ -122,7 +122,7 @@ class TestInOneProcess:
 
     @pytest.mark.parametrize(("nbytes", "pad"), [(1, 0), (1, 1), (2 * MiB, 4096), (2 * MiB - 40, 10)])
     def test_of_any_size(self, devices: list[sa.Device], nbytes: int, pad: int) -> None:
-        with SymmetricMemory.local(nbytes, devices, multicast=False, signal_pad_bytes=pad) as memory:
+        with SymmetricMemory.local(devices, nbytes, multicast=False, signal_pad_bytes=pad) as memory:
             assert memory.physical_bytes % (2 * MiB) == 0
             for rank, buffer in enumerate(memory.buffers):
                 buffer.fill(rank + 1)
@@ -221,14 +221,14 @@ class TestInOneProcess:
                 lambda: memory.put_signal(1, first),
                 lambda: memory.wait_signal(1, first),
             ):
-                with pytest.raises(sa.CaptureError, match="count up at each call"):
+                with pytest.raises(sa.CaptureError, match="counters increase at each call"):
                     use()
         # None of this has counted.
         memory.barrier(*streams)
         assert all(executed(stream) for stream in streams)
 
     def test_closed_memory_is_of_no_use(self, devices: list[sa.Device], streams: list[sa.Stream]) -> None:
-        memory = SymmetricMemory.local(100, devices, multicast=False)
+        memory = SymmetricMemory.local(devices, 100, multicast=False)
         buffer, pad = memory.buffers[1], memory.signal_pads[0]
         part = buffer[:10]
         memory.barrier(*streams)
@@ -259,7 +259,7 @@ class TestInOneProcess:
     def test_closed_memory_holds_nothing(self, devices: list[sa.Device], machine: Any, how: str) -> None:
         driver = sa.driver.checked(machine)
         own = [sa.Device(device.ordinal, driver=driver) for device in devices]
-        memory = SymmetricMemory.local(100, own, multicast=False)
+        memory = SymmetricMemory.local(own, 100, multicast=False)
         ordered = [device.create_stream() for device in own]
         memory.barrier(*ordered)
         memory.put_signal(1, ordered[0])
@@ -271,7 +271,7 @@ class TestInOneProcess:
         assert memory.closed
 
     def test_closing_waits_for_the_devices(self, devices: list[sa.Device], streams: list[sa.Stream]) -> None:
-        memory = SymmetricMemory.local(100, devices, multicast=False)
+        memory = SymmetricMemory.local(devices, 100, multicast=False)
         with Gate(devices[1]) as gate:
             gate.hold(streams[1])
             memory.buffers[0].fill(1, streams[1])
@@ -284,18 +284,18 @@ class TestInOneProcess:
 
     @pytest.mark.parametrize("seconds", [math.inf, 1e300])
     def test_of_more_time_than_a_thread_can_wait(self, devices: list[sa.Device], seconds: float) -> None:
-        SymmetricMemory.local(100, devices, multicast=False, timeout=seconds).close()
-        SymmetricMemory.local(100, devices, multicast=False).abandon(seconds)
+        SymmetricMemory.local(devices, 100, multicast=False, timeout=seconds).close()
+        SymmetricMemory.local(devices, 100, multicast=False).abandon(seconds)
 
     def test_a_capture_is_not_broken(self, devices: list[sa.Device], streams: list[sa.Stream]) -> None:
-        memory = SymmetricMemory.local(100, devices, multicast=False)
+        memory = SymmetricMemory.local(devices, 100, multicast=False)
         with streams[0].capture():
             for end in (memory.close, memory.abandon):
                 with pytest.raises(sa.CaptureError, match="end the capture before"):
                     end()
             assert not memory.closed
             with pytest.raises(SymmetricMemoryError, match="end the capture before"):
-                SymmetricMemory.local(100, devices, multicast=False)
+                SymmetricMemory.local(devices, 100, multicast=False)
         memory.close()
 
     @pytest.mark.parametrize("how", ["close", "abandon"])
@@ -303,7 +303,7 @@ class TestInOneProcess:
         """The memory is given back, and the failure is told."""
         driver = sa.driver.faulty(machine, "cuCtxSynchronize", 2, result="CUDA_ERROR_LAUNCH_FAILED")
         own = [sa.Device(ordinal, driver=driver) for ordinal in (0, 1)]
-        memory = SymmetricMemory.local(100, own, multicast=False)
+        memory = SymmetricMemory.local(own, 100, multicast=False)
         with pytest.raises(sa.DeviceLostError):
             getattr(memory, how)()
         assert memory.closed
@@ -311,7 +311,7 @@ class TestInOneProcess:
     def test_while_other_code_captures(self, machine: Any) -> None:
         driver = sa.driver.faulty(machine, "cuCtxSynchronize", 2, result="CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED")
         own = [sa.Device(ordinal, driver=driver) for ordinal in (0, 1)]
-        memory = SymmetricMemory.local(100, own, multicast=False)
+        memory = SymmetricMemory.local(own, 100, multicast=False)
         with pytest.raises(sa.CaptureError):
             memory.abandon()
         assert not memory.closed
@@ -334,7 +334,7 @@ class TestInOneProcess:
         assert all(executed(stream) for stream in streams)
 
     def test_abandoned_memory_lets_streams_go_on(self, devices: list[sa.Device], streams: list[sa.Stream]) -> None:
-        memory = SymmetricMemory.local(100, devices, multicast=False)
+        memory = SymmetricMemory.local(devices, 100, multicast=False)
         memory.barrier(*streams)
         memory.wait_signal(1, streams[0])
         memory.wait_signal(1, streams[0])
@@ -344,7 +344,7 @@ class TestInOneProcess:
         assert memory.closed and all(executed(stream) for stream in streams)
 
     def test_an_exception_in_a_block_abandons(self, devices: list[sa.Device], streams: list[sa.Stream]) -> None:
-        with pytest.raises(KeyError), SymmetricMemory.local(100, devices, multicast=False) as memory:
+        with pytest.raises(KeyError), SymmetricMemory.local(devices, 100, multicast=False) as memory:
             memory.wait_signal(1, streams[0])
             raise KeyError
         assert memory.closed
@@ -354,7 +354,7 @@ class TestInOneProcess:
     ) -> None:
         driver = sa.driver.checked(machine)
         own = [sa.Device(device.ordinal, driver=driver) for device in devices]
-        memory = SymmetricMemory.local(100, own, multicast=False)
+        memory = SymmetricMemory.local(own, 100, multicast=False)
         ordered = own[0].create_stream()
         memory.wait_signal(1, ordered)
         buffer = memory.buffers[1]
@@ -374,7 +374,7 @@ class TestInOneProcess:
 
     def test_which_rank_signals(self, device: sa.Device, streams: list[sa.Stream]) -> None:
         """Where two ranks have one device, its streams do not tell."""
-        with SymmetricMemory.local(100, [device, device], multicast=False) as memory:
+        with SymmetricMemory.local([device, device], 100, multicast=False) as memory:
             with pytest.raises(ValueError, match=r"ranks \[0, 1\] are on the stream's device"):
                 memory.put_signal(1, streams[0])
             memory.put_signal(1, streams[0], rank=0)
@@ -396,14 +396,21 @@ class TestArguments:
             with pytest.raises(TypeError, match="goes with no communicator"):
                 wrong()
         with pytest.raises(ValueError, match="one or more"):
-            SymmetricMemory.local(100, [])
+            SymmetricMemory.local([], 100)
         with pytest.raises(TypeError, match="devices must be Devices"):
-            SymmetricMemory.local(100, [devices[0], 1])  # type: ignore[list-item]
+            SymmetricMemory.local([devices[0], 1], 100)  # type: ignore[list-item]
         with pytest.raises(TypeError, match="no group"):
             SymmetricMemory(100, 3)  # type: ignore[arg-type]
         other = sa.Device(0, driver=sa.driver.traced(devices[0].driver))
         with pytest.raises(ValueError, match="belongs to another driver"):
-            SymmetricMemory.local(100, [devices[0], other])
+            SymmetricMemory.local([devices[0], other], 100)
+
+    def test_the_old_order_is_deprecated(self, devices: list[sa.Device]) -> None:
+        with (
+            pytest.deprecated_call(match="devices first"),
+            SymmetricMemory.local(100, devices, multicast=False) as memory,  # type: ignore[arg-type]
+        ):
+            assert memory.nbytes == 100 and memory.devices == tuple(devices)
 
     @pytest.mark.parametrize(
         ("error", "message", "options"),
@@ -447,7 +454,7 @@ class TestTheEnd:
             SymmetricMemory(100, devices=devices, handle_type=sa.MemHandleType.FABRIC)
 
     def test_entered_again_after_it_was_closed(self, devices: list[sa.Device]) -> None:
-        with SymmetricMemory.local(100, devices, multicast=False) as memory:
+        with SymmetricMemory.local(devices, 100, multicast=False) as memory:
             pass
         with pytest.raises(sa.ClosedError), memory:
             pass
@@ -456,7 +463,7 @@ class TestTheEnd:
     def test_abandoned_in_time_where_nothing_gets_through(self, machine: Any) -> None:
         slow = Slow(machine)
         devices = sa.Device.all(slow)
-        memory = SymmetricMemory.local(100, devices)
+        memory = SymmetricMemory.local(devices, 100)
         with devices[0].create_stream() as stream:
             memory.wait_signal(1, stream)
             slow.stuck = True
@@ -627,7 +634,7 @@ class TestInTwoProcesses:
             memory.close()
         assert isinstance(raised.value.__cause__, ipc.PeerGoneError)
         assert memory.closed and executed(stream)
-        with SymmetricMemory.local(100, devices, multicast=False) as again:
+        with SymmetricMemory.local(devices, 100, multicast=False) as again:
             again.buffers[1].fill(1)
 
     def test_memory_of_one_that_dies_stays(
