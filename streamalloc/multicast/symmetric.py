@@ -17,7 +17,7 @@ from typing_extensions import Self
 from streamalloc.core.buffer import Buffer
 from streamalloc.core.device import Device
 from streamalloc.core.door import door_behind
-from streamalloc.core.errors import ClosedError, CudaError, EvictedError, attach, size_text
+from streamalloc.core.errors import ClosedError, CudaError, EvictedError, attach, size_text, undoing
 from streamalloc.core.html import Row, Shown, mib, place, table
 from streamalloc.core.later import Deferred, later_of
 from streamalloc.core.memory import BufferView
@@ -202,32 +202,20 @@ class SymmetricMemory(Closes, Shown):
         self._asleep: dict[int, _SavedContents] | None = None
         """Contents by rank while asleep; None while awake."""
         self.timeout = timeout
-        resources: RankResources | None = None
+        arguments = Arguments(nbytes, multicast, handle_type, signal_pad_bytes, timeout)
+        given = dict(enumerate(devices or ())) if device is None else {self.rank: device}
         deadline = deadline_or_none(timeout)
-        try:
-            arguments = Arguments(nbytes, multicast, handle_type, signal_pad_bytes, timeout)
-            given = dict(enumerate(devices or ()))
-            if device is not None:
-                given = {self.rank: device}
+        with undoing(self._close_communicator), undoing(functools.partial(self._group.settle, deadline)):
             plan, chosen = agree(self._group, arguments, given, driver, deadline)
             self._layout: Layout = plan.layout
-            resources = RankResources(door_behind(chosen[self.rank]), chosen, self.size)
-            self._resources = resources
-            self._bases = set_up(self._group, resources, plan, deadline)
+            self._resources = resources = RankResources(door_behind(chosen[self.rank]), chosen, self.size)
+            with undoing(functools.partial(later_of(resources.door).end, resources)):
+                self._bases = set_up(self._group, resources, plan, deadline)
             self._plan: Plan = plan._replace(physical_bytes={resources.kind: resources.physical_bytes})
             self._signals = Signals(plan.layout, self._bases)
             self._finalizer = weakref.finalize(self, _drop, _DroppedMemory(resources, self._signals), repr(self))
             # At process exit the operating system releases everything.
             self._finalizer.atexit = False
-        except BaseException as first:
-            if resources is not None:
-                try:
-                    later_of(resources.door).end(resources)
-                except Exception as later:
-                    attach(first, later)
-            self._group.settle(deadline)
-            self._close_communicator()
-            raise
 
     @classmethod
     def local(
@@ -629,12 +617,8 @@ class SymmetricMemory(Closes, Shown):
                 raise failures[0]
             saved[rank] = _SavedContents.of(self._resources, self._layout, rank, backup)
 
-        try:
+        with undoing(lambda: [contents.close() for contents in saved.values()]):
             self._finish_together("sleep", save, deadline)
-        except BaseException:
-            for contents in saved.values():
-                contents.close()
-            raise
         self._asleep = saved
         self._resources.release_memory()
 
@@ -662,21 +646,12 @@ class SymmetricMemory(Closes, Shown):
         check_no_capture(self._resources.door)
         resources, layout = self._resources, self._layout
         deadline = self._deadline(timeout)
-        try:
-            set_up(
-                self._group,
-                resources,
-                self._plan,
-                deadline,
-                fill=lambda rank: asleep[rank].restore(resources, layout, rank),
-            )
-        except BaseException as first:
-            try:
-                resources.release_memory()
-            except Exception as later:
-                attach(first, later)
-            self._group.settle(deadline)
-            raise
+
+        def restore(rank: int) -> None:
+            asleep[rank].restore(resources, layout, rank)
+
+        with undoing(functools.partial(self._group.settle, deadline)), undoing(resources.release_memory):
+            set_up(self._group, resources, self._plan, deadline, restore)
         self._asleep = None
         for contents in asleep.values():
             contents.close()

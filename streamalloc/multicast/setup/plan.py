@@ -15,7 +15,7 @@ from streamalloc.core.errors import NotSupportedError, refused
 from streamalloc.core.properties import MemHandleType
 from streamalloc.ipc.internal import by_value, listed
 
-__all__ = ["CHANNELS", "Layout", "Plan", "RankProfile", "layout_of", "make_plan", "round_up"]
+__all__ = ["CHANNELS", "Capabilities", "Layout", "Plan", "RankProfile", "layout_of", "make_plan", "round_up"]
 
 CHANNELS = 16
 """Independent channels for barriers, and for signals between two ranks."""
@@ -34,7 +34,21 @@ _FABRIC, _POSIX = MemHandleType.FABRIC, MemHandleType.POSIX_FILE_DESCRIPTOR
 
 
 @dataclass(frozen=True)
-class RankProfile:
+class Capabilities:
+    """Identity and capabilities of a device."""
+
+    device: str
+    """UUID and name of the device."""
+    driver_version: int
+    granularity: int
+    """Bytes: the recommended granularity of physical memory."""
+    posix: bool
+    fabric: bool
+    multicast_supported: bool
+
+
+@dataclass(frozen=True)
+class RankProfile(Capabilities):
     """Arguments of one rank, and the capabilities of its device."""
 
     nbytes: int
@@ -44,13 +58,7 @@ class RankProfile:
     handle_type: int
     """``MemHandleType`` as a number; 0 selects any that works."""
     host: str
-    device: str
-    """UUID and name of the device."""
-    driver_version: int
-    granularity: int
-    posix: bool
-    fabric: bool
-    multicast_supported: bool
+    """Machine, user and network namespace."""
     multicast_granularity: dict[str, int]
     """Bytes by handle type; empty if multicast is impossible."""
     format: int = _FORMAT

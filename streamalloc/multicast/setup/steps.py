@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from streamalloc.driver.internal import cuda
 from streamalloc.ipc import DriverVersionWarning
 from streamalloc.ipc.internal import end_of
 from streamalloc.multicast.objects.multicast_object import MulticastObject
-from streamalloc.multicast.setup.plan import Layout, Plan, RankProfile, layout_of, make_plan, round_up
+from streamalloc.multicast.setup.plan import Capabilities, Layout, Plan, RankProfile, layout_of, make_plan, round_up
 from streamalloc.multicast.setup.rank_group import RankGroup, SymmetricMemoryError
 from streamalloc.multicast.setup.resources import RankResources
 from streamalloc.vmm import PhysicalMemory
@@ -163,7 +164,7 @@ def _profile(group: RankGroup, arguments: Arguments, device: Device) -> RankProf
         handle_type=int(arguments.handle_type or 0),
         host="" if group.communicator is None else group.communicator.host,
         multicast_granularity=granularities,
-        **capabilities._asdict(),
+        **dataclasses.asdict(capabilities),
     )
 
 
@@ -265,17 +266,6 @@ def _clear(resources: RankResources, layout: Layout, rank: int) -> None:
         later.hand_in(stream)
         raise
     later.end(stream)
-
-
-class Capabilities(NamedTuple):
-    """Identity and capabilities of a device, as fields of :class:`RankProfile`."""
-
-    device: str
-    driver_version: int
-    granularity: int
-    posix: bool
-    fabric: bool
-    multicast_supported: bool
 
 
 class _CapabilityCache:
