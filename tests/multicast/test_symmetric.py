@@ -197,23 +197,22 @@ class TestInOneProcess:
 
     def test_wrong_uses_of_streams(self, memory: SymmetricMemory, streams: list[sa.Stream], device: sa.Device) -> None:
         first = streams[0]
-        with pytest.raises(TypeError, match="a stream for each rank of this process, 2, and got 1"):
+        with pytest.raises(TypeError, match="stream"):
             memory.barrier(first)
-        for channel in (-1, 16):
-            with pytest.raises(ValueError, match=f"channel={channel}: allowed are 0 to 15"):
-                memory.barrier(*streams, channel=channel)
-            with pytest.raises(ValueError, match="channel="):
-                memory.put_signal(1, first, channel=channel)
-            with pytest.raises(ValueError, match="channel="):
-                memory.wait_signal(1, first, channel=channel)
-        with pytest.raises(TypeError, match="channel must be an int"):
-            memory.barrier(*streams, channel=True)
+        for channel, error in ((-1, ValueError), (16, ValueError), (True, TypeError)):
+            for use in each(
+                lambda channel: memory.barrier(*streams, channel=channel),
+                lambda channel: memory.put_signal(1, first, channel=channel),
+                lambda channel: memory.wait_signal(1, first, channel=channel),
+            ):
+                with pytest.raises(error, match=f"channel.*{channel}"):
+                    use(channel)
         for peer in (0, 2, -1):
-            with pytest.raises(ValueError, match=f"peer={peer}: allowed are the other ranks of 0 to 1, and this is 0"):
+            with pytest.raises(ValueError, match=f"peer={peer}"):
                 memory.put_signal(peer, first)
         with pytest.raises(ValueError, match="rank=5"):
             memory.put_signal(0, first, rank=5)
-        with pytest.raises(TypeError, match="stream must be"):
+        with pytest.raises(TypeError, match="stream"):
             memory.barrier(first, 3)  # type: ignore[arg-type]
         with first.capture():
             for use in each(
@@ -221,7 +220,7 @@ class TestInOneProcess:
                 lambda: memory.put_signal(1, first),
                 lambda: memory.wait_signal(1, first),
             ):
-                with pytest.raises(sa.CaptureError, match="counters increase at each call"):
+                with pytest.raises(sa.CaptureError):
                     use()
         # None of this has counted.
         memory.barrier(*streams)
@@ -291,7 +290,7 @@ class TestInOneProcess:
         memory = SymmetricMemory.local(devices, 100, multicast=False)
         with streams[0].capture():
             for end in (memory.close, memory.abandon):
-                with pytest.raises(sa.CaptureError, match="end the capture before"):
+                with pytest.raises(sa.CaptureError):
                     end()
             assert not memory.closed
             with pytest.raises(SymmetricMemoryError, match="end the capture before"):
@@ -393,13 +392,13 @@ class TestArguments:
             lambda: SymmetricMemory(100, group, devices=devices),
             lambda: SymmetricMemory(100, devices=devices, device=devices[0]),
         ):
-            with pytest.raises(TypeError, match="goes with no communicator"):
+            with pytest.raises(TypeError, match="communicator"):
                 wrong()
         with pytest.raises(ValueError, match="one or more"):
             SymmetricMemory.local([], 100)
-        with pytest.raises(TypeError, match="devices must be Devices"):
+        with pytest.raises(TypeError, match="devices"):
             SymmetricMemory.local([devices[0], 1], 100)  # type: ignore[list-item]
-        with pytest.raises(TypeError, match="no group"):
+        with pytest.raises(TypeError, match="group"):
             SymmetricMemory(100, 3)  # type: ignore[arg-type]
         other = sa.Device(0, driver=sa.driver.traced(devices[0].driver))
         with pytest.raises(ValueError, match="belongs to another driver"):
@@ -443,7 +442,7 @@ class TestArguments:
         for options, message in wrong:
             with pytest.raises(ValueError, match=message), ipc.SelfCommunicator() as group:
                 SymmetricMemory(100, group, multicast=False, **options)
-        with pytest.raises(TypeError, match="device must be a Device"), ipc.SelfCommunicator() as group:
+        with pytest.raises(TypeError, match="device"), ipc.SelfCommunicator() as group:
             SymmetricMemory(100, group, multicast=False, device=1)  # type: ignore[arg-type]
 
 
@@ -468,7 +467,7 @@ class TestTheEnd:
             memory.wait_signal(1, stream)
             slow.stuck = True
             started = time.monotonic()
-            with pytest.raises(TimeoutError, match="has not done its work"):
+            with pytest.raises(TimeoutError):
                 memory.abandon(0.2)
             assert time.monotonic() - started < 2
             slow.stuck = False

@@ -48,7 +48,7 @@ class TestInOneProcess:
                 lambda: memory.barrier(*streams),
                 memory.sleep,
             ):
-                with pytest.raises(sa.EvictedError, match="wake"):
+                with pytest.raises(sa.EvictedError):
                     use()
             memory.wake()
             assert (memory.addresses.tolist(), memory.tables(0)) == (before, tables)
@@ -62,7 +62,7 @@ class TestInOneProcess:
                 stream.synchronize()
                 stream.close()
             assert holds(memory.buffers[1], 9)
-            with pytest.raises(sa.EvictedError, match="not asleep"):
+            with pytest.raises(sa.EvictedError):
                 memory.wake()
             devices[0].synchronize()
             assert pool.statistics().used == 0
