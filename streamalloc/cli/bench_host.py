@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from streamalloc.cli.measuring import SIZE, Bench, Row, Setup, Target
-from streamalloc.cli.peer import environment
+from streamalloc.cli.worker import environment
 
 __all__ = ["ROWS"]
 
@@ -73,7 +73,7 @@ def buffer_memory(bench: Bench) -> HostMemory:
 _IMPORT = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
 BASE = "import cuda.bindings.driver, numpy"
 OURS = "import streamalloc; streamalloc.MemoryPool"
-"""The package loads its modules on first use, so the statement names one."""
+"""Names a class, because the package loads modules on first use."""
 
 
 class Import:
@@ -87,7 +87,7 @@ class Import:
         self._command = [sys.executable, "-c", _IMPORT.format(statement.removeprefix("import "))]
 
     def measure(self, number: int) -> float:
-        """Import once. The first call of all compiles the modules and fills the page cache."""
+        """Import once. The first import compiles the modules and fills the page cache."""
         done = subprocess.run(self._command, env=self._environment, capture_output=True, text=True, check=True)
         return float(done.stdout) * 1e3
 

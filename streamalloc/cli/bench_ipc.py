@@ -23,10 +23,10 @@ from streamalloc import ipc
 from streamalloc.cli.choice import KEEP_ALL
 from streamalloc.cli.libraries import CudaCore, library
 from streamalloc.cli.measuring import Bench, Call, Row, Setup, Target, Unavailable, step_times, value_of
-from streamalloc.cli.peer import POSIX, Here, Peer, can_share_pools, environment
+from streamalloc.cli.worker import POSIX, Worker, WorkerBase, can_share_pools, environment
 from streamalloc.driver.internal import cuda
 
-__all__ = ["ROWS", "Other", "answer_queue"]
+__all__ = ["ROWS", "WorkerActions", "answer_queue"]
 
 SIZE = 1 << 20
 """Bytes in the buffer that is sent: 1 MiB."""
@@ -82,7 +82,7 @@ class Stage:
     """Objects that a variant is set up with."""
 
     bench: Bench
-    peer: Peer
+    worker: Worker
     pool: sa.MemoryPool
     variant: str
     """Name of the variant, for both processes."""
@@ -94,14 +94,15 @@ class Stage:
 
     def served(self, once: Call, streaming: bool = False) -> Transfers:
         """Return a variant whose other half runs in the other process."""
-        return Transfers(once, lambda count: self.peer.begin("serve", self.variant, count), self.peer.result, streaming)
+        worker = self.worker
+        return Transfers(once, lambda count: worker.begin("serve", self.variant, count), worker.result, streaming)
 
     def pipe(self, *arguments: str, fds: Sequence[ipc.Fd | int] = ()) -> Any:
         """Create a multiprocessing pipe; send one end to the other process and return the other."""
         ours, theirs = multiprocessing.Pipe()
         self.resources.enter_context(ours)
         with theirs:
-            self.peer.ask("set_up", self.variant, *arguments, fds=[theirs.fileno(), *fds])
+            self.worker.ask("set_up", self.variant, *arguments, fds=[theirs.fileno(), *fds])
         return ours
 
     def channel(self) -> ipc.Channel:
@@ -109,13 +110,13 @@ class Stage:
         ours, theirs = ipc.Channel.pair()
         self.resources.enter_context(ours)
         with theirs:
-            self.peer.ask("set_up", self.variant, fds=[theirs.fileno()])
+            self.worker.ask("set_up", self.variant, fds=[theirs.fileno()])
         return ours
 
 
-def _connection(here: Here) -> Any:
+def _connection(worker: WorkerBase) -> Any:
     """Return the other process's end of a pipe."""
-    return multiprocessing.connection.Connection(here.handles[0].detach())
+    return multiprocessing.connection.Connection(worker.handles[0].detach())
 
 
 def _event(driver: Any) -> tuple[Any, bytes]:
@@ -136,7 +137,7 @@ def _opened(driver: Any, shared: bytes) -> Any:
 
 
 def pipe(stage: Stage) -> Transfers:
-    """Send 200 bytes and back, without device memory."""
+    """Send 200 bytes to the worker and receive them back, without device memory."""
     ours = stage.pipe()
 
     def once() -> None:
@@ -146,8 +147,8 @@ def pipe(stage: Stage) -> Transfers:
     return stage.served(once)
 
 
-def _serve_pipe(here: Here) -> Call:
-    connection = _connection(here)
+def _serve_pipe(worker: WorkerBase) -> Call:
+    connection = _connection(worker)
     return lambda: connection.send_bytes(connection.recv_bytes())
 
 
@@ -180,15 +181,15 @@ def raw(stage: Stage) -> Transfers:
     return stage.served(once)
 
 
-def _serve_raw(here: Here, shared: str) -> Call:
-    driver = cast(Any, here.device.driver)
-    here.resources.enter_context(here.device.current())
-    connection = _connection(here)
-    pool = value_of(driver.cuMemPoolImportFromShareableHandle(here.handles[1].fileno(), _POSIX, 0))
+def _serve_raw(worker: WorkerBase, shared: str) -> Call:
+    driver = cast(Any, worker.device.driver)
+    worker.resources.enter_context(worker.device.current())
+    connection = _connection(worker)
+    pool = value_of(driver.cuMemPoolImportFromShareableHandle(worker.handles[1].fileno(), _POSIX, 0))
     ready = _opened(driver, bytes.fromhex(shared))
     done, shared_done = _event(driver)
     connection.send_bytes(shared_done)
-    stream, new_data = driver.CUstream(here.stream.handle), driver.CUmemPoolPtrExportData
+    stream, new_data = driver.CUstream(worker.stream.handle), driver.CUmemPoolPtrExportData
     import_, wait = driver.cuMemPoolImportPointer, driver.cuStreamWaitEvent
     free, record = driver.cuMemFreeAsync, driver.cuEventRecord
 
@@ -220,9 +221,9 @@ def ours(stage: Stage) -> Transfers:
     return stage.served(once)
 
 
-def _serve_ours(here: Here) -> Call:
-    channel = ipc.Channel.from_fd(here.handles[0])
-    stream, driver = here.stream, here.device.driver
+def _serve_ours(worker: WorkerBase) -> Call:
+    channel = ipc.Channel.from_fd(worker.handles[0])
+    stream, driver = worker.stream, worker.device.driver
 
     def once() -> None:
         ipc.receive(channel, stream=stream, driver=driver).close()
@@ -248,13 +249,13 @@ def cuda_core_buffer(stage: Stage) -> Transfers:
     return stage.served(once)
 
 
-def _serve_cuda_core(here: Here) -> Call:
-    connection = _connection(here)
+def _serve_cuda_core(worker: WorkerBase) -> Call:
+    connection = _connection(worker)
     core = importlib.import_module("cuda.core")
     device = core.Device(0)
     device.set_current()
     stream = device.create_stream()
-    resource = core.DeviceMemoryResource.from_allocation_handle(device, here.handles[1].fileno())
+    resource = core.DeviceMemoryResource.from_allocation_handle(device, worker.handles[1].fileno())
     open_ = core.Buffer.from_ipc_descriptor
 
     def once() -> None:
@@ -328,14 +329,14 @@ def _producer(stage: Stage, *fds: int) -> ipc.RingProducer:
     producer = stage.resources.enter_context(ipc.Ring.producer(stage.pool, SIZE, SLOTS, stream=stage.bench.stream))
     channel, theirs = ipc.Channel.pair()
     with theirs:
-        stage.peer.begin("set_up", stage.variant, fds=[theirs.fileno(), *fds])
+        stage.worker.begin("set_up", stage.variant, fds=[theirs.fileno(), *fds])
     producer.add(channel, timeout=_SECONDS)
-    stage.peer.result()
+    stage.worker.result()
     return producer
 
 
-def _consumer(here: Here) -> ipc.RingConsumer:
-    return ipc.Ring.consumer(ipc.Channel.from_fd(here.handles[0]), stream=here.stream, timeout=_SECONDS)
+def _consumer(worker: WorkerBase) -> ipc.RingConsumer:
+    return ipc.Ring.consumer(ipc.Channel.from_fd(worker.handles[0]), stream=worker.stream, timeout=_SECONDS)
 
 
 def ring_item(stage: Stage) -> Transfers:
@@ -353,9 +354,9 @@ def ring_item(stage: Stage) -> Transfers:
     return stage.served(once)
 
 
-def _serve_ring_item(here: Here) -> Call:
-    replies = ipc.Channel.from_fd(here.handles[1])
-    ring = _consumer(here)
+def _serve_ring_item(worker: WorkerBase) -> Call:
+    replies = ipc.Channel.from_fd(worker.handles[1])
+    ring = _consumer(worker)
 
     def once() -> None:
         with ring.next():
@@ -375,8 +376,8 @@ def ring_stream(stage: Stage) -> Transfers:
     return stage.served(once, streaming=True)
 
 
-def _serve_ring_stream(here: Here) -> Call:
-    ring = _consumer(here)
+def _serve_ring_stream(worker: WorkerBase) -> Call:
+    ring = _consumer(worker)
     return lambda: ring.next().release()
 
 
@@ -401,10 +402,10 @@ VARIANTS: dict[str, tuple[Callable[[Stage], Transfers], Callable[..., Call] | No
     RING: (ring_item, _serve_ring_item),
     STREAMING: (ring_stream, _serve_ring_stream),
 }
-"""Setup of this process's half and of the other's; None: the variant starts a process itself."""
+"""Setup functions of this process and the worker; None: own process."""
 
 
-class Other(Here):
+class WorkerActions(WorkerBase):
     """Actions of the other process."""
 
     def set_up(self, name: str, *arguments: Any) -> None:
@@ -425,15 +426,15 @@ def _need(bench: Bench) -> None:
     """Start the other process and create the shared pool, for all variants."""
     if not can_share_pools(bench.device) or not bench.device.supports.stream_memory_operations:
         raise Unavailable("this device's pools cannot be shared between processes")
-    peer = bench.resources.enter_context(Peer(bench.chosen.driver, __name__))
+    worker = bench.resources.enter_context(Worker(bench.chosen.driver, __name__))
     pool = sa.MemoryPool(bench.device, handle_types=POSIX, release_threshold=KEEP_ALL)
-    bench.sharing = peer, bench.resources.enter_context(pool)
+    bench.sharing = worker, bench.resources.enter_context(pool)
 
 
 def _staged(name: str) -> Setup:
     def setup(bench: Bench) -> Transfers:
-        peer, pool = bench.sharing
-        return VARIANTS[name][0](Stage(bench, peer, pool, name))
+        worker, pool = bench.sharing
+        return VARIANTS[name][0](Stage(bench, worker, pool, name))
 
     return setup
 

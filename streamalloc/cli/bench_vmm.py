@@ -26,11 +26,11 @@ STEPS = 16
 STEP = 64 << 20
 """Bytes of a step: 64 MiB."""
 STEP_SIMULATED = 2 << 20
-"""Bytes of a step on the simulated driver, which copies with the CPU: 2 MiB."""
+"""Bytes of a step on the simulated driver: 2 MiB."""
 EVICTED_SIMULATED = 32 << 20
 """Bytes evicted on the simulated driver, at most: 32 MiB."""
 DEVICE_STEP = 1 << 30
-"""Bytes of a step when a buffer grows to all device memory: 1 GiB."""
+"""Bytes of a step that grows to all memory: 1 GiB."""
 DEVICE_RESERVE = 4 << 30
 """Bytes left free for the driver and other processes: 4 GiB."""
 PINNED = 2 << 30

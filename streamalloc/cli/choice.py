@@ -18,7 +18,7 @@ KEEP_ALL = 2**64 - 1
 """Release threshold in bytes at which a pool keeps all its memory."""
 
 _DEVICES_WITHOUT_A_GPU = 2
-"""Devices of the simulated machine by default: some parts of a command need two."""
+"""Devices of the simulated machine by default: some parts need two."""
 
 
 def is_simulated(driver: Driver) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from streamalloc.cli.peer import PeerError
+from streamalloc.cli.worker import WorkerError
 from streamalloc.core.errors import size_text
 
 __all__ = ["Claim", "at_least", "ends_and_middle", "equal", "every_byte", "raised"]
@@ -53,7 +53,7 @@ def raised(what: str, kind: type[Exception], call: Callable[[], object]) -> Clai
     """Claim that a call raises this error, here or in the other process."""
     try:
         call()
-    except PeerError as error:
+    except WorkerError as error:
         return Claim(what, kind.__name__, error.kind, error.kind == kind.__name__, str(error))
     except kind as error:
         return Claim(what, kind.__name__, type(error).__name__, True, str(error))

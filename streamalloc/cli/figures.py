@@ -22,7 +22,7 @@ _EXTRA = {
 }
 """Column title and number format of each further figure."""
 _FIGURES = {"ratio_to_raw": "ratio to the raw calls ", "reserved_over_used": "reserved / used "}
-"""Names of targets that are no times."""
+"""Titles of target figures other than times."""
 _UNITS = {"us": "microseconds", "ms": "milliseconds", "bytes": "bytes"}
 
 

@@ -1,4 +1,4 @@
-"""Show the driver, versions, supported features of each device, and requirements of the others."""
+"""Show driver, versions, supported features of each device, and requirements of unsupported ones."""
 
 from __future__ import annotations
 

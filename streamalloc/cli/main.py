@@ -25,10 +25,10 @@ _COMMANDS = {
     "bench": "measure the library beside raw driver calls and other libraries",
     "replay": "replay recorded allocations on pools and other allocators",
 }
-"""Module and help text of each command; the module is imported on use."""
+"""Help text by module; modules are imported on use."""
 
 _READER_LEFT = 128 + 13
-"""Exit code of a program that SIGPIPE ended: the pipe's reader has closed it."""
+"""Exit code of a program ended by SIGPIPE: the reader has left."""
 _INTERRUPTED = 128 + 2
 """Exit code of a program that SIGINT ended."""
 

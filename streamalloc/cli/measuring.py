@@ -42,7 +42,7 @@ SIZE = 4096
 """Bytes in a buffer of most rows: 4 KiB."""
 
 _LIBRARIES = ("C", "cuda.core", "CuPy", "PyTorch", "RMM")
-"""First words of variants that belong to other libraries; they need a GPU and the library."""
+"""First words of other libraries' variants, which need a GPU."""
 
 Call = Callable[[], object]
 T = TypeVar("T")
@@ -122,7 +122,7 @@ class Row:
     """Setup functions by name."""
     targets: tuple[Target, ...] = ()
     most: int = 20_000
-    """Calls per block, at most: a full GPU queue would block the host."""
+    """Calls per block, at most: a full GPU queue blocks."""
     unit: str = "us"
     rounds: str = "rounds"
     """Field of :class:`Effort` with the number of rounds."""

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import streamalloc as sa
 from streamalloc.cli.choice import host_pool_location
 from streamalloc.cli.claims import Claim, at_least, equal
-from streamalloc.cli.peer import Peer
 from streamalloc.cli.terminal import Terminal
+from streamalloc.cli.worker import Worker
 from streamalloc.core.errors import size_text
 from streamalloc.core.ownership import Closes
 from streamalloc.driver import Driver
@@ -74,7 +74,7 @@ class Tour(Closes):
         self.skipped: int = 0
         self.resources: contextlib.ExitStack = contextlib.ExitStack()
         """Resources until the end of the tour."""
-        self.partner: Peer | None = None
+        self.worker: Worker | None = None
         """The other process; None until a part needs it."""
 
     def close(self) -> None:

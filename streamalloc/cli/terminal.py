@@ -16,7 +16,7 @@ __all__ = ["Terminal"]
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _GAP = "  "
 _NARROWEST = 24
-"""Columns, at least, of folded text: shorter lines are harder to read than lines that run over."""
+"""Columns of folded text, at least: shorter lines read badly."""
 
 
 class Terminal:

@@ -13,9 +13,9 @@ import streamalloc as sa
 from streamalloc.cli import tour_ipc, tour_multicast, tour_vmm
 from streamalloc.cli.choice import KEEP_ALL, Chosen, plural
 from streamalloc.cli.claims import Claim, at_least, equal, every_byte, raised
-from streamalloc.cli.peer import read
 from streamalloc.cli.steps import MiB, Part, Parts, Tour, need_peers
 from streamalloc.cli.terminal import Terminal
+from streamalloc.cli.worker import read
 from streamalloc.core.errors import size_text
 from streamalloc.driver import DriverMisuseError, checked, use
 from streamalloc.testing import Gate

@@ -14,8 +14,8 @@ import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.choice import is_simulated, plural
 from streamalloc.cli.claims import equal, every_byte, raised
-from streamalloc.cli.peer import read
 from streamalloc.cli.steps import Parts, Tour, need, need_peers
+from streamalloc.cli.worker import read
 from streamalloc.core.errors import size_text
 from streamalloc.driver import checked, simulated, traced
 from streamalloc.multicast import MulticastObject, SymmetricMemory
@@ -27,7 +27,7 @@ PARTS = Parts()
 part = PARTS.part
 
 _PERMISSION = "STREAMALLOC_TEST_MULTICAST"
-"""Environment variable that permits multicast objects on real GPUs: they use switches that others may share."""
+"""Environment variable that permits multicast objects on shared NVSwitches."""
 _DEVICES = 4
 _ENDS = {"cuMulticastUnbind": "unbind", "cuMemUnmap": "unmap", "cuMemRelease": "release"}
 

@@ -8,8 +8,8 @@ import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.choice import KEEP_ALL
 from streamalloc.cli.claims import Claim, ends_and_middle, equal, every_byte, raised
-from streamalloc.cli.peer import read
 from streamalloc.cli.steps import MiB, Parts, Tour, need, need_peers
+from streamalloc.cli.worker import read
 from streamalloc.core.errors import size_text
 
 __all__ = ["PARTS"]

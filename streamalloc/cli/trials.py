@@ -17,13 +17,13 @@ import numpy as np
 
 import streamalloc as sa
 from streamalloc import ipc, vmm
-from streamalloc.cli.peer import POSIX, Here, Peer, PeerError, read
+from streamalloc.cli.worker import POSIX, Worker, WorkerBase, WorkerError, read
 from streamalloc.core.allocation_properties import MemAllocFlags
 from streamalloc.core.capabilities import missing_for
 from streamalloc.core.errors import size_text
 from streamalloc.multicast import MulticastObject
 
-__all__ = ["Other", "Row", "query_multicast", "try_sharing", "try_virtual_memory"]
+__all__ = ["Row", "WorkerActions", "query_multicast", "try_sharing", "try_virtual_memory"]
 
 Row = dict[str, Any]
 
@@ -33,7 +33,7 @@ _LEAST_ADDRESSES = 2 << 20
 """Bytes of the smallest range to try: 2 MiB."""
 _PATTERN = 0x5A
 _BLOCK = 2 << 20
-"""Bytes of a block in which the driver shares memory of cuMemAlloc: 2 MiB."""
+"""Bytes that the driver shares together for cuMemAlloc: 2 MiB."""
 
 
 class _Differs(Exception):
@@ -50,7 +50,7 @@ def _tried(row: Row, trial: Callable[..., str], *arguments: Any) -> Row:
         row["found"] = str(error)
     except sa.CudaError as error:
         row["found"] = f"refused: {error.name}"
-    except PeerError as error:
+    except WorkerError as error:
         row["found"] = f"the other process could not open it: {error.kind}: {error}"
     except (ValueError, OSError, NotImplementedError) as error:
         row["found"] = f"failed: {type(error).__name__}: {error}"
@@ -144,7 +144,7 @@ def _addresses(device: sa.Device) -> str:
 # --- sharing: the other process -------------------------------------------------------------------------------------
 
 
-class Other(Here):
+class WorkerActions(WorkerBase):
     """Actions of the other process."""
 
     def read(self) -> int:
@@ -176,9 +176,9 @@ class Block:
 
 def try_sharing(device: sa.Device) -> list[Row]:
     """Share each kind of memory and an event with another process, which reads it; ``how`` is the mechanism."""
-    with Peer(device.driver, __name__) as peer, device.create_stream() as stream:
+    with Worker(device.driver, __name__) as worker, device.create_stream() as stream:
         trials = [
-            _tried({"what": what, "how": how}, trial, peer, device, stream)
+            _tried({"what": what, "how": how}, trial, worker, device, stream)
             for what, how, trial in (
                 ("pool and its allocations", "file descriptor", _pool),
                 ("memory mapped by hand", "file descriptor", _mapped),
@@ -191,27 +191,27 @@ def try_sharing(device: sa.Device) -> list[Row]:
     return trials
 
 
-def _given(peer: Peer, memory: object) -> str:
-    wrong = peer.give("read", memory)
+def _given(worker: Worker, memory: object) -> str:
+    wrong = worker.give("read", memory)
     if wrong:
         raise ValueError(f"the other process read {wrong:,} wrong bytes")
     return "shared, and read by another process"
 
 
-def _pool(peer: Peer, device: sa.Device, stream: sa.Stream) -> str:
+def _pool(worker: Worker, device: sa.Device, stream: sa.Stream) -> str:
     with sa.MemoryPool(device, handle_types=POSIX) as pool, pool.allocate(4096, stream) as buffer:
         buffer.fill(_PATTERN)
-        return _given(peer, buffer)
+        return _given(worker, buffer)
 
 
-def _mapped(peer: Peer, device: sa.Device, stream: sa.Stream) -> str:
+def _mapped(worker: Worker, device: sa.Device, stream: sa.Stream) -> str:
     granule = vmm.PhysicalMemory.granularity(device)
     with vmm.GrowableBuffer(device, granule, granule, handle_types=POSIX, stream=stream) as buffer:
         buffer.fill(_PATTERN)
-        return _given(peer, buffer)
+        return _given(worker, buffer)
 
 
-def _plain(peer: Peer, device: sa.Device, stream: sa.Stream) -> str:
+def _plain(worker: Worker, device: sa.Device, stream: sa.Stream) -> str:
     # Any: the library does not use these functions, so its protocol lacks them.
     driver = cast(Any, device.driver)
     with device.current():
@@ -221,19 +221,19 @@ def _plain(peer: Peer, device: sa.Device, stream: sa.Stream) -> str:
         try:
             driver.cuMemsetD8(pointer, _PATTERN, _BLOCK)
             driver.cuCtxSynchronize()
-            return _given(peer, ipc.share(Block(int(pointer)), stream, expose_block=True))
+            return _given(worker, ipc.share(Block(int(pointer)), stream, expose_block=True))
         finally:
             driver.cuMemFree(pointer)
 
 
-def _event(peer: Peer, device: sa.Device, stream: sa.Stream) -> str:
+def _event(worker: Worker, device: sa.Device, stream: sa.Stream) -> str:
     with device.create_event(interprocess=True) as event:
         stream.record(event)
-        peer.give("wait", event)
+        worker.give("wait", event)
     return "shared, and waited for by another process"
 
 
-def _fabric(peer: Peer, device: sa.Device, stream: sa.Stream) -> str:
+def _fabric(worker: Worker, device: sa.Device, stream: sa.Stream) -> str:
     fabric = sa.MemHandleType.FABRIC
     with vmm.PhysicalMemory(vmm.PhysicalMemory.granularity(device), device, handle_types=fabric) as memory:
         memory.export(fabric)

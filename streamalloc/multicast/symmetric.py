@@ -128,7 +128,7 @@ class SymmetricMemory(Closes, Shown):
     ----------
     nbytes
         Size of each rank's memory in bytes; the same on all ranks. The physical memory is larger: it also holds the
-        signal pad and tables, and is rounded up to the granularity (with multicast up to 512 MiB).
+        signal pad and tables, and is rounded up to the granularity, which is up to 512 MiB with multicast.
     communicator
         The group of ranks, as for :func:`streamalloc.ipc.as_communicator`. None: the default group of
         ``torch.distributed``.

@@ -12,7 +12,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.cli import tour, tour_ipc, tour_multicast, tour_vmm
-from streamalloc.cli.peer import Peer
+from streamalloc.cli.worker import Worker
 from tests.cli.conftest import Altered, Complete, Run, complete, without
 from tests.support import MiB
 
@@ -75,13 +75,13 @@ def test_other_process_that_is_killed_fails_its_parts(
     machine: Any, run: Run, only: Only, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only(tour_ipc.PARTS)
-    ask = Peer.ask
+    ask = Worker.ask
 
-    def kill_and_ask(self: Peer, *arguments: Any, **options: Any) -> Any:
+    def kill_and_ask(self: Worker, *arguments: Any, **options: Any) -> Any:
         self.process.kill()
         return ask(self, *arguments, **options)
 
-    monkeypatch.setattr(Peer, "ask", kill_and_ask)
+    monkeypatch.setattr(Worker, "ask", kill_and_ask)
     code, text = run("tour")
     assert code == 1
     assert "FAILED  expected no error, found PeerGoneError" in text

@@ -16,7 +16,7 @@ _bound_memory: dict[Node, object] = {}
 
 
 class _MemoryNode(Node):
-    """Keeps a user's object alive until the multicast object is released."""
+    """Keep a user's object alive until the multicast object is released."""
 
     __slots__ = ()
 

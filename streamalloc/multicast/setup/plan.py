@@ -23,7 +23,7 @@ CHANNELS = 16
 _FORMAT = 1
 """Version of the encoded profile; raised when a field changes."""
 _LINE = 128
-"""Bytes in a cache line of the GPU: no two parts of the layout share one."""
+"""Bytes in a GPU cache line; each part starts one."""
 _COUNTER = 4
 """Bytes of a counter, as ``cuStreamWriteValue32`` writes."""
 _ADDRESS = 8

@@ -21,7 +21,7 @@ _DONE, _FAILED = b"\0", b"\1"
 _LONGEST_REASON = 2000
 """Bytes of an error text that are sent to other ranks."""
 _GRACE = 2.0
-"""Seconds, at least, to wait after a failure until the other ranks have released their resources."""
+"""Seconds, at least, for other ranks to undo a failed step."""
 
 
 class SymmetricMemoryError(RuntimeError):

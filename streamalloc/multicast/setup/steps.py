@@ -36,7 +36,7 @@ __all__ = ["Arguments", "agree", "check_devices", "check_no_capture", "deadline_
 
 _NON_BLOCKING = int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
 _HOST_IMAGE = 64 << 10
-"""Bytes, at most, that are cleared by a copy from the host; more is cleared by ``cuMemsetD8Async``."""
+"""Bytes copied from the host to clear memory, at most: 64 KiB."""
 _FABRIC_HANDLE = 64
 """Bytes in a ``CUmemFabricHandle``."""
 _HANDLE_TYPES = (MemHandleType.FABRIC, MemHandleType.POSIX_FILE_DESCRIPTOR)

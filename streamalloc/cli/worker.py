@@ -1,6 +1,6 @@
-"""The other process of ``info``, ``bench`` and ``tour``: a Python interpreter with the same driver.
+"""Worker: the other process of ``info``, ``bench`` and ``tour``, a Python interpreter with the same driver.
 
-It receives actions over a channel and runs them one by one. Actions are the methods of a module's class ``Other``.
+It receives actions over a channel and runs them one by one. The actions are the methods of a class ``WorkerActions``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from streamalloc import ipc
 from streamalloc.core.ownership import Closes
 from streamalloc.driver import Driver
 
-__all__ = ["POSIX", "Here", "Peer", "PeerError", "can_share_pools", "environment", "main", "read", "start"]
+__all__ = ["POSIX", "Worker", "WorkerBase", "WorkerError", "can_share_pools", "environment", "main", "read", "start"]
 
 POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 
 _SECONDS = 60.0
-"""Seconds to wait for the process: creating a context on a busy GPU can take tens of seconds."""
+"""Seconds to wait for it: contexts on a busy GPU take long."""
 
 
 def can_share_pools(device: sa.Device) -> bool:
@@ -43,7 +43,7 @@ def read(memory: Any, stream: sa.Stream) -> np.ndarray[Any, Any]:
     return host
 
 
-class PeerError(RuntimeError):
+class WorkerError(RuntimeError):
     """An error in the other process: ``kind`` is the name of its class, the message its text."""
 
     def __init__(self, kind: str, text: str) -> None:
@@ -69,7 +69,7 @@ def start(driver: Driver, fd: int, actions: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env=environment(driver), pass_fds=[fd], stdin=nothing, stdout=nothing)
 
 
-class Peer(Closes):
+class Worker(Closes):
     """The other process, seen from the command. Closing it ends the process and waits for it.
 
     Parameters
@@ -77,7 +77,7 @@ class Peer(Closes):
     driver
         The driver of this process.
     actions
-        Name of the module with the class ``Other``.
+        Name of the module with the class ``WorkerActions``.
     """
 
     def __init__(self, driver: Driver, actions: str) -> None:
@@ -96,14 +96,14 @@ class Peer(Closes):
 
         Raises
         ------
-        PeerError
+        WorkerError
             The action raised an error.
         PeerGoneError, TimeoutError
             The process has ended, or does not answer in time.
         """
         failed, answer = json.loads(self.channel.receive().data)
         if failed:
-            raise PeerError(*answer)
+            raise WorkerError(*answer)
         return answer
 
     def ask(self, action: str, *arguments: Any, fds: Sequence[ipc.Fd | int] = ()) -> Any:
@@ -130,8 +130,8 @@ class Peer(Closes):
             raise
 
 
-class Here:
-    """State of the other process. Subclasses add the actions as methods."""
+class WorkerBase:
+    """State of the worker process. Subclasses add the actions as methods."""
 
     def __init__(self, channel: ipc.Channel) -> None:
         self.channel = channel
@@ -152,14 +152,14 @@ class Here:
 def main() -> None:
     """Run the other process. The command-line arguments are a file descriptor and a module name."""
     channel = ipc.Channel.from_fd(int(sys.argv[1]))
-    other = importlib.import_module(sys.argv[2]).Other
+    actions = importlib.import_module(sys.argv[2]).WorkerActions
     try:
-        here = other(channel)
+        worker = actions(channel)
         while True:
             message = channel.receive()
             name, arguments = json.loads(message.data)
-            here.handles = message.handles
-            channel.send(_answer(getattr(here, name), arguments))
+            worker.handles = message.handles
+            channel.send(_answer(getattr(worker, name), arguments))
     except (ipc.PeerGoneError, KeyboardInterrupt):
         # The command has ended, or Ctrl+C interrupted both processes.
         return
