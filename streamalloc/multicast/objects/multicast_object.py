@@ -156,6 +156,10 @@ class MulticastObject(GenericAllocation):
         self._node.allocations.order.relate(self._node, self._team)
         self._state.teams[self._team] = None
 
+    def _open_handle(self, door: Door, prop: MulticastObjectProp, step: int, handle: Fd | int | bytes) -> None:
+        self._open(door, prop, step)
+        self._import(handle)
+
     @staticmethod
     def granularity(
         num_devices: int,
@@ -211,8 +215,7 @@ class MulticastObject(GenericAllocation):
             step = _granularity_of(door, prop)
             check_multiple("nbytes", prop.size, step)
             imported = cls.__new__(cls)
-            imported._open(door, prop, step)
-            imported._import(handle)
+            imported._open_handle(door, prop, step, handle)
             return imported
         finally:
             if isinstance(handle, Fd):
