@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 from typing import Any
 
 from streamalloc.cli import bench_calls, bench_host, bench_ipc, bench_traces, bench_vmm, figures
-from streamalloc.cli.choice import Chosen
+from streamalloc.cli.choice import Chosen, UsageError
 from streamalloc.cli.info import add_json_argument, versions, write_json
 from streamalloc.cli.measuring import Bench, Effort, Row, measured
 from streamalloc.cli.terminal import Terminal
@@ -48,8 +47,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     rows = [row for row in ROWS if any(word in f"{row.key} {row.title}".lower() for word in words)]
     if not rows:
         keys = ", ".join(row.key for row in ROWS)
-        print(f"python -m streamalloc bench: no row has {', '.join(options.rows)}; there are {keys}", file=sys.stderr)
-        return 2
+        raise UsageError(f"no row has {', '.join(options.rows)}; there are {keys}")
     tables = options.json != "-"
     found = versions(chosen)
     report: dict[str, Any] = {"headline": chosen.headline, "simulated": chosen.is_simulated}
@@ -74,8 +72,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
         try:
             figures.draw(reports, options.plot, chosen.headline)
         except ImportError as error:
-            print(f"python -m streamalloc bench: --plot needs matplotlib: {error}", file=sys.stderr)
-            return 2
+            raise UsageError(f"--plot needs matplotlib: {error}") from error
     return int(options.strict and any(figures.missed(reports)))
 
 

@@ -12,7 +12,12 @@ from streamalloc.core.properties import MemLocation
 from streamalloc.driver import Driver, DriverNotFoundError, default, simulated
 from streamalloc.driver.internal import read_choice
 
-__all__ = ["KEEP_ALL", "Chosen", "choose", "cuda_version", "host_pool_location", "is_simulated", "plural"]
+__all__ = ["KEEP_ALL", "Chosen", "UsageError", "choose", "cuda_version", "host_pool_location", "is_simulated", "plural"]
+
+
+class UsageError(Exception):
+    """A command cannot run with these arguments; ``main`` prints the message and returns exit code 2."""
+
 
 KEEP_ALL = 2**64 - 1
 """Release threshold in bytes at which a pool keeps all its memory."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import streamalloc
-from streamalloc.cli.choice import choose
+from streamalloc.cli.choice import UsageError, choose
 from streamalloc.cli.terminal import Terminal
 from streamalloc.driver import DriverNotFoundError, use
 
@@ -106,8 +106,12 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     except (DriverNotFoundError, ValueError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    with use(chosen.driver):
-        return int(_module(options.command).run(chosen, Terminal(), options))
+    try:
+        with use(chosen.driver):
+            return int(_module(options.command).run(chosen, Terminal(), options))
+    except UsageError as error:
+        print(f"{parser.prog} {options.command}: {error}", file=sys.stderr)
+        return 2
 
 
 def _drop_output() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import streamalloc as sa
 from streamalloc import traces
-from streamalloc.cli.choice import Chosen, plural
+from streamalloc.cli.choice import Chosen, UsageError, plural
 from streamalloc.cli.info import add_json_argument, write_json
 from streamalloc.cli.terminal import Terminal
 from streamalloc.core.errors import size_text
@@ -53,11 +53,9 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
             terminal.line(f"{options.save}: {trace!r}")
             return 0
     except (OSError, ValueError) as error:
-        print(f"python -m streamalloc replay: {error}", file=sys.stderr)
-        return 2
+        raise UsageError(error) from error
     if options.rounds < 1:
-        print(f"python -m streamalloc replay: --rounds {options.rounds}: at least 1", file=sys.stderr)
-        return 2
+        raise UsageError(f"--rounds {options.rounds}: at least 1")
     tables = options.json != "-"
     if tables:
         _show_trace(chosen, terminal, Path(options.trace).name, trace)

@@ -36,18 +36,22 @@ def _may_make_objects(driver: Any) -> bool:
     return is_simulated(driver) or os.environ.get(_PERMISSION) == "1"
 
 
-def _on_several(tour: Tour, show: Callable[[Tour, Any], None]) -> None:
+def _on_several(show: Callable[[Tour, Any], None]) -> Callable[[Tour, sa.Stream], None]:
     """Run a part on the tour's machine, or on another simulated one if the tour's has one device."""
-    driver: Any = tour.device.driver
-    tour.need_virtual_memory()
-    if sa.Device.count(driver) > 1 or not is_simulated(driver):
-        show(tour, driver)
-        return
-    tour.terminal.paragraph(f"This machine has one device: shown on another one, simulated with {_DEVICES} devices.")
-    own = checked(simulated(devices=_DEVICES))
-    show(tour, own)
-    sa.Device(0, driver=own).synchronize()  # releases dropped objects
-    own.assert_nothing_left()
+
+    def run(tour: Tour, _: sa.Stream) -> None:
+        driver: Any = tour.device.driver
+        tour.need_virtual_memory()
+        if sa.Device.count(driver) > 1 or not is_simulated(driver):
+            show(tour, driver)
+            return
+        tour.terminal.paragraph(f"This machine has one device: shown on one that is simulated with {_DEVICES} devices.")
+        own = checked(simulated(devices=_DEVICES))
+        show(tour, own)
+        sa.Device(0, driver=own).synchronize()  # releases dropped objects
+        own.assert_nothing_left()
+
+    return run
 
 
 def _team(driver: Any) -> list[sa.Device]:
@@ -74,11 +78,8 @@ def _counted(names: list[str]) -> str:
     "Multicast",
     "One address for memory on several GPUs: the switches between them copy a store to all of them.",
 )
-def multicast(tour: Tour, _: sa.Stream) -> None:
-    _on_several(tour, _multicast)
-
-
-def _multicast(tour: Tour, driver: Any) -> None:
+@_on_several
+def multicast(tour: Tour, driver: Any) -> None:
     with contextlib.ExitStack() as resources:
         # The trace shows the order of the release calls.
         calls = traced(driver)
@@ -158,12 +159,9 @@ def _multicast(tour: Tour, driver: Any) -> None:
     "Symmetric memory",
     "Memory of the same size on every GPU, mapped for all of them, set up in one call: on all or on none.",
 )
-def symmetric(tour: Tour, _: sa.Stream) -> None:
+@_on_several
+def symmetric(tour: Tour, driver: Any) -> None:
     tour.need_gates()
-    _on_several(tour, _symmetric)
-
-
-def _symmetric(tour: Tour, driver: Any) -> None:
     with contextlib.ExitStack() as resources:
         devices = need_peers(driver)
         count, share = len(devices), 64 << 10
