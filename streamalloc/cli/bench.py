@@ -48,12 +48,10 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     if not rows:
         keys = ", ".join(row.key for row in ROWS)
         raise UsageError(f"no row has {', '.join(options.rows)}; there are {keys}")
-    tables = options.json != "-"
     found = versions(chosen)
     report: dict[str, Any] = {"headline": chosen.headline, "simulated": chosen.is_simulated}
     report |= {"quick": options.quick, "versions": found}
-    if tables:
-        _show_head(chosen, terminal, found)
+    _show_head(chosen, terminal, found)
     # All tables have the same width of names, so that their columns align.
     names = max(len(name) for row in rows for name in row.variants)
     reports: list[dict[str, Any]] = []
@@ -61,13 +59,10 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
         bench = Bench(chosen, QUICK if options.quick else FULL, resources)
         for row in rows:
             reports.append(measured(bench, row))
-            if tables:
-                figures.show_row(terminal, reports[-1], names)
+            figures.show_row(terminal, reports[-1], names)
         bench.device.synchronize()
-    if tables:
-        figures.show_targets(terminal, reports)
-    if options.json is not None:
-        write_json({**report, "rows": reports}, options.json, terminal)
+    figures.show_targets(terminal, reports)
+    write_json({**report, "rows": reports}, options.json)
     if options.plot:
         try:
             figures.draw(reports, options.plot, chosen.headline)

@@ -44,12 +44,12 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", nargs="?", const="-", help=about)
 
 
-def write_json(report: dict[str, Any], path: str, terminal: Terminal) -> None:
-    """Write a report to the file or output that ``--json`` names."""
+def write_json(report: dict[str, Any], path: str | None) -> None:
+    """Write a report to the file that ``--json`` names, or with ``"-"`` to the standard output; None: nowhere."""
     text = json.dumps(report, indent=2)
     if path == "-":
-        terminal.line(text)
-    else:
+        print(text)
+    elif path is not None:
         Path(path).write_text(text + "\n", encoding="utf-8")
 
 
@@ -61,10 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """Print the report as tables, as JSON, or both."""
     found = report(chosen)
-    if options.json != "-":
-        _Tables(terminal, found).show(chosen)
-    if options.json is not None:
-        write_json(found, options.json, terminal)
+    _Tables(terminal, found).show(chosen)
+    write_json(found, options.json)
     return 0
 
 

@@ -106,9 +106,11 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     except (DriverNotFoundError, ValueError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
+    # JSON on the standard output replaces the tables.
+    terminal = Terminal(quiet=getattr(options, "json", None) == "-")
     try:
         with use(chosen.driver):
-            return int(_module(options.command).run(chosen, Terminal(), options))
+            return int(_module(options.command).run(chosen, terminal, options))
     except UsageError as error:
         print(f"{parser.prog} {options.command}: {error}", file=sys.stderr)
         return 2

@@ -56,16 +56,12 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
         raise UsageError(error) from error
     if options.rounds < 1:
         raise UsageError(f"--rounds {options.rounds}: at least 1")
-    tables = options.json != "-"
-    if tables:
-        _show_trace(chosen, terminal, Path(options.trace).name, trace)
+    _show_trace(chosen, terminal, Path(options.trace).name, trace)
     rows = [_replayed(chosen, trace, name, options) for name in options.on or traces.ALLOCATORS]
     found = [row for row in rows if row is not None]
-    if tables:
-        _show(terminal, found)
-    if options.json is not None:
-        about = {"events": len(trace.events), "source": trace.source, "peak": trace.peak, "streams": trace.streams}
-        write_json({"headline": chosen.headline, "trace": about, "rows": found}, options.json, terminal)
+    _show(terminal, found)
+    about = {"events": len(trace.events), "source": trace.source, "peak": trace.peak, "streams": trace.streams}
+    write_json({"headline": chosen.headline, "trace": about, "rows": found}, options.json)
     return 0
 
 

@@ -25,8 +25,10 @@ class Terminal:
     Every line is flushed, so that progress is visible and a closed pipe is noticed at once.
     """
 
-    def __init__(self, out: TextIO | None = None) -> None:
+    def __init__(self, out: TextIO | None = None, *, quiet: bool = False) -> None:
         self._out = sys.stdout if out is None else out
+        self._quiet = quiet
+        """Whether nothing is printed."""
         interactive = self._out.isatty()
         # https://no-color.org: any value but the empty one turns colours off.
         self.coloured: bool = interactive and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -48,7 +50,8 @@ class Terminal:
 
     def line(self, text: str = "") -> None:
         """Print a line."""
-        print(text, file=self._out, flush=True)
+        if not self._quiet:
+            print(text, file=self._out, flush=True)
 
     def heading(self, text: str) -> None:
         """Print an empty line and a title."""
