@@ -46,7 +46,7 @@ class Signals:
         self._awaited: defaultdict[tuple[int, int, int], int] = defaultdict(int)
         """Waits so far, by (rank, peer, channel)."""
         self._latest: dict[tuple[int, int, int, int], tuple[Stream, Event]] = {}
-        """Last stream that wrote, by (kind, rank, peer, channel), with its event."""
+        """Last writing stream and its event, by (kind, rank, peer, channel); barrier: peer -1."""
 
     def barrier(self, streams: Mapping[int, Stream], channel: int) -> None:
         """Make the stream of each rank in ``streams`` wait for all other ranks."""

@@ -14,6 +14,7 @@ from streamalloc.core.errors import CaptureError, CudaError, undo_all
 from streamalloc.core.event import context_event
 from streamalloc.core.fd import Fd
 from streamalloc.core.later import Deferred
+from streamalloc.core.ownership import close_all
 from streamalloc.core.properties import MemHandleType
 from streamalloc.ipc.internal import left
 from streamalloc.multicast.objects.multicast_object import MulticastObject
@@ -165,9 +166,8 @@ class RankResources(Deferred):
         return self.multicast
 
     def _close_handles(self) -> None:
-        while self.handles:
-            self.handles[-1].close()
-            del self.handles[-1]
+        close_all(self.handles)
+        self.handles.clear()
 
 
 def finish_all(devices: Iterable[Device], deadline: float | None, failures: list[CudaError]) -> None:
