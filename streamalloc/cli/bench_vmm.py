@@ -13,7 +13,7 @@ from typing import Any
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.choice import KEEP_ALL, host_pool_location
-from streamalloc.cli.measuring import Bench, Row, Setup, Target, Unavailable, step_times, value_of
+from streamalloc.cli.measuring import Bench, Call, Row, Setup, Target, Unavailable, step_times, value_of
 from streamalloc.core.errors import size_text
 from streamalloc.multicast import SymmetricMemory
 
@@ -151,32 +151,29 @@ def _need_whole_device(bench: Bench) -> None:
         raise Unavailable(f"less than {size_text(DEVICE_RESERVE + 2 * DEVICE_STEP)} of the device's memory are free")
 
 
-def raw_regrowth(bench: Bench) -> Any:
+def raw_regrowth(bench: Bench) -> Call:
     """Shrink by half and grow again with raw calls."""
     memory = bench.resources.enter_context(contextlib.closing(RawRange(bench, STEPS, _step(bench))))
-    for _ in range(STEPS):
-        memory.grow()
-
-    def again() -> None:
-        memory.shrink(STEPS // 2)
-        for _ in range(STEPS // 2):
-            memory.grow()
-
-    return again
+    return _regrowth(memory.grow, functools.partial(memory.shrink, STEPS // 2))
 
 
-def our_regrowth(bench: Bench, *, recycling: bool) -> Any:
+def our_regrowth(bench: Bench, *, recycling: bool) -> Call:
     """Shrink by half and grow again with the library's buffer, with or without a recycler."""
     nbytes, keep = _step(bench), bench.resources.enter_context
     recycler = keep(vmm.MemoryRecycler(bench.device, STEPS * nbytes)) if recycling else None
     buffer = keep(vmm.GrowableBuffer(bench.device, STEPS * nbytes, stream=bench.stream, recycler=recycler))
+    return _regrowth(functools.partial(buffer.grow, nbytes), functools.partial(buffer.resize, STEPS // 2 * nbytes))
+
+
+def _regrowth(grow: Call, shrink: Call) -> Call:
+    """Grow to the full size; return a function that shrinks by half and grows again."""
     for _ in range(STEPS):
-        buffer.grow(nbytes)
+        grow()
 
     def again() -> None:
-        buffer.resize(STEPS // 2 * nbytes)
+        shrink()
         for _ in range(STEPS // 2):
-            buffer.grow(nbytes)
+            grow()
 
     return again
 
