@@ -201,7 +201,7 @@ def main() -> None:
     streams = [device.create_stream() for device in devices]
     values = np.random.default_rng(5).standard_normal((len(devices), COUNT), np.float32)
     # The counts are in the signal pads, which are zero at first.
-    with SymmetricMemory.local(values[0].nbytes, devices, multicast=True) as memory:
+    with SymmetricMemory.local(devices, values[0].nbytes, multicast=True) as memory:
         all_reduce(memory, streams, values)
     for stream in streams:
         stream.close()

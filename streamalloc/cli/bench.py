@@ -1,88 +1,73 @@
 """Measure the library beside the raw driver calls, C, and other libraries that are installed.
 
-All ways of a row run interleaved, in rounds of short blocks. Figures are medians over the rounds with the 10th and 90th
-percentile; ratios are medians of each round's, to the first way of the row.
+The variants of a row take turns, in rounds of short blocks. A figure is the median over the rounds, with the 10th and
+90th percentile. A ratio is to the first variant of the row, and is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 from typing import Any
 
 from streamalloc.cli import bench_calls, bench_host, bench_ipc, bench_traces, bench_vmm, figures
-from streamalloc.cli.choice import Chosen
+from streamalloc.cli.choice import Chosen, UsageError
 from streamalloc.cli.info import add_json_argument, versions, write_json
 from streamalloc.cli.measuring import Bench, Effort, Row, measured
 from streamalloc.cli.terminal import Terminal
 
 __all__ = ["ROWS", "add_arguments", "run"]
 
-# Rounds, seconds of a block, live allocations, live buffers of host memory; then how often is imported, grown, grown to
-# the whole device and evicted, how much is evicted, and how often a trace is replayed.
-FULL = Effort(25, 0.01, (10, 1_000, 100_000, 1_000_000), 10_000, 15, 24, 6, 9, 8 << 30, 9)
-QUICK = Effort(11, 0.002, (10, 1_000, 100_000), 1_000, 3, 6, 2, 3, 1 << 30, 3)
+FULL = Effort(
+    rounds=25, block=0.01, live=(10, 1_000, 100_000, 1_000_000), host_buffers=10_000, imports=15, growths=24,
+    whole_devices=6, evictions=9, evicted=8 << 30, replays=9,
+)  # fmt: skip
+QUICK = Effort(
+    rounds=11, block=0.002, live=(10, 1_000, 100_000), host_buffers=1_000, imports=3, growths=6,
+    whole_devices=2, evictions=3, evicted=1 << 30, replays=3,
+)  # fmt: skip
 
-ROWS: tuple[Row, ...] = (
-    *bench_calls.ROWS,
-    *bench_host.ROWS,
-    *bench_vmm.ROWS,
-    *bench_ipc.ROWS,
-    *bench_traces.ROWS,
-)
+_AREAS = (bench_calls, bench_host, bench_vmm, bench_ipc, bench_traces)
+ROWS: tuple[Row, ...] = tuple(row for area in _AREAS for row in area.ROWS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``bench``."""
-    parser.add_argument("--quick", action="store_true", help="a few rounds only: seconds, for a first impression")
-    about = "only rows with this in their key or title; may be repeated"
+    """Add the arguments of ``bench``."""
+    parser.add_argument("--quick", action="store_true", help="measure a few rounds only, in seconds")
+    about = "measure only rows with WORD in key or title; may be repeated"
     parser.add_argument("-k", "--rows", action="append", metavar="WORD", help=about)
-    parser.add_argument("--strict", action="store_true", help="exit code 1 where a target is missed")
+    parser.add_argument("--strict", action="store_true", help="exit with code 1 if a target is missed")
     parser.add_argument("--plot", metavar="FILE", help="draw the ratios (needs matplotlib)")
     add_json_argument(parser)
 
 
-def chosen_rows(words: list[str] | None) -> list[Row]:
-    """The rows with one of the words in key or title; all where there is no word."""
-    if words is None:
-        return list(ROWS)
-    return [row for row in ROWS if any(word.lower() in f"{row.key} {row.title}".lower() for word in words)]
-
-
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Measure the rows and show each as soon as it is there. A missed target is shown, and no failure unless strict."""
-    rows = chosen_rows(options.rows)
+    """Measure the rows and print each when it is done. A missed target fails the command only with ``--strict``."""
+    words = [word.lower() for word in options.rows or [""]]
+    rows = [row for row in ROWS if any(word in f"{row.key} {row.title}".lower() for word in words)]
     if not rows:
         keys = ", ".join(row.key for row in ROWS)
-        print(f"python -m streamalloc bench: no row has {', '.join(options.rows)}; there are {keys}", file=sys.stderr)
-        return 2
-    tables = options.json != "-"
+        raise UsageError(f"no row has {', '.join(options.rows)}; there are {keys}")
     found = versions(chosen)
     report: dict[str, Any] = {"headline": chosen.headline, "simulated": chosen.is_simulated}
     report |= {"quick": options.quick, "versions": found}
-    if tables:
-        _show_head(chosen, terminal, found)
-    # One width for the names of all tables, so that the figures stand below each other.
-    names = max(len(name) for row in rows for name in row.ways)
+    _show_head(chosen, terminal, found)
+    # All tables have the same width of names, so that their columns align.
+    names = max(len(name) for row in rows for name in row.variants)
     reports: list[dict[str, Any]] = []
     with contextlib.ExitStack() as resources:
         bench = Bench(chosen, QUICK if options.quick else FULL, resources)
         for row in rows:
             reports.append(measured(bench, row))
-            if tables:
-                figures.show_row(terminal, reports[-1], names)
+            figures.show_row(terminal, reports[-1], names)
         bench.device.synchronize()
-    if tables:
-        figures.show_targets(terminal, reports)
-    if options.json is not None:
-        write_json({**report, "rows": reports}, options.json, terminal)
+    figures.show_targets(terminal, reports)
+    write_json({**report, "rows": reports}, options.json)
     if options.plot:
         try:
             figures.draw(reports, options.plot, chosen.headline)
         except ImportError as error:
-            print(f"python -m streamalloc bench: --plot needs matplotlib: {error}", file=sys.stderr)
-            return 2
+            raise UsageError(f"--plot needs matplotlib: {error}") from error
     return int(options.strict and any(figures.missed(reports)))
 
 

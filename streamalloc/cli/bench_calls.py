@@ -1,9 +1,10 @@
-"""The benchmark's rows about single calls: pools, streams, events, copies, views and what other libraries take."""
+"""Benchmark rows about single calls: pools, streams, events, copies, views and exchange with other libraries."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -23,14 +24,14 @@ CACHED = "streamalloc CachingAllocator"
 C_LOOP = "C loop"
 CUPY_CACHING = "CuPy MemoryPool (caching)"
 
-# Blocks of work that a stream runs: its queue holds about a thousand.
 _QUEUED = 200
-# The smallest step between two allocations of a pool: the cheapest way to have many.
+"""Calls per block that queue work: a stream's queue holds about 1,000."""
 _LIVE_BYTES = 512
+"""Bytes in a live allocation: the pool's alignment, so the smallest."""
 
 
 def with_(kind: Callable[[Bench], Any], make: Callable[[Any], Call]) -> Setup:
-    """A way of another library, which is set up first."""
+    """Return the setup of another library's variant; ``make`` gets the library's objects."""
     return lambda bench: make(library(kind, bench))
 
 
@@ -38,7 +39,7 @@ def with_(kind: Callable[[Bench], Any], make: Callable[[Any], Call]) -> Setup:
 
 
 def raw_pair(bench: Bench, pool: Any = None, nbytes: int = SIZE) -> Call:
-    """Allocate and free with the bindings' two functions, bound beforehand, and handle objects."""
+    """Allocate and free with the bindings' functions and handle objects, results unchecked."""
     allocate, free, stream = bench.driver.cuMemAllocFromPoolAsync, bench.driver.cuMemFreeAsync, bench.raw_stream
     pool = bench.raw_pool if pool is None else pool
 
@@ -50,7 +51,7 @@ def raw_pair(bench: Bench, pool: Any = None, nbytes: int = SIZE) -> Call:
 
 
 def raw_pair_checked(bench: Bench) -> Call:
-    """The same, and look at both results."""
+    """Allocate and free with the bindings' functions, results checked."""
     allocate, free = bench.driver.cuMemAllocFromPoolAsync, bench.driver.cuMemFreeAsync
     pool, stream = bench.raw_pool, bench.raw_stream
 
@@ -65,31 +66,28 @@ def raw_pair_checked(bench: Bench) -> Call:
     return pair
 
 
-def our_pair(bench: Bench) -> Call:
+def _allocator(bench: Bench, kind: str, pool: sa.MemoryPool) -> Any:
+    """Return the library's pool itself, or a cache over it."""
+    return pool if kind == OURS else bench.resources.enter_context(sa.CachingAllocator(pool))
+
+
+def our_pair(kind: str) -> Setup:
     """Allocate and free with the library."""
-    pool, stream = bench.pool, bench.stream
-    return lambda: pool.allocate(SIZE, stream).free()
+
+    def setup(bench: Bench) -> Call:
+        allocator, stream = _allocator(bench, kind, bench.pool), bench.stream
+        return lambda: allocator.allocate(SIZE, stream).free()
+
+    return setup
 
 
-def our_cached_pair(bench: Bench) -> Call:
-    """The same with the caching allocator."""
-    allocator, stream = bench.resources.enter_context(sa.CachingAllocator(bench.pool)), bench.stream
-    return lambda: allocator.allocate(SIZE, stream).free()
-
-
-def our_cached_dropped(bench: Bench) -> Call:
-    """The same, and leave the buffer's end to Python."""
-    allocator = bench.resources.enter_context(sa.CachingAllocator(bench.pool))
-    return functools.partial(allocator.allocate, SIZE, bench.stream)
-
-
-def our_dropped(bench: Bench) -> Call:
-    """Allocate, and leave the free to the end of the buffer."""
-    return functools.partial(bench.pool.allocate, SIZE, bench.stream)
+def our_drop(kind: str) -> Setup:
+    """Allocate with the library; dropping the buffer frees it."""
+    return lambda bench: functools.partial(_allocator(bench, kind, bench.pool).allocate, SIZE, bench.stream)
 
 
 def cuda_core_pair(cuda: CudaCore, *, on_stream: bool) -> Call:
-    """cuda.core's pair; a stream named for the free costs it something."""
+    """Allocate and free with cuda.core; the free may name its stream."""
     resource, stream = cuda.resource, cuda.stream
     if on_stream:
         return lambda: resource.allocate(SIZE, stream=stream).close(stream)
@@ -97,18 +95,18 @@ def cuda_core_pair(cuda: CudaCore, *, on_stream: bool) -> Call:
 
 
 def cupy_pair(cupy: CuPy, pool: str) -> Call:
-    """One of CuPy's pools; the memory is freed by its last reference."""
+    """Allocate from a CuPy pool; dropping the memory frees it."""
     return functools.partial(getattr(cupy.cupy.cuda, pool)().malloc, SIZE)
 
 
 def rmm_pair(rmm: Rmm) -> Call:
-    """RMM's pair."""
+    """Allocate and free with RMM."""
     resource, stream = rmm.resource, rmm.stream
     return lambda: resource.deallocate(resource.allocate(SIZE, stream), SIZE, stream)
 
 
 def torch_pair(torch: PyTorch) -> Call:
-    """A tensor of PyTorch's caching allocator."""
+    """Create and drop a tensor of PyTorch's caching allocator."""
     empty, kind, device = torch.torch.empty, torch.torch.uint8, torch.device
     return lambda: empty(SIZE, dtype=kind, device=device)
 
@@ -125,22 +123,16 @@ def raw_copy(bench: Bench) -> Call:
     return functools.partial(bench.driver.cuMemcpyAsync, target, source, SIZE, bench.raw_stream)
 
 
-def raw_to_numpy(bench: Bench) -> Call:
-    driver, array, source, stream = bench.driver, bench.array, bench.raw_buffer(), bench.raw_stream
-    return fastest(
-        functools.partial(driver.cuMemcpyDtoHAsync, array, source, SIZE, stream),
-        functools.partial(driver.cuMemcpyDtoHAsync, array.ctypes.data, source, SIZE, stream),
-        functools.partial(driver.cuMemcpyAsync, driver.CUdeviceptr(array.ctypes.data), source, SIZE, stream),
-    )
-
-
-def raw_from_numpy(bench: Bench) -> Call:
-    driver, array, target, stream = bench.driver, bench.array, bench.raw_buffer(), bench.raw_stream
-    return fastest(
-        functools.partial(driver.cuMemcpyHtoDAsync, target, array, SIZE, stream),
-        functools.partial(driver.cuMemcpyHtoDAsync, target, array.ctypes.data, SIZE, stream),
-        functools.partial(driver.cuMemcpyAsync, target, driver.CUdeviceptr(array.ctypes.data), SIZE, stream),
-    )
+def raw_host_copy(bench: Bench, *, to_host: bool) -> Call:
+    """Copy between a numpy array and the device, with the fastest of the bindings' functions."""
+    driver, address, buffer = bench.driver, bench.array.ctypes.data, bench.raw_buffer()
+    one_way = driver.cuMemcpyDtoHAsync if to_host else driver.cuMemcpyHtoDAsync
+    hosts = ((one_way, bench.array), (one_way, address), (driver.cuMemcpyAsync, driver.CUdeviceptr(address)))
+    calls = []
+    for copy, host in hosts:
+        target, source = (host, buffer) if to_host else (buffer, host)
+        calls.append(functools.partial(copy, target, source, SIZE, bench.raw_stream))
+    return fastest(*calls)
 
 
 def our_copy(bench: Bench, method: str, *, host: bool) -> Call:
@@ -169,104 +161,89 @@ def cupy_device_copy(cupy: CuPy) -> Call:
 
 
 def raw_order(bench: Bench) -> Call:
-    """Make an event, record it, let another stream wait for it, and destroy it."""
+    """Create and record an event, let another stream wait for it, and destroy it."""
     driver, stream = bench.driver, bench.raw_stream
-    other = driver.CUstream(bench.resources.enter_context(bench.device.create_stream()).handle)
-    make, record, wait, end = (
-        driver.cuEventCreate,
-        driver.cuEventRecord,
-        driver.cuStreamWaitEvent,
-        driver.cuEventDestroy,
-    )
+    other = driver.CUstream(bench.new_stream().handle)
+    create, record = driver.cuEventCreate, driver.cuEventRecord
+    wait, destroy = driver.cuStreamWaitEvent, driver.cuEventDestroy
     flags = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
     def order() -> None:
-        _, event = make(flags)
+        _, event = create(flags)
         record(event, stream)
         wait(other, event, 0)
-        end(event)
+        destroy(event)
 
     return order
 
 
 def our_order(bench: Bench) -> Call:
-    stream, other = bench.stream, bench.resources.enter_context(bench.device.create_stream())
+    stream, other = bench.stream, bench.new_stream()
     return lambda: other.wait(stream.record())
 
 
-def their_order(stream: Any, other: Any, record: str, wait: str) -> Call:
+def library_order(stream: Any, other: Any, record: str, wait: str) -> Call:
     record_, wait_ = getattr(stream, record), getattr(other, wait)
     return lambda: wait_(record_())
 
 
-# --- figures and other libraries ------------------------------------------------------------------------------------
+# --- statistics and exchange with libraries -------------------------------------------------------------------------
+
+
+_STATISTICS = ("reserved_mem_current", "reserved_mem_high", "used_mem_current", "used_mem_high")
 
 
 def raw_statistics(bench: Bench) -> Call:
-    get, pool, kind = bench.driver.cuMemPoolGetAttribute, bench.raw_pool, bench.driver.CUmemPool_attribute
-    a, b, c, d = (
-        kind.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT,
-        kind.CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH,
-        kind.CU_MEMPOOL_ATTR_USED_MEM_CURRENT,
-        kind.CU_MEMPOOL_ATTR_USED_MEM_HIGH,
-    )
-
-    def four() -> None:
-        get(pool, a)
-        get(pool, b)
-        get(pool, c)
-        get(pool, d)
-
-    return four
+    get, pool, kinds = bench.driver.cuMemPoolGetAttribute, bench.raw_pool, bench.driver.CUmemPool_attribute
+    a, b, c, d = (getattr(kinds, f"CU_MEMPOOL_ATTR_{name.upper()}") for name in _STATISTICS)
+    return lambda: (get(pool, a), get(pool, b), get(pool, c), get(pool, d))
 
 
 def cuda_core_statistics(cuda: CudaCore) -> Call:
-    attributes = cuda.resource.attributes
-
-    def four() -> tuple[Any, ...]:
-        return (
-            attributes.reserved_mem_current,
-            attributes.reserved_mem_high,
-            attributes.used_mem_current,
-            attributes.used_mem_high,
-        )
-
-    return four
+    return functools.partial(operator.attrgetter(*_STATISTICS), cuda.resource.attributes)
 
 
 def interface_by_hand(bench: Bench) -> Call:
-    """The dictionary that version 3 of the interface asks for, its values at hand."""
+    """Create the dictionary of version 3 of the interface from constants."""
     data = (bench.buffer().address, False)
     return lambda: {"shape": (SIZE,), "typestr": "|u1", "data": data, "strides": None, "version": 3, "stream": 1}
 
 
-def interface_of(thing: Any) -> Call:
-    return lambda: thing.__cuda_array_interface__
+def interface_of(array: Any) -> Call:
+    return lambda: array.__cuda_array_interface__
 
 
-def capsule_of(thing: Any) -> Call:
-    # As a program calls it: functools.partial takes longer to pass a name along.
-    return lambda: thing.__dlpack__(stream=-1)
+def capsule_of(array: Any) -> Call:
+    # A lambda, because functools.partial is slower with keyword arguments.
+    return lambda: array.__dlpack__(stream=-1)
 
 
-def view_of(thing: Any) -> Call:
-    return lambda: thing[16:32]
+def view_of(array: Any) -> Call:
+    return lambda: array[16:32]
 
 
-# --- how much lives, and on how many streams ------------------------------------------------------------------------
+def _arrays(of: Callable[[Any], Call]) -> dict[str, Setup]:
+    """Return the variants that use an array of each library."""
+    return {
+        OURS: lambda bench: of(bench.buffer()),
+        "CuPy": with_(CuPy, lambda cupy: of(cupy.array())),
+        "PyTorch": with_(PyTorch, lambda torch: of(torch.tensor())),
+    }
+
+
+# --- many live allocations, many streams ----------------------------------------------------------------------------
 
 
 def _live(kind: str, at: int) -> Setup:
     def setup(bench: Bench) -> Call:
         counts = bench.effort.live[:-1] if bench.chosen.is_simulated else bench.effort.live
         if at >= len(counts):
-            raise ImportError("not with this effort")
+            raise ImportError("this effort has fewer live allocations")
         pool, raw_pool = bench.new_pool()
         if kind != RAW:
-            allocator = pool if kind == OURS else bench.resources.enter_context(sa.CachingAllocator(pool))
-            buffers = [allocator.allocate(_LIVE_BYTES, bench.stream) for _ in range(counts[at])]
-            bench.resources.callback(_free_all, buffers)
-            stream = bench.stream
+            allocator, stream = _allocator(bench, kind, pool), bench.stream
+            buffers = [allocator.allocate(_LIVE_BYTES, stream) for _ in range(counts[at])]
+            bench.resources.callback(lambda: [buffer.free() for buffer in buffers])
             return lambda: allocator.allocate(_LIVE_BYTES, stream).free()
         allocate, free = bench.driver.cuMemAllocFromPoolAsync, bench.driver.cuMemFreeAsync
         pointers = [allocate(_LIVE_BYTES, raw_pool, bench.raw_stream)[1] for _ in range(counts[at])]
@@ -276,24 +253,18 @@ def _live(kind: str, at: int) -> Setup:
     return setup
 
 
-def _free_all(buffers: list[sa.Buffer]) -> None:
-    for buffer in buffers:
-        buffer.free()
-
-
 def _on_streams(kind: str, count: int) -> Setup:
     def setup(bench: Bench) -> Call:
-        streams = [bench.resources.enter_context(bench.device.create_stream()) for _ in range(count)]
+        streams = [bench.new_stream() for _ in range(count)]
         pool, raw_pool = bench.new_pool()
         if kind != RAW:
-            allocator = pool if kind == OURS else bench.resources.enter_context(sa.CachingAllocator(pool))
-            following = itertools.cycle(streams).__next__
-            return lambda: allocator.allocate(SIZE, following()).free()
+            allocator, next_stream = _allocator(bench, kind, pool), itertools.cycle(streams).__next__
+            return lambda: allocator.allocate(SIZE, next_stream()).free()
         allocate, free = bench.driver.cuMemAllocFromPoolAsync, bench.driver.cuMemFreeAsync
-        raw_following = itertools.cycle([bench.driver.CUstream(stream.handle) for stream in streams]).__next__
+        next_raw = itertools.cycle([bench.driver.CUstream(stream.handle) for stream in streams]).__next__
 
         def pair() -> None:
-            stream = raw_following()
+            stream = next_raw()
             free(allocate(SIZE, raw_pool, stream)[1], stream)
 
         return pair
@@ -302,17 +273,17 @@ def _on_streams(kind: str, count: int) -> Setup:
 
 
 def _scaled(key: str, title: str, scales: dict[str, int], setup: Callable[[str, int], Setup]) -> Row:
-    """A row of pairs at several scales: how much the library takes beside the raw calls is to stay the same.
+    """Return a row that allocates and frees at several scales.
 
-    What asks the driver for nothing is to take as long as ever.
+    The targets: the pool's ratio to the raw calls does not grow with the scale, nor does the cache's time.
     """
     kinds = (RAW, OURS, CACHED)
-    ways = {f"{kind}, {scale}": setup(kind, value) for scale, value in scales.items() for kind in kinds}
+    variants = {f"{kind}, {scale}": setup(kind, value) for scale, value in scales.items() for kind in kinds}
     bases = {f"{kind}, {scale}": f"{RAW}, {scale}" for scale in scales for kind in kinds}
     first, *others = scales
     targets = [Target(f"{OURS}, {scale}", 1.15, f"{OURS}, {first}", "ratio_to_raw") for scale in others]
     targets += [Target(f"{CACHED}, {scale}", 1.15, f"{CACHED}, {first}") for scale in others]
-    return Row(key, title, ways, tuple(targets), bases=bases)
+    return Row(key, title, variants, tuple(targets), bases=bases)
 
 
 _LIVE = {"10 alive": 0, "1,000 alive": 1, "100,000 alive": 2, "1,000,000 alive": 3}
@@ -325,8 +296,8 @@ ROWS = (
         {
             RAW: raw_pair,
             CHECKED: raw_pair_checked,
-            OURS: our_pair,
-            CACHED: our_cached_pair,
+            OURS: our_pair(OURS),
+            CACHED: our_pair(CACHED),
             C_LOOP: c_loop,
             "cuda.core .close()": with_(CudaCore, lambda cuda: cuda_core_pair(cuda, on_stream=False)),
             "cuda.core .close(stream)": with_(CudaCore, lambda cuda: cuda_core_pair(cuda, on_stream=True)),
@@ -345,7 +316,7 @@ ROWS = (
     Row(
         "drop",
         "Allocate 4 KiB and drop the buffer",
-        {RAW: raw_pair, OURS: our_dropped, CACHED: our_cached_dropped},
+        {RAW: raw_pair, OURS: our_drop(OURS), CACHED: our_drop(CACHED)},
     ),
     Row(
         "fill",
@@ -369,15 +340,17 @@ ROWS = (
             RAW: raw_order,
             OURS: our_order,
             "cuda.core": with_(
-                CudaCore, lambda cuda: their_order(cuda.stream, cuda.device.create_stream(), "record", "wait")
+                CudaCore, lambda cuda: library_order(cuda.stream, cuda.device.create_stream(), "record", "wait")
             ),
             "CuPy": with_(
                 CuPy,
-                lambda cupy: their_order(cupy.stream, cupy.cupy.cuda.Stream(non_blocking=True), "record", "wait_event"),
+                lambda cupy: library_order(
+                    cupy.stream, cupy.cupy.cuda.Stream(non_blocking=True), "record", "wait_event"
+                ),
             ),
             "PyTorch": with_(
                 PyTorch,
-                lambda torch: their_order(
+                lambda torch: library_order(
                     torch.stream, torch.torch.cuda.Stream(torch.device), "record_event", "wait_event"
                 ),
             ),
@@ -387,7 +360,7 @@ ROWS = (
     ),
     Row(
         "statistics",
-        "Read four figures of a pool",
+        "Read four statistics of a pool",
         {
             RAW: raw_statistics,
             OURS: lambda bench: bench.pool.statistics,
@@ -411,7 +384,7 @@ ROWS = (
         "to_numpy",
         "Copy 4 KiB to a numpy array, which waits for it",
         {
-            RAW: raw_to_numpy,
+            RAW: functools.partial(raw_host_copy, to_host=True),
             OURS: lambda bench: our_copy(bench, "copy_to", host=True),
             "CuPy get": with_(CuPy, lambda cupy: cupy_copy(cupy, "get")),
             "PyTorch copy_": with_(PyTorch, lambda torch: torch_copy(torch, to_host=True)),
@@ -423,7 +396,7 @@ ROWS = (
         "from_numpy",
         "Copy 4 KiB from a numpy array",
         {
-            RAW: raw_from_numpy,
+            RAW: functools.partial(raw_host_copy, to_host=False),
             OURS: lambda bench: our_copy(bench, "copy_from", host=True),
             "CuPy set": with_(CuPy, lambda cupy: cupy_copy(cupy, "set")),
             "PyTorch copy_": with_(PyTorch, lambda torch: torch_copy(torch, to_host=False)),
@@ -457,13 +430,11 @@ ROWS = (
         "DLPack capsule, without ordering",
         {
             "numpy array": lambda bench: bench.array.__dlpack__,
-            OURS: lambda bench: capsule_of(bench.buffer()),
+            **_arrays(capsule_of),
             "streamalloc, ordered after its stream": lambda bench: functools.partial(
-                bench.buffer().__dlpack__, stream=bench.resources.enter_context(bench.device.create_stream()).handle
+                bench.buffer().__dlpack__, stream=bench.new_stream().handle
             ),
             "cuda.core": with_(CudaCore, lambda cuda: capsule_of(cuda.buffer())),
-            "CuPy": with_(CuPy, lambda cupy: capsule_of(cupy.array())),
-            "PyTorch": with_(PyTorch, lambda torch: capsule_of(torch.tensor())),
         },
         (Target(OURS, 0.6),),
         most=_QUEUED,
@@ -471,25 +442,15 @@ ROWS = (
     Row(
         "interface",
         "CUDA array interface",
-        {
-            "the same dictionary by hand": interface_by_hand,
-            OURS: lambda bench: interface_of(bench.buffer()),
-            "CuPy": with_(CuPy, lambda cupy: interface_of(cupy.array())),
-            "PyTorch": with_(PyTorch, lambda torch: interface_of(torch.tensor())),
-        },
+        {"the same dictionary by hand": interface_by_hand, **_arrays(interface_of)},
         (Target(OURS, 0.4),),
     ),
     Row(
         "view",
         "View of 16 bytes",
-        {
-            "numpy array": lambda bench: view_of(bench.array),
-            OURS: lambda bench: view_of(bench.buffer()),
-            "CuPy": with_(CuPy, lambda cupy: view_of(cupy.array())),
-            "PyTorch": with_(PyTorch, lambda torch: view_of(torch.tensor())),
-        },
+        {"numpy array": lambda bench: view_of(bench.array), **_arrays(view_of)},
         (Target(OURS, 0.6),),
     ),
-    _scaled("live", "Allocate and free 512 bytes, with so many alive in the pool", _LIVE, _live),
+    _scaled("live", "Allocate and free 512 bytes, with N allocations alive in the pool", _LIVE, _live),
     _scaled("streams", "Allocate and free 4 KiB, on the next stream each time", _ON, _on_streams),
 )

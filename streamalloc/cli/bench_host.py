@@ -1,4 +1,4 @@
-"""The benchmark's rows about what the library costs the host: memory of a buffer, and time of an import."""
+"""Benchmark rows about host costs: memory of a buffer object, and import time."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from collections.abc import Callable
 from typing import Any
 
 from streamalloc.cli.measuring import SIZE, Bench, Row, Setup, Target
-from streamalloc.cli.peer import environment
+from streamalloc.cli.worker import environment
 
 __all__ = ["ROWS"]
 
 
 class HostMemory:
-    """Bytes of host memory that something takes, the mean of many of them."""
+    """Mean host memory of an object in bytes.
+
+    Each part is (sign, function that creates the object, function that releases it).
+    """
 
     def __init__(self, count: int, settle: Callable[[], object], parts: list[tuple[int, Any, Any]]) -> None:
         self._count = count
@@ -26,12 +29,12 @@ class HostMemory:
         self._parts = parts
 
     def measure(self, number: int) -> float:
-        """The sum of the parts, each counted with its sign."""
-        return sum(sign * self._traced(make, undo) for sign, make, undo in self._parts)
+        """Return the signed sum of the parts in bytes."""
+        return sum(sign * self._measured(make, undo) for sign, make, undo in self._parts)
 
-    def _traced(self, make: Callable[[], Any], undo: Callable[[Any], object]) -> float:
+    def _measured(self, make: Callable[[], Any], undo: Callable[[Any], object]) -> float:
         for _ in range(2):
-            # The first time fills caches and grows tables, of which the second shows nothing any more.
+            # The first pass fills caches and grows tables; only the second one counts.
             kept: list[Any] = [None] * self._count
             gc.collect()
             tracemalloc.start()
@@ -51,15 +54,14 @@ def _of_pointers(bench: Bench) -> tuple[int, Any, Any]:
 
 
 def pointer_memory(bench: Bench) -> HostMemory:
-    """The bindings' pointer object."""
+    """Measure the bindings' pointer object."""
     return HostMemory(bench.effort.host_buffers, bench.stream.synchronize, [_of_pointers(bench)])
 
 
 def buffer_memory(bench: Bench) -> HostMemory:
-    """The library's objects and the bindings' pointer object.
+    """Measure the library's buffer object together with the bindings' pointer object.
 
-    A simulated driver keeps its own books in Python as well; what it takes for the same raw allocations is
-    subtracted, and the pointer objects are counted by themselves.
+    A simulated driver also keeps records in Python. The same raw allocations are measured and subtracted.
     """
     allocate, free = bench.driver.cuMemAllocFromPoolAsync, bench.driver.cuMemFreeAsync
     pool, stream = bench.raw_pool, bench.raw_stream
@@ -70,23 +72,22 @@ def buffer_memory(bench: Bench) -> HostMemory:
 
 _IMPORT = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
 BASE = "import cuda.bindings.driver, numpy"
-# What an allocation needs: the package loads its parts when they are used first.
 OURS = "import streamalloc; streamalloc.MemoryPool"
+"""Names a class, because the package loads modules on first use."""
 
 
 class Import:
-    """Milliseconds that importing takes, each time in a new process."""
+    """Milliseconds of an import in a new process."""
 
     def __init__(self, statement: str, bench: Bench) -> None:
-        # Compiled modules of all packages in one place, whatever the environment says about writing them: an
-        # installed package has its own.
+        # Byte code goes to a folder of its own, because the environment may forbid writing it elsewhere.
         compiled = bench.resources.enter_context(tempfile.TemporaryDirectory(prefix="streamalloc-bench-"))
         self._environment = {**environment(bench.chosen.driver), "PYTHONPYCACHEPREFIX": compiled}
         self._environment.pop("PYTHONDONTWRITEBYTECODE", None)
         self._command = [sys.executable, "-c", _IMPORT.format(statement.removeprefix("import "))]
 
     def measure(self, number: int) -> float:
-        """One import. The first of all compiles, and reads the files into the page cache."""
+        """Import once. The first import compiles the modules and fills the page cache."""
         done = subprocess.run(self._command, env=self._environment, capture_output=True, text=True, check=True)
         return float(done.stdout) * 1e3
 

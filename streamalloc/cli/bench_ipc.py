@@ -1,7 +1,6 @@
-"""The benchmark's row about sharing: handing a buffer to another process, and hearing that it is done with it.
+"""Benchmark row about sharing: send a buffer to another process, and wait for its reply.
 
-The other process is a new interpreter; it takes part in one contender at a time. It takes what it is handed, says so,
-and does nothing else.
+The other process is a new interpreter. It opens each buffer, closes it, and sends a reply.
 """
 
 from __future__ import annotations
@@ -24,26 +23,36 @@ from streamalloc import ipc
 from streamalloc.cli.choice import KEEP_ALL
 from streamalloc.cli.libraries import CudaCore, library
 from streamalloc.cli.measuring import Bench, Call, Row, Setup, Target, Unavailable, step_times, value_of
-from streamalloc.cli.peer import POSIX, Here, Peer, can_share_pools, environment
+from streamalloc.cli.worker import POSIX, Worker, WorkerBase, can_share_pools, environment
+from streamalloc.driver.internal import cuda
 
-__all__ = ["ROWS", "Other", "answer_queue"]
+__all__ = ["ROWS", "WorkerActions", "answer_queue"]
 
 SIZE = 1 << 20
+"""Bytes in the buffer that is sent: 1 MiB."""
 SLOTS = 8
+"""Slots of a ring."""
 MESSAGE = b"m" * 200
-# What the driver's opaque structures for other processes have.
 HANDLE_BYTES = 64
+"""Bytes in the driver's opaque structures: ``CUipcEventHandle``, ``CUmemPoolPtrExportData``."""
 
-# Of one contender in one round: hand-offs at least and at most, and how many more a stream of them has.
-_LEAST, _MOST, _STREAM = 20, 500, 5
+_LEAST, _MOST = 20, 500
+"""Transfers per block, at least and at most."""
+_STREAM = 5
+"""A streaming variant makes five times as many transfers per block."""
 _SECONDS = 60.0
+"""Seconds to wait for the other process."""
+
+
+_POSIX = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
 @dataclass(frozen=True)
-class HandOffs:
-    """One way to hand something to another process: ``begin(count)`` and ``end()`` stand around the calls of ``once``.
+class Transfers:
+    """Microseconds of one transfer to the other process.
 
-    Where ``streaming``, only all hand-offs together have a time, as many are on their way at once.
+    ``begin(count)`` and ``end()`` stand around ``count`` calls of ``once``. With ``streaming``, several transfers are
+    under way at once, so only their total time is measured.
     """
 
     once: Call
@@ -52,7 +61,7 @@ class HandOffs:
     streaming: bool = False
 
     def measure(self, number: int) -> float:
-        """Microseconds of a hand-off: the median of so many, or where they stream the mean of more of them."""
+        """Return the median of the transfers; if they stream, the mean of more transfers."""
         count = max(number, _LEAST)
         if not self.streaming:
             self.begin(count)
@@ -70,56 +79,65 @@ class HandOffs:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a contender is set up with."""
+    """Objects that a variant is set up with."""
 
     bench: Bench
-    peer: Peer
+    worker: Worker
     pool: sa.MemoryPool
-    way: str
-    """What the other process calls it."""
+    variant: str
+    """Name of the variant, for both processes."""
 
     @property
     def resources(self) -> contextlib.ExitStack:
-        """What lives as long as the row is measured."""
+        """Resources until the end of the row."""
         return self.bench.resources
 
-    def served(self, once: Call, streaming: bool = False) -> HandOffs:
-        """A contender of which the other process has the other half."""
-        return HandOffs(once, lambda count: self.peer.begin("serve", self.way, count), self.peer.result, streaming)
+    def served(self, once: Call, streaming: bool = False) -> Transfers:
+        """Return a variant whose other half runs in the other process."""
+        worker = self.worker
+        return Transfers(once, lambda count: worker.begin("serve", self.variant, count), worker.result, streaming)
 
     def pipe(self, *arguments: str, fds: Sequence[ipc.Fd | int] = ()) -> Any:
-        """This end of a pipe of multiprocessing, of which the other process has been given the other end."""
+        """Create a multiprocessing pipe; send one end to the other process and return the other."""
         ours, theirs = multiprocessing.Pipe()
         self.resources.enter_context(ours)
         with theirs:
-            self.peer.ask("set_up", self.way, *arguments, fds=[theirs.fileno(), *fds])
+            self.worker.ask("set_up", self.variant, *arguments, fds=[theirs.fileno(), *fds])
+        return ours
+
+    def channel(self) -> ipc.Channel:
+        """Create a channel; send one end to the other process and return the other."""
+        ours, theirs = ipc.Channel.pair()
+        self.resources.enter_context(ours)
+        with theirs:
+            self.worker.ask("set_up", self.variant, fds=[theirs.fileno()])
         return ours
 
 
-def _connection(here: Here) -> Any:
-    """The other process's end of a pipe."""
-    return multiprocessing.connection.Connection(here.handles[0].detach())
+def _connection(worker: WorkerBase) -> Any:
+    """Return the other process's end of a pipe."""
+    return multiprocessing.connection.Connection(worker.handles[0].detach())
 
 
 def _event(driver: Any) -> tuple[Any, bytes]:
-    """A new event for other processes, and what those open it with."""
+    """Create an interprocess event; return it with its handle as bytes."""
     flags = driver.CUevent_flags
     event = value_of(driver.cuEventCreate(int(flags.CU_EVENT_DISABLE_TIMING) | int(flags.CU_EVENT_INTERPROCESS)))
     return event, ctypes.string_at(value_of(driver.cuIpcGetEventHandle(event)).getPtr(), HANDLE_BYTES)
 
 
 def _opened(driver: Any, shared: bytes) -> Any:
-    """An event of the other process."""
+    """Open an event of the other process."""
     handle = driver.CUipcEventHandle()
     ctypes.memmove(handle.getPtr(), shared, HANDLE_BYTES)
     return value_of(driver.cuIpcOpenEventHandle(handle))
 
 
-# --- the contenders, each with what the other process does for one hand-off -----------------------------------------
+# --- the variants, each with the other process's half of a transfer --------------------------------------------------
 
 
-def pipe(stage: Stage) -> HandOffs:
-    """A round trip of 200 bytes, without any memory."""
+def pipe(stage: Stage) -> Transfers:
+    """Send 200 bytes to the worker and receive them back, without device memory."""
     ours = stage.pipe()
 
     def once() -> None:
@@ -129,19 +147,18 @@ def pipe(stage: Stage) -> HandOffs:
     return stage.served(once)
 
 
-def _serve_pipe(here: Here) -> Call:
-    connection = _connection(here)
+def _serve_pipe(worker: WorkerBase) -> Call:
+    connection = _connection(worker)
     return lambda: connection.send_bytes(connection.recv_bytes())
 
 
-def raw(stage: Stage) -> HandOffs:
-    """As one would write it by hand: the driver's functions, two events and a pipe."""
+def raw(stage: Stage) -> Transfers:
+    """Share with the driver's functions, two events and a pipe."""
     driver = stage.bench.driver
-    kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
     pool, stream = driver.CUmemoryPool(stage.pool.handle), stage.bench.raw_stream
     ready, shared = _event(driver)
     stage.resources.callback(driver.cuEventDestroy, ready)
-    with ipc.Fd(value_of(driver.cuMemPoolExportToShareableHandle(pool, kind, 0))) as fd:
+    with ipc.Fd(value_of(driver.cuMemPoolExportToShareableHandle(pool, _POSIX, 0))) as fd:
         ours = stage.pipe(shared.hex(), fds=[fd])
     done = _opened(driver, ours.recv_bytes())
     stage.resources.callback(driver.cuEventDestroy, done)
@@ -164,21 +181,20 @@ def raw(stage: Stage) -> HandOffs:
     return stage.served(once)
 
 
-def _serve_raw(here: Here, shared: str) -> Call:
-    driver = cast(Any, here.device.driver)
-    here.resources.enter_context(here.device.current())
-    kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-    connection = _connection(here)
-    pool = value_of(driver.cuMemPoolImportFromShareableHandle(here.handles[1].fileno(), kind, 0))
+def _serve_raw(worker: WorkerBase, shared: str) -> Call:
+    driver = cast(Any, worker.device.driver)
+    worker.resources.enter_context(worker.device.current())
+    connection = _connection(worker)
+    pool = value_of(driver.cuMemPoolImportFromShareableHandle(worker.handles[1].fileno(), _POSIX, 0))
     ready = _opened(driver, bytes.fromhex(shared))
     done, shared_done = _event(driver)
     connection.send_bytes(shared_done)
-    stream, make = driver.CUstream(here.stream.handle), driver.CUmemPoolPtrExportData
+    stream, new_data = driver.CUstream(worker.stream.handle), driver.CUmemPoolPtrExportData
     import_, wait = driver.cuMemPoolImportPointer, driver.cuStreamWaitEvent
     free, record = driver.cuMemFreeAsync, driver.cuEventRecord
 
     def once() -> None:
-        data = make()
+        data = new_data()
         ctypes.memmove(data.getPtr(), connection.recv_bytes(), HANDLE_BYTES)
         imported, pointer = import_(pool, data)
         (waited,) = wait(stream, ready, 0)
@@ -191,12 +207,9 @@ def _serve_raw(here: Here, shared: str) -> Call:
     return once
 
 
-def ours(stage: Stage) -> HandOffs:
-    """With a ready word and a lease."""
-    channel, theirs = ipc.Channel.pair()
-    stage.resources.enter_context(channel)
-    with theirs:
-        stage.peer.ask("set_up", stage.way, fds=[theirs.fileno()])
+def ours(stage: Stage) -> Transfers:
+    """Share with the library: the importer waits for the contents, and the free waits for the importer."""
+    channel = stage.channel()
     pool, stream = stage.pool, stage.bench.stream
 
     def once() -> None:
@@ -208,9 +221,9 @@ def ours(stage: Stage) -> HandOffs:
     return stage.served(once)
 
 
-def _serve_ours(here: Here) -> Call:
-    channel = ipc.Channel.from_fd(here.handles[0])
-    stream, driver = here.stream, here.device.driver
+def _serve_ours(worker: WorkerBase) -> Call:
+    channel = ipc.Channel.from_fd(worker.handles[0])
+    stream, driver = worker.stream, worker.device.driver
 
     def once() -> None:
         ipc.receive(channel, stream=stream, driver=driver).close()
@@ -219,8 +232,8 @@ def _serve_ours(here: Here) -> Call:
     return once
 
 
-def cuda_core_buffer(stage: Stage) -> HandOffs:
-    """cuda.core with its pool sent beforehand; it has neither events nor leases."""
+def cuda_core_buffer(stage: Stage) -> Transfers:
+    """Share with cuda.core, its pool sent beforehand. It orders neither the contents nor the free."""
     cuda = library(CudaCore, stage.bench)
     resource = cuda.core.DeviceMemoryResource(cuda.device, cuda.core.DeviceMemoryResourceOptions(ipc_enabled=True))
     stream = cuda.stream
@@ -236,13 +249,13 @@ def cuda_core_buffer(stage: Stage) -> HandOffs:
     return stage.served(once)
 
 
-def _serve_cuda_core(here: Here) -> Call:
-    connection = _connection(here)
+def _serve_cuda_core(worker: WorkerBase) -> Call:
+    connection = _connection(worker)
     core = importlib.import_module("cuda.core")
     device = core.Device(0)
     device.set_current()
     stream = device.create_stream()
-    resource = core.DeviceMemoryResource.from_allocation_handle(device, here.handles[1].fileno())
+    resource = core.DeviceMemoryResource.from_allocation_handle(device, worker.handles[1].fileno())
     open_ = core.Buffer.from_ipc_descriptor
 
     def once() -> None:
@@ -252,12 +265,12 @@ def _serve_cuda_core(here: Here) -> Call:
     return once
 
 
-def _through_queue(stage: Stage, make: Callable[[], Any]) -> HandOffs:
-    """Things go through a queue to a process of multiprocessing, as it alone can be given one."""
+def _through_queue(stage: Stage, make: Callable[[], Any]) -> Transfers:
+    """Send objects through a multiprocessing queue, to a process that multiprocessing starts."""
     spawn = multiprocessing.get_context("spawn")
-    things, (answers, theirs) = spawn.SimpleQueue(), spawn.Pipe()
-    process = spawn.Process(target=answer_queue, args=(things, theirs), daemon=True)
-    # A process of multiprocessing inherits the environment.
+    queue, (replies, theirs) = spawn.SimpleQueue(), spawn.Pipe()
+    process = spawn.Process(target=answer_queue, args=(queue, theirs), daemon=True)
+    # multiprocessing passes on the environment of this process.
     before = dict(os.environ)
     os.environ.update(environment(stage.bench.chosen.driver))
     try:
@@ -268,41 +281,41 @@ def _through_queue(stage: Stage, make: Callable[[], Any]) -> HandOffs:
         theirs.close()
 
     def once() -> None:
-        thing = make()
-        things.put(thing)
-        # Ends with EOFError where the other process has.
-        if not answers.poll(_SECONDS):
+        sent = make()
+        queue.put(sent)
+        # If the other process has ended, poll() or recv_bytes() raises EOFError.
+        if not replies.poll(_SECONDS):
             raise TimeoutError("the other process does not answer")
-        answers.recv_bytes()
-        if isinstance(thing, sa.Buffer):
-            thing.free()
+        replies.recv_bytes()
+        if isinstance(sent, sa.Buffer):
+            sent.free()
 
     def end() -> None:
-        things.put(None)
+        queue.put(None)
         process.join(_SECONDS)
-        things.close()
-        answers.close()
+        queue.close()
+        replies.close()
 
     stage.resources.callback(end)
-    return HandOffs(once, lambda count: None, lambda: None)
+    return Transfers(once, lambda count: None, lambda: None)
 
 
-def answer_queue(things: Any, answers: Any) -> None:
-    """The other process: take what comes through a queue, let go of it, and say so; None is the end."""
-    for thing in iter(things.get, None):
-        if hasattr(thing, "close"):
-            thing.close()
-        del thing
-        answers.send_bytes(b"k")
+def answer_queue(queue: Any, replies: Any) -> None:
+    """Run in the other process: release each object from the queue and send a reply, until None arrives."""
+    for received in iter(queue.get, None):
+        if hasattr(received, "close"):
+            received.close()
+        del received
+        replies.send_bytes(b"k")
 
 
-def our_queue(stage: Stage) -> HandOffs:
-    """A buffer as an item of a queue of multiprocessing."""
+def our_queue(stage: Stage) -> Transfers:
+    """Send a buffer through a multiprocessing queue."""
     return _through_queue(stage, lambda: stage.pool.allocate(SIZE, stage.bench.stream))
 
 
-def torch_queue(stage: Stage) -> HandOffs:
-    """A tensor as an item of such a queue, by torch.multiprocessing."""
+def torch_queue(stage: Stage) -> Transfers:
+    """Send a tensor through a torch.multiprocessing queue."""
     torch = importlib.import_module("torch")
     importlib.import_module("torch.multiprocessing")
     device = torch.device("cuda", 0)
@@ -312,22 +325,22 @@ def torch_queue(stage: Stage) -> HandOffs:
 
 
 def _producer(stage: Stage, *fds: int) -> ipc.RingProducer:
-    """A producer whose consumer is in the other process."""
+    """Create a producer; its consumer is in the other process."""
     producer = stage.resources.enter_context(ipc.Ring.producer(stage.pool, SIZE, SLOTS, stream=stage.bench.stream))
     channel, theirs = ipc.Channel.pair()
     with theirs:
-        stage.peer.begin("set_up", stage.way, fds=[theirs.fileno(), *fds])
+        stage.worker.begin("set_up", stage.variant, fds=[theirs.fileno(), *fds])
     producer.add(channel, timeout=_SECONDS)
-    stage.peer.result()
+    stage.worker.result()
     return producer
 
 
-def _consumer(here: Here) -> ipc.RingConsumer:
-    return ipc.Ring.consumer(ipc.Channel.from_fd(here.handles[0]), stream=here.stream, timeout=_SECONDS)
+def _consumer(worker: WorkerBase) -> ipc.RingConsumer:
+    return ipc.Ring.consumer(ipc.Channel.from_fd(worker.handles[0]), stream=worker.stream, timeout=_SECONDS)
 
 
-def ring_item(stage: Stage) -> HandOffs:
-    """One item through a ring, and the consumer's word that it has it."""
+def ring_item(stage: Stage) -> Transfers:
+    """Send one item through a ring, and wait for the consumer's reply."""
     replies, theirs = ipc.Channel.pair()
     stage.resources.enter_context(replies)
     with theirs:
@@ -341,9 +354,9 @@ def ring_item(stage: Stage) -> HandOffs:
     return stage.served(once)
 
 
-def _serve_ring_item(here: Here) -> Call:
-    replies = ipc.Channel.from_fd(here.handles[1])
-    ring = _consumer(here)
+def _serve_ring_item(worker: WorkerBase) -> Call:
+    replies = ipc.Channel.from_fd(worker.handles[1])
+    ring = _consumer(worker)
 
     def once() -> None:
         with ring.next():
@@ -352,8 +365,8 @@ def _serve_ring_item(here: Here) -> Call:
     return once
 
 
-def ring_stream(stage: Stage) -> HandOffs:
-    """Items one after the other, as fast as the consumer gives their slots back."""
+def ring_stream(stage: Stage) -> Transfers:
+    """Send items through a ring as fast as the consumer releases the slots."""
     producer = _producer(stage)
 
     def once() -> None:
@@ -363,8 +376,8 @@ def ring_stream(stage: Stage) -> HandOffs:
     return stage.served(once, streaming=True)
 
 
-def _serve_ring_stream(here: Here) -> Call:
-    ring = _consumer(here)
+def _serve_ring_stream(worker: WorkerBase) -> Call:
+    ring = _consumer(worker)
     return lambda: ring.next().release()
 
 
@@ -379,8 +392,7 @@ TORCH = "PyTorch, multiprocessing queue"
 RING = "streamalloc Ring, one item and a reply"
 STREAMING = f"streamalloc Ring, streaming, {SLOTS} slots"
 
-# What makes each way's half here, and what makes the other process's; none where that has a process of its own.
-WAYS: dict[str, tuple[Callable[[Stage], HandOffs], Callable[..., Call] | None]] = {
+VARIANTS: dict[str, tuple[Callable[[Stage], Transfers], Callable[..., Call] | None]] = {
     RAW: (raw, _serve_raw),
     PIPE: (pipe, _serve_pipe),
     OURS: (ours, _serve_ours),
@@ -390,19 +402,20 @@ WAYS: dict[str, tuple[Callable[[Stage], HandOffs], Callable[..., Call] | None]] 
     RING: (ring_item, _serve_ring_item),
     STREAMING: (ring_stream, _serve_ring_stream),
 }
+"""Setup functions of this process and the worker; None: own process."""
 
 
-class Other(Here):
-    """What the other process does."""
+class WorkerActions(WorkerBase):
+    """Actions of the other process."""
 
     def set_up(self, name: str, *arguments: Any) -> None:
-        """Take part in a way."""
-        serve = WAYS[name][1]
+        """Set up this process's half of a variant."""
+        serve = VARIANTS[name][1]
         assert serve is not None
         self.opened[name] = serve(self, *arguments)
 
     def serve(self, name: str, count: int) -> None:
-        """Take so many hand-offs."""
+        """Serve ``count`` transfers."""
         once = self.opened[name]
         for _ in range(count):
             once()
@@ -410,18 +423,18 @@ class Other(Here):
 
 
 def _need(bench: Bench) -> None:
-    """The other process, and the pool that is shared with it, for all ways."""
+    """Start the other process and create the shared pool, for all variants."""
     if not can_share_pools(bench.device) or not bench.device.supports.stream_memory_operations:
         raise Unavailable("this device's pools cannot be shared between processes")
-    peer = bench.resources.enter_context(Peer(bench.chosen.driver, __name__))
+    worker = bench.resources.enter_context(Worker(bench.chosen.driver, __name__))
     pool = sa.MemoryPool(bench.device, handle_types=POSIX, release_threshold=KEEP_ALL)
-    bench.sharing = peer, bench.resources.enter_context(pool)
+    bench.sharing = worker, bench.resources.enter_context(pool)
 
 
 def _staged(name: str) -> Setup:
-    def setup(bench: Bench) -> HandOffs:
-        peer, pool = bench.sharing
-        return WAYS[name][0](Stage(bench, peer, pool, name))
+    def setup(bench: Bench) -> Transfers:
+        worker, pool = bench.sharing
+        return VARIANTS[name][0](Stage(bench, worker, pool, name))
 
     return setup
 
@@ -429,8 +442,8 @@ def _staged(name: str) -> Setup:
 ROWS = (
     Row(
         "share",
-        "Hand 1 MiB to another process, and hear that it is done",
-        {name: _staged(name) for name in WAYS},
+        "Send 1 MiB to another process, and wait for its reply",
+        {name: _staged(name) for name in VARIANTS},
         (
             Target(OURS, 1.3, RAW),
             Target(OURS, 1.1, CUDA_CORE),

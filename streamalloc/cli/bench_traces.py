@@ -1,4 +1,4 @@
-"""The benchmark's rows about whole programs: the made-up traces, replayed on every allocator that is there."""
+"""Benchmark rows about whole programs: generated traces, replayed on every installed allocator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OTHERS = tuple(traces.ALLOCATORS[name].title for name in ("pytorch", "cupy"))
 
 
 class Replayed:
-    """Milliseconds of a replay; beside that, what the first one showed of the allocator."""
+    """Milliseconds of a replay; ``extra`` has the figures of the first one."""
 
     def __init__(self, replay: traces.Replay, figures: traces.Figures) -> None:
         self._replay = replay
@@ -22,7 +22,7 @@ class Replayed:
         self.extra = {name: value for name, value in found.items() if value is not None}
 
     def measure(self, number: int) -> float:
-        """Replay it once."""
+        """Replay the trace once."""
         return self._replay.run() * 1e3
 
 

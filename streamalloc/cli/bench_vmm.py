@@ -1,9 +1,10 @@
-"""The benchmark's rows about virtual memory: growth, shrinking and growing again, eviction, symmetric memory."""
+"""Benchmark rows about virtual memory: growing and shrinking a buffer, eviction, symmetric memory."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import timeit
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.choice import KEEP_ALL, host_pool_location
-from streamalloc.cli.measuring import Bench, Row, Setup, Target, Unavailable, step_times, value_of
+from streamalloc.cli.measuring import Bench, Call, Row, Setup, Target, Unavailable, step_times, value_of
 from streamalloc.core.errors import size_text
 from streamalloc.multicast import SymmetricMemory
 
@@ -21,24 +22,28 @@ __all__ = ["ROWS"]
 RAW = "raw calls, results checked"
 OURS = "streamalloc"
 STEPS = 16
+"""Steps in which a buffer grows."""
 STEP = 64 << 20
-# A simulated driver copies with the CPU.
+"""Bytes of a step: 64 MiB."""
 STEP_SIMULATED = 2 << 20
+"""Bytes of a step on the simulated driver: 2 MiB."""
 EVICTED_SIMULATED = 32 << 20
+"""Bytes evicted on the simulated driver, at most: 32 MiB."""
 DEVICE_STEP = 1 << 30
-# Of the device, left to others and to the driver.
+"""Bytes of a step that grows to all memory: 1 GiB."""
 DEVICE_RESERVE = 4 << 30
-# Enough to find the speed of copies.
+"""Bytes left free for the driver and other processes: 4 GiB."""
 PINNED = 2 << 30
+"""Bytes of pinned memory, at most: enough to measure the copy rate."""
 SYMMETRIC = 1 << 20
-_MILLI = 1e3
+"""Bytes of symmetric memory on each device: 1 MiB."""
 
 
 # --- growth ---------------------------------------------------------------------------------------------------------
 
 
 class RawRange:
-    """Addresses in which memory is mapped step by step with the bindings' functions, results checked."""
+    """Address range that is mapped step by step with the bindings' functions, results checked."""
 
     def __init__(self, bench: Bench, count: int, nbytes: int) -> None:
         self._driver = driver = bench.driver
@@ -51,14 +56,14 @@ class RawRange:
         self._start = self._end = int(value_of(driver.cuMemAddressReserve(self._size, 0, 0, 0)))
 
     def grow(self) -> None:
-        """Create, map and set access."""
+        """Create a step of memory, map it and set access."""
         self._handles.append(value_of(self._create(self._nbytes, self._properties, 0)))
         value_of(self._map(self._end, self._nbytes, 0, self._handles[-1], 0))
         value_of(self._set(self._end, self._nbytes, self._descriptors, 1))
         self._end += self._nbytes
 
     def shrink(self, keep: int = 0) -> None:
-        """Wait for the device, unmap, and release, down to so many steps."""
+        """Wait for the device, then unmap and release all but ``keep`` steps."""
         value_of(self._driver.cuCtxSynchronize())
         left = self._start + keep * self._nbytes
         if self._end > left:
@@ -69,25 +74,25 @@ class RawRange:
         del self._handles[keep:]
 
     def close(self) -> None:
-        """Give back everything."""
+        """Release everything."""
         self.shrink()
         value_of(self._driver.cuMemAddressFree(self._start, self._size))
 
 
 def raw_growth(bench: Bench, count: int, nbytes: int) -> list[float]:
-    """Microseconds of each step by hand."""
+    """Grow with raw calls; return the microseconds of each step."""
     with contextlib.closing(RawRange(bench, count, nbytes)) as memory:
         return step_times(memory.grow, count)
 
 
 def our_growth(bench: Bench, count: int, nbytes: int) -> list[float]:
-    """Grow one buffer; microseconds of each step."""
+    """Grow the library's buffer; return the microseconds of each step."""
     with vmm.GrowableBuffer(bench.device, count * nbytes) as buffer:
         return step_times(functools.partial(buffer.grow, nbytes), count)
 
 
 def copied_growth(bench: Bench, count: int, nbytes: int) -> list[float]:
-    """Allocate anew, copy, and free the old memory; microseconds of each step."""
+    """Grow by allocating, copying and freeing; return the microseconds of each step."""
     driver, stream = bench.driver, bench.raw_stream
     held: Any = None
     size = 0
@@ -109,15 +114,15 @@ def copied_growth(bench: Bench, count: int, nbytes: int) -> list[float]:
 
 
 class Growth:
-    """Growing something from nothing, which is given back untimed: microseconds of all steps."""
+    """Microseconds to grow from nothing in steps; the release is not timed."""
 
     def __init__(self, steps: Callable[[], list[float]]) -> None:
         self._steps = steps
         self.extra: dict[str, float] = {}
-        """Microseconds of the first, a median and the last step, the last time."""
+        """Microseconds of the first, median and last step in the last round."""
 
     def measure(self, number: int) -> float:
-        """Grow once."""
+        """Grow once; return the sum of all steps."""
         found = self._steps()
         self.extra = {"first": found[0], "step": sorted(found)[len(found) // 2], "last": found[-1]}
         return sum(found)
@@ -126,8 +131,7 @@ class Growth:
 def _grown(grow: Callable[[Bench, int, int], list[float]], *, whole_device: bool = False) -> Setup:
     def setup(bench: Bench) -> Growth:
         if whole_device:
-            count = _device_steps(bench)
-            return Growth(functools.partial(grow, bench, count, DEVICE_STEP))
+            return Growth(functools.partial(grow, bench, _device_steps(bench), DEVICE_STEP))
         return Growth(functools.partial(grow, bench, STEPS, _step(bench)))
 
     return setup
@@ -147,35 +151,29 @@ def _need_whole_device(bench: Bench) -> None:
         raise Unavailable(f"less than {size_text(DEVICE_RESERVE + 2 * DEVICE_STEP)} of the device's memory are free")
 
 
-def raw_regrowth(bench: Bench) -> Any:
-    """Shrink by half and grow again, in steps as before."""
+def raw_regrowth(bench: Bench) -> Call:
+    """Shrink by half and grow again with raw calls."""
     memory = bench.resources.enter_context(contextlib.closing(RawRange(bench, STEPS, _step(bench))))
+    return _regrowth(memory.grow, functools.partial(memory.shrink, STEPS // 2))
+
+
+def our_regrowth(bench: Bench, *, recycling: bool) -> Call:
+    """Shrink by half and grow again with the library's buffer, with or without a recycler."""
+    nbytes, keep = _step(bench), bench.resources.enter_context
+    recycler = keep(vmm.MemoryRecycler(bench.device, STEPS * nbytes)) if recycling else None
+    buffer = keep(vmm.GrowableBuffer(bench.device, STEPS * nbytes, stream=bench.stream, recycler=recycler))
+    return _regrowth(functools.partial(buffer.grow, nbytes), functools.partial(buffer.resize, STEPS // 2 * nbytes))
+
+
+def _regrowth(grow: Call, shrink: Call) -> Call:
+    """Grow to the full size; return a function that shrinks by half and grows again."""
     for _ in range(STEPS):
-        memory.grow()
+        grow()
 
     def again() -> None:
-        memory.shrink(STEPS // 2)
+        shrink()
         for _ in range(STEPS // 2):
-            memory.grow()
-
-    return again
-
-
-def our_regrowth(bench: Bench, *, recycling: bool) -> Any:
-    """The same with a growable buffer, whose memory may come from a recycler."""
-    nbytes = _step(bench)
-    recycler = None
-    if recycling:
-        recycler = bench.resources.enter_context(vmm.MemoryRecycler(bench.device, STEPS * nbytes))
-    buffer = vmm.GrowableBuffer(bench.device, STEPS * nbytes, stream=bench.stream, recycler=recycler)
-    bench.resources.enter_context(buffer)
-    for _ in range(STEPS):
-        buffer.grow(nbytes)
-
-    def again() -> None:
-        buffer.resize(STEPS // 2 * nbytes)
-        for _ in range(STEPS // 2):
-            buffer.grow(nbytes)
+            grow()
 
     return again
 
@@ -184,7 +182,10 @@ def our_regrowth(bench: Bench, *, recycling: bool) -> Any:
 
 
 class Moving:
-    """Milliseconds of one of two calls that undo each other, the other one untimed; ``scale`` for other sizes."""
+    """Milliseconds of a call; ``undo`` reverses it untimed.
+
+    ``scale`` multiplies the time, if the call moved fewer bytes than ``nbytes``.
+    """
 
     def __init__(self, call: Callable[[], object], undo: Callable[[], object], nbytes: int, scale: float = 1.0) -> None:
         self._call = call
@@ -192,19 +193,15 @@ class Moving:
         self._nbytes = nbytes
         self._scale = scale
         self.extra: dict[str, float] = {}
-        """GB a second, the last time."""
+        """GB per second in the last round."""
 
     def measure(self, number: int) -> float:
-        """Move once, and back."""
+        """Make the call once, and undo it."""
         seconds = timeit.timeit(self._call, number=1) * self._scale
         self._undo()
         if self._nbytes:
             self.extra = {"gb_per_s": self._nbytes / seconds / 1e9}
-        return seconds * _MILLI
-
-
-def _nothing() -> None:
-    pass
+        return seconds * 1e3
 
 
 def _pinned_copy(bench: Bench, *, to_host: bool) -> Moving:
@@ -221,19 +218,18 @@ def _pinned_copy(bench: Bench, *, to_host: bool) -> Moving:
         value_of(driver.cuMemcpyAsync(target, source, size, stream))
         value_of(driver.cuStreamSynchronize(stream))
 
-    return Moving(copy, _nothing, nbytes, nbytes / size)
+    return Moving(copy, lambda: None, nbytes, nbytes / size)
 
 
 def _eviction(bench: Bench, *, restore: bool, keep: bool) -> Moving:
-    """Evict a buffer, with or without a copy in a pool that has its memory already, or restore it."""
+    """Evict or restore a buffer, with or without a copy in a warm host pool."""
     location = host_pool_location(bench.device)
     if location is None:
-        raise Unavailable("there are no pools in host memory here")
-    nbytes = _evicted(bench)
-    pool = sa.MemoryPool(location, release_threshold=KEEP_ALL)
-    bench.resources.enter_context(pool)
+        raise Unavailable("this device has no pools in host memory")
+    nbytes, keep_open = _evicted(bench), bench.resources.enter_context
+    pool = keep_open(sa.MemoryPool(location, release_threshold=KEEP_ALL))
     pool.set_access(bench.device, sa.MemAccess.READWRITE)
-    buffer = bench.resources.enter_context(vmm.GrowableBuffer(bench.device, nbytes, nbytes, stream=bench.stream))
+    buffer = keep_open(vmm.GrowableBuffer(bench.device, nbytes, nbytes, stream=bench.stream))
     buffer.fill(0x5A)
 
     def evict() -> None:
@@ -250,11 +246,11 @@ def _eviction(bench: Bench, *, restore: bool, keep: bool) -> Moving:
 
 
 def _evicted(bench: Bench) -> int:
-    """How large a buffer to evict: as the effort says, unless device or host have less to spare."""
-    if bench.chosen.is_simulated:
-        return min(bench.effort.evicted, EVICTED_SIMULATED)
+    """Return the bytes to evict: less than the effort says if device or host lack memory."""
     size = bench.effort.evicted
-    # Each way has a buffer of its own, and those that keep the bytes as much on the host.
+    if bench.chosen.is_simulated:
+        return min(size, EVICTED_SIMULATED)
+    # An eighth of what is free: six variants each have a buffer on the device, and some a copy on the host.
     spare = min(bench.device.memory_info().free, _free_host_memory()) // 8
     while size > spare and size > 32 << 20:
         size //= 2
@@ -262,29 +258,28 @@ def _evicted(bench: Bench) -> int:
 
 
 def _free_host_memory() -> int:
-    """How many bytes of host memory there are for new programs."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    amounts = dict(line.split(":", 1) for line in lines)
-    return int(amounts.get("MemAvailable", "0").split()[0]) << 10
+    """Return the bytes of host memory available to new programs."""
+    found = re.search(r"^MemAvailable: *(\d+) kB$", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
+    return int(found[1]) << 10 if found else 0
 
 
 # --- symmetric memory -----------------------------------------------------------------------------------------------
 
 
-def _team(bench: Bench) -> list[sa.Device]:
+def _two_devices(bench: Bench) -> list[sa.Device]:
     devices = sa.Device.all(bench.device.driver)[:2]
     if len(devices) < 2 or not (devices[0].can_access(devices[1]) and devices[1].can_access(devices[0])):
-        raise Unavailable("it needs two devices that reach each other's memory")
+        raise Unavailable("this needs two devices with access to each other's memory")
     bench.need_virtual_memory()
     return devices
 
 
 def raw_symmetric(bench: Bench) -> Any:
-    """By hand, results checked: a part on each of two devices, mapped side by side for both, zeroed pads, tables."""
-    driver, devices = bench.driver, _team(bench)
+    """Create and release the same mappings, signal pads and tables with raw calls, results checked."""
+    driver, devices = bench.driver, _two_devices(bench)
     properties = [sa.MemAllocationProp(location=device.location) for device in devices]
     granule = max(vmm.PhysicalMemory.granularity(one, driver=bench.device.driver) for one in properties)
-    # Room for signal pads and tables behind the users' bytes.
+    # 8 KiB more, for signal pad and tables.
     size = -(-(SYMMETRIC + 8192) // granule) * granule
     made = [one.to_driver() for one in properties]
     access = [sa.MemAccessDesc(device.location, sa.MemAccess.READWRITE).to_driver() for device in devices]
@@ -316,13 +311,9 @@ def raw_symmetric(bench: Bench) -> Any:
 
 
 def our_symmetric(bench: Bench) -> Any:
-    """With the library, without multicast."""
-    devices = _team(bench)
-
-    def once() -> None:
-        SymmetricMemory.local(SYMMETRIC, devices, multicast=False).close()
-
-    return once
+    """Create and close it with the library, without multicast."""
+    devices = _two_devices(bench)
+    return lambda: SymmetricMemory.local(devices, SYMMETRIC, multicast=False).close()
 
 
 TO_PINNED = "copy from device to pinned memory"
@@ -366,14 +357,14 @@ ROWS = (
     ),
     Row(
         "eviction",
-        "Evict and restore; copies of as many bytes",
+        "Evict and restore a buffer, beside copies of the same size",
         {
             TO_PINNED: functools.partial(_pinned_copy, to_host=True),
             FROM_PINNED: functools.partial(_pinned_copy, to_host=False),
             EVICT: functools.partial(_eviction, restore=False, keep=True),
             RESTORE: functools.partial(_eviction, restore=True, keep=True),
-            "streamalloc evict, bytes given up": functools.partial(_eviction, restore=False, keep=False),
-            "streamalloc restore without them": functools.partial(_eviction, restore=True, keep=False),
+            "streamalloc evict, without a copy": functools.partial(_eviction, restore=False, keep=False),
+            "streamalloc restore, without a copy": functools.partial(_eviction, restore=True, keep=False),
         },
         (Target(EVICT, 1.25, TO_PINNED), Target(RESTORE, 1.25, FROM_PINNED)),
         1,
@@ -384,10 +375,10 @@ ROWS = (
     ),
     Row(
         "symmetric",
-        f"SymmetricMemory.local of {size_text(SYMMETRIC)} on two devices, made and closed",
+        f"Create and close SymmetricMemory.local of {size_text(SYMMETRIC)} on two devices",
         {RAW: raw_symmetric, OURS: our_symmetric},
         (Target(OURS, 1.5, RAW),),
         20,
-        need=lambda bench: _team(bench),
+        need=_two_devices,
     ),
 )

@@ -1,4 +1,4 @@
-"""Allocate and free in a loop of C, as the fastest that anybody could be: compiled when the benchmark asks for it."""
+"""Allocate and free in a C loop: the lower bound for any library. Compiled when the benchmark runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streamalloc.cli.measuring import SIZE, Bench, Unavailable
 
 __all__ = ["CLoop", "c_loop", "compiled"]
 
-# The two functions are found at run time, so that no header of CUDA is needed; their types are those of cuda.h.
+# The driver functions come as pointers, so the source needs no CUDA header.
 _SOURCE = """
 #include <stddef.h>
 #include <time.h>
@@ -38,14 +38,14 @@ _COMPILERS = ("cc", "gcc", "clang")
 
 
 class CLoop:
-    """Allocate and free 4 KiB in a loop of C: microseconds of a pair."""
+    """Microseconds to allocate and free 4 KiB in a C loop."""
 
     def __init__(self, pairs: Any, *arguments: Any) -> None:
         self._pairs = pairs
         self._arguments = arguments
 
     def measure(self, number: int) -> float:
-        """Make so many pairs."""
+        """Run the loop ``number`` times; return the mean."""
         total = float(self._pairs(*self._arguments, SIZE, number))
         if total < 0:
             raise RuntimeError("the driver answered an error")
@@ -54,7 +54,7 @@ class CLoop:
 
 @functools.cache
 def compiled() -> Any:
-    """The loop as a function of ctypes; :class:`Unavailable` where there is no compiler."""
+    """Compile the loop and load it with ctypes; raise :class:`Unavailable` without a C compiler."""
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise Unavailable(f"no C compiler: {', '.join(_COMPILERS)}")
@@ -71,7 +71,7 @@ def compiled() -> Any:
 
 
 def c_loop(bench: Bench) -> CLoop:
-    """The loop over the benchmark's pool and stream, compiled now."""
+    """Set up the loop on the benchmark's pool and stream."""
     pairs, cuda = compiled(), ctypes.CDLL("libcuda.so.1")
     functions = (ctypes.cast(one, ctypes.c_void_p) for one in (cuda.cuMemAllocFromPoolAsync, cuda.cuMemFreeAsync))
     return CLoop(pairs, *functions, int(bench.raw_pool), int(bench.raw_stream))

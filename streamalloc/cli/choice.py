@@ -1,4 +1,4 @@
-"""Which driver a command runs on, and how that is said."""
+"""Choice of the driver that a command runs on."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from streamalloc.core.properties import MemLocation
 from streamalloc.driver import Driver, DriverNotFoundError, default, simulated
 from streamalloc.driver.internal import read_choice
 
-__all__ = ["KEEP_ALL", "Chosen", "choose", "cuda_version", "host_pool_location", "is_simulated", "plural"]
+__all__ = ["KEEP_ALL", "Chosen", "UsageError", "choose", "cuda_version", "host_pool_location", "is_simulated", "plural"]
+
+
+class UsageError(Exception):
+    """A command cannot run with these arguments; ``main`` prints the message and returns exit code 2."""
+
 
 KEEP_ALL = 2**64 - 1
-"""The release threshold of a pool that gives nothing back by itself."""
+"""Release threshold in bytes at which a pool keeps all its memory."""
 
-# Enough for the parts of a command that need two.
 _DEVICES_WITHOUT_A_GPU = 2
+"""Devices of the simulated machine by default: some parts need two."""
 
 
 def is_simulated(driver: Driver) -> bool:
-    """Whether a driver is a simulated one, or a wrapper of one."""
+    """Whether a driver is simulated, or wraps a simulated one."""
     return bool(getattr(driver, "is_simulated", False))
 
 
@@ -32,16 +37,16 @@ class Chosen:
 
     driver: Driver
     not_found: str = ""
-    """Why the machine's own driver is not used, where the simulated one had to stand in; else empty."""
+    """Error text, if the simulated driver replaces a missing CUDA driver."""
 
     @property
     def is_simulated(self) -> bool:
-        """Whether it is a simulated driver, or a wrapper of one."""
+        """Whether the driver is simulated, or wraps a simulated one."""
         return is_simulated(self.driver)
 
     @property
     def headline(self) -> str:
-        """The first line of a command's output: what it runs on."""
+        """First line of a command's output: the machine and its driver."""
         devices = Device.all(self.driver)
         names = ", ".join(sorted({device.name for device in devices}))
         if not self.is_simulated:
@@ -52,13 +57,13 @@ class Chosen:
 
     @property
     def version(self) -> str:
-        """The driver's version: the kernel module's where there is one, and the CUDA version it is made for."""
+        """Version of NVIDIA's kernel module, if known, and the CUDA version that the driver supports."""
         cuda = f"for CUDA {cuda_version(self.driver)}"
         return f"{self.kernel_version} {cuda}" if self.kernel_version else cuda
 
     @property
     def kernel_version(self) -> str | None:
-        """The version of NVIDIA's kernel module; None where it cannot be told, as on a simulated driver."""
+        """Version of NVIDIA's kernel module; None if unknown, as on a simulated driver."""
         if self.is_simulated:
             return None
         try:
@@ -68,22 +73,26 @@ class Chosen:
 
 
 def choose(driver: str | None = None, devices: int | None = None) -> Chosen:
-    """The driver that the arguments ask for, else the one of a ``with use(...)`` block or STREAMALLOC_DRIVER, else the
-    machine's, else a simulated one.
+    """Return the driver of the first of these that is given.
+
+    1. The argument ``driver``.
+    2. A ``with use(...)`` block, or STREAMALLOC_DRIVER.
+    3. The machine's own CUDA driver.
+    4. A simulated driver.
 
     Parameters
     ----------
     driver
-        A text as STREAMALLOC_DRIVER has it.
+        A text in the format of STREAMALLOC_DRIVER.
     devices
-        How many devices the machine has; only a simulated one has as many as it is asked for.
+        Number of devices of the simulated machine.
 
     Raises
     ------
     DriverNotFoundError
-        The machine's driver was asked for, and there is none.
+        The machine's driver was requested, and there is none.
     ValueError
-        Something unknown was asked for, or a number of devices of the machine's own driver.
+        The text is invalid, or ``devices`` was given for the machine's own driver.
     """
     asked = driver or (os.environ.get("STREAMALLOC_DRIVER") if devices is not None else None)
     if asked:
@@ -102,18 +111,17 @@ def choose(driver: str | None = None, devices: int | None = None) -> Chosen:
             return Chosen(simulated(devices=count), not_found=str(error))
         if devices is None:
             return Chosen(found)
-    why = "only a simulated machine (--driver=simulated) has as many as it is asked for"
-    raise ValueError(f"--devices={devices}: {why}")
+    raise ValueError(f"--devices={devices}: only a simulated machine (--driver=simulated) takes a number of devices")
 
 
 def cuda_version(driver: Driver) -> str:
-    """The newest CUDA version that a driver supports (``cuDriverGetVersion``)."""
+    """Return the newest CUDA version that a driver supports (``cuDriverGetVersion``)."""
     _, number = driver.cuDriverGetVersion()
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def host_pool_location(device: Device) -> MemLocation | None:
-    """Where a pool in host memory can be that the device reaches; None where there can be none."""
+    """Return a location for a pool in host memory that the device can access; None if it supports none."""
     supports = device.supports
     if supports.host_memory_pools:
         return MemLocation.host()
@@ -123,5 +131,5 @@ def host_pool_location(device: Device) -> MemLocation | None:
 
 
 def plural(count: int, noun: str) -> str:
-    """``"1 device"``, ``"2 devices"``."""
+    """Return ``"1 device"`` or ``"2 devices"``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

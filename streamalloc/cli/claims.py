@@ -1,4 +1,4 @@
-"""What a step of the tour claims about its results."""
+"""Claims: checks of a tour step's results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from streamalloc.cli.peer import PeerError
+from streamalloc.cli.worker import WorkerError
 from streamalloc.core.errors import size_text
 
 __all__ = ["Claim", "at_least", "ends_and_middle", "equal", "every_byte", "raised"]
@@ -16,44 +16,44 @@ __all__ = ["Claim", "at_least", "ends_and_middle", "equal", "every_byte", "raise
 
 @dataclass(frozen=True)
 class Claim:
-    """Something that a step claims about a result: what it is, what it should be, what it is found to be."""
+    """One check: the expected and the found value as text, and whether they agree."""
 
     what: str
     expected: str
     found: str
     holds: bool
-    words: str = ""
-    """What the driver or the library said, which the step shows below its own line."""
+    error: str = ""
+    """Text of an error, printed below the step."""
 
 
 def equal(what: str, found: Any, expected: Any, show: Callable[[Any], str] = str) -> Claim:
-    """The result is exactly this."""
+    """Claim that a result equals the expected value."""
     return Claim(what, show(expected), show(found), bool(found == expected))
 
 
 def at_least(what: str, found: int, least: int) -> Claim:
-    """A number of bytes is not less than another."""
+    """Claim that a number of bytes is at least ``least``."""
     return Claim(what, f"at least {size_text(least)}", size_text(found), found >= least)
 
 
 def every_byte(what: str, found: np.ndarray[Any, Any], expected: int) -> Claim:
-    """All bytes of an array have this value."""
+    """Claim that all bytes of an array have one value."""
     wrong = int(np.count_nonzero(found != expected))
-    shown = f"{wrong:,} others among them" if wrong else "so"
+    shown = f"{wrong:,} differ" if wrong else "all equal"
     return Claim(what, f"{found.size:,} bytes {expected:#04x}", shown, wrong == 0)
 
 
 def ends_and_middle(found: np.ndarray[Any, Any], ends: int, middle: int) -> tuple[Claim, Claim]:
-    """The first and the last quarter of an array have one value, the half between them another."""
+    """Claim that the first and last quarter of an array have one value, and the middle half another."""
     quarters = found.reshape(4, -1)
     return every_byte("the ends", quarters[[0, 3]], ends), every_byte("the middle", quarters[1:3], middle)
 
 
 def raised(what: str, kind: type[Exception], call: Callable[[], object]) -> Claim:
-    """A call raises an error of this kind, here or in the other process."""
+    """Claim that a call raises this error, here or in the other process."""
     try:
         call()
-    except PeerError as error:
+    except WorkerError as error:
         return Claim(what, kind.__name__, error.kind, error.kind == kind.__name__, str(error))
     except kind as error:
         return Claim(what, kind.__name__, type(error).__name__, True, str(error))

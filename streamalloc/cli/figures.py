@@ -1,4 +1,4 @@
-"""How the benchmark's figures are shown: a table for each row, the targets, and a picture of all."""
+"""Output of ``bench``: a table for each row, the targets, and a chart of the ratios."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from streamalloc.cli.measuring import is_other
+from streamalloc.cli.measuring import is_library
 from streamalloc.cli.terminal import Terminal
 
 __all__ = ["draw", "missed", "show_row", "show_targets"]
 
-# Further figures, as the heads of their columns, and how they are shown.
 _EXTRA = {
     "first": ("first step", ",.1f"),
     "step": ("median step", ",.1f"),
@@ -21,22 +20,23 @@ _EXTRA = {
     "driver_calls": ("driver calls", ",d"),
     "failures": ("failed", ",d"),
 }
-# What targets are of, where that is no time.
+"""Column title and number format of each further figure."""
 _FIGURES = {"ratio_to_raw": "ratio to the raw calls ", "reserved_over_used": "reserved / used "}
+"""Titles of target figures other than times."""
 _UNITS = {"us": "microseconds", "ms": "milliseconds", "bytes": "bytes"}
 
 
 def show_row(terminal: Terminal, report: Mapping[str, Any], names: int) -> None:
-    """A row's table, with names of at least ``names`` columns, and its targets."""
+    """Print a row's table and its targets; variant names take at least ``names`` columns."""
     terminal.heading(report["title"])
     if "unavailable" in report:
         terminal.paragraph(f"not measured: {report['unavailable']}")
         return
     rows = [row for row in report["rows"] if "unavailable" not in row]
     extra = [key for key in _EXTRA if any(key in row for row in rows)]
-    places = ",.0f" if report["unit"] != "us" or max(row["median"] for row in rows) >= 1000 else ",.2f"
-    if report["unit"] == "ms" and min(row["median"] for row in rows) < 100:
-        places = ",.2f"
+    medians = [row["median"] for row in rows]
+    fine = {"us": max(medians) < 1000, "ms": min(medians) < 100}.get(report["unit"])
+    places = ",.2f" if fine else ",.0f"
     header = [_UNITS[report["unit"]], "median", "p10", "p90", "ratio", *(_EXTRA[key][0] for key in extra)]
     cells = []
     for row in rows:
@@ -48,7 +48,7 @@ def show_row(terminal: Terminal, report: Mapping[str, Any], names: int) -> None:
         if "unavailable" in row:
             terminal.paragraph(f"{row['name']}: not measured ({row['unavailable']})")
     for target in (one for one in report["targets"] if one["found"] is not None):
-        mark = terminal.good("met") if target["met"] else terminal.odd("missed")
+        mark = terminal.good("met") if target["met"] else terminal.warning("missed")
         terminal.paragraph(f"{mark}: {_told(target, report['unit'])}")
 
 
@@ -57,22 +57,24 @@ def _figure(row: Mapping[str, Any], key: str) -> str:
 
 
 def _told(target: Mapping[str, Any], unit: str) -> str:
-    """A target and what was found, in words."""
+    """Return a target and its figure as text."""
     least = "at_least" in target
     limit = target["at_least" if least else "at_most"]
-    what = _FIGURES.get(target["figure"], "")
-    beside = f" times {'that of ' if what else ''}{target['to']}" if target["to"] else "" if what else f" {unit}"
-    found = f"{what}{target['found']:.3g}{beside}"
+    figure = _FIGURES.get(target["figure"], "")
+    unit = "" if figure else f" {unit}"
+    if target["to"]:
+        unit = f" times {'that of ' if figure else ''}{target['to']}"
+    found = f"{figure}{target['found']:.3g}{unit}"
     return f"{target['of']}: {found} (target: {'>=' if least else '<='} {limit:.3g})"
 
 
 def missed(reports: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """The targets that were missed, each with its row."""
+    """Return the missed targets, each with its row."""
     return ((report, target) for report in reports for target in report["targets"] if target["met"] is False)
 
 
 def show_targets(terminal: Terminal, reports: Sequence[Mapping[str, Any]]) -> None:
-    """How many targets were met, which were missed, and how many need what is not here."""
+    """Print the number of targets met, missed and not measured, and list the missed ones."""
     found = [target["met"] for report in reports for target in report["targets"]]
     if not found:
         return
@@ -83,11 +85,12 @@ def show_targets(terminal: Terminal, reports: Sequence[Mapping[str, Any]]) -> No
 
 
 def draw(reports: Sequence[Mapping[str, Any]], path: str, title: str) -> None:
-    """A picture of all ratios: a line for each row, a point for each way. It needs matplotlib."""
+    """Draw the ratios to a file: a line for each row, a point for each variant. Needs matplotlib."""
     matplotlib = importlib.import_module("matplotlib")
     figure_of = importlib.import_module("matplotlib.figure").Figure
     shown = [one for one in reports if sum("ratio_to_raw" in row for row in one["rows"]) > 1]
-    colours = dict(zip(_families(shown), matplotlib.color_sequences["tab10"], strict=False))
+    families = dict.fromkeys(_family(row["name"]) for report in shown for row in report["rows"])
+    colours = dict(zip(families, matplotlib.color_sequences["tab10"], strict=False))
     figure = figure_of(figsize=(13, 1.5 + 0.4 * len(shown)), layout="constrained")
     axes = figure.subplots()
     for at, report in enumerate(shown):
@@ -101,22 +104,17 @@ def draw(reports: Sequence[Mapping[str, Any]], path: str, title: str) -> None:
                 limit = target.get("at_most", target.get("at_least"))
                 axes.plot(limit, at, "|", color="black", markersize=14, label="target")
     axes.axvline(1, color="0.6", linewidth=1, zorder=0)
-    axes.set(xscale="log", xlabel="time, as a ratio to the first way of the row", title=title)
+    axes.set(xscale="log", xlabel="time, as a ratio to the first variant of the row", title=title)
     axes.set_yticks(range(len(shown)), [report["title"] for report in shown])
     axes.invert_yaxis()
-    # A name for each colour, once.
+    # One legend entry for each colour.
     handles = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     axes.legend(handles.values(), handles.keys(), loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path)
 
 
-def _families(reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    names = (row["name"] for report in reports for row in report["rows"])
-    return list(dict.fromkeys(map(_family, names)))
-
-
 def _family(name: str) -> str:
-    """What a way belongs to: a library, or raw calls and whatever else the row is compared with."""
+    """Return the legend entry of a variant: a library, or the raw calls."""
     if "streamalloc" in name:
         return "streamalloc"
-    return name.replace(",", " ").split()[0] if is_other(name) else "raw calls, and what else rows begin with"
+    return name.replace(",", " ").split()[0] if is_library(name) else "raw calls and other first variants"

@@ -1,4 +1,4 @@
-"""Show the driver, the versions, what each device supports, and what is missing for the rest."""
+"""Show driver, versions, supported features of each device, and requirements of unsupported ones."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ __all__ = ["add_arguments", "add_json_argument", "run", "versions", "write_json"
 
 _ULIMIT = (
     "ulimit -v limits this process to {limit} of address space. The stream-ordered allocator reserves much more than "
-    "it uses, and NVIDIA does not support such a limit: allocations can fail while there is memory. "
-    "Lift it with `ulimit -v unlimited`."
+    "it uses, and NVIDIA does not support such a limit: allocations can fail although memory is free. "
+    "Remove the limit with `ulimit -v unlimited`."
 )
 _ANSWERS = {True: "yes", False: "no", None: "unknown"}
 _SHARED = {
@@ -39,37 +39,35 @@ _SHARED = {
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    """``--json [FILE]``, the same for every command that has it."""
-    about = "write JSON to FILE, or to the output instead of the table"
+    """Add the option ``--json [FILE]``."""
+    about = "write JSON to FILE; without FILE print it instead of the table"
     parser.add_argument("--json", metavar="FILE", nargs="?", const="-", help=about)
 
 
-def write_json(report: dict[str, Any], path: str, terminal: Terminal) -> None:
-    """Write a report where ``--json`` says."""
+def write_json(report: dict[str, Any], path: str | None) -> None:
+    """Write a report to the file that ``--json`` names, or with ``"-"`` to the standard output; None: nowhere."""
     text = json.dumps(report, indent=2)
     if path == "-":
-        terminal.line(text)
-    else:
+        print(text)
+    elif path is not None:
         Path(path).write_text(text + "\n", encoding="utf-8")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``info``."""
+    """Add the arguments of ``info``."""
     add_json_argument(parser)
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """Print the report as tables, as JSON, or both."""
     found = report(chosen)
-    if options.json != "-":
-        _Tables(terminal, found).show(chosen)
-    if options.json is not None:
-        write_json(found, options.json, terminal)
+    _Tables(terminal, found).show(chosen)
+    write_json(found, options.json)
     return 0
 
 
 def report(chosen: Chosen) -> dict[str, Any]:
-    """All that the command says, as plain data."""
+    """Collect the report as plain data."""
     devices = sa.Device.all(chosen.driver)
     imex = [{"path": path, "permitted": os.access(path, os.R_OK | os.W_OK)} for path in imex_channels()]
     return {
@@ -78,7 +76,7 @@ def report(chosen: Chosen) -> dict[str, Any]:
         "driver_not_found": chosen.not_found or None,
         "versions": versions(chosen),
         "devices": [_device_report(device) for device in devices],
-        # For each device, which devices' memory it can reach.
+        # A row for each device: access to each device's memory.
         "peer_access": [[device.can_access(other) for other in devices] for device in devices],
         "sharing": try_sharing(devices[0]),
         "imex_channels": imex,
@@ -89,7 +87,7 @@ def report(chosen: Chosen) -> dict[str, Any]:
 
 
 def versions(chosen: Chosen) -> dict[str, str | None]:
-    """What runs here, in which version."""
+    """Return the versions of the software."""
     return {
         "streamalloc": sa.__version__,
         "python": platform.python_version(),
@@ -116,15 +114,15 @@ def _device_report(device: sa.Device) -> dict[str, Any]:
 
 
 def _plain(value: object) -> object:
-    """A capability as JSON has it: handle types by their names."""
+    """Convert a capability to JSON: handle types become names."""
     if isinstance(value, sa.MemHandleType):
         return [member.name for member in sa.MemHandleType if member and member in value]
     return value
 
 
 def unreadable_attributes(driver: Driver) -> dict[str, str]:
-    """The pool attributes that bindings and driver, as they are here, cannot read; and what is needed for each."""
-    # Reading the default pool's attributes changes nothing about it.
+    """Return the pool attributes that these bindings or this driver cannot read, with the requirement of each."""
+    # Reading attributes does not change the default pool.
     attributes = sa.MemoryPool.default(sa.Device(0, driver=driver)).attributes
     found = {}
     for name in ATTRIBUTES:
@@ -136,14 +134,14 @@ def unreadable_attributes(driver: Driver) -> dict[str, str]:
 
 
 class _Tables:
-    """The report, as it is read in a terminal."""
+    """Output of the report in a terminal."""
 
     def __init__(self, terminal: Terminal, found: dict[str, Any]) -> None:
         self.terminal = terminal
         self.found = found
 
     def show(self, chosen: Chosen) -> None:
-        """All of it."""
+        """Print the whole report."""
         terminal, found = self.terminal, self.found
         terminal.line(terminal.bold(found["headline"]))
         if found["driver_not_found"]:
@@ -154,7 +152,7 @@ class _Tables:
         version = {name.replace("_", "-"): number for name, number in found["versions"].items()}
         version["python"] += f" ({sys.executable})"
         version["driver"] = f"{'simulated' if found['simulated'] else 'NVIDIA'}, {chosen.version}"
-        del version["cuda"]  # which the driver's version names
+        del version["cuda"]  # part of the driver's version
         terminal.table(version.items())
         for device in found["devices"]:
             self._device(device, sa.Device(device["ordinal"], driver=chosen.driver).supports)
@@ -167,7 +165,7 @@ class _Tables:
         self._imex(found["imex_channels"])
         self._multicast(found["multicast"])
 
-        terminal.heading("Pool attributes that cannot be read here")
+        terminal.heading("Pool attributes that cannot be read")
         for reason, names in _by_reason(found["unreadable_pool_attributes"]).items():
             terminal.paragraph(", ".join(names))
             terminal.paragraph(reason, indent=4)
@@ -175,14 +173,14 @@ class _Tables:
         limit = found["address_space_limit"]
         if limit is not None:
             terminal.line()
-            terminal.paragraph(_ULIMIT.format(limit=size_text(limit)), indent=9, first=terminal.odd("Warning: "))
+            terminal.paragraph(_ULIMIT.format(limit=size_text(limit)), indent=9, first=terminal.warning("Warning: "))
 
     def _found(self, trial: dict[str, Any]) -> str:
         found: str = trial["found"]
-        return found if trial.get("works") else self.terminal.odd(found)
+        return found if trial.get("works") else self.terminal.warning(found)
 
     def _answer(self, answer: str) -> str:
-        colours = {"yes": self.terminal.good, "no": self.terminal.dim, "unknown": self.terminal.odd}
+        colours = {"yes": self.terminal.good, "no": self.terminal.dim, "unknown": self.terminal.warning}
         return colours.get(answer, str)(answer)
 
     def _device(self, device: dict[str, Any], supports: sa.Capabilities) -> None:
@@ -198,7 +196,7 @@ class _Tables:
         terminal.line()
         rows = []
         for name, answer, about in supports.rows():
-            # Several handle types take a line each: one long answer would push the last column out of a terminal.
+            # One line for each handle type keeps the column narrow.
             first, *others = answer.split(" | ")
             rows.append((name, self._answer(first), about))
             rows += [("", other, "") for other in others]
@@ -207,12 +205,12 @@ class _Tables:
             self._granularities("virtual memory", "one granule, tried", device["virtual_memory"])
         if device["missing"]:
             terminal.line()
-            terminal.line("  " + terminal.bold("What is missing"))
+            terminal.line("  " + terminal.bold("Missing requirements"))
             for line in device["missing"]:
                 terminal.paragraph(line, indent=4, first="  - ")
 
     def _granularities(self, what: str, found: str, rows: list[dict[str, Any]]) -> None:
-        """A table of what sizes have to be a multiple of."""
+        """Print a table of granularities."""
         cells = []
         for row in rows:
             sizes = ("" if row[key] is None else size_text(row[key]) for key in ("granularity", "recommended"))
@@ -222,7 +220,7 @@ class _Tables:
 
     def _peers(self, peer_access: list[list[bool]]) -> None:
         self.terminal.heading("Peer access")
-        self.terminal.paragraph("Whether the device of the row can reach the memory of the device of the column.")
+        self.terminal.paragraph("Access of the row's device to the memory of the column's device.")
         rows = [
             [f"device {here}", *("own" if here == there else _ANSWERS[can] for there, can in enumerate(row))]
             for here, row in enumerate(peer_access)
@@ -230,11 +228,11 @@ class _Tables:
         self.terminal.table(rows, header=["", *map(str, range(len(rows)))], align="l" + "r" * len(rows))
 
     def _imex(self, channels: list[dict[str, Any]]) -> None:
-        """The channels, and what to ask the administrator for where fabric handles need one."""
+        """Print the channels, and the requirements of fabric handles."""
         terminal = self.terminal
         terminal.heading("IMEX channels")
         terminal.table(
-            (one["path"], terminal.good("may be opened") if one["permitted"] else terminal.odd("may not be opened"))
+            (one["path"], terminal.good("may be opened") if one["permitted"] else terminal.warning("may not be opened"))
             for one in channels
         )
         if not channels:
@@ -256,18 +254,18 @@ class _Tables:
             self._granularities(f"shared, {plural(count, 'device')}", "", how)
             terminal.line()
             terminal.paragraph(
-                f"A team has up to {count} devices in this process, and those that other processes add; with fabric "
-                "handles (see IMEX channels) also processes on other machines. For how many objects the switches have "
-                "room the driver does not tell, and nothing was made here to find out."
+                f"A team has up to {count} devices of this process, plus those that other processes add. With fabric "
+                "handles (see IMEX channels), these can run on other machines. The driver does not report how many "
+                "objects fit into the switches, and no object was created to find out."
             )
         for line in found["needs"]:
             terminal.paragraph(line)
 
 
 def _by_reason(unreadable: dict[str, str]) -> dict[str, list[str]]:
-    """Attributes that cannot be read for the same reason, together; ``none`` where there are none."""
+    """Group the attributes by reason; ``none`` if there are none."""
     reasons: dict[str, list[str]] = {}
     for name, reason in unreadable.items():
-        # Some reasons end with the driver's name of the attribute, which its own name tells as well.
+        # Some reasons end with the driver's name of the attribute; without it they are equal.
         reasons.setdefault(reason.removesuffix(f": {ATTRIBUTES[name].driver_name}"), []).append(name)
     return reasons or {"": ["none"]}

@@ -1,4 +1,4 @@
-"""Other libraries as the benchmark uses them: what each is set up with, made when a row first asks for it."""
+"""Other libraries in the benchmark: their streams and pools, created on first use."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["CuPy", "CudaCore", "PyTorch", "Rmm", "library"]
 
 
 class CudaCore:
-    """cuda.core: a device, a stream and a pool of its own."""
+    """cuda.core with its own device, stream and pool."""
 
     def __init__(self, bench: Bench) -> None:
         self.core: Any = importlib.import_module("cuda.core")
-        if not hasattr(self.core, "DeviceMemoryResource"):  # older versions have it elsewhere
+        if not hasattr(self.core, "DeviceMemoryResource"):  # older versions have it in cuda.core.experimental
             self.core = importlib.import_module("cuda.core.experimental")
         self.device: Any = self.core.Device(0)
         self.device.set_current()
@@ -24,24 +24,24 @@ class CudaCore:
         self.resource: Any = self.core.DeviceMemoryResource(self.device, self.core.DeviceMemoryResourceOptions())
 
     def buffer(self) -> Any:
-        """4 KiB."""
+        """Allocate 4 KiB."""
         return self.resource.allocate(SIZE, stream=self.stream)
 
 
 class CuPy:
-    """CuPy, with a stream that is its current one from then on."""
+    """CuPy; its own stream stays current until the end of the benchmark."""
 
     def __init__(self, bench: Bench) -> None:
         self.cupy: Any = importlib.import_module("cupy")
         self.stream: Any = bench.shared.enter_context(self.cupy.cuda.Stream(non_blocking=True))
 
     def array(self) -> Any:
-        """4 KiB."""
+        """Allocate 4 KiB."""
         return self.cupy.zeros(SIZE, self.cupy.uint8)
 
 
 class PyTorch:
-    """PyTorch with CUDA, with a stream that is its current one from then on."""
+    """PyTorch with CUDA; its own stream stays current until the end of the benchmark."""
 
     def __init__(self, bench: Bench) -> None:
         self.torch: Any = importlib.import_module("torch")
@@ -52,12 +52,12 @@ class PyTorch:
         bench.shared.enter_context(self.torch.cuda.stream(self.stream))
 
     def tensor(self) -> Any:
-        """4 KiB."""
+        """Allocate 4 KiB."""
         return self.torch.zeros(SIZE, dtype=self.torch.uint8, device=self.device)
 
 
 class Rmm:
-    """RMM, over the driver's pools."""
+    """RMM with its allocator over the driver's pools."""
 
     def __init__(self, bench: Bench) -> None:
         self.mr: Any = importlib.import_module("rmm.mr")
@@ -66,7 +66,7 @@ class Rmm:
 
 
 def library(kind: Callable[[Bench], Any], bench: Bench) -> Any:
-    """A library's things, made once for a benchmark."""
+    """Return the library's objects; the first call creates them."""
     if kind not in bench.libraries:
         bench.libraries[kind] = kind(bench)
     return bench.libraries[kind]

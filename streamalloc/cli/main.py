@@ -1,4 +1,4 @@
-"""The command line: its arguments, and what is common to all commands (choice of driver, exit codes, pipes)."""
+"""Command line: arguments, choice of driver, exit codes."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import streamalloc
-from streamalloc.cli.choice import choose
+from streamalloc.cli.choice import UsageError, choose
 from streamalloc.cli.terminal import Terminal
 from streamalloc.driver import DriverNotFoundError, use
 
 __all__ = ["main"]
 
-# Each is a module of this package, which is imported when it is asked for.
 _COMMANDS = {
-    "tour": "watch the library at work, each result checked",
-    "info": "print what this machine supports, and what is missing",
-    "bench": "measure beside the raw driver calls and other allocators",
+    "tour": "show the library at work and check each result",
+    "info": "print the features that this machine supports or lacks",
+    "bench": "measure the library beside raw driver calls and other libraries",
     "replay": "replay recorded allocations on pools and other allocators",
 }
+"""Help text by module; modules are imported on use."""
 
-# As the shell reports a program that SIGPIPE ended: the reader of our output left, which is no failure of ours.
 _READER_LEFT = 128 + 13
+"""Exit code of a program ended by SIGPIPE: the reader has left."""
 _INTERRUPTED = 128 + 2
+"""Exit code of a program that SIGINT ended."""
 
 _EPILOG = """\
-The driver is the machine's own, or the one that --driver or STREAMALLOC_DRIVER names. Where there is no GPU and
-nothing is named, the commands run on the simulated driver and say so in their first line.
+--driver or STREAMALLOC_DRIVER selects the driver; the default is the machine's own. Without a GPU and a selection,
+the commands run on the simulated driver. The first line of the output names the driver.
 """
 
 
@@ -54,29 +55,32 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
             module = _module(name)
             command.description = module.__doc__
             module.add_arguments(command)
-            # Behind the command, too; what is not given there does not take back what was given before it.
+            # The options are also accepted after the command; SUPPRESS keeps a value given before it.
             _add_driver_arguments(command, argparse.SUPPRESS)
     return parser
 
 
 def _program() -> str:
-    """How this was started, for messages."""
+    """Return the name of the program for messages."""
     return "python -m streamalloc" if Path(sys.argv[0]).parts[-2:] == ("streamalloc", "__main__.py") else "streamalloc"
 
 
 def _add_driver_arguments(parser: argparse.ArgumentParser, default: str | None) -> None:
     about = "cuda, simulated, or with settings: simulated:devices=4,seed=7"
     parser.add_argument("--driver", metavar="DRIVER", default=default, help=about)
-    about = "how many GPUs the simulated machine has"
+    about = "number of GPUs of the simulated machine"
     parser.add_argument("--devices", metavar="N", type=int, default=default, help=about)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    0: all went well. 1: a result was not what it should be. 2: the arguments or the choice of driver are wrong.
+    * 0: success.
+    * 1: a result was wrong, or a target was missed with ``--strict``.
+    * 2: wrong arguments, or no driver.
+    * 130: interrupted; 141: the reader of a pipe closed it.
     """
-    # Names of devices come from elsewhere: what the terminal's encoding lacks is shown as "?".
+    # Device names may have characters that the terminal's encoding lacks; they are printed as "?".
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     words = sys.argv[1:] if arguments is None else arguments
@@ -102,12 +106,18 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     except (DriverNotFoundError, ValueError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    with use(chosen.driver):
-        return int(_module(options.command).run(chosen, Terminal(), options))
+    # JSON on the standard output replaces the tables.
+    terminal = Terminal(quiet=getattr(options, "json", None) == "-")
+    try:
+        with use(chosen.driver):
+            return int(_module(options.command).run(chosen, terminal, options))
+    except UsageError as error:
+        print(f"{parser.prog} {options.command}: {error}", file=sys.stderr)
+        return 2
 
 
 def _drop_output() -> None:
-    """Send what is still buffered nowhere, so that the interpreter's own flush at exit does not fail as well."""
+    """Redirect the standard output to the null device, so that the interpreter's flush at exit does not fail."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -1,7 +1,7 @@
-"""How the benchmark measures: rows, the ways to do what a row is about, and rounds of short blocks.
+"""Measurement for ``bench``: rows, their variants, and interleaved rounds of short blocks.
 
-All ways of a row run interleaved, each round in another order, so that a machine which is slower for a while is so for
-all. Figures are medians over the rounds with the 10th and 90th percentile; ratios are medians of each round's.
+The variants of a row take turns, in a new order each round, so a temporary slowdown of the machine affects all of them.
+A figure is the median over the rounds, with the 10th and 90th percentile. A ratio is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ __all__ = [
     "SIZE",
     "Bench",
     "Call",
-    "Contender",
     "Effort",
+    "Measurable",
     "Row",
     "Setup",
     "Target",
-    "Timed",
     "Unavailable",
     "fastest",
-    "is_other",
+    "is_library",
     "measured",
     "ratio",
     "step_times",
@@ -40,27 +39,28 @@ __all__ = [
 ]
 
 SIZE = 4096
+"""Bytes in a buffer of most rows: 4 KiB."""
 
-# Ways whose name begins with one of these words are other libraries': they need a GPU, and to be installed.
-OTHERS = ("C", "cuda.core", "CuPy", "PyTorch", "RMM")
+_LIBRARIES = ("C", "cuda.core", "CuPy", "PyTorch", "RMM")
+"""First words of other libraries' variants, which need a GPU."""
 
 Call = Callable[[], object]
 T = TypeVar("T")
 
 
 class Unavailable(Exception):
-    """A row or a way cannot be measured here; the message says why."""
+    """A row or variant cannot be measured on this machine; the message gives the reason."""
 
 
-class Contender(Protocol):
-    """What is measured, where that is not one plain call. It may have ``extra``, further figures of its own."""
+class Measurable(Protocol):
+    """A variant with its own measurement. An attribute ``extra`` may hold further figures by name."""
 
     def measure(self, number: int) -> float:
-        """Do it so often; how much one took, in the row's unit."""
+        """Run it ``number`` times; return the mean of one run in the row's unit."""
 
 
-class Timed:
-    """A function to be called: microseconds of a call."""
+class _Timed:
+    """A variant that is one function call; measured in microseconds."""
 
     def __init__(self, call: Call) -> None:
         self._timer = timeit.Timer(call)
@@ -71,117 +71,123 @@ class Timed:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure."""
+    """Rounds and sizes of a measurement."""
 
     rounds: int
+    """Rounds of most rows."""
     block: float
-    """Seconds that one block of calls is meant to take."""
+    """Seconds that one block of calls should take."""
     live: tuple[int, ...]
-    """How many allocations are alive while a pair is timed; a simulated driver is spared the last figure."""
+    """Counts of live allocations; the simulated driver skips the last."""
     host_buffers: int
-    """How many buffers' host memory is measured."""
+    """Buffers whose host memory is measured together."""
     imports: int
+    """Rounds of importing the package."""
     growths: int
-    """How often a buffer is grown."""
+    """Rounds of growing a buffer."""
     whole_devices: int
-    """How often a buffer is grown to the whole device."""
+    """Rounds of growing a buffer to all device memory."""
     evictions: int
-    """How often a buffer is evicted and restored."""
+    """Rounds of evicting and restoring a buffer."""
     evicted: int
-    """How large it is, in bytes."""
+    """Bytes in the evicted buffer."""
     replays: int
-    """How often each trace is replayed."""
+    """Rounds of replaying a trace."""
     once: int = 1
 
 
 @dataclass(frozen=True)
 class Target:
-    """What one way's figure should be, alone or beside another way's. On a GPU, unless ``simulated``."""
+    """A limit for a figure of variant ``of``. It applies on a GPU, or with ``simulated`` on the simulated driver."""
 
     of: str
     limit: float
     to: str = ""
-    """The way that it is divided by; empty: the figure itself, in the row's unit."""
+    """Variant to divide by; empty: the limit is absolute."""
     figure: str = ""
-    """Which figure: a name in ``extra``, ``"ratio_to_raw"``; empty: the time (of whatever the row has)."""
+    """Key in ``extra``, or ``"ratio_to_raw"``; empty: the time."""
     at_least: bool = False
-    """The figure should be at least, and not at most, the limit."""
+    """True: the limit is a minimum, otherwise a maximum."""
     simulated: bool = False
 
 
 @dataclass(frozen=True)
 class Row:
-    """Something to do, and the ways to do it; the first is what the others are compared with."""
+    """One task of the benchmark and its variants; ratios are to the first variant."""
 
     key: str
-    """Its name in the report, and what ``--rows`` chooses by."""
+    """Name in the report and for ``--rows``."""
     title: str
-    ways: Mapping[str, Setup]
-    """By name, what makes ready a function to be timed. Where it raises for another library, the report says why."""
+    variants: Mapping[str, Setup]
+    """Setup functions by name."""
     targets: tuple[Target, ...] = ()
     most: int = 20_000
-    """Calls in a block at most: queues of a GPU that are full would make the host wait."""
+    """Calls per block, at most: a full GPU queue blocks."""
     unit: str = "us"
     rounds: str = "rounds"
-    """The field of :class:`Effort` that says how often."""
+    """Field of :class:`Effort` with the number of rounds."""
     bases: Mapping[str, str] = field(default_factory=dict)
-    """What a way is compared with where that is not the first one."""
+    """Variant to divide by, for variants not compared to the first."""
     need: Callable[[Bench], object] = lambda bench: None
-    """Raises :class:`Unavailable` where none of it can be measured."""
+    """Raises :class:`Unavailable` if the row cannot be measured."""
 
 
 class Bench:
-    """What the rows share: a device, streams and a pool, each as the library's object and as the driver's."""
+    """Device, stream and pool that the rows share, as library objects and as driver handles."""
 
     def __init__(self, chosen: Chosen, effort: Effort, shared: contextlib.ExitStack) -> None:
         self.chosen = chosen
         self.effort = effort
         self.shared = shared
-        """What lives until the end."""
+        """Resources until the end of the benchmark."""
         self.resources: contextlib.ExitStack = shared
-        """What lives as long as the row that is measured."""
+        """Resources until the end of the current row."""
         self.libraries: dict[Any, Any] = {}
-        """Other libraries that were set up."""
+        """Objects of other libraries, by the class that creates them."""
         self.sharing: Any = None
-        """The other process and the pool that are shared with it, of the row that does so."""
-        # Any: the rows also use the bindings' classes, which every driver passes on.
+        """Other process and shared pool of the row about sharing."""
+        # Any: raw variants also use the bindings' classes, which every driver provides.
         self.driver: Any = cast(Any, chosen.driver)
         self.device: sa.Device = sa.Device(0)
-        # Raw calls want the device's context to be the current one; the library sees to that itself.
+        # Raw driver calls need a current context; the library's calls do not.
         shared.enter_context(self.device.current())
         self.stream: sa.Stream = shared.enter_context(self.device.create_stream())
         self.raw_stream: Any = self.driver.CUstream(self.stream.handle)
         self.pool, self.raw_pool = self.new_pool()
 
-    def new_pool(self, **options: Any) -> tuple[sa.MemoryPool, Any]:
-        """A pool that gives nothing back, and its driver handle."""
-        pool = self.resources.enter_context(sa.MemoryPool(self.device, release_threshold=KEEP_ALL, **options))
+    def new_pool(self) -> tuple[sa.MemoryPool, Any]:
+        """Create a pool that keeps all its memory; return it with its driver handle."""
+        pool = self.resources.enter_context(sa.MemoryPool(self.device, release_threshold=KEEP_ALL))
         return pool, self.driver.CUmemoryPool(pool.handle)
 
+    def new_stream(self) -> sa.Stream:
+        """Create a stream for the current row."""
+        return self.resources.enter_context(self.device.create_stream())
+
     def need_virtual_memory(self) -> None:
-        """End a row that maps memory where that cannot be done."""
+        """Raise :class:`Unavailable` unless the device supports virtual memory management."""
         if not self.device.supports.virtual_memory_management:
             raise Unavailable("this device's memory cannot be mapped by hand")
 
-    def buffer(self, nbytes: int = SIZE) -> sa.Buffer:
-        """Memory for as long as the row is measured."""
-        return self.resources.enter_context(self.pool.allocate(nbytes, self.stream))
+    def buffer(self) -> sa.Buffer:
+        """Allocate 4 KiB for the current row."""
+        return self.resources.enter_context(self.pool.allocate(SIZE, self.stream))
 
-    def raw_buffer(self, nbytes: int = SIZE) -> Any:
-        """The same as the bindings' pointer."""
-        return self.driver.CUdeviceptr(self.buffer(nbytes).address)
+    def raw_buffer(self) -> Any:
+        """Allocate 4 KiB for the current row; return the bindings' pointer object."""
+        return self.driver.CUdeviceptr(self.buffer().address)
 
     @functools.cached_property
     def array(self) -> np.ndarray[Any, Any]:
-        """Ordinary memory of the host."""
+        """4 KiB of pageable host memory."""
         return np.zeros(SIZE, np.uint8)
 
 
-Setup: TypeAlias = Callable[[Bench], "Call | Contender"]
+Setup: TypeAlias = Callable[[Bench], "Call | Measurable"]
 
 
 def value_of(answer: Any) -> Any:
-    """The value of a raw call that succeeded; None where it has none."""
+    """Return the value of a raw driver call, or None if it has none; raise ``RuntimeError`` if the call failed."""
     error, *values = answer
     if error:
         raise RuntimeError(error)
@@ -189,79 +195,79 @@ def value_of(answer: Any) -> Any:
 
 
 def fastest(*calls: Call) -> Call:
-    """Of several ways to say the same to the driver, the one that takes least."""
+    """Return the fastest of several equivalent calls."""
     return min(calls, key=lambda call: min(timeit.repeat(call, number=50, repeat=5)))
 
 
 def step_times(step: Call, count: int) -> list[float]:
-    """Microseconds that each of ``count`` calls takes. No garbage is collected during one."""
+    """Call ``step`` ``count`` times without garbage collection; return the microseconds of each call."""
     return [seconds * 1e6 for seconds in timeit.repeat(step, number=1, repeat=count)]
 
 
-def is_other(name: str) -> bool:
-    """Whether a way is another library's."""
-    return name.replace(",", " ").split()[0] in OTHERS
+def is_library(name: str) -> bool:
+    """Whether a variant belongs to another library."""
+    return name.replace(",", " ").split()[0] in _LIBRARIES
 
 
 def ratio(values: Sequence[float], base: Sequence[float]) -> float:
-    """The median of each round's ratio."""
+    """Return the median of the rounds' ratios."""
     return statistics.median(value / one for value, one in zip(values, base, strict=True))
 
 
 def measured(bench: Bench, row: Row) -> dict[str, Any]:
-    """A row's figures and targets, or why there are none."""
+    """Measure a row; return its report, with the reason if it is unavailable."""
     report: dict[str, Any] = {"key": row.key, "title": row.title, "unit": row.unit}
     with contextlib.ExitStack() as resources:
         bench.resources = resources
         resources.callback(bench.device.synchronize)
         try:
             row.need(bench)
-            ready, missing = _ready(bench, row)
+            ready, missing = _set_up(bench, row)
         except Unavailable as reason:
             return {**report, "unavailable": str(reason), "rows": [], "targets": []}
         times = _times(bench, row, ready)
-        rows = []
-        for name, contender in ready.items():
-            base = row.bases.get(name, next(iter(row.ways)))
-            of_base = {"ratio_to_raw": ratio(times[name], times[base])} if base in times else {}
-            rows.append({"name": name, **_spread(times[name]), **of_base, **getattr(contender, "extra", {})})
-    found = {one["name"]: one for one in rows}
-    return {**report, "rows": [*rows, *missing], "targets": list(_targets(bench, row, found, times))}
+        found = {}
+        for name, variant in ready.items():
+            base = row.bases.get(name, next(iter(row.variants)))
+            low, middle, high = map(float, np.percentile(times[name], (10, 50, 90)))
+            found[name] = {"name": name, "median": middle, "p10": low, "p90": high, **getattr(variant, "extra", {})}
+            if base in times:
+                found[name]["ratio_to_raw"] = ratio(times[name], times[base])
+    return {**report, "rows": [*found.values(), *missing], "targets": list(_targets(bench, row, found, times))}
 
 
-def _ready(bench: Bench, row: Row) -> tuple[dict[str, Contender], list[dict[str, Any]]]:
-    """The ways that can be measured, and rows that say why others cannot.
+def _set_up(bench: Bench, row: Row) -> tuple[dict[str, Measurable], list[dict[str, Any]]]:
+    """Set up the variants; return those that work, and report rows with the reason for the others.
 
-    What is not installed is left out without a word (``ImportError``); what does not fit this driver is named.
+    A library that is not installed (``ImportError``) gets no report row.
     """
-    ready: dict[str, Contender] = {}
+    ready: dict[str, Measurable] = {}
     missing: list[dict[str, Any]] = []
-    for name, setup in row.ways.items():
-        other = is_other(name)
-        if other and bench.chosen.is_simulated:
+    for name, setup in row.variants.items():
+        library = is_library(name)
+        if library and bench.chosen.is_simulated:
             continue
         try:
             made = setup(bench)
-            contender = made if hasattr(made, "measure") else Timed(made)
-            contender.measure(1)
+            variant = made if hasattr(made, "measure") else _Timed(made)
+            variant.measure(1)
         except ImportError:
-            pass
-        except Unavailable as reason:
-            missing.append({"name": name, "unavailable": str(reason)})
+            continue
         except Exception as error:
-            if not other:
+            if not (library or isinstance(error, Unavailable)):
                 raise
-            missing.append({"name": name, "unavailable": f"{type(error).__name__}: {error}"})
+            reason = str(error) if isinstance(error, Unavailable) else f"{type(error).__name__}: {error}"
+            missing.append({"name": name, "unavailable": reason})
         else:
-            ready[name] = contender
+            ready[name] = variant
     if not ready:
         raise Unavailable("; ".join(f"{one['name']}: {one['unavailable']}" for one in missing) or "nothing to measure")
     return ready, missing
 
 
-def _times(bench: Bench, row: Row, ready: dict[str, Contender]) -> dict[str, list[float]]:
-    """How much each way took, by way and round."""
-    numbers = {name: _number(bench, row, contender) for name, contender in ready.items()}
+def _times(bench: Bench, row: Row, ready: dict[str, Measurable]) -> dict[str, list[float]]:
+    """Return the time of each round, by variant."""
+    numbers = {name: _calls_per_block(bench, row, variant) for name, variant in ready.items()}
     times: dict[str, list[float]] = {name: [] for name in ready}
     for names in _orders(list(ready), getattr(bench.effort, row.rounds)):
         for name in names:
@@ -270,34 +276,28 @@ def _times(bench: Bench, row: Row, ready: dict[str, Contender]) -> dict[str, lis
     return times
 
 
-def _number(bench: Bench, row: Row, contender: Contender) -> int:
-    """How often a way is done in a block, so that the blocks of all take about as long."""
+def _calls_per_block(bench: Bench, row: Row, variant: Measurable) -> int:
+    """Return the calls that fill one block of :attr:`Effort.block` seconds."""
     if row.most == 1:
         return 1
-    contender.measure(min(row.most, 50))
+    variant.measure(min(row.most, 50))
     bench.device.synchronize()
-    once = timeit.timeit(lambda: contender.measure(20), number=1) / 20
+    once = timeit.timeit(lambda: variant.measure(20), number=1) / 20
     bench.device.synchronize()
     return max(1, min(row.most, int(bench.effort.block / once)))
 
 
 def _orders(items: Sequence[T], rounds: int) -> Iterator[Sequence[T]]:
-    """The items once for each round, in other orders: none is to run after the same one always."""
+    """Yield the items in random order, once for each round: no item always follows the same other."""
     shuffled = random.Random(0)
     for _ in range(rounds):
         yield shuffled.sample(items, len(items))
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, 10th and 90th percentile."""
-    low, middle, high = np.percentile(values, (10, 50, 90))
-    return {"median": float(middle), "p10": float(low), "p90": float(high)}
-
-
 def _targets(
     bench: Bench, row: Row, rows: dict[str, dict[str, Any]], times: dict[str, list[float]]
 ) -> Iterator[dict[str, Any]]:
-    """The row's targets beside what was found: None where one of the ways is not there, or has no such figure."""
+    """Yield the row's targets with the figures found; None if a variant was not measured or lacks the figure."""
     for target in row.targets:
         if target.simulated != bench.chosen.is_simulated:
             continue

@@ -1,7 +1,7 @@
-"""Replay the allocations of a recorded run on this library's allocators and on others that are installed.
+"""Replay recorded allocations on this library's allocators and on other installed ones.
 
-TRACE is a file (of this library, RMM's CSV log, or a memory snapshot of PyTorch), or "training" or "serving", which are
-made up. The calls are made in recorded order by one thread, as fast as they go.
+TRACE is a file of this library, a CSV log of RMM, or a memory snapshot of PyTorch; or "training" or "serving", which
+generate a trace. One thread makes the calls in recorded order, as fast as possible.
 """
 
 from __future__ import annotations
@@ -18,32 +18,33 @@ from typing import Any
 
 import streamalloc as sa
 from streamalloc import traces
-from streamalloc.cli.choice import Chosen, plural
+from streamalloc.cli.choice import Chosen, UsageError, plural
 from streamalloc.cli.info import add_json_argument, write_json
 from streamalloc.cli.terminal import Terminal
 from streamalloc.core.errors import size_text
 
 __all__ = ["add_arguments", "run"]
 
-# Shorter ones need no bar.
 _LONG = 200_000
-_BETWEEN_LINES = 1.0
+"""Events of a replay, at least, for which progress is shown."""
+_INTERVAL = 1.0
+"""Seconds between updates of the progress."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``replay``."""
+    """Add the arguments of ``replay``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("trace", metavar="TRACE", help="a file, or one of: " + ", ".join(traces.WORKLOADS))
     names = ", ".join(traces.ALLOCATORS)
-    about = f"what to replay on, again for more (default: all that are installed): {names}"
+    about = f"allocator to replay on; may be repeated (default: all that are installed): {names}"
     parser.add_argument("--on", action="append", metavar="NAME", choices=list(traces.ALLOCATORS), help=about)
-    parser.add_argument("--rounds", type=int, default=3, help="replays whose median counts, after a first (default: 3)")
-    parser.add_argument("--save", metavar="FILE", help="write the trace to a file, and replay nothing")
+    parser.add_argument("--rounds", type=int, default=3, help="number of replays after a first one (default: 3)")
+    parser.add_argument("--save", metavar="FILE", help="write the trace to a file instead of replaying it")
     add_json_argument(parser)
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Replay the trace on each allocator and show what it took."""
+    """Replay the trace on each allocator and print the times."""
     try:
         made = traces.WORKLOADS.get(options.trace)
         trace = made() if made else traces.load(options.trace)
@@ -52,26 +53,20 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
             terminal.line(f"{options.save}: {trace!r}")
             return 0
     except (OSError, ValueError) as error:
-        print(f"python -m streamalloc replay: {error}", file=sys.stderr)
-        return 2
+        raise UsageError(error) from error
     if options.rounds < 1:
-        print(f"python -m streamalloc replay: --rounds {options.rounds}: at least 1", file=sys.stderr)
-        return 2
-    tables = options.json != "-"
-    if tables:
-        _show_trace(chosen, terminal, Path(options.trace).name, trace)
+        raise UsageError(f"--rounds {options.rounds}: at least 1")
+    _show_trace(chosen, terminal, Path(options.trace).name, trace)
     rows = [_replayed(chosen, trace, name, options) for name in options.on or traces.ALLOCATORS]
     found = [row for row in rows if row is not None]
-    if tables:
-        _show(terminal, found)
-    if options.json is not None:
-        about = {"events": len(trace.events), "source": trace.source, "peak": trace.peak, "streams": trace.streams}
-        write_json({"headline": chosen.headline, "trace": about, "rows": found}, options.json, terminal)
+    _show(terminal, found)
+    about = {"events": len(trace.events), "source": trace.source, "peak": trace.peak, "streams": trace.streams}
+    write_json({"headline": chosen.headline, "trace": about, "rows": found}, options.json)
     return 0
 
 
 def _replayed(chosen: Chosen, trace: traces.Trace, name: str, options: argparse.Namespace) -> dict[str, Any] | None:
-    """A row of figures, or of why there are none; None for what was not asked for and is not there."""
+    """Replay on one allocator. Return its figures or the reason for their absence; None: leave out the row."""
     entry = traces.ALLOCATORS[name]
     asked = bool(options.on)
     if entry.other and chosen.is_simulated:
@@ -82,7 +77,7 @@ def _replayed(chosen: Chosen, trace: traces.Trace, name: str, options: argparse.
     except ImportError as error:
         return {"name": entry.title, "unavailable": f"not installed: {error}"} if asked else None
     except Exception as error:
-        # Another library's error is a line of the table; ours are errors.
+        # An error of another library is a row of the table.
         if not entry.other:
             raise
         return {"name": entry.title, "unavailable": f"{type(error).__name__}: {error}"}
@@ -92,7 +87,7 @@ def _replayed(chosen: Chosen, trace: traces.Trace, name: str, options: argparse.
 
 @contextlib.contextmanager
 def _progress(total: int, title: str) -> Iterator[Callable[[int], object] | None]:
-    """Shows how far a long replay is, on the error output where that is a terminal: by tqdm where it is installed."""
+    """Show the progress of a long replay on an error output that is a terminal; use tqdm if installed."""
     if total < _LONG or not sys.stderr.isatty():
         yield None
         return
@@ -104,7 +99,7 @@ def _progress(total: int, title: str) -> Iterator[Callable[[int], object] | None
         def line(events: int) -> None:
             nonlocal done, shown
             done += events
-            if time.monotonic() - shown > _BETWEEN_LINES:
+            if time.monotonic() - shown > _INTERVAL:
                 shown = time.monotonic()
                 print(f"\r{title}: {done / total:.0%}", end="", file=sys.stderr, flush=True)
 

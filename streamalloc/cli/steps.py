@@ -1,4 +1,4 @@
-"""What the parts of the tour are made of: steps, lines that say what was found, and what a part needs."""
+"""Framework of the tour: parts, steps, and the checks for what a part needs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import streamalloc as sa
 from streamalloc.cli.choice import host_pool_location
 from streamalloc.cli.claims import Claim, at_least, equal
-from streamalloc.cli.peer import Peer
 from streamalloc.cli.terminal import Terminal
+from streamalloc.cli.worker import Worker
 from streamalloc.core.errors import size_text
 from streamalloc.core.ownership import Closes
 from streamalloc.driver import Driver
@@ -22,24 +22,24 @@ MiB = 1 << 20
 
 
 class Skipped(Exception):
-    """A part of the tour cannot be shown here; the message says why."""
+    """A part cannot run on this machine; the message gives the reason."""
 
 
-def need(there: object, why: str) -> None:
-    """Skip a part for want of something."""
-    if not there:
+def need(condition: object, why: str) -> None:
+    """Skip the part with the reason ``why`` unless the condition is true."""
+    if not condition:
         raise Skipped(why)
 
 
 def need_peers(driver: Driver) -> list[sa.Device]:
-    """GPU 0 and others that all reach the memory of each other. Without two of them the part is skipped."""
+    """Return GPUs that all have access to each other's memory, GPU 0 first; skip the part if there is only one."""
     devices = sa.Device.all(driver)
     need(len(devices) > 1, "this machine has one GPU")
     peers: list[sa.Device] = []
     for device in devices:
         if all(device.can_access(other) and other.can_access(device) for other in peers):
             peers.append(device)
-    need(len(peers) > 1, "no other GPU of this machine and GPU 0 can reach the memory of each other")
+    need(len(peers) > 1, "no other GPU of this machine has access to the memory of GPU 0 and the reverse")
     return peers
 
 
@@ -49,22 +49,22 @@ class Part(NamedTuple):
     title: str
     about: str
     show: Callable[[Tour, sa.Stream], None]
-    """Shows it, on a stream of its own."""
+    """Function that runs the part on a stream of its own."""
 
 
 class Parts(list[Part]):
-    """Parts of the tour, in their order."""
+    """Parts of the tour in order; :meth:`part` adds one."""
 
     def part(self, title: str, about: str) -> Callable[[Callable[[Tour, sa.Stream], None]], None]:
-        """Makes the function below it the next part."""
+        """Decorate a function: it becomes the next part."""
         return lambda show: self.append(Part(title, about, show))
 
 
 class Tour(Closes):
-    """What the parts of the tour share: devices, another process, and the lines that say what was done and found."""
+    """State that the parts share: devices, the other process, counts of checks."""
 
-    # Where the figures begin in a line, counted from the text's start.
     _FIGURES_AT = 63
+    """Columns from the start of a step's text to its figures."""
 
     def __init__(self, terminal: Terminal) -> None:
         self.terminal = terminal
@@ -73,16 +73,16 @@ class Tour(Closes):
         self.failed: int = 0
         self.skipped: int = 0
         self.resources: contextlib.ExitStack = contextlib.ExitStack()
-        """What lives until the end of the tour."""
-        self.partner: Peer | None = None
-        """The other process, once a part needs one."""
+        """Resources until the end of the tour."""
+        self.worker: Worker | None = None
+        """The other process; None until a part needs it."""
 
     def close(self) -> None:
-        """Let go of what lives until the end of the tour."""
+        """Release the resources."""
         self.resources.close()
 
     def step(self, text: str, *claims: Claim, figures: str = "") -> None:
-        """One thing that was done, with what is claimed of it; prints each claim that does not hold."""
+        """Print a step with its result; print each claim that does not hold."""
         wrong = [claim for claim in claims if not claim.holds]
         self.checks += len(claims)
         self.failed += len(wrong)
@@ -91,13 +91,16 @@ class Tour(Closes):
         for claim in wrong:
             self.terminal.line(f"          {claim.what}: expected {claim.expected}, found {claim.found}")
         for claim in claims:
-            if claim.words:
-                self.terminal.paragraph(claim.words, indent=8)
+            if claim.error:
+                self.terminal.paragraph(claim.error, indent=8)
 
     def pool_step(
         self, text: str, pool: sa.MemoryPool, *claims: Claim, used: int, reserved: int | None = None
     ) -> sa.PoolStatistics:
-        """A step that ends with a pool's figures: ``used`` exactly, ``reserved`` exactly or at least what is used."""
+        """Print a step with the pool's figures.
+
+        ``used`` is checked exactly; ``reserved`` exactly, or if None as at least ``used``. Both are bytes.
+        """
         found = pool.statistics()
         holds = at_least("reserved", found.reserved, used)
         if reserved is not None:
@@ -108,20 +111,20 @@ class Tour(Closes):
 
     @contextlib.contextmanager
     def pool(self, stream: sa.Stream, where: sa.MemLocation | None = None, **options: Any) -> Iterator[sa.MemoryPool]:
-        """A pool for a block, at whose end the stream is waited for: nothing is still to be freed on it."""
+        """Create a pool for a block; at its end wait for the stream, so that no free is pending."""
         with sa.MemoryPool(where or self.device, **options) as pool:
             yield pool
             stream.synchronize()
 
     def run(self, part: Part) -> None:
-        """Show a part. An error in it counts as a failed check, and the tour goes on with the next part."""
+        """Run a part. An error in it counts as a failed check, and the tour continues."""
         self.terminal.heading(part.title)
         self.terminal.paragraph(part.about)
         try:
             part.show(self, self.device.create_stream())
         except Skipped as reason:
             self.skipped += 1
-            self.terminal.line(f"  {self.terminal.odd('skipped')}  {reason}")
+            self.terminal.line(f"  {self.terminal.warning('skipped')}  {reason}")
         except BrokenPipeError:
             raise
         except Exception as error:
@@ -133,19 +136,19 @@ class Tour(Closes):
                 self.terminal.line(f"          {self.terminal.dim(line)}")
 
     def need_gates(self) -> None:
-        """Skip a part that holds streams where the device cannot wait for memory values."""
-        why = "this device's streams cannot wait for memory values, so pending work cannot be made certain"
+        """Skip the part unless the device supports ``cuStreamWaitValue32``, which holds streams."""
+        why = "this device's streams cannot wait for memory values, so no step can keep work pending"
         need(self.device.supports.stream_memory_operations, why)
 
     def need_virtual_memory(self) -> None:
-        """Skip a part that maps memory where that cannot be done."""
+        """Skip the part unless the device supports virtual memory management."""
         need(self.device.supports.virtual_memory_management, "this device's memory cannot be mapped by hand")
 
     def need_host_pool(self) -> sa.MemLocation:
-        """Where a pool in host memory can be. Without such a place the part is skipped."""
+        """Return a location for a pool in host memory; skip the part if there is none."""
         location = host_pool_location(self.device)
         if location is None:
             known = self.device.supports.host_numa_memory_pools is not None
-            need(known, "these bindings or this driver do not know pools in host memory")
+            need(known, "these bindings or this driver have no pools in host memory")
             raise Skipped("the device does not support pools in host memory")
         return location

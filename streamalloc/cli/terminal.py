@@ -1,7 +1,8 @@
-"""Output that is pleasant in a terminal and plain in a pipe."""
+"""Text output: coloured and folded in a terminal, plain in a pipe."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -14,18 +15,20 @@ __all__ = ["Terminal"]
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _GAP = "  "
-# A last column narrower than this is not folded: lines of a word or two read worse than lines that run over.
 _NARROWEST = 24
+"""Columns of folded text, at least: shorter lines read badly."""
 
 
 class Terminal:
-    """Where a command prints: colours and folding in a terminal, neither elsewhere.
+    """Output of a command. In a terminal it is coloured and folded.
 
-    Every line is flushed, so that a long command is seen to proceed and a reader that left is noticed at once.
+    Every line is flushed, so that progress is visible and a closed pipe is noticed at once.
     """
 
-    def __init__(self, out: TextIO | None = None) -> None:
+    def __init__(self, out: TextIO | None = None, *, quiet: bool = False) -> None:
         self._out = sys.stdout if out is None else out
+        self._quiet = quiet
+        """Whether nothing is printed."""
         interactive = self._out.isatty()
         # https://no-color.org: any value but the empty one turns colours off.
         self.coloured: bool = interactive and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -34,49 +37,41 @@ class Terminal:
     def _styled(self, code: str, text: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self.coloured and text else text
 
-    def bold(self, text: str) -> str:
-        """What a part is called."""
-        return self._styled("1", text)
-
-    def dim(self, text: str) -> str:
-        """What can be passed over."""
-        return self._styled("2", text)
-
-    def good(self, text: str) -> str:
-        """What is as it should be."""
-        return self._styled("32", text)
-
-    def bad(self, text: str) -> str:
-        """What is not as it should be."""
-        return self._styled("1;31", text)
-
-    def odd(self, text: str) -> str:
-        """What deserves a look."""
-        return self._styled("33", text)
+    bold = functools.partialmethod(_styled, "1")
+    """Style a title."""
+    dim = functools.partialmethod(_styled, "2")
+    """Style secondary text."""
+    good = functools.partialmethod(_styled, "32")
+    """Style a success."""
+    bad = functools.partialmethod(_styled, "1;31")
+    """Style a failure."""
+    warning = functools.partialmethod(_styled, "33")
+    """Style a warning."""
 
     def line(self, text: str = "") -> None:
-        """One line."""
-        print(text, file=self._out, flush=True)
+        """Print a line."""
+        if not self._quiet:
+            print(text, file=self._out, flush=True)
 
     def heading(self, text: str) -> None:
-        """The name of the part that follows, after an empty line."""
+        """Print an empty line and a title."""
         self.line()
         self.line(self.bold(text))
 
     def paragraph(self, text: str, indent: int = 2, first: str | None = None) -> None:
-        """Text folded to the terminal's width; ``first`` stands before it in the first line (default: the indent)."""
+        """Print text folded to the terminal's width; ``first`` replaces the indent of the first line."""
         margin = " " * indent
         start = margin if first is None else first
         if self._width is None:
             self.line(start + text)
             return
-        # Escapes take no room on the screen, so the fold is found without them.
+        # Only `first` may have escape sequences, which take no columns, so the text is folded alone.
         room = max(self._width - indent, _NARROWEST)
         for number, part in enumerate(textwrap.wrap(text, room) or [""]):
             self.line((start if number == 0 else margin) + part)
 
     def beside(self, text: str, figures: str, at: int) -> None:
-        """A line with figures that begin at a column, or on a line of their own where there is no room for both."""
+        """Print text with figures from column ``at`` on, or on the next line if both do not fit."""
         line = text + " " * max(at - _width(text), len(_GAP)) + self.dim(figures)
         if figures and self._width is not None and _width(line) > self._width:
             self.line(text)
@@ -84,10 +79,10 @@ class Terminal:
         self.line(line.rstrip())
 
     def table(self, rows: Iterable[Sequence[str]], header: Sequence[str] = (), align: str = "") -> None:
-        """Rows in aligned columns.
+        """Print rows in aligned columns.
 
-        ``align`` has a letter for each column, ``l`` or ``r``; missing ones are ``l``. A last column that is left
-        aligned is folded to the terminal's width.
+        ``align`` has one letter for each column, ``l`` or ``r``; default ``l``. A left-aligned last column is folded
+        to the terminal's width.
         """
         every = [header, *rows] if header else list(rows)
         widths = [max(map(_width, column)) for column in zip(*every, strict=True)]
@@ -107,7 +102,7 @@ class Terminal:
 
 
 def _width(text: str) -> int:
-    """How many columns a text takes on the screen."""
+    """Return the number of columns that a text takes on the screen."""
     return len(_ESCAPES.sub("", text))
 
 

@@ -1,4 +1,4 @@
-"""Show the library at its main job, and check every result on the way."""
+"""Show the library at its main tasks and check every result."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import streamalloc as sa
 from streamalloc.cli import tour_ipc, tour_multicast, tour_vmm
 from streamalloc.cli.choice import KEEP_ALL, Chosen, plural
 from streamalloc.cli.claims import Claim, at_least, equal, every_byte, raised
-from streamalloc.cli.peer import read
 from streamalloc.cli.steps import MiB, Part, Parts, Tour, need_peers
 from streamalloc.cli.terminal import Terminal
+from streamalloc.cli.worker import read
 from streamalloc.core.errors import size_text
 from streamalloc.driver import DriverMisuseError, checked, use
 from streamalloc.testing import Gate
 
-__all__ = ["OF_POOLS", "PARTS", "TOURS", "add_arguments", "run"]
+__all__ = ["PARTS", "POOL_PARTS", "TOURS", "add_arguments", "run"]
 
-OF_POOLS = Parts()
-part = OF_POOLS.part
+POOL_PARTS = Parts()
+part = POOL_PARTS.part
 
 
-@part("Allocate, use, free", "Reserved is what the pool holds of the device's memory; used is what it has handed out.")
+@part("Allocate, use, free", "Reserved: memory that the pool holds. Used: memory in allocations that are not freed.")
 def allocate_use_free(tour: Tour, stream: sa.Stream) -> None:
     with tour.pool(stream) as pool:
         buffer = pool.allocate(16 * MiB, stream)
@@ -36,10 +36,10 @@ def allocate_use_free(tour: Tour, stream: sa.Stream) -> None:
         buffer.free()
         tour.pool_step("freed it in stream order", pool, used=0)
         refused = raised("a fill of freed memory", sa.ClosedError, lambda: buffer.fill(0))
-        tour.step("using it now is an error before the driver is reached", refused)
+        tour.step("using it now raises an error before any driver call", refused)
 
 
-@part("Two streams and an event", "Work on one stream, use on another; the host waits for neither.")
+@part("Two streams and an event", "One stream writes, another reads; the host waits for neither.")
 def two_streams(tour: Tour, producer: sa.Stream) -> None:
     tour.need_gates()
     consumer = tour.device.create_stream()
@@ -54,25 +54,25 @@ def two_streams(tour: Tour, producer: sa.Stream) -> None:
         event = equal("the event is complete", done.query(), False)
         waiting = equal("the waiting stream is done", consumer.query(), False)
         tour.step("one stream fills, held by a gate; the other waits and copies", event, waiting)
-        tour.pool_step("freed the source in order after the copy", pool, used=8 * MiB)
+        tour.pool_step("freed the source on the second stream, after the copy", pool, used=8 * MiB)
         gate.open()
         copy = every_byte("the copy", read(result, consumer), 0xC3)
-        tour.step("gate opened: the copy came after the fill", equal("the event is complete", done.query(), True), copy)
+        tour.step("gate opened: the copy ran after the fill", equal("the event is complete", done.query(), True), copy)
 
 
 @part(
     "Reuse of freed memory",
-    "20 MiB are freed on a stream that a gate holds, so that the free is certainly still pending.",
+    "A gate holds the stream on which 20 MiB are freed, so the free is still pending.",
 )
 def reuse(tour: Tour, first: sa.Stream) -> None:
     tour.need_gates()
     second = tour.device.create_stream()
 
     for text, stream, waits, opened in (
-        ("allocated on the same stream: the same memory again", first, False, False),
+        ("allocated on the same stream: the same memory", first, False, False),
         ("on another stream: new memory, the pool grows", second, False, False),
-        ("on another that waits for an event after the free: the same", second, True, False),
-        ("on another, after gate and synchronisation: the same", second, False, True),
+        ("on another that waits for an event after the free: the same memory", second, True, False),
+        ("on another, after gate and synchronization: the same memory", second, False, True),
     ):
         same = stream is first or waits or opened
         with tour.pool(second, release_threshold=KEEP_ALL) as pool, Gate(tour.device) as gate:
@@ -87,14 +87,14 @@ def reuse(tour: Tour, first: sa.Stream) -> None:
                 gate.open()
                 first.synchronize()
             with pool.allocate(20 * MiB, stream) as again:
-                claims = [equal("it is the memory that was freed", again.address == address, same)]
+                claims = [equal("it is the freed memory", again.address == address, same)]
                 claims.append(equal("the pool has grown", pool.statistics().reserved > before, not same))
                 if waits:
                     claims.append(equal("the stream is done", stream.query(), False))
                 tour.pool_step(text, pool, *claims, used=20 * MiB)
 
 
-@part("Release threshold and trim", "What a pool keeps when the host synchronises, and how to get it back by hand.")
+@part("Release threshold and trim", "The memory that a pool keeps at a synchronization, and how to release it.")
 def threshold_and_trim(tour: Tour, stream: sa.Stream) -> None:
     size = 128 * MiB
     with tour.pool(stream) as pool:
@@ -102,32 +102,32 @@ def threshold_and_trim(tour: Tour, stream: sa.Stream) -> None:
         tour.step("a new pool keeps nothing: its release threshold is 0", threshold)
         pool.allocate(size, stream).free()
         held = pool.statistics().reserved
-        enough = at_least("reserved before the synchronisation", held, size)
-        tour.pool_step("allocated and freed 128 MiB, not synchronised: still held", pool, enough, used=0)
+        enough = at_least("reserved before the synchronization", held, size)
+        tour.pool_step("allocated and freed 128 MiB, not synchronized: still reserved", pool, enough, used=0)
         stream.synchronize()
-        tour.pool_step("synchronised: all of it went back to the device", pool, used=0, reserved=0)
+        tour.pool_step("synchronized: all of it is released to the device", pool, used=0, reserved=0)
 
         pool.attributes.release_threshold = KEEP_ALL
         pool.allocate(size, stream).free()
         stream.synchronize()
-        tour.pool_step("the same with the largest threshold: it stays", pool, used=0, reserved=held)
+        tour.pool_step("the same with the largest threshold: it stays reserved", pool, used=0, reserved=held)
 
         for keep in (size // 2, 0):
             before = pool.statistics().reserved
-            given_back = pool.trim(keep)
+            released = pool.trim(keep)
             after = pool.statistics().reserved
             tour.pool_step(
-                f"trim({f'keep={size_text(keep)}' if keep else ''}) says that {size_text(given_back)} came back",
+                f"trim({f'keep={size_text(keep)}' if keep else ''}) released {size_text(released)}",
                 pool,
-                equal("given back", given_back, before - after, size_text),
-                equal("something was given back", given_back > 0, True),
+                equal("released", released, before - after, size_text),
+                equal("it released memory", released > 0, True),
                 at_least("reserved after it", after, keep),
                 used=0,
                 reserved=None if keep else 0,
             )
 
 
-@part("Statistics and peaks", "What a pool holds now, and the most that it ever held.")
+@part("Statistics and peaks", "The memory that a pool holds now, and the most that it ever held.")
 def statistics(tour: Tour, stream: sa.Stream) -> None:
     def peaks(text: str, found: sa.PoolStatistics, used: int, reserved: Claim) -> None:
         figures = f"at most  {size_text(found.reserved_high):>7}, used {size_text(found.used_high):>7}"
@@ -138,25 +138,25 @@ def statistics(tour: Tour, stream: sa.Stream) -> None:
         stream.synchronize()
         found = tour.pool_step("allocated 48 and 8 MiB, freed the 48", pool, used=8 * MiB)
         most = at_least("most reserved", found.reserved_high, 56 * MiB)
-        peaks("the peaks remember what was there at most", found, 56 * MiB, most)
+        peaks("the peaks keep the largest values", found, 56 * MiB, most)
         pool.reset_peaks()
         found = pool.statistics()
         most = equal("most reserved", found.reserved_high, found.reserved, size_text)
-        peaks("reset_peaks() sets them to what is there now", found, 8 * MiB, most)
+        peaks("reset_peaks() sets them to the current values", found, 8 * MiB, most)
 
 
-@part("The current pool", "The pool of allocations that name none.")
+@part("The current pool", "The pool that sa.allocate() uses.")
 def current_pool(tour: Tour, stream: sa.Stream) -> None:
     before = sa.MemoryPool.current(tour.device)
     with tour.pool(stream) as pool:
         with pool.make_current(), sa.allocate(MiB, stream) as buffer:
             owner = equal("owner", buffer.owner is pool, True)
-            tour.pool_step("inside `with pool.make_current():` allocate() takes from it", pool, owner, used=MiB)
+            tour.pool_step("inside `with pool.make_current():` allocate() uses this pool", pool, owner, used=MiB)
         again = equal("pool", sa.MemoryPool.current(tour.device).handle, before.handle, hex)
-        tour.step("after it, the pool that was current before is again", again)
+        tour.step("after the block, the previous pool is current again", again)
 
 
-@part("Two GPUs", "A pool's memory used by another GPU than the one that it is on.")
+@part("Two GPUs", "One GPU uses memory of another GPU's pool.")
 def two_gpus(tour: Tour, here: sa.Stream) -> None:
     _, peer, *_ = need_peers(tour.device.driver)
     there = peer.create_stream()
@@ -167,18 +167,18 @@ def two_gpus(tour: Tour, here: sa.Stream) -> None:
     with tour.pool(here) as pool, pool.allocate(4 * MiB, here) as buffer:
         here.synchronize()
         refused = raised("a fill by the other GPU", sa.InvalidValueError, lambda: buffer.fill(1, there))
-        tour.step(f"GPU {peer.ordinal} may not use a pool of GPU 0 at first", access(sa.MemAccess.NONE), refused)
+        tour.step(f"GPU {peer.ordinal} has no access to a new pool of GPU 0", access(sa.MemAccess.NONE), refused)
         pool.set_access(peer, sa.MemAccess.READWRITE)
         buffer.fill(0x77, there)
         here.wait(there)
         filled = every_byte("read back on GPU 0", read(buffer, here), 0x77)
-        text = f"granted: GPU {peer.ordinal} fills memory that GPU 0 allocated before"
+        text = f"access granted: GPU {peer.ordinal} fills memory allocated before"
         tour.step(text, access(sa.MemAccess.READWRITE), filled)
         pool.set_access(peer, sa.MemAccess.NONE)
-        tour.step("and taken back", access(sa.MemAccess.NONE))
+        tour.step("access revoked", access(sa.MemAccess.NONE))
 
 
-@part("Host memory and numpy", "A pool of memory that the CPU and the GPU both use in place.")
+@part("Host memory and numpy", "A pool of memory that CPU and GPU use at the same address.")
 def host_pool(tour: Tour, stream: sa.Stream) -> None:
     location = tour.need_host_pool()
     with (
@@ -199,11 +199,11 @@ def host_pool(tour: Tour, stream: sa.Stream) -> None:
         buffer.fill(0)
         stream.synchronize()
         cleared = equal("numbers that are not 0", int(np.count_nonzero(numbers)), 0)
-        tour.step("copied to the GPU; then the GPU cleared it, and the array shows that", cleared)
+        tour.step("copied to the GPU; then the GPU cleared it, and the array is 0", cleared)
         on_device.copy_to(buffer)
         stream.synchronize()
         there = equal("the numbers are back", bool((numbers == written).all()), True)
-        tour.step("copied back: the array holds what numpy wrote", there)
+        tour.step("copied back: the array has the numbers that numpy wrote", there)
         del numbers
 
 
@@ -213,7 +213,7 @@ def capture(tour: Tour, stream: sa.Stream) -> None:
     memory.trim()
 
     def step(text: str, *claims: Claim, held: int) -> None:
-        """A step that ends with so much memory of graphs."""
+        """Print a step with the memory held for graphs, which must be ``held`` bytes."""
         found = memory.reserved
         figures = f"held for graphs {size_text(found)}"
         tour.step(text, *claims, equal("memory held for graphs", found, held, size_text), figures=figures)
@@ -232,8 +232,8 @@ def capture(tour: Tour, stream: sa.Stream) -> None:
             equal("nodes", sorted(graph.nodes), ["MEMCPY", "MEMSET", "MEM_ALLOC", "MEM_FREE"], ", ".join),
             figures=", ".join(graph.nodes),
         )
-        tour.step("memory from outside cannot be freed in it; the capture goes on", refused)
-        step("nothing has run yet", every_byte("the result", read(result, stream), 0), held=0)
+        tour.step("memory from outside cannot be freed in it; the capture continues", refused)
+        step("captured only: nothing has run yet", every_byte("the result", read(result, stream), 0), held=0)
 
         graph.launch(stream)
         filled = every_byte("the result", read(result, stream), 0x2A)
@@ -245,16 +245,16 @@ def capture(tour: Tour, stream: sa.Stream) -> None:
         filled = every_byte("the result", read(result, stream), 0x2A)
         step("launched again: it uses the same memory", filled, held=held)
         graph.close()
-        given_back = memory.trim()
-        all_of_it = equal("given back", given_back, held, size_text)
-        step(f"graph_memory.trim() says that {size_text(given_back)} came back", all_of_it, held=0)
+        released = memory.trim()
+        all_of_it = equal("released", released, held, size_text)
+        step(f"graph_memory.trim() released {size_text(released)}", all_of_it, held=0)
 
 
-@part("Out of memory", "What the error says.")
+@part("Out of memory", "The error carries the figures of the pool.")
 def out_of_memory(tour: Tour, stream: sa.Stream) -> None:
     limit, requested = 64 * MiB, 128 * MiB
     with tour.pool(stream, max_size=limit) as pool, pool.allocate(16 * MiB, stream):
-        tour.pool_step("a pool of at most 64 MiB, of which 16 are taken", pool, used=16 * MiB)
+        tour.pool_step("a pool of at most 64 MiB, with 16 MiB allocated", pool, used=16 * MiB)
         figures: dict[str, Any] = {"limit": limit, "requested": requested, "used": 16 * MiB}
         claims: list[Claim] = []
 
@@ -266,18 +266,18 @@ def out_of_memory(tour: Tour, stream: sa.Stream) -> None:
                 raise
 
         claims.append(raised("the allocation", MemoryError, fail))
-        tour.step("asking for 128 MiB raises OutOfMemoryError, which carries the figures", *claims)
+        tour.step("allocating 128 MiB raises OutOfMemoryError with the figures", *claims)
         with pool.allocate(8 * MiB, stream):
-            tour.pool_step("the pool goes on working: 8 MiB more", pool, used=24 * MiB)
+            tour.pool_step("the pool still works: 8 MiB more", pool, used=24 * MiB)
 
 
-@part("Pointer attributes", "What the driver knows about any address.")
+@part("Pointer attributes", "The driver's records about an address.")
 def addresses(tour: Tour, stream: sa.Stream) -> None:
     with tour.pool(stream) as pool, pool.allocate(3 * MiB, stream) as buffer:
         stream.synchronize()
         known = sa.pointer_attributes(buffer.address + 1000)
         tour.step(
-            "of an address in the middle of an allocation",
+            "of an address inside an allocation",
             equal("kind", known.kind, sa.MemoryKind.DEVICE),
             equal("device", known.device, tour.device),
             equal("start of the allocation", known.base, buffer.address, hex),
@@ -291,7 +291,7 @@ def addresses(tour: Tour, stream: sa.Stream) -> None:
 
 
 TOURS: dict[str, list[Part]] = {
-    "pools": OF_POOLS,
+    "pools": POOL_PARTS,
     "vmm": tour_vmm.PARTS,
     "ipc": tour_ipc.PARTS,
     "multicast": tour_multicast.PARTS,
@@ -300,17 +300,17 @@ PARTS = [one for parts in TOURS.values() for one in parts]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``tour``."""
-    parser.add_argument("name", nargs="?", choices=TOURS, help="one area (default: all, one after the other)")
+    """Add the arguments of ``tour``."""
+    parser.add_argument("name", nargs="?", choices=TOURS, help="one area (default: all)")
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Show every part; 0 if all that was claimed held, else 1."""
+    """Run the parts; return 0 if all claims held, else 1."""
     terminal.line(terminal.bold(chosen.headline))
-    # Accounts for all that the tour makes, so that its end can show that nothing was left behind.
+    # The checker records all objects, so that the last step can check for leaks.
     accounts = checked(chosen.driver)
     if not sa.Device(0).supports.memory_pools:
-        terminal.line("This device has no stream-ordered memory pools: there is nothing to show.")
+        terminal.line("This device has no stream-ordered memory pools, which the tour needs.")
         return 1
     with use(accounts), warnings.catch_warnings():
         warnings.simplefilter("error", sa.PendingFreesWarning)
@@ -325,16 +325,16 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 
 def _nothing_left(tour: Tour, accounts: Any) -> None:
-    # Objects of a part that failed may be in reference cycles with its error.
+    # After a failed part, its objects may be in a reference cycle with the error.
     gc.collect()
-    sa.Device(0, driver=accounts).synchronize()  # what was dropped is given back now
-    left = "nothing"
+    sa.Device(0, driver=accounts).synchronize()  # releases dropped objects
+    leaks = "nothing"
     try:
         accounts.assert_nothing_left()
     except DriverMisuseError as error:
-        left = str(error)
+        leaks = str(error)
     text = "all pools, allocations, memory, address ranges, arrays, streams, events and graphs are released"
-    tour.step(text, equal("left behind", left, "nothing"))
+    tour.step(text, equal("left behind", leaks, "nothing"))
 
 
 def _verdict(tour: Tour) -> str:

@@ -1,4 +1,4 @@
-"""The parts of the tour about multicast objects and symmetric memory, all of it in one process."""
+"""Tour of multicast objects and symmetric memory, in one process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.choice import is_simulated, plural
 from streamalloc.cli.claims import equal, every_byte, raised
-from streamalloc.cli.peer import read
 from streamalloc.cli.steps import Parts, Tour, need, need_peers
+from streamalloc.cli.worker import read
 from streamalloc.core.errors import size_text
 from streamalloc.driver import checked, simulated, traced
 from streamalloc.multicast import MulticastObject, SymmetricMemory
@@ -26,62 +26,62 @@ __all__ = ["PARTS"]
 PARTS = Parts()
 part = PARTS.part
 
-# What goes wrong with a multicast object on real hardware can disturb whoever else uses the same switches.
-_ASKED_FOR = "STREAMALLOC_TEST_MULTICAST"
+_PERMISSION = "STREAMALLOC_TEST_MULTICAST"
+"""Environment variable that permits multicast objects on shared NVSwitches."""
 _DEVICES = 4
 _ENDS = {"cuMulticastUnbind": "unbind", "cuMemUnmap": "unmap", "cuMemRelease": "release"}
 
 
 def _may_make_objects(driver: Any) -> bool:
-    return is_simulated(driver) or os.environ.get(_ASKED_FOR) == "1"
+    return is_simulated(driver) or os.environ.get(_PERMISSION) == "1"
 
 
-def _on_several(tour: Tour, show: Callable[[Tour, Any], None]) -> None:
-    """Show something with the driver of the tour's machine; where that is simulated and has one device, of another."""
-    driver: Any = tour.device.driver
-    tour.need_virtual_memory()
-    if sa.Device.count(driver) > 1 or not is_simulated(driver):
-        show(tour, driver)
-        return
-    tour.terminal.paragraph(f"On a machine of its own, simulated with {_DEVICES} devices, for the tour's has one.")
-    own = checked(simulated(devices=_DEVICES))
-    show(tour, own)
-    sa.Device(0, driver=own).synchronize()  # what was dropped is given back now
-    own.assert_nothing_left()
+def _on_several(show: Callable[[Tour, Any], None]) -> Callable[[Tour, sa.Stream], None]:
+    """Run a part on the tour's machine, or on another simulated one if the tour's has one device."""
+
+    def run(tour: Tour, _: sa.Stream) -> None:
+        driver: Any = tour.device.driver
+        tour.need_virtual_memory()
+        if sa.Device.count(driver) > 1 or not is_simulated(driver):
+            show(tour, driver)
+            return
+        tour.terminal.paragraph(f"This machine has one device: shown on one that is simulated with {_DEVICES} devices.")
+        own = checked(simulated(devices=_DEVICES))
+        show(tour, own)
+        sa.Device(0, driver=own).synchronize()  # releases dropped objects
+        own.assert_nothing_left()
+
+    return run
 
 
 def _team(driver: Any) -> list[sa.Device]:
-    """Devices that a multicast object can be made for. Without them, or without permission, the part is skipped."""
-    # Asked first: without it nothing about multicast is asked of real hardware.
-    need(_may_make_objects(driver), f"multicast objects are made on real hardware only with {_ASKED_FOR}=1")
+    """Return the devices that support multicast; skip the part without two of them, or without permission."""
+    # Checked first: without permission no multicast call reaches real hardware.
+    need(_may_make_objects(driver), f"multicast objects are created on real GPUs only with {_PERMISSION}=1")
     devices = [device for device in sa.Device.all(driver) if device.supports.multicast]
     need(len(devices) > 1, "this machine has no two GPUs that support multicast objects")
     return devices
 
 
 def _ended(calls: list[Any]) -> list[str]:
-    """What a trace of driver calls has undone, in order."""
+    """Return the release calls of a trace, in order."""
     return [_ENDS[call.name] for call in calls if call.name in _ENDS and not call.answer[0]]
 
 
-def _counted(words: list[str]) -> str:
-    """Words in their order, those that follow each other as one with their number."""
-    runs = ((word, len(list(run))) for word, run in groupby(words))
-    return ", ".join(word if count == 1 else f"{count} x {word}" for word, count in runs)
+def _counted(names: list[str]) -> str:
+    """Join names in order; repeated names become one with a count."""
+    runs = ((name, len(list(run))) for name, run in groupby(names))
+    return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in runs)
 
 
 @part(
     "Multicast",
-    "One address for memory on several GPUs: what is stored there reaches all of them, through the switches "
-    "between them.",
+    "One address for memory on several GPUs: the switches between them copy a store to all of them.",
 )
-def multicast(tour: Tour, _: sa.Stream) -> None:
-    _on_several(tour, _multicast)
-
-
-def _multicast(tour: Tour, driver: Any) -> None:
+@_on_several
+def multicast(tour: Tour, driver: Any) -> None:
     with contextlib.ExitStack() as resources:
-        # Traced, to see in which order things go at the end.
+        # The trace shows the order of the release calls.
         calls = traced(driver)
         devices = [sa.Device(device.ordinal, driver=calls) for device in _team(driver)]
         count = len(devices)
@@ -91,7 +91,7 @@ def _multicast(tour: Tour, driver: Any) -> None:
         memories = [resources.enter_context(vmm.PhysicalMemory(size, device)) for device in devices]
 
         def replicas() -> list[tuple[str, np.ndarray[Any, Any]]]:
-            """Each device's name and both halves of its memory, read by its own address."""
+            """Return each device's name and both halves of its memory, read by its own address."""
             for stream in streams[1:]:
                 stream.wait(streams[0])
             halves = [read(replica, stream).reshape(2, -1) for replica, stream in zip(own, streams, strict=True)]
@@ -101,13 +101,13 @@ def _multicast(tour: Tour, driver: Any) -> None:
             for device in devices[:-1]:
                 team.add_device(device)
             tour.step(
-                f"a team of {plural(count, 'GPU')}, of which one is still missing: binding too early is refused",
+                f"a team of {plural(count, 'GPU')}, one still missing: binding raises an error",
                 raised("binding", sa.IncompleteTeamError, lambda: team.bind(memories[0])),
                 equal("bound", len(team.bindings), 0),
             )
             team.add_device(devices[-1])
             refused = raised("adding it", ValueError, lambda: team.add_device(devices[0]))
-            tour.step("all added, and none twice", refused, equal("the team is complete", team.complete, True))
+            tour.step("all added; a GPU cannot be added twice", refused, equal("team is complete", team.complete, True))
 
             for memory in memories:
                 team.bind(memory)
@@ -123,20 +123,20 @@ def _multicast(tour: Tour, driver: Any) -> None:
 
             view.fill(0x2D, streams[0])
             tour.step(
-                f"one fill of it by {names[0]}: the memory of every GPU has it",
+                f"{names[0]} fills the mapping: the memory of every GPU is filled",
                 *(every_byte(f"on {name}", halves, 0x2D) for name, halves in replicas()),
             )
             own[1][: size // 2].fill(0x3E, streams[0])
             view[size // 2 :].fill(0x4F, streams[0])
             found = replicas()
             tour.step(
-                "each GPU's memory has an address of its own too: written there, only that one changes",
+                "a write to one GPU's own memory changes that GPU's memory only",
                 *(every_byte(f"first half on {at}", half, 0x3E if at == names[1] else 0x2D) for at, (half, _) in found),
                 *(every_byte(f"second half on {at}", half, 0x4F) for at, (_, half) in found),
             )
             host = np.empty(size, np.uint8)
             refused = raised("the copy", ValueError, lambda: view.copy_to(host, streams[0]))
-            tour.step("the common address is for writing: what an ordinary read would give is not defined", refused)
+            tour.step("ordinary reads of the mapping are undefined, so a copy from it raises an error", refused)
 
             for mapping in own:
                 mapping.close()
@@ -144,7 +144,7 @@ def _multicast(tour: Tour, driver: Any) -> None:
             for memory in memories:
                 memory.close()
             released = equal("released", _ended(calls.calls[before:]), [])
-            tour.step("memory that is closed now is not released, for it is bound", released)
+            tour.step("closed memory is not released while it is bound", released)
         ended = _ended(calls.calls[before:])
         view.close()
         tour.step(
@@ -157,20 +157,17 @@ def _multicast(tour: Tour, driver: Any) -> None:
 
 @part(
     "Symmetric memory",
-    "As much memory on every GPU, and all of it within reach of each, set up in one call: on all or on none.",
+    "Memory of the same size on every GPU, mapped for all of them, set up in one call: on all or on none.",
 )
-def symmetric(tour: Tour, _: sa.Stream) -> None:
+@_on_several
+def symmetric(tour: Tour, driver: Any) -> None:
     tour.need_gates()
-    _on_several(tour, _symmetric)
-
-
-def _symmetric(tour: Tour, driver: Any) -> None:
     with contextlib.ExitStack() as resources:
         devices = need_peers(driver)
         count, share = len(devices), 64 << 10
         streams = [resources.enter_context(device.create_stream()) for device in devices]
         may = _may_make_objects(driver)
-        with SymmetricMemory.local(count * share, devices, multicast="auto" if may else False) as memory:
+        with SymmetricMemory.local(devices, count * share, multicast="auto" if may else False) as memory:
             view = memory.multicast_buffer
             expected = may and all(device.supports.multicast for device in devices)
             tour.step(
@@ -189,7 +186,7 @@ def _symmetric(tour: Tour, driver: Any) -> None:
             gathered = np.array([read(buffer, stream) for buffer, stream in zip(memory.buffers, streams, strict=True)])
             parts = np.repeat(np.arange(1, count + 1, dtype=np.uint8), share)
             tour.step(
-                "each stores its part on all, then a barrier: all have all parts",
+                "each GPU stores its part on all, then a barrier: all have all parts",
                 equal("bytes that differ", int(np.count_nonzero(gathered != parts)), 0),
                 figures=plural(count * len(targets), "store"),
             )
@@ -206,7 +203,7 @@ def _symmetric(tour: Tour, driver: Any) -> None:
             text = f"a signal from GPU {devices[0].ordinal} to GPU {devices[1].ordinal}: the host waits for neither"
             tour.step(text, before, after)
         refused = raised("using it", sa.ClosedError, lambda: memory.buffers)
-        tour.step("closed: all is given back", refused)
+        tour.step("closed: using it raises an error", refused)
 
 
 def _all_reduce(tour: Tour, memory: SymmetricMemory, streams: list[sa.Stream]) -> None:
@@ -220,7 +217,7 @@ def _all_reduce(tour: Tour, memory: SymmetricMemory, streams: list[sa.Stream]) -
         multimem_ld_reduce(stream, buffer[nbytes:], address, values.shape[1], np.float32)
     sums = np.array([read(buffer[nbytes : 2 * nbytes], stream) for buffer, stream in ranks]).view(np.float32)
     tour.step(
-        "the sum over all, as a kernel's multimem.ld_reduce gives it",
+        "the sum over all GPUs, as multimem.ld_reduce in a kernel",
         equal("sums that differ from numpy's", int(np.count_nonzero(sums != values.sum(axis=0))), 0),
         figures="simulated: no kernel runs",
     )

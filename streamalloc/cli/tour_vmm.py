@@ -1,4 +1,4 @@
-"""The parts of the tour about virtual memory: mapping by hand, growth, eviction, striping and sparse arrays."""
+"""Tour of virtual memory: mapping by hand, growth, eviction, striping and sparse arrays."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.choice import KEEP_ALL
 from streamalloc.cli.claims import Claim, ends_and_middle, equal, every_byte, raised
-from streamalloc.cli.peer import read
 from streamalloc.cli.steps import MiB, Parts, Tour, need, need_peers
+from streamalloc.cli.worker import read
 from streamalloc.core.errors import size_text
 
 __all__ = ["PARTS"]
@@ -24,8 +24,8 @@ def _access(what: str, mapping: vmm.Mapping, device: sa.Device, expected: sa.Mem
 
 @part(
     "Virtual memory by hand",
-    "Physical memory has no address, and a range of addresses no memory: mapping joins them, and "
-    "access opens them. Ranges are drawn in brackets: 0 for memory of GPU 0, a dot for a hole.",
+    "Physical memory has no address, and an address range has no memory. Mapping joins them; access permits "
+    "use. Ranges are drawn in brackets: 0 for memory of GPU 0, a dot for unmapped addresses.",
 )
 def by_hand(tour: Tour, stream: sa.Stream) -> None:
     tour.need_virtual_memory()
@@ -34,15 +34,15 @@ def by_hand(tour: Tour, stream: sa.Stream) -> None:
     with vmm.AddressRange(16 * granule) as addresses, vmm.PhysicalMemory(size, tour.device) as memory:
 
         def drawn(text: str, *claims: Claim) -> None:
-            """A step that shows where memory is mapped, and of which device."""
+            """Print a step with a drawing of the mappings."""
             tour.step(text, *claims, figures=f"[{addresses.draw(32)}]")
 
         nothing = equal("mapped", addresses.mapped_bytes, 0)
         drawn(f"{size_text(size)} of physical memory, and {size_text(addresses.nbytes)} of addresses", nothing)
         first, second = addresses.map(memory, 0), addresses.map(memory, 8 * granule)
         drawn(
-            "mapped in two places, as aliases; nobody may use them yet",
-            equal("places", memory.mapping_count, 2),
+            "mapped at two addresses; no device has access yet",
+            equal("mappings", memory.mapping_count, 2),
             _access("access", first, tour.device, sa.MemAccess.NONE),
             raised("a fill", ValueError, lambda: first.fill(0, stream)),
         )
@@ -50,40 +50,40 @@ def by_hand(tour: Tour, stream: sa.Stream) -> None:
         second.set_access(tour.device, sa.MemAccess.READ)
         both = _access("access at the first", first, tour.device, sa.MemAccess.READWRITE)
         only = _access("access at the second", second, tour.device, sa.MemAccess.READ)
-        tour.step("access for the GPU: read and write at the first, read only at the second", both, only)
+        tour.step("access for the GPU: read and write at the first address, read at the second", both, only)
         first.fill(0x3C, stream)
         copied = every_byte("the copy", read(second, stream), 0x3C)
         tour.step("filled at the first address, read at the second", copied)
         refused = raised("a fill", sa.InvalidValueError, lambda: second.fill(0, stream))
-        tour.step("the driver refuses to write at the second", refused)
+        tour.step("writing at the second address raises an error", refused)
         memory.close()
         first.close()
         copied = every_byte("the copy", read(second, stream), 0x3C)
         unmapped = equal("the first is unmapped", first.closed, True)
-        drawn("handle closed, first place unmapped: the second keeps it", unmapped, copied)
+        drawn("handle closed, first mapping closed: the second keeps the memory", unmapped, copied)
         refused = raised("closing the range", ValueError, addresses.close)
-        tour.step("addresses cannot be freed while something is mapped", refused)
+        tour.step("addresses cannot be freed while memory is mapped", refused)
         second.close()
 
 
-@part("A buffer that grows in place", "Memory is mapped behind what is there: nothing moves, nothing is copied.")
+@part("A buffer that grows in place", "New memory is mapped after the old: no byte moves.")
 def growth(tour: Tour, stream: sa.Stream) -> None:
     tour.need_virtual_memory()
     chunk, chunks = 4 * MiB, 8
     numbers = list(range(1, chunks + 1))
-    # More addresses than the device has memory, so that a growth can be asked for that must fail.
+    # More addresses than device memory, so that a later step can fail to grow.
     with vmm.GrowableBuffer(tour.device, tour.device.memory_info().total + 64 * MiB, stream=stream) as buffer:
         address = buffer.address
 
         def step(text: str, *claims: Claim, mapped: int) -> None:
-            """A step that ends with so many chunks mapped at the same address."""
+            """Print a step; ``mapped`` chunks must be mapped at the same address."""
             found = buffer.mapped_bytes
             same = equal("address", buffer.address, address, hex)
             size = equal("mapped", found, mapped * chunk, size_text)
             tour.step(text, *claims, same, size, figures=f"mapped {size_text(found):>7}")
 
         def contents() -> Claim:
-            """Each chunk is filled with its number."""
+            """Claim that each chunk is filled with its number."""
             found = read(buffer, stream).reshape(-1, chunk)
             shown = [int(one[0]) if (one == one[0]).all() else -1 for one in found]
             return equal("chunks", shown, numbers[: buffer.nbytes // chunk])
@@ -93,9 +93,9 @@ def growth(tour: Tour, stream: sa.Stream) -> None:
             buffer.grow(chunk)
             buffer[buffer.nbytes - chunk :].fill(number, stream)
         step(f"grown {chunks} times by {size_text(chunk)}: the address is the same", mapped=chunks)
-        tour.step("what was written before each growth is there", contents())
+        tour.step("the bytes written before each growth are unchanged", contents())
         step(
-            "a growth that fails changes nothing",
+            "a failed growth changes nothing",
             raised("the growth", sa.OutOfMemoryError, lambda: buffer.resize(buffer.capacity)),
             equal("size", buffer.nbytes, chunks * chunk, size_text),
             _access("access", buffer.mappings[-1], tour.device, sa.MemAccess.READWRITE),
@@ -106,10 +106,10 @@ def growth(tour: Tour, stream: sa.Stream) -> None:
         tail.fill(0, stream)
         buffer.resize(3 * chunk, after=stream.record())
         refused = raised("a fill", sa.ClosedError, lambda: tail.fill(0, stream))
-        step("shrunk once an event had passed: the rest is as it was", contents(), refused, mapped=3)
+        step("shrunk after an event: the rest is unchanged", contents(), refused, mapped=3)
 
 
-@part("Evict and restore", "The memory goes back to the GPU, the addresses stay, and the bytes return later.")
+@part("Evict and restore", "The memory is released, the addresses stay, and the bytes are restored later.")
 def eviction(tour: Tour, stream: sa.Stream) -> None:
     tour.need_virtual_memory()
     location = tour.need_host_pool()
@@ -124,7 +124,7 @@ def eviction(tour: Tour, stream: sa.Stream) -> None:
         address, free = buffer.address, tour.device.memory_info().free
 
         def mapped() -> bool:
-            """Whether the driver has physical memory at the address."""
+            """Whether physical memory is mapped at the address."""
             try:
                 vmm.PhysicalMemory.at(address).close()
             except sa.InvalidValueError:
@@ -132,13 +132,13 @@ def eviction(tour: Tour, stream: sa.Stream) -> None:
             return True
 
         def step(text: str, *claims: Claim, there: bool, backup: int) -> None:
-            """A step that ends with memory at the address or not, and so much in the backup pool."""
+            """Print a step; check the mapping at the address and the bytes in the backup pool."""
             nonlocal free
             before, free = free, tour.device.memory_info().free
             tour.step(
                 text,
                 equal("the address is reserved", buffer.address, address, hex),
-                equal("there is memory at it", mapped(), there),
+                equal("memory is mapped there", mapped(), there),
                 equal("in the backup pool", pool.statistics().used, backup, size_text),
                 *claims,
                 figures=f"free on the GPU {(free - before) / MiB:+,.0f} MiB",
@@ -147,7 +147,7 @@ def eviction(tour: Tour, stream: sa.Stream) -> None:
         buffer.evict(pool)
         step(f"{size_text(size)} evicted, with a copy in host memory", there=False, backup=size)
         refused = raised("a fill", sa.EvictedError, lambda: buffer.fill(0))
-        tour.step("using it now is an error before the driver is reached", refused)
+        tour.step("using it now raises an error before any driver call", refused)
         buffer.restore()
         differ = equal("numbers that differ", int(np.count_nonzero(read(buffer, stream).view(np.uint32) != numbers)), 0)
         step("restored: the same bytes at the same address", differ, there=True, backup=0)
@@ -156,8 +156,8 @@ def eviction(tour: Tour, stream: sa.Stream) -> None:
         buffer.restore()
         buffer.fill(0x6B)
         tour.step(
-            "the same without a copy: the bytes are given up, address and access are not",
-            equal("there is memory at it while it is evicted", nothing, False),
+            "the same without a copy: the bytes are lost, address and access are not",
+            equal("memory is mapped there while it is evicted", nothing, False),
             equal("address", buffer.address, address, hex),
             every_byte("what was written afterwards", read(buffer, stream), 0x6B),
         )
@@ -176,8 +176,8 @@ def striping(tour: Tour, here: sa.Stream) -> None:
         access = {mapping.access(device) for mapping in buffer.mappings for device in devices}
         tour.step(
             f"one buffer of {size_text(size)}, half of it on each GPU",
-            equal("whose memory the halves are", places, [device.location for device in devices]),
-            equal("access of both to both", access, {sa.MemAccess.READWRITE}),
+            equal("locations", places, [device.location for device in devices]),
+            equal("access of both GPUs to both halves", access, {sa.MemAccess.READWRITE}),
             figures=f"[{buffer.range.draw(32)}]",
         )
         buffer.fill(0x11)
@@ -185,10 +185,10 @@ def striping(tour: Tour, here: sa.Stream) -> None:
         buffer[size // 4 : size * 3 // 4].fill(0x22, there)
         here.wait(there)
         filled = ends_and_middle(read(buffer, here), 0x11, 0x22)
-        tour.step(f"GPU 0 fills all of it, then GPU {peer.ordinal} the middle, across the seam", *filled)
+        tour.step(f"GPU 0 fills all of it, then GPU {peer.ordinal} the middle, on both", *filled)
 
 
-@part("A sparse array", "A texture of which only some tiles have memory.")
+@part("A sparse array", "A texture with memory for some of its tiles only.")
 def sparse(tour: Tour, stream: sa.Stream) -> None:
     tour.need_virtual_memory()
     need(tour.device.supports.sparse_arrays, "this device has no sparse arrays")
@@ -199,7 +199,7 @@ def sparse(tour: Tour, stream: sa.Stream) -> None:
     with vmm.TilePool(tour.device, granule) as pool, vmm.SparseArray(tour.device, (side, side)) as array:
 
         def step(text: str, tiles: int) -> None:
-            """A step that ends with the expected elements in the array, and so many tiles in use."""
+            """Print a step; check the elements of the array and the tiles in use."""
             array.copy_to(found, stream)
             stream.synchronize()
             used = pool.tiles - pool.free_tiles
@@ -213,12 +213,12 @@ def sparse(tour: Tour, stream: sa.Stream) -> None:
 
         height, width = array.tile
         corner = (slice(0, height), slice(width, 2 * width))
-        text = f"an array of {side} x {side} elements in tiles of {height} x {width}, none of which has memory"
+        text = f"an array of {side} x {side} elements in tiles of {height} x {width}, without memory"
         tour.step(text, equal("mapped", array.mapped_bytes, 0))
         array.map(pool, corner, stream=stream)
         array.copy_from(picture, stream)
         expected[corner] = picture[corner]
-        step("one tile mapped, all written: it keeps them, the rest reads 0", tiles=1)
+        step("one tile mapped, all elements written: the tile keeps them, the rest reads 0", tiles=1)
         array.unmap(corner, stream=stream)
         expected[:] = 0
-        step("unmapped in stream order: it reads 0 as well", tiles=0)
+        step("unmapped in stream order: the tile reads 0, too", tiles=0)

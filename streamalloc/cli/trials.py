@@ -1,9 +1,9 @@
-"""What works on this machine, found by trying: virtual memory, sharing between processes; and asked only: multicast.
+"""Trials for ``info``: virtual memory and sharing are tried; for multicast the driver is only queried.
 
-Attributes say what can be asked for, trials what is given. Each makes a little and gives it back at once. No multicast
-object is made, as each takes room in switches that all processes share.
+Device attributes list the supported features; a trial shows whether a request succeeds. Each trial allocates little and
+releases it at once. No multicast object is created, because objects take space in switches that all processes share.
 
-Every trial is a row of plain data; ``works`` and ``found`` are what came of it.
+A trial is a row of plain data: ``works`` is whether it succeeded, ``found`` describes the result.
 """
 
 from __future__ import annotations
@@ -17,39 +17,40 @@ import numpy as np
 
 import streamalloc as sa
 from streamalloc import ipc, vmm
-from streamalloc.cli.peer import POSIX, Here, Peer, PeerError, read
+from streamalloc.cli.worker import POSIX, Worker, WorkerBase, WorkerError, read
 from streamalloc.core.allocation_properties import MemAllocFlags
 from streamalloc.core.capabilities import missing_for
 from streamalloc.core.errors import size_text
 from streamalloc.multicast import MulticastObject
 
-__all__ = ["Other", "Row", "query_multicast", "try_sharing", "try_virtual_memory"]
+__all__ = ["Row", "WorkerActions", "query_multicast", "try_sharing", "try_virtual_memory"]
 
 Row = dict[str, Any]
 
-# Addresses have 47 bits in a process.
 _MOST_ADDRESSES = 1 << 47
+"""Bytes of a process's address space: 128 TiB."""
 _LEAST_ADDRESSES = 2 << 20
+"""Bytes of the smallest range to try: 2 MiB."""
 _PATTERN = 0x5A
-# cuMemAlloc's memory is shared in blocks of this size.
 _BLOCK = 2 << 20
+"""Bytes that the driver shares together for cuMemAlloc: 2 MiB."""
 
 
-class _NotAsAsked(Exception):
-    """The driver refused nothing, but gave something else; the message says what."""
+class _Differs(Exception):
+    """The driver accepted the request, but the result differs from it; the message says how."""
 
 
 def _tried(row: Row, trial: Callable[..., str], *arguments: Any) -> Row:
-    """The row, with what came of the trial, which answers what it found, or raises."""
+    """Run a trial, which returns a description or raises; return the row with its result."""
     row["works"] = False
     try:
         row["found"] = trial(*arguments)
         row["works"] = True
-    except _NotAsAsked as error:
+    except _Differs as error:
         row["found"] = str(error)
     except sa.CudaError as error:
         row["found"] = f"refused: {error.name}"
-    except PeerError as error:
+    except WorkerError as error:
         row["found"] = f"the other process could not open it: {error.kind}: {error}"
     except (ValueError, OSError, NotImplementedError) as error:
         row["found"] = f"failed: {type(error).__name__}: {error}"
@@ -60,28 +61,38 @@ def _tried(row: Row, trial: Callable[..., str], *arguments: Any) -> Row:
 
 
 def try_virtual_memory(device: sa.Device) -> list[Row]:
-    """Try each kind of physical memory, DMA-BUF, and how many addresses there are; nothing where none can be mapped.
+    """Try each kind of physical memory, DMA-BUF, and the largest address range.
 
-    ``granularity`` and ``recommended`` are what sizes have to be a multiple of, at least and for the best performance,
-    in bytes; None where that is not the question, or the driver refuses to tell.
+    Returns no rows for a device without virtual memory management. ``granularity`` and ``recommended`` are the smallest
+    and the recommended granularity in bytes; None if they do not apply, or the driver refuses to return them.
     """
     if not device.supports.virtual_memory_management:
         return []
     node = max(device.supports.host_numa_id or 0, 0)
-    rows = [
-        _memory("device memory", device, device.location, lambda memory: "made"),
-        _memory("compressible", device, device.location, _compressible, compression_type=1),
-        _memory("GPUDirect RDMA", device, device.location, _for_rdma, gpu_direct_rdma_capable=True),
-        _memory("host memory", device, sa.MemLocation.host(), _node),
-        _memory(f"host NUMA node {node}", device, sa.MemLocation.host_numa(node), _node),
-    ]
+    here, rdma = device.location, "gpu_direct_rdma_capable"
+    kinds: tuple[tuple[str, sa.MemLocation, dict[str, Any], Callable[[vmm.PhysicalMemory], str]], ...] = (
+        ("device memory", here, {}, lambda memory: "allocated"),
+        ("compressible", here, {"compression_type": 1}, lambda memory: _confirmed(memory.compressible, "compressible")),
+        ("GPUDirect RDMA", here, {rdma: True}, lambda memory: _confirmed(_flag(memory, rdma), "for RDMA")),
+        ("host memory", sa.MemLocation.host(), {}, _node),
+        (f"host NUMA node {node}", sa.MemLocation.host_numa(node), {}, _node),
+    )
+    rows = [_memory(what, device, location, flags, verify) for what, location, flags, verify in kinds]
     for what, trial in (("DMA-BUF", _dma_buf), ("address range", _addresses)):
         rows.append(_tried({"what": what, "granularity": None, "recommended": None}, trial, device))
     return rows
 
 
+def _flag(memory: vmm.PhysicalMemory, name: str) -> bool:
+    return bool(getattr(memory.query().alloc_flags, name))
+
+
 def _memory(
-    what: str, device: sa.Device, location: sa.MemLocation, verify: Callable[[vmm.PhysicalMemory], str], **flags: Any
+    what: str,
+    device: sa.Device,
+    location: sa.MemLocation,
+    flags: dict[str, Any],
+    verify: Callable[[vmm.PhysicalMemory], str],
 ) -> Row:
     prop = sa.MemAllocationProp(location=location, alloc_flags=MemAllocFlags(**flags))
     row: Row = {"what": what, "granularity": None, "recommended": None}
@@ -95,23 +106,15 @@ def _memory(
     return _tried(row, trial)
 
 
-def _as_asked(holds: bool, what: str) -> str:
-    if not holds:
-        raise _NotAsAsked(f"made, but not {what}")
-    return "made, and its handle says so"
-
-
-def _compressible(memory: vmm.PhysicalMemory) -> str:
-    return _as_asked(memory.compressible, "compressible")
-
-
-def _for_rdma(memory: vmm.PhysicalMemory) -> str:
-    return _as_asked(bool(memory.query().alloc_flags.gpu_direct_rdma_capable), "for RDMA")
+def _confirmed(has_flag: bool, flag: str) -> str:
+    if not has_flag:
+        raise _Differs(f"allocated, but not {flag}")
+    return "allocated; the handle confirms it"
 
 
 def _node(memory: vmm.PhysicalMemory) -> str:
-    where = memory.query().location
-    return f"made, on NUMA node {where.id}" if where.type is sa.MemLocationType.HOST_NUMA else "made"
+    location = memory.query().location
+    return f"allocated on NUMA node {location.id}" if location.type is sa.MemLocationType.HOST_NUMA else "allocated"
 
 
 def _dma_buf(device: sa.Device) -> str:
@@ -123,36 +126,36 @@ def _dma_buf(device: sa.Device) -> str:
         try:
             vmm.dma_buf(mapping, pcie=True).close()
         except sa.CudaError as error:
-            return f"made; over PCIe alone refused: {error.name}"
-        return "made; over PCIe alone as well"
+            return f"exported; over PCIe only: refused, {error.name}"
+        return "exported, also over PCIe only"
 
 
 def _addresses(device: sa.Device) -> str:
-    """The largest power of two that can be reserved in one range now."""
+    """Find the largest power of two that can be reserved in one range."""
     size = _MOST_ADDRESSES
     while size >= _LEAST_ADDRESSES:
         with contextlib.suppress(sa.CudaError):
             vmm.AddressRange(size, driver=device.driver).close()
             return f"up to {size_text(size)} can be reserved"
         size //= 2
-    raise _NotAsAsked("none can be reserved")
+    raise _Differs("none can be reserved")
 
 
 # --- sharing: the other process -------------------------------------------------------------------------------------
 
 
-class Other(Here):
-    """What the other process does."""
+class WorkerActions(WorkerBase):
+    """Actions of the other process."""
 
     def read(self) -> int:
-        """Open memory, and say how many bytes of it are not the pattern."""
+        """Receive memory; return the number of bytes that differ from the pattern."""
         with self.receive() as memory:
             host = read(memory, self.stream)
         self.stream.synchronize()
         return int(np.count_nonzero(host != _PATTERN))
 
     def wait(self) -> None:
-        """Open an event, and wait for it in stream order and on the host."""
+        """Receive an event; wait for it on the stream and on the host."""
         with self.receive() as event:
             self.stream.wait(event)
             self.stream.synchronize()
@@ -163,7 +166,7 @@ class Other(Here):
 
 
 class Block:
-    """Memory of ``cuMemAlloc``, as other libraries show theirs."""
+    """Memory of ``cuMemAlloc`` as another library exposes it."""
 
     def __init__(self, address: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = dict(
@@ -172,10 +175,10 @@ class Block:
 
 
 def try_sharing(device: sa.Device) -> list[Row]:
-    """Share a little of everything with another process, which reads it; ``how`` is the driver's mechanism."""
-    with Peer(device.driver, __name__) as peer, device.create_stream() as stream:
+    """Share each kind of memory and an event with another process, which reads it; ``how`` is the mechanism."""
+    with Worker(device.driver, __name__) as worker, device.create_stream() as stream:
         trials = [
-            _tried({"what": what, "how": how}, trial, peer, device, stream)
+            _tried({"what": what, "how": how}, trial, worker, device, stream)
             for what, how, trial in (
                 ("pool and its allocations", "file descriptor", _pool),
                 ("memory mapped by hand", "file descriptor", _mapped),
@@ -188,28 +191,28 @@ def try_sharing(device: sa.Device) -> list[Row]:
     return trials
 
 
-def _given(peer: Peer, memory: object) -> str:
-    others = peer.give("read", memory)
-    if others:
-        raise ValueError(f"the other process read {others:,} wrong bytes")
+def _given(worker: Worker, memory: object) -> str:
+    wrong = worker.give("read", memory)
+    if wrong:
+        raise ValueError(f"the other process read {wrong:,} wrong bytes")
     return "shared, and read by another process"
 
 
-def _pool(peer: Peer, device: sa.Device, stream: sa.Stream) -> str:
+def _pool(worker: Worker, device: sa.Device, stream: sa.Stream) -> str:
     with sa.MemoryPool(device, handle_types=POSIX) as pool, pool.allocate(4096, stream) as buffer:
         buffer.fill(_PATTERN)
-        return _given(peer, buffer)
+        return _given(worker, buffer)
 
 
-def _mapped(peer: Peer, device: sa.Device, stream: sa.Stream) -> str:
+def _mapped(worker: Worker, device: sa.Device, stream: sa.Stream) -> str:
     granule = vmm.PhysicalMemory.granularity(device)
     with vmm.GrowableBuffer(device, granule, granule, handle_types=POSIX, stream=stream) as buffer:
         buffer.fill(_PATTERN)
-        return _given(peer, buffer)
+        return _given(worker, buffer)
 
 
-def _plain(peer: Peer, device: sa.Device, stream: sa.Stream) -> str:
-    # Any: the facade does not allocate such memory, so that these are the driver's own functions.
+def _plain(worker: Worker, device: sa.Device, stream: sa.Stream) -> str:
+    # Any: the library does not use these functions, so its protocol lacks them.
     driver = cast(Any, device.driver)
     with device.current():
         error, pointer = driver.cuMemAlloc(_BLOCK)
@@ -218,39 +221,39 @@ def _plain(peer: Peer, device: sa.Device, stream: sa.Stream) -> str:
         try:
             driver.cuMemsetD8(pointer, _PATTERN, _BLOCK)
             driver.cuCtxSynchronize()
-            return _given(peer, ipc.share(Block(int(pointer)), stream, expose_block=True))
+            return _given(worker, ipc.share(Block(int(pointer)), stream, expose_block=True))
         finally:
             driver.cuMemFree(pointer)
 
 
-def _event(peer: Peer, device: sa.Device, stream: sa.Stream) -> str:
+def _event(worker: Worker, device: sa.Device, stream: sa.Stream) -> str:
     with device.create_event(interprocess=True) as event:
         stream.record(event)
-        peer.give("wait", event)
+        worker.give("wait", event)
     return "shared, and waited for by another process"
 
 
-def _fabric(peer: Peer, device: sa.Device, stream: sa.Stream) -> str:
+def _fabric(worker: Worker, device: sa.Device, stream: sa.Stream) -> str:
     fabric = sa.MemHandleType.FABRIC
     with vmm.PhysicalMemory(vmm.PhysicalMemory.granularity(device), device, handle_types=fabric) as memory:
         memory.export(fabric)
-    return "made and exported; another machine is needed to open it"
+    return "allocated and exported; only another machine can open it"
 
 
 # --- multicast ------------------------------------------------------------------------------------------------------
 
 _ADMINISTRATOR = (
-    "ask the administrator whether the fabric manager (nvidia-fabricmanager, in the driver's version) runs on the "
-    "host, and whether `nvidia-smi -q` shows the fabric's state of each GPU as completed"
+    "ask the administrator to check that the fabric manager (nvidia-fabricmanager, in the driver's version) runs on "
+    "the host, and that `nvidia-smi -q` shows the fabric state of each GPU as completed"
 )
 
 
 def query_multicast(devices: list[sa.Device]) -> dict[str, Any]:
-    """Ask the devices of one driver, and the driver where there can be a team (``cuMulticastGetGranularity``).
+    """Query multicast support, and the granularity for a team of all devices (``cuMulticastGetGranularity``).
 
-    ``largest_team`` is the most devices that a team within this process can have; 0 where there can be none.
-    ``granularity`` has what sizes and offsets of such a team's objects are a multiple of, by how they are shared;
-    ``needs`` what is missing, or may be, and who can change it.
+    * ``largest_team``: number of devices in the largest team of this process; 0 if none is possible.
+    * ``granularity``: rows with the granularity in bytes, by handle type.
+    * ``needs``: missing requirements, and the person who can change them.
     """
     team = [device for device in devices if device.supports.multicast]
     if len(team) < 2:
@@ -270,10 +273,10 @@ def query_multicast(devices: list[sa.Device]) -> dict[str, Any]:
 
 def _granularity(team: list[sa.Device], kind: sa.MemHandleType) -> Row:
     row: Row = {"handle_type": kind.name, "minimum": None, "recommended": None, "found": ""}
-    ask = functools.partial(MulticastObject.granularity, len(team), handle_types=kind, driver=team[0].driver)
+    query = functools.partial(MulticastObject.granularity, len(team), handle_types=kind, driver=team[0].driver)
     try:
-        row["minimum"] = ask()
-        row["recommended"] = ask(recommended=True)
+        row["minimum"] = query()
+        row["recommended"] = query(recommended=True)
     except sa.CudaError as error:
         row["found"] = f"refused: {error.name}"
     return row
@@ -282,10 +285,10 @@ def _granularity(team: list[sa.Device], kind: sa.MemHandleType) -> Row:
 def _needs(devices: list[sa.Device], team: list[sa.Device]) -> list[str]:
     lines = {line for device in devices for line in missing_for(device.supports) if line.startswith("multicast: ")}
     if any(device.supports.multicast is None for device in devices):
-        lines.add("multicast: these bindings or this driver do not know whether the devices support it")
+        lines.add("multicast: these bindings or this driver cannot tell whether the devices support it")
     if team:
-        lines.add(f"multicast: where making an object fails although devices support it, {_ADMINISTRATOR}")
+        lines.add(f"multicast: if creating an object fails although the devices support it, {_ADMINISTRATOR}")
     elif len(devices) > 1:
-        # One GPU that is alone never supports it, whoever runs the machine.
-        lines.add(f"multicast: where the GPUs are joined by NVSwitch, {_ADMINISTRATOR}")
+        # A single GPU never supports it, so the administrator cannot help.
+        lines.add(f"multicast: if NVSwitch joins the GPUs, {_ADMINISTRATOR}")
     return sorted(lines)

@@ -1,7 +1,7 @@
-"""Multicast: one write that reaches the memory of several GPUs, and reductions over all of it (NVLink SHARP)."""
+"""Multicast (NVLink SHARP): one write reaches several GPUs, one read reduces over their memory."""
 
 from streamalloc.multicast.objects.multicast_object import Binding, MulticastObject, MulticastView
-from streamalloc.multicast.setup.participants import SymmetricMemoryError
+from streamalloc.multicast.setup.rank_group import SymmetricMemoryError
 from streamalloc.multicast.symmetric import SymmetricBuffer, SymmetricMemory, Tables
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Memory of the same size on several devices, each of which reaches all of it: set up everywhere, or nowhere."""
+"""Symmetric memory: the same size on each device of a team, mapped on all of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -26,10 +26,17 @@ from streamalloc.core.stream import Stream, StreamLike, as_stream
 from streamalloc.driver import Driver
 from streamalloc.ipc import Communicator, CommunicatorLike, as_communicator
 from streamalloc.ipc.internal import end_of, left
-from streamalloc.multicast.setup.agreement import Layout
-from streamalloc.multicast.setup.participants import SymmetricMemoryError, Team
-from streamalloc.multicast.setup.resources import RankResources, finish, in_time
-from streamalloc.multicast.setup.steps import Asked, agree, check_now, checked_team, end_or_none, set_up
+from streamalloc.multicast.setup.plan import Layout, Plan
+from streamalloc.multicast.setup.rank_group import RankGroup, SymmetricMemoryError
+from streamalloc.multicast.setup.resources import RankResources, finish_all, run_until
+from streamalloc.multicast.setup.steps import (
+    Arguments,
+    agree,
+    check_devices,
+    check_no_capture,
+    deadline_or_none,
+    set_up,
+)
 from streamalloc.multicast.signals import Signals
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm import Mapping, RangeView
@@ -38,29 +45,34 @@ from streamalloc.vmm.internal import Backup, BackupRange, copying
 __all__ = ["SymmetricBuffer", "SymmetricMemory", "Tables"]
 
 _SIGNAL_PAD_BYTES = 4096
-# How long the devices of what is abandoned are waited for.
-_PATIENCE = 10.0
-# What a rank takes after the others have failed it, where no time is left.
+_ABANDON_TIMEOUT = 10.0
+"""Seconds that ``abandon()`` waits for this process's devices."""
 _GRACE = 1.0
+"""Seconds, at least, that a failed ``close()`` waits for this process's devices."""
 
 
 class Tables(NamedTuple):
-    """Where a rank's memory has the addresses of all ranks' memory, as arrays of 64-bit words, one word for each."""
+    """Device addresses of two ``uint64`` arrays in a rank's memory, indexed by rank."""
 
     buffers: int
+    """Device address of the array of :attr:`SymmetricMemory.addresses`."""
     signal_pads: int
+    """Device address of the array of :attr:`SymmetricMemory.signal_addresses`."""
 
 
 class SymmetricBuffer(BufferView):
-    """One rank's memory, or the multicast view of all of it, as this process sees it; it keeps the whole alive."""
+    """Memory of one rank, or the multicast view of all ranks, mapped in this process.
 
-    __slots__ = ("_device", "_keeper")
+    It keeps the :class:`SymmetricMemory` alive.
+    """
 
-    _ptr = None  # It has a stream and an owner of its own, which the slow path looks at.
+    __slots__ = ("_device", "_symmetric")
 
-    def __init__(self, keeper: SymmetricMemory, place: RangeView, start: int, nbytes: int, device: Device) -> None:
-        super().__init__(place, start, nbytes)
-        self._keeper = keeper
+    _ptr = None  # None selects the slow path, which uses this class's own stream and owner.
+
+    def __init__(self, owner: SymmetricMemory, view: RangeView, start: int, nbytes: int, device: Device) -> None:
+        super().__init__(view, start, nbytes)
+        self._symmetric = owner
         self._device = device
 
     @property
@@ -70,79 +82,83 @@ class SymmetricBuffer(BufferView):
 
     @property
     def owner(self) -> SymmetricMemory:
-        """What it is a part of."""
-        return self._keeper
+        """The symmetric memory that contains it."""
+        return self._symmetric
 
     @property
     def device_accessible(self) -> bool:
-        """True: the devices of this process's ranks may use it."""
+        """True: the devices of this process's ranks have access."""
         return True
 
     def _check_usable(self) -> None:
-        self._keeper._check_open()
+        self._symmetric._check_open()
 
     def _resident_on(self) -> int | None:
-        # Its address is enough for copies, which then need no context on another rank's device.
+        # None: copies go by the address alone, and need no context on another rank's device.
         return None
 
     def __repr__(self) -> str:
-        where = "closed" if self._keeper.closed else f"at {self.address:#x}"
-        return f"<SymmetricBuffer of {size_text(self.nbytes)} {where}, of {self._keeper!r}>"
+        state = "closed" if self._symmetric.closed else f"at {self.address:#x}"
+        return f"<SymmetricBuffer of {size_text(self.nbytes)} {state}, of {self._symmetric!r}>"
 
 
 class SymmetricMemory(Closes, Shown):
-    """Memory of the same size on each device of a team, mapped by every rank.
+    """Allocate memory of the same size on each rank's device, and map it on all ranks.
 
-    Every rank allocates, the ranks exchange handles, and each maps the memory of all: :attr:`buffers`. Where the
-    devices support it, :attr:`multicast_buffer` is a view of all of them at once, into which one store reaches every
-    device. All ranks make this at the same time, and close it at the same time.
+    Create it on all ranks at the same time, and close it on all ranks at the same time. Each rank allocates memory, the
+    ranks exchange handles, and every rank maps the memory of all ranks: :attr:`buffers`. If the devices support
+    multicast, a store to :attr:`multicast_buffer` reaches every rank. ::
 
-    The ranks agree on how it is done, and tell each other after each step how it went. So the set-up succeeds on all of
-    them or fails on all with one :class:`SymmetricMemoryError`, which names the rank and the step. By then nothing is
-    left of it, and if no rank has died the communicator is good for another attempt.
+        with SymmetricMemory(1 << 20, communicator, device=device) as memory:
+            memory.buffers[memory.rank].fill(memory.rank, stream)
+            memory.barrier(stream)                           # work after it runs after the fills of all ranks
+            result.copy_from(memory.buffers[0], stream)      # reads the memory of rank 0
 
-    Close it with :meth:`close`, on all ranks, or by a ``with`` block; where a block ends with an exception the other
-    ranks are not waited for (:meth:`abandon`). What is dropped instead is given back without a word to the other ranks,
-    with a ``ResourceWarning``.
+    The set-up succeeds on all ranks or fails on all ranks. On failure every rank raises a
+    :class:`SymmetricMemoryError`, which names the rank and the step, and releases its resources. If no rank has died,
+    the communicator can be used again.
 
-    Not to be used from several threads at once.
+    Use a ``with`` block, or call :meth:`close` on all ranks. If the block ends with an exception, :meth:`abandon` is
+    called instead, which does not wait for the other ranks. If the object is dropped, this process's resources are
+    released with a ``ResourceWarning``, and the other ranks are not notified.
+
+    The class is not thread-safe.
 
     Parameters
     ----------
     nbytes
-        Size of each rank's part in bytes, as users see it; the same on all ranks. The physical memory is larger: signal
-        pads and tables lie behind these bytes, and it is rounded up to the granularity, with multicast the recommended
-        one for multicast objects (which may be 512 MiB).
+        Size of each rank's memory in bytes; the same on all ranks. The physical memory is larger: it also holds the
+        signal pad and tables, and is rounded up to the granularity, which is up to 512 MiB with multicast.
     communicator
-        The group: whatever :func:`streamalloc.ipc.as_communicator` takes. None: the default group of
+        The group of ranks, as for :func:`streamalloc.ipc.as_communicator`. None: the default group of
         ``torch.distributed``.
     device
-        This rank's device. Default: that of the current context, else the only one that is visible.
+        This rank's device. Default: the device of the current context, or the only visible device.
     devices
-        In place of ``communicator``: one process has all ranks, one for each of these devices; see :meth:`local`.
+        Instead of ``communicator``: this process has all ranks, one for each device; see :meth:`local`.
     multicast
-        Whether there is a multicast view. ``"auto"``: where all devices support it and differ from each other. What
-        fails while it is made is an error nevertheless. The same on all ranks.
+        True: create a multicast view, or raise. False: create none. ``"auto"``: create one if every rank has a device
+        of its own that supports multicast; a failure is still an error. The same on all ranks.
     handle_type
-        What the processes exchange. Default: fabric handles where all devices offer them and may make them, else file
-        descriptors, for which all ranks have to be on one machine. The same on all ranks.
+        Handle type to exchange. Default: fabric handles if all devices support and permit them, else file descriptors,
+        which need all ranks on one machine. The same on all ranks.
     signal_pad_bytes
-        Size of each rank's signal pad, zeroed memory for the users' kernels; the same on all ranks.
+        Size in bytes of each rank's signal pad: zeroed memory for your kernels. The same on all ranks.
     timeout
-        Seconds for the set-up as a whole, and for :meth:`close`. None: as the communicator has it for each call.
+        Seconds for the whole set-up, and for :meth:`close`. None: the communicator's limit for each call.
     driver
-        The driver to use where no device is given.
+        The driver to use if no device is given.
 
     Raises
     ------
     ValueError
-        The ranks gave different sizes or options; on all ranks, naming them.
+        The ranks got different arguments. Raised on all ranks; the message lists them.
     TypeError, ValueError
-        An argument of this rank breaks a rule; the other ranks get a :class:`SymmetricMemoryError` that says so.
+        An argument of this rank is wrong. The other ranks raise :class:`SymmetricMemoryError` with the same text.
     NotSupportedError
-        Multicast or a handle type was asked for and does not work here, or nothing does; on all ranks.
+        The requested multicast or handle type is not supported, or no handle type is. Raised on all ranks.
     SymmetricMemoryError
-        A step failed on some rank, or a rank did not come in time or died; on all ranks.
+        A step failed on a rank, a rank died, or the time was over. Raised on all ranks.
     """
 
     __slots__ = (
@@ -150,13 +166,13 @@ class SymmetricMemory(Closes, Shown):
         "_asleep",
         "_bases",
         "_finalizer",
+        "_group",
         "_layout",
         "_leaving",
         "_owned",
         "_plan",
         "_resources",
         "_signals",
-        "_team",
         "timeout",
     )
 
@@ -178,80 +194,78 @@ class SymmetricMemory(Closes, Shown):
     ) -> None:
         group = None if devices is not None else as_communicator(communicator)
         self._owned = group is not communicator
-        self._team = Team(group, checked_team(communicator, device, devices, handle_type) if devices is not None else 1)
+        if devices is not None:
+            check_devices(communicator, device, devices, handle_type)
+        self._group = RankGroup(group, 1 if devices is None else len(devices))
         self._leaving = False
-        self._asleep: dict[int, _Contents] | None = None
-        """While it sleeps what its ranks' memory had in it, by rank."""
+        """Whether all ranks have agreed to close."""
+        self._asleep: dict[int, _SavedContents] | None = None
+        """Contents by rank while asleep; None while awake."""
         self.timeout = timeout
-        resources: RankResources | None = None
-        end = end_or_none(timeout)
-        try:
-            asked = Asked(nbytes, multicast, handle_type, signal_pad_bytes, timeout)
-            given = {} if devices is None else dict(enumerate(devices))
-            if device is not None:
-                given = dict.fromkeys(self._team.here, device)
-            plan, chosen = agree(self._team, asked, given, driver, end)
-            self._layout = plan.layout
-            resources = RankResources(door_behind(chosen[self._team.here[0]]), chosen, self._team.size)
-            self._resources = resources
-            bases = self._bases = set_up(self._team, resources, plan, end)
-            self._plan = plan._replace(physical_bytes={resources.kind: resources.physical_bytes})
-            self._signals = Signals(plan.layout, bases)
-            self._finalizer = weakref.finalize(self, _drop, _Dropped(resources, self._signals), repr(self))
-            # The operating system takes everything at the end of a process.
+        arguments = Arguments(nbytes, multicast, handle_type, signal_pad_bytes, timeout)
+        given = dict(enumerate(devices or ())) if device is None else {self.rank: device}
+        deadline = deadline_or_none(timeout)
+        with undoing(self._close_communicator), undoing(functools.partial(self._group.settle, deadline)):
+            plan, chosen = agree(self._group, arguments, given, driver, deadline)
+            self._layout: Layout = plan.layout
+            self._resources = resources = RankResources(door_behind(chosen[self.rank]), chosen, self.size)
+            with undoing(functools.partial(later_of(resources.door).end, resources)):
+                self._bases = set_up(self._group, resources, plan, deadline)
+            self._plan: Plan = plan._replace(physical_bytes={resources.kind: resources.physical_bytes})
+            self._signals = Signals(plan.layout, self._bases)
+            self._finalizer = weakref.finalize(self, _drop, _DroppedMemory(resources, self._signals), repr(self))
+            # At process exit the operating system releases everything.
             self._finalizer.atexit = False
-        except BaseException as first:
-            if resources is not None:
-                try:
-                    later_of(resources.door).end(resources)
-                except Exception as later:
-                    attach(first, later)
-            self._team.settle(end)
-            self._leave_group()
-            raise
 
     @classmethod
     def local(
         cls,
-        nbytes: int,
         devices: Sequence[Device],
+        nbytes: int,
         *,
         multicast: bool | Literal["auto"] = "auto",
         signal_pad_bytes: int = _SIGNAL_PAD_BYTES,
         timeout: float | None = 60.0,
     ) -> SymmetricMemory:
-        """Symmetric memory of several devices in this process alone; a rank is the index of its device.
+        """Allocate symmetric memory on several devices of this process; a rank is an index in ``devices``.
 
-        No communicator is needed, and no handles: every part is usable from all of the devices. Whatever is for one
-        rank (:attr:`rank`, :attr:`device`, :attr:`buffer_table`) is for rank 0 then.
+        It needs no communicator and no handles. All devices have access to all memory. :attr:`rank`, :attr:`device`,
+        :attr:`buffer_table` and :attr:`signal_table` are those of rank 0. The old order ``local(nbytes, devices)`` is
+        deprecated. ::
+
+            with SymmetricMemory.local([Device(0), Device(1)], 1 << 20) as memory:
+                memory.buffers[1].fill(7, stream)    # stream of device 0
         """
+        if isinstance(devices, int):
+            warnings.warn("local(nbytes, devices) is deprecated: give devices first", DeprecationWarning, stacklevel=2)
+            devices, nbytes = nbytes, devices  # type: ignore[assignment]
         return cls(nbytes, devices=devices, multicast=multicast, signal_pad_bytes=signal_pad_bytes, timeout=timeout)
 
-    # -- what it is ------------------------------------------------------------------------------------------
+    # -- properties -------------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
-        """This process's rank; the first where it has all of them."""
-        return self._team.here[0]
+        """This process's rank; 0 if this process has all ranks."""
+        return self._group.local[0]
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of this process: one, or all."""
-        return self._team.here
+        """Ranks of this process: one, or all."""
+        return self._group.local
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
-        return self._team.size
+        """Number of ranks."""
+        return self._group.size
 
     @property
     def nbytes(self) -> int:
-        """Size of each rank's part in bytes, as it was asked for."""
+        """Size of each rank's memory in bytes, as requested."""
         return self._layout.nbytes
 
     @property
     def physical_bytes(self) -> int:
-        """How much memory each rank's device gave, in bytes."""
+        """Physical memory in bytes that each rank allocated."""
         return self._resources.physical_bytes
 
     @property
@@ -266,17 +280,17 @@ class SymmetricMemory(Closes, Shown):
 
     @property
     def driver(self) -> Driver:
-        """The driver that it belongs to."""
+        """The driver of the devices."""
         return self._resources.door.driver
 
     @property
     def communicator(self) -> Communicator | None:
-        """The group of its ranks; None where one process has all."""
-        return self._team.communicator
+        """The group of ranks; None if this process has all ranks."""
+        return self._group.communicator
 
     @property
     def handle_type(self) -> MemHandleType:
-        """What was exchanged; ``NONE`` where one process has all ranks."""
+        """Handle type that the ranks exchanged; ``NONE`` if this process has all ranks."""
         return self._resources.kind
 
     @property
@@ -286,50 +300,49 @@ class SymmetricMemory(Closes, Shown):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed or abandoned."""
+        """Whether :meth:`close` or :meth:`abandon` has released it."""
         return not self._resources.made
 
-    # -- its memory ------------------------------------------------------------------------------------------
+    # -- memory ----------------------------------------------------------------------------------------------
 
     @property
     def buffers(self) -> tuple[SymmetricBuffer, ...]:
-        """The memory of each rank, by rank; this rank's own among them."""
+        """Memory of every rank, indexed by rank, this rank's own included."""
         return self._replicas(0, self._layout.nbytes)
 
     @property
     def signal_pads(self) -> tuple[SymmetricBuffer, ...]:
-        """Each rank's signal pad, for the users' kernels: zero at first, and never touched by anything here."""
+        """Signal pad of every rank, indexed by rank: initially zero, and written by your kernels only."""
         return self._replicas(self._layout.signal_pad, self._layout.signal_pad_bytes)
 
     @property
     def multicast_buffer(self) -> SymmetricBuffer | None:
-        """The memory of all ranks at once, to be written only; None where there is no multicast view.
+        """Multicast view of all ranks' memory, write-only; None without multicast.
 
-        A store to it reaches every rank's memory at the same place, and so do fills and copies into it. Ordinary reads
-        of it mean nothing: kernels use ``multimem.ld_reduce``, which gives the sum (or another reduction) of what the
-        ranks have there.
+        A store, fill or copy to it writes the same offset of every rank's memory. Ordinary reads are undefined. Kernels
+        read with ``multimem.ld_reduce``, which returns the sum (or another reduction) over all ranks.
 
-        It is another address of memory that :attr:`buffers` name, too, and the hardware does not order accesses by
-        different addresses, not even those of one thread: between a store to the view and a load of the buffer, or the
-        other way round, belongs a ``fence.proxy.alias``. The end of a kernel and a wait for another rank's barrier or
-        signal order them as well.
+        The view and :attr:`buffers` are different addresses of the same memory, and the hardware does not order
+        accesses through different addresses, even in one thread. Put ``fence.proxy.alias`` between a store to one and a
+        load from the other. The end of a kernel, a barrier and a signal also order them.
         """
         self._check_open()
         mapping = self._resources.view
         if mapping is None:
             return None
-        return SymmetricBuffer(self, _lasting(mapping), 0, self._layout.nbytes, self.device)
+        return SymmetricBuffer(self, _view_of(mapping), 0, self._layout.nbytes, self.device)
 
     @property
     def addresses(self) -> npt.NDArray[np.uint64]:
-        """Where each rank's memory begins in this process, by rank."""
+        """Device address of each rank's memory in this process, indexed by rank."""
         self._check_open()
         return np.array(self._bases, np.uint64)
 
     @property
     def multicast_address(self) -> int | None:
-        """Where the multicast view begins; None where there is none. The parts of a rank's memory are at the same
-        places in it, so that signal pads can be written through it too.
+        """Device address of the multicast view; None without multicast.
+
+        The view has the same offsets as each rank's memory, so kernels can write signal pads through it, too.
         """
         self._check_open()
         mapping = self._resources.view
@@ -337,13 +350,13 @@ class SymmetricMemory(Closes, Shown):
 
     @property
     def signal_addresses(self) -> npt.NDArray[np.uint64]:
-        """Where each rank's signal pad begins in this process, by rank."""
+        """Device address of each rank's signal pad in this process, indexed by rank."""
         self._check_open()
         return np.array([base + self._layout.signal_pad for base in self._bases], np.uint64)
 
     @property
     def signal_offset(self) -> int:
-        """Where the signal pad is in each rank's memory, in bytes from its beginning."""
+        """Bytes from the start of a rank's memory to its signal pad."""
         return self._layout.signal_pad
 
     @property
@@ -352,55 +365,54 @@ class SymmetricMemory(Closes, Shown):
         return self._layout.signal_pad_bytes
 
     def tables(self, rank: int | None = None) -> Tables:
-        """Where kernels find :attr:`addresses` and :attr:`signal_addresses` in a rank's own memory.
+        """Return the device addresses of the tables in a rank's memory, for use in kernels.
 
         Parameters
         ----------
         rank
-            One of :attr:`ranks`; default: the first.
+            One of :attr:`ranks`; default: :attr:`rank`.
         """
         self._check_open()
-        base = self._bases[self.rank if rank is None else self._checked_here(rank)]
+        base = self._bases[self.rank if rank is None else self._checked_rank(rank)]
         return Tables(base + self._layout.buffer_table, base + self._layout.signal_table)
 
     @property
     def buffer_table(self) -> int:
-        """The address of :attr:`addresses` in this rank's device memory: an array of ``uint64``."""
+        """Device address of this rank's table of :attr:`addresses`, an array of ``uint64``."""
         return self.tables().buffers
 
     @property
     def signal_table(self) -> int:
-        """The address of :attr:`signal_addresses` in this rank's device memory: an array of ``uint64``."""
+        """Device address of this rank's table of :attr:`signal_addresses`, an array of ``uint64``."""
         return self.tables().signal_pads
 
     def _replicas(self, start: int, nbytes: int) -> tuple[SymmetricBuffer, ...]:
         self._check_open()
         devices = self._resources.devices
         return tuple(
-            SymmetricBuffer(self, _lasting(mapping), start, nbytes, devices.get(rank, self.device))
+            SymmetricBuffer(self, _view_of(mapping), start, nbytes, devices.get(rank, self.device))
             for rank, mapping in self._resources.replicas.items()
         )
 
     # -- order between ranks ---------------------------------------------------------------------------------
 
     def barrier(self, *streams: StreamLike, channel: int = 0) -> None:
-        """Let work that is queued on a stream from now on wait for all that every rank has queued before its barrier.
+        """Make later work of the stream wait for the work that every rank queued before its barrier.
 
-        All ranks call it, as often as each other; the host does not wait (``cuStreamWriteValue32``,
-        ``cuStreamWaitValue32``). What any rank has written before the barrier is seen by all after it.
+        Call it on all ranks, equally often. The host does not block (``cuStreamWriteValue32``,
+        ``cuStreamWaitValue32``). Writes before the barrier are visible to all ranks after it.
 
         Parameters
         ----------
         streams
-            This rank's stream; where one process has all ranks, a stream for each, in their order.
+            This rank's stream. If this process has all ranks: one stream for each rank, in order of rank.
         channel
-            Barriers of different channels have nothing to do with each other; there are 16. On one channel a stream
-            waits for the one that was used before it.
+            0 to 15; channels are independent. On one channel, a stream also waits for the stream used before it.
 
         Raises
         ------
         CaptureError
-            The stream is being captured: the counters behind it count up at each call.
+            The stream is being captured; the counters increase at each call, so a graph cannot repeat it.
         """
         self._check_open()
         if len(streams) != len(self.ranks):
@@ -412,31 +424,34 @@ class SymmetricMemory(Closes, Shown):
         )
 
     def put_signal(self, peer: int, stream: StreamLike, *, channel: int = 0, rank: int | None = None) -> None:
-        """Tell another rank, in stream order, that what this stream has queued so far is done.
+        """Signal another rank once the work queued on the stream is done (``cuStreamWriteValue32``).
 
-        The host does not wait (``cuStreamWriteValue32``). Signals add up: the n-th wait there is for the n-th signal
-        from here on this channel.
+        The host does not block. Signals are counted: the peer's n-th :meth:`wait_signal` on a channel waits for the
+        n-th signal from this rank.
 
         Parameters
         ----------
         peer
-            Whom to tell.
+            The rank to signal.
         stream
-            Whose work is done then.
+            The stream that the signal follows.
         channel
-            Signals of different channels have nothing to do with each other; there are 16.
+            0 to 15; channels are independent.
         rank
-            Who tells it, where one process has all ranks; default: the rank on the stream's device.
+            The sending rank, if this process has all ranks; default: the rank of the stream's device.
         """
         self._check_open()
         ordered = self._team_stream(stream)
-        self._signals.put(self._acting(rank, ordered), peer, ordered, channel)
+        self._signals.put(self._rank_of(ordered, rank), peer, ordered, channel)
 
     def wait_signal(self, peer: int, stream: StreamLike, *, channel: int = 0, rank: int | None = None) -> None:
-        """Let a stream wait for the next signal from another rank (``cuStreamWaitValue32``); see :meth:`put_signal`."""
+        """Make later work of a stream wait for the next signal from ``peer`` (``cuStreamWaitValue32``).
+
+        The host does not block. The parameters are as for :meth:`put_signal`; ``rank`` is the receiving rank.
+        """
         self._check_open()
         ordered = self._team_stream(stream)
-        self._signals.wait(self._acting(rank, ordered), peer, ordered, channel)
+        self._signals.wait(self._rank_of(ordered, rank), peer, ordered, channel)
 
     def _team_stream(self, stream: StreamLike) -> Stream:
         ordered = as_stream(stream, self._resources.door)
@@ -444,88 +459,99 @@ class SymmetricMemory(Closes, Shown):
             raise ValueError(f"{ordered!r} has no access: the devices of this process's ranks are {list(self.devices)}")
         return ordered
 
-    def _acting(self, rank: int | None, stream: Stream) -> int:
+    def _rank_of(self, stream: Stream, rank: int | None) -> int:
         if rank is not None:
-            return self._checked_here(rank)
+            return self._checked_rank(rank)
         found = [rank for rank, device in self._resources.devices.items() if device == stream.device]
         if len(found) > 1:
-            raise ValueError(f"ranks {found} are on the stream's device: say which one with rank=")
+            raise ValueError(f"ranks {found} are on the stream's device: choose one by rank=")
         return found[0]
 
-    def _checked_here(self, rank: int) -> int:
+    def _checked_rank(self, rank: int) -> int:
         if rank not in self._resources.devices:
             raise ValueError(f"rank={rank!r}: this process has {list(self.ranks)}")
         return rank
 
-    # -- the end ---------------------------------------------------------------------------------------------
+    # -- release ---------------------------------------------------------------------------------------------
 
     def close(self, timeout: float | None = None) -> None:
-        """Give everything back, once all ranks are here and have done their work. Collective; idempotent.
+        """Release everything once all ranks have called this and their devices are idle; collective, idempotent.
 
-        Where that cannot be because a rank does not come, or has died, this rank gives its part back all the same, and
-        the error says which rank it was.
+        If a rank died or did not call it in time, this rank releases its resources alone, and the error names the rank.
 
         Parameters
         ----------
         timeout
-            Seconds for it; default: :attr:`timeout`.
+            Seconds; default: :attr:`timeout`.
 
         Raises
         ------
         SymmetricMemoryError
-            Not all ranks came, or one has not done its work in time. What this rank had is given back, unless its own
-            device still works a second later.
+            A rank died or was not ready in time. This rank's resources are released, unless its own device is still
+            busy one second later.
         CaptureError
-            A stream is being captured: nothing was done, and no rank was told.
+            A stream is being captured. Nothing was released, and no rank was notified.
         CudaError
-            Work of this rank's device had failed, or the driver refuses to give something back; calling it again tries
-            the latter again.
+            Work of this rank's device had failed, or the driver refused a release. In the second case, call it again to
+            retry.
         """
         if self.closed:
             return
-        check_now(self._resources.door)
-        end = end_of(self.timeout if timeout is None else timeout)
-        lost: list[CudaError] = []
+        check_no_capture(self._resources.door)
+        deadline = self._deadline(timeout)
+        failures: list[CudaError] = []
         if not self._leaving:
             try:
-                # First all have to have queued what others may wait for.
-                self._team.step("close", lambda rank: None, end)
-                self._team.step("close", lambda rank: finish([self._resources.devices[rank]], end, lost), end)
+                self._finish_together("close", lambda rank: self._finish(rank, deadline, failures), deadline)
             except SymmetricMemoryError as first:
                 try:
-                    self.abandon(_GRACE if end is None else max(left(end), _GRACE))
+                    self.abandon(_GRACE if deadline is None else max(left(deadline), _GRACE))
                 except Exception as later:
                     attach(first, later)
                 raise
             self._leaving = True
         self._release()
-        self._leave_group()
-        if lost:
-            raise lost[0]
+        self._close_communicator()
+        if failures:
+            raise failures[0]
 
-    def abandon(self, timeout: float = _PATIENCE) -> None:
-        """Give back what this rank has, without the others: the way out after one of them has died. Idempotent.
+    def abandon(self, timeout: float = _ABANDON_TIMEOUT) -> None:
+        """Release this rank's resources without the other ranks, for example after one has died; idempotent.
 
-        Streams that wait for a barrier or a signal are let go on, whatever they would find. Memory that others have
-        mapped stays until they let go of it. The communicator is left as it is.
+        Barriers and signals that this process's streams wait for are satisfied, so that the devices become idle. Memory
+        that other ranks have mapped stays until they unmap it. The communicator stays open.
+
+        Parameters
+        ----------
+        timeout
+            Seconds to wait for this rank's device.
 
         Raises
         ------
         TimeoutError
-            This rank's device has not done its work in so many seconds: a kernel may wait for another rank. Nothing was
-            given back.
+            The device was busy for that long; a kernel may wait for another rank. Nothing was released.
         CaptureError, CudaError
-            As :meth:`close`.
+            As for :meth:`close`.
         """
         if self.closed:
             return
-        check_now(self._resources.door)
-        lost: list[CudaError] = []
-        end = end_of(timeout)
-        _let_go_on(self._resources, self._signals, end, lost)
+        check_no_capture(self._resources.door)
+        failures: list[CudaError] = []
+        _satisfy_and_finish(self._resources, self._signals, end_of(timeout), failures)
         self._release()
-        if lost:
-            raise lost[0]
+        if failures:
+            raise failures[0]
+
+    def _deadline(self, timeout: float | None) -> float | None:
+        return end_of(self.timeout if timeout is None else timeout)
+
+    def _finish(self, rank: int, deadline: float | None, failures: list[CudaError]) -> None:
+        finish_all([self._resources.devices[rank]], deadline, failures)
+
+    def _finish_together(self, step: str, do: Callable[[int], None], deadline: float | None) -> None:
+        """Run a step that waits for devices, after all ranks have queued the work that other ranks wait for."""
+        self._group.step(step, lambda rank: None, deadline)
+        self._group.step(step, do, deadline)
 
     def _release(self) -> None:
         self._resources.attempt()
@@ -535,77 +561,71 @@ class SymmetricMemory(Closes, Shown):
         self._signals.forget()
         self._finalizer.detach()
 
-    def _leave_group(self) -> None:
-        if self._owned and self.communicator is not None and not self._team.lost:
+    def _close_communicator(self) -> None:
+        if self._owned and self.communicator is not None and not self._group.failed:
             self.communicator.close()
 
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError(f"{self!r} was closed")
         if self._asleep is not None:
-            raise EvictedError(f"{self!r} sleeps: wake() it first, on all ranks")
+            raise EvictedError(f"{self!r} is asleep: call wake() on all ranks first")
 
     # -- sleep -----------------------------------------------------------------------------------------------
 
     @property
     def asleep(self) -> bool:
-        """Whether its memory was given back by :meth:`sleep`."""
+        """Whether :meth:`sleep` has released the memory."""
         return self._asleep is not None
 
     def sleep(self, backup: MemoryPool | None = None, *, timeout: float | None = None) -> None:
-        """Give the memory of all ranks back, together; the addresses stay. On all ranks at the same time.
+        """Release the physical memory of all ranks and keep the addresses; call it on all ranks at the same time.
 
-        The host waits for the devices' work. Signal pads, and what barriers and signals have counted, are kept in any
-        case. Nothing but :meth:`wake`, :meth:`close` and :meth:`abandon` can be called meanwhile.
+        The host blocks until the devices are idle. Signal pads and counters are always saved. Until :meth:`wake`, only
+        :meth:`close` and :meth:`abandon` can be called.
 
         Parameters
         ----------
         backup
-            A pool in host memory, to which this process's devices have access, that takes the bytes of this process's
-            ranks; None gives them up. Each rank decides for itself.
+            A pool in host memory that this process's devices can access. It keeps the bytes of this process's ranks.
+            None: the bytes are lost. Ranks may differ in this argument.
         timeout
             Seconds; default: :attr:`timeout`.
 
         Raises
         ------
         EvictedError
-            It sleeps already.
+            The memory is asleep already.
         SymmetricMemoryError
-            A rank did not come in time, or could not copy, as there is no host memory. Nothing has changed.
+            A rank was not ready in time, or had no host memory for the backup. The memory stays awake.
         CudaError
-            The driver refuses to give something back; calling it again tries that again.
+            The driver refused a release. Call it again to retry.
         """
         if self._asleep is not None and self._resources.memories:
-            self._resources.give_memory_back()  # where that was refused before
+            # The previous call saved the contents, but the driver refused a release.
+            self._resources.release_memory()
             return
         self._check_open()
-        check_now(self._resources.door)
-        end = end_of(self.timeout if timeout is None else timeout)
-        kept: dict[int, _Contents] = {}
+        check_no_capture(self._resources.door)
+        deadline = self._deadline(timeout)
+        saved: dict[int, _SavedContents] = {}
 
-        def copy(rank: int) -> None:
-            lost: list[CudaError] = []
-            finish([self._resources.devices[rank]], end, lost)
-            if lost:
-                raise lost[0]
-            kept[rank] = _Contents.of(self._resources, self._layout, rank, backup)
+        def save(rank: int) -> None:
+            failures: list[CudaError] = []
+            self._finish(rank, deadline, failures)
+            if failures:
+                raise failures[0]
+            saved[rank] = _SavedContents.of(self._resources, self._layout, rank, backup)
 
-        try:
-            # First all have to have queued what others may wait for.
-            self._team.step("sleep", lambda rank: None, end)
-            self._team.step("sleep", copy, end)
-        except BaseException:
-            for contents in kept.values():
-                contents.close()
-            raise
-        self._asleep = kept
-        self._resources.give_memory_back()
+        with undoing(lambda: [contents.close() for contents in saved.values()]):
+            self._finish_together("sleep", save, deadline)
+        self._asleep = saved
+        self._resources.release_memory()
 
     def wake(self, *, timeout: float | None = None) -> None:
-        """Give all ranks memory again, at the same addresses, and the bytes that were kept. On all ranks together.
+        """Allocate memory at the same addresses and restore the saved bytes; call it on all ranks at the same time.
 
-        Bytes that were not kept are undefined. Buffers and tables from before, and graphs that use them, are valid
-        again.
+        Bytes that were not saved are undefined. Earlier buffers, tables and graphs are valid again.
 
         Parameters
         ----------
@@ -615,36 +635,33 @@ class SymmetricMemory(Closes, Shown):
         Raises
         ------
         EvictedError
-            It does not sleep.
+            The memory is not asleep.
         SymmetricMemoryError
-            A rank has no memory, or did not come in time, or the driver refuses a step there. On all ranks it sleeps as
-            before, with its bytes, and if no rank has died it can be tried again.
+            A rank had no memory, was not ready in time, or the driver refused a step. All ranks stay asleep with their
+            saved bytes. If no rank has died, the call can be repeated.
         """
         asleep = self._asleep
         if asleep is None:
-            raise EvictedError(f"{self!r} does not sleep")
-        check_now(self._resources.door)
+            raise EvictedError(f"{self!r} is not asleep")
+        check_no_capture(self._resources.door)
         resources, layout = self._resources, self._layout
-        end = end_of(self.timeout if timeout is None else timeout)
+        deadline = self._deadline(timeout)
+
+        def restore(rank: int) -> None:
+            asleep[rank].restore(resources, layout, rank)
+
         if resources.memories:
-            self._release_memory()  # where that failed before
-        try:
-            set_up(self._team, resources, self._plan, end, lambda rank: asleep[rank].put_back(resources, layout, rank))
-        except BaseException as first:
-            try:
-                self._release_memory()
-            except Exception as later:
-                attach(first, later)
-            self._team.settle(end)
-            raise
+            self._release_memory()  # left over by a wake that failed
+        with undoing(functools.partial(self._group.settle, deadline)), undoing(self._release_memory):
+            set_up(self._group, resources, self._plan, deadline, restore)
         self._asleep = None
         for contents in asleep.values():
             contents.close()
 
     def _release_memory(self) -> None:
-        """Release what a wake that failed has made, after the copies into it, which it may not have waited for."""
-        finish(self._resources.devices.values(), end_of(_PATIENCE), [])
-        self._resources.give_memory_back()
+        """Release the memory of a wake that failed, after the copies into it."""
+        finish_all(self._resources.devices.values(), end_of(_ABANDON_TIMEOUT), [])
+        self._resources.release_memory()
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -678,87 +695,87 @@ class SymmetricMemory(Closes, Shown):
         return f"<{type(self).__name__} of {size_text(self.nbytes)} for each rank, {who}{state}>"
 
 
-def _lasting(mapping: Mapping) -> RangeView:
-    """The place of a mapping, whatever is mapped there: what sleeps is mapped anew when it wakes."""
+def _view_of(mapping: Mapping) -> RangeView:
+    """Return a view of the addresses of a mapping: it stays valid when ``wake()`` maps other memory there."""
     return RangeView(mapping.range, mapping.offset, mapping.offset + mapping.nbytes)
 
 
-class _Contents(NamedTuple):
-    """What the memory of a rank has in it, while that was given back."""
+class _SavedContents(NamedTuple):
+    """Contents of a rank's memory while it is asleep."""
 
-    kept: BackupRange | None
-    """The user's bytes; None where they were given up."""
-    rest: npt.NDArray[np.uint8]
-    """What lies behind them."""
+    bytes: BackupRange | None
+    """Backup of the user's bytes; None if they were not saved."""
+    internal: npt.NDArray[np.uint8]
+    """Signal pad, counters and tables."""
 
     @classmethod
-    def of(cls, resources: RankResources, layout: Layout, rank: int, backup: MemoryPool | None) -> _Contents:
-        """A copy of it."""
+    def of(cls, resources: RankResources, layout: Layout, rank: int, backup: MemoryPool | None) -> _SavedContents:
+        """Copy the contents to host memory."""
         replica = resources.replicas[rank]
-        rest = np.zeros(layout.total - layout.signal_pad, np.uint8)
+        internal = np.zeros(layout.total - layout.signal_pad, np.uint8)
         with resources.devices[rank].create_stream() as stream, copying(stream) as copies:
-            replica[layout.signal_pad : layout.total].copy_to(rest, stream)
-            kept = None if backup is None else Backup.allocate(backup, layout.nbytes, stream).hold(0, layout.nbytes)
-            contents = cls(kept, rest)
+            replica[layout.signal_pad : layout.total].copy_to(internal, stream)
+            saved = None if backup is None else Backup.allocate(backup, layout.nbytes, stream).hold(0, layout.nbytes)
+            contents = cls(saved, internal)
             with undoing(contents.close):
                 try:
-                    if kept is not None:
-                        kept.save(replica[: layout.nbytes], copies)
+                    if saved is not None:
+                        saved.save(replica[: layout.nbytes], copies)
                 finally:
                     stream.synchronize()
                     copies.finished = True
         return contents
 
-    def put_back(self, resources: RankResources, layout: Layout, rank: int) -> None:
-        """Copy it into new memory."""
+    def restore(self, resources: RankResources, layout: Layout, rank: int) -> None:
+        """Copy the contents to new device memory."""
         replica = resources.replicas[rank]
         with resources.devices[rank].create_stream() as stream, copying(stream) as copies:
-            replica[layout.signal_pad : layout.total].copy_from(self.rest, stream)
-            if self.kept is not None:
-                self.kept.load(CopySide.of(replica[: layout.nbytes]), copies)
+            replica[layout.signal_pad : layout.total].copy_from(self.internal, stream)
+            if self.bytes is not None:
+                self.bytes.load(CopySide.of(replica[: layout.nbytes]), copies)
             stream.synchronize()
             copies.finished = True
 
     def close(self) -> None:
-        """It is not needed any more."""
-        if self.kept is not None:
-            self.kept.leave()
+        """Free the host memory."""
+        if self.bytes is not None:
+            self.bytes.leave()
 
 
-# -- undoing -------------------------------------------------------------------------------------------------
+def _satisfy_and_finish(
+    resources: RankResources, signals: Signals, deadline: float | None, failures: list[CudaError]
+) -> None:
+    """Wait until the devices are idle; first satisfy all barriers and signals that their streams wait for."""
 
-
-def _let_go_on(resources: RankResources, signals: Signals, end: float | None, lost: list[CudaError]) -> None:
-    """Wait for the devices; before, write what streams wait for, so that none waits for a rank that never answers."""
-
-    def write(rank: int, device: Device) -> None:
-        words = signals.awaited(rank)
-        at = signals.layout.words
-        # Not the default stream, which waits for the others.
+    def satisfy(rank: int, device: Device) -> None:
+        counters = signals.released(rank)
+        at = signals.layout.counters
+        # A new stream, because the default stream waits for the blocked ones.
         with resources.door.relaxed(), device.create_stream() as stream:
-            resources.replicas[rank][at : at + words.nbytes].copy_from(words, stream)
+            resources.replicas[rank][at : at + counters.nbytes].copy_from(counters, stream)
             stream.synchronize()
 
-    if signals.used and resources.replicas and not resources.going:
+    if signals.used and resources.replicas and not resources.releasing:
         for rank, device in resources.devices.items():
-            in_time(device, functools.partial(write, rank, device), end, lost)
-    finish(resources.devices.values(), end, lost)
+            run_until(device, functools.partial(satisfy, rank, device), deadline, failures)
+    finish_all(resources.devices.values(), deadline, failures)
 
 
-class _Dropped(Deferred):
-    """Symmetric memory that was dropped: given back once its devices have done their work. No other rank is told."""
+class _DroppedMemory(Deferred):
+    """Release of dropped symmetric memory once its devices are idle; other ranks are not notified."""
 
-    __slots__ = ("_signals", "_waiter", "_work_done", "resources")
+    __slots__ = ("_idle", "_signals", "_waiter", "resources")
 
     def __init__(self, resources: RankResources, signals: Signals) -> None:
         self.resources: RankResources = resources
         self._signals = signals
         self._waiter: threading.Thread | None = None
-        self._work_done = False
+        self._idle = False
+        """Whether the devices have done their work."""
 
     def attempt(self) -> bool:
-        """Give it back if that can be done now; the devices are waited for on another thread."""
-        if self._work_done:
+        """Release the memory if the devices are idle; otherwise let a thread wait for them."""
+        if self._idle:
             return self.resources.attempt()
         if self._waiter is None or not self._waiter.is_alive():
             self._waiter = threading.Thread(target=self._wait, name="streamalloc waits for devices", daemon=True)
@@ -766,15 +783,15 @@ class _Dropped(Deferred):
         return False
 
     def _wait(self) -> None:
-        # Where that fails, as in a capture of other code, it is tried again.
+        # After an error, such as a capture by other code, the next attempt() starts another thread.
         with contextlib.suppress(Exception), self.resources.door.relaxed():
-            _let_go_on(self.resources, self._signals, None, [])
-            self._work_done = True
+            _satisfy_and_finish(self.resources, self._signals, None, [])
+            self._idle = True
 
 
-def _drop(dropped: _Dropped, what: str) -> None:
-    """Hand in what was dropped, for a finaliser."""
+def _drop(dropped: _DroppedMemory, description: str) -> None:
+    """Queue dropped memory for release; called by the finaliser."""
     door = dropped.resources.door
     if dropped.resources.made and door.usable:
         later_of(door).hand_in(dropped)
-        warnings.warn(f"{what} was dropped without close()", ResourceWarning, stacklevel=2)
+        warnings.warn(f"{description} was dropped without close()", ResourceWarning, stacklevel=2)

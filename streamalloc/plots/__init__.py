@@ -1,9 +1,11 @@
-"""Pictures of memory, drawn with matplotlib: what pools hold, who reused whose memory, what is mapped where.
+"""Figures of memory, drawn with matplotlib: contents of pools, reuse of memory, mappings of address ranges.
 
-``pool.plot()``, ``range.plot()``, ``buffer.plot()`` of growable memory and :func:`memory` and :func:`reuse` of an
-observer draw what there is. :func:`usage`, :class:`Timeline` and :func:`film` draw what a program did, call by call.
-:func:`spans`, :func:`grid` and :func:`curves` are the charts that the others are made of. Each makes a figure, or draws
-into ``ax``.
+* Current state: ``pool.plot()``, ``range.plot()``, ``plot()`` of growable memory, and :func:`memory` and :func:`reuse`
+  of an observer.
+* History of a program, call by call: :func:`usage`, :class:`Timeline` and :func:`film`.
+* Basic charts: :func:`spans`, :func:`grid`, :func:`curves` and :func:`areas`.
+
+Each function returns a figure, or draws into the axes ``ax``.
 """
 
 import importlib
@@ -46,7 +48,6 @@ __all__ = [
     "usage",
 ]
 
-# Imported when first used, as this package can be imported where matplotlib is not installed.
 _MODULES = {
     "charts": ("Bar", "Cell", "Mark", "areas", "curves", "grid", "spans"),
     "objects": ("draw",),
@@ -55,6 +56,7 @@ _MODULES = {
     "ranges": ("Frame", "Piece", "address_range", "film", "frame"),
     "style": ("STYLE", "drawing", "figure"),
 }
+"""Public names by module. Modules are imported on use, so this package can be imported without matplotlib."""
 
 
 def __dir__() -> list[str]:

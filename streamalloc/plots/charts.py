@@ -1,4 +1,4 @@
-"""Charts that pictures are made of: bars in rows over time, cells in a grid, and curves."""
+"""Basic charts: bars in rows over time, cells in a grid, curves and areas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BAR = 0.52
 
 
 class Bar(NamedTuple):
-    """From when to when something was the case, in a row."""
+    """A bar in a row, from ``start`` to ``stop`` on the x axis."""
 
     row: str
     start: float
@@ -29,7 +29,7 @@ class Bar(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Something that happened in a row."""
+    """A marker in a row."""
 
     row: str
     at: float
@@ -37,7 +37,7 @@ class Mark(NamedTuple):
     color: str = INK
     shape: str = "o"
     to: str = ""
-    """A row down to which a dashed line leads."""
+    """Row that a dashed line leads down to; empty: no line."""
 
 
 def spans(
@@ -51,22 +51,22 @@ def spans(
     height: float = 0.0,
     ax: Axes | None = None,
 ) -> Figure:
-    """What was the case from when to when, in rows.
+    """Draw bars and markers in rows, and return the figure.
 
     Parameters
     ----------
     bars, marks
-        What is drawn. A text that is wider than its bar is left out.
+        The bars and markers. A text wider than its bar is left out.
     names
-        The rows from top to bottom; by default in the order of the bars.
+        The rows from top to bottom; default: in order of the bars.
     legend
-        Colours by what they mean.
+        Colours by label.
     xlabel
-        What the x axis is.
+        Label of the x axis.
     thickness
-        Of the bars; rows are 1 apart.
+        Height of the bars, where rows are 1 apart.
     height
-        Of a new figure, in inches.
+        Height of a new figure in inches.
     """
     bars, marks = list(bars), list(marks)
     names = list(names) or list(dict.fromkeys([*(bar.row for bar in bars), *(mark.row for mark in marks)]))
@@ -102,7 +102,7 @@ def spans(
 
 
 def _inside(made: Figure, ax: Axes, texts: Iterable[tuple[float, float, float, str, str]]) -> None:
-    """Texts in the middle of bars that have room for them."""
+    """Write texts into those bars that are wide enough."""
     made.draw_without_rendering()
     for start, stop, row, text, ink in texts:
         if text:
@@ -114,7 +114,7 @@ def _inside(made: Figure, ax: Axes, texts: Iterable[tuple[float, float, float, s
 
 
 class Cell(NamedTuple):
-    """A cell of a grid: where it begins, how wide it is, and what is in it."""
+    """A cell of a grid; ``column`` is its left edge."""
 
     row: int
     column: float
@@ -134,18 +134,18 @@ def grid(
     rotation: float = 0,
     ax: Axes | None = None,
 ) -> Figure:
-    """Coloured cells with texts, a row below the other.
+    """Draw coloured cells with texts, and return the figure.
 
     Parameters
     ----------
     cells
-        What is drawn; where there is no cell nothing is.
+        The cells; the rest of the grid stays empty.
     rows
-        What stands left of each row.
+        Labels of the rows.
     columns
-        What stands above: of columns of width 1, or of the places that it is given with.
+        Labels of columns of width 1, or labels with their x positions.
     height
-        Of a new figure, in inches.
+        Height of a new figure in inches.
     """
     cells = list(cells)
     heads = columns if isinstance(columns, Mapping) else {name: place + 0.5 for place, name in enumerate(columns)}
@@ -174,14 +174,16 @@ def curves(
     steps: Sequence[str] = (),
     height: float = 3.5,
 ) -> Figure:
-    """A panel for each title, with named curves: their x and y values. A name has one colour in all panels.
+    """Draw named curves in panels, and return the figure. A name has the same colour in all panels.
 
     Parameters
     ----------
+    panels
+        By title and name: x values and y values.
     log, steps
-        The titles of panels with a logarithmic y axis, and of those whose values change at once.
+        Titles of panels with a logarithmic y axis, and of panels drawn as steps.
     height
-        Of the figure, in inches.
+        Height of the figure in inches.
     """
     names = list(dict.fromkeys(name for panel in panels.values() for name in panel))
     colors = dict(zip(names, ("#1f4e86", "#b3402e", *ADDRESSES[1:]), strict=False))
@@ -217,18 +219,18 @@ def areas(
     lines: Mapping[str, Sequence[float]] | None = None,
     height: float = 5.2,
 ) -> Figure:
-    """A panel for each title, with areas on top of each other: their values after each of some calls.
+    """Draw stacked areas over a sequence of calls, in panels, and return the figure.
 
     Parameters
     ----------
     panels
-        By title, the values of each area, from the lowest to the highest, after each call.
+        By title and name: the values after each call, from the lowest area to the highest.
     calls
-        What was called, as it stands below.
+        Labels of the calls.
     lines
-        By title, values to draw over the areas, as somebody else gave them.
+        By title: values of a line over the areas.
     height
-        Of the figure, in inches.
+        Height of the figure in inches.
     """
     made, axes = figure(len(panels), 1, height=height, sharex=True)
     end = len(calls)
@@ -256,7 +258,7 @@ def areas(
 
 
 def _stretches(base: Sequence[float], top: Sequence[float]) -> list[tuple[int, int]]:
-    """From where to where an area is of one height, the same above its base, and not empty."""
+    """Return the index ranges in which an area keeps its base and height, and is not empty."""
     stretches = []
     for (low, high), group in itertools.groupby(range(len(base)), key=lambda at: (base[at], top[at])):
         positions = list(group)

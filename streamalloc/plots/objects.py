@@ -1,4 +1,4 @@
-"""What draws an object: ``pool.plot()`` and the like come here."""
+"""Dispatch for ``pool.plot()`` and the other ``plot()`` methods."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from streamalloc.vmm import AddressRange, VirtualBuffer
 
 __all__ = ["draw"]
 
-# The first class that fits.
-_HOW: dict[type | tuple[type, ...], Any] = {
+_FUNCTIONS: dict[type | tuple[type, ...], Any] = {
     MemoryPool: pool,
     (AddressRange, VirtualBuffer): address_range,
     Observer: memory,
@@ -24,15 +23,15 @@ _HOW: dict[type | tuple[type, ...], Any] = {
 
 
 def draw(thing: object, **options: Any) -> Figure:
-    """Draw a pool, an address range, virtual memory or what an observer knows, by the function for its kind.
+    """Draw a pool, an address range, virtual memory or an observer; return the figure.
 
     Raises
     ------
     TypeError
-        There is no picture of such an object.
+        Objects of this class cannot be drawn.
     """
-    for kind, how in _HOW.items():
+    for kind, draw_kind in _FUNCTIONS.items():
         if isinstance(thing, kind):
-            made: Figure = how(thing, **options)
+            made: Figure = draw_kind(thing, **options)
             return made
     raise TypeError(f"there is no picture of {thing!r}")

@@ -1,4 +1,4 @@
-"""Pictures of what an observer knows, or what a traced driver was called for: memory over time, and its reuse."""
+"""Figures of an observer's records or a traced driver's calls: memory over time, and its reuse."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ __all__ = ["Life", "lives", "memory", "reuse"]
 
 
 def memory(of: Observer) -> Figure:
-    """What was allocated over time, and the phases above it. An observer has its history unless it was told not to."""
+    """Draw the allocated bytes over time, with the phases above; return the figure.
+
+    The observer must keep its history, which is the default.
+    """
     happened, phases = of.history, [one for one in of.phases if one.ended is not None]
     starts = [one.time for one in happened] + [one.began for one in phases]
     zero = min(starts, default=0)
@@ -57,7 +60,7 @@ def memory(of: Observer) -> Figure:
         y.append(y[-1])
         ax.fill_between(x, y, step="post", color=RESERVED, lw=0)
         ax.step(x, y, where="post", color=USED, lw=1.6)
-        if failures:  # or matplotlib makes room for nothing
+        if failures:  # an empty plot would still change the limits
             ax.plot(failures, [0] * len(failures), "x", color=RED, ms=7, mew=2, clip_on=False)
         sizes(ax)
         ax.set_xlim(0, x[-1] or 1)
@@ -94,7 +97,7 @@ def _phases(ax: Axes, phases: Sequence[Phase], zero: int) -> None:
 
 
 class Life(NamedTuple):
-    """Memory from its allocation to its free, counted in calls; ``why`` it could be that of an earlier one."""
+    """An allocation, from its allocate call to its free call; ``start`` and ``stop`` count calls."""
 
     address: int
     nbytes: int
@@ -102,7 +105,7 @@ class Life(NamedTuple):
     stop: int | None
     stream: int
     why: str
-    """Why what was freed before could be handed out: one of ``WHY``; empty for new memory."""
+    """Ordering that permitted the reuse, one of ``WHY``; empty: new memory."""
 
 
 SAME, SYNCHRONISED, EVENT, OTHER = (
@@ -115,7 +118,7 @@ WHY = {SAME: GREY, SYNCHRONISED: "#5f9467", EVENT: INK, OTHER: RED}
 
 
 class _Freed(NamedTuple):
-    """Memory that was freed, and the streams that come after the free by now."""
+    """Freed memory, with the streams that are ordered after the free and the reason for each."""
 
     address: int
     nbytes: int
@@ -124,21 +127,21 @@ class _Freed(NamedTuple):
 
 
 def lives(of: Observer | Iterable[Call]) -> list[Life]:
-    """What was allocated from when to when, on which stream, and why memory was reused.
+    """Return the allocations, each with the reason why it could reuse freed memory.
 
     Parameters
     ----------
     of
-        The calls of :func:`streamalloc.driver.traced`, which tell of events and synchronisations, too; or an observer,
-        which knows no more than whether the stream is the same.
+        Calls of :func:`streamalloc.driver.traced`, which include events and synchronizations; or an observer, whose
+        records only show whether the stream is the same.
     """
     if isinstance(of, Observer):
         return _lives(_steps(of.history))
     return _lives(_steps_of_calls(of))
 
 
-# A step: what it is, then (address, size, stream), (stream, event) or (stream,).
 _Step = tuple[str, tuple[int, ...]]
+"""Kind of a call, then (address, size, stream), (stream, event), (stream,), (event,) or ()."""
 
 
 def _steps(happened: Iterable[Happening]) -> list[_Step]:
@@ -149,14 +152,16 @@ def _steps(happened: Iterable[Happening]) -> list[_Step]:
     ]
 
 
-_MAKERS = {"cuMemAllocAsync": 1, "cuMemAllocFromPoolAsync": 2}
-_NOTES = {
+_ALLOCATIONS = {"cuMemAllocAsync": 1, "cuMemAllocFromPoolAsync": 2}
+"""Position of the stream in the arguments."""
+_ORDERINGS = {
     "cuEventRecord": ("record", (1, 0)),
     "cuStreamWaitEvent": ("wait", (0, 1)),
     "cuStreamSynchronize": ("synchronise", (0,)),
     "cuEventSynchronize": ("synchronise event", (0,)),
     "cuCtxSynchronize": ("synchronise", ()),
 }
+"""Kind of step, and the positions of its arguments."""
 
 
 def _steps_of_calls(calls: Iterable[Call]) -> list[_Step]:
@@ -165,16 +170,16 @@ def _steps_of_calls(calls: Iterable[Call]) -> list[_Step]:
     for call in calls:
         if int(call.answer[0]):
             continue
-        if call.name in _MAKERS and int(call.answer[1]):
+        if call.name in _ALLOCATIONS and int(call.answer[1]):
             address = int(call.answer[1])
             sizes_[address] = int(call.args[0])
-            steps.append(("allocate", (address, sizes_[address], int(call.args[_MAKERS[call.name]] or 0))))
+            steps.append(("allocate", (address, sizes_[address], int(call.args[_ALLOCATIONS[call.name]] or 0))))
         elif call.name == "cuMemFreeAsync" and int(call.args[0]) in sizes_:
             address = int(call.args[0])
             steps.append(("free", (address, sizes_[address], int(call.args[1] or 0))))
-        elif call.name in _NOTES:
-            what, which = _NOTES[call.name]
-            steps.append((what, tuple(int(call.args[place] or 0) for place in which)))
+        elif call.name in _ORDERINGS:
+            kind, positions = _ORDERINGS[call.name]
+            steps.append((kind, tuple(int(call.args[position] or 0) for position in positions)))
     return steps
 
 
@@ -182,44 +187,43 @@ def _lives(steps: Sequence[_Step]) -> list[Life]:
     found: list[Life] = []
     live: dict[int, int] = {}
     freed: list[_Freed] = []
-    # Of each event, which of the frees come before it.
+    # By event: the freed memory whose free precedes the event.
     marks: dict[int, list[_Freed]] = {}
-    for number, (what, args) in enumerate(steps):
-        if what == "allocate":
+    for number, (kind, args) in enumerate(steps):
+        if kind == "allocate":
             address, nbytes, stream = args
             former = [one for one in freed if one.address < address + nbytes and address < one.address + one.nbytes]
             reasons = [one.after.get(stream, one.after.get(-1, OTHER)) for one in former]
-            # The weakest of several.
+            # If the memory of several frees is reused, the weakest reason counts.
             why = max(reasons, key=list(WHY).index, default="")
             freed = [one for one in freed if one not in former]
             live[address] = len(found)
             found.append(Life(address, nbytes, number, None, stream, why))
-        elif what == "free" and args[0] in live:
+        elif kind == "free" and args[0] in live:
             address, nbytes, stream = args
             at = live.pop(address)
             found[at] = found[at]._replace(stop=number)
             freed.append(_Freed(address, nbytes, stream, {stream: SAME}))
-        elif what == "record":
+        elif kind == "record":
             marks[args[1]] = [one for one in freed if args[0] in one.after]
-        elif what == "wait":
+        elif kind == "wait":
             for one in marks.get(args[1], ()):
                 one.after.setdefault(args[0], EVENT)
-        elif what == "synchronise":
+        elif kind == "synchronise":
             for one in freed:
                 if not args or args[0] in one.after:
                     one.after.setdefault(-1, SYNCHRONISED)
-        elif what == "synchronise event":
+        elif kind == "synchronise event":
             for one in marks.get(args[0], ()):
                 one.after.setdefault(-1, SYNCHRONISED)
     return found
 
 
 def reuse(of: Observer | Iterable[Call], *, ax: Axes | None = None) -> Figure:
-    """Who had which memory, from call to call, and why it could be handed out again.
+    """Draw the allocations as boxes over calls and addresses, and return the figure.
 
-    Each box is an allocation: its height is its size at its address, its colour the stream. Its left edge says why it
-    could have memory that another has freed; see :func:`lives` for what ``of`` may be. Addresses that nobody had are
-    left out.
+    The height of a box is its size, its colour the stream. The colour of its left edge is the reason why it could reuse
+    freed memory; ``of`` is as for :func:`lives`. Unused addresses are left out.
     """
     found = lives(of)
     with drawing(ax, height=4.2) as (made, axes):
@@ -249,7 +253,7 @@ def reuse(of: Observer | Iterable[Call], *, ax: Axes | None = None) -> Figure:
 
 
 def _packed(found: Iterable[Life]) -> dict[int, float]:
-    """Where each address is drawn, in MiB: one after the other, without those that nobody had."""
+    """Return the y position of each address in MiB; unused addresses take no space."""
     pieces = sorted({(one.address, one.address + one.nbytes) for one in found})
     places: dict[int, float] = {}
     low = 0.0

@@ -1,7 +1,6 @@
-"""Pictures of pools: what one holds now and after each of some calls, and when streams get to their work.
+"""Figures of pools: statistics, now and after each call, and timelines of streams.
 
-All that is drawn was measured. The curves are what the pool reported after each step, and the timelines are what
-events said about how far the streams had come.
+All data is measured: the pool's statistics after each step, and the events that each stream has reached.
 """
 
 from __future__ import annotations
@@ -43,11 +42,12 @@ from streamalloc.pool import MemoryPool, PoolStatistics
 
 __all__ = ["Step", "Timeline", "matrix", "pool", "timeline", "usage"]
 
-SETTLE = 0.01  # seconds: ample for a stream that nothing holds to run a small fill
+SETTLE = 0.01
+"""Seconds in which an idle stream certainly runs a small fill."""
 
 
 def pool(of: MemoryPool, *, ax: Axes | None = None) -> Figure:
-    """What a pool holds now, and the most that it held: reserved light, used dark, the peaks as lines."""
+    """Draw the current statistics of a pool, reserved light and used dark, with the peaks as lines."""
     now = of.statistics()
     with drawing(ax, height=1.7) as (made, axes):
         rows(axes, ["reserved", "used"])
@@ -60,7 +60,7 @@ def pool(of: MemoryPool, *, ax: Axes | None = None) -> Figure:
                 f"{value / MiB:,.1f}, at most {peak / MiB:,.1f}", (max(value, peak) / MiB, row), (7, 0),
                 textcoords="offset points", va="center",
             )  # fmt: skip
-        # Room for the numbers.
+        # 35 % more, for the texts.
         axes.set_xlim(0, max(now.reserved_high, MiB) / MiB * 1.35)
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set_xlabel("MiB")
@@ -69,16 +69,10 @@ def pool(of: MemoryPool, *, ax: Axes | None = None) -> Figure:
 
 
 class Step(NamedTuple):
-    """A call, and what the pool reported after it."""
+    """A call, and the pool's statistics after it."""
 
     label: str
     after: PoolStatistics
-
-
-def taken(steps: Sequence[Step]) -> list[int]:
-    """How many MiB the pool took from its device, each time that it grew."""
-    reserved = [step.after.reserved // MiB for step in steps]
-    return [after - before for before, after in itertools.pairwise(reserved) if after > before]
 
 
 def usage(
@@ -88,17 +82,18 @@ def usage(
     peaks: bool = False,
     height: float = 1.9,
 ) -> Figure:
-    """A panel for each series of steps: reserved as an area, used as a line, and what was given back where.
+    """Draw a panel for each series of steps: reserved as an area, used as a line, releases as arrows.
 
-    The series are of the same calls.
-    ``thresholds`` gives panels a line at so many bytes; ``peaks`` draws the high-water marks too.
+    All series have the same calls. ``thresholds`` adds a line at this number of bytes to a panel; ``peaks`` adds the
+    high-water marks. ``height`` is that of a panel in inches.
     """
     made, axes = figure(len(panels), 1, height=height * len(panels) + 0.5, sharex=True, sharey=True)
     for ax, (title, steps) in zip(axes[:, 0], panels.items(), strict=True):
         with drawing(ax):
             ax.set_title(title)
             if len(panels) > 1:
-                grown = taken(steps)
+                reserved = itertools.pairwise(step.after.reserved // MiB for step in steps)
+                grown = [after - before for before, after in reserved if after > before]
                 text = f"grew {len(grown)} times, by {sum(grown):,} MiB in all"
                 ax.set_title(text, loc="right", color=GREY, weight="normal")
             _usage_panel(ax, steps, peaks)
@@ -120,7 +115,7 @@ def usage(
 
 
 def _thin(made: Figure, ax: Axes) -> None:
-    """Leave out labels of calls so that no two overlap: every second, or third, and so on."""
+    """Remove labels of calls so that none overlap: keep every second, every third, and so on."""
     made.draw_without_rendering()
     ticks = ax.get_xticklabels()
     boxes = [tick.get_window_extent() for tick in ticks]
@@ -145,14 +140,14 @@ def _usage_panel(ax: Axes, steps: Sequence[Step], peaks: bool) -> None:
     for name, color in _PEAKS.items() if peaks else ():
         ax.step(x, curves[name], where="post", color=color, lw=1.1, ls=(0, (2, 1.5)))
     for at, step in enumerate(steps):
-        if step.label and step.label[0] not in "+-":  # neither an allocation nor a free: synchronise, trim, reset
+        if step.label and step.label[0] not in "+-":  # neither allocation nor free
             ax.axvline(at, color=GREY, lw=0.8, ls=(0, (1, 2)))
         before, after = curves["reserved"][max(at - 1, 0)], curves["reserved"][at]
         if after < before:
             arrow = {"arrowstyle": "-|>", "color": RED, "lw": 1.2, "shrinkA": 0, "shrinkB": 0}
             ax.annotate("", (at, after), (at, before), arrowprops=arrow)
             ax.text(at + 0.15, (before + after) / 2, f"{MINUS}{before - after:,.0f}", color=RED, va="center")
-    lines = max(step.label.count("\n") for step in steps)  # as many in every label, so that they stand on one line
+    lines = max(step.label.count("\n") for step in steps)  # labels of equal height align
     labels = [step.label.replace("-", MINUS) + "\n" * (lines - step.label.count("\n")) for step in steps]
     ax.set_xticks(range(end), labels)
     ax.tick_params(axis="x", length=0)
@@ -162,7 +157,7 @@ def _usage_panel(ax: Axes, steps: Sequence[Step], peaks: bool) -> None:
 
 @dataclass
 class Call:
-    """A call of the host, on one stream or on none."""
+    """A call of the host, on a stream or on none."""
 
     what: str
     stream: Stream | None
@@ -170,14 +165,14 @@ class Call:
     at: int
     event: Event | None
     end: int | None = None
-    """When the stream had come to it."""
+    """Number of calls when the stream had reached it."""
 
 
 class Timeline:
-    """Notes calls on streams, and asks after every one of them which earlier ones have run.
+    """Record of calls on streams, and of the time at which each stream reached them.
 
-    The time is the number of calls so far. An event behind each call tells when its stream had come to it: asking an
-    event orders nothing, and the driver does not learn of frees by it.
+    Time is counted in calls. An event is recorded after each call and queried after later calls. Querying an event
+    orders nothing, and has no effect on the reuse of memory.
     """
 
     def __init__(self, **streams: Stream) -> None:
@@ -188,7 +183,7 @@ class Timeline:
         self.outcome = ""
 
     def note(self, what: str, stream: Stream | None = None, buffer: Buffer | None = None) -> None:
-        """Note a call that was just made."""
+        """Record a call that was just made, and query the events of earlier ones."""
         now = len(self.calls)
         self.calls.append(Call(what, stream, buffer, now, stream.record() if stream else None))
         if what == "allocate" and buffer is not None:
@@ -204,7 +199,7 @@ class Timeline:
                 call.end = now
 
     def rows(self) -> list[tuple[str, Stream, Buffer | None]]:
-        """What a picture has rows for: the buffers of each stream, and streams that got none."""
+        """Return the rows of a figure: the buffers of each stream, or the stream alone if it has none."""
         rows: list[tuple[str, Stream, Buffer | None]] = []
         for name, stream in self.streams.items():
             mine = [(name, stream, buffer) for buffer in self.buffers if buffer.stream is stream]
@@ -212,12 +207,12 @@ class Timeline:
         return rows
 
     def find(self, **wanted: object) -> list[Call]:
-        """The calls that have these fields."""
+        """Return the calls with these field values."""
         return [call for call in self.calls if all(getattr(call, name) == value for name, value in wanted.items())]
 
 
 def timeline(run: Timeline, title: str) -> Figure:
-    """One run, with every call named."""
+    """Draw one timeline, with every call named; return the figure."""
     with drawing(None, height=2.9) as (made, ax):
         ax.set_title(title)
         _timeline_panel(ax, run, named=True)
@@ -230,7 +225,7 @@ def timeline(run: Timeline, title: str) -> Figure:
 
 
 def matrix(runs: Mapping[tuple[str, str], Timeline]) -> Figure:
-    """Small multiples: a row for each situation, a column for each choice of policies."""
+    """Draw a grid of timelines, a row for each situation, a column for each policy; return the figure."""
     situations, policies = (list(dict.fromkeys(names)) for names in zip(*runs, strict=True))
     made, grid = figure(len(situations), len(policies), height=1.55 * len(situations) + 0.6, width=10.4)
     longest = max(len(run.calls) for run in runs.values())
@@ -286,7 +281,7 @@ def _timeline_panel(ax: Axes, run: Timeline, named: bool) -> None:
         why = {"hold": "held by the gate", "wait": "waits for the event"}.get(held[0].what, "waits")
         if named:
             ax.text((start + stop) / 2, below + 0.1, why, color=GREY, ha="center", va="top")
-        if held[0].what in ("wait", "allocate"):  # what it waits for is the free in the row above
+        if held[0].what in ("wait", "allocate"):  # the arrow comes from the free in the row above
             style = "-" if held[0].what == "wait" else (0, (2, 1.5))
             arrow = {"arrowstyle": "->", "color": INK, "lw": 1, "ls": style, "shrinkA": 0, "shrinkB": 0}
             ax.annotate("", (stop, last_row - height / 2), (stop, last_row - 1 + height / 2), arrowprops=arrow)
@@ -300,10 +295,10 @@ def _timeline_panel(ax: Axes, run: Timeline, named: bool) -> None:
 def _legend() -> list[Patch | Line2D]:
     first, other = ADDRESSES[:2]
     return [
-        Patch(fc=first, ec=first, label="the memory handed out first"),
+        Patch(fc=first, ec=first, label="memory of the first allocation"),
         Patch(fc=other, ec=other, label="other memory"),
-        Patch(fc="white", ec=first, label="allocated, but its stream is not there yet"),
-        Patch(fc=first, ec="white", hatch="////", label="freed, but its stream is not there yet"),
+        Patch(fc="white", ec=first, label="allocated, not reached by the stream"),
+        Patch(fc=first, ec="white", hatch="////", label="freed, not reached by the stream"),
         Line2D([], [], ls="", marker="o", mfc="white", mec=INK, mew=0.5, label="fill has run"),
-        Line2D([], [], color=GREY, lw=4, label="stream is held up"),
+        Line2D([], [], color=GREY, lw=4, label="stream is blocked"),
     ]

@@ -1,4 +1,4 @@
-"""Pictures of virtual memory: what is mapped where, who may use it, and how that changes call by call."""
+"""Figures of virtual memory: mappings and access rights, now and call by call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Frame", "Piece", "address_range", "film", "frame"]
 
 
 class Piece(NamedTuple):
-    """Memory at a place of a range."""
+    """Memory mapped at an offset of a range."""
 
     name: str
     offset: int
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A call, and what was mapped after it."""
+    """A call, and the mappings after it."""
 
     call: str
     pieces: list[Piece]
@@ -36,7 +36,7 @@ class Frame(NamedTuple):
 
 
 def frame(call: str, range: AddressRange, names: Mapping[str, PhysicalMemory] | None = None) -> Frame:
-    """What is mapped in a range now; ``names`` tells the pieces of physical memory apart."""
+    """Return the current mappings of a range; ``names`` labels the physical memory."""
     pieces = [
         Piece(_name(one.memory, names or {}), one.offset, one.nbytes, one.memory.location) for one in range.mappings
     ]
@@ -48,10 +48,10 @@ def _name(memory: object, names: Mapping[str, PhysicalMemory]) -> str:
 
 
 def _strip(ax: Axes, y: float, height: float, pieces: Sequence[Piece], nbytes: int) -> None:
-    """A range of addresses: an empty frame with the pieces in it."""
+    """Draw a range as an empty frame with its pieces."""
     ax.add_patch(Rectangle((0, y), nbytes / MiB, height, fc="white", ec=GREY, lw=1, ls=(0, (2, 1.5))))
     for piece in pieces:
-        # What is small beside the range is seen all the same.
+        # A small piece gets a visible width.
         start, width = piece.offset / MiB, max(piece.nbytes, nbytes // 300) / MiB
         ax.add_patch(Rectangle((start, y), width, height, fc=color_of(piece.location), ec="white", lw=1.5))
         if width > nbytes / MiB / 60:
@@ -60,7 +60,7 @@ def _strip(ax: Axes, y: float, height: float, pieces: Sequence[Piece], nbytes: i
 
 
 def film(frames: Sequence[Frame], *, ax: Axes | None = None) -> Figure:
-    """A range after each of some calls, one below the other."""
+    """Draw a range after each of several calls, one below the other; return the figure."""
     with drawing(ax, height=0.42 * len(frames) + 0.6) as (made, axes):
         for row, one in enumerate(frames):
             _strip(axes, row + 0.14, 0.72, one.pieces, one.nbytes)
@@ -74,21 +74,21 @@ def film(frames: Sequence[Frame], *, ax: Axes | None = None) -> Figure:
     return made
 
 
-# The rights that may be above a piece, and where they are written.
 _LEVELS = (4.15, 4.85, 5.55)
+"""Y positions of the access rights above the mappings."""
 
 
 def address_range(
     of: AddressRange | VirtualBuffer, names: Mapping[str, PhysicalMemory] | None = None, *, ax: Axes | None = None
 ) -> Figure:
-    """Physical memory below, addresses with their holes above it, a band for each mapping, and on top who has access.
+    """Draw physical memory, the addresses above it, a band for each mapping, and the access rights; return the figure.
 
     Parameters
     ----------
     of
         An address range, or a growable or striped buffer.
     names
-        What the pieces of physical memory are called; by default A, B, C.
+        Labels of the physical memory; default: A, B, C.
     """
     addresses = of.range if isinstance(of, VirtualBuffer) else of
     mappings = addresses.mappings
@@ -133,12 +133,12 @@ def address_range(
 
 
 def _side_by_side(names: Mapping[str, PhysicalMemory], total: float) -> dict[str, tuple[float, float]]:
-    """Where each piece of physical memory begins, and how wide it is: to scale, and labels fit where they can."""
+    """Return position and width of each piece of physical memory: to scale, with space for labels if possible."""
     sizes = [max(memory.nbytes / MiB, total / 300) for memory in names.values()]
     rooms = [max(size, _width(_size_of(memory)) * total) for size, memory in zip(sizes, names.values(), strict=True)]
     gap = total / 40
     if sum(rooms) + gap * len(rooms) > total:
-        # What is mapped nowhere may be more than there are addresses.
+        # Unmapped memory may be larger than the range.
         shrunk = min(1.0, 0.8 * total / sum(sizes))
         sizes = rooms = [size * shrunk for size in sizes]
         gap = (total - sum(rooms)) / len(rooms)
@@ -151,7 +151,7 @@ def _side_by_side(names: Mapping[str, PhysicalMemory], total: float) -> dict[str
 
 
 def _width(text: str) -> float:
-    """How wide a text is, as a part of the range."""
+    """Return the width of a text as a fraction of the range."""
     return 0.0115 * max(map(len, text.splitlines()))
 
 
@@ -160,7 +160,7 @@ def _size_of(memory: PhysicalMemory) -> str:
 
 
 def _below(ax: Axes, labels: Sequence[tuple[float, str]], total: float) -> None:
-    """Labels under the physical memory, as many as there is room for."""
+    """Write the labels of physical memory that fit."""
     last = -total
     for x, text in labels:
         if x - last > _width(text) * total:
@@ -169,9 +169,9 @@ def _below(ax: Axes, labels: Sequence[tuple[float, str]], total: float) -> None:
 
 
 def _above(ax: Axes, labels: Sequence[tuple[float, str]], total: float) -> float:
-    """Labels above the mappings, on several levels where they would overlap; equal neighbours are written once.
+    """Write labels above the mappings, on several levels where they would overlap; equal neighbours once.
 
-    Says where there is room above them.
+    Returns the y position above the labels.
     """
     ends = [-total] * len(_LEVELS)
     before, top = None, 5.0
@@ -187,7 +187,7 @@ def _above(ax: Axes, labels: Sequence[tuple[float, str]], total: float) -> float
             ax.plot([place_, x], [4.05, y], color=GREY, lw=0.6)
         top = max(top, y + 0.4 * (1 + text.count("\n")))
         ax.text(x, y, text, ha="center", va="bottom", fontsize=9)
-        # Two lines reach into the next level.
+        # A second line takes space of the next level.
         for number in range(level, min(level + 1 + text.count("\n"), len(ends))):
             ends[number] = x + half
     return top

@@ -1,4 +1,4 @@
-"""The one style of all pictures: colours, fonts, and what axes look like."""
+"""Style of all figures: colours, fonts and axes."""
 
 from __future__ import annotations
 
@@ -19,44 +19,34 @@ __all__ = [
 MiB = 1 << 20
 MINUS = "\N{MINUS SIGN}"
 WIDTH = 9.4
-"""Of a figure, in inches: what fits a notebook."""
+"""Inches: the width of a figure in a notebook."""
 
 INK, GREY, TINT = "#24292f", "#6e7781", "#eef4fa"
 RESERVED, RESERVED_EDGE, USED, RED = "#cfe0f1", "#7ba3cf", "#1f4e86", "#b3402e"
 GREEN, ORANGE, LIGHT = "#5f9467", "#e0923d", "#f6ddbd"
 ADDRESSES = ("#3f78b5", ORANGE, "#8a6fb0", GREEN, "#c45d7c", "#4a9aa5", "#a3863c", "#7d8794")
-"""For what is told apart by colour alone."""
+"""Colours of series, in order."""
 
 STYLE: dict[str, Any] = {
-    "figure.facecolor": "white",
-    "savefig.facecolor": "white",
-    "axes.facecolor": "white",
-    "axes.edgecolor": GREY,
-    "axes.labelcolor": INK,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
+    **dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor", "hatch.color"), "white"),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), GREY),
+    **dict.fromkeys(("axes.labelcolor", "text.color", "xtick.labelcolor", "ytick.labelcolor"), INK),
+    **dict.fromkeys(("axes.spines.right", "axes.spines.top", "legend.frameon"), False),
     "axes.titlelocation": "left",
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
     "figure.dpi": 80,
     "font.size": 10,
-    "hatch.color": "white",
     "hatch.linewidth": 1.2,
-    "legend.frameon": False,
-    "text.color": INK,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
 }
-"""What matplotlib's ``rcParams`` are while a picture is made."""
+"""``rcParams`` of matplotlib while a figure is drawn."""
 
 
 @contextlib.contextmanager
 def styled() -> Iterator[None]:
-    """A block in which the style holds.
+    """Apply the style in a ``with`` block.
 
-    Not ``plt.rc_context``, which sets back what a notebook's backend says when it is loaded, with its first figure.
+    ``plt.rc_context`` would also reset the settings that a notebook's backend makes when its first figure loads it.
     """
     before = {name: plt.rcParams[name] for name in STYLE}
     plt.rcParams.update(STYLE)
@@ -69,7 +59,7 @@ def styled() -> Iterator[None]:
 def figure(
     nrows: int = 1, ncols: int = 1, *, height: float = 2.9, width: float = WIDTH, **options: Any
 ) -> tuple[Figure, Any]:
-    """A figure in the style, and its axes as an array of two dimensions; ``options`` are those of ``plt.subplots``."""
+    """Create a figure in the style; return it with a 2-D array of its axes. ``options`` go to ``plt.subplots``."""
     subplots: Any = plt.subplots
     with styled():
         made: tuple[Figure, Any] = subplots(
@@ -80,7 +70,7 @@ def figure(
 
 @contextlib.contextmanager
 def drawing(ax: Axes | None, **options: Any) -> Iterator[tuple[Figure, Axes]]:
-    """The figure and the axes to draw into, in a block in which the style holds: those given, or new ones."""
+    """Apply the style in a ``with`` block; yield figure and axes: of ``ax``, or new ones."""
     with styled():
         if ax is None:
             made, grid = figure(**options)
@@ -91,14 +81,14 @@ def drawing(ax: Axes | None, **options: Any) -> Iterator[tuple[Figure, Axes]]:
 
 
 def bare(ax: Axes) -> None:
-    """No frame and no ticks."""
+    """Remove frame and ticks."""
     ax.spines[:].set_visible(False)
     ax.set_yticks([])
     ax.tick_params(length=0)
 
 
 def rows(ax: Axes, names: Sequence[str]) -> None:
-    """A row for each name, the first on top."""
+    """Label rows with names, the first on top."""
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.5, -0.6)
     ax.tick_params(axis="y", length=0)
@@ -106,14 +96,14 @@ def rows(ax: Axes, names: Sequence[str]) -> None:
 
 
 def sizes(ax: Axes) -> None:
-    """The y axis is a number of MiB, from 0, at most a few of which are written."""
+    """Set up a y axis of MiB from 0, with at most five labels."""
     ax.set_ylim(0, 1.08 * ax.get_ylim()[1])
     ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 4, 8, 10], integer=True))
     ax.yaxis.set_major_formatter("{x:,.0f}")
 
 
 def end_labels(ax: Axes, at: float, labels: Mapping[str, tuple[float, str]]) -> None:
-    """Names right of where curves end, by value and colour, none on top of another. The limits are set before."""
+    """Write names at the right ends of curves, without overlaps. Set the axis limits first."""
     height = ax.get_window_extent().height
     figure_of: Any = ax.figure
     needed = 1.25 * plt.rcParams["font.size"] * figure_of.dpi / 72 / max(height, 1)

@@ -14,7 +14,7 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc.cli import main, peer
+from streamalloc.cli import main, worker
 from tests.processes import start_quickly
 
 Run = Callable[..., tuple[int, str]]
@@ -37,7 +37,7 @@ class QuickProcess:
     """A process of the forkserver with what the commands use of :class:`subprocess.Popen`."""
 
     def __init__(self, variables: dict[str, str], fd: int, actions: str) -> None:
-        self._process = start_quickly(_be_the_peer, variables, reduction.DupFd(fd), actions)
+        self._process = start_quickly(_run_worker, variables, reduction.DupFd(fd), actions)
         self.pid = self._process.pid
 
     def wait(self, timeout: float | None = None) -> int | None:
@@ -49,21 +49,21 @@ class QuickProcess:
         self._process.kill()
 
 
-def _be_the_peer(variables: dict[str, str], fd: Any, actions: str) -> None:
+def _run_worker(variables: dict[str, str], fd: Any, actions: str) -> None:
     os.environ.clear()
     os.environ.update(variables)
     sys.argv[1:] = [str(fd.detach()), actions]
-    peer.main()
+    worker.main()
 
 
 def _start_quickly(driver: Any, fd: int, actions: str) -> QuickProcess:
-    return QuickProcess(peer.environment(driver), fd, actions)
+    return QuickProcess(worker.environment(driver), fd, actions)
 
 
 @pytest.fixture(autouse=True)
-def quick_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other processes of the commands start with everything imported. Those of :func:`complete` start as for users."""
-    monkeypatch.setattr(peer, "start", _start_quickly)
+    monkeypatch.setattr(worker, "start", _start_quickly)
 
 
 class Complete(NamedTuple):

@@ -55,7 +55,8 @@ CHECKED_ROWS = tuple(row for row in ALL_ROWS if row.key != "host_memory")
 
 def own(row: Row) -> Row:
     """The row without other libraries, which change the default pool, and the environment."""
-    return dataclasses.replace(row, ways={name: way for name, way in row.ways.items() if not measuring.is_other(name)})
+    kept = {name: setup for name, setup in row.variants.items() if not measuring.is_library(name)}
+    return dataclasses.replace(row, variants=kept)
 
 
 @pytest.fixture(autouse=True)
@@ -100,12 +101,12 @@ def test_every_way_of_every_row_is_in_the_table_and_the_report(whole: Measured) 
         if "unavailable" in found:
             assert (row.key, measured) == ("symmetric", {})  # on one GPU
             continue
-        assert next(iter(row.ways)) in measured
+        assert next(iter(row.variants)) in measured
         for name, one in measured.items():
             assert 0 < one["p10"] <= one["median"] <= one["p90"]
             assert one["ratio_to_raw"] > 0
             assert f"\n  {name}  " in whole.run.text
-        assert measured[next(iter(row.ways))]["ratio_to_raw"] == 1
+        assert measured[next(iter(row.variants))]["ratio_to_raw"] == 1
 
 
 def test_goals_have_their_targets() -> None:
@@ -138,7 +139,7 @@ def test_goals_have_their_targets() -> None:
 @pytest.mark.parametrize("row", ALL_ROWS, ids=lambda row: row.key)
 def test_targets_name_ways_of_their_row(row: Row) -> None:
     names = {name for target in row.targets for name in (target.of, target.to)} | {*row.bases, *row.bases.values()}
-    assert names - {""} <= set(row.ways)
+    assert names - {""} <= set(row.variants)
     assert hasattr(SHORT, row.rounds)
 
 

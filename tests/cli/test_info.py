@@ -60,7 +60,7 @@ def test_attributes_that_cannot_be_read(machine: Any, run: Run) -> None:
     readable = dict(sa.MemoryPool.default(sa.Device(0)).attributes)
     expected = [name for name in ATTRIBUTES if name not in readable]
     text = run("info")[1]
-    part = text[text.index("\nPool attributes that cannot be read here\n") :]
+    part = text[text.index("\nPool attributes that cannot be read\n") :]
     assert [name for name in ATTRIBUTES if name in part.replace(",", " ").split()] == expected
     if expected:
         assert "needs " in part
@@ -200,7 +200,7 @@ def test_virtual_memory_is_tried(machine: Any, run: Run) -> None:
         "granularity": granularity,
         "recommended": vmm.PhysicalMemory.granularity(sa.Device(0), recommended=True),
         "works": True,
-        "found": "made",
+        "found": "allocated",
     }
     assert trials["address range"]["works"] is True
 
@@ -214,7 +214,7 @@ def test_compression_is_read_from_the_handle(machine: Any, run: Run) -> None:
 
     with sd.use(Altered(machine, cuMemGetAllocationPropertiesFromHandle=never_compressible)):
         found = _trials(run)["compressible"]
-    assert (found["works"], found["found"]) == (False, "made, but not compressible")
+    assert (found["works"], found["found"]) == (False, "allocated, but not compressible")
 
 
 @pytest.mark.parametrize("name", ["cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemGetHandleForAddressRange"])

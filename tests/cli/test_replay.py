@@ -80,7 +80,7 @@ class TestProgress:
     def terminal(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
         monkeypatch.setattr(replay, "_LONG", 100)
-        monkeypatch.setattr(replay, "_BETWEEN_LINES", -1.0)
+        monkeypatch.setattr(replay, "_INTERVAL", -1.0)
 
     def test_without_tqdm(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         monkeypatch.setitem(sys.modules, "tqdm", None)

@@ -34,7 +34,7 @@ def pair(machine: Any) -> list[sa.Device]:
 
 
 def test_openxla_reduces_memory_of_two_devices(pair: list[sa.Device]) -> None:
-    with SymmetricMemory.local(64, pair) as memory, pair[0].create_stream() as stream:
+    with SymmetricMemory.local(pair, 64) as memory, pair[0].create_stream() as stream:
         for buffer in memory.buffers:
             buffer[:32].fill(2, stream, width=4)
         multimem_ld_reduce(stream, memory.buffers[0][32:], memory.multicast_buffer, 8, np.int32)

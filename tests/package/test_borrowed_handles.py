@@ -136,7 +136,7 @@ def _awake(world: World, stream: sa.Stream) -> sa.Memory:
 
 
 def _symmetric(world: World) -> sa.Memory:
-    memory = multicast.SymmetricMemory.local(PAGE, [world.device], multicast=False)
+    memory = multicast.SymmetricMemory.local([world.device], PAGE, multicast=False)
     return world.stack.enter_context(memory).buffers[0]
 
 

@@ -83,7 +83,7 @@ def _cache(stack: ExitStack, device: sa.Device, _: sa.Device) -> sa.CachingAlloc
 
 
 def _symmetric(stack: ExitStack, device: sa.Device, peer: sa.Device) -> multicast.SymmetricMemory:
-    return stack.enter_context(multicast.SymmetricMemory.local(MiB, [device, peer], multicast=False))
+    return stack.enter_context(multicast.SymmetricMemory.local([device, peer], MiB, multicast=False))
 
 
 # What is made, what is read of it, and whether it can be closed by itself.

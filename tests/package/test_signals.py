@@ -392,7 +392,7 @@ def multicasts(bench: Team) -> None:
 
 @program(Team)
 def symmetric(bench: Team) -> None:
-    with multicast.SymmetricMemory.local(5000, bench.devices) as memory:
+    with multicast.SymmetricMemory.local(bench.devices, 5000) as memory:
         with bench.devices[1].create_stream() as second:
             memory.barrier(bench.stream, second)
             second.synchronize()

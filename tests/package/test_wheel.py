@@ -140,7 +140,7 @@ with sa.MemoryPool(device) as pool, device.create_stream() as stream:
     with vmm.GrowableBuffer(device, 1 << 30, stream=stream) as cache, Gate(device) as gate:
         assert_type(cache, vmm.GrowableBuffer)
         gate.hold(stream)
-    with multicast.SymmetricMemory.local(1 << 20, [device]) as memory:
+    with multicast.SymmetricMemory.local([device], 1 << 20) as memory:
         assert_type(memory.buffers[0].address, int)
     pool.allocate("16", stream)  # wrong
 

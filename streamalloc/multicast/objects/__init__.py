@@ -1,3 +1,3 @@
-"""Multicast objects, and the memory that is bound to them."""
+"""Multicast objects and their bindings."""
 
 __all__: list[str] = []

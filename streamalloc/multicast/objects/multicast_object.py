@@ -1,13 +1,14 @@
-"""Multicast objects: addresses behind which each device of a team has memory of its own (driver API section 6.16).
+"""Multicast objects: one address range that reaches memory on each device of a team (driver API section 6.16).
 
-The object is the owner: it alone unbinds. A :class:`Binding` names one part that is bound. Whatever is dropped, and in
-which order, the driver sees one order: unbind, unmap and release the object, release the memory that was bound, free
-the addresses.
+A :class:`MulticastObject` owns its bindings; a :class:`Binding` is a reference to one of them. However the Python
+objects end, the driver calls run in one order: unbind, unmap and release the object, release the bound memory, free the
+addresses.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,8 +33,8 @@ from streamalloc.core.ownership import Closes
 from streamalloc.core.properties import MemHandleType, MemLocation, checked_size
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
-from streamalloc.multicast.objects.bindable import check_member, member_of
-from streamalloc.multicast.objects.bound_bytes import BindingEntry, BoundBytes
+from streamalloc.multicast.objects.bind_source import BindSource, check_multiple
+from streamalloc.multicast.objects.binding_node import BindingNode, BindingRecord
 from streamalloc.vmm import PhysicalMemory
 from streamalloc.vmm.internal import (
     GRANULARITY,
@@ -54,50 +55,62 @@ __all__ = ["Binding", "MulticastObject", "MulticastView"]
 
 
 class MulticastObject(GenericAllocation):
-    """A team of devices and the memory that one address stands for on all of them (``cuMulticastCreate``).
+    """Create a multicast object for a team of devices (``cuMulticastCreate``).
 
-    To be done in this order: every device is added; memory of each is bound; the object is mapped, by :meth:`map` or
-    into an :class:`~streamalloc.vmm.AddressRange`. A write to the mapping then reaches the memory of every device, and
-    the ``multimem`` instructions of PTX reduce over it. Ordinary reads of the mapping mean nothing.
+    Use it in this order:
 
-    In several processes, one makes the object and exports it, the others import it (:meth:`from_handle`); each adds
-    devices and binds memory of its own. As long as a device is missing the driver does not refuse to bind and to map
-    but blocks, so this object refuses; see :meth:`team_complete`.
+    1. Add every device of the team (:meth:`add_device`).
+    2. Bind memory of each device (:meth:`bind`).
+    3. Map the object: :meth:`map`, or :meth:`AddressRange.map() <streamalloc.vmm.AddressRange.map>`.
 
-    **Aliasing.** The mapping of the object and those of the memory bound to it are different addresses of the same
-    bytes, and a device does not order accesses by one with those by the other within a kernel: put
-    ``fence.proxy.alias`` between them. Between operations of a stream nothing is needed.
+    A write to the mapping reaches the memory of every device. ``multimem`` instructions of PTX reduce over that memory.
+    Ordinary reads of the mapping are undefined. ::
 
-    **Order of the end.** Leaving a ``with`` block, and dropping the object, unbinds, then unmaps, then releases it.
-    Memory that was bound is not released before that, even where it was closed or dropped earlier. An address range
-    that was dropped without being closed, and that maps the object or memory bound to it, keeps its addresses until
-    object and memory are gone.
+        with MulticastObject(2 << 20, len(devices)) as team:
+            for device in devices:
+                team.add_device(device)
+            for device in devices:
+                team.bind(PhysicalMemory(2 << 20, device))
+            view = team.map(access=devices)
+            view.fill(7, stream)    # writes 2 MiB on every device
 
-    Not to be used from several threads at once.
+    **Several processes.** One process creates the object and exports it. The others import it (:meth:`from_handle`).
+    Each process adds its devices and binds its memory. While a device is missing, the driver would block in bind and
+    map calls, so this class raises :class:`IncompleteTeamError` instead; see :meth:`mark_complete`.
+
+    **Aliasing.** The object's mapping and the bound memory's own mapping are two addresses of the same bytes. Within a
+    kernel, put ``fence.proxy.alias`` between accesses through the two addresses. Operations of one stream need no
+    fence.
+
+    **Release order.** Leaving a ``with`` block unbinds, unmaps and releases the object; so does dropping it. Bound
+    memory is released after the object, even if it was closed earlier. If a dropped address range maps the object or
+    its bound memory, the addresses stay reserved until both are released.
+
+    The class is not thread-safe.
 
     Parameters
     ----------
     nbytes
-        Size in bytes: how much of each device can be bound. A multiple of :meth:`granularity`.
+        Size in bytes that can be bound on each device; a multiple of :meth:`granularity`.
     num_devices
-        How many devices the team has, in all processes.
+        Number of devices in the team, over all processes.
     handle_types
-        How the object can be shared with other processes. Only memory that can be shared can be bound then.
+        Handle types for export to other processes. If set, only shareable memory can be bound.
     round_up
-        Round ``nbytes`` up to the granularity instead of refusing it.
+        If true, round ``nbytes`` up to the granularity; otherwise an unaligned size raises ``ValueError``.
     recommended
-        Take the granularity with the best performance, not the smallest.
+        If true, use the granularity with the best performance, not the smallest one.
     driver
-        The driver to use.
+        The driver to use; default: the current one.
 
     Raises
     ------
     TypeError, ValueError
-        An argument breaks one of these rules.
+        An argument has a wrong type or value.
     NotSupportedError
-        No device that is visible supports multicast objects.
+        No visible device supports multicast objects.
     NotPermittedError
-        Fabric handles were asked for and this user may open no IMEX channel.
+        Fabric handles were requested, and this user may open no IMEX channel.
     OutOfMemoryError
         The switches have no room for another object.
     SystemNotReadyError
@@ -123,17 +136,16 @@ class MulticastObject(GenericAllocation):
         step = _granularity_of(door, prop, recommended=True) if recommended else smallest
         if round_up:
             prop = dataclasses.replace(prop, size=-(-prop.size // step) * step)
-        elif prop.size % step:
-            which = "recommended granularity" if recommended else "granularity"
-            allowed = f"multiples of the {which}, {size_text(step)}; round_up=True rounds"
-            raise ValueError(f"nbytes={nbytes}: allowed are {allowed}")
+        else:
+            hint = f"{' (the recommended one)' if recommended else ''}; round_up=True rounds up"
+            check_multiple("nbytes", prop.size, step, hint=hint)
         self._open(door, prop, smallest)
         self._create("cuMulticastCreate", prop.to_driver())
 
     def _open(self, door: Door, prop: MulticastObjectProp, step: int) -> None:
-        self._bound: list[BindingEntry] = []
+        self._bound: list[BindingRecord] = []
         self._complete = False
-        """Whether somebody said that all devices were added."""
+        """Whether :meth:`mark_complete` was called."""
         self._devices: list[Device] = []
         self._prop = prop
         self._granularity: int = step
@@ -157,9 +169,9 @@ class MulticastObject(GenericAllocation):
         recommended: bool = False,
         driver: Driver | None = None,
     ) -> int:
-        """What sizes, offsets and addresses must be a multiple of, in bytes (``cuMulticastGetGranularity``).
+        """Return the alignment in bytes of sizes, offsets and addresses (``cuMulticastGetGranularity``).
 
-        ``recommended`` asks for the granularity with the best performance instead of the smallest.
+        ``recommended=True`` returns the granularity with the best performance, otherwise the smallest one.
         """
         prop = MulticastObjectProp(num_devices, nbytes, handle_types)
         return _granularity_of(door_of(None, driver), prop, recommended=recommended)
@@ -174,24 +186,24 @@ class MulticastObject(GenericAllocation):
         handle_types: MemHandleType | None = None,
         driver: Driver | None = None,
     ) -> Self:
-        """The object that another process has exported (``cuMemImportFromShareableHandle``).
+        """Import an object that another process exported (``cuMemImportFromShareableHandle``).
 
         Parameters
         ----------
         handle
-            What :meth:`export` gave there. An :class:`Fd` is this call's from now on, whether or not it succeeds; a
-            descriptor given as a number stays the caller's.
+            The result of :meth:`export` there. An :class:`Fd` is closed by this call, also if the call fails. A file
+            descriptor given as a number stays open.
         nbytes, num_devices
-            As the object was made: the driver does not tell them.
+            The values that the object was created with; the driver does not return them.
         handle_types
-            As it was made; by default the type of ``handle``.
+            The value that the object was created with; default: the type of ``handle``.
         driver
-            The driver to use.
+            The driver to use; default: the current one.
 
         Raises
         ------
         TypeError, ValueError
-            The arguments describe no multicast object, or this is no handle.
+            The arguments describe no multicast object, or ``handle`` is no handle.
         InvalidValueError, CudaError
             The driver refuses the handle.
         """
@@ -201,8 +213,7 @@ class MulticastObject(GenericAllocation):
             door = door_of(None, driver)
             _check_supported(door)
             step = _granularity_of(door, prop)
-            if prop.size % step:
-                raise ValueError(f"nbytes={nbytes}: allowed are multiples of the granularity, {size_text(step)}")
+            check_multiple("nbytes", prop.size, step)
             imported = cls.__new__(cls)
             imported._open_handle(door, prop, step, handle)
             return imported
@@ -212,45 +223,45 @@ class MulticastObject(GenericAllocation):
 
     @property
     def properties(self) -> MulticastObjectProp:
-        """What it was made with."""
+        """The properties that the object was created with."""
         return self._prop
 
     @property
     def num_devices(self) -> int:
-        """How many devices the team has, in all processes."""
+        """Number of devices in the team, over all processes."""
         return self._prop.num_devices
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The devices that were added by this object; other processes may have added others."""
+        """Devices that this process added; other processes may have added more."""
         return tuple(self._devices)
 
     @property
     def complete(self) -> bool:
-        """Whether all devices are known to be added: by this object, or as :meth:`team_complete` has said."""
+        """Whether the team has all its devices: all were added here, or :meth:`mark_complete` was called."""
         return self._complete or self._all_here
 
     @property
     def bindings(self) -> tuple[Binding, ...]:
-        """What is bound by this object."""
-        return tuple(Binding(self, entry) for entry in self._table())
+        """Bindings that this process made and that are not closed."""
+        return tuple(Binding(self, record) for record in self._live_bindings())
 
     @property
     def location(self) -> MemLocation:
-        """NONE: the memory is in several places."""
+        """``MemLocation.none()``: the memory is on several devices."""
         return MemLocation.none()
 
     def add_device(self, device: Device) -> None:
-        """Make a device a member of the team (``cuMulticastAddDevice``), for as long as the object lives.
+        """Add a device to the team (``cuMulticastAddDevice``); it stays until the object is released.
 
         Raises
         ------
         TypeError, ValueError
-            It is no device, one of another driver, was added already, or the team has all its devices.
+            The argument is no device, or a device of another driver; it was added already; or the team is full.
         NotSupportedError
             The device does not support multicast objects.
         InvalidDeviceError
-            The device is not joined by NVLink to the others of the team.
+            NVLink does not join the device to the others of the team.
         """
         raw = self._checked_raw()
         check_device("device", device, self._door)
@@ -263,14 +274,19 @@ class MulticastObject(GenericAllocation):
         self._door.call("cuMulticastAddDevice", raw, device.ordinal)
         self._devices.append(device)
 
-    def team_complete(self) -> None:
-        """Say that all devices were added, by this process or others.
+    def mark_complete(self) -> None:
+        """Declare that all processes have added their devices, so that :attr:`complete` is true.
 
-        Where other processes add devices, this object cannot know. Call it after a barrier which each process reaches
-        once it has added its devices, and only where all of them have succeeded: otherwise whoever binds or maps hangs.
+        Call it if other processes add devices, after a barrier that each process reaches once its devices are added. If
+        one of them failed to add a device, do not call it: bind and map would block for ever.
         """
         self._checked_raw()
         self._complete = True
+
+    def team_complete(self) -> None:
+        """Call :meth:`mark_complete`. Deprecated: the next version removes this name."""
+        warnings.warn("team_complete() is deprecated: call mark_complete()", DeprecationWarning, stacklevel=2)
+        self.mark_complete()
 
     def bind(
         self,
@@ -281,88 +297,82 @@ class MulticastObject(GenericAllocation):
         nbytes: int | None = None,
         device: Device | None = None,
     ) -> Binding:
-        """Put memory behind the object's addresses on one device (``cuMulticastBindMem``, ``cuMulticastBindAddr``).
+        """Bind memory of one device to a range of the object (``cuMulticastBindMem``, ``cuMulticastBindAddr``).
 
-        The object keeps the memory until it is unbound. It may be closed meanwhile; a buffer of a pool must not be
-        freed.
+        The object keeps the memory alive until it is unbound. Physical memory may be closed meanwhile. A pool's buffer
+        must not be freed meanwhile.
 
         Parameters
         ----------
         memory
-            :class:`PhysicalMemory`, or memory that has an address: what is mapped by hand, in one chunk, or a buffer of
-            a pool.
+            :class:`PhysicalMemory`, a mapping of one chunk of it, or a buffer of a pool.
         offset
-            Where in the object, in bytes.
+            Bytes from the start of the object; a multiple of the granularity.
         memory_offset, nbytes
-            Which part of the memory; by default all of it. Like ``offset`` a multiple of the granularity.
+            The range of ``memory`` to bind, in bytes; multiples of the granularity. Default: all of it.
         device
-            For which device. By default the one that has the memory, and no other can be said for device memory; for
-            host memory, which is bound by ``cuMulticastBindMem_v2``, the device that is nearest to its NUMA node.
+            The device to bind for. Device memory is bound for its own device, which is the default. Host memory needs
+            the argument: a device nearest to the memory's NUMA node (``cuMulticastBindMem_v2``).
 
         Raises
         ------
         IncompleteTeamError
-            Not all devices were added: the driver would block.
+            Not all devices were added; the driver would block.
         TypeError, ValueError
-            An offset, a size or the address is not aligned or outside; the memory is of another driver, in several
-            chunks, of a device outside the team, or not shareable while the object is; something is bound there.
+            An offset, size or address is unaligned or out of range, or those bytes are bound already. Or the memory
+            belongs to another driver, has several chunks, is on a device outside the team, or cannot be shared although
+            the object can.
         ClosedError
             The object or the memory was closed.
         OutOfMemoryError
             The switches have no room left.
         SystemNotReadyError
-            The fabric manager is not running, or the system is in a state that is not valid.
+            The fabric manager is not running.
         """
         raw = self._checked_raw()
-        member = member_of(memory, memory_offset, nbytes, self._door)
+        source = BindSource.of(memory, memory_offset, nbytes, self._door)
         self._check_complete("bind memory")
         start = checked_size("offset", offset)
-        if start % self._granularity:
-            raise ValueError(
-                f"offset={offset}: allowed are multiples of the granularity, {size_text(self._granularity)}"
-            )
-        if start + member.nbytes > self.nbytes:
-            raise ValueError(f"offset={offset}: {size_text(member.nbytes)} end outside of {self!r}")
-        ordinal = check_member(
-            member, self._granularity, device, shareable=bool(self._handle_types) or self._state.imported
-        )
+        check_multiple("offset", start, self._granularity)
+        stop = start + source.nbytes
+        if stop > self.nbytes:
+            raise ValueError(f"offset={offset}: {size_text(source.nbytes)} end outside of {self!r}")
+        ordinal = source.check(self._granularity, device, shareable=bool(self._handle_types) or self._state.imported)
         if self._all_here and ordinal not in [one.ordinal for one in self._devices]:
-            raise ValueError(f"{memory!r}: device {ordinal} is not in the team of {self!r}, which has {self._named()}")
-        for other in self._table():
+            raise self._outside_team(f"{memory!r}: device {ordinal}")
+        for other in self._live_bindings():
             node = other.node
-            if node.device == ordinal and node.offset < start + member.nbytes and start < other.stop:
+            if node.device == ordinal and node.offset < stop and start < other.stop:
                 taken = f"bytes {node.offset} to {other.stop} of device {ordinal}"
                 raise ValueError(f"offset={offset}: {taken} are bound already")
-        node = BoundBytes(self._node, member, ordinal, start)
-        entry = BindingEntry(member, node)
-        name, arguments = member.call(
-            raw, ordinal, start, versioned=device is not None and member.kept.location.on_host
-        )
+        node = BindingNode(self._node, source, ordinal, start)
+        record = BindingRecord(source, node)
+        name, arguments = source.bind_call(raw, ordinal, start, device)
         try:
-            # In the table before it is bound, so that an interrupt between the two loses nothing.
-            self._bound.append(entry)
-            node.link(self._team, member.kept)
+            # Recorded before the call: an interrupt after the call then leaves a binding that is undone.
+            self._bound.append(record)
+            node.link(self._team, source.memory)
             self._door.call(name, *arguments)
-            node.sure = True
+            node.confirmed = True
         except BaseException as first:
             if isinstance(first, CudaError) and first.call == name:
                 node.was_refused()
-            self._unbind(entry, ())
+            self._unbind(record, ())
             raise
-        return Binding(self, entry)
+        return Binding(self, record)
 
     def map(self, *, access: Access = None) -> MulticastView:
-        """Map the whole object at addresses of its own (``cuMemAddressReserve``, ``cuMemMap``, ``cuMemSetAccess``).
+        """Map the whole object at new addresses (``cuMemAddressReserve``, ``cuMemMap``, ``cuMemSetAccess``).
 
         Parameters
         ----------
         access
-            Who may use it, as for :meth:`AddressRange.map`; devices of the team.
+            Devices of the team that may use the mapping, as for :meth:`AddressRange.map`.
 
         Raises
         ------
         IncompleteTeamError
-            Not all devices were added: the driver would block.
+            Not all devices were added; the driver would block.
         ValueError
             A device is not in the team.
         AddressSpaceError
@@ -373,29 +383,36 @@ class MulticastObject(GenericAllocation):
         self._check_access(rights)
         return MulticastView(*map_alone(self, max(self._granularity, GRANULARITY), rights))
 
-    def close(self, after: After = None) -> None:
-        """Unbind what is bound by this object (``cuMulticastUnbind``) and release it (``cuMemRelease``); idempotent.
+    def close(self, after: After = None, *, unmap: bool = False) -> None:
+        """Unbind all memory (``cuMulticastUnbind``) and release the object (``cuMemRelease``); idempotent.
 
         Parameters
         ----------
         after
-            What must have passed before, see :class:`AddressRange`: by default all work of the devices that had access
-            to mappings which are left.
+            Streams or events to wait for first, see :class:`AddressRange`. Default: all work of the devices with access
+            to a mapping of the object.
+        unmap
+            If true, also unmap the object (``cuMemUnmap``), as leaving a ``with`` block does.
 
         Raises
         ------
         ValueError
-            It is mapped: close the views, or unmap it from the ranges, first. Leaving a ``with`` block does both.
+            The object is mapped, and ``unmap`` is false.
         """
         if self.closed:
             return
-        # What dropped ranges have mapped is the object's to unmap.
+        # The mappings of dropped address ranges are undone here first.
         self._node.allocations.work()
-        if self.mapping_count:
+        if self.mapping_count and not unmap:
             raise ValueError(f"{self!r} has {mappings_text(self.mapping_count)}: unmap before it is closed")
         self._end(after)
 
-    # -- for the package of virtual memory -------------------------------------------------------------------
+    def end(self, after: After = None) -> None:
+        """Call ``close(after, unmap=True)``. Deprecated: the next version removes this name."""
+        warnings.warn("end() is deprecated: call close(unmap=True)", DeprecationWarning, stacklevel=2)
+        self.close(after, unmap=True)
+
+    # -- hooks of GenericAllocation --------------------------------------------------------------------------
 
     @property
     def _mark(self) -> str:
@@ -406,59 +423,59 @@ class MulticastObject(GenericAllocation):
         self._check_complete("map it")
 
     def _check_access(self, rights: Rights) -> None:
-        for where, flags in rights.items():
-            if flags and where.on_host:
+        for location, flags in rights.items():
+            if flags and location.on_host:
                 raise refused(NotSupportedError, "cuMemSetAccess", "the host cannot use a multicast object")
-            if flags and self._all_here and where not in [device.location for device in self._devices]:
-                raise ValueError(f"access: {where} is not in the team of {self!r}, which has {self._named()}")
+            if flags and self._all_here and location not in [device.location for device in self._devices]:
+                raise self._outside_team(f"access: {location}")
 
     @property
     def _unreadable(self) -> str:
         return (
-            "ordinary reads of a multicast object mean nothing: read what is bound, or reduce with multimem.ld_reduce"
+            "ordinary reads of a multicast object are undefined: read the bound memory, or reduce with "
+            "multimem.ld_reduce"
         )
 
-    # -- the end ---------------------------------------------------------------------------------------------
+    # -- release ---------------------------------------------------------------------------------------------
 
-    def _table(self) -> list[BindingEntry]:
-        """What is bound."""
-        self._bound = [entry for entry in self._bound if entry.live]
+    def _live_bindings(self) -> list[BindingRecord]:
+        self._bound = [record for record in self._bound if record.live]
         return self._bound
 
     def _wait(self, after: After) -> None:
-        """Wait for the work that may use the object: what it reaches goes away at once."""
-        wait(after, self._door, {device for node in self._mappings() for device in node.users})
+        """Wait for the work that may use the object: unbinding and unmapping take effect at once."""
+        wait(after, self._door, {device for node in self._mapping_nodes() for device in node.users})
 
-    def _mappings(self) -> list[Any]:
+    def _mapping_nodes(self) -> list[Any]:
         return self._node.allocations.order.before(self._node, Kind.OBJECT_MAPPING)
 
-    def _unbind(self, entry: BindingEntry, after: After) -> None:
+    def _unbind(self, record: BindingRecord, after: After) -> None:
         self._wait(after)
-        node = entry.node
+        node = record.node
         try:
             self._node.allocations.end(node)
         finally:
             if node.gone:
-                node.part(self._team)
-                self._table()
+                node.unlink(self._team)
+                self._live_bindings()
                 self._node.allocations.settle()
 
     def _end(self, after: After) -> None:
         self._wait(after)
         allocations = self._node.allocations
-        states = [entry.node.state for entry in self._table()]
-        for entry in list(self._bound):
-            allocations.end(entry.node)
-        for mapping in self._mappings():
-            # Its work was waited for already.
+        states = [record.node.state for record in self._live_bindings()]
+        for record in list(self._bound):
+            allocations.end(record.node)
+        for mapping in self._mapping_nodes():
+            # _wait() has waited for this work already.
             for work in allocations.order.before(mapping, Kind.QUEUED_WORK):
                 allocations.order.unrelate(work, mapping)
             allocations.end(mapping)
         try:
             allocations.end(self._node)
         finally:
-            self._table()
-            # Dropped ranges that map some of it wait for all of the memory.
+            self._live_bindings()
+            # A dropped address range that maps the object waits for the team node, so the node stays for it.
             if self._node.gone and not allocations.order.after(self._team, Kind.RESERVATION):
                 self._team.gone = True
                 allocations.order.cut(self._team)
@@ -466,7 +483,7 @@ class MulticastObject(GenericAllocation):
                     if state is not None:
                         state.teams.pop(self._team, None)
 
-    # -- rules -----------------------------------------------------------------------------------------------
+    # -- checks ----------------------------------------------------------------------------------------------
 
     @property
     def _all_here(self) -> bool:
@@ -477,24 +494,19 @@ class MulticastObject(GenericAllocation):
             missing = self.num_devices - len(self._devices)
             raise IncompleteTeamError(
                 f"the driver would block: {missing} of the {self.num_devices} devices of {self!r} were not added here. "
-                f"Add them before you {purpose}; where other processes add them, call team_complete() once they have"
+                f"Add them before you {purpose}; if other processes add them, call mark_complete() after they have"
             )
 
-    def _named(self) -> str:
-        return ", ".join(f"device {device.ordinal}" for device in self._devices)
+    def _outside_team(self, subject: str) -> ValueError:
+        members = ", ".join(f"device {device.ordinal}" for device in self._devices)
+        return ValueError(f"{subject} is not in the team of {self!r}, which has {members}")
 
     def __enter__(self) -> Self:
         self._checked_raw()
         return self
 
     def _leave(self, *, failed: bool) -> None:
-        self.end()
-
-    def end(self, after: After = None) -> None:
-        """As :meth:`close`, but unmap what maps it, too."""
-        if not self.closed:
-            self._node.allocations.work()
-            self._end(after)
+        self.close(unmap=True)
 
     def _about(self) -> Iterator[Row]:
         yield "size", mib(self.nbytes)
@@ -510,81 +522,81 @@ class MulticastObject(GenericAllocation):
         if not hasattr(self, "_node"):
             return f"<{type(self).__name__} that could not be made>"
         team = f"{len(self._devices)} of {self.num_devices} devices added here"
-        bound = f", {len(self._table())} bindings" if self._table() else ""
+        bound = f", {len(self._live_bindings())} bindings" if self._live_bindings() else ""
         return f"<{type(self).__name__} of {size_text(self.nbytes)}, {team}{bound}, {self._said_of_handle()}>"
 
 
 class Binding(Closes):
-    """Memory of one device behind the addresses of a multicast object: made by :meth:`MulticastObject.bind`.
+    """Memory of one device that is bound to a multicast object; returned by :meth:`MulticastObject.bind`.
 
-    Dropping it unbinds nothing, for the object owns the binding; :meth:`close` unbinds.
+    :meth:`close` unbinds the memory. Dropping this object does not, because the multicast object owns the binding.
     """
 
-    __slots__ = ("_entry", "multicast")
+    __slots__ = ("_record", "multicast")
 
-    def __init__(self, multicast: MulticastObject, entry: BindingEntry) -> None:
+    def __init__(self, multicast: MulticastObject, record: BindingRecord) -> None:
         self.multicast: MulticastObject = multicast
         """The object that the memory is bound to."""
-        self._entry = entry
+        self._record = record
 
     @property
     def memory(self) -> PhysicalMemory | Memory:
-        """The memory; of what was mapped by hand, the physical memory behind it."""
-        return self._entry.member.kept
+        """The bound memory; for a mapping, the physical memory behind it."""
+        return self._record.source.memory
 
     @property
     def device(self) -> Device:
-        """The device that it is bound for."""
-        return Device(self._entry.node.device, driver=self.multicast.driver)
+        """The device that the memory is bound for."""
+        return Device(self._record.node.device, driver=self.multicast.driver)
 
     @property
     def offset(self) -> int:
-        """Where it is bound in the object, in bytes."""
-        return self._entry.node.offset
+        """Bytes from the start of the multicast object to the binding."""
+        return self._record.node.offset
 
     @property
     def memory_offset(self) -> int:
-        """Where the part that is bound begins in :attr:`memory`, in bytes."""
-        return self._entry.member.offset
+        """Bytes from the start of :attr:`memory` to the bound range."""
+        return self._record.source.offset
 
     @property
     def nbytes(self) -> int:
-        """How many bytes are bound."""
-        return self._entry.node.nbytes
+        """Size of the bound range in bytes."""
+        return self._record.node.nbytes
 
     @property
     def closed(self) -> bool:
-        """Whether it was unbound."""
-        return not self._entry.live
+        """Whether the memory was unbound."""
+        return not self._record.live
 
     def close(self, after: After = None) -> None:
-        """Unbind it (``cuMulticastUnbind``), once ``after`` has passed; idempotent.
+        """Unbind the memory (``cuMulticastUnbind``); idempotent.
 
-        Unbinding is not in stream order, as unmapping is not; see :class:`AddressRange`. By default all work of the
-        devices that have access to mappings of the object is waited for.
+        Unbinding is not stream-ordered: it blocks until ``after`` has passed, see :class:`AddressRange`. Default: all
+        work of the devices with access to a mapping of the object.
         """
-        if self._entry.live:
-            self.multicast._unbind(self._entry, after)
+        if self._record.live:
+            self.multicast._unbind(self._record, after)
 
     def __eq__(self, other: object) -> bool:
-        return self._entry is other._entry if isinstance(other, Binding) else NotImplemented
+        return self._record is other._record if isinstance(other, Binding) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(id(self._entry))
+        return hash(id(self._record))
 
     def __repr__(self) -> str:
-        state = "" if self._entry.live else ", unbound"
-        part = f"{size_text(self.nbytes)} of device {self._entry.node.device} at offset {self.offset}"
+        state = "" if self._record.live else ", unbound"
+        part = f"{size_text(self.nbytes)} of device {self._record.node.device} at offset {self.offset}"
         return f"<Binding of {part} of {self.multicast!r}{state}>"
 
 
 class MulticastView(LoneMapping):
-    """A multicast object mapped at addresses of its own: made by :meth:`MulticastObject.map`.
+    """A multicast object mapped at addresses of its own; returned by :meth:`MulticastObject.map`.
 
-    :meth:`fill` and :meth:`copy_from` write to the memory of every device. There is nothing to read: ordinary loads are
-    not defined here, so that :meth:`copy_to` and the interfaces to other libraries refuse; kernels take
-    :attr:`address`, and use ``multimem`` instructions. A kernel that also uses the memory by addresses of its own needs
-    ``fence.proxy.alias`` in between, see :class:`MulticastObject`.
+    :meth:`fill` and :meth:`copy_from` write to the memory of every device. Ordinary reads are undefined, so
+    :meth:`copy_to` and the array interfaces raise an error. Kernels take :attr:`address` and use ``multimem``
+    instructions. A kernel that also uses the bound memory by its own address needs ``fence.proxy.alias``, see
+    :class:`MulticastObject`.
     """
 
     __slots__ = ()
@@ -594,17 +606,17 @@ _POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
 
 
 def _granularity_of(door: Door, prop: MulticastObjectProp, *, recommended: bool = False) -> int:
-    # MINIMUM is 0, RECOMMENDED 1
-    which = cuda.CUmulticastGranularity_flags(int(recommended))
-    return int(door.call("cuMulticastGetGranularity", prop.to_driver(), which))
+    # CU_MULTICAST_GRANULARITY_MINIMUM is 0, CU_MULTICAST_GRANULARITY_RECOMMENDED is 1.
+    flag = cuda.CUmulticastGranularity_flags(int(recommended))
+    return int(door.call("cuMulticastGetGranularity", prop.to_driver(), flag))
 
 
 def _check_supported(door: Door) -> None:
-    """Refuse where no device supports multicast objects, before the driver is asked for one."""
+    """Raise ``NotSupportedError`` if no device supports multicast objects, before the driver is asked for one."""
     devices = Device.all(door.driver)
-    if not [device for device in devices if device.attribute("MULTICAST_SUPPORTED")]:
+    if not any(device.attribute("MULTICAST_SUPPORTED") for device in devices):
         count = len(devices)
-        raise _unsupported("cuMulticastCreate", f"{count} device{'' if count == 1 else 's'} that cannot")
+        raise _unsupported("cuMulticastCreate", f"{count} device{'' if count == 1 else 's'} without that support")
 
 
 def _unsupported(call: str, found: str) -> NotSupportedError:

@@ -1,3 +1,3 @@
-"""The set-up of a symmetric memory by several processes: on all of them, or on none."""
+"""Set-up of symmetric memory over several processes: it succeeds on all ranks, or fails on all."""
 
 __all__: list[str] = []

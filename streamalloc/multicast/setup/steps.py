@@ -1,7 +1,8 @@
-"""How symmetric memory is set up: what all ranks agree on, and the steps that they do together."""
+"""Collective steps that set up symmetric memory: agree on a plan, then carry it out on every rank."""
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,21 +27,23 @@ from streamalloc.driver.internal import cuda
 from streamalloc.ipc import DriverVersionWarning
 from streamalloc.ipc.internal import end_of
 from streamalloc.multicast.objects.multicast_object import MulticastObject
-from streamalloc.multicast.setup.agreement import Layout, Plan, RankProfile, decide, layout_of
-from streamalloc.multicast.setup.participants import SymmetricMemoryError, Team
+from streamalloc.multicast.setup.plan import Capabilities, Layout, Plan, RankProfile, layout_of, make_plan, round_up
+from streamalloc.multicast.setup.rank_group import RankGroup, SymmetricMemoryError
 from streamalloc.multicast.setup.resources import RankResources
 from streamalloc.vmm import PhysicalMemory
 
-__all__ = ["Asked", "agree", "check_now", "checked_team", "end_or_none", "set_up"]
+__all__ = ["Arguments", "agree", "check_devices", "check_no_capture", "deadline_or_none", "set_up"]
 
 _NON_BLOCKING = int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
-# What is written from the host, in bytes; more is filled by the device.
-_AT_ONCE = 64 << 10
+_HOST_IMAGE = 64 << 10
+"""Bytes copied from the host to clear memory, at most: 64 KiB."""
+_FABRIC_HANDLE = 64
+"""Bytes in a ``CUmemFabricHandle``."""
 _HANDLE_TYPES = (MemHandleType.FABRIC, MemHandleType.POSIX_FILE_DESCRIPTOR)
 
 
-class Asked(NamedTuple):
-    """Arguments as they were given, to be checked where the other ranks hear of it."""
+class Arguments(NamedTuple):
+    """Arguments of a rank, unchecked: the check is in the first step, so that all ranks learn of an error."""
 
     nbytes: int
     multicast: bool | str
@@ -49,7 +52,7 @@ class Asked(NamedTuple):
     timeout: float | None
 
     def check(self) -> None:
-        """Raise ``TypeError`` or ``ValueError`` for what breaks a rule."""
+        """Raise ``TypeError`` or ``ValueError`` for a wrong argument."""
         if not checked_size("nbytes", self.nbytes):
             raise ValueError("nbytes=0: allowed are 1 byte or more")
         checked_size("signal_pad_bytes", self.signal_pad_bytes)
@@ -60,8 +63,8 @@ class Asked(NamedTuple):
         end_of(self.timeout)
 
 
-def checked_team(communicator: Any, device: Device | None, devices: Sequence[Device], handle_type: object) -> int:
-    """How many ranks ``devices`` mean, where one process has all of them."""
+def check_devices(communicator: Any, device: Device | None, devices: Sequence[Device], handle_type: object) -> None:
+    """Check the arguments of a process that has all ranks, one for each of ``devices``."""
     if communicator is not None or device is not None or handle_type is not None:
         raise TypeError(
             "devices= is for one process that has all ranks: it goes with no communicator, device= or handle_type="
@@ -73,41 +76,42 @@ def checked_team(communicator: Any, device: Device | None, devices: Sequence[Dev
             raise ValueError(f"devices: {one!r} belongs to another driver than {devices[0]!r}")
     if not devices:
         raise ValueError("devices: there must be one or more")
-    return len(devices)
 
 
-def end_or_none(timeout: float | None) -> float | None:
-    """When a wait of so many seconds ends; None where there is no limit, or the seconds are none."""
+def deadline_or_none(timeout: float | None) -> float | None:
+    """Return the monotonic time at which ``timeout`` seconds end; None if there is no limit.
+
+    An invalid timeout also gives None: :meth:`Arguments.check` reports it to all ranks.
+    """
     try:
         return end_of(timeout)
     except (TypeError, ValueError):
-        # Raised again where the others hear of it.
         return None
 
 
 def agree(
-    team: Team, asked: Asked, given: dict[int, Device], driver: Driver | None, end: float | None
+    group: RankGroup, arguments: Arguments, given: dict[int, Device], driver: Driver | None, deadline: float | None
 ) -> tuple[Plan, dict[int, Device]]:
-    """Tell all ranks what was asked for here and what the devices can do, and decide on how to do it."""
+    """Exchange the profiles of all ranks; return the plan, and the device of each rank of this process."""
     chosen: dict[int, Device] = {}
     mistakes: list[Exception] = []
 
     def profile(rank: int) -> bytes:
         try:
-            asked.check()
+            arguments.check()
             chosen[rank] = _device_for(given.get(rank), driver)
         except (TypeError, ValueError) as error:
             mistakes.append(error)
             raise
-        return _profile(team, asked, chosen[rank]).to_bytes()
+        return _profile(group, arguments, chosen[rank]).to_bytes()
 
     try:
-        said = team.step("agree", profile, end)
+        packets = group.step("agree", profile, deadline)
     except SymmetricMemoryError:
         if mistakes:
             raise mistakes[0] from None
         raise
-    profiles = [RankProfile.from_bytes(one) for one in said]
+    profiles = [RankProfile.from_bytes(packet) for packet in packets]
     versions = {profile.driver_version for profile in profiles}
     if len(versions) > 1:
         warnings.warn(
@@ -115,7 +119,7 @@ def agree(
             DriverVersionWarning,
             stacklevel=3,
         )
-    return decide(profiles, one_process=team.communicator is None), chosen
+    return make_plan(profiles, one_process=group.communicator is None), chosen
 
 
 def _device_for(device: object, driver: Driver | None) -> Device:
@@ -134,77 +138,72 @@ def _device_for(device: object, driver: Driver | None) -> Device:
     raise ValueError(f"device: which of {count} devices is this rank's? Give device=, or make its context current")
 
 
-def _profile(team: Team, asked: Asked, device: Device) -> RankProfile:
-    alone = team.communicator is None
-    check_now(door_behind(device))
-    facts = known_devices(door_behind(device)).facts_of(device)
+def _profile(group: RankGroup, arguments: Arguments, device: Device) -> RankProfile:
+    door = door_behind(device)
+    check_no_capture(door)
+    capabilities = _capabilities(door).of(device)
     granularities: dict[str, int] = {}
-    if asked.multicast is not False and facts.multicast_supported and team.size > 1:
-        layout = layout_of(asked.nbytes, asked.signal_pad_bytes, team.size)
-        offered = ((MemHandleType.POSIX_FILE_DESCRIPTOR, facts.posix), (MemHandleType.FABRIC, facts.fabric))
-        kinds = (MemHandleType.NONE,) if alone else (kind for kind, there in offered if there)
+    if arguments.multicast is not False and capabilities.multicast_supported and group.size > 1:
+        layout = layout_of(arguments.nbytes, arguments.signal_pad_bytes, group.size)
+        kinds = [MemHandleType.NONE]
+        if group.communicator is not None:
+            offered = zip(_HANDLE_TYPES, (capabilities.fabric, capabilities.posix), strict=True)
+            kinds = [kind for kind, supported in offered if supported]
         for kind in kinds:
             granularities[str(int(kind))] = MulticastObject.granularity(
-                team.size,
-                nbytes=-(-layout.total // facts.granularity) * facts.granularity,
+                group.size,
+                nbytes=round_up(layout.total, capabilities.granularity),
                 handle_types=kind,
                 recommended=True,
                 driver=device.driver,
             )
     return RankProfile(
-        nbytes=int(asked.nbytes),
-        signal_pad_bytes=int(asked.signal_pad_bytes),
-        multicast=None if asked.multicast == "auto" else bool(asked.multicast),
-        handle_type=int(asked.handle_type or 0),
-        host="" if team.communicator is None else team.communicator.host,
+        nbytes=int(arguments.nbytes),
+        signal_pad_bytes=int(arguments.signal_pad_bytes),
+        multicast=None if arguments.multicast == "auto" else bool(arguments.multicast),
+        handle_type=int(arguments.handle_type or 0),
+        host="" if group.communicator is None else group.communicator.host,
         multicast_granularity=granularities,
-        **facts._asdict(),
+        **dataclasses.asdict(capabilities),
     )
 
 
-def _attribute(device: Device, name: str) -> int:
-    try:
-        return device.attribute(name)
-    except (InvalidValueError, NotSupportedError):  # a driver, or bindings, that do not know it
-        return 0
-
-
 def set_up(
-    team: Team,
+    group: RankGroup,
     resources: RankResources,
     plan: Plan,
-    end: float | None,
+    deadline: float | None,
     fill: Callable[[int], None] | None = None,
 ) -> tuple[int, ...]:
-    """All steps after the agreement, on all ranks or on none; where each rank's memory begins here.
+    """Run all steps after the agreement; return the address of each rank's memory in this process.
 
-    ``fill`` puts the contents into a rank's memory where that is not new.
+    ``fill`` restores the contents of a rank's memory. Without it, the memory behind the user's bytes is cleared.
     """
-    _create(team, resources, plan, end)
-    if team.communicator is not None:
-        _exchange(team, resources, plan.multicast, end)
+    _create(group, resources, plan, deadline)
+    if group.communicator is not None:
+        _exchange(group, resources, plan.multicast, deadline)
 
     def once(do: Callable[[], None]) -> Callable[[int], None]:
-        return lambda rank: do() if rank == team.here[0] else None
+        return lambda rank: do() if rank == group.local[0] else None
 
     steps: list[tuple[str, Callable[[int], None]]] = []
     if plan.multicast:
-        # A process binds when all ranks have said that they have added their devices: until then the driver blocks.
-        steps += [("add", resources.add), ("bind", resources.bind)]
+        # Two steps: binding blocks in the driver until all ranks have added their devices.
+        steps += [("add", resources.add_device), ("bind", resources.bind)]
     steps += [
         ("reserve", once(resources.reserve)),
         ("map", once(resources.map)),
-        ("access", once(resources.access)),
-        # After this one nobody touches memory that is still to be cleared or filled.
+        ("access", once(resources.set_access)),
+        # The last step: when it is over, the memory of every rank is ready for use.
         ("fill", fill) if fill is not None else ("clear", lambda rank: _clear(resources, plan.layout, rank)),
     ]
     for name, do in steps:
-        team.step(name, do, end)
+        group.step(name, do, deadline)
     return tuple(replica.address for replica in resources.replicas.values())
 
 
-def _create(team: Team, resources: RankResources, plan: Plan, end: float | None) -> None:
-    """Make the memory, with the first handle type that all ranks may use."""
+def _create(group: RankGroup, resources: RankResources, plan: Plan, deadline: float | None) -> None:
+    """Create the memory with the first handle type that the driver accepts on all ranks."""
     kinds = list(plan.physical_bytes)
     for kind in kinds:
 
@@ -218,11 +217,11 @@ def _create(team: Team, resources: RankResources, plan: Plan, end: float | None)
             except (NotPermittedError, NotSupportedError) as error:
                 if kind is not MemHandleType.FABRIC:
                     raise
-                # As without an IMEX channel: all ranks take something else then.
+                # Without an IMEX channel the driver refuses fabric handles: all ranks then try the next type.
                 return f"{type(error).__name__}: {error}".encode()
             return b""
 
-        refusals = team.step("create", create, end)
+        refusals = group.step("create", create, deadline)
         refused = [rank for rank, refusal in enumerate(refusals) if refusal]
         if not refused:
             return
@@ -230,87 +229,81 @@ def _create(team: Team, resources: RankResources, plan: Plan, end: float | None)
             raise SymmetricMemoryError(refused[0], "create", refusals[refused[0]].decode(errors="replace"))
 
 
-def _exchange(team: Team, resources: RankResources, multicast: bool, end: float | None) -> None:
-    """Export, give to all ranks, and import what they have given."""
+def _exchange(group: RankGroup, resources: RankResources, multicast: bool, deadline: float | None) -> None:
+    """Export this rank's handles, exchange them, and import those of the other ranks."""
     exported: list[Any] = []
-    team.step("export", lambda rank: exported.extend(resources.export(rank)), end)
-    given: Sequence[Sequence[Any]]
+    group.step("export", lambda rank: exported.extend(resources.export(rank)), deadline)
+    received: Sequence[Sequence[Any]]
     if resources.kind is MemHandleType.FABRIC:
-        packets = team.step("exchange", lambda rank: b"".join(exported), end)
-        given = [[packet[at : at + 64] for at in range(0, len(packet), 64)] for packet in packets]
+        packets = group.step("exchange", lambda rank: b"".join(exported), deadline)
+        received = [[data[at : at + _FABRIC_HANDLE] for at in range(0, len(data), _FABRIC_HANDLE)] for data in packets]
     else:
-        given = team.exchange("exchange", exported, end)
-        resources.keep(*[fd for fds in given for fd in fds])
-    team.step("import", lambda rank: resources.import_handles(rank, given, multicast), end)
+        received = group.exchange("exchange", exported, deadline)
+        resources.keep(*[fd for fds in received for fd in fds])
+    group.step("import", lambda rank: resources.import_handles(rank, received, multicast), deadline)
 
 
 def _clear(resources: RankResources, layout: Layout, rank: int) -> None:
-    """Zero what lies behind the user's bytes, and write the tables."""
+    """Zero the signal pad and the counters, and write the address tables."""
     door, device = resources.door, resources.devices[rank]
     bases = np.array([one.address for one in resources.replicas.values()], np.uint64)
     start, first = int(bases[rank]), layout.signal_pad
-    # A stream for this alone, which nothing is ordered after: less than a Stream is.
+    # A bare handle, because a Stream object costs more and orders nothing here.
     later, stream = later_of(door), HandleEnd(door, "cuStreamDestroy", None)
     try:
         with device.current():
             door.create(stream, "_raw", "cuStreamCreateWithPriority", _NON_BLOCKING, 0)
-            if layout.total - first > _AT_ONCE:
-                # A signal pad of the user's size; what is behind it is written from the host.
-                door.call("cuMemsetD8Async", start + first, 0, layout.words - first, stream.raw)
-                first = layout.words
+            if layout.total - first > _HOST_IMAGE:
+                door.call("cuMemsetD8Async", start + first, 0, layout.counters - first, stream.raw)
+                first = layout.counters
             image = np.zeros(layout.total - first, np.uint8)
-            for table, addresses in (
-                (layout.buffer_table, bases),
-                (layout.signal_table, bases + np.uint64(layout.signal_pad)),
-            ):
+            signal_pads = bases + np.uint64(layout.signal_pad)
+            for table, addresses in ((layout.buffer_table, bases), (layout.signal_table, signal_pads)):
                 image[table - first :][: addresses.nbytes] = addresses.view(np.uint8)
             door.call("cuMemcpyHtoDAsync", start + first, image.ctypes.data, image.nbytes, stream.raw)
             door.call("cuStreamSynchronize", stream.raw)
-        later.end(stream)
     except BaseException:
-        later.hand_in(stream)  # perhaps again; it ends once
+        later.hand_in(stream)
         raise
+    later.end(stream)
 
 
-class KnownDevices:
-    """What is the same each time that memory is set up on the devices of one driver."""
+class _CapabilityCache:
+    """Capabilities of the devices of one driver: they never change."""
 
-    __slots__ = ("facts",)
+    __slots__ = ("by_ordinal",)
 
     def __init__(self, _: Door) -> None:
-        self.facts: dict[int, DeviceFacts] = {}
+        self.by_ordinal: dict[int, Capabilities] = {}
 
-    def facts_of(self, device: Device) -> DeviceFacts:
-        """What a device is and can do."""
-        facts = self.facts.get(device.ordinal)
-        if facts is None:
-            facts = self.facts[device.ordinal] = DeviceFacts(
+    def of(self, device: Device) -> Capabilities:
+        """Return the capabilities of a device; the first call asks the driver."""
+        found = self.by_ordinal.get(device.ordinal)
+        if found is None:
+            found = self.by_ordinal[device.ordinal] = Capabilities(
                 f"{device.uuid} ({device.name})",
                 int(door_behind(device).call("cuDriverGetVersion")),
                 PhysicalMemory.granularity(device, recommended=True),
-                bool(_attribute(device, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")),
-                bool(_attribute(device, "HANDLE_TYPE_FABRIC_SUPPORTED")),
-                bool(_attribute(device, "MULTICAST_SUPPORTED")),
+                _has(device, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"),
+                _has(device, "HANDLE_TYPE_FABRIC_SUPPORTED"),
+                _has(device, "MULTICAST_SUPPORTED"),
             )
-        return facts
+        return found
 
 
-class DeviceFacts(NamedTuple):
-    """What a device is and can do, as ranks tell each other."""
-
-    device: str
-    driver_version: int
-    granularity: int
-    posix: bool
-    fabric: bool
-    multicast_supported: bool
+def _has(device: Device, attribute: str) -> bool:
+    """Whether the device attribute is set; False for a driver or bindings that do not have the attribute."""
+    try:
+        return bool(device.attribute(attribute))
+    except (InvalidValueError, NotSupportedError):
+        return False
 
 
-known_devices: PerDriver[KnownDevices] = PerDriver(KnownDevices)
+_capabilities: PerDriver[_CapabilityCache] = PerDriver(_CapabilityCache)
 
 
-def check_now(door: Door) -> None:
-    """Raise where devices cannot be synchronised, or the process is a fork of the one whose communicator it is."""
+def check_no_capture(door: Door) -> None:
+    """Raise ``CaptureError`` during a stream capture, and an error in a process forked from the driver's own."""
     door.check_process()
     if later_of(door).paused:
         raise refused(

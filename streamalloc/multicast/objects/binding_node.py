@@ -1,22 +1,22 @@
-"""What a multicast object has bound, and how that is undone: the graph nodes behind :class:`Binding`."""
+"""Bindings in the release-order graph: ``cuMulticastUnbind`` runs before the object and the memory are released."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from streamalloc.core.errors import InvalidValueError
-from streamalloc.multicast.objects.bindable import Member
+from streamalloc.multicast.objects.bind_source import BindSource
 from streamalloc.vmm.internal import AllocationHandle, AllocationState, HandleNode, Kind, Node
 
-__all__ = ["BindingEntry", "BoundBytes"]
+__all__ = ["BindingNode", "BindingRecord"]
 
-# What is bound must not be freed before it is unbound, in whatever order the garbage collector ends a cycle that has
-# all of it: so it is no part of any cycle, and no node refers to an object of a user.
+# User objects that have bound memory, by graph node. A global table keeps them out of every reference cycle, so the
+# garbage collector cannot free bound memory before it is unbound.
 _bound_memory: dict[Node, object] = {}
 
 
-class _Kept(Node):
-    """The object of a user that has bound memory: let go of after the multicast object."""
+class _MemoryNode(Node):
+    """Keep a user's object alive until the multicast object is released."""
 
     __slots__ = ()
 
@@ -25,36 +25,36 @@ class _Kept(Node):
         self.given_up = True
 
     def forget(self) -> None:
-        """Let go of the memory."""
+        """Drop the reference to the user's object."""
         _bound_memory.pop(self, None)
 
 
-class BoundBytes(HandleNode):
-    """A binding, without the memory: ``cuMulticastUnbind``. :attr:`raw` is the object's handle while it is bound."""
+class BindingNode(HandleNode):
+    """One binding as a node of the release order. :attr:`raw` is the object's handle while it is bound."""
 
-    __slots__ = ("device", "kept", "nbytes", "object", "offset", "state", "sure")
+    __slots__ = ("confirmed", "device", "memory_node", "nbytes", "object", "offset", "state")
 
-    def __init__(self, object: AllocationHandle, member: Member, device: int, offset: int) -> None:
+    def __init__(self, object: AllocationHandle, source: BindSource, device: int, offset: int) -> None:
         super().__init__(object.allocations, Kind.BINDING)
-        self.sure: bool = False
-        """Whether the driver has bound it: not yet, or that was interrupted."""
+        self.confirmed: bool = False
+        """Whether the bind call returned success."""
         self.object: AllocationHandle = object
-        self.state: AllocationState | None = member.state
-        self.kept: _Kept = _Kept()
+        self.state: AllocationState | None = source.state
+        self.memory_node: _MemoryNode = _MemoryNode()
         self.device: int = device
         self.offset: int = offset
-        self.nbytes: int = member.nbytes
+        self.nbytes: int = source.nbytes
 
     def link(self, team: Node, memory: object) -> None:
-        """Put the object's mappings and handle, and the memory, behind it, and the memory behind the object."""
+        """Order the release: this binding, the object's mappings, the object, the memory."""
         order = self.allocations.order
         self._raw = self.object.raw
-        # Related before it is kept, so that an interrupt between the two keeps nothing for ever.
-        order.relate(self, self.kept)
-        _bound_memory[self.kept] = memory
+        # The relation comes first: an interrupt between the two lines then leaks nothing in the table.
+        order.relate(self, self.memory_node)
+        _bound_memory[self.memory_node] = memory
         for node in (*order.before(self.object, Kind.OBJECT_MAPPING), self.object):
             order.relate(self, node)
-        order.relate(self.object, self.kept)
+        order.relate(self.object, self.memory_node)
         if self.state is not None:
             self.state.bindings[self] = None
             self.state.teams[team] = None
@@ -65,10 +65,10 @@ class BoundBytes(HandleNode):
             for mapping in list(self.state.mappings):
                 order.relate(self.object, mapping)
 
-    def part(self, team: Node) -> None:
-        """The user has unbound it: the memory has nothing to do with the object any more, but by other bindings."""
+    def unlink(self, team: Node) -> None:
+        """Remove the order between object and memory, unless another binding still joins them."""
         state, order = self.state, self.allocations.order
-        order.unrelate(self.object, self.kept)
+        order.unrelate(self.object, self.memory_node)
         if state is not None and all(other.object is not self.object for other in list(state.bindings)):
             state.teams.pop(team, None)
             for handle in list(state.handles):
@@ -77,35 +77,37 @@ class BoundBytes(HandleNode):
                 order.unrelate(self.object, node)
 
     def release(self) -> None:
-        """``cuMulticastUnbind``."""
+        """Call ``cuMulticastUnbind``."""
         try:
             self.give_back("cuMulticastUnbind", self.device, self.offset, self.nbytes)
         except InvalidValueError:
-            if self.sure:
+            if self.confirmed:
                 raise
             self.was_refused()
 
     def was_refused(self) -> None:
-        """The driver has not bound it: it refused, or was not reached because of an interrupt."""
+        """Mark the binding as gone: the driver refused it, or an interrupt came before the call."""
         self._raw = None
         self.gone = True
 
     def forget(self) -> None:
-        """The memory has one binding less."""
+        """Remove the binding from the state of its memory."""
         if self.state is not None:
             self.state.bindings.pop(self, None)
 
 
-class BindingEntry(NamedTuple):
-    """One binding as its object keeps it: the memory, and what there is to undo."""
+class BindingRecord(NamedTuple):
+    """An entry in the object's list of bindings."""
 
-    member: Member
-    node: BoundBytes
+    source: BindSource
+    node: BindingNode
 
     @property
     def live(self) -> bool:
+        """Whether the memory is still bound."""
         return not self.node.gone
 
     @property
     def stop(self) -> int:
+        """Bytes from the start of the object to the end of the binding."""
         return self.node.offset + self.node.nbytes

@@ -1,6 +1,6 @@
-"""Another Python process that the commands share memory with: a new interpreter, with a driver of the same kind.
+"""Worker: the other process of ``info``, ``bench`` and ``tour``, a Python interpreter with the same driver.
 
-It does what it is told over a channel, one thing after the other: the methods of a module's class ``Other``.
+It receives actions over a channel and runs them one by one. The actions are the methods of a class ``WorkerActions``.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from streamalloc import ipc
 from streamalloc.core.ownership import Closes
 from streamalloc.driver import Driver
 
-__all__ = ["POSIX", "Here", "Peer", "PeerError", "can_share_pools", "environment", "main", "read", "start"]
+__all__ = ["POSIX", "Worker", "WorkerBase", "WorkerError", "can_share_pools", "environment", "main", "read", "start"]
 
 POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 
-# Ample for a new process that makes a context on a GPU, while other processes do the same.
 _SECONDS = 60.0
+"""Seconds to wait for it: contexts on a busy GPU take long."""
 
 
 def can_share_pools(device: sa.Device) -> bool:
-    """Whether the pools of a device can be shared with another process of the machine."""
+    """Whether pools of the device can be shared with another process on this machine."""
     return POSIX in (device.supports.pool_handle_types or sa.MemHandleType.NONE)
 
 
 def read(memory: Any, stream: sa.Stream) -> np.ndarray[Any, Any]:
-    """The bytes of some memory, once the stream has done all that it was given."""
+    """Copy memory to the host, wait for the stream, and return the bytes."""
     host = np.full(memory.nbytes, 0xEE, np.uint8)
     memory.copy_to(host, stream)
     stream.synchronize()
     return host
 
 
-class PeerError(RuntimeError):
-    """The other process raised an error: ``kind`` is the class's name, the message is its text."""
+class WorkerError(RuntimeError):
+    """An error in the other process: ``kind`` is the name of its class, the message its text."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -52,7 +52,7 @@ class PeerError(RuntimeError):
 
 
 def environment(driver: Driver) -> dict[str, str]:
-    """The environment of a process whose default driver is of the same kind, or simulates the same machine."""
+    """Return an environment in which a new process uses the same driver, or simulates the same machine."""
     package = str(Path(sa.__file__).parent.parent)
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     found = {**os.environ, "PYTHONPATH": path, "STREAMALLOC_DRIVER": "cuda"}
@@ -62,22 +62,22 @@ def environment(driver: Driver) -> dict[str, str]:
 
 
 def start(driver: Driver, fd: int, actions: str) -> subprocess.Popen[bytes]:
-    """Start the other process with one descriptor of this process."""
-    # Not run as a module, which would be another one than the module of the actions imports.
+    """Start the other process; it inherits the file descriptor ``fd``."""
+    # With -m this module would exist twice: as __main__, and as imported by the actions.
     command = [sys.executable, "-c", f"from {__name__} import main; main()", str(fd), actions]
     nothing = subprocess.DEVNULL
     return subprocess.Popen(command, env=environment(driver), pass_fds=[fd], stdin=nothing, stdout=nothing)
 
 
-class Peer(Closes):
-    """The other process, as the command sees it. Closing it, also by leaving the ``with`` block, waits for its end.
+class Worker(Closes):
+    """The other process, seen from the command. Closing it ends the process and waits for it.
 
     Parameters
     ----------
     driver
         The driver of this process.
     actions
-        The name of the module that says what the other process can do.
+        Name of the module with the class ``WorkerActions``.
     """
 
     def __init__(self, driver: Driver, actions: str) -> None:
@@ -88,39 +88,39 @@ class Peer(Closes):
             self.process: subprocess.Popen[bytes] = start(driver, theirs.fileno(), actions)
 
     def begin(self, action: str, *arguments: Any, fds: Sequence[ipc.Fd | int] = ()) -> None:
-        """Have it begin an action; what that needs besides is sent over :attr:`channel`."""
+        """Start an action. Data for the action can follow on :attr:`channel`."""
         self.channel.send(json.dumps([action, arguments]).encode(), fds)
 
     def result(self) -> Any:
-        """What the action answered.
+        """Wait for the action that :meth:`begin` started; return its result.
 
         Raises
         ------
-        PeerError
-            It raised an error.
+        WorkerError
+            The action raised an error.
         PeerGoneError, TimeoutError
-            The process has ended, or does not answer.
+            The process has ended, or does not answer in time.
         """
         failed, answer = json.loads(self.channel.receive().data)
         if failed:
-            raise PeerError(*answer)
+            raise WorkerError(*answer)
         return answer
 
     def ask(self, action: str, *arguments: Any, fds: Sequence[ipc.Fd | int] = ()) -> Any:
-        """Have it do an action, and wait for the answer."""
+        """Run an action and return its result."""
         self.begin(action, *arguments, fds=fds)
         return self.result()
 
     def give(self, action: str, thing: object, *arguments: Any) -> Any:
-        """Have it do an action with something that is shared with it, or was already."""
-        # Shared first: where that is refused nothing is left waiting.
+        """Run an action that receives an object; share the object first, unless it is shared already."""
+        # Shared before begin(): if sharing fails, the other process does not wait for the object.
         shared = thing if isinstance(thing, ipc.Shared) else ipc.share(thing)
         self.begin(action, *arguments)
         ipc.send(self.channel, shared)
         return self.result()
 
     def close(self) -> None:
-        """Let it end, and wait for that; idempotent."""
+        """End the process and wait for it; idempotent."""
         self.channel.close()
         try:
             self.process.wait(_SECONDS)
@@ -130,38 +130,38 @@ class Peer(Closes):
             raise
 
 
-class Here:
-    """What the other process has; the methods of a class of this kind are what it can do."""
+class WorkerBase:
+    """State of the worker process. Subclasses add the actions as methods."""
 
     def __init__(self, channel: ipc.Channel) -> None:
         self.channel = channel
         self.device: sa.Device = sa.Device(0)
         self.stream: sa.Stream = self.device.create_stream()
         self.opened: dict[str, Any] = {}
-        """What it has opened and not closed, by the names that it was given."""
+        """Opened objects, by the name that the command gave them."""
         self.handles: tuple[ipc.Fd, ...] = ()
-        """What came with the action."""
+        """File descriptors received with the current action."""
         self.resources: contextlib.ExitStack = contextlib.ExitStack()
-        """What lives until its end."""
+        """Resources until the process ends."""
 
     def receive(self) -> Any:
-        """Something that is shared with this process, opened on its stream."""
+        """Receive a shared object and open it on this process's stream."""
         return ipc.receive(self.channel, stream=self.stream)
 
 
 def main() -> None:
-    """The other process, from its beginning to its end: ``FD MODULE`` are its arguments."""
+    """Run the other process. The command-line arguments are a file descriptor and a module name."""
     channel = ipc.Channel.from_fd(int(sys.argv[1]))
-    other = importlib.import_module(sys.argv[2]).Other
+    actions = importlib.import_module(sys.argv[2]).WorkerActions
     try:
-        here = other(channel)
+        worker = actions(channel)
         while True:
             message = channel.receive()
             name, arguments = json.loads(message.data)
-            here.handles = message.handles
-            channel.send(_answer(getattr(here, name), arguments))
+            worker.handles = message.handles
+            channel.send(_answer(getattr(worker, name), arguments))
     except (ipc.PeerGoneError, KeyboardInterrupt):
-        # The command has ended, or was interrupted as this process was.
+        # The command has ended, or Ctrl+C interrupted both processes.
         return
 
 

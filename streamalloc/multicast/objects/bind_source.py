@@ -1,0 +1,146 @@
+"""Memory to bind to a multicast object: its checks, and the driver call that binds it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from streamalloc.core.arguments import check_device
+from streamalloc.core.buffer import Buffer, GraphBuffer
+from streamalloc.core.device import Device
+from streamalloc.core.door import Door, door_behind
+from streamalloc.core.errors import size_text
+from streamalloc.core.memory import Memory, check_usable, viewed
+from streamalloc.core.properties import MemHandleType, MemLocationType, checked_size
+from streamalloc.driver.internal import cuda
+from streamalloc.pool import MemoryPool
+from streamalloc.vmm import AddressRange, PhysicalMemory, RangeView
+from streamalloc.vmm.internal import AllocationState, covering, state_of
+
+__all__ = ["BindSource", "check_multiple"]
+
+
+def check_multiple(name: str, value: int, step: int, *, shown: str = "", hint: str = "") -> None:
+    """Raise ``ValueError`` unless ``value`` is a multiple of ``step`` bytes."""
+    if value % step:
+        raise ValueError(f"{name}={shown or value}: allowed are multiples of the granularity, {size_text(step)}{hint}")
+
+
+class BindSource(NamedTuple):
+    """A range of memory to bind."""
+
+    given: object
+    """The argument of ``bind``, for error texts."""
+    memory: PhysicalMemory | Memory
+    """The memory that the binding keeps alive."""
+    offset: int
+    """Bytes from the start of :attr:`memory` to the range."""
+    nbytes: int
+    """Bytes in the range."""
+    address: int | None
+    """Device address; None if the range is bound by its handle."""
+    state: AllocationState | None
+    """State of the physical allocation; None for pool memory."""
+
+    @classmethod
+    def of(cls, memory: object, memory_offset: int, nbytes: int | None, door: Door) -> BindSource:
+        """Check the arguments of ``bind`` and find the physical memory behind them.
+
+        Raises
+        ------
+        TypeError, ValueError
+            The memory cannot be bound, belongs to another driver, spans several chunks, or is smaller than the range.
+        """
+        if not isinstance(memory, (PhysicalMemory, Memory)):
+            raise TypeError(
+                f"memory must be PhysicalMemory, mapped memory or a pool's buffer, "
+                f"not {type(memory).__name__} ({memory!r})"
+            )
+        if door_behind(memory) is not door:
+            raise ValueError(f"memory={memory!r} belongs to another driver")
+        start = checked_size("memory_offset", memory_offset)
+        size = max(memory.nbytes - start, 0) if nbytes is None else checked_size("nbytes", nbytes)
+        if start + size > memory.nbytes:
+            raise ValueError(f"memory_offset={memory_offset}, nbytes={size}: the memory has {size_text(memory.nbytes)}")
+        if not size:
+            raise ValueError(f"nbytes=0: {size_text(memory.nbytes)} of memory have nothing to bind at offset {start}")
+        if isinstance(memory, PhysicalMemory):
+            return cls(memory, memory, start, size, None, state_of(memory))
+        base, _ = viewed(memory)
+        if isinstance(base, GraphBuffer):
+            raise ValueError(f"memory={memory!r} belongs to a graph, which frees it: bind memory of a pool")
+        if not isinstance(base, RangeView):
+            # Mapped memory needs no access rights to be bound, so only other memory is checked for use.
+            check_usable(memory)
+        address = memory.address + start
+        if not isinstance(base.owner, AddressRange):
+            return cls(memory, memory, start, size, address, None)
+        # The binding keeps the physical memory, because the addresses may be freed before it is unbound.
+        begin = address - base.owner.address
+        chunks = covering(base.owner, begin, begin + size)
+        if len(chunks) > 1:
+            raise ValueError(
+                f"memory={memory!r} spans {len(chunks)} chunks of physical memory, and the driver binds one at a time: "
+                "bind each of its mappings"
+            )
+        (chunk,) = chunks
+        if not isinstance(chunk.memory, PhysicalMemory):
+            raise ValueError(f"memory={memory!r} is a multicast object itself: bind memory of a device")
+        return cls(memory, chunk.memory, begin - chunk.offset, size, address, state_of(chunk.memory))
+
+    def check(self, granularity: int, device: Device | None, *, shareable: bool) -> int:
+        """Check the driver's rules for a binding; return the ordinal of the device to bind for.
+
+        ``shareable`` says that the multicast object can be shared, so the memory must be shareable, too.
+        """
+        check_multiple("nbytes", self.nbytes, granularity)
+        if self.address is None:
+            check_multiple("memory_offset", self.offset, granularity)
+        else:
+            # Only the address must be aligned then; the offset in the physical memory is free.
+            check_multiple("address", self.address, granularity, shown=f"{self.address:#x}")
+        if shareable and self._handle_types() == MemHandleType.NONE:
+            raise ValueError(
+                f"memory={self.given!r} cannot be shared, but the multicast object can: "
+                "make the memory with handle_types"
+            )
+        if device is not None:
+            check_device("device", device, door_behind(self.memory))
+        location = self.memory.location
+        if location.type is MemLocationType.DEVICE:
+            if device is not None and device.location != location:
+                raise ValueError(f"device={device!r}: memory of {location} is bound for its own device only")
+            return location.id
+        if location.type is not MemLocationType.HOST_NUMA:
+            raise ValueError(f"memory={self.given!r} is on {location}: allowed are DEVICE and HOST_NUMA")
+        if device is None:
+            raise ValueError(f"memory={self.given!r} is on {location}: device= must name a device of the team")
+        nearest = device.attribute("HOST_NUMA_ID")
+        if nearest != location.id:
+            raise ValueError(
+                f"device={device!r} is nearest to NUMA node {nearest}: memory of {location} is bound for "
+                "devices nearest to it"
+            )
+        return device.ordinal
+
+    def _handle_types(self) -> MemHandleType | None:
+        """Handle types that the memory can be exported as; None if unknown."""
+        if isinstance(self.memory, PhysicalMemory):
+            return self.memory.properties.requested_handle_types
+        base, _ = viewed(self.memory)
+        pool = base.owner if isinstance(base, Buffer) else None
+        properties = pool.properties if isinstance(pool, MemoryPool) else None
+        return None if properties is None else properties.handle_types
+
+    def bind_call(self, raw: Any, ordinal: int, offset: int, device: Device | None) -> tuple[str, tuple[Any, ...]]:
+        """Name and arguments of the driver call that binds the range at ``offset`` of the object ``raw``.
+
+        Host memory needs ``device``, and the ``_v2`` function that takes it.
+        """
+        versioned = device is not None and self.memory.location.on_host
+        target = (raw, ordinal, offset) if versioned else (raw, offset)
+        suffix = "_v2" if versioned else ""
+        if self.address is not None:
+            return f"cuMulticastBindAddr{suffix}", (*target, self.address, self.nbytes, 0)
+        assert isinstance(self.memory, PhysicalMemory)
+        handle = cuda.CUmemGenericAllocationHandle(self.memory.handle)
+        return f"cuMulticastBindMem{suffix}", (*target, handle, self.offset, self.nbytes, 0)

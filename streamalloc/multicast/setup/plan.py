@@ -1,0 +1,208 @@
+"""The plan for symmetric memory: every rank computes the same one from the profiles of all ranks.
+
+Nothing here calls a driver or communicates. All ranks have the same profiles, so an error is raised on all of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from streamalloc.core.arguments import FABRIC_NEEDS
+from streamalloc.core.errors import NotSupportedError, refused
+from streamalloc.core.properties import MemHandleType
+from streamalloc.ipc.internal import by_value, listed
+
+__all__ = ["CHANNELS", "Capabilities", "Layout", "Plan", "RankProfile", "layout_of", "make_plan", "round_up"]
+
+CHANNELS = 16
+"""Independent channels for barriers, and for signals between two ranks."""
+
+_FORMAT = 1
+"""Version of the encoded profile; raised when a field changes."""
+_LINE = 128
+"""Bytes in a GPU cache line; each part starts one."""
+_COUNTER = 4
+"""Bytes of a counter, as ``cuStreamWriteValue32`` writes."""
+_ADDRESS = 8
+"""Bytes of a device address in a table."""
+_KINDS = 2
+"""Kinds of counters: barrier and signal."""
+_FABRIC, _POSIX = MemHandleType.FABRIC, MemHandleType.POSIX_FILE_DESCRIPTOR
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Identity and capabilities of a device."""
+
+    device: str
+    """UUID and name of the device."""
+    driver_version: int
+    granularity: int
+    """Bytes: the recommended granularity of physical memory."""
+    posix: bool
+    fabric: bool
+    multicast_supported: bool
+
+
+@dataclass(frozen=True)
+class RankProfile(Capabilities):
+    """Arguments of one rank, and the capabilities of its device."""
+
+    nbytes: int
+    signal_pad_bytes: int
+    multicast: bool | None
+    """None: use multicast if all devices support it."""
+    handle_type: int
+    """``MemHandleType`` as a number; 0 selects any that works."""
+    host: str
+    """Machine, user and network namespace."""
+    multicast_granularity: dict[str, int]
+    """Bytes by handle type; empty if multicast is impossible."""
+    format: int = _FORMAT
+
+    def to_bytes(self) -> bytes:
+        """Encode as JSON: other ranks may run another version of this library."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> RankProfile:
+        """Decode the profile of another rank.
+
+        Raises
+        ------
+        ValueError
+            The rank runs a version of this library with another format.
+        """
+        fields = json.loads(data)
+        if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
+            raise ValueError("the ranks run incompatible versions of streamalloc")
+        return cls(**fields)
+
+
+class Layout(NamedTuple):
+    """Offsets in each rank's memory, in bytes."""
+
+    nbytes: int
+    signal_pad: int
+    signal_pad_bytes: int
+    counters: int
+    """Offset of the counters behind barriers and signals."""
+    counter_count: int
+    buffer_table: int
+    signal_table: int
+    total: int
+
+    def counter(self, kind: int, channel: int, sender: int, size: int) -> int:
+        """Return the offset of the counter that rank ``sender`` increments."""
+        return self.counters + _COUNTER * ((kind * CHANNELS + channel) * size + sender)
+
+
+def layout_of(nbytes: int, signal_pad_bytes: int, size: int) -> Layout:
+    """Return the layout for ``size`` ranks: user bytes, signal pad, counters, tables; each starts a cache line."""
+    signal_pad = round_up(nbytes, _LINE)
+    counters = round_up(signal_pad + signal_pad_bytes, _LINE)
+    counter_count = _KINDS * CHANNELS * size
+    buffer_table = round_up(counters + _COUNTER * counter_count, _LINE)
+    signal_table = round_up(buffer_table + _ADDRESS * size, _LINE)
+    total = signal_table + _ADDRESS * size
+    return Layout(nbytes, signal_pad, signal_pad_bytes, counters, counter_count, buffer_table, signal_table, total)
+
+
+class Plan(NamedTuple):
+    """The decisions that all ranks follow."""
+
+    layout: Layout
+    multicast: bool
+    physical_bytes: dict[MemHandleType, int]
+    """Bytes of physical memory per rank, by handle type, best first."""
+
+
+def make_plan(profiles: Sequence[RankProfile], *, one_process: bool) -> Plan:
+    """Decide on layout, multicast and handle types.
+
+    Raises
+    ------
+    ValueError
+        The ranks got different arguments; the message lists them.
+    NotSupportedError
+        The requested multicast or handle type does not work, or no handle type does; the message gives the reason.
+    """
+    for name in ("nbytes", "signal_pad_bytes", "multicast", "handle_type"):
+        _check_same(name, profiles)
+    first = profiles[0]
+    obstacle = _multicast_obstacle(profiles)
+    if first.multicast and obstacle:
+        raise refused(NotSupportedError, "cuMulticastCreate", f"needs {obstacle}")
+    multicast = first.multicast is not False and not obstacle
+    layout = layout_of(first.nbytes, first.signal_pad_bytes, len(profiles))
+    physical_bytes = {}
+    for kind in (MemHandleType.NONE,) if one_process else _usable_handle_types(profiles):
+        granularities = [profile.granularity for profile in profiles]
+        if multicast:
+            granularities += [profile.multicast_granularity[str(int(kind))] for profile in profiles]
+        physical_bytes[kind] = round_up(layout.total, max(granularities))
+    return Plan(layout, multicast, physical_bytes)
+
+
+def _check_same(name: str, profiles: Sequence[RankProfile]) -> None:
+    values = [getattr(profile, name) for profile in profiles]
+    if any(value != values[0] for value in values):
+        given = by_value([_shown(name, value) for value in values], "gave {}")
+        raise ValueError(f"{name} must be the same on all ranks: {given}")
+
+
+def _shown(name: str, value: Any) -> str:
+    if value is None or (name == "handle_type" and not value):
+        return "'auto'" if name == "multicast" else "none"
+    return repr(MemHandleType(value)) if name == "handle_type" else repr(value)
+
+
+def _usable_handle_types(profiles: Sequence[RankProfile]) -> tuple[MemHandleType, ...]:
+    obstacles = {_FABRIC: _fabric_obstacle(profiles), _POSIX: _descriptor_obstacle(profiles)}
+    asked = MemHandleType(profiles[0].handle_type)
+    if asked is not MemHandleType.NONE:
+        obstacles = {asked: obstacles[asked]}
+    usable = tuple(kind for kind, obstacle in obstacles.items() if not obstacle)
+    if not usable:
+        raise refused(NotSupportedError, "cuMemExportToShareableHandle", "; or else ".join(obstacles.values()))
+    return usable
+
+
+def _multicast_obstacle(profiles: Sequence[RankProfile]) -> str:
+    if len(profiles) < 2:
+        return "a team of two devices or more, found one"
+    lacking = _ranks(profiles, lambda profile: not profile.multicast_supported)
+    if lacking:
+        return f"devices that support multicast objects (joined by NVSwitch), found that those of {lacking} do not"
+    if len({profile.device for profile in profiles}) < len(profiles):
+        return f"a device for each rank, found that some share one: {[profile.device for profile in profiles]}"
+    return ""
+
+
+def _fabric_obstacle(profiles: Sequence[RankProfile]) -> str:
+    lacking = _ranks(profiles, lambda profile: not profile.fabric)
+    return f"{FABRIC_NEEDS}; those of {lacking} offer none" if lacking else ""
+
+
+def _descriptor_obstacle(profiles: Sequence[RankProfile]) -> str:
+    lacking = _ranks(profiles, lambda profile: not profile.posix)
+    if lacking:
+        return f"file descriptors need devices that offer them, and those of {lacking} do not"
+    hosts = [profile.host for profile in profiles]
+    if len(set(hosts)) == 1:
+        return ""
+    places = by_value(hosts, "on {}")
+    return f"file descriptors need all ranks on one machine, of one user and in one network namespace: {places}"
+
+
+def _ranks(profiles: Sequence[RankProfile], found: Callable[[RankProfile], bool]) -> str:
+    ranks = [rank for rank, profile in enumerate(profiles) if found(profile)]
+    return listed(ranks) if ranks else ""
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is at least ``number``."""
+    return -(-number // multiple) * multiple

@@ -1,0 +1,174 @@
+"""A group of ranks that runs steps together: each step succeeds on all ranks, or fails on all with one error.
+
+After each step every rank sends its outcome to all others, also after a failure. So no rank waits for one that has
+given up, and all ranks make the same communicator calls in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+from streamalloc.core.errors import undoing
+from streamalloc.core.fd import Fd
+from streamalloc.core.ownership import close_all
+from streamalloc.ipc import Communicator, GroupError
+from streamalloc.ipc.internal import described, left
+
+__all__ = ["RankGroup", "SymmetricMemoryError"]
+
+_DONE, _FAILED = b"\0", b"\1"
+_LONGEST_REASON = 2000
+"""Bytes of an error text that are sent to other ranks."""
+_GRACE = 2.0
+"""Seconds, at least, for other ranks to undo a failed step."""
+
+
+class SymmetricMemoryError(RuntimeError):
+    """A collective step failed on one rank, and therefore on all; its effects are undone.
+
+    Attributes
+    ----------
+    rank
+        The rank that failed; if several did, the lowest.
+    step
+        The step that failed: ``"agree"``, ``"create"``, ``"export"``, ``"exchange"``, ``"import"``, ``"add"``,
+        ``"bind"``, ``"reserve"``, ``"map"``, ``"access"``, ``"clear"``, ``"sleep"``, ``"fill"`` or ``"close"``.
+    reason
+        The text of the error on that rank.
+    """
+
+    def __init__(self, rank: int, step: str, reason: str) -> None:
+        super().__init__(rank, step, reason)
+        self.rank = rank
+        self.step = step
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} failed in step {self.step!r}: {self.reason}"
+
+
+class RankGroup:
+    """The ranks of a communicator, or all ranks of one process.
+
+    Parameters
+    ----------
+    communicator
+        Connects processes with one rank each; None: this process has all ranks.
+    size
+        Number of ranks without a communicator.
+    """
+
+    def __init__(self, communicator: Communicator | None, size: int = 1) -> None:
+        self.communicator = communicator
+        self.size: int = size if communicator is None else communicator.size
+        self.local: tuple[int, ...] = tuple(range(size)) if communicator is None else (communicator.rank,)
+        """Ranks of this process."""
+        self.failed: bool = False
+        """Whether the communicator has failed; no rank can be reached any more."""
+
+    def step(self, name: str, do: Callable[[int], bytes | None], deadline: float | None) -> list[bytes]:
+        """Run one step for each rank of this process, then exchange the outcomes.
+
+        Parameters
+        ----------
+        name
+            Name of the step, for errors.
+        do
+            Function of the rank. The bytes that it returns are sent to all ranks.
+        deadline
+            Monotonic time in seconds at which the wait for other ranks ends; None: the communicator's own limit.
+
+        Returns
+        -------
+        The bytes of every rank.
+
+        Raises
+        ------
+        SymmetricMemoryError
+            The step failed on a rank. If it failed here, ``__cause__`` is the error.
+        """
+        outcomes: dict[int, bytes | BaseException] = {}
+        for rank in self.local:
+            try:
+                outcomes[rank] = do(rank) or b""
+            except BaseException as error:
+                # An interrupt is an outcome, too: the other ranks wait for one.
+                outcomes[rank] = error
+                break
+        return self._share(name, outcomes, deadline)
+
+    def exchange(self, name: str, handles: Sequence[Fd], deadline: float | None) -> list[tuple[Fd, ...]]:
+        """Send file descriptors to all ranks as a step; return the duplicates that each rank sent."""
+        assert self.communicator is not None
+        communicator = self.communicator
+        received: list[tuple[Fd, ...]] = []
+
+        def exchange(rank: int) -> None:
+            try:
+                received.extend(communicator.exchange(handles, timeout=_seconds(deadline)))
+            except Exception:
+                # If the call failed before it sent anything, the other ranks still wait for this rank's message.
+                with contextlib.suppress(Exception):
+                    received.extend(communicator.exchange((), timeout=_seconds(deadline)))
+                raise
+
+        # A rank may fail after the others have received all descriptors, so the outcome is shared as in any step.
+        with undoing(lambda: close_all(fd for fds in received for fd in fds)):
+            self.step(name, exchange, deadline)
+        return received
+
+    def settle(self, deadline: float | None) -> None:
+        """Wait until all reachable ranks have undone a failed step."""
+        if self.communicator is None or self.failed:
+            return
+        try:
+            self.communicator.barrier(timeout=None if deadline is None else max(left(deadline), _GRACE))
+        except Exception:
+            self.failed = True
+
+    def _share(self, name: str, outcomes: dict[int, bytes | BaseException], deadline: float | None) -> list[bytes]:
+        errors = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, BaseException)}
+        packets = [_packet(outcome) for outcome in outcomes.values()]
+        if self.communicator is not None:
+            try:
+                packets = self.communicator.allgather(packets[0], timeout=_seconds(deadline))
+            except BaseException as error:
+                self.failed = True
+                if not isinstance(error, Exception):
+                    raise
+                # The first error explains more: a communicator that failed once only reports that it is unusable.
+                (own,) = self.local
+                first = errors.get(own, error)
+                if not isinstance(first, Exception):
+                    raise first from error
+                call = "exchange" if own in errors and name == "exchange" else "allgather"
+                raise SymmetricMemoryError(rank_at_fault(first, own, call), name, described(first)) from first
+        failed = [rank for rank, packet in enumerate(packets) if packet[:1] != _DONE]
+        if not failed:
+            return [packet[1:] for packet in packets]
+        cause = next(iter(errors.values()), None)
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause
+        reason = packets[failed[0]][1:].decode(errors="replace")
+        raise SymmetricMemoryError(failed[0], name, reason) from cause
+
+
+def _seconds(deadline: float | None) -> float | None:
+    return None if deadline is None else left(deadline)
+
+
+def _packet(outcome: bytes | BaseException) -> bytes:
+    if isinstance(outcome, BaseException):
+        return _FAILED + described(outcome).encode(errors="backslashreplace")[:_LONGEST_REASON]
+    return _DONE + outcome
+
+
+def rank_at_fault(error: BaseException, own: int, call: str) -> int:
+    """Return the rank that a communicator's error names, or ``own`` if it names none.
+
+    If two ranks made different calls, the rank at fault is the one that did not make ``call``.
+    """
+    calls = error.calls if isinstance(error, GroupError) else {}
+    others = [rank for rank, made in calls.items() if made != call]
+    return next(iter(others or calls), own)
