@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 
 from streamalloc.core.door import Door, PerDriver
 from streamalloc.core.errors import LOST, CudaError, InvalidHandleError, error_from
+from streamalloc.driver.internal import SETTLERS
 
 __all__ = ["POINTS", "Deferred", "HandleEnd", "Later", "later_of", "queues", "refused_to_end", "work"]
 
@@ -296,3 +297,11 @@ def work(door: Door) -> int:
     if not (later.handed_in or later._orphaned or later._waiting) or not door.usable:
         return 0
     return later.work()
+
+
+def _work_everywhere() -> None:
+    for later in queues():
+        later.work()
+
+
+SETTLERS.append(_work_everywhere)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["ENDERS", "MAKERS", "Account"]
+__all__ = ["ENDERS", "MAKERS", "SETTLERS", "Account"]
+
+SETTLERS: list[Callable[[], object]] = []
+"""Functions of the library that attempt what it has put off; called before what is left is reported."""
 
 # A maker's handle is the first value of its answer; an ender's is its first argument.
 _RESOURCES = {

@@ -31,6 +31,8 @@ class Node:
     enabled: bool = True
     step: Callable[[Any], object] = lambda handle: None
     """Called with the handle of the stream of a launch."""
+    calls: Any = None
+    """The function of the host that a step is."""
 
 
 class _Inside:
@@ -148,9 +150,9 @@ class Capture:
         self._inside.timeline.submit(inside, lambda stream: None)
         return inside.clock.copy()
 
-    def step(self, step: Callable[[Any], object]) -> None:
-        """A stream is to do something that orders streams, at each launch."""
-        self.graph.nodes.append(Node("step", step=step))
+    def step(self, step: Callable[[Any], object], calls: object = None) -> None:
+        """A stream is to do something that orders streams, at each launch; ``calls``: a function of the host."""
+        self.graph.nodes.append(Node("step", step=step, calls=calls))
 
     def use(
         self, stream: Stream, pieces: list[tuple[Piece, bool]], what: str, stack: Stack, kernel: bool = False

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable
 from itertools import starmap
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from streamalloc.driver.account import COUNTED, ENDERS
+from streamalloc.driver.account import COUNTED, ENDERS, SETTLERS
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.poison import Poison
 from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.rules import AFTER, BEFORE, Finish
 from streamalloc.driver.checker.stacks import here
-from streamalloc.driver.checker.state import State
+from streamalloc.driver.checker.state import HostCall, State
 from streamalloc.driver.errors import DriverMisuseError
 from streamalloc.driver.wrappers import Function, Wrapper
 
@@ -37,6 +37,21 @@ _KEPT = 1000
 _INVALID = (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
 
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+_QUEUES_HOST_FUNCTION: dict[str, tuple[Any, str]] = {
+    "cuLaunchHostFunc": (_HOST_FUNCTION, "CUhostFn"),
+    "cuLaunchHostFunc_v2": (_HOST_FUNCTION, "CUhostFn"),
+    "cuStreamAddCallback": (_CALLBACK, "CUstreamCallback"),
+}
+"""Calls that queue a function of the host: its type, and the class of its pointer."""
+_NODE_OF_HOST_FUNCTION = {
+    "cuGraphAddHostNode": 3,
+    "cuGraphHostNodeSetParams": 1,
+    "cuGraphExecHostNodeSetParams": 2,
+    **dict.fromkeys(("cuGraphAddNode", "cuGraphAddNode_v2", "cuGraphAddNode_v3"), -1),
+    **dict.fromkeys(("cuGraphNodeSetParams", "cuGraphExecNodeSetParams"), -1),
+}
+"""Calls with the parameters of a node that may be a function of the host, and where these are."""
 
 
 class Checked(Wrapper):
@@ -66,8 +81,12 @@ class Checked(Wrapper):
     # -- calls -----------------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("cuLaunchHostFunc", "cuLaunchHostFunc_v2"):
-            function = self._watched_host_function(super().__getattr__(name))
+        if name in _QUEUES_HOST_FUNCTION:
+            function = self._watched_host_function(super().__getattr__(name), *_QUEUES_HOST_FUNCTION[name])
+            setattr(self, name, function)
+            return function
+        if name in _NODE_OF_HOST_FUNCTION:
+            function = self._watched_host_node(super().__getattr__(name), _NODE_OF_HOST_FUNCTION[name])
             setattr(self, name, function)
             return function
         if name == "multimem_launch":
@@ -300,8 +319,12 @@ class Checked(Wrapper):
     def finish(self) -> list[Hazard]:
         """Judge what waits for words and events that never came, and add leaks; all hazards.
 
+        Releases that the library has put off are attempted first.
+
         At the end of the process it is called by itself, unless hazards raise, and what that finds is printed.
         """
+        for settle in SETTLERS:
+            settle()
         self._alone(self._state.close)
         self._found += self.leaks()
         self._keep()
@@ -309,30 +332,54 @@ class Checked(Wrapper):
 
     # -- calls that are more than passed on ------------------------------------------------------------------
 
-    def _watched_host_function(self, launch: Function) -> Function:
-        def function(stream: Any, fn: Any, data: Any, *mode: Any) -> tuple[Any, ...]:
-            told = self._alone(self._state.host_function, stream)
-            if told is None:
-                return launch(stream, fn, data, *mode)
-            begins, ends = told
-            theirs = _HOST_FUNCTION(int(fn))
+    def _stand_in(self, kind: Any, theirs: int, call: HostCall) -> int:
+        """A pointer to a function of the host that calls theirs, and says when that begins and ends."""
+        function = kind(theirs)
 
-            def run(given: int | None) -> None:
-                self._alone(begins)
-                try:
-                    theirs(given)
-                finally:
-                    self._alone(ends)
+        def run(*args: Any) -> None:
+            self._alone(call.begins)
+            try:
+                function(*args)
+            finally:
+                self._alone(call.ends)
+                # A graph may call it as long as anybody has the graph.
+                if not call.stays:
                     self._host_functions.pop(pointer, None)
 
-            ours = _HOST_FUNCTION(run)
-            pointer = ctypes.cast(ours, ctypes.c_void_p).value or 0
-            self._host_functions[pointer] = ours
-            answer = launch(stream, cuda.CUhostFn(pointer), data, *mode)
+        ours = kind(run)
+        pointer = ctypes.cast(ours, ctypes.c_void_p).value or 0
+        self._host_functions[pointer] = ours
+        return pointer
+
+    def _watched_host_function(self, launch: Function, kind: Any, pointers: str) -> Function:
+        def function(stream: Any, fn: Any, data: Any, *rest: Any) -> tuple[Any, ...]:
+            call = self._alone(self._state.host_function, stream)
+            pointer = self._stand_in(kind, int(fn), call)
+            answer = launch(stream, getattr(cuda, pointers)(pointer), data, *rest)
             if answer[0]:
                 self._host_functions.pop(pointer, None)
-                self._alone(ends)
+                self._alone(call.refused)
             return answer
+
+        return function
+
+    def _watched_host_node(self, call: Function, at: int) -> Function:
+        def function(*args: Any) -> tuple[Any, ...]:
+            params = args[at]
+            if hasattr(params, "type"):
+                params = params.host if "HOST" in getattr(params.type, "name", "") else None
+            theirs = int(getattr(params, "fn", None) or 0)
+            if not theirs:
+                return call(*args)
+            made = HostCall(self._state)
+            made.stays = True
+            pointer = self._stand_in(_HOST_FUNCTION, theirs, made)
+            self._state.host_calls[pointer] = made
+            params.fn = cuda.CUhostFn(pointer)
+            try:
+                return call(*args)
+            finally:
+                params.fn = cuda.CUhostFn(theirs)
 
         return function
 

@@ -35,7 +35,7 @@ from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.stacks import Stack, here
 from streamalloc.driver.checker.words import Words
 
-__all__ = ["OPENED", "Physical", "State", "Touch", "number_of"]
+__all__ = ["OPENED", "HostCall", "Physical", "State", "Touch", "number_of"]
 
 Touch = tuple[int, int, bool]
 """Where, how many bytes, and whether they are written."""
@@ -44,6 +44,7 @@ OPENED = "memory of another process"
 """The kind of a range that ``cuIpcOpenMemHandle`` gives."""
 _LEGACY, _PER_THREAD = 1, 2
 _MEMORY_TYPE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+_IS_MANAGED = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_MANAGED
 _HOST = int(cuda.CUmemorytype.CU_MEMORYTYPE_HOST)
 
 
@@ -71,6 +72,60 @@ class Physical:
 
     def __str__(self) -> str:
         return f"physical memory of {size_text(self.size)}"
+
+
+class HostCall:
+    """A function of the host that streams call: once, or at each launch of a graph."""
+
+    __slots__ = ("_queued", "_running", "_state", "cancelled", "stays")
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._queued: deque[tuple[Obstacle, Obstacle]] = deque()
+        """For each call that was queued: the end of what comes before, and its own end."""
+        self._running: list[Obstacle] = []
+        self.stays = False
+        """Whether a graph has it, which may be launched again."""
+        self.cancelled = False
+
+    def queue(self, handle: Any) -> None:
+        """A stream is to call it."""
+        if self.cancelled:
+            return
+        timeline, stream = self._state.timeline, self._state.stream(handle)
+        before, ended = timeline.record(stream), Obstacle()
+        timeline.wait(stream, ended)
+        self._queued.append((before, ended))
+
+    def begins(self) -> None:
+        """The oldest call begins: all that its stream did before is over."""
+        timeline = self._state.timeline
+        if not self._queued:
+            # Other code has launched the graph.
+            timeline.tell(timeline.everything())
+            return
+        before, ended = self._queued.popleft()
+        self._running.append(ended)
+        timeline.force_mark(before)
+        if before.clock is not None:
+            timeline.tell(before.clock)
+
+    def ends(self) -> None:
+        """The call has returned."""
+        if self._running:
+            self._state.timeline.end(self._running.pop(0), self._state.timeline.host)
+
+    def refused(self) -> None:
+        """The driver has refused the call that queues it."""
+        if self.stays:
+            self.cancelled = True
+        else:
+            self.skip()
+
+    def skip(self) -> None:
+        """The latest call that was queued does not come."""
+        if self._queued:
+            self._state.timeline.end(self._queued.pop()[1], self._state.timeline.host)
 
 
 class _Thread:
@@ -103,6 +158,8 @@ class State:
         self.executables: dict[int, list[Node]] = {}
         self.launched: dict[int, Obstacle] = {}
         """The end of the latest launch of each."""
+        self.host_calls: dict[int, HostCall] = {}
+        """By the pointer that the driver was given."""
         self.physical: dict[int, Physical] = {}
         self.primary: dict[int, int] = {}
         """The primary contexts of devices."""
@@ -493,23 +550,24 @@ class State:
         answer: Any = (1,) if function is None else function(_MEMORY_TYPE, address)
         return not answer[0] and int(answer[1]) == _HOST
 
+    def is_managed(self, address: int) -> bool:
+        """Whether the driver migrates some memory."""
+        function = getattr(self.driver, "cuPointerGetAttribute", None)
+        answer: Any = (1,) if function is None else function(_IS_MANAGED, address)
+        return not answer[0] and bool(answer[1])
+
     # -- host functions --------------------------------------------------------------------------------------
 
-    def host_function(self, handle: Any) -> tuple[Callable[[], None], Callable[[], None]] | None:
-        """A stream is to call a function; what is to be told when it begins and when it has ended."""
-        stream = self.stream(handle)
-        if self.captures and stream in self.captures:
-            return None
-        before = self.timeline.record(stream)
-        ended = Obstacle()
-        self.timeline.wait(stream, ended)
-
-        def begins() -> None:
-            self.timeline.force_mark(before)
-            if before.clock is not None:
-                self.timeline.tell(before.clock)
-
-        return begins, lambda: self.timeline.end(ended, self.timeline.host)
+    def host_function(self, handle: Any) -> HostCall:
+        """A stream is to call a function of the host; a captured one calls it at each launch."""
+        made, stream = HostCall(self), self.stream(handle)
+        capture = self.captures.get(stream) if self.captures else None
+        if capture is None:
+            made.queue(handle)
+        else:
+            made.stays = True
+            capture.step(made.queue, made)
+        return made
 
     # -- graphs ----------------------------------------------------------------------------------------------
 

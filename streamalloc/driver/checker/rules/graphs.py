@@ -118,6 +118,11 @@ def _params_at(at: int, make: Callable[[State, Any], list[Node]]) -> Rule:
     return _adds(lambda state, name, args: make(state, args[at]))
 
 
+def _host_node(state: State, params: Any) -> list[Node]:
+    call = state.host_calls.get(int(params.fn))
+    return [Node("use") if call is None else Node("step", step=call.queue, calls=call)]
+
+
 _OF_TYPE: dict[str, tuple[str, Callable[[State, Any], list[Node]]]] = {
     "MEMCPY": ("memcpy", lambda state, params: _use(state, plane(params.copyParams))),
     "MEMSET": ("memset", _fill_node),
@@ -125,6 +130,7 @@ _OF_TYPE: dict[str, tuple[str, Callable[[State, Any], list[Node]]]] = {
     "WAIT_EVENT": ("eventWait", lambda state, params: _wait_node(state, params.event)),
     "EVENT_RECORD": ("eventRecord", lambda state, params: _record_node(state, params.event)),
     "BATCH_MEM_OP": ("memOp", lambda state, params: _word_node(state, params)),
+    "HOST": ("host", _host_node),
     "MEM_ALLOC": ("alloc", _allocation_node),
     "MEM_FREE": ("free", lambda state, params: _free_node(state, params.dptr)),
 }
@@ -209,8 +215,20 @@ def _updates_executable(state: State, name: str, args: Arguments, answer: Answer
     state.executables[number_of(args[0])] = list(state.graph(args[1]).nodes)
 
 
-def _launches(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    state.launch(number_of(args[0]), args[1], here())
+def _launches(state: State, name: str, args: Arguments) -> Callable[[Answer], None]:
+    executable, stack = number_of(args[0]), here()
+    calls = [node.calls for node in state.executables.get(executable, ()) if node.calls is not None]
+    if calls:
+        # Its functions may begin before the call returns.
+        state.launch(executable, args[1], stack)
+
+    def finish(answer: Answer) -> None:
+        if not answer[0] and not calls:
+            state.launch(executable, args[1], stack)
+        for call in calls if answer[0] else ():
+            call.skip()
+
+    return finish
 
 
 _SETTERS: dict[str, Callable[[State, Any], list[Node]] | None] = {
@@ -218,6 +236,7 @@ _SETTERS: dict[str, Callable[[State, Any], list[Node]] | None] = {
     "MemsetNodeSetParams": _fill_node,
     "ChildGraphNodeSetParams": _child,
     "BatchMemOpNodeSetParams": _word_node,
+    "HostNodeSetParams": _host_node,
     "EventRecordNodeSetEvent": _record_node,
     "EventWaitNodeSetEvent": _wait_node,
     "NodeSetParams": _node,
@@ -247,14 +266,14 @@ AFTER: dict[str, Rule] = {
     "cuGraphInstantiateWithParams": _instantiates,
     "cuGraphExecUpdate": _updates_executable,
     "cuGraphExecDestroy": _ends_executable,
-    "cuGraphLaunch": _launches,
-    # kernels, host functions and the like: only their place in the graph is known
+    "cuGraphAddHostNode": _params_at(3, _host_node),
+    # kernels and the like: only their place in the graph is known
     **dict.fromkeys(
-        (f"cuGraphAdd{kind}Node" for kind in ("Kernel", "Host", "Empty")),
+        (f"cuGraphAdd{kind}Node" for kind in ("Kernel", "Empty")),
         _adds(lambda state, name, args: [Node("use")]),
     ),
     **{f"cuGraph{kind}{name}": _sets(make) for kind in ("", "Exec") for name, make in _SETTERS.items()},
     "cuGraphNodeSetEnabled": _enables,
     **dict.fromkeys(("cuGraphDestroyNode", "cuGraphRemoveDependencies"), _forgets_graph),
 }
-BEFORE: dict[str, Asked] = {"cuStreamEndCapture": _ends_capture}
+BEFORE: dict[str, Asked] = {"cuStreamEndCapture": _ends_capture, "cuGraphLaunch": _launches}

@@ -32,13 +32,21 @@ def _fills(stream_at: int | None, width: int) -> Rule:
 
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
         handle, address, nbytes = 0 if stream_at is None else args[stream_at], number_of(args[0]), int(args[2]) * width
-        state.act(handle, name, ((address, nbytes, True),), here())
+        stream = state.act(handle, name, ((address, nbytes, True),), here())
+        if stream_at is None:
+            _fill_returns_late(state, stream, address)
         if 4 <= nbytes <= 64 and not state.captures:
             word = int.from_bytes(int(args[1]).to_bytes(width, "little") * (4 // width), "little")
             for at in range(address, address + nbytes - 3, 4):
                 state.words.write(state.stream(handle), at, word)
 
     return rule
+
+
+def _fill_returns_late(state: State, stream: Stream, address: int) -> None:
+    """The host waits for a fill that is not in stream order where the memory is the host's, or managed."""
+    if state.is_of_host(address) or state.is_managed(address):
+        state.host_knows(stream)
 
 
 def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1) -> Rule:
@@ -119,8 +127,14 @@ def _discarded(args: Arguments) -> list[Touch]:
     return [(at, int(size), True) for at, size in zip(args[0], args[1], strict=False)]
 
 
-def _fill_rows(width: int) -> Callable[[Arguments], list[Touch]]:
-    return lambda args: rows(number_of(args[0]), int(args[1]), int(args[3]) * width, int(args[4]), True)
+def _fills_rows(stream_at: int | None, width: int) -> Rule:
+    def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
+        touched = rows(number_of(args[0]), int(args[1]), int(args[3]) * width, int(args[4]), True)
+        stream = state.act(0 if stream_at is None else args[stream_at], name, touched, here())
+        if stream_at is None:
+            _fill_returns_late(state, stream, number_of(args[0]))
+
+    return rule
 
 
 def _sides(copy: Any) -> list[Any]:
@@ -145,10 +159,6 @@ def _copies_plane(stream_at: int | None) -> Rule:
     return rule
 
 
-def _plane_of_first(args: Arguments) -> list[Touch]:
-    return plane(args[0])
-
-
 def _work(stream_at: int) -> Rule:
     """Work of which only the stream is known."""
     return _touches(stream_at, lambda args: ())
@@ -165,12 +175,12 @@ AFTER: dict[str, Rule] = {
     "cuMemsetD8Async": _fills(3, 1),
     "cuMemsetD16Async": _fills(3, 2),
     "cuMemsetD32Async": _fills(3, 4),
-    "cuMemsetD2D8": _touches(None, _fill_rows(1)),
-    "cuMemsetD2D16": _touches(None, _fill_rows(2)),
-    "cuMemsetD2D32": _touches(None, _fill_rows(4)),
-    "cuMemsetD2D8Async": _touches(5, _fill_rows(1)),
-    "cuMemsetD2D16Async": _touches(5, _fill_rows(2)),
-    "cuMemsetD2D32Async": _touches(5, _fill_rows(4)),
+    "cuMemsetD2D8": _fills_rows(None, 1),
+    "cuMemsetD2D16": _fills_rows(None, 2),
+    "cuMemsetD2D32": _fills_rows(None, 4),
+    "cuMemsetD2D8Async": _fills_rows(5, 1),
+    "cuMemsetD2D16Async": _fills_rows(5, 2),
+    "cuMemsetD2D32Async": _fills_rows(5, 4),
     "cuMemcpy": _copies(None),
     "cuMemcpyDtoH": _copies(None),
     "cuMemcpyHtoD": _copies(None),
@@ -187,13 +197,12 @@ AFTER: dict[str, Rule] = {
     "cuMemcpy2DAsync": _copies_plane(1),
     "cuMemcpy3D": _copies_plane(None),
     "cuMemcpy3DAsync": _copies_plane(1),
-    "cuMemcpy3DPeer": _touches(None, _plane_of_first),
-    "cuMemcpy3DPeerAsync": _touches(1, _plane_of_first),
+    "cuMemcpy3DPeer": _copies_plane(None),
+    "cuMemcpy3DPeerAsync": _copies_plane(1),
     "cuMemcpyBatchAsync": _touches(-1, _batch),
     "cuLaunchKernel": _work(8),
     "cuLaunchCooperativeKernel": _work(8),
     "cuLaunchKernelEx": _launches_with_config,
-    "cuStreamAddCallback": _work(0),
     "cuMemcpyAtoD": _touches(None, lambda args: ((args[0], int(args[3]), True),)),
     "cuMemcpyDtoA": _touches(None, lambda args: ((args[2], int(args[3]), False),)),
     "cuMemDiscardBatchAsync": _touches(-1, _discarded),
