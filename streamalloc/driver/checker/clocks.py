@@ -180,6 +180,15 @@ class Timeline:
         self._searches += 1
         return BY_CHOICE if self._is_chosen(clock, number, time) else UNORDERED
 
+    def before_next(self, stream: Stream) -> Clock:
+        """All that comes before what a stream queues next, unless it waits for something."""
+        clock = stream.clock.copy()
+        clock.learn(self.host)
+        for other in (stream.legacy, *(stream.peers or ())):
+            if other is not None:
+                clock.learn(other.clock)
+        return clock
+
     def _is_chosen(self, clock: Clock, number: int, time: int) -> bool:
         """Whether some of the driver's choices, one after the other, lead from an operation to a clock."""
         left, ends = list(self._choices), [clock]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,7 +38,7 @@ from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.stacks import Stack, here
 from streamalloc.driver.checker.words import Words
 
-__all__ = ["OPENED", "HostCall", "Physical", "State", "Touch", "number_of"]
+__all__ = ["OPENED", "Array", "HostCall", "Physical", "State", "Touch", "number_of"]
 
 Touch = tuple[int, int, bool]
 """Where, how many bytes, and whether they are written."""
@@ -43,9 +46,20 @@ Touch = tuple[int, int, bool]
 OPENED = "memory of another process"
 """The kind of a range that ``cuIpcOpenMemHandle`` gives."""
 _LEGACY, _PER_THREAD = 1, 2
+_ARRAYS = 1 << 64
+"""Where the addresses begin that stand for arrays."""
 _MEMORY_TYPE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 _IS_MANAGED = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_MANAGED
 _HOST = int(cuda.CUmemorytype.CU_MEMORYTYPE_HOST)
+
+
+_mincore = ctypes.CDLL(None).mincore
+_mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+_HOST_KINDS = ("pinned memory", "registered memory")
+
+
+def _nothing(answer: tuple[Any, ...]) -> None:
+    """Nothing was found before the call."""
 
 
 def number_of(value: Any) -> int:
@@ -57,6 +71,16 @@ def number_of(value: Any) -> int:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return int(np.frombuffer(value, np.uint8).ctypes.data) if len(value) else 0
     return int(value)
+
+
+@dataclass(eq=False)
+class Array(Range):
+    """An array, at addresses that no memory has."""
+
+    pitch: int = 0
+    lines: int = 1
+    """How many rows a plane has."""
+    element: int = 1
 
 
 class Physical:
@@ -161,6 +185,10 @@ class State:
         self.host_calls: dict[int, HostCall] = {}
         """By the pointer that the driver was given."""
         self.physical: dict[int, Physical] = {}
+        self.arrays: dict[int, Array] = {}
+        self.mipmapped: dict[int, tuple[Any, dict[int, None]]] = {}
+        """What these were made with, and the handles of the levels that were asked for."""
+        self.array_end: int = _ARRAYS
         self.primary: dict[int, int] = {}
         """The primary contexts of devices."""
         self.pools: dict[int, dict[int, int] | None] = {}
@@ -366,6 +394,42 @@ class State:
             for (range_, _, _), write in pieces:
                 range_.last[stream.number] = Access(stream, what, stack, write, time=NEVER)
 
+    def stale(
+        self, handle: Any, what: str, touched: Iterable[Touch], stack: Stack
+    ) -> Callable[[tuple[Any, ...]], None]:
+        """A stream is asked to use memory; report what has certainly ended before, which the driver may refuse.
+
+        What is returned is to be called with the answer.
+        """
+        gone = [
+            (piece, write)
+            for at, size, write in touched
+            for piece in self.addresses.pieces(number_of(at), int(size))
+            if piece[0].ended is not None
+        ]
+        if not gone:
+            return _nothing
+        stream, late = self.stream(handle), []
+        if stream in self.captures or stream.obstacle is not None:
+            return _nothing
+        clock = self.timeline.before_next(stream)
+        for (range_, low, high), write in gone:
+            pieces, access, ended = ((range_, low, high),), Access(stream, what, stack, write), range_.ended
+            assert ended is not None
+            if ended.actor is not stream and not self.timeline.certain(clock, ended.actor.number, ended.time):
+                continue
+            if range_.vacated and self._is_there(range_, low):
+                # It may be ordinary memory by now, or that of other code.
+                late.append((pieces, access))
+            else:
+                self.judge.use(pieces, access, clock)
+
+        def finish(answer: tuple[Any, ...]) -> None:
+            for pieces, access in late if answer[0] else ():
+                self.judge.use(pieces, access, clock)
+
+        return finish
+
     def touch(
         self,
         stream: Stream,
@@ -493,7 +557,7 @@ class State:
                     one.ended = None
                 else:
                     # Memory of pools and mappings keep their addresses longer.
-                    one.vacated = one.kind not in ("allocation", "import", "mapping")
+                    one.vacated = one.kind not in ("allocation", "import", "mapping", "array")
 
         return finish
 
@@ -549,6 +613,15 @@ class State:
         function = getattr(self.driver, "cuPointerGetAttribute", None)
         answer: Any = (1,) if function is None else function(_MEMORY_TYPE, address)
         return not answer[0] and int(answer[1]) == _HOST
+
+    def _is_there(self, range_: Range, address: int) -> bool:
+        """Whether there is memory where a range has been."""
+        function = getattr(self.driver, "cuPointerGetAttribute", None)
+        if function is None or not function(_MEMORY_TYPE, address)[0]:
+            return True
+        page = mmap.PAGESIZE
+        # Of pages that are not mapped the system says so.
+        return range_.kind in _HOST_KINDS and not _mincore(address // page * page, page, ctypes.byref(ctypes.c_ubyte()))
 
     def is_managed(self, address: int) -> bool:
         """Whether the driver migrates some memory."""
@@ -639,7 +712,9 @@ class State:
     def leaks(self) -> list[Hazard]:
         """Memory that is there and was not given back: one for each place that allocated it."""
         there: list[tuple[str, Range | Physical]] = [
-            (one.kind, one) for one in self.addresses.living() if not one.pending and one.kind != "registered memory"
+            (one.kind, one)
+            for one in self.addresses.living()
+            if not one.pending and one.kind not in ("registered memory", "array")
         ]
         there += [
             ("physical memory", one)

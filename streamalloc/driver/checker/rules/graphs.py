@@ -124,7 +124,7 @@ def _host_node(state: State, params: Any) -> list[Node]:
 
 
 _OF_TYPE: dict[str, tuple[str, Callable[[State, Any], list[Node]]]] = {
-    "MEMCPY": ("memcpy", lambda state, params: _use(state, plane(params.copyParams))),
+    "MEMCPY": ("memcpy", lambda state, params: _use(state, plane(state, params.copyParams))),
     "MEMSET": ("memset", _fill_node),
     "GRAPH": ("graph", lambda state, params: _child(state, params.graph)),
     "WAIT_EVENT": ("eventWait", lambda state, params: _wait_node(state, params.event)),
@@ -232,7 +232,7 @@ def _launches(state: State, name: str, args: Arguments) -> Callable[[Answer], No
 
 
 _SETTERS: dict[str, Callable[[State, Any], list[Node]] | None] = {
-    "MemcpyNodeSetParams": lambda state, params: _use(state, plane(params)),
+    "MemcpyNodeSetParams": lambda state, params: _use(state, plane(state, params)),
     "MemsetNodeSetParams": _fill_node,
     "ChildGraphNodeSetParams": _child,
     "BatchMemOpNodeSetParams": _word_node,
@@ -250,7 +250,7 @@ AFTER: dict[str, Rule] = {
     "cuGraphClone": _clones_graph,
     "cuGraphDestroy": _ends_graph,
     "cuGraphAddMemsetNode": _params_at(3, _fill_node),
-    "cuGraphAddMemcpyNode": _params_at(3, lambda state, params: _use(state, plane(params))),
+    "cuGraphAddMemcpyNode": _params_at(3, lambda state, params: _use(state, plane(state, params))),
     "cuGraphAddMemAllocNode": _params_at(3, _allocation_node),
     "cuGraphAddMemFreeNode": _params_at(3, _free_node),
     "cuGraphAddChildGraphNode": _params_at(3, _child),
