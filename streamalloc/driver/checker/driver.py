@@ -117,6 +117,7 @@ class Checked(Wrapper):
             # Nothing has happened, such as with arguments that the bindings do not take.
             if finish is not None:
                 self._alone(finish, _INVALID)
+                self._keep()
             raise
         self._alone(self._after, name, args, answer, finish)
         if self._found:
@@ -296,6 +297,11 @@ class Checked(Wrapper):
         else:
             self._state.use_on_device(stream, address, nbytes, write)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What could not be followed, and is not checked since; each kind once."""
+        return tuple(self._state.notes)
+
     def outstanding(self) -> dict[str, list[int]]:
         """What was made through this driver and not released, by kind: driver handles or addresses.
 
@@ -356,6 +362,8 @@ class Checked(Wrapper):
             call = self._alone(self._state.host_function, stream)
             pointer = self._stand_in(kind, int(fn), call)
             answer = launch(stream, getattr(cuda, pointers)(pointer), data, *rest)
+            if call.node is not None:
+                self._alone(self._state.name, stream, call.node)
             if answer[0]:
                 self._host_functions.pop(pointer, None)
                 self._alone(call.refused)

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -101,13 +101,15 @@ class Physical:
 class HostCall:
     """A function of the host that streams call: once, or at each launch of a graph."""
 
-    __slots__ = ("_queued", "_running", "_state", "cancelled", "stays")
+    __slots__ = ("_queued", "_running", "_state", "cancelled", "node", "stays")
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._queued: deque[tuple[Obstacle, Obstacle]] = deque()
         """For each call that was queued: the end of what comes before, and its own end."""
         self._running: list[Obstacle] = []
+        self.node: Node | None = None
+        """What it is in a capture."""
         self.stays = False
         """Whether a graph has it, which may be launched again."""
         self.cancelled = False
@@ -194,6 +196,8 @@ class State:
         self.pools: dict[int, dict[int, int] | None] = {}
         """What devices may do with the memory of a pool, by its handle."""
         self.current_pools: dict[int, int] = {}
+        self.notes: dict[str, None] = {}
+        """What is not checked, each once."""
         self.files: Files[Physical] = Files()
         """What was exported or imported, by its file."""
         self._legacy: dict[int, Stream] = {}
@@ -204,6 +208,10 @@ class State:
         # The bindings take 0 for the per-thread stream where this is set.
         per_thread = os.environ.get("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM") == "1"
         self._zero = _PER_THREAD if per_thread else _LEGACY
+
+    def note(self, text: str) -> None:
+        """Something is not checked from now on."""
+        self.notes[text] = None
 
     # -- who -------------------------------------------------------------------------------------------------
 
@@ -332,7 +340,7 @@ class State:
         stream = self.stream(handle)
         capture = self.captures.get(stream) if self.captures else None
         if capture is not None and external:
-            capture.step(lambda handle: self.record(event, handle))
+            self.name(handle, capture.step(lambda handle: self.record(event, handle)))
         elif capture is not None:
             event.mark, event.captured = None, (capture, capture.record(stream))
         else:
@@ -352,7 +360,7 @@ class State:
                 self.captures[stream] = of
         elif capture is not None:
             if external:
-                capture.step(lambda handle: self.wait(self.stream(handle), event))
+                self.name(stream, capture.step(lambda handle: self.wait(self.stream(handle), event)))
         else:
             if event.mark is not None:
                 self.timeline.wait(stream, event.mark)
@@ -381,7 +389,9 @@ class State:
         ]
         capture = self.captures.get(stream) if self.captures else None
         if capture is not None:
-            capture.use(stream, pieces, what, stack)
+            node = Node("use", what, stack, pieces, kernel=kernel)
+            capture.add(stream, node)
+            self.name(handle, node)
         else:
             self.timeline.submit(stream, lambda stream: self.touch(stream, pieces, what, stack, atomic, kernel))
             if stream.obstacle is not None:
@@ -457,7 +467,7 @@ class State:
         pieces = [(piece, write) for piece in self.addresses.pieces(address, nbytes)]
         capture = self.captures.get(stream)
         if capture is not None:
-            capture.use(stream, pieces, "a kernel", stack, kernel=True)
+            capture.add(stream, Node("use", "a kernel", stack, pieces, kernel=True))
             return
         device = self.devices.get(stream)
         self.timeline.submit(
@@ -511,7 +521,10 @@ class State:
         self.addresses.add(made)
         capture = self.captures.get(stream) if self.captures else None
         if capture is not None:
-            capture.allocate(stream, made)
+            node = Node("allocate", stack=stack, range=made)
+            capture.add(stream, node)
+            made.born = Moment(stream, "allocation at a launch of its graph", stack)
+            self.name(handle, node)
         else:
             self.timeline.submit(stream, lambda stream: self.judge.allocate(made, stream))
         return made
@@ -525,8 +538,7 @@ class State:
             return lambda answer: None
         capture = self.captures.get(stream) if self.captures else None
         if capture is not None:
-            take_back = capture.free(stream, found, what, stack)
-            return lambda answer: take_back() if answer[0] else None
+            return self._captured_free(capture, stream, handle, Node("free", what, stack, range=found))
         self.others.frees(found, what, stack)
         refused: list[bool] = []
 
@@ -540,6 +552,18 @@ class State:
                 found.ended = None
 
         self.timeline.submit(stream, free)
+        return finish
+
+    def _captured_free(self, capture: Capture, stream: Stream, handle: Any, node: Node) -> Callable[[Any], None]:
+        take_back = capture.add(stream, node)
+
+        def finish(answer: Any) -> None:
+            if answer[0]:
+                capture.graph.nodes.remove(node)
+                take_back()
+            else:
+                self.name(handle, node)
+
         return finish
 
     def end(self, ranges: Iterable[Range], what: str, stack: Stack, ending: str = "") -> Callable[[Any], None]:
@@ -595,7 +619,7 @@ class State:
         stream = self.stream(handle)
         capture = self.captures.get(stream) if self.captures else None
         if capture is not None:
-            capture.step(lambda handle: self.write_word(handle, address, value, bits))
+            self.name(handle, capture.step(lambda handle: self.write_word(handle, address, value, bits)))
         else:
             self.words.write(stream, address, value)
 
@@ -604,7 +628,7 @@ class State:
         stream = self.stream(handle)
         capture = self.captures.get(stream) if self.captures else None
         if capture is not None:
-            capture.step(lambda handle: self.wait_word(handle, address, value, flag, bits))
+            self.name(handle, capture.step(lambda handle: self.wait_word(handle, address, value, flag, bits)))
         else:
             self.words.wait(stream, address, value, flag, bits)
 
@@ -639,8 +663,22 @@ class State:
             made.queue(handle)
         else:
             made.stays = True
-            capture.step(made.queue, made)
+            made.node = capture.step(made.queue, made)
         return made
+
+    # -- captured nodes --------------------------------------------------------------------------------------
+
+    def name(self, handle: Any, *nodes: Node) -> None:
+        """Ask the driver which node a call has added to the capture of a stream."""
+        stream = handle if isinstance(handle, Stream) else self.stream(handle)
+        capture = self.captures.get(stream)
+        function = getattr(self.driver, "cuStreamGetCaptureInfo", None)
+        if capture is None or function is None:
+            return
+        number = next((one for one, it in self.streams.items() if it is stream), 0) if handle is stream else handle
+        answer = function(number)
+        there = answer[4] if len(answer) > 5 and not answer[0] else None
+        capture.name(stream, int(there[0]) if there and int(answer[-1]) == 1 else 0, nodes)
 
     # -- graphs ----------------------------------------------------------------------------------------------
 
@@ -654,8 +692,10 @@ class State:
         nodes = self.executables.get(executable, [])
         capture = self.captures.get(stream) if self.captures else None
         if capture is not None:
-            for node in nodes:
+            copies = [replace(node, handle=0) for node in nodes]
+            for node in copies:
                 capture.add(stream, node)
+            self.name(handle, *copies)
             return
         before = self.launched.get(executable)
         if before is not None:

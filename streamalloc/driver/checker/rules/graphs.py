@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.capture import Capture, Graph, Node
 from streamalloc.driver.checker.hazards import Range
 from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Rule
@@ -15,6 +16,8 @@ from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import State, Touch, number_of
 
 __all__ = ["AFTER", "BEFORE"]
+
+_SET = int(cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES)
 
 
 # -- captures ------------------------------------------------------------------------------------------------
@@ -43,10 +46,10 @@ def _ends_capture(state: State, name: str, args: Arguments) -> Callable[[Answer]
 
 
 def _reorders_capture(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    """``cuStreamUpdateCaptureDependencies``: which nodes these are is not known, so it may be all."""
     stream = state.stream(args[0])
     if stream in state.captures:
-        state.captures[stream].join_all(stream)
+        nodes = list(args[1] or ())[: int(args[-2])]
+        state.captures[stream].reorder(stream, [int(one) for one in nodes], bool(int(args[-1]) & _SET))
 
 
 # -- graphs by hand ------------------------------------------------------------------------------------------
@@ -57,8 +60,15 @@ def _makes_graph(state: State, name: str, args: Arguments, answer: Answer) -> No
 
 
 def _clones_graph(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    # Its nodes have other handles.
-    state.graphs[int(answer[1])] = Graph([replace(one, handle=0) for one in state.graph(args[0]).nodes])
+    nodes = [replace(one, handle=0, origin=one.handle) for one in state.graph(args[0]).nodes]
+    state.graphs[int(answer[1])] = Graph(nodes)
+
+
+def _finds_in_clone(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    origin = number_of(args[0])
+    for one in state.graph(args[1]).nodes:
+        if origin and one.origin == origin:
+            one.handle = int(answer[1])
 
 
 def _ends_graph(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -151,12 +161,20 @@ def _adds_edges(state: State, name: str, args: Arguments, answer: Answer) -> Non
         graph.after.setdefault(int(after), []).append(int(before))
 
 
-def _forgets_graph(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    """Something of a graph has changed in a way that is not followed: nothing is known of it any more."""
-    graph = state.graphs.get(number_of(args[0]))
-    for one in state.graphs.values() if graph is None else (graph,):
-        if graph is not None or number_of(args[0]) in one.handles:
-            one.clear()
+def _ends_node(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    handle = number_of(args[0])
+    for graph in state.graphs.values():
+        if any(one.handle == handle for one in graph.nodes):
+            graph.nodes = [one for one in graph.nodes if one.handle != handle]
+            graph.handles.pop(handle, None)
+
+
+def _removes_edges(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    graph = state.graph(args[0])
+    for before, after in zip(args[1] or (), args[2] or (), strict=False):
+        edges = graph.after.get(int(after), [])
+        if int(before) in edges:
+            edges.remove(int(before))
 
 
 def _sets(make: Callable[[State, Any], list[Node]] | None) -> Rule:
@@ -170,31 +188,45 @@ def _sets(make: Callable[[State, Any], list[Node]] | None) -> Rule:
             node.what, node.stack, node.handle = name, here(), handle
         if executable:
             number = number_of(args[0])
-            state.executables[number] = _replaced(state.executables.get(number, []), handle, made)
+            state.executables[number] = _replaced(state, state.executables.get(number, []), handle, made)
             return
         for graph in state.graphs.values():
-            if handle in graph.handles:
-                graph.nodes, graph.handles[handle] = _replaced(graph.nodes, handle, made), made
+            if any(one.handle == handle for one in graph.nodes):
+                graph.nodes = _replaced(state, graph.nodes, handle, made)
+                if handle in graph.handles:
+                    graph.handles[handle] = made
 
     return rule
 
 
-def _replaced(nodes: list[Node], handle: int, made: list[Node]) -> list[Node]:
-    """Nodes with others in the place of those of a handle; of a captured one nobody knows which it is."""
-    at = next((place for place, one in enumerate(nodes) if one.handle == handle), None)
+def _replaced(state: State, nodes: list[Node], handle: int, made: list[Node]) -> list[Node]:
+    """Nodes with others in the place of those of a handle."""
+    at = _place_of(state, nodes, handle)
     if at is None:
-        return []
+        return _known(nodes)
     rest = [one for one in nodes if one.handle != handle]
     return [*rest[:at], *made, *rest[at:]]
+
+
+def _known(nodes: list[Node]) -> list[Node]:
+    """The nodes that have not changed, after one did that may be any of those without a handle."""
+    return [one for one in nodes if one.handle or one.kind != "use"]
+
+
+def _place_of(state: State, nodes: list[Node], handle: int) -> int | None:
+    """Where in a list the first node of a handle is."""
+    at = next((place for place, one in enumerate(nodes) if one.handle == handle), None)
+    if at is None and any(not one.handle and one.kind == "use" and one.what != "a kernel" for one in nodes):
+        state.note("a node of a graph was changed which the checker does not know: nodes like it are not checked")
+    return at
 
 
 def _enables(state: State, name: str, args: Arguments, answer: Answer) -> None:
     number, handle, enabled = number_of(args[0]), number_of(args[1]), bool(int(args[2]))
     nodes = state.executables.get(number, [])
-    known = any(one.handle == handle for one in nodes)
-    state.executables[number] = [
-        replace(one, enabled=enabled) if one.handle == handle else one for one in nodes if known
-    ]
+    if _place_of(state, nodes, handle) is None:
+        nodes = _known(nodes)
+    state.executables[number] = [replace(one, enabled=enabled) if one.handle == handle else one for one in nodes]
 
 
 # -- launches ------------------------------------------------------------------------------------------------
@@ -212,7 +244,13 @@ def _ends_executable(state: State, name: str, args: Arguments, answer: Answer) -
 
 
 def _updates_executable(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    state.executables[number_of(args[0])] = list(state.graph(args[1]).nodes)
+    number, nodes = number_of(args[0]), state.graph(args[1]).nodes
+    old = state.executables.get(number, [])
+    if len(old) == len(nodes):
+        # It is known by the nodes of the graph that it was made of.
+        pairs = zip(nodes, old, strict=True)
+        nodes = [replace(one, handle=was.handle, enabled=was.enabled) for one, was in pairs]
+    state.executables[number] = list(nodes)
 
 
 def _launches(state: State, name: str, args: Arguments) -> Callable[[Answer], None]:
@@ -244,7 +282,7 @@ _SETTERS: dict[str, Callable[[State, Any], list[Node]] | None] = {
 }
 AFTER: dict[str, Rule] = {
     "cuStreamBeginCapture": _begins_capture,
-    "cuStreamUpdateCaptureDependencies": _reorders_capture,
+    **dict.fromkeys(("cuStreamUpdateCaptureDependencies", "cuStreamUpdateCaptureDependencies_v2"), _reorders_capture),
     "cuStreamBeginCaptureToGraph": _begins_capture,
     "cuGraphCreate": _makes_graph,
     "cuGraphClone": _clones_graph,
@@ -274,6 +312,8 @@ AFTER: dict[str, Rule] = {
     ),
     **{f"cuGraph{kind}{name}": _sets(make) for kind in ("", "Exec") for name, make in _SETTERS.items()},
     "cuGraphNodeSetEnabled": _enables,
-    **dict.fromkeys(("cuGraphDestroyNode", "cuGraphRemoveDependencies"), _forgets_graph),
+    "cuGraphNodeFindInClone": _finds_in_clone,
+    "cuGraphDestroyNode": _ends_node,
+    **dict.fromkeys(("cuGraphRemoveDependencies", "cuGraphRemoveDependencies_v2"), _removes_edges),
 }
 BEFORE: dict[str, Asked] = {"cuStreamEndCapture": _ends_capture, "cuGraphLaunch": _launches}
