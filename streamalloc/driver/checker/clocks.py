@@ -60,12 +60,14 @@ class Clock:
 class Actor:
     """Whoever does things one after the other: a stream or a host thread."""
 
-    __slots__ = ("name", "number", "time")
+    __slots__ = ("name", "number", "time", "within")
 
     def __init__(self, number: int, name: str) -> None:
         self.number = number
         self.name = name
         self.time: int = 0
+        self.within: Stream | None = None
+        """The stream that has called the function of the host which a thread is in."""
 
     def __repr__(self) -> str:
         return f"<{self.name}, {self.time} operations>"

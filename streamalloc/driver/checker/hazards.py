@@ -14,7 +14,7 @@ from operator import attrgetter
 
 from streamalloc.driver.checker.clocks import BY_CHOICE, CERTAIN, UNORDERED, Actor, Clock, Stream, Timeline
 from streamalloc.driver.checker.reports import Hazard
-from streamalloc.driver.checker.stacks import Stack
+from streamalloc.driver.checker.stacks import Launched, Stack
 
 __all__ = [
     "NEVER",
@@ -429,13 +429,14 @@ class Judge:
         if born is not None and not ending:
             ordered = CERTAIN if born.actor is actor else order(clock, born.actor.number, born.time)
             if ordered != CERTAIN or range_.pending:
+                formerly, more = _formerly(range_)
                 self._tell(
                     "free before allocation",
                     f"{what} on {actor.name} of {range_}, which does not come after its allocation on "
-                    f"{born.actor.name}",
+                    f"{born.actor.name}{formerly}",
                     _edge(born, actor, by_host),
                     range_,
-                    (("this call", stack), ("allocated", range_.stack)),
+                    (("this call", stack), ("allocated", range_.stack), *more),
                     ordered,
                 )
         for use in range_.last.values():
@@ -593,13 +594,14 @@ class Judge:
                     (*places, ("freed", ended.stack)),
                 )
                 return
+        formerly, more = _formerly(range_)
         self._tell(
             "use before allocation",
             f"{access.what} of {actor.name} uses {range_}, which is allocated on {born.actor.name} in no order with "
-            "that",
+            f"that{formerly}",
             _edge(born, actor, not isinstance(actor, Stream)),
             range_,
-            places,
+            (*places, *more),
             ordered,
         )
 
@@ -612,15 +614,35 @@ class Judge:
         places: Iterable[tuple[str, Stack]],
         ordered: int = 0,
     ) -> None:
-        self._found(Hazard(kind, what, remedy, range_.base, range_.size, ordered != BY_CHOICE, tuple(places)))
+        shown: list[tuple[str, Stack]] = []
+        for name, stack in places:
+            shown.append((name, stack))
+            if isinstance(stack, Launched):
+                shown.append((f"{name}, launched", stack.launch))
+        self._found(Hazard(kind, what, remedy, range_.base, range_.size, ordered != BY_CHOICE, tuple(shown)))
+
+
+def _formerly(range_: Range) -> tuple[str, list[tuple[str, Stack]]]:
+    """In words and places: whose the addresses of a range were before."""
+    for one in range_.previous:
+        if one.ended is not None:
+            text = f"; before that {one} was there, which {one.ended.what} of {one.ended.actor.name} has freed"
+            return text, [("allocated before", one.stack), ("freed before", one.ended.stack)]
+    return "", []
 
 
 def _edge(before: Moment, later: Actor, by_host: bool) -> str:
     """The missing edge in words."""
+    its = before.what.removeprefix("a ")
+    if by_host and later.within is not None and isinstance(before.actor, Stream):
+        return (
+            f"{later.within.name} must wait for an event recorded on {before.actor.name} after its {its}, before the "
+            "host function is queued"
+        )
     if by_host:
-        return f"the host must synchronise with {before.actor.name} after its {before.what}"
+        return f"the host must synchronise with {before.actor.name} after its {its}"
     if not isinstance(before.actor, Stream):
-        return f"{before.actor.name} must do its {before.what} before the work of {later.name} is queued"
+        return f"{before.actor.name} must do its {its} before the work of {later.name} is queued"
     if later.name.startswith("graph node"):
         return f"{later.name} must depend on {before.actor.name}"
-    return f"{later.name} must wait for an event recorded on {before.actor.name} after its {before.what}"
+    return f"{later.name} must wait for an event recorded on {before.actor.name} after its {its}"

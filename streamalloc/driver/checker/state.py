@@ -35,14 +35,16 @@ from streamalloc.driver.checker.hazards import (
 )
 from streamalloc.driver.checker.others import Others
 from streamalloc.driver.checker.reports import Hazard
-from streamalloc.driver.checker.stacks import Stack, here
+from streamalloc.driver.checker.stacks import Launched, Stack, here, place_of
 from streamalloc.driver.checker.words import Words
 
-__all__ = ["OPENED", "Array", "HostCall", "Physical", "State", "Touch", "number_of"]
+__all__ = ["KERNEL", "OPENED", "Array", "HostCall", "Physical", "State", "Touch", "number_of"]
 
 Touch = tuple[int, int, bool]
 """Where, how many bytes, and whether they are written."""
 
+KERNEL = "a kernel"
+"""A use that a program tells of."""
 OPENED = "memory of another process"
 """The kind of a range that ``cuIpcOpenMemHandle`` gives."""
 _LEGACY, _PER_THREAD = 1, 2
@@ -105,8 +107,8 @@ class HostCall:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._queued: deque[tuple[Obstacle, Obstacle]] = deque()
-        """For each call that was queued: the end of what comes before, and its own end."""
+        self._queued: deque[tuple[Stream, Obstacle, Obstacle]] = deque()
+        """For each call that was queued: its stream, the end of what comes before, and its own end."""
         self._running: list[Obstacle] = []
         self.node: Node | None = None
         """What it is in a capture."""
@@ -121,7 +123,7 @@ class HostCall:
         timeline, stream = self._state.timeline, self._state.stream(handle)
         before, ended = timeline.record(stream), Obstacle()
         timeline.wait(stream, ended)
-        self._queued.append((before, ended))
+        self._queued.append((stream, before, ended))
 
     def begins(self) -> None:
         """The oldest call begins: all that its stream did before is over."""
@@ -130,8 +132,9 @@ class HostCall:
             # Other code has launched the graph.
             timeline.tell(timeline.everything())
             return
-        before, ended = self._queued.popleft()
+        stream, before, ended = self._queued.popleft()
         self._running.append(ended)
+        self._state.thread().within = stream
         timeline.force_mark(before)
         if before.clock is not None:
             timeline.tell(before.clock)
@@ -140,6 +143,7 @@ class HostCall:
         """The call has returned."""
         if self._running:
             self._state.timeline.end(self._running.pop(0), self._state.timeline.host)
+        self._state.thread().within = None
 
     def refused(self) -> None:
         """The driver has refused the call that queues it."""
@@ -151,7 +155,7 @@ class HostCall:
     def skip(self) -> None:
         """The latest call that was queued does not come."""
         if self._queued:
-            self._state.timeline.end(self._queued.pop()[1], self._state.timeline.host)
+            self._state.timeline.end(self._queued.pop()[2], self._state.timeline.host)
 
 
 class _Thread:
@@ -225,7 +229,9 @@ class State:
     def thread(self) -> Actor:
         """The calling host thread."""
         actor = self._thread().actor
-        actor.name = f"host thread {threading.current_thread().name}"
+        within = actor.within
+        name = threading.current_thread().name
+        actor.name = f"host thread {name}" if within is None else f"the host function of {within.name}"
         return actor
 
     def _ask(self, name: str, *args: Any) -> int:
@@ -283,11 +289,14 @@ class State:
         answer: Any = (1,) if function is None else function()
         return None if answer[0] else int(answer[1])
 
-    def add_stream(self, handle: int, blocking: bool, context: int | None = None) -> Stream:
-        """A stream that was made."""
+    def add_stream(
+        self, handle: int, blocking: bool, context: int | None = None, made_at: Stack | None = None
+    ) -> Stream:
+        """A stream that was made; ``made_at``: where, None where other code has made it."""
         where = self.context() if context is None else context
         legacy = self.legacy(where)
-        made = self.timeline.stream(f"stream {handle:#x}", where, legacy if blocking else None)
+        name = f"stream {handle:#x} ({'of other code' if made_at is None else 'created at ' + place_of(made_at)})"
+        made = self.timeline.stream(name, where, legacy if blocking else None)
         self.streams[handle] = made
         self.devices[made] = self.devices[legacy]
         return made
@@ -467,14 +476,14 @@ class State:
         pieces = [(piece, write) for piece in self.addresses.pieces(address, nbytes)]
         capture = self.captures.get(stream)
         if capture is not None:
-            capture.add(stream, Node("use", "a kernel", stack, pieces, kernel=True))
+            capture.add(stream, Node("use", KERNEL, stack, pieces, kernel=True))
             return
         device = self.devices.get(stream)
         self.timeline.submit(
-            stream, lambda stream: self.touch(stream, pieces, "a kernel", stack, kernel=True, device=device)
+            stream, lambda stream: self.touch(stream, pieces, KERNEL, stack, kernel=True, device=device)
         )
         if stream.obstacle is not None:
-            self._is_to_touch(stream, pieces, "a kernel", stack)
+            self._is_to_touch(stream, pieces, KERNEL, stack)
         if sum(high - low for (_, low, high), _ in pieces) < nbytes:
             for range_ in self.reserved.overlapping(address, address + nbytes):
                 self._unmapped(stream, range_, stack)
@@ -727,10 +736,11 @@ class State:
                 self.timeline.next(stream)
                 if not node.enabled:
                     continue
+                launched = Launched(node.stack, stack)
                 if node.kind == "use":
-                    self.touch(stream, node.pieces, node.what, node.stack, kernel=node.kernel, device=device)
+                    self.touch(stream, node.pieces, node.what, launched, kernel=node.kernel, device=device)
                 elif node.kind == "free":
-                    self.judge.free(node.range, stream, stream.clock, node.what, node.stack)
+                    self.judge.free(node.range, stream, stream.clock, node.what, launched)
                 else:
                     made = node.range
                     if not made.pending and made.ended is None:

@@ -13,7 +13,7 @@ from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Rul
 from streamalloc.driver.checker.rules.order import batch_of_words
 from streamalloc.driver.checker.rules.work import plane, rows
 from streamalloc.driver.checker.stacks import here
-from streamalloc.driver.checker.state import State, Touch, number_of
+from streamalloc.driver.checker.state import KERNEL, State, Touch, number_of
 
 __all__ = ["AFTER", "BEFORE"]
 
@@ -184,19 +184,29 @@ def _sets(make: Callable[[State, Any], list[Node]] | None) -> Rule:
         executable = name.startswith("cuGraphExec")
         handle, params = number_of(args[1 if executable else 0]), args[2 if executable else 1]
         made = [] if make is None else make(state, params)
+        kernel = make is None or "KERNEL" in getattr(getattr(params, "type", None), "name", "")
         for node in made:
             node.what, node.stack, node.handle = name, here(), handle
         if executable:
             number = number_of(args[0])
-            state.executables[number] = _replaced(state, state.executables.get(number, []), handle, made)
+            nodes = _replaced(state, state.executables.get(number, []), handle, made)
+            state.executables[number] = _without_kernels(state, nodes) if kernel else nodes
             return
         for graph in state.graphs.values():
             if any(one.handle == handle for one in graph.nodes):
-                graph.nodes = _replaced(state, graph.nodes, handle, made)
+                nodes = _replaced(state, graph.nodes, handle, made)
+                graph.nodes = _without_kernels(state, nodes) if kernel else nodes
                 if handle in graph.handles:
                     graph.handles[handle] = made
 
     return rule
+
+
+def _without_kernels(state: State, nodes: list[Node]) -> list[Node]:
+    """Nodes without the kernels that were told of: one of them uses other memory now."""
+    if any(one.what == KERNEL for one in nodes):
+        state.note("a kernel of a graph was given other arguments: uses in it that were told of are not checked")
+    return [one for one in nodes if one.what != KERNEL]
 
 
 def _replaced(state: State, nodes: list[Node], handle: int, made: list[Node]) -> list[Node]:
@@ -216,7 +226,7 @@ def _known(nodes: list[Node]) -> list[Node]:
 def _place_of(state: State, nodes: list[Node], handle: int) -> int | None:
     """Where in a list the first node of a handle is."""
     at = next((place for place, one in enumerate(nodes) if one.handle == handle), None)
-    if at is None and any(not one.handle and one.kind == "use" and one.what != "a kernel" for one in nodes):
+    if at is None and any(not one.handle and one.kind == "use" and one.what != KERNEL for one in nodes):
         state.note("a node of a graph was changed which the checker does not know: nodes like it are not checked")
     return at
 
@@ -274,6 +284,7 @@ _SETTERS: dict[str, Callable[[State, Any], list[Node]] | None] = {
     "MemsetNodeSetParams": _fill_node,
     "ChildGraphNodeSetParams": _child,
     "BatchMemOpNodeSetParams": _word_node,
+    "KernelNodeSetParams": None,
     "HostNodeSetParams": _host_node,
     "EventRecordNodeSetEvent": _record_node,
     "EventWaitNodeSetEvent": _wait_node,

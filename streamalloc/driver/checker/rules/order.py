@@ -7,6 +7,7 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.events import Event
 from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Finish, Rule
+from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import State, number_of
 
 __all__ = ["AFTER", "BEFORE", "batch_of_words"]
@@ -20,7 +21,7 @@ _EXTERNAL = 1  # CU_EVENT_RECORD_EXTERNAL, CU_EVENT_WAIT_EXTERNAL
 
 
 def _makes_stream(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    state.add_stream(int(answer[1]), not int(args[0]) & 1)
+    state.add_stream(int(answer[1]), not int(args[0]) & 1, made_at=here(1))
 
 
 def _ends_stream(state: State, name: str, args: Arguments) -> Finish:
