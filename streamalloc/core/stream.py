@@ -202,8 +202,15 @@ class Stream(Closes):
         ClosedError
             The stream was closed.
         """
-        self._checked_raw()
+        self._tell_lent(self._checked_raw(), used=False)
         return self._number
+
+    def _tell_lent(self, raw: Any, used: bool) -> None:
+        """Tell a driver that checks stream order that other code has the stream; ``used``: that it uses it."""
+        lent = self._door.lent
+        if lent is not None:
+            with self._context():
+                lent(raw, used)
 
     @property
     def is_default(self) -> bool:
@@ -463,7 +470,8 @@ class Stream(Closes):
 
     def __cuda_stream__(self) -> tuple[int, int]:
         """Protocol version 0 and the handle, for other libraries."""
-        return (0, self.handle)
+        self._tell_lent(self._checked_raw(), used=True)
+        return (0, self._number)
 
     @finaliser
     def __del__(self) -> None:
@@ -574,7 +582,10 @@ def as_stream(stream: StreamLike, door: Door) -> Stream:
     else:
         # Not cuStreamGetDevice: asking a stream that is captured for its device breaks the capture.
         ordinal = door.device_of(door.call("cuStreamGetCtx", raw))
-    return Stream(Device(int(ordinal), driver=door.driver), raw, foreign=stream)
+    made = Stream(Device(int(ordinal), driver=door.driver), raw, foreign=stream)
+    if not isinstance(stream, cuda.CUstream):
+        made._tell_lent(raw, used=True)
+    return made
 
 
 # -- what the areas need of streams --------------------------------------------------------------------------

@@ -130,6 +130,10 @@ class Timeline:
         self._streams: dict[Stream, None] = {}
         self.retired: list[Stream] = []
         """Streams that were destroyed, of which the host does not know that all is done."""
+        self.outside: dict[Stream, None] = {}
+        """The streams that other code may have put into any order."""
+        self.over: dict[int, int] = {}
+        """Of such streams, until when the host may have waited for what they did."""
         self._gone: set[int] = set()
         self._choices: deque[tuple[Clock, int, int]] = deque(maxlen=_CHOICES)
         """What comes before which operation, as the driver has chosen."""
@@ -171,7 +175,11 @@ class Timeline:
     def certain(self, clock: Clock, number: int, time: int) -> bool:
         """Whether an operation of an actor always comes before what has this clock."""
         # A stream is gone when the host knows all that it did, and with it everything that is queued since.
-        return clock.known.get(number, 0) >= time or number in self._gone
+        return clock.known.get(number, 0) >= time or number in self._gone or self.over.get(number, 0) >= time
+
+    def is_known(self, number: int, time: int) -> bool:
+        """Whether the host knows of the end of an operation by what was seen."""
+        return self.host.after(number, time) or number in self._gone
 
     def order(self, clock: Clock, number: int, time: int) -> int:
         """Whether an operation of an actor comes before what has this clock: one of the constants of this module."""
@@ -186,7 +194,7 @@ class Timeline:
         """All that comes before what a stream queues next, unless it waits for something."""
         clock = stream.clock.copy()
         clock.learn(self.host)
-        for other in (stream.legacy, *(stream.peers or ())):
+        for other in (stream.legacy, *(stream.peers or ()), *(self.outside if stream in self.outside else ())):
             if other is not None:
                 clock.learn(other.clock)
         return clock
@@ -231,6 +239,9 @@ class Timeline:
         action(stream)
 
     def _enter(self, stream: Stream) -> None:
+        if stream in self.outside:
+            for other in self.outside:
+                stream.clock.learn(other.clock)
         legacy = stream.legacy
         if legacy is not None:
             if stream.heard_legacy < legacy.time:
@@ -360,6 +371,7 @@ class Timeline:
         self._gone |= numbers
         for stream in over:
             del self._streams[stream]
+            self.outside.pop(stream, None)
         self.forget(numbers)
 
     def forget(self, numbers: set[int], *others: Clock) -> None:

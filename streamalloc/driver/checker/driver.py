@@ -172,8 +172,7 @@ class Checked(Wrapper):
     def _before(self, name: str, args: tuple[Any, ...]) -> Finish | None:
         """What is to be called with the answer; None where the call must not be made."""
         state = self._state
-        if state.timeline.held:
-            state.words.look()
+        state.look()
         if name in ENDERS:
             handle = int(args[0] or 0) if args else 0
             if handle and not state.account.may_end(name, handle):
@@ -214,8 +213,7 @@ class Checked(Wrapper):
             finish(answer)
         rule = AFTER.get(name)
         if rule is not None and not answer[0]:
-            if self._state.timeline.held:
-                self._state.words.look()
+            self._state.look()
             rule(self._state, name, args, answer)
         others = self._state.others
         if others.posted or others.leaving:
@@ -266,6 +264,11 @@ class Checked(Wrapper):
             self._alone(self._use, address, nbytes, stream, write)
             self._deliver()
 
+    def lent(self, stream: Any, used: bool) -> None:
+        """Say that code past this driver has a stream by its handle; ``used``: that it uses it."""
+        if not self._inside():
+            self._alone(self._lend, stream, used)
+
     def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
         """Say that other processes are told that memory is ready, in the order of a stream by its handle.
 
@@ -286,12 +289,15 @@ class Checked(Wrapper):
     def _share(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
         self._state.others.share(self._state.stream(stream), address, nbytes, name)
 
+    def _lend(self, handle: Any, used: bool) -> None:
+        outside, stream = self._state.outside, self._state.stream(handle)
+        (outside.uses if used else outside.can_use)(stream)
+
     def _open(self, address: int, nbytes: int, stream: Any, name: bytes, word: int) -> None:
         self._state.others.opened(self._state.stream(stream), address, nbytes, name, word)
 
     def _use(self, address: int, nbytes: int, stream: Any, write: bool) -> None:
-        if self._state.timeline.held:
-            self._state.words.look()
+        self._state.look()
         if stream is None:
             self._state.use_on_host(address, nbytes, write)
         else:

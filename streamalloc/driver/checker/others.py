@@ -176,7 +176,7 @@ class Others:
     def _may_be_known(self, moment: Moment) -> bool:
         """Whether the host, or something that other processes can wait for, comes after an operation."""
         number, time = moment.actor.number, moment.time
-        return self._words.told.after(number, time) or self._timeline.certain(self._timeline.host, number, time)
+        return self._words.told.after(number, time) or self._timeline.is_known(number, time)
 
     def awaited(self, range_: Range, name: bytes) -> None:
         """Memory was imported by its export data: what its exporter has told that a stream may wait for."""

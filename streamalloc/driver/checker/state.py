@@ -34,6 +34,7 @@ from streamalloc.driver.checker.hazards import (
     size_text,
 )
 from streamalloc.driver.checker.others import Others
+from streamalloc.driver.checker.outside import Outside
 from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.stacks import Launched, Stack, here, place_of
 from streamalloc.driver.checker.words import Words
@@ -183,6 +184,7 @@ class State:
         self.devices: dict[Stream, int | None] = {}
         self.events: dict[int, Event] = {}
         self.others: Others = Others(self.timeline, self.addresses, self.words, self.events, found)
+        self.outside: Outside = Outside(driver, self.timeline)
         self.captures: dict[Stream, Capture] = {}
         self.graphs: dict[int, Graph] = {}
         self.executables: dict[int, list[Node]] = {}
@@ -270,6 +272,7 @@ class State:
                 name = f"the per-thread default stream of {threading.current_thread().name}"
                 found = mine[context] = self.timeline.stream(name, context, legacy)
                 self._per_thread.append(found)
+                self.outside.can_use(found)
                 self.devices[found] = self.devices[legacy]
             return found
         # Made before anybody looked. Asking a stream that is captured for its flags would break the capture.
@@ -282,6 +285,7 @@ class State:
         if found is None:
             found = self._legacy[context] = self.timeline.stream("the legacy default stream", context)
             self.devices[found] = self._device()
+            self.outside.can_use(found)
         return found
 
     def _device(self) -> int | None:
@@ -299,6 +303,8 @@ class State:
         made = self.timeline.stream(name, where, legacy if blocking else None)
         self.streams[handle] = made
         self.devices[made] = self.devices[legacy]
+        if made_at is None:
+            self.outside.uses(made)
         return made
 
     def all_streams(self, context: int | None = None) -> list[Stream]:
@@ -311,6 +317,13 @@ class State:
         self.captures.pop(stream, None)
         self.devices.pop(stream, None)
         self.timeline.retire(stream)
+
+    def look(self) -> None:
+        """See what came about past this driver."""
+        if self.timeline.held:
+            self.words.look()
+        if self.outside.pending:
+            self.outside.look()
 
     # -- what the host learns --------------------------------------------------------------------------------
 
@@ -405,6 +418,7 @@ class State:
             self.timeline.submit(stream, lambda stream: self.touch(stream, pieces, what, stack, atomic, kernel))
             if stream.obstacle is not None:
                 self._is_to_touch(stream, pieces, what, stack)
+            self.outside.did(stream, number_of(handle))
         return stream
 
     def _is_to_touch(self, stream: Stream, pieces: list[tuple[Piece, bool]], what: str, stack: Stack) -> None:
@@ -484,6 +498,7 @@ class State:
         )
         if stream.obstacle is not None:
             self._is_to_touch(stream, pieces, KERNEL, stack)
+        self.outside.did(stream, number_of(handle))
         if sum(high - low for (_, low, high), _ in pieces) < nbytes:
             for range_ in self.reserved.overlapping(address, address + nbytes):
                 self._unmapped(stream, range_, stack)
@@ -536,6 +551,7 @@ class State:
             self.name(handle, node)
         else:
             self.timeline.submit(stream, lambda stream: self.judge.allocate(made, stream))
+            self.outside.did(stream, number_of(handle))
         return made
 
     def free(self, address: int, handle: Any, what: str, stack: Stack) -> Callable[[Any], None]:
@@ -559,6 +575,8 @@ class State:
             if answer[0]:
                 refused.append(True)
                 found.ended = None
+            else:
+                self.outside.did(stream, number_of(handle))
 
         self.timeline.submit(stream, free)
         return finish

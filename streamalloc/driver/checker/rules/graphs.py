@@ -183,7 +183,7 @@ def _sets(make: Callable[[State, Any], list[Node]] | None) -> Rule:
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
         executable = name.startswith("cuGraphExec")
         handle, params = number_of(args[1 if executable else 0]), args[2 if executable else 1]
-        made = [] if make is None else make(state, params)
+        made = [Node("use")] if make is None else make(state, params)
         kernel = make is None or "KERNEL" in getattr(getattr(params, "type", None), "name", "")
         for node in made:
             node.what, node.stack, node.handle = name, here(), handle
