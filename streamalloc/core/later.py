@@ -301,7 +301,9 @@ def work(door: Door) -> int:
 
 def _work_everywhere() -> None:
     for later in queues():
-        later.work()
+        # What fails stays, and is reported as left.
+        with contextlib.suppress(Exception):
+            later.work()
 
 
 SETTLERS.append(_work_everywhere)

@@ -28,8 +28,8 @@ class Node:
     """Whether its uses have an order of their own."""
     handle: int = 0
     """Of the driver's node; 0 where that is not known."""
-    origin: int = 0
-    """Of a node of a clone: the handle of what it was cloned from."""
+    nested: bool = False
+    """Whether it is in a graph within the graph, where it has another handle."""
     enabled: bool = True
     step: Callable[[Any], object] = lambda handle: None
     """Called with the handle of the stream of a launch."""

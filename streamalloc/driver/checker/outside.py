@@ -45,6 +45,10 @@ class Outside:
         self._timeline.outside.update((*self._reachable.items(), (stream, None)))
         self._reachable.clear()
 
+    def ended(self, stream: Stream) -> None:
+        """A stream was destroyed."""
+        self._reachable.pop(stream, None)
+
     def did(self, stream: Stream, handle: int) -> None:
         """A stream has got something to do; ``handle``: 0 to 2 for a default stream."""
         if stream not in self._timeline.outside or stream.obstacle is not None:

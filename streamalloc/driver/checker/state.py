@@ -315,6 +315,7 @@ class State:
     def retire(self, stream: Stream) -> None:
         """A stream was destroyed."""
         self.captures.pop(stream, None)
+        self.outside.ended(stream)
         self.devices.pop(stream, None)
         self.timeline.retire(stream)
 
@@ -477,11 +478,11 @@ class State:
         for access, piece in accesses(stream, pieces, what, stack, atomic, kernel):
             self.judge.use((piece,), access, stream.clock, device)
 
-    def use_on_host(self, address: int, nbytes: int, write: bool) -> None:
+    def use_on_host(self, address: int, nbytes: int, write: bool, what: str = "use by the host") -> None:
         """A host thread reads or writes memory itself."""
         thread = self.thread()
         self.timeline.act(thread)
-        access = Access(thread, "use by the host", here(), write)
+        access = Access(thread, what, here(), write)
         self.judge.use(self.addresses.pieces(address, nbytes), access, self.timeline.host)
 
     def use_on_device(self, handle: Any, address: int, nbytes: int, write: bool) -> None:

@@ -60,15 +60,12 @@ def _makes_graph(state: State, name: str, args: Arguments, answer: Answer) -> No
 
 
 def _clones_graph(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    nodes = [replace(one, handle=0, origin=one.handle) for one in state.graph(args[0]).nodes]
+    find = getattr(state.driver, "cuGraphNodeFindInClone", None)
+    nodes = []
+    for one in state.graph(args[0]).nodes:
+        found: Answer = (1,) if find is None or not one.handle else find(cuda.CUgraphNode(one.handle), answer[1])
+        nodes.append(replace(one, handle=0 if found[0] or len(found) < 2 else int(found[1])))
     state.graphs[int(answer[1])] = Graph(nodes)
-
-
-def _finds_in_clone(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    origin = number_of(args[0])
-    for one in state.graph(args[1]).nodes:
-        if origin and one.origin == origin:
-            one.handle = int(answer[1])
 
 
 def _ends_graph(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -121,7 +118,7 @@ def _word_node(state: State, params: Any) -> list[Node]:
 
 
 def _child(state: State, graph: Any) -> list[Node]:
-    return [replace(one) for one in state.graph(graph).nodes]
+    return [replace(one, nested=True) for one in state.graph(graph).nodes]
 
 
 def _params_at(at: int, make: Callable[[State, Any], list[Node]]) -> Rule:
@@ -192,8 +189,9 @@ def _sets(make: Callable[[State, Any], list[Node]] | None) -> Rule:
             nodes = _replaced(state, state.executables.get(number, []), handle, made)
             state.executables[number] = _without_kernels(state, nodes) if kernel else nodes
             return
-        for graph in state.graphs.values():
-            if any(one.handle == handle for one in graph.nodes):
+        having = [one for one in state.graphs.values() if any(node.handle == handle for node in one.nodes)]
+        for graph in having or state.graphs.values():
+            if having or len(_known(graph.nodes)) < len(graph.nodes):
                 nodes = _replaced(state, graph.nodes, handle, made)
                 graph.nodes = _without_kernels(state, nodes) if kernel else nodes
                 if handle in graph.handles:
@@ -220,13 +218,13 @@ def _replaced(state: State, nodes: list[Node], handle: int, made: list[Node]) ->
 
 def _known(nodes: list[Node]) -> list[Node]:
     """The nodes that have not changed, after one did that may be any of those without a handle."""
-    return [one for one in nodes if one.handle or one.kind != "use"]
+    return [one for one in nodes if one.kind != "use" or (one.handle and not one.nested)]
 
 
 def _place_of(state: State, nodes: list[Node], handle: int) -> int | None:
     """Where in a list the first node of a handle is."""
     at = next((place for place, one in enumerate(nodes) if one.handle == handle), None)
-    if at is None and any(not one.handle and one.kind == "use" and one.what != KERNEL for one in nodes):
+    if at is None and len(_known(nodes)) < len(nodes):
         state.note("a node of a graph was changed which the checker does not know: nodes like it are not checked")
     return at
 
@@ -323,7 +321,6 @@ AFTER: dict[str, Rule] = {
     ),
     **{f"cuGraph{kind}{name}": _sets(make) for kind in ("", "Exec") for name, make in _SETTERS.items()},
     "cuGraphNodeSetEnabled": _enables,
-    "cuGraphNodeFindInClone": _finds_in_clone,
     "cuGraphDestroyNode": _ends_node,
     **dict.fromkeys(("cuGraphRemoveDependencies", "cuGraphRemoveDependencies_v2"), _removes_edges),
 }

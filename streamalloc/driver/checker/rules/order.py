@@ -21,7 +21,7 @@ _EXTERNAL = 1  # CU_EVENT_RECORD_EXTERNAL, CU_EVENT_WAIT_EXTERNAL
 
 
 def _makes_stream(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    state.add_stream(int(answer[1]), not int(args[0]) & 1, made_at=here(1))
+    state.add_stream(int(answer[1]), not int(args[1 if "Green" in name else 0]) & 1, made_at=here(1))
 
 
 def _ends_stream(state: State, name: str, args: Arguments) -> Finish:
@@ -191,6 +191,7 @@ def batch_of_words(state: State, stream: Any, operations: Any) -> None:
 AFTER: dict[str, Rule] = {
     "cuStreamCreate": _makes_stream,
     "cuStreamCreateWithPriority": _makes_stream,
+    "cuGreenCtxStreamCreate": _makes_stream,
     "cuEventCreate": _makes_event,
     "cuEventRecord": _records,
     "cuEventRecordWithFlags": _records,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from streamalloc.driver.checker.state import State, Touch, number_of
 __all__ = ["AFTER", "BEFORE", "plane", "rows"]
 
 _MEMORY_TYPE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+_AT_CALL = 2  # CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL, which older bindings lack
 _ROWS = 1 << 15
 """Of a plane with more rows, only so many are looked at."""
 
@@ -28,10 +30,14 @@ class _Work:
     touched: Callable[[State, Arguments], Iterable[Touch]]
     then: Callable[[State, Stream, Arguments], object] = lambda state, stream, args: None
     """Called when the work was queued."""
+    taken: Callable[[State, Arguments], Iterable[Touch]] = lambda state, args: ()
+    """What is read before the call returns, in no stream order."""
 
     def __call__(self, state: State, name: str, args: Arguments, answer: Answer) -> None:
         """The call has succeeded."""
         handle = 0 if self.stream_at is None else args[self.stream_at]
+        for address, nbytes, write in self.taken(state, args):
+            state.use_on_host(number_of(address), nbytes, write, name)
         self.then(state, state.act(handle, name, self.touched(state, args), here()), args)
 
     def before(self, state: State, name: str, args: Arguments) -> Finish:
@@ -137,12 +143,15 @@ def _box(start: int, pitch: int, lines: int, width: int, height: int, depth: int
     return [row for at in range(depth) for row in rows(start + at * step, pitch, width, height, write)]
 
 
-def _boxes(state: State, operations: Iterable[Any]) -> list[Touch]:
-    """Both sides of ``CUDA_MEMCPY3D_BATCH_OP``, for each."""
+def _boxes(state: State, operations: Iterable[Any], at_call: bool) -> list[Touch]:
+    """Both sides of ``CUDA_MEMCPY3D_BATCH_OP``, for each; ``at_call``: the sources read before the call returns."""
     found: list[Touch] = []
     for one in operations:
         width, height, depth = (int(getattr(one.extent, name)) for name in ("width", "height", "depth"))
+        early = _order(one) == _AT_CALL
         for side, write in ((one.src, False), (one.dst, True)):
+            if (early and not write) is not at_call:
+                continue
             if "ARRAY" in getattr(side.type, "name", ""):
                 array, at = state.arrays.get(number_of(side.op.array.array)), side.op.array.offset
                 if array is None:
@@ -187,13 +196,45 @@ def _arrays(stream_at: int | None, target: int, source: int, array_to: bool, arr
     return _Work(stream_at, touched, then)
 
 
-def _batch(args: Arguments) -> list[Touch]:
-    targets, sources, sizes = args[:3]
-    return [
-        touch
-        for target, source, size in zip(targets, sources, sizes, strict=False)
-        for touch in ((source, int(size), False), (target, int(size), True))
-    ]
+def _order(one: Any) -> int:
+    """When the source of a copy of a batch is read."""
+    with contextlib.suppress(ValueError):  # the bindings' getter, of a number that is none
+        return int(getattr(one, "srcAccessOrder", 0) or 0)
+    return 0
+
+
+def _batch(at_call: bool) -> Callable[[State, Arguments], list[Touch]]:
+    """What a batch of copies uses in stream order, or what it reads before the call returns."""
+
+    def touched(state: State, args: Arguments) -> list[Touch]:
+        targets, sources, sizes, _, attributes, begins = args[:6]
+        # Each of the attributes holds from where it begins.
+        orders = dict(zip(map(int, begins or ()), map(_order, attributes or ()), strict=False))
+        found, order = [], 0
+        for at, (target, source, size) in enumerate(zip(targets, sources, sizes, strict=False)):
+            order = orders.get(at, order)
+            if (order == _AT_CALL) is at_call:
+                found.append((source, int(size), False))
+            if not at_call:
+                found.append((target, int(size), True))
+        return found
+
+    return touched
+
+
+def _one(at_call: bool) -> Callable[[State, Arguments], list[Touch]]:
+    """The same of ``cuMemcpyWithAttributesAsync``."""
+    return lambda state, args: _batch(at_call)(state, ((args[0],), (args[1],), (args[2],), 1, (args[3],), (0,)))
+
+
+def _boxes_of(
+    operations: Callable[[Arguments], Iterable[Any]], at_call: bool
+) -> Callable[[State, Arguments], list[Touch]]:
+    return lambda state, args: _boxes(state, operations(args), at_call)
+
+
+def _copies_boxes(operations: Callable[[Arguments], Iterable[Any]]) -> _Work:
+    return _Work(-1, _boxes_of(operations, False), taken=_boxes_of(operations, True))
 
 
 def _discarded(args: Arguments) -> list[Touch]:
@@ -264,7 +305,7 @@ AFTER: dict[str, Rule] = {
     "cuMemcpyDtoHAsync": _copies(3),
     "cuMemcpyHtoDAsync": _copies(3),
     "cuMemcpyDtoDAsync": _copies(3),
-    "cuMemcpyWithAttributesAsync": _copies(-1),
+    "cuMemcpyWithAttributesAsync": _Work(-1, _one(False), _copies(-1).then, _one(True)),
     "cuMemcpyPeerAsync": _copies(5, size_at=4, source_at=2),
     "cuMemcpy2D": _copies_plane(None),
     "cuMemcpy2DUnaligned": _copies_plane(None),
@@ -273,7 +314,7 @@ AFTER: dict[str, Rule] = {
     "cuMemcpy3DAsync": _copies_plane(1),
     "cuMemcpy3DPeer": _copies_plane(None),
     "cuMemcpy3DPeerAsync": _copies_plane(1),
-    "cuMemcpyBatchAsync": _touches(-1, _batch),
+    "cuMemcpyBatchAsync": _Work(-1, _batch(False), taken=_batch(True)),
     "cuLaunchKernel": _work(8),
     "cuLaunchCooperativeKernel": _work(8),
     "cuLaunchKernelEx": _launches_with_config,
@@ -291,8 +332,8 @@ AFTER: dict[str, Rule] = {
     "cuMemMapArrayAsync": _work(2),
     "cuMemPrefetchAsync": _work(-1),
     "cuMemPrefetchBatchAsync": _work(-1),
-    "cuMemcpy3DBatchAsync": _Work(-1, lambda state, args: _boxes(state, list(args[1])[: int(args[0])])),
-    "cuMemcpy3DWithAttributesAsync": _Work(-1, lambda state, args: _boxes(state, (args[0],))),
+    "cuMemcpy3DBatchAsync": _copies_boxes(lambda args: list(args[1])[: int(args[0])]),
+    "cuMemcpy3DWithAttributesAsync": _copies_boxes(lambda args: (args[0],)),
     "cuMemBatchDecompressAsync": _work(-1),
     "cuSignalExternalSemaphoresAsync": _work(-1),
     "cuGraphUpload": _work(1),
