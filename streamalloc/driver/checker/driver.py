@@ -216,7 +216,7 @@ class Checked(Wrapper):
             self._state.look()
             rule(self._state, name, args, answer)
         others = self._state.others
-        if others.posted or others.leaving:
+        if others.posted or others.leaving or others.written:
             others.settle()
 
     def _late(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:

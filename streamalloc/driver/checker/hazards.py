@@ -205,6 +205,8 @@ class Contents:
     """Whether the exporter may have told that they are there."""
     whose: str
     remedy: str
+    step: bool = False
+    """Whether it was written after the export."""
 
 
 @dataclass(eq=False)
@@ -510,6 +512,8 @@ class Judge:
     def _await(self, range_: Range, low: int, high: int, contents: Contents, access: Access, clock: Clock) -> None:
         if contents.low >= high or low >= contents.high or any(clock.after(*one) for one in contents.after):
             return
+        if access.actor in self.timeline.outside:
+            return  # its library may have waited
         if contents.over():
             range_.awaited = tuple(one for one in range_.awaited if one is not contents)
             return

@@ -369,9 +369,13 @@ class State:
         else:
             event.captured = None
             event.mark = self.timeline.record(stream)
-            self.others.recorded(event)
             if event.shared:
-                self.timeline.submit(stream, lambda stream: self.words.told.learn(stream.clock))
+                number = self.others.recorded(event)
+                self.timeline.submit(stream, lambda stream: self._tells(stream, event, number))
+
+    def _tells(self, stream: Stream, event: Event, number: int) -> None:
+        self.words.told.learn(stream.clock)
+        self.others.covers(event, stream.clock, number)
 
     def wait(self, stream: Stream, event: Event, external: bool = False) -> None:
         """A stream is to wait for an event; ``external``: in a capture, for one of outside at each launch."""
@@ -410,6 +414,7 @@ class State:
             for piece in self.addresses.pieces(number_of(at), int(size))
             if not piece[0].vacated
         ]
+        self._refresh(pieces)
         capture = self.captures.get(stream) if self.captures else None
         if capture is not None:
             node = Node("use", what, stack, pieces, kernel=kernel)
@@ -421,6 +426,11 @@ class State:
                 self._is_to_touch(stream, pieces, what, stack)
             self.outside.did(stream, number_of(handle))
         return stream
+
+    def _refresh(self, pieces: Iterable[tuple[Piece, bool]]) -> None:
+        if self.others.imported:
+            for range_ in {piece[0] for piece, _ in pieces}:
+                self.others.refresh(range_)
 
     def _is_to_touch(self, stream: Stream, pieces: list[tuple[Piece, bool]], what: str, stack: Stack) -> None:
         """A stream that waits is to use memory, which must not be ended at once before."""
@@ -475,20 +485,26 @@ class State:
         device: int | None = None,
     ) -> None:
         """A stream reads and writes memory: in no order, save for a kernel, whose own order is not known."""
+        written = self.others.written
         for access, piece in accesses(stream, pieces, what, stack, atomic, kernel):
             self.judge.use((piece,), access, stream.clock, device)
+            if access.write and written and piece[0] in written:
+                self.others.wrote(*piece, stream)
 
     def use_on_host(self, address: int, nbytes: int, write: bool, what: str = "use by the host") -> None:
         """A host thread reads or writes memory itself."""
         thread = self.thread()
         self.timeline.act(thread)
         access = Access(thread, what, here(), write)
-        self.judge.use(self.addresses.pieces(address, nbytes), access, self.timeline.host)
+        pieces = self.addresses.pieces(address, nbytes)
+        self._refresh([(piece, write) for piece in pieces])
+        self.judge.use(pieces, access, self.timeline.host)
 
     def use_on_device(self, handle: Any, address: int, nbytes: int, write: bool) -> None:
         """A stream uses memory in a way that is told: its device's rights count as well."""
         stream, stack = self.stream(handle), here()
         pieces = [(piece, write) for piece in self.addresses.pieces(address, nbytes)]
+        self._refresh(pieces)
         capture = self.captures.get(stream)
         if capture is not None:
             capture.add(stream, Node("use", KERNEL, stack, pieces, kernel=True))
@@ -728,6 +744,7 @@ class State:
         before = self.launched.get(executable)
         if before is not None:
             self.timeline.wait(stream, before)
+        self._refresh([one for node in nodes for one in node.pieces])
         together: list[Node] = []
         for node in nodes:
             if node.kind == "step":
