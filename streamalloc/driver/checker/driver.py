@@ -490,18 +490,26 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False) -> Chec
     Where it cannot know an order, it takes it to be there. This is taken on trust:
 
     * what one host thread has waited for, all threads know, host functions included;
+    * streams of other libraries come after each other and after the default streams, as their libraries may have put
+      them into any order; so do streams of ours that such a library uses. Once a stream of another library has been
+      seen, that holds for each stream whose ``handle`` was read, too. The host may have waited for what such streams
+      did and what is over by now. Hazards between streams that only this driver has are found all the same;
     * work on shared memory that comes before something other processes can wait for (an interprocess event, a word that
       they may read, an announcement of :func:`streamalloc.ipc.share`) comes before whatever this process does next:
       they may have answered;
     * what another process does with memory that is shared. Its checker says what was under way at the export, and what
-      importers may wait for; an importer that uses the memory without that is reported, unless the exporter has
-      synchronised meanwhile. What it does later is not known, nor anything of processes without a checker or of another
-      user;
+      it writes in memory that was exported by raw calls whenever it records an interprocess event behind that, part by
+      part; an importer that uses the memory without a wait for the event is reported, unless the exporter has
+      synchronised meanwhile. That an exporter writes what an importer still reads is not found, nor anything of
+      processes without a checker or of another user;
     * events and semaphores of other libraries come after everything, as do words in memory of a device that no call of
       this driver has written, once the host has seen that somebody came past them;
     * copies from ordinary memory of the host are done when the call returns, and so is what waits for the device;
-    * kernels that nobody tells of use nothing, and a graph that was changed after it was made does nothing. Of a plane
-      with more than 32,768 rows, those are looked at.
+    * kernels that nobody tells of use nothing, and nor does a node of a graph that was changed by a handle which the
+      checker does not know, or a kernel that was told of and then given other arguments: ``notes`` lists such things,
+      each kind once. Of a plane with more than 32,768 rows, those are looked at;
+    * memory of the host that a queued copy reads is not written by code that nobody tells of, and memory that is read
+      was written before.
 
     What it cannot see and does not trust: a host that reads a word to find out how far a stream has come. Let it ask an
     event as well (``event.query()``).
@@ -512,9 +520,9 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False) -> Chec
         Any driver.
     on
         What to do with a :class:`Hazard`: ``"report"`` collects it in ``hazards``, ``"warn"`` warns with a
-        ``RuntimeWarning`` as well, ``"raise"`` raises a :class:`DriverMisuseError`, for a wrong free or unmap before
-        that reaches the driver. A second release of the same thing never reaches the driver; where it does not raise,
-        its answer is ``CUDA_ERROR_INVALID_VALUE``.
+        ``RuntimeWarning`` as well, ``"raise"`` raises a :class:`DriverMisuseError`, for a wrong free or unmap and for
+        work on memory that was freed before that reaches the driver. A second release of the same thing never reaches
+        the driver; where it does not raise, its answer is ``CUDA_ERROR_INVALID_VALUE``.
     poison
         Fill memory with 0xCB when it is allocated and with 0xDB when it is freed: of pools in stream order, plain and
         pinned memory at once, where the host waits, and mapped memory when access to it is first granted. Managed
