@@ -60,7 +60,7 @@ class Checked(Wrapper):
     prints: bool = False
     """Whether hazards are printed as they are found."""
 
-    def __init__(self, driver: _Interface, on: On, poison: bool) -> None:
+    def __init__(self, driver: _Interface, on: On, poison: bool, uninitialized: bool = False) -> None:
         super().__init__(driver)
         self.hazards: list[Hazard] = []
         """What was found so far, in order, the same thing at the same place once. It may be cleared."""
@@ -72,6 +72,7 @@ class Checked(Wrapper):
         self._found: list[Hazard] = []
         self._shown: set[tuple[Any, ...]] = set()
         self._state = State(_Asked(self), self._found.append)
+        self._state.uninitialized = uninitialized
         self._poison = Poison(driver, self._state) if poison else None
         self._host_functions: dict[int, Any] = {}
         self.process: int = os.getpid()
@@ -480,7 +481,7 @@ def _at_exit() -> None:
                 print(hazard, file=sys.stderr)
 
 
-def checked(driver: _Interface, on: On = "report", poison: bool = False) -> Checked:
+def checked(driver: _Interface, on: On = "report", poison: bool = False, *, uninitialized: bool = False) -> Checked:
     """A driver that finds what stream order does not allow, and what is released twice or never.
 
     It follows what comes before what (streams, events, synchronisation, host functions, words that streams wait for,
@@ -508,8 +509,8 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False) -> Chec
     * kernels that nobody tells of use nothing, and nor does a node of a graph that was changed by a handle which the
       checker does not know, or a kernel that was told of and then given other arguments: ``notes`` lists such things,
       each kind once. Of a plane with more than 32,768 rows, those are looked at;
-    * memory of the host that a queued copy reads is not written by code that nobody tells of, and memory that is read
-      was written before.
+    * memory of the host that a queued copy reads is not written by code that nobody tells of; memory that is read was
+      written before, unless ``uninitialized`` asks for a look at that.
 
     What it cannot see and does not trust: a host that reads a word to find out how far a stream has come. Let it ask an
     event as well (``event.query()``).
@@ -528,6 +529,11 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False) -> Chec
         pinned memory at once, where the host waits, and mapped memory when access to it is first granted. Managed
         memory, memory of graphs and of other processes stays as it is, and what is unmapped is out of reach anyhow.
 
+    uninitialized
+        Report copies out of memory of a pool, or of mapped memory, of which nobody has written any byte. Kernels that
+        write it have to be told of: once a kernel was launched through this driver, or a stream of another library was
+        seen, such copies are not reported any more.
+
     Returns
     -------
     Checked
@@ -537,4 +543,4 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False) -> Chec
     """
     if on not in _ON:
         raise ValueError(f"on={on!r}: allowed are {', '.join(map(repr, _ON))}")
-    return Checked(driver, on, bool(poison))  # type: ignore[abstract]  # it looks functions up
+    return Checked(driver, on, bool(poison), bool(uninitialized))  # type: ignore[abstract]  # it looks functions up

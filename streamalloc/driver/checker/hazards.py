@@ -160,6 +160,10 @@ class Bytes:
         """The latest writes of the bytes from ``start`` to ``end``."""
         return [one.write for one in self._segments if one.write is not None and one.start < end and start < one.end]
 
+    def unwritten(self, start: int, end: int) -> bool:
+        """Whether nobody has written any of the bytes from ``start`` to ``end``."""
+        return not self.writes(start, end)
+
     def _between(self, start: int, end: int) -> list[_Segment]:
         """The segments of a range, cut at its ends, with new ones where there were none."""
         segments = self._segments
@@ -508,6 +512,21 @@ class Judge:
                 for before, ordered in memory.touch(start, end, access, clock, order, self._forget):
                     if not (access.atomic and before.atomic) and not self._is_open(range_, before):
                         self._race(range_, before, access, by_host, ordered)
+
+    def reads_unwritten(self, piece: Piece, access: Access) -> None:
+        """A copy is about to read memory: report it where nobody has written any of that."""
+        range_, low, high = piece
+        if range_.ended is not None or range_.awaited or not range_.grants:
+            return
+        parts = range_.physical(low, high)
+        if parts and all(memory.unwritten(start, end) and not memory.shared for memory, start, end in parts):
+            self._tell(
+                "uninitialized",
+                f"{access.what} of {access.actor.name} reads {range_}, of which nobody has written these bytes",
+                "write them before (or tell of the kernel that does: used)",
+                range_,
+                (("this call", access.stack), ("allocated", range_.stack)),
+            )
 
     def _await(self, range_: Range, low: int, high: int, contents: Contents, access: Access, clock: Clock) -> None:
         if contents.low >= high or low >= contents.high or any(clock.after(*one) for one in contents.after):

@@ -28,20 +28,20 @@ class Outside:
         self._timeline = timeline
         self._reachable: dict[Stream, None] = {}
         """The streams that other code can use, if there is other code."""
-        self._is_there = False
+        self.is_there: bool = False
         self.pending: dict[Stream, deque[tuple[int, Any]]] = {}
         """The operations whose end nobody has seen, by their times, each with an event behind it."""
 
     def can_use(self, stream: Stream) -> None:
         """Other code has the handle of a stream, as of a default stream."""
-        if self._is_there:
+        if self.is_there:
             self._timeline.outside[stream] = None
         else:
             self._reachable[stream] = None
 
     def uses(self, stream: Stream) -> None:
         """Other code uses a stream, so that it uses others as well."""
-        self._is_there = True
+        self.is_there = True
         self._timeline.outside.update((*self._reachable.items(), (stream, None)))
         self._reachable.clear()
 

@@ -202,6 +202,10 @@ class State:
         self.pools: dict[int, dict[int, int] | None] = {}
         """What devices may do with the memory of a pool, by its handle."""
         self.current_pools: dict[int, int] = {}
+        self.uninitialized: bool = False
+        """Whether copies of what nobody has written are reported."""
+        self.untold: bool = False
+        """Whether there were kernels, which may have written anything."""
         self.notes: dict[str, None] = {}
         """What is not checked, each once."""
         self.files: Files[Physical] = Files()
@@ -487,6 +491,8 @@ class State:
         """A stream reads and writes memory: in no order, save for a kernel, whose own order is not known."""
         written = self.others.written
         for access, piece in accesses(stream, pieces, what, stack, atomic, kernel):
+            if self.uninitialized and not (access.write or kernel or self.untold or self.outside.is_there):
+                self.judge.reads_unwritten(piece, access)
             self.judge.use((piece,), access, stream.clock, device)
             if access.write and written and piece[0] in written:
                 self.others.wrote(*piece, stream)

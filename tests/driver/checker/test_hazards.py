@@ -347,3 +347,19 @@ def test_what_was_made_may_be_ended(name: str) -> None:
         made = calls.make(kind(0x31), name, graph, *([] if name == "cuGraphClone" else [None]))
         ended = (calls.driver.cuGraphDestroy if name == "cuGraphClone" else calls.driver.cuGraphExecDestroy)(made)
     assert ended == (OK,) and calls.kinds() == []
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_kernel_may_have_written_anything(launched: bool) -> None:
+    answers = Yes()
+    driver: Any = sd.checked(answers, uninitialized=True)
+    answers.makes += [cuda.CUmemoryPool(0x50)]
+    pool = driver.cuDeviceGetDefaultMemPool(0)[1]
+    answers.makes += [cuda.CUstream(0x10)]
+    stream = driver.cuStreamCreate(1)[1]
+    answers.makes += [cuda.CUdeviceptr(4 << 20)]
+    source = driver.cuMemAllocFromPoolAsync(64, pool, stream)[1]
+    if launched:
+        driver.cuLaunchKernel(None, 1, 1, 1, 1, 1, 1, 0, stream, 0, 0)
+    driver.cuMemcpyDtoDAsync(8 << 20, source, 64, stream)
+    assert [one.kind for one in driver.hazards] == ([] if launched else ["uninitialized"])

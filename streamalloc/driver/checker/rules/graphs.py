@@ -84,6 +84,11 @@ def _adds(make: Callable[[State, str, Arguments], list[Node]]) -> Rule:
     return rule
 
 
+def _unknown(state: State, name: str, args: Arguments) -> list[Node]:
+    state.untold |= "Kernel" in name
+    return [Node("use")]
+
+
 def _use(state: State, touched: Iterable[Touch]) -> list[Node]:
     pieces = [(piece, write) for at, size, write in touched for piece in state.addresses.pieces(number_of(at), size)]
     return [Node("use", pieces=pieces)]
@@ -147,6 +152,7 @@ def _node(state: State, params: Any) -> list[Node]:
     """``CUgraphNodeParams``."""
     kind = getattr(params.type, "name", "").removeprefix("CU_GRAPH_NODE_TYPE_")
     if kind not in _OF_TYPE:
+        state.untold = True
         return [Node("use")]
     field, make = _OF_TYPE[kind]
     return make(state, getattr(params, field))
@@ -314,10 +320,10 @@ AFTER: dict[str, Rule] = {
     "cuGraphExecUpdate": _updates_executable,
     "cuGraphExecDestroy": _ends_executable,
     "cuGraphAddHostNode": _params_at(3, _host_node),
-    # kernels and the like: only their place in the graph is known
+    # only their place in the graph is known
     **dict.fromkeys(
         (f"cuGraphAdd{kind}Node" for kind in ("Kernel", "Empty")),
-        _adds(lambda state, name, args: [Node("use")]),
+        _adds(_unknown),
     ),
     **{f"cuGraph{kind}{name}": _sets(make) for kind in ("", "Exec") for name, make in _SETTERS.items()},
     "cuGraphNodeSetEnabled": _enables,

@@ -274,6 +274,15 @@ def _copies_plane(stream_at: int | None) -> _Work:
     return _Work(stream_at, lambda state, args: plane(state, args[0]), then)
 
 
+def _launches(stream_at: int) -> _Work:
+    """A kernel, of which only the stream is known."""
+
+    def then(state: State, stream: Stream, args: Arguments) -> None:
+        state.untold = True
+
+    return _Work(stream_at, lambda state, args: (), then)
+
+
 def _work(stream_at: int) -> _Work:
     """Work of which only the stream is known."""
     return _touches(stream_at, lambda args: ())
@@ -281,6 +290,7 @@ def _work(stream_at: int) -> _Work:
 
 def _launches_with_config(state: State, name: str, args: Arguments, answer: Answer) -> None:
     state.act(args[0].hStream, name, (), here())
+    state.untold = True
 
 
 AFTER: dict[str, Rule] = {
@@ -315,8 +325,8 @@ AFTER: dict[str, Rule] = {
     "cuMemcpy3DPeer": _copies_plane(None),
     "cuMemcpy3DPeerAsync": _copies_plane(1),
     "cuMemcpyBatchAsync": _Work(-1, _batch(False), taken=_batch(True)),
-    "cuLaunchKernel": _work(8),
-    "cuLaunchCooperativeKernel": _work(8),
+    "cuLaunchKernel": _launches(8),
+    "cuLaunchCooperativeKernel": _launches(8),
     "cuLaunchKernelEx": _launches_with_config,
     "cuMemcpyAtoD": _arrays(None, 0, 1, False, True),
     "cuMemcpyDtoA": _arrays(None, 0, 2, True, False),
@@ -327,14 +337,14 @@ AFTER: dict[str, Rule] = {
     "cuMemcpyHtoAAsync": _arrays(4, 0, 2, True, False),
     "cuMemDiscardBatchAsync": _touches(-1, _discarded),
     "cuMemDiscardAndPrefetchBatchAsync": _touches(-1, _discarded),
-    "cuLaunchGridAsync": _work(3),
+    "cuLaunchGridAsync": _launches(3),
     "cuStreamAttachMemAsync": _work(0),
     "cuMemMapArrayAsync": _work(2),
     "cuMemPrefetchAsync": _work(-1),
     "cuMemPrefetchBatchAsync": _work(-1),
     "cuMemcpy3DBatchAsync": _copies_boxes(lambda args: list(args[1])[: int(args[0])]),
     "cuMemcpy3DWithAttributesAsync": _copies_boxes(lambda args: (args[0],)),
-    "cuMemBatchDecompressAsync": _work(-1),
+    "cuMemBatchDecompressAsync": _launches(-1),
     "cuSignalExternalSemaphoresAsync": _work(-1),
     "cuGraphUpload": _work(1),
 }

@@ -199,3 +199,26 @@ def the_host_looks_at_memory_under_a_copy(b: Bench, right: bool) -> None:
         b.a.synchronize()
     y.as_array()
     b.done(x, y)
+
+
+# -- what nobody has written -------------------------------------------------------------------------------------
+
+
+@hazard("uninitialized")
+def copied_before_anything_is_written(b: Bench, right: bool) -> None:
+    x, y = b.new(b.a), b.new(b.a)
+    if right:
+        x[:1].fill(1, b.a)
+    y.copy_from(x, b.a)
+    b.done(x, y)
+
+
+@hazard("uninitialized")
+def what_the_owner_before_has_written(b: Bench, right: bool) -> None:
+    x, y = b.new(b.a), b.new(b.a)
+    x.fill(1, b.a)
+    if not right:
+        x.free()
+        x = b.new(b.a)
+    y.copy_from(x, b.a)
+    b.done(x, y)
