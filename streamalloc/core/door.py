@@ -85,6 +85,7 @@ class Door:
         "_state",
         "driver",
         "forked",
+        "lent",
         "opened",
         "shared",
         "used",
@@ -96,6 +97,7 @@ class Door:
     """True in a forked child: no call goes through any more."""
     shared: Callable[[int, int, Any, bytes], None] | None
     opened: Callable[[int, int, Any, bytes, int], None] | None
+    lent: Callable[[Any, bool], None] | None
     used: Callable[[int, int, Any, bool], None] | None
     """Told of uses that are no calls of the driver, where it checks the order of all."""
     cuEventQuery: Any
@@ -124,6 +126,7 @@ class Door:
         self.driver = driver
         self.forked = False
         self.used = getattr(driver, "used", None)
+        self.lent = getattr(driver, "lent", None)
         self.shared = getattr(driver, "shared", None)
         self.opened = getattr(driver, "opened", None)
         self._contexts: dict[int, Any] = {}

@@ -33,6 +33,7 @@ from typing import Any, ClassVar
 
 from streamalloc.core.door import Door, PerDriver
 from streamalloc.core.errors import LOST, CaptureError, CudaError, InvalidHandleError, error_from, refused
+from streamalloc.driver.internal import SETTLERS
 
 __all__ = ["OFTEN", "POINTS", "Deferred", "HandleEnd", "Later", "later_of", "queues", "refused_to_end", "work"]
 
@@ -355,3 +356,13 @@ def work(door: Door, most: int | None = None) -> int:
     if not (later.handed_in or later._orphaned or later._new or later._waiting) or not door.usable:
         return 0
     return later.work(most)
+
+
+def _work_everywhere() -> None:
+    for later in queues():
+        # What fails stays, and is reported as left.
+        with contextlib.suppress(Exception):
+            later.work()
+
+
+SETTLERS.append(_work_everywhere)

@@ -189,7 +189,8 @@ class Memory(Unique, Shown, abc.ABC):
         """The memory itself as a numpy array, where the host can reach it.
 
         The array keeps the memory alive but does not keep it from being freed by hand. Synchronise with the stream
-        first: neither the allocation nor a queued copy is done before that.
+        first: neither the allocation nor a queued copy is done before that. A driver that checks stream order takes
+        the call for a read by the host.
 
         Raises
         ------
@@ -199,6 +200,9 @@ class Memory(Unique, Shown, abc.ABC):
         self._check_usable()
         if not self.host_accessible:
             raise ValueError(f"{self!r} is in device memory, which the host cannot reach: copy it with copy_to")
+        told = self._door.used
+        if told is not None and self.nbytes:
+            told(self.address, self.nbytes, None, False)
         flat = np.asarray(self).view(dtype)
         return flat if shape is None else flat.reshape(shape)
 

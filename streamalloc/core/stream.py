@@ -247,8 +247,15 @@ class Stream(Closes):
         ClosedError
             The stream was closed.
         """
-        self._checked_raw()
+        self._tell_lent(self._checked_raw(), used=False)
         return self._number
+
+    def _tell_lent(self, raw: Any, used: bool) -> None:
+        """Tell a driver that checks stream order that other code has the stream; ``used``: that it uses it."""
+        lent = self._door.lent
+        if lent is not None:
+            with self._context():
+                lent(raw, used)
 
     @property
     def is_default(self) -> bool:
@@ -514,7 +521,8 @@ class Stream(Closes):
 
     def __cuda_stream__(self) -> tuple[int, int]:
         """Protocol version 0 and the handle, for other libraries."""
-        return (0, self.handle)
+        self._tell_lent(self._checked_raw(), used=True)
+        return (0, self._number)
 
     @finaliser
     def __del__(self) -> None:
@@ -647,7 +655,10 @@ def as_stream(stream: StreamLike, door: Door) -> Stream:
     else:
         # Not cuStreamGetDevice: asking a stream that is captured for its device breaks the capture.
         ordinal = door.device_of(door.call("cuStreamGetCtx", raw))
-    return Stream.of_handle(Device(int(ordinal), driver=door.driver), int(raw), stream)
+    borrowed = Stream.of_handle(Device(int(ordinal), driver=door.driver), int(raw), stream)
+    if not isinstance(stream, cuda.CUstream):
+        borrowed._tell_lent(raw, used=True)
+    return borrowed
 
 
 # -- what the areas need of streams --------------------------------------------------------------------------

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["ENDERS", "MAKERS", "Account"]
+__all__ = ["ENDERS", "MAKERS", "SETTLERS", "Account"]
+
+SETTLERS: list[Callable[[], object]] = []
+"""Functions of the library that attempt what it has put off; called before what is left is reported."""
 
 # A maker's handle is the first value of its answer; an ender's is its first argument.
 _RESOURCES = {
@@ -13,10 +17,10 @@ _RESOURCES = {
     "pool allocation": ("cuMemAllocAsync cuMemAllocFromPoolAsync cuMemPoolImportPointer", "cuMemFreeAsync cuMemFree"),
     "pinned memory": ("cuMemHostAlloc cuMemAllocHost", "cuMemFreeHost"),
     "pool": ("cuMemPoolCreate", "cuMemPoolDestroy"),
-    "stream": ("cuStreamCreate cuStreamCreateWithPriority", "cuStreamDestroy"),
+    "stream": ("cuStreamCreate cuStreamCreateWithPriority cuGreenCtxStreamCreate", "cuStreamDestroy"),
     "event": ("cuEventCreate cuIpcOpenEventHandle", "cuEventDestroy"),
-    "graph": ("cuStreamEndCapture cuGraphCreate", "cuGraphDestroy"),
-    "executable graph": ("cuGraphInstantiate", "cuGraphExecDestroy"),
+    "graph": ("cuStreamEndCapture cuGraphCreate cuGraphClone", "cuGraphDestroy"),
+    "executable graph": ("cuGraphInstantiate cuGraphInstantiateWithParams", "cuGraphExecDestroy"),
     # also of multicast objects, whose handles are of the same kind
     "physical memory": (
         "cuMemCreate cuMulticastCreate cuMemRetainAllocationHandle cuMemImportFromShareableHandle",
@@ -24,7 +28,7 @@ _RESOURCES = {
     ),
     "memory of another process": ("cuIpcOpenMemHandle", "cuIpcCloseMemHandle"),
     "address range": ("cuMemAddressReserve", "cuMemAddressFree"),
-    "array": ("cuArray3DCreate", "cuArrayDestroy"),
+    "array": ("cuArray3DCreate cuArrayCreate", "cuArrayDestroy"),
     "mipmapped array": ("cuMipmappedArrayCreate", "cuMipmappedArrayDestroy"),
 }
 MAKERS = {name: kind for kind, (makers, _) in _RESOURCES.items() for name in makers.split()}
@@ -58,6 +62,8 @@ class Account:
             handle = int(answer[1])
             if handle and captured:
                 self._uncounted.add(handle)
+            elif name == "cuStreamEndCapture" and self._live["graph", handle]:
+                pass  # captured into a graph that is there already
             elif handle:
                 # An address may be handed out again once a graph that owned it is gone.
                 self._uncounted.discard(handle)

@@ -4,7 +4,7 @@ driver that the environment asks for."""
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from streamalloc.driver.account import COUNTED, Account
+from streamalloc.driver.account import COUNTED, SETTLERS, Account
 from streamalloc.driver.bindings import (
     BINDINGS_VERSION,
     OpaqueStruct,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BINDINGS_VERSION",
     "COUNTED",
+    "SETTLERS",
     "VARIABLE",
     "Account",
     "OpaqueStruct",

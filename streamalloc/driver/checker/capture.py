@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streamalloc.driver.checker.clocks import Clock, Stream, Timeline
-from streamalloc.driver.checker.hazards import Bytes, Judge, Moment, Piece, Range, accesses
+from streamalloc.driver.checker.hazards import Bytes, Judge, Piece, Range, accesses
 from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.stacks import Stack
 
@@ -27,10 +27,14 @@ class Node:
     kernel: bool = False
     """Whether its uses have an order of their own."""
     handle: int = 0
-    """Of a node that was added by hand; of captured ones nobody tells."""
+    """Of the driver's node; 0 where that is not known."""
+    nested: bool = False
+    """Whether it is in a graph within the graph, where it has another handle."""
     enabled: bool = True
     step: Callable[[Any], object] = lambda handle: None
     """Called with the handle of the stream of a launch."""
+    calls: Any = None
+    """The function of the host that a step is."""
 
 
 class _Inside:
@@ -118,6 +122,8 @@ class Capture:
         self.ended = False
         self._inside = _Inside(found)
         self._streams: dict[Stream, Stream] = {}
+        self._done: dict[int, Clock] = {}
+        """What comes before what follows a node, by the handle of that."""
 
     def begin_in(self, graph: Graph, stream: Stream, after: Iterable[int]) -> None:
         """Capture into a graph, beginning after some of its nodes."""
@@ -138,6 +144,17 @@ class Capture:
         if clock is not None:
             inside.clock.learn(clock)
 
+    def reorder(self, stream: Stream, after: list[int], anew: bool) -> None:
+        """A stream is to come after some nodes, too; ``anew``: after nothing else."""
+        if anew:
+            # Another stream, which does not come after its own operations.
+            self._streams[stream] = self._inside.timeline.stream(stream.name)
+        for handle in after:
+            if handle in self._done:
+                self.join(stream, self._done[handle])
+            else:
+                self.join_all(stream)
+
     def join_all(self, stream: Stream) -> None:
         """A stream is to come after whatever was captured."""
         self._streams[stream].clock.learn(self._inside.timeline.everything())
@@ -148,33 +165,20 @@ class Capture:
         self._inside.timeline.submit(inside, lambda stream: None)
         return inside.clock.copy()
 
-    def step(self, step: Callable[[Any], object]) -> None:
-        """A stream is to do something that orders streams, at each launch."""
-        self.graph.nodes.append(Node("step", step=step))
-
-    def use(
-        self, stream: Stream, pieces: list[tuple[Piece, bool]], what: str, stack: Stack, kernel: bool = False
-    ) -> None:
-        """A stream is to read and write memory."""
-        self.add(stream, Node("use", what, stack, pieces, kernel=kernel))
-
-    def allocate(self, stream: Stream, made: Range) -> None:
-        """A stream is to allocate memory, which the graph owns."""
-        self.add(stream, Node("allocate", stack=made.stack, range=made))
-        made.born = Moment(stream, "allocation at a launch of its graph", made.stack)
-
-    def free(self, stream: Stream, range_: Range, what: str, stack: Stack) -> Callable[[], None]:
-        """A stream is to free memory; returns what takes that back."""
-        node = Node("free", what, stack, range=range_)
-        take_back = self.add(stream, node)
-
-        def undo() -> None:
-            self.graph.nodes.remove(node)
-            take_back()
-
-        return undo
+    def step(self, step: Callable[[Any], object], calls: object = None) -> Node:
+        """A stream is to do something that orders streams, at each launch; ``calls``: a function of the host."""
+        node = Node("step", step=step, calls=calls)
+        self.graph.nodes.append(node)
+        return node
 
     def add(self, stream: Stream, node: Node) -> Callable[[], None]:
         """Something is captured; returns what takes a free back."""
         self.graph.nodes.append(node)
         return self._inside.judge(self._streams[stream], node)
+
+    def name(self, stream: Stream, handle: int, nodes: Iterable[Node]) -> None:
+        """The latest nodes that a stream has captured are one node of the driver, with this handle."""
+        for node in nodes:
+            node.handle = handle
+        if handle:
+            self._done[handle] = self._streams[stream].clock.copy()

@@ -60,12 +60,14 @@ class Clock:
 class Actor:
     """Whoever does things one after the other: a stream or a host thread."""
 
-    __slots__ = ("name", "number", "time")
+    __slots__ = ("name", "number", "time", "within")
 
     def __init__(self, number: int, name: str) -> None:
         self.number = number
         self.name = name
         self.time: int = 0
+        self.within: Stream | None = None
+        """The stream that has called the function of the host which a thread is in."""
 
     def __repr__(self) -> str:
         return f"<{self.name}, {self.time} operations>"
@@ -128,6 +130,10 @@ class Timeline:
         self._streams: dict[Stream, None] = {}
         self.retired: list[Stream] = []
         """Streams that were destroyed, of which the host does not know that all is done."""
+        self.outside: dict[Stream, None] = {}
+        """The streams that other code may have put into any order."""
+        self.over: dict[int, int] = {}
+        """Of such streams, until when the host may have waited for what they did."""
         self._gone: set[int] = set()
         self._choices: deque[tuple[Clock, int, int]] = deque(maxlen=_CHOICES)
         """What comes before which operation, as the driver has chosen."""
@@ -169,7 +175,11 @@ class Timeline:
     def certain(self, clock: Clock, number: int, time: int) -> bool:
         """Whether an operation of an actor always comes before what has this clock."""
         # A stream is gone when the host knows all that it did, and with it everything that is queued since.
-        return clock.known.get(number, 0) >= time or number in self._gone
+        return clock.known.get(number, 0) >= time or number in self._gone or self.over.get(number, 0) >= time
+
+    def is_known(self, number: int, time: int) -> bool:
+        """Whether the host knows of the end of an operation by what was seen."""
+        return self.host.after(number, time) or number in self._gone
 
     def order(self, clock: Clock, number: int, time: int) -> int:
         """Whether an operation of an actor comes before what has this clock: one of the constants of this module."""
@@ -179,6 +189,15 @@ class Timeline:
             return UNORDERED
         self._searches += 1
         return BY_CHOICE if self._is_chosen(clock, number, time) else UNORDERED
+
+    def before_next(self, stream: Stream) -> Clock:
+        """All that comes before what a stream queues next, unless it waits for something."""
+        clock = stream.clock.copy()
+        clock.learn(self.host)
+        for other in (stream.legacy, *(stream.peers or ()), *(self.outside if stream in self.outside else ())):
+            if other is not None:
+                clock.learn(other.clock)
+        return clock
 
     def _is_chosen(self, clock: Clock, number: int, time: int) -> bool:
         """Whether some of the driver's choices, one after the other, lead from an operation to a clock."""
@@ -220,6 +239,9 @@ class Timeline:
         action(stream)
 
     def _enter(self, stream: Stream) -> None:
+        if stream in self.outside:
+            for other in self.outside:
+                stream.clock.learn(other.clock)
         legacy = stream.legacy
         if legacy is not None:
             if stream.heard_legacy < legacy.time:
@@ -349,6 +371,7 @@ class Timeline:
         self._gone |= numbers
         for stream in over:
             del self._streams[stream]
+            self.outside.pop(stream, None)
         self.forget(numbers)
 
     def forget(self, numbers: set[int], *others: Clock) -> None:

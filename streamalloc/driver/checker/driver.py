@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterable
 from itertools import starmap
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from streamalloc.driver.account import COUNTED, ENDERS
+from streamalloc.driver.account import COUNTED, ENDERS, SETTLERS
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.poison import Poison
 from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.rules import AFTER, BEFORE, Finish
 from streamalloc.driver.checker.stacks import here
-from streamalloc.driver.checker.state import State
+from streamalloc.driver.checker.state import HostCall, State
 from streamalloc.driver.errors import DriverMisuseError
 from streamalloc.driver.parent import ParentTest
 from streamalloc.driver.wrappers import Function, Wrapper
@@ -40,6 +40,21 @@ _LAST = -100
 _INVALID = (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
 
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+_QUEUES_HOST_FUNCTION: dict[str, tuple[Any, str]] = {
+    "cuLaunchHostFunc": (_HOST_FUNCTION, "CUhostFn"),
+    "cuLaunchHostFunc_v2": (_HOST_FUNCTION, "CUhostFn"),
+    "cuStreamAddCallback": (_CALLBACK, "CUstreamCallback"),
+}
+"""Calls that queue a function of the host: its type, and the class of its pointer."""
+_NODE_OF_HOST_FUNCTION = {
+    "cuGraphAddHostNode": 3,
+    "cuGraphHostNodeSetParams": 1,
+    "cuGraphExecHostNodeSetParams": 2,
+    **dict.fromkeys(("cuGraphAddNode", "cuGraphAddNode_v2", "cuGraphAddNode_v3"), -1),
+    **dict.fromkeys(("cuGraphNodeSetParams", "cuGraphExecNodeSetParams"), -1),
+}
+"""Calls with the parameters of a node that may be a function of the host, and where these are."""
 
 
 class Checked(Wrapper):
@@ -48,7 +63,7 @@ class Checked(Wrapper):
     show: Callable[[Hazard], None] | None = None
     """Called with each hazard as it is found, and at the end of the process."""
 
-    def __init__(self, driver: _Interface, on: On, poison: bool) -> None:
+    def __init__(self, driver: _Interface, on: On, poison: bool, uninitialized: bool = False) -> None:
         super().__init__(driver)
         self.hazards: list[Hazard] = []
         """What was found so far, in order, the same thing at the same place once. It may be cleared."""
@@ -60,6 +75,7 @@ class Checked(Wrapper):
         self._found: list[Hazard] = []
         self._shown: set[tuple[Any, ...]] = set()
         self._state = State(_Asked(self), self._found.append)
+        self._state.uninitialized = uninitialized
         self._poison = Poison(driver, self._state) if poison else None
         self._host_functions: dict[int, Any] = {}
         self.process: int = os.getpid()
@@ -69,8 +85,12 @@ class Checked(Wrapper):
     # -- calls -----------------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("cuLaunchHostFunc", "cuLaunchHostFunc_v2"):
-            function = self._watched_host_function(super().__getattr__(name))
+        if name in _QUEUES_HOST_FUNCTION:
+            function = self._watched_host_function(super().__getattr__(name), *_QUEUES_HOST_FUNCTION[name])
+            setattr(self, name, function)
+            return function
+        if name in _NODE_OF_HOST_FUNCTION:
+            function = self._watched_host_node(super().__getattr__(name), _NODE_OF_HOST_FUNCTION[name])
             setattr(self, name, function)
             return function
         if name == "multimem_launch":
@@ -101,6 +121,7 @@ class Checked(Wrapper):
             # Nothing has happened, such as with arguments that the bindings do not take.
             if finish is not None:
                 self._alone(finish, _INVALID)
+                self._keep()
             raise
         self._alone(self._after, name, args, answer, finish)
         if self._found:
@@ -155,8 +176,7 @@ class Checked(Wrapper):
     def _before(self, name: str, args: tuple[Any, ...]) -> Finish | None:
         """What is to be called with the answer; None where the call must not be made."""
         state = self._state
-        if state.timeline.held:
-            state.words.look()
+        state.look()
         if name in ENDERS:
             handle = int(args[0] or 0) if args else 0
             if handle and not state.account.may_end(name, handle):
@@ -197,11 +217,10 @@ class Checked(Wrapper):
             finish(answer)
         rule = AFTER.get(name)
         if rule is not None and not answer[0]:
-            if self._state.timeline.held:
-                self._state.words.look()
+            self._state.look()
             rule(self._state, name, args, answer)
         others = self._state.others
-        if others.posted or others.leaving:
+        if others.posted or others.leaving or others.written:
             others.settle()
 
     def _late(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
@@ -263,6 +282,11 @@ class Checked(Wrapper):
             self._alone(self._use, address, nbytes, stream, write)
             self._deliver()
 
+    def lent(self, stream: Any, used: bool) -> None:
+        """Say that code past this driver has a stream by its handle; ``used``: that it uses it."""
+        if not self._inside():
+            self._alone(self._lend, stream, used)
+
     def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
         """Say that other processes are told that memory is ready, in the order of a stream by its handle.
 
@@ -283,17 +307,25 @@ class Checked(Wrapper):
     def _share(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
         self._state.others.share(self._state.stream(stream), address, nbytes, name)
 
+    def _lend(self, handle: Any, used: bool) -> None:
+        outside, stream = self._state.outside, self._state.stream(handle)
+        (outside.uses if used else outside.can_use)(stream)
+
     def _open(self, address: int, nbytes: int, stream: Any, name: bytes, word: int) -> None:
         ordered = None if stream is None else self._state.stream(stream)
         self._state.others.opened(ordered, address, nbytes, name, word)
 
     def _use(self, address: int, nbytes: int, stream: Any, write: bool) -> None:
-        if self._state.timeline.held:
-            self._state.words.look()
+        self._state.look()
         if stream is None:
             self._state.use_on_host(address, nbytes, write)
         else:
             self._state.use_on_device(stream, address, nbytes, write)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What could not be followed, and is not checked since; each kind once."""
+        return tuple(self._state.notes)
 
     def outstanding(self) -> dict[str, list[int]]:
         """What was made through this driver and not released, by kind: driver handles or addresses.
@@ -318,8 +350,12 @@ class Checked(Wrapper):
     def finish(self) -> list[Hazard]:
         """Judge what waits for words and events that never came, and add leaks; all hazards.
 
+        Releases that the library has put off are attempted first.
+
         At the end of the process it is called by itself, unless hazards raise, and what that finds is printed.
         """
+        for settle in SETTLERS:
+            settle()
         self._alone(self._state.close)
         self._found += self.leaks()
         self._keep()
@@ -327,30 +363,56 @@ class Checked(Wrapper):
 
     # -- calls that are more than passed on ------------------------------------------------------------------
 
-    def _watched_host_function(self, launch: Function) -> Function:
-        def function(stream: Any, fn: Any, data: Any, *mode: Any) -> tuple[Any, ...]:
-            told = self._alone(self._state.host_function, stream)
-            if told is None:
-                return launch(stream, fn, data, *mode)
-            begins, ends = told
-            theirs = _HOST_FUNCTION(int(fn))
+    def _stand_in(self, kind: Any, theirs: int, call: HostCall) -> int:
+        """A pointer to a function of the host that calls theirs, and says when that begins and ends."""
+        function = kind(theirs)
 
-            def run(given: int | None) -> None:
-                self._alone(begins)
-                try:
-                    theirs(given)
-                finally:
-                    self._alone(ends)
+        def run(*args: Any) -> None:
+            self._alone(call.begins)
+            try:
+                function(*args)
+            finally:
+                self._alone(call.ends)
+                # A graph may call it as long as anybody has the graph.
+                if not call.stays:
                     self._host_functions.pop(pointer, None)
 
-            ours = _HOST_FUNCTION(run)
-            pointer = ctypes.cast(ours, ctypes.c_void_p).value or 0
-            self._host_functions[pointer] = ours
-            answer = launch(stream, cuda.CUhostFn(pointer), data, *mode)
+        ours = kind(run)
+        pointer = ctypes.cast(ours, ctypes.c_void_p).value or 0
+        self._host_functions[pointer] = ours
+        return pointer
+
+    def _watched_host_function(self, launch: Function, kind: Any, pointers: str) -> Function:
+        def function(stream: Any, fn: Any, data: Any, *rest: Any) -> tuple[Any, ...]:
+            call = self._alone(self._state.host_function, stream)
+            pointer = self._stand_in(kind, int(fn), call)
+            answer = launch(stream, getattr(cuda, pointers)(pointer), data, *rest)
+            if call.node is not None:
+                self._alone(self._state.name, stream, call.node)
             if answer[0]:
                 self._host_functions.pop(pointer, None)
-                self._alone(ends)
+                self._alone(call.refused)
             return answer
+
+        return function
+
+    def _watched_host_node(self, call: Function, at: int) -> Function:
+        def function(*args: Any) -> tuple[Any, ...]:
+            params = args[at]
+            if hasattr(params, "type"):
+                params = params.host if "HOST" in getattr(params.type, "name", "") else None
+            theirs = int(getattr(params, "fn", None) or 0)
+            if not theirs:
+                return call(*args)
+            made = HostCall(self._state)
+            made.stays = True
+            pointer = self._stand_in(_HOST_FUNCTION, theirs, made)
+            self._state.host_calls[pointer] = made
+            params.fn = cuda.CUhostFn(pointer)
+            try:
+                return call(*args)
+            finally:
+                params.fn = cuda.CUhostFn(theirs)
 
         return function
 
@@ -447,7 +509,7 @@ def _end_of_child() -> None:
     _at_exit()
 
 
-def checked(driver: _Interface, on: On = "report", poison: bool = False) -> Checked:
+def checked(driver: _Interface, on: On = "report", poison: bool = False, *, uninitialized: bool = False) -> Checked:
     """A driver that finds what stream order does not allow, and what is released twice or never.
 
     It follows what comes before what (streams, events, synchronisation, host functions, words that streams wait for,
@@ -457,18 +519,26 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False) -> Chec
     Where it cannot know an order, it takes it to be there. This is taken on trust:
 
     * what one host thread has waited for, all threads know, host functions included;
+    * streams of other libraries come after each other and after the default streams, as their libraries may have put
+      them into any order; so do streams of ours that such a library uses. Once a stream of another library has been
+      seen, that holds for each stream whose ``handle`` was read, too. The host may have waited for what such streams
+      did and what is over by now. Hazards between streams that only this driver has are found all the same;
     * work on shared memory that comes before something other processes can wait for (an interprocess event, a word that
       they may read, an announcement of :func:`streamalloc.ipc.share`) comes before whatever this process does next:
       they may have answered;
     * what another process does with memory that is shared. Its checker says what was under way at the export, and what
-      importers may wait for; an importer that uses the memory without that is reported, unless the exporter has
-      synchronised meanwhile. What it does later is not known, nor anything of processes without a checker or of another
-      user;
+      it writes in memory that was exported by raw calls whenever it records an interprocess event behind that, part by
+      part; an importer that uses the memory without a wait for the event is reported, unless the exporter has
+      synchronised meanwhile. That an exporter writes what an importer still reads is not found, nor anything of
+      processes without a checker or of another user;
     * events and semaphores of other libraries come after everything, as do words in memory of a device that no call of
       this driver has written, once the host has seen that somebody came past them;
     * copies from ordinary memory of the host are done when the call returns, and so is what waits for the device;
-    * kernels that nobody tells of use nothing, and a graph that was changed after it was made does nothing. Of a plane
-      with more than 32,768 rows, those are looked at.
+    * kernels that nobody tells of use nothing, and nor does a node of a graph that was changed by a handle which the
+      checker does not know, or a kernel that was told of and then given other arguments: ``notes`` lists such things,
+      each kind once. Of a plane with more than 32,768 rows, those are looked at;
+    * memory of the host that a queued copy reads is not written by code that nobody tells of; memory that is read was
+      written before, unless ``uninitialized`` asks for a look at that.
 
     What it cannot see and does not trust: a host that reads a word to find out how far a stream has come. Let it ask an
     event as well (``event.query()``).
@@ -479,13 +549,18 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False) -> Chec
         Any driver.
     on
         What to do with a :class:`Hazard`: ``"report"`` collects it in ``hazards``, ``"warn"`` warns with a
-        ``RuntimeWarning`` as well, ``"raise"`` raises a :class:`DriverMisuseError`, for a wrong free or unmap before
-        that reaches the driver. A second release of the same thing never reaches the driver; where it does not raise,
-        its answer is ``CUDA_ERROR_INVALID_VALUE``.
+        ``RuntimeWarning`` as well, ``"raise"`` raises a :class:`DriverMisuseError`, for a wrong free or unmap and for
+        work on memory that was freed before that reaches the driver. A second release of the same thing never reaches
+        the driver; where it does not raise, its answer is ``CUDA_ERROR_INVALID_VALUE``.
     poison
         Fill memory with 0xCB when it is allocated and with 0xDB when it is freed: of pools in stream order, plain and
         pinned memory at once, where the host waits, and mapped memory when access to it is first granted. Managed
         memory, memory of graphs and of other processes stays as it is, and what is unmapped is out of reach anyhow.
+
+    uninitialized
+        Report copies out of memory of a pool, or of mapped memory, of which nobody has written any byte. Kernels that
+        write it have to be told of: once a kernel was launched through this driver, or a stream of another library was
+        seen, such copies are not reported any more.
 
     Returns
     -------
@@ -496,4 +571,4 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False) -> Chec
     """
     if on not in _ON:
         raise ValueError(f"on={on!r}: allowed are {', '.join(map(repr, _ON))}")
-    return Checked(driver, on, bool(poison))  # type: ignore[abstract]  # it looks functions up
+    return Checked(driver, on, bool(poison), bool(uninitialized))  # type: ignore[abstract]  # it looks functions up

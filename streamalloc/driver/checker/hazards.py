@@ -14,7 +14,7 @@ from operator import attrgetter
 
 from streamalloc.driver.checker.clocks import BY_CHOICE, CERTAIN, UNORDERED, Actor, Clock, Stream, Timeline
 from streamalloc.driver.checker.reports import Hazard
-from streamalloc.driver.checker.stacks import Stack
+from streamalloc.driver.checker.stacks import Launched, Stack
 
 __all__ = [
     "NEVER",
@@ -160,6 +160,10 @@ class Bytes:
         """The latest writes of the bytes from ``start`` to ``end``."""
         return [one.write for one in self._segments if one.write is not None and one.start < end and start < one.end]
 
+    def unwritten(self, start: int, end: int) -> bool:
+        """Whether nobody has written any of the bytes from ``start`` to ``end``."""
+        return not self.writes(start, end)
+
     def _between(self, start: int, end: int) -> list[_Segment]:
         """The segments of a range, cut at its ends, with new ones where there were none."""
         segments = self._segments
@@ -205,6 +209,8 @@ class Contents:
     """Whether the exporter may have told that they are there."""
     whose: str
     remedy: str
+    step: bool = False
+    """Whether it was written after the export."""
 
 
 @dataclass(eq=False)
@@ -429,13 +435,14 @@ class Judge:
         if born is not None and not ending:
             ordered = CERTAIN if born.actor is actor else order(clock, born.actor.number, born.time)
             if ordered != CERTAIN or range_.pending:
+                formerly, more = _formerly(range_)
                 self._tell(
                     "free before allocation",
                     f"{what} on {actor.name} of {range_}, which does not come after its allocation on "
-                    f"{born.actor.name}",
+                    f"{born.actor.name}{formerly}",
                     _edge(born, actor, by_host),
                     range_,
-                    (("this call", stack), ("allocated", range_.stack)),
+                    (("this call", stack), ("allocated", range_.stack), *more),
                     ordered,
                 )
         for use in range_.last.values():
@@ -506,9 +513,26 @@ class Judge:
                     if not (access.atomic and before.atomic) and not self._is_open(range_, before):
                         self._race(range_, before, access, by_host, ordered)
 
+    def reads_unwritten(self, piece: Piece, access: Access) -> None:
+        """A copy is about to read memory: report it where nobody has written any of that."""
+        range_, low, high = piece
+        if range_.ended is not None or range_.awaited or not range_.grants:
+            return
+        parts = range_.physical(low, high)
+        if parts and all(memory.unwritten(start, end) and not memory.shared for memory, start, end in parts):
+            self._tell(
+                "uninitialized",
+                f"{access.what} of {access.actor.name} reads {range_}, of which nobody has written these bytes",
+                "write them before (or tell of the kernel that does: used)",
+                range_,
+                (("this call", access.stack), ("allocated", range_.stack)),
+            )
+
     def _await(self, range_: Range, low: int, high: int, contents: Contents, access: Access, clock: Clock) -> None:
         if contents.low >= high or low >= contents.high or any(clock.after(*one) for one in contents.after):
             return
+        if access.actor in self.timeline.outside:
+            return  # its library may have waited
         if contents.over():
             range_.awaited = tuple(one for one in range_.awaited if one is not contents)
             return
@@ -593,13 +617,14 @@ class Judge:
                     (*places, ("freed", ended.stack)),
                 )
                 return
+        formerly, more = _formerly(range_)
         self._tell(
             "use before allocation",
             f"{access.what} of {actor.name} uses {range_}, which is allocated on {born.actor.name} in no order with "
-            "that",
+            f"that{formerly}",
             _edge(born, actor, not isinstance(actor, Stream)),
             range_,
-            places,
+            (*places, *more),
             ordered,
         )
 
@@ -612,15 +637,35 @@ class Judge:
         places: Iterable[tuple[str, Stack]],
         ordered: int = 0,
     ) -> None:
-        self._found(Hazard(kind, what, remedy, range_.base, range_.size, ordered != BY_CHOICE, tuple(places)))
+        shown: list[tuple[str, Stack]] = []
+        for name, stack in places:
+            shown.append((name, stack))
+            if isinstance(stack, Launched):
+                shown.append((f"{name}, launched", stack.launch))
+        self._found(Hazard(kind, what, remedy, range_.base, range_.size, ordered != BY_CHOICE, tuple(shown)))
+
+
+def _formerly(range_: Range) -> tuple[str, list[tuple[str, Stack]]]:
+    """In words and places: whose the addresses of a range were before."""
+    for one in range_.previous:
+        if one.ended is not None:
+            text = f"; before that {one} was there, which {one.ended.what} of {one.ended.actor.name} has freed"
+            return text, [("allocated before", one.stack), ("freed before", one.ended.stack)]
+    return "", []
 
 
 def _edge(before: Moment, later: Actor, by_host: bool) -> str:
     """The missing edge in words."""
+    its = before.what.removeprefix("a ")
+    if by_host and later.within is not None and isinstance(before.actor, Stream):
+        return (
+            f"{later.within.name} must wait for an event recorded on {before.actor.name} after its {its}, before the "
+            "host function is queued"
+        )
     if by_host:
-        return f"the host must synchronise with {before.actor.name} after its {before.what}"
+        return f"the host must synchronise with {before.actor.name} after its {its}"
     if not isinstance(before.actor, Stream):
-        return f"{before.actor.name} must do its {before.what} before the work of {later.name} is queued"
+        return f"{before.actor.name} must do its {its} before the work of {later.name} is queued"
     if later.name.startswith("graph node"):
         return f"{later.name} must depend on {before.actor.name}"
-    return f"{later.name} must wait for an event recorded on {before.actor.name} after its {before.what}"
+    return f"{later.name} must wait for an event recorded on {before.actor.name} after its {its}"

@@ -2,7 +2,9 @@
 
 Each process that has something to tell has a *board*, a file that all checkers of a user can read, with places of two
 kinds: those of *events* that were exported, with a number that counts up at each recording, and *posts*, one for each
-export that was not complete. A post says which recordings an importer may wait for; it is taken back once the host of
+export that was not complete, and for each part of exported memory that was written since.
+
+A post says which recordings an importer may wait for; it is taken back once the host of
 the exporter knows the work to be done, as that may then have told importers in ways that nobody sees.
 """
 
@@ -20,13 +22,14 @@ from typing import NamedTuple
 
 from streamalloc.driver.checker.ledger import folder
 
-__all__ = ["Awaited", "Board", "Place", "event_of", "post_of"]
+__all__ = ["Awaited", "Board", "Place", "event_of", "post_of", "posts_of"]
 
 EVENTS, POSTS = 256, 768
 COVERS = 4
 """How many recordings a post names."""
-# A name; of an event how often it was recorded, of a post how many recordings it names; places and numbers of these.
-_PLACE = struct.Struct(f"<16sQ{COVERS}I{COVERS}Q")
+# A name; of an event how often it was recorded, of a post how many recordings it names; the part of the memory that was
+# written, none where it is the whole; places and numbers of these recordings.
+_PLACE = struct.Struct(f"<16s3Q{COVERS}I{COVERS}Q")
 _BYTES = _PLACE.size * (EVENTS + POSTS)
 _NAME = 16
 _EMPTY = bytes(_PLACE.size)
@@ -87,16 +90,22 @@ class Board:
         """How often an event was recorded."""
         return int(struct.unpack_from("<Q", self._bytes, place * _PLACE.size + _NAME)[0])
 
-    def post(self, name: bytes, covers: list[int]) -> int:
-        """Say that an export is not complete, and which events were recorded when it will be; its place."""
-        place = EVENTS + self._posts % POSTS
-        self._posts += 1
+    def post(
+        self, name: bytes, covers: list[tuple[int, int]], part: tuple[int, int] = (0, 0), at_place: int | None = None
+    ) -> int:
+        """Say that memory is not complete, and of which events which recordings come after; its place.
+
+        ``at_place``: that of an earlier post, which it replaces.
+        """
+        place = EVENTS + self._posts % POSTS if at_place is None else at_place
+        self._posts += at_place is None
         at = place * _PLACE.size
         covers = covers[:COVERS]
         rest = [0] * (COVERS - len(covers))
-        numbers = [self.number(one) for one in covers]
+        places, numbers = [one for one, _ in covers], [number for _, number in covers]
         self._bytes[at : at + _NAME] = bytes(_NAME)
-        struct.pack_into(f"<Q{COVERS}I{COVERS}Q", self._bytes, at + _NAME, len(covers), *covers, *rest, *numbers, *rest)
+        form = f"<3Q{COVERS}I{COVERS}Q"
+        struct.pack_into(form, self._bytes, at + _NAME, len(covers), *part, *places, *rest, *numbers, *rest)
         # The name at the end, by which the post is found.
         self._bytes[at : at + _NAME] = _digest(name)
         return place
@@ -123,6 +132,8 @@ class Awaited(NamedTuple):
     post: Place
     covers: tuple[tuple[Place, int], ...]
     """The recordings of which one has to be waited for; none where the library waits for a word."""
+    part: tuple[int, int] = (0, 0)
+    """The offsets of what was written; both 0 where it is all."""
 
     @property
     def over(self) -> bool:
@@ -161,30 +172,38 @@ def _look() -> None:
         del _boards[gone]
 
 
-def _find(name: bytes, first: int, count: int) -> Place | None:
+def _find(name: bytes, first: int, count: int) -> list[Place]:
     with contextlib.suppress(OSError):
         _look()
-    wanted = _digest(name)
+    wanted, found = _digest(name), []
     for path, board in _boards.items():
-        at = board.find(wanted, first * _PLACE.size, (first + count) * _PLACE.size)
-        if at >= 0 and at % _PLACE.size == 0:
-            return Place(board, at, wanted, int(path.partition("-")[0]))
-    return None
+        start, end = first * _PLACE.size, (first + count) * _PLACE.size
+        while (at := board.find(wanted, start, end)) >= 0:
+            start = at + 1
+            if at % _PLACE.size == 0:
+                found.append(Place(board, at, wanted, int(path.partition("-")[0])))
+    return found
 
 
 def event_of(name: bytes) -> Place | None:
     """The place of another process's event, by what it was exported as."""
-    return _find(name, 0, EVENTS)
+    return next(iter(_find(name, 0, EVENTS)), None)
+
+
+def posts_of(name: bytes) -> list[Awaited]:
+    """What has to be waited for before memory of another process is used."""
+    return [_read(found) for found in _find(name, EVENTS, POSTS)]
 
 
 def post_of(name: bytes) -> Awaited | None:
-    """What has to be waited for before memory of another process is used; None where nothing is known of that."""
-    found = _find(name, EVENTS, POSTS)
-    if found is None:
-        return None
-    _, count, *rest = _PLACE.unpack_from(found.board, found.at)
+    """The same of all of the memory; None where nothing is known of that."""
+    return next((one for one in posts_of(name) if one.part == (0, 0)), None)
+
+
+def _read(found: Place) -> Awaited:
+    _, count, low, high, *rest = _PLACE.unpack_from(found.board, found.at)
     covers = []
     for place, number in zip(rest[:COVERS], rest[COVERS:], strict=True):
         at = min(place, EVENTS - 1) * _PLACE.size
         covers.append((Place(found.board, at, bytes(found.board[at : at + _NAME]), found.process), number))
-    return Awaited(found, tuple(covers[: min(count, COVERS)]))
+    return Awaited(found, tuple(covers[: min(count, COVERS)]), (low, high))

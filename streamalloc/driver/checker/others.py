@@ -10,7 +10,7 @@ from streamalloc.driver.checker import ledger, notices
 from streamalloc.driver.checker.clocks import Actor, Clock, Obstacle, Stream, Timeline
 from streamalloc.driver.checker.events import Event
 from streamalloc.driver.checker.hazards import Addresses, Contents, Moment, Piece, Range
-from streamalloc.driver.checker.notices import Board, Place
+from streamalloc.driver.checker.notices import Awaited, Board, Place
 from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.stacks import Stack, here
 from streamalloc.driver.checker.words import Words
@@ -22,6 +22,21 @@ _POSTED = 64
 """So many exports that are not complete are known to other processes."""
 _KNOWN = 256
 """So many announcements are."""
+
+
+class _Written:
+    """A part of exported memory that was written, and the recordings of events that come after."""
+
+    __slots__ = ("covers", "high", "low", "number", "place", "time")
+
+    def __init__(self, low: int, high: int, actor: Actor) -> None:
+        self.low = low
+        self.high = high
+        self.number = actor.number
+        self.time = actor.time
+        self.covers: list[tuple[int, int]] = []
+        self.place: int | None = None
+        """Where other processes are told of it."""
 
 
 class Others:
@@ -46,6 +61,10 @@ class Others:
         """What says that this process has an import, by that."""
         self.leaving: dict[Range, Path] = {}
         """The same where the free was called, and nobody can know that it has run."""
+        self.written: dict[Range, list[_Written]] = {}
+        """Of memory that was exported for good, what was written since."""
+        self.imported: dict[Range, bytes] = {}
+        """The memory of other processes, by what it was exported as."""
         self.events: dict[bytes, Event] = {}
         self.board: Board | None = None
         """What other processes are told, once there is something."""
@@ -82,6 +101,9 @@ class Others:
             self.leaving[range_] = self.entries.pop(range_)
             if len(self.leaving) > _LEAVING:
                 self.let_go(next(iter(self.leaving)))
+        self.imported.pop(range_, None)
+        for one in self.written.pop(range_, ()):
+            self._forget_written(one)
         exported = self.exported.pop(range_, None)
         if exported is not None:
             self.exports.pop(exported, None)
@@ -128,10 +150,9 @@ class Others:
                 self.board = Board()
         return self.board
 
-    def recorded(self, event: Event) -> None:
-        """An event was recorded: tell those who know of it."""
-        if event.place is not None and self.board is not None:
-            self.board.record(event.place)
+    def recorded(self, event: Event) -> int:
+        """An event was recorded: tell those who know of it; how often it was."""
+        return 0 if event.place is None or self.board is None else self.board.record(event.place)
 
     def place(self, event: Event) -> int | None:
         """Where other processes are told of the recordings of an event; None where they are not."""
@@ -153,11 +174,66 @@ class Others:
         if board is not None:
             for place in [place for place, (known, _) in self.posted.items() if known == name]:
                 self._take_back(place)
-            place = board.post(name, covers)
+            place = board.post(name, [(one, board.number(one)) for one in covers])
             self.posted.pop(place, None)
             self.posted[place] = (name, done)
             if len(self.posted) > _POSTED:
                 self._take_back(next(iter(self.posted)))
+
+    # -- what is written after the export --------------------------------------------------------------------
+
+    def wrote(self, range_: Range, low: int, high: int, actor: Actor) -> None:
+        """A part of memory is written, which other processes may have had open since long."""
+        entries, made = self.written[range_], _Written(low - range_.base, high - range_.base, actor)
+        kept = []
+        for one in entries:
+            if made.low <= one.low and one.high <= made.high:
+                self._forget_written(one)
+            else:
+                kept.append(one)
+        for one in kept[: -_POSTED + 1]:
+            self._forget_written(one)
+        self.written[range_] = [*kept[-_POSTED + 1 :], made]
+
+    def _forget_written(self, one: _Written) -> None:
+        if one.place is not None and self.board is not None:
+            self.board.take_back(one.place)
+            one.place = None
+
+    def covers(self, event: Event, clock: Clock, number: int) -> None:
+        """A recording of an event, by its number, comes after all of ``clock``: others may wait for it."""
+        for range_, entries in self.written.items() if event.place is not None else ():
+            for one in entries:
+                if clock.after(one.number, one.time) and self.board is not None and event.place is not None:
+                    one.covers = [it for it in one.covers if it[0] != event.place] + [(event.place, number)]
+                    part = (one.low, one.high)
+                    one.place = self.board.post(self.exported[range_], one.covers[-notices.COVERS :], part, one.place)
+
+    def _settle_written(self) -> None:
+        for range_, entries in self.written.items():
+            over = [one for one in entries if self._timeline.certain(self._timeline.host, one.number, one.time)]
+            for one in over:
+                self._forget_written(one)
+            if over:
+                self.written[range_] = [one for one in entries if one not in over]
+
+    def refresh(self, range_: Range) -> None:
+        """Memory of another process is about to be used: see what was written in it meanwhile."""
+        name = self.imported.get(range_)
+        if name is None:
+            return
+        found = []
+        for one in notices.posts_of(name):
+            if one.covers and one.part != (0, 0):
+                low, high = (min(range_.base + at, range_.end) for at in one.part)
+                found.append(self._contents(low, high, one))
+        range_.awaited = (*(one for one in range_.awaited if not one.step), *found)
+
+    def _contents(self, low: int, high: int, found: Awaited) -> Contents:
+        after = [(self._other(place).number, number) for place, number in found.covers]
+        whose = f"process {found.post.process}"
+        remedy = f"an event that {whose} has recorded (cuIpcOpenEventHandle)"
+        return Contents(low, high, after, lambda: found.over, whose, remedy, found.part != (0, 0))
 
     def _take_back(self, place: int) -> None:
         del self.posted[place]
@@ -172,20 +248,19 @@ class Others:
             self._settled = self._timeline.version
             for place in [place for place, (_, done) in self.posted.items() if done()]:
                 self._take_back(place)
+            self._settle_written()
 
     def _may_be_known(self, moment: Moment) -> bool:
         """Whether the host, or something that other processes can wait for, comes after an operation."""
         number, time = moment.actor.number, moment.time
-        return self._words.told.after(number, time) or self._timeline.certain(self._timeline.host, number, time)
+        return self._words.told.after(number, time) or self._timeline.is_known(number, time)
 
     def awaited(self, range_: Range, name: bytes) -> None:
         """Memory was imported by its export data: what its exporter has told that a stream may wait for."""
         found = notices.post_of(name)
         if found is not None and found.covers:
-            after = [(self._other(place).number, number) for place, number in found.covers]
-            whose = f"process {found.post.process}"
-            remedy = f"an event that {whose} has recorded (cuIpcOpenEventHandle)"
-            range_.awaited = (Contents(range_.base, range_.end, after, lambda: found.over, whose, remedy),)
+            range_.awaited = (self._contents(range_.base, range_.end, found),)
+        self.imported[range_] = name
 
     def opened(self, stream: Stream | None, address: int, nbytes: int, name: bytes, word: int) -> None:
         """A stream is to wait for a word that memory is ready, which another process has announced by this name.

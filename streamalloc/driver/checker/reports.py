@@ -22,6 +22,7 @@ KINDS = (
     "access without a grant",
     "export before completion",
     "free before the importer's",
+    "uninitialized",
     "leak",
 )
 """What a :class:`Hazard` can be."""
@@ -35,7 +36,8 @@ class Hazard:
     """One of: ``"use before allocation"``, ``"use after free"``, ``"free before allocation"``, ``"double free"``,
     ``"free racing a use"``, ``"reuse race"`` (of memory that was freed and allocated again), ``"race"`` (two uses,
     of which one writes), ``"unmap while in use"``, ``"release while in use"``, ``"access without a grant"``,
-    ``"export before completion"``, ``"free before the importer's"``, ``"leak"``."""
+    ``"export before completion"``, ``"free before the importer's"``, ``"uninitialized"`` (a copy of bytes that nobody
+    has written), ``"leak"``."""
     what: str
     """What happened."""
     remedy: str

@@ -8,10 +8,23 @@ from pathlib import Path
 from types import CodeType
 from typing import TypeAlias
 
-__all__ = ["Stack", "from_package", "here", "line_of", "lines"]
+__all__ = ["Launched", "Stack", "from_package", "here", "line_of", "lines", "place_of"]
 
 Stack: TypeAlias = "tuple[tuple[CodeType, int], ...]"
 """Code and the place in it, the innermost call first."""
+
+
+class Launched(tuple[tuple[CodeType, int], ...]):
+    """Where something was captured, or put into a graph, with the place of a launch of that."""
+
+    launch: Stack
+
+    def __new__(cls, stack: Stack, launch: Stack) -> Launched:
+        """Two places in one."""
+        made = super().__new__(cls, stack)
+        made.launch = launch
+        return made
+
 
 _DEPTH = 8
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + "/"
@@ -74,6 +87,14 @@ def lines(stack: Stack) -> list[str]:
         if text:
             shown.append(f"    {text}")
     return shown
+
+
+def place_of(stack: Stack) -> str:
+    """The innermost place of a stack in short."""
+    if not stack:
+        return "an unknown place"
+    code, at = stack[0]
+    return f"{Path(code.co_filename).name}:{line_of(code, at)}"
 
 
 def line_of(code: CodeType, at: int) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,20 +34,35 @@ from streamalloc.driver.checker.hazards import (
     size_text,
 )
 from streamalloc.driver.checker.others import Others
+from streamalloc.driver.checker.outside import Outside
 from streamalloc.driver.checker.reports import Hazard
-from streamalloc.driver.checker.stacks import Stack, here
+from streamalloc.driver.checker.stacks import Launched, Stack, here, place_of
 from streamalloc.driver.checker.words import Words
 
-__all__ = ["OPENED", "Physical", "State", "Touch", "number_of"]
+__all__ = ["KERNEL", "OPENED", "Array", "HostCall", "Physical", "State", "Touch", "number_of"]
 
 Touch = tuple[int, int, bool]
 """Where, how many bytes, and whether they are written."""
 
+KERNEL = "a kernel"
+"""A use that a program tells of."""
 OPENED = "memory of another process"
 """The kind of a range that ``cuIpcOpenMemHandle`` gives."""
 _LEGACY, _PER_THREAD = 1, 2
+_ARRAYS = 1 << 64
+"""Where the addresses begin that stand for arrays."""
 _MEMORY_TYPE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+_IS_MANAGED = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_MANAGED
 _HOST = int(cuda.CUmemorytype.CU_MEMORYTYPE_HOST)
+
+
+_mincore = ctypes.CDLL(None).mincore
+_mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+_HOST_KINDS = ("pinned memory", "registered memory")
+
+
+def _nothing(answer: tuple[Any, ...]) -> None:
+    """Nothing was found before the call."""
 
 
 def number_of(value: Any) -> int:
@@ -56,6 +74,16 @@ def number_of(value: Any) -> int:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return int(np.frombuffer(value, np.uint8).ctypes.data) if len(value) else 0
     return int(value)
+
+
+@dataclass(eq=False)
+class Array(Range):
+    """An array, at addresses that no memory has."""
+
+    pitch: int = 0
+    lines: int = 1
+    """How many rows a plane has."""
+    element: int = 1
 
 
 class Physical:
@@ -71,6 +99,64 @@ class Physical:
 
     def __str__(self) -> str:
         return f"physical memory of {size_text(self.size)}"
+
+
+class HostCall:
+    """A function of the host that streams call: once, or at each launch of a graph."""
+
+    __slots__ = ("_queued", "_running", "_state", "cancelled", "node", "stays")
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._queued: deque[tuple[Stream, Obstacle, Obstacle]] = deque()
+        """For each call that was queued: its stream, the end of what comes before, and its own end."""
+        self._running: list[Obstacle] = []
+        self.node: Node | None = None
+        """What it is in a capture."""
+        self.stays = False
+        """Whether a graph has it, which may be launched again."""
+        self.cancelled = False
+
+    def queue(self, handle: Any) -> None:
+        """A stream is to call it."""
+        if self.cancelled:
+            return
+        timeline, stream = self._state.timeline, self._state.stream(handle)
+        before, ended = timeline.record(stream), Obstacle()
+        timeline.wait(stream, ended)
+        self._queued.append((stream, before, ended))
+
+    def begins(self) -> None:
+        """The oldest call begins: all that its stream did before is over."""
+        timeline = self._state.timeline
+        if not self._queued:
+            # Other code has launched the graph.
+            timeline.tell(timeline.everything())
+            return
+        stream, before, ended = self._queued.popleft()
+        self._running.append(ended)
+        self._state.thread().within = stream
+        timeline.force_mark(before)
+        if before.clock is not None:
+            timeline.tell(before.clock)
+
+    def ends(self) -> None:
+        """The call has returned."""
+        if self._running:
+            self._state.timeline.end(self._running.pop(0), self._state.timeline.host)
+        self._state.thread().within = None
+
+    def refused(self) -> None:
+        """The driver has refused the call that queues it."""
+        if self.stays:
+            self.cancelled = True
+        else:
+            self.skip()
+
+    def skip(self) -> None:
+        """The latest call that was queued does not come."""
+        if self._queued:
+            self._state.timeline.end(self._queued.pop()[2], self._state.timeline.host)
 
 
 class _Thread:
@@ -98,17 +184,30 @@ class State:
         self.devices: dict[Stream, int | None] = {}
         self.events: dict[int, Event] = {}
         self.others: Others = Others(self.timeline, self.addresses, self.words, self.events, found)
+        self.outside: Outside = Outside(driver, self.timeline)
         self.captures: dict[Stream, Capture] = {}
         self.graphs: dict[int, Graph] = {}
         self.executables: dict[int, list[Node]] = {}
         self.launched: dict[int, Obstacle] = {}
         """The end of the latest launch of each."""
+        self.host_calls: dict[int, HostCall] = {}
+        """By the pointer that the driver was given."""
         self.physical: dict[int, Physical] = {}
+        self.arrays: dict[int, Array] = {}
+        self.mipmapped: dict[int, tuple[Any, dict[int, None]]] = {}
+        """What these were made with, and the handles of the levels that were asked for."""
+        self.array_end: int = _ARRAYS
         self.primary: dict[int, int] = {}
         """The primary contexts of devices."""
         self.pools: dict[int, dict[int, int] | None] = {}
         """What devices may do with the memory of a pool, by its handle."""
         self.current_pools: dict[int, int] = {}
+        self.uninitialized: bool = False
+        """Whether copies of what nobody has written are reported."""
+        self.untold: bool = False
+        """Whether there were kernels, which may have written anything."""
+        self.notes: dict[str, None] = {}
+        """What is not checked, each once."""
         self.files: Files[Physical] = Files()
         """What was exported or imported, by its file."""
         self._legacy: dict[int, Stream] = {}
@@ -119,6 +218,10 @@ class State:
         # The bindings take 0 for the per-thread stream where this is set.
         per_thread = os.environ.get("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM") == "1"
         self._zero = _PER_THREAD if per_thread else _LEGACY
+
+    def note(self, text: str) -> None:
+        """Something is not checked from now on."""
+        self.notes[text] = None
 
     # -- who -------------------------------------------------------------------------------------------------
 
@@ -132,7 +235,9 @@ class State:
     def thread(self) -> Actor:
         """The calling host thread."""
         actor = self._thread().actor
-        actor.name = f"host thread {threading.current_thread().name}"
+        within = actor.within
+        name = threading.current_thread().name
+        actor.name = f"host thread {name}" if within is None else f"the host function of {within.name}"
         return actor
 
     def _ask(self, name: str, *args: Any) -> int:
@@ -171,6 +276,7 @@ class State:
                 name = f"the per-thread default stream of {threading.current_thread().name}"
                 found = mine[context] = self.timeline.stream(name, context, legacy)
                 self._per_thread.append(found)
+                self.outside.can_use(found)
                 self.devices[found] = self.devices[legacy]
             return found
         # Made before anybody looked. Asking a stream that is captured for its flags would break the capture.
@@ -183,6 +289,7 @@ class State:
         if found is None:
             found = self._legacy[context] = self.timeline.stream("the legacy default stream", context)
             self.devices[found] = self._device()
+            self.outside.can_use(found)
         return found
 
     def _device(self) -> int | None:
@@ -190,13 +297,18 @@ class State:
         answer: Any = (1,) if function is None else function()
         return None if answer[0] else int(answer[1])
 
-    def add_stream(self, handle: int, blocking: bool, context: int | None = None) -> Stream:
-        """A stream that was made."""
+    def add_stream(
+        self, handle: int, blocking: bool, context: int | None = None, made_at: Stack | None = None
+    ) -> Stream:
+        """A stream that was made; ``made_at``: where, None where other code has made it."""
         where = self.context() if context is None else context
         legacy = self.legacy(where)
-        made = self.timeline.stream(f"stream {handle:#x}", where, legacy if blocking else None)
+        name = f"stream {handle:#x} ({'of other code' if made_at is None else 'created at ' + place_of(made_at)})"
+        made = self.timeline.stream(name, where, legacy if blocking else None)
         self.streams[handle] = made
         self.devices[made] = self.devices[legacy]
+        if made_at is None:
+            self.outside.uses(made)
         return made
 
     def all_streams(self, context: int | None = None) -> list[Stream]:
@@ -207,8 +319,16 @@ class State:
     def retire(self, stream: Stream) -> None:
         """A stream was destroyed."""
         self.captures.pop(stream, None)
+        self.outside.ended(stream)
         self.devices.pop(stream, None)
         self.timeline.retire(stream)
+
+    def look(self) -> None:
+        """See what came about past this driver."""
+        if self.timeline.held:
+            self.words.look()
+        if self.outside.pending:
+            self.outside.look()
 
     # -- what the host learns --------------------------------------------------------------------------------
 
@@ -247,15 +367,19 @@ class State:
         stream = self.stream(handle)
         capture = self.captures.get(stream) if self.captures else None
         if capture is not None and external:
-            capture.step(lambda handle: self.record(event, handle))
+            self.name(handle, capture.step(lambda handle: self.record(event, handle)))
         elif capture is not None:
             event.mark, event.captured = None, (capture, capture.record(stream))
         else:
             event.captured = None
             event.mark = self.timeline.record(stream)
-            self.others.recorded(event)
             if event.shared:
-                self.timeline.submit(stream, lambda stream: self.words.told.learn(stream.clock))
+                number = self.others.recorded(event)
+                self.timeline.submit(stream, lambda stream: self._tells(stream, event, number))
+
+    def _tells(self, stream: Stream, event: Event, number: int) -> None:
+        self.words.told.learn(stream.clock)
+        self.others.covers(event, stream.clock, number)
 
     def wait(self, stream: Stream, event: Event, external: bool = False) -> None:
         """A stream is to wait for an event; ``external``: in a capture, for one of outside at each launch."""
@@ -267,7 +391,7 @@ class State:
                 self.captures[stream] = of
         elif capture is not None:
             if external:
-                capture.step(lambda handle: self.wait(self.stream(handle), event))
+                self.name(stream, capture.step(lambda handle: self.wait(self.stream(handle), event)))
         else:
             if event.mark is not None:
                 self.timeline.wait(stream, event.mark)
@@ -294,20 +418,65 @@ class State:
             for piece in self.addresses.pieces(number_of(at), int(size))
             if not piece[0].vacated
         ]
+        self._refresh(pieces)
         capture = self.captures.get(stream) if self.captures else None
         if capture is not None:
-            capture.use(stream, pieces, what, stack)
+            node = Node("use", what, stack, pieces, kernel=kernel)
+            capture.add(stream, node)
+            self.name(handle, node)
         else:
             self.timeline.submit(stream, lambda stream: self.touch(stream, pieces, what, stack, atomic, kernel))
             if stream.obstacle is not None:
                 self._is_to_touch(stream, pieces, what, stack)
+            self.outside.did(stream, number_of(handle))
         return stream
+
+    def _refresh(self, pieces: Iterable[tuple[Piece, bool]]) -> None:
+        if self.others.imported:
+            for range_ in {piece[0] for piece, _ in pieces}:
+                self.others.refresh(range_)
 
     def _is_to_touch(self, stream: Stream, pieces: list[tuple[Piece, bool]], what: str, stack: Stack) -> None:
         """A stream that waits is to use memory, which must not be ended at once before."""
         if not self.words.may_be_over(stream):
             for (range_, _, _), write in pieces:
                 range_.last[stream.number] = Access(stream, what, stack, write, time=NEVER)
+
+    def stale(
+        self, handle: Any, what: str, touched: Iterable[Touch], stack: Stack
+    ) -> Callable[[tuple[Any, ...]], None]:
+        """A stream is asked to use memory; report what has certainly ended before, which the driver may refuse.
+
+        What is returned is to be called with the answer.
+        """
+        gone = [
+            (piece, write)
+            for at, size, write in touched
+            for piece in self.addresses.pieces(number_of(at), int(size))
+            if piece[0].ended is not None
+        ]
+        if not gone:
+            return _nothing
+        stream, late = self.stream(handle), []
+        if stream in self.captures or stream.obstacle is not None:
+            return _nothing
+        clock = self.timeline.before_next(stream)
+        for (range_, low, high), write in gone:
+            pieces, access, ended = ((range_, low, high),), Access(stream, what, stack, write), range_.ended
+            assert ended is not None
+            if ended.actor is not stream and not self.timeline.certain(clock, ended.actor.number, ended.time):
+                continue
+            if range_.vacated and self._is_there(range_, low):
+                # It may be ordinary memory by now, or that of other code.
+                late.append((pieces, access))
+            else:
+                self.judge.use(pieces, access, clock)
+
+        def finish(answer: tuple[Any, ...]) -> None:
+            for pieces, access in late if answer[0] else ():
+                self.judge.use(pieces, access, clock)
+
+        return finish
 
     def touch(
         self,
@@ -320,30 +489,39 @@ class State:
         device: int | None = None,
     ) -> None:
         """A stream reads and writes memory: in no order, save for a kernel, whose own order is not known."""
+        written = self.others.written
         for access, piece in accesses(stream, pieces, what, stack, atomic, kernel):
+            if self.uninitialized and not (access.write or kernel or self.untold or self.outside.is_there):
+                self.judge.reads_unwritten(piece, access)
             self.judge.use((piece,), access, stream.clock, device)
+            if access.write and written and piece[0] in written:
+                self.others.wrote(*piece, stream)
 
-    def use_on_host(self, address: int, nbytes: int, write: bool) -> None:
+    def use_on_host(self, address: int, nbytes: int, write: bool, what: str = "use by the host") -> None:
         """A host thread reads or writes memory itself."""
         thread = self.thread()
         self.timeline.act(thread)
-        access = Access(thread, "use by the host", here(), write)
-        self.judge.use(self.addresses.pieces(address, nbytes), access, self.timeline.host)
+        access = Access(thread, what, here(), write)
+        pieces = self.addresses.pieces(address, nbytes)
+        self._refresh([(piece, write) for piece in pieces])
+        self.judge.use(pieces, access, self.timeline.host)
 
     def use_on_device(self, handle: Any, address: int, nbytes: int, write: bool) -> None:
         """A stream uses memory in a way that is told: its device's rights count as well."""
         stream, stack = self.stream(handle), here()
         pieces = [(piece, write) for piece in self.addresses.pieces(address, nbytes)]
+        self._refresh(pieces)
         capture = self.captures.get(stream)
         if capture is not None:
-            capture.use(stream, pieces, "a kernel", stack, kernel=True)
+            capture.add(stream, Node("use", KERNEL, stack, pieces, kernel=True))
             return
         device = self.devices.get(stream)
         self.timeline.submit(
-            stream, lambda stream: self.touch(stream, pieces, "a kernel", stack, kernel=True, device=device)
+            stream, lambda stream: self.touch(stream, pieces, KERNEL, stack, kernel=True, device=device)
         )
         if stream.obstacle is not None:
-            self._is_to_touch(stream, pieces, "a kernel", stack)
+            self._is_to_touch(stream, pieces, KERNEL, stack)
+        self.outside.did(stream, number_of(handle))
         if sum(high - low for (_, low, high), _ in pieces) < nbytes:
             for range_ in self.reserved.overlapping(address, address + nbytes):
                 self._unmapped(stream, range_, stack)
@@ -390,9 +568,13 @@ class State:
         self.addresses.add(made)
         capture = self.captures.get(stream) if self.captures else None
         if capture is not None:
-            capture.allocate(stream, made)
+            node = Node("allocate", stack=stack, range=made)
+            capture.add(stream, node)
+            made.born = Moment(stream, "allocation at a launch of its graph", stack)
+            self.name(handle, node)
         else:
             self.timeline.submit(stream, lambda stream: self.judge.allocate(made, stream))
+            self.outside.did(stream, number_of(handle))
         return made
 
     def free(self, address: int, handle: Any, what: str, stack: Stack) -> Callable[[Any], None]:
@@ -404,8 +586,7 @@ class State:
             return lambda answer: None
         capture = self.captures.get(stream) if self.captures else None
         if capture is not None:
-            take_back = capture.free(stream, found, what, stack)
-            return lambda answer: take_back() if answer[0] else None
+            return self._captured_free(capture, stream, handle, Node("free", what, stack, range=found))
         self.others.frees(found, what, stack)
         refused: list[bool] = []
 
@@ -417,8 +598,22 @@ class State:
             if answer[0]:
                 refused.append(True)
                 found.ended = None
+            else:
+                self.outside.did(stream, number_of(handle))
 
         self.timeline.submit(stream, free)
+        return finish
+
+    def _captured_free(self, capture: Capture, stream: Stream, handle: Any, node: Node) -> Callable[[Any], None]:
+        take_back = capture.add(stream, node)
+
+        def finish(answer: Any) -> None:
+            if answer[0]:
+                capture.graph.nodes.remove(node)
+                take_back()
+            else:
+                self.name(handle, node)
+
         return finish
 
     def end(self, ranges: Iterable[Range], what: str, stack: Stack, ending: str = "") -> Callable[[Any], None]:
@@ -436,7 +631,7 @@ class State:
                     one.ended = None
                 else:
                     # Memory of pools and mappings keep their addresses longer.
-                    one.vacated = one.kind not in ("allocation", "import", "mapping")
+                    one.vacated = one.kind not in ("allocation", "import", "mapping", "array")
 
         return finish
 
@@ -474,7 +669,7 @@ class State:
         stream = self.stream(handle)
         capture = self.captures.get(stream) if self.captures else None
         if capture is not None:
-            capture.step(lambda handle: self.write_word(handle, address, value, bits))
+            self.name(handle, capture.step(lambda handle: self.write_word(handle, address, value, bits)))
         else:
             self.words.write(stream, address, value)
 
@@ -483,7 +678,7 @@ class State:
         stream = self.stream(handle)
         capture = self.captures.get(stream) if self.captures else None
         if capture is not None:
-            capture.step(lambda handle: self.wait_word(handle, address, value, flag, bits))
+            self.name(handle, capture.step(lambda handle: self.wait_word(handle, address, value, flag, bits)))
         else:
             self.words.wait(stream, address, value, flag, bits)
 
@@ -493,23 +688,47 @@ class State:
         answer: Any = (1,) if function is None else function(_MEMORY_TYPE, address)
         return not answer[0] and int(answer[1]) == _HOST
 
+    def _is_there(self, range_: Range, address: int) -> bool:
+        """Whether there is memory where a range has been."""
+        function = getattr(self.driver, "cuPointerGetAttribute", None)
+        if function is None or not function(_MEMORY_TYPE, address)[0]:
+            return True
+        page = mmap.PAGESIZE
+        # Of pages that are not mapped the system says so.
+        return range_.kind in _HOST_KINDS and not _mincore(address // page * page, page, ctypes.byref(ctypes.c_ubyte()))
+
+    def is_managed(self, address: int) -> bool:
+        """Whether the driver migrates some memory."""
+        function = getattr(self.driver, "cuPointerGetAttribute", None)
+        answer: Any = (1,) if function is None else function(_IS_MANAGED, address)
+        return not answer[0] and bool(answer[1])
+
     # -- host functions --------------------------------------------------------------------------------------
 
-    def host_function(self, handle: Any) -> tuple[Callable[[], None], Callable[[], None]] | None:
-        """A stream is to call a function; what is to be told when it begins and when it has ended."""
-        stream = self.stream(handle)
-        if self.captures and stream in self.captures:
-            return None
-        before = self.timeline.record(stream)
-        ended = Obstacle()
-        self.timeline.wait(stream, ended)
+    def host_function(self, handle: Any) -> HostCall:
+        """A stream is to call a function of the host; a captured one calls it at each launch."""
+        made, stream = HostCall(self), self.stream(handle)
+        capture = self.captures.get(stream) if self.captures else None
+        if capture is None:
+            made.queue(handle)
+        else:
+            made.stays = True
+            made.node = capture.step(made.queue, made)
+        return made
 
-        def begins() -> None:
-            self.timeline.force_mark(before)
-            if before.clock is not None:
-                self.timeline.tell(before.clock)
+    # -- captured nodes --------------------------------------------------------------------------------------
 
-        return begins, lambda: self.timeline.end(ended, self.timeline.host)
+    def name(self, handle: Any, *nodes: Node) -> None:
+        """Ask the driver which node a call has added to the capture of a stream."""
+        stream = handle if isinstance(handle, Stream) else self.stream(handle)
+        capture = self.captures.get(stream)
+        function = getattr(self.driver, "cuStreamGetCaptureInfo", None)
+        if capture is None or function is None:
+            return
+        number = next((one for one, it in self.streams.items() if it is stream), 0) if handle is stream else handle
+        answer = function(number)
+        there = answer[4] if len(answer) > 5 and not answer[0] else None
+        capture.name(stream, int(there[0]) if there and int(answer[-1]) == 1 else 0, nodes)
 
     # -- graphs ----------------------------------------------------------------------------------------------
 
@@ -523,12 +742,15 @@ class State:
         nodes = self.executables.get(executable, [])
         capture = self.captures.get(stream) if self.captures else None
         if capture is not None:
-            for node in nodes:
+            copies = [replace(node, handle=0) for node in nodes]
+            for node in copies:
                 capture.add(stream, node)
+            self.name(handle, *copies)
             return
         before = self.launched.get(executable)
         if before is not None:
             self.timeline.wait(stream, before)
+        self._refresh([one for node in nodes for one in node.pieces])
         together: list[Node] = []
         for node in nodes:
             if node.kind == "step":
@@ -556,10 +778,11 @@ class State:
                 self.timeline.next(stream)
                 if not node.enabled:
                     continue
+                launched = Launched(node.stack, stack)
                 if node.kind == "use":
-                    self.touch(stream, node.pieces, node.what, node.stack, kernel=node.kernel, device=device)
+                    self.touch(stream, node.pieces, node.what, launched, kernel=node.kernel, device=device)
                 elif node.kind == "free":
-                    self.judge.free(node.range, stream, stream.clock, node.what, node.stack)
+                    self.judge.free(node.range, stream, stream.clock, node.what, launched)
                 else:
                     made = node.range
                     if not made.pending and made.ended is None:
@@ -581,7 +804,9 @@ class State:
     def leaks(self) -> list[Hazard]:
         """Memory that is there and was not given back: one for each place that allocated it."""
         there: list[tuple[str, Range | Physical]] = [
-            (one.kind, one) for one in self.addresses.living() if not one.pending and one.kind != "registered memory"
+            (one.kind, one)
+            for one in self.addresses.living()
+            if not one.pending and one.kind not in ("registered memory", "array")
         ]
         there += [
             ("physical memory", one)

@@ -16,6 +16,7 @@ import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.driver.bindings import cuda
 from tests.driver.checker.corpus import PAGE, SIZE, Bench
+from tests.driver.checker.corpus.nodes import Graph, fill_params
 from tests.support import KEEP, bytecodes, names, read
 
 
@@ -133,6 +134,105 @@ class TestModes:
     def test_other_modes_there_are_not(self, machine: Any) -> None:
         with pytest.raises(ValueError, match="allowed are 'raise', 'report', 'warn'"):
             sd.checked(machine, on="shout")  # type: ignore[arg-type]
+
+
+class TestWords:
+    """What a hazard says."""
+
+    @staticmethod
+    def _only(driver: Any) -> sd.Hazard:
+        (found,) = driver.hazards
+        return found  # type: ignore[no-any-return]
+
+    def test_where_the_streams_were_created(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            race(bench)
+        found = self._only(driver)
+        assert found.what.count("created at bench.py:") == 2
+        assert "after its kernel" in found.remedy
+
+    def test_where_a_graph_was_launched(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            memory = bench.new(bench.a)
+            bench.a.synchronize()
+            with bench.a.capture() as graph:
+                memory.fill(1)  # captured
+            bench.keep(graph).launch(bench.a)  # launched
+            bench.write(memory, bench.b)
+            bench.done(memory)
+        stacks = self._only(driver).stacks
+        assert any("# captured" in line for line in stacks["used"])
+        assert any("# launched" in line for line in stacks["used, launched"])
+
+    def test_whose_the_memory_was_before(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            memory = bench.new(bench.a)
+            address = memory.address
+            memory.free()  # freed
+            again = bench.new(bench.a)
+            assert again.address == address
+            bench.at(address, bench.b)
+            bench.done(again)
+        found = self._only(driver)
+        assert "before that allocation of 4 KiB" in found.what
+        assert any("# freed" in line for line in found.stacks["freed before"])
+
+    @pytest.mark.simulated_only("it is looked at while a function of the host runs")
+    def test_no_synchronising_in_a_function_of_the_host(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            address = bench.word()
+            bench.raw("cuMemsetD8Async", address, 1, 64, cuda.CUstream(bench.b.handle))
+            bench.a.launch_host_func(lambda: driver.used(address, 64, None, False))
+            bench.device.synchronize()
+        found = self._only(driver)
+        assert "synchronise" not in found.remedy and "the host function of stream" in found.what
+        assert "before the host function is queued" in found.remedy
+
+    def test_before_the_call_is_made(self, machine: Any) -> None:
+        traced = sd.traced(machine)
+        with Bench(sd.checked(traced, on="raise")) as bench:
+            address = int(bench.raw("cuMemAlloc", SIZE))
+            bench.raw("cuMemFree", address)
+            with pytest.raises(sd.DriverMisuseError, match="use after free") as caught:
+                bench.raw("cuMemsetD8", address, 1, SIZE)
+            assert names(traced, "cuMemsetD8") == []
+            assert {"this call", "freed", "allocated"} == set(caught.value.hazard.stacks)  # type: ignore[union-attr]
+
+
+def test_what_the_library_has_put_off_is_no_leak(python: Callable[..., CompletedProcess[str]]) -> None:
+    """What was dropped ends at the next point of work, of which there may be none before the end."""
+    program = """
+import streamalloc as sa
+from streamalloc import vmm
+device = sa.Device(0)
+growable = vmm.GrowableBuffer(device, 8 << 20, 2 << 20)
+del growable
+"""
+    assert python(program, STREAMALLOC_CHECK="1").stderr == ""
+
+
+def test_a_node_that_nobody_knows_hides_no_others(machine: Any) -> None:
+    """The nodes of a graph within the graph have handles of their own there."""
+    driver = sd.checked(machine)
+    with Bench(driver) as bench:
+        x, y, z = buffers = [bench.new(bench.a) for _ in range(3)]
+        bench.a.synchronize()
+        inner, outer = Graph(bench), Graph(bench)
+        inner.fill(x.address)
+        child = outer.add("ChildGraph", [], inner.handle)
+        outer.fill(y.address)
+        (node,) = bench.raw("cuGraphGetNodes", bench.raw("cuGraphChildGraphNodeGetGraph", child), 1)
+        bench.raw("cuGraphMemsetNodeSetParams", node, fill_params(z.address))
+        outer.launch(bench.a)
+        x.fill(1, bench.b)
+        assert driver.hazards == [] and len(driver.notes) == 1
+        y.fill(1, bench.b)
+        assert [one.kind for one in driver.hazards] == ["race"]
+        bench.done(*buffers)
 
 
 class TestUsed:

@@ -26,7 +26,7 @@ def _parameters() -> list[Any]:
 
 
 def hazards(machine: Any, case: Case, right: bool) -> list[sd.Hazard]:
-    driver = sd.checked(machine)
+    driver = sd.checked(machine, uninitialized=case.kind == "uninitialized")
     with Bench(driver) as bench:
         case.run(bench, right)
     return driver.hazards

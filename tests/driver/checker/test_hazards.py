@@ -291,3 +291,75 @@ def test_addresses_are_those_of_ordinary_memory_again() -> None:
     assert calls.kinds() == []
     calls.driver.used(array.ctypes.data, 64, calls.a, False)
     assert calls.kinds() == ["use after free"]
+
+
+def _array_copy(array: Any, memory: int, into: bool, first: int = 0) -> Any:
+    """64 bytes in each of 4 rows from one on, and as much memory."""
+    kinds = cuda.CUmemorytype
+    copy = cuda.CUDA_MEMCPY3D()
+    side, other = ("dst", "src") if into else ("src", "dst")
+    setattr(copy, f"{side}MemoryType", kinds.CU_MEMORYTYPE_ARRAY)
+    setattr(copy, f"{side}Array", array)
+    setattr(copy, f"{side}Y", first)
+    setattr(copy, f"{other}MemoryType", kinds.CU_MEMORYTYPE_DEVICE)
+    setattr(copy, f"{other}Device", cuda.CUdeviceptr(memory))
+    copy.WidthInBytes, copy.Height, copy.Depth = 64, 4, 1
+    return copy
+
+
+def _array(calls: Calls) -> Any:
+    kind = cuda.CUarray_format.CU_AD_FORMAT_FLOAT
+    descriptor = SimpleNamespace(Width=16, Height=8, Depth=0, Format=kind, NumChannels=1, Flags=0)
+    return calls.make(cuda.CUarray(0x40), "cuArray3DCreate", descriptor)
+
+
+def test_rows_of_an_array() -> None:
+    calls = Calls()
+    array = _array(calls)
+    calls.driver.cuMemcpy3DAsync(_array_copy(array, 1 << 20, into=True), calls.a)
+    calls.driver.cuMemcpy3DAsync(_array_copy(array, 2 << 20, into=False, first=4), calls.b)
+    assert calls.kinds() == []
+    calls.driver.cuMemcpy3DAsync(_array_copy(array, 2 << 20, into=False, first=3), calls.b)
+    assert calls.kinds() == ["race"] and "array of 512 bytes" in calls.driver.hazards[0].what
+    calls.driver.cuMemcpyHtoAAsync(array, 448, 3 << 20, 64, calls.a)
+    assert calls.kinds() == ["race"] * 2
+
+
+def test_an_array_that_was_destroyed() -> None:
+    calls = Calls()
+    array = _array(calls)
+    calls.driver.cuMemcpy3DAsync(_array_copy(array, 1 << 20, into=True), calls.a)
+    calls.driver.cuArrayDestroy(array)
+    assert calls.kinds() == []
+    calls.driver.cuMemcpyAtoD(cuda.CUdeviceptr(1 << 20), array, 0, 64)
+    assert calls.kinds() == ["use after free"]
+
+
+@pytest.mark.parametrize("name", ["cuArrayCreate", "cuGraphClone", "cuGraphInstantiateWithParams"])
+def test_what_was_made_may_be_ended(name: str) -> None:
+    calls = Calls()
+    if name == "cuArrayCreate":
+        descriptor = SimpleNamespace(Width=16, Height=8, Format=cuda.CUarray_format.CU_AD_FORMAT_HALF, NumChannels=2)
+        ended = calls.driver.cuArrayDestroy(calls.make(cuda.CUarray(0x40), name, descriptor))
+    else:
+        graph = calls.make(cuda.CUgraph(0x30), "cuGraphCreate", 0)
+        kind = cuda.CUgraph if name == "cuGraphClone" else cuda.CUgraphExec
+        made = calls.make(kind(0x31), name, graph, *([] if name == "cuGraphClone" else [None]))
+        ended = (calls.driver.cuGraphDestroy if name == "cuGraphClone" else calls.driver.cuGraphExecDestroy)(made)
+    assert ended == (OK,) and calls.kinds() == []
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_kernel_may_have_written_anything(launched: bool) -> None:
+    answers = Yes()
+    driver: Any = sd.checked(answers, uninitialized=True)
+    answers.makes += [cuda.CUmemoryPool(0x50)]
+    pool = driver.cuDeviceGetDefaultMemPool(0)[1]
+    answers.makes += [cuda.CUstream(0x10)]
+    stream = driver.cuStreamCreate(1)[1]
+    answers.makes += [cuda.CUdeviceptr(4 << 20)]
+    source = driver.cuMemAllocFromPoolAsync(64, pool, stream)[1]
+    if launched:
+        driver.cuLaunchKernel(None, 1, 1, 1, 1, 1, 1, 0, stream, 0, 0)
+    driver.cuMemcpyDtoDAsync(8 << 20, source, 64, stream)
+    assert [one.kind for one in driver.hazards] == ([] if launched else ["uninitialized"])

@@ -178,8 +178,8 @@ def test_a_process_may_say_that_it_has_seen_what_it_was_told(bench: Bench, partn
 def _uses_raw(there: There, data: bytes, events: list[bytes], wait: int | None) -> list[str]:
     """Import memory and events, wait for one of these, and use the memory."""
     driver: Any = sd.checked(there.driver)
-    stream = cuda.CUstream(there.stream.handle)
     with there.device.current():
+        stream = driver.cuStreamCreate(1)[1]
         pool = driver.cuMemPoolImportFromShareableHandle(there.came[0].fileno(), _KIND, 0)[1]
         address = driver.cuMemPoolImportPointer(pool, opaque_struct("CUmemPoolPtrExportData", data))[1]
         opened = [driver.cuIpcOpenEventHandle(opaque_struct("CUipcEventHandle", one))[1] for one in events]
@@ -191,6 +191,7 @@ def _uses_raw(there: There, data: bytes, events: list[bytes], wait: int | None) 
         for one in opened:
             driver.cuEventDestroy(one)
         driver.cuMemPoolDestroy(pool)
+        driver.cuStreamDestroy(stream)
     return [one.kind for one in driver.hazards]
 
 
@@ -218,6 +219,69 @@ def test_an_importer_waits_for_the_exporter_s_event(
         bench.a.synchronize()
     assert partner.run(_uses_raw, data, events, wait, fds=[fd]) == expected
     os.close(fd)
+    bench.done(buffer)
+    assert kinds(bench) == []
+
+
+def _begins_steps(there: There, data: bytes, event: bytes) -> None:
+    """Import memory and an event, once for all steps."""
+    driver: Any = sd.checked(there.driver)
+    with there.device.current():
+        pool = driver.cuMemPoolImportFromShareableHandle(there.came[0].fileno(), _KIND, 0)[1]
+        address = driver.cuMemPoolImportPointer(pool, opaque_struct("CUmemPoolPtrExportData", data))[1]
+        opened = driver.cuIpcOpenEventHandle(opaque_struct("CUipcEventHandle", event))[1]
+        there.keep("steps", (driver, pool, address, opened, driver.cuStreamCreate(1)[1]))
+
+
+def _step(there: There, offset: int, nbytes: int, waits: bool) -> list[str]:
+    driver, _, address, opened, stream = there.kept["steps"]
+    with there.device.current():
+        if waits:
+            driver.cuStreamWaitEvent(stream, opened, 0)
+        driver.used(int(address) + offset, nbytes, stream, False)
+        driver.cuStreamSynchronize(stream)
+    return [one.kind for one in driver.hazards]
+
+
+def _ends_steps(there: There) -> None:
+    driver, pool, address, opened, stream = there.kept.pop("steps")
+    with there.device.current():
+        driver.cuMemFreeAsync(address, stream)
+        driver.cuStreamSynchronize(stream)
+        driver.cuEventDestroy(opened)
+        driver.cuMemPoolDestroy(pool)
+        driver.cuStreamDestroy(stream)
+
+
+def test_handles_once_and_an_event_a_step(bench: Bench, partner: Partner) -> None:
+    """A step that does not wait for its own recording is found; one for other bytes need not wait, as the host has."""
+    pool = bench.keep(
+        sa.MemoryPool(bench.device, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR, release_threshold=KEEP)
+    )
+    buffer = pool.allocate(SIZE, bench.a)
+    bench.a.synchronize()
+    event = bench.event(interprocess=True)
+    fd = bench.raw("cuMemPoolExportToShareableHandle", cuda.CUmemoryPool(pool.handle), _KIND, 0)
+    data = opaque_bytes(bench.raw("cuMemPoolExportPointer", buffer.address))
+    handle = opaque_bytes(bench.raw("cuIpcGetEventHandle", cuda.CUevent(event.handle)))
+    partner.run(_begins_steps, data, handle, fds=[fd])
+    os.close(fd)
+    half = SIZE // 2
+
+    def write() -> None:
+        bench.write(buffer[:half], bench.a)
+        bench.a.record(event)
+
+    for _ in range(3):
+        write()
+        assert partner.run(_step, 0, half, True) == []
+    write()
+    assert partner.run(_step, half, half, False) == []
+    bench.a.synchronize()
+    assert partner.run(_step, 0, half, False) == []
+    write()
+    assert partner.run(_step, half - 1, 1, False) == ["race"]
+    partner.run(_ends_steps)
     bench.done(buffer)
     assert kinds(bench) == []
 

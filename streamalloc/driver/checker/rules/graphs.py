@@ -6,15 +6,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.capture import Capture, Graph, Node
 from streamalloc.driver.checker.hazards import Range
 from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Rule
 from streamalloc.driver.checker.rules.order import batch_of_words
 from streamalloc.driver.checker.rules.work import plane, rows
 from streamalloc.driver.checker.stacks import here
-from streamalloc.driver.checker.state import State, Touch, number_of
+from streamalloc.driver.checker.state import KERNEL, State, Touch, number_of
 
 __all__ = ["AFTER", "BEFORE"]
+
+_SET = int(cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES)
 
 
 # -- captures ------------------------------------------------------------------------------------------------
@@ -43,10 +46,10 @@ def _ends_capture(state: State, name: str, args: Arguments) -> Callable[[Answer]
 
 
 def _reorders_capture(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    """``cuStreamUpdateCaptureDependencies``: which nodes these are is not known, so it may be all."""
     stream = state.stream(args[0])
     if stream in state.captures:
-        state.captures[stream].join_all(stream)
+        nodes = list(args[1] or ())[: int(args[-2])]
+        state.captures[stream].reorder(stream, [int(one) for one in nodes], bool(int(args[-1]) & _SET))
 
 
 # -- graphs by hand ------------------------------------------------------------------------------------------
@@ -57,8 +60,12 @@ def _makes_graph(state: State, name: str, args: Arguments, answer: Answer) -> No
 
 
 def _clones_graph(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    # Its nodes have other handles.
-    state.graphs[int(answer[1])] = Graph([replace(one, handle=0) for one in state.graph(args[0]).nodes])
+    find = getattr(state.driver, "cuGraphNodeFindInClone", None)
+    nodes = []
+    for one in state.graph(args[0]).nodes:
+        found: Answer = (1,) if find is None or not one.handle else find(cuda.CUgraphNode(one.handle), answer[1])
+        nodes.append(replace(one, handle=0 if found[0] or len(found) < 2 else int(found[1])))
+    state.graphs[int(answer[1])] = Graph(nodes)
 
 
 def _ends_graph(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -75,6 +82,11 @@ def _adds(make: Callable[[State, str, Arguments], list[Node]]) -> Rule:
             graph.add(int(answer[1]), node, [int(one) for one in args[1] or ()])
 
     return rule
+
+
+def _unknown(state: State, name: str, args: Arguments) -> list[Node]:
+    state.untold |= "Kernel" in name
+    return [Node("use")]
 
 
 def _use(state: State, touched: Iterable[Touch]) -> list[Node]:
@@ -111,20 +123,26 @@ def _word_node(state: State, params: Any) -> list[Node]:
 
 
 def _child(state: State, graph: Any) -> list[Node]:
-    return [replace(one) for one in state.graph(graph).nodes]
+    return [replace(one, nested=True) for one in state.graph(graph).nodes]
 
 
 def _params_at(at: int, make: Callable[[State, Any], list[Node]]) -> Rule:
     return _adds(lambda state, name, args: make(state, args[at]))
 
 
+def _host_node(state: State, params: Any) -> list[Node]:
+    call = state.host_calls.get(int(params.fn))
+    return [Node("use") if call is None else Node("step", step=call.queue, calls=call)]
+
+
 _OF_TYPE: dict[str, tuple[str, Callable[[State, Any], list[Node]]]] = {
-    "MEMCPY": ("memcpy", lambda state, params: _use(state, plane(params.copyParams))),
+    "MEMCPY": ("memcpy", lambda state, params: _use(state, plane(state, params.copyParams))),
     "MEMSET": ("memset", _fill_node),
     "GRAPH": ("graph", lambda state, params: _child(state, params.graph)),
     "WAIT_EVENT": ("eventWait", lambda state, params: _wait_node(state, params.event)),
     "EVENT_RECORD": ("eventRecord", lambda state, params: _record_node(state, params.event)),
     "BATCH_MEM_OP": ("memOp", lambda state, params: _word_node(state, params)),
+    "HOST": ("host", _host_node),
     "MEM_ALLOC": ("alloc", _allocation_node),
     "MEM_FREE": ("free", lambda state, params: _free_node(state, params.dptr)),
 }
@@ -134,6 +152,7 @@ def _node(state: State, params: Any) -> list[Node]:
     """``CUgraphNodeParams``."""
     kind = getattr(params.type, "name", "").removeprefix("CU_GRAPH_NODE_TYPE_")
     if kind not in _OF_TYPE:
+        state.untold = True
         return [Node("use")]
     field, make = _OF_TYPE[kind]
     return make(state, getattr(params, field))
@@ -145,12 +164,20 @@ def _adds_edges(state: State, name: str, args: Arguments, answer: Answer) -> Non
         graph.after.setdefault(int(after), []).append(int(before))
 
 
-def _forgets_graph(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    """Something of a graph has changed in a way that is not followed: nothing is known of it any more."""
-    graph = state.graphs.get(number_of(args[0]))
-    for one in state.graphs.values() if graph is None else (graph,):
-        if graph is not None or number_of(args[0]) in one.handles:
-            one.clear()
+def _ends_node(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    handle = number_of(args[0])
+    for graph in state.graphs.values():
+        if any(one.handle == handle for one in graph.nodes):
+            graph.nodes = [one for one in graph.nodes if one.handle != handle]
+            graph.handles.pop(handle, None)
+
+
+def _removes_edges(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    graph = state.graph(args[0])
+    for before, after in zip(args[1] or (), args[2] or (), strict=False):
+        edges = graph.after.get(int(after), [])
+        if int(before) in edges:
+            edges.remove(int(before))
 
 
 def _sets(make: Callable[[State, Any], list[Node]] | None) -> Rule:
@@ -159,36 +186,61 @@ def _sets(make: Callable[[State, Any], list[Node]] | None) -> Rule:
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
         executable = name.startswith("cuGraphExec")
         handle, params = number_of(args[1 if executable else 0]), args[2 if executable else 1]
-        made = [] if make is None else make(state, params)
+        made = [Node("use")] if make is None else make(state, params)
+        kernel = make is None or "KERNEL" in getattr(getattr(params, "type", None), "name", "")
         for node in made:
             node.what, node.stack, node.handle = name, here(), handle
         if executable:
             number = number_of(args[0])
-            state.executables[number] = _replaced(state.executables.get(number, []), handle, made)
+            nodes = _replaced(state, state.executables.get(number, []), handle, made)
+            state.executables[number] = _without_kernels(state, nodes) if kernel else nodes
             return
-        for graph in state.graphs.values():
-            if handle in graph.handles:
-                graph.nodes, graph.handles[handle] = _replaced(graph.nodes, handle, made), made
+        having = [one for one in state.graphs.values() if any(node.handle == handle for node in one.nodes)]
+        for graph in having or state.graphs.values():
+            if having or len(_known(graph.nodes)) < len(graph.nodes):
+                nodes = _replaced(state, graph.nodes, handle, made)
+                graph.nodes = _without_kernels(state, nodes) if kernel else nodes
+                if handle in graph.handles:
+                    graph.handles[handle] = made
 
     return rule
 
 
-def _replaced(nodes: list[Node], handle: int, made: list[Node]) -> list[Node]:
-    """Nodes with others in the place of those of a handle; of a captured one nobody knows which it is."""
-    at = next((place for place, one in enumerate(nodes) if one.handle == handle), None)
+def _without_kernels(state: State, nodes: list[Node]) -> list[Node]:
+    """Nodes without the kernels that were told of: one of them uses other memory now."""
+    if any(one.what == KERNEL for one in nodes):
+        state.note("a kernel of a graph was given other arguments: uses in it that were told of are not checked")
+    return [one for one in nodes if one.what != KERNEL]
+
+
+def _replaced(state: State, nodes: list[Node], handle: int, made: list[Node]) -> list[Node]:
+    """Nodes with others in the place of those of a handle."""
+    at = _place_of(state, nodes, handle)
     if at is None:
-        return []
+        return _known(nodes)
     rest = [one for one in nodes if one.handle != handle]
     return [*rest[:at], *made, *rest[at:]]
+
+
+def _known(nodes: list[Node]) -> list[Node]:
+    """The nodes that have not changed, after one did that may be any of those without a handle."""
+    return [one for one in nodes if one.kind != "use" or (one.handle and not one.nested)]
+
+
+def _place_of(state: State, nodes: list[Node], handle: int) -> int | None:
+    """Where in a list the first node of a handle is."""
+    at = next((place for place, one in enumerate(nodes) if one.handle == handle), None)
+    if at is None and len(_known(nodes)) < len(nodes):
+        state.note("a node of a graph was changed which the checker does not know: nodes like it are not checked")
+    return at
 
 
 def _enables(state: State, name: str, args: Arguments, answer: Answer) -> None:
     number, handle, enabled = number_of(args[0]), number_of(args[1]), bool(int(args[2]))
     nodes = state.executables.get(number, [])
-    known = any(one.handle == handle for one in nodes)
-    state.executables[number] = [
-        replace(one, enabled=enabled) if one.handle == handle else one for one in nodes if known
-    ]
+    if _place_of(state, nodes, handle) is None:
+        nodes = _known(nodes)
+    state.executables[number] = [replace(one, enabled=enabled) if one.handle == handle else one for one in nodes]
 
 
 # -- launches ------------------------------------------------------------------------------------------------
@@ -206,18 +258,38 @@ def _ends_executable(state: State, name: str, args: Arguments, answer: Answer) -
 
 
 def _updates_executable(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    state.executables[number_of(args[0])] = list(state.graph(args[1]).nodes)
+    number, nodes = number_of(args[0]), state.graph(args[1]).nodes
+    old = state.executables.get(number, [])
+    if len(old) == len(nodes):
+        # It is known by the nodes of the graph that it was made of.
+        pairs = zip(nodes, old, strict=True)
+        nodes = [replace(one, handle=was.handle, enabled=was.enabled) for one, was in pairs]
+    state.executables[number] = list(nodes)
 
 
-def _launches(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    state.launch(number_of(args[0]), args[1], here())
+def _launches(state: State, name: str, args: Arguments) -> Callable[[Answer], None]:
+    executable, stack = number_of(args[0]), here()
+    calls = [node.calls for node in state.executables.get(executable, ()) if node.calls is not None]
+    if calls:
+        # Its functions may begin before the call returns.
+        state.launch(executable, args[1], stack)
+
+    def finish(answer: Answer) -> None:
+        if not answer[0] and not calls:
+            state.launch(executable, args[1], stack)
+        for call in calls if answer[0] else ():
+            call.skip()
+
+    return finish
 
 
 _SETTERS: dict[str, Callable[[State, Any], list[Node]] | None] = {
-    "MemcpyNodeSetParams": lambda state, params: _use(state, plane(params)),
+    "MemcpyNodeSetParams": lambda state, params: _use(state, plane(state, params)),
     "MemsetNodeSetParams": _fill_node,
     "ChildGraphNodeSetParams": _child,
     "BatchMemOpNodeSetParams": _word_node,
+    "KernelNodeSetParams": None,
+    "HostNodeSetParams": _host_node,
     "EventRecordNodeSetEvent": _record_node,
     "EventWaitNodeSetEvent": _wait_node,
     "NodeSetParams": _node,
@@ -225,13 +297,13 @@ _SETTERS: dict[str, Callable[[State, Any], list[Node]] | None] = {
 }
 AFTER: dict[str, Rule] = {
     "cuStreamBeginCapture": _begins_capture,
-    "cuStreamUpdateCaptureDependencies": _reorders_capture,
+    **dict.fromkeys(("cuStreamUpdateCaptureDependencies", "cuStreamUpdateCaptureDependencies_v2"), _reorders_capture),
     "cuStreamBeginCaptureToGraph": _begins_capture,
     "cuGraphCreate": _makes_graph,
     "cuGraphClone": _clones_graph,
     "cuGraphDestroy": _ends_graph,
     "cuGraphAddMemsetNode": _params_at(3, _fill_node),
-    "cuGraphAddMemcpyNode": _params_at(3, lambda state, params: _use(state, plane(params))),
+    "cuGraphAddMemcpyNode": _params_at(3, lambda state, params: _use(state, plane(state, params))),
     "cuGraphAddMemAllocNode": _params_at(3, _allocation_node),
     "cuGraphAddMemFreeNode": _params_at(3, _free_node),
     "cuGraphAddChildGraphNode": _params_at(3, _child),
@@ -247,14 +319,15 @@ AFTER: dict[str, Rule] = {
     "cuGraphInstantiateWithParams": _instantiates,
     "cuGraphExecUpdate": _updates_executable,
     "cuGraphExecDestroy": _ends_executable,
-    "cuGraphLaunch": _launches,
-    # kernels, host functions and the like: only their place in the graph is known
+    "cuGraphAddHostNode": _params_at(3, _host_node),
+    # only their place in the graph is known
     **dict.fromkeys(
-        (f"cuGraphAdd{kind}Node" for kind in ("Kernel", "Host", "Empty")),
-        _adds(lambda state, name, args: [Node("use")]),
+        (f"cuGraphAdd{kind}Node" for kind in ("Kernel", "Empty")),
+        _adds(_unknown),
     ),
     **{f"cuGraph{kind}{name}": _sets(make) for kind in ("", "Exec") for name, make in _SETTERS.items()},
     "cuGraphNodeSetEnabled": _enables,
-    **dict.fromkeys(("cuGraphDestroyNode", "cuGraphRemoveDependencies"), _forgets_graph),
+    "cuGraphDestroyNode": _ends_node,
+    **dict.fromkeys(("cuGraphRemoveDependencies", "cuGraphRemoveDependencies_v2"), _removes_edges),
 }
-BEFORE: dict[str, Asked] = {"cuStreamEndCapture": _ends_capture}
+BEFORE: dict[str, Asked] = {"cuStreamEndCapture": _ends_capture, "cuGraphLaunch": _launches}

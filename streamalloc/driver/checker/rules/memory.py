@@ -9,12 +9,14 @@ from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.hazards import Range
 from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Finish, Rule
 from streamalloc.driver.checker.stacks import here
-from streamalloc.driver.checker.state import OPENED, State, number_of
+from streamalloc.driver.checker.state import OPENED, Array, State, number_of
 
 __all__ = ["AFTER", "BEFORE", "frees_at_once", "granted"]
 
 
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
+_FORMATS = (("INT8", 1), ("INT16", 2), ("HALF", 2), ("INT32", 4), ("FLOAT", 4))
+"""The bytes of a channel, by the end of the name of a format."""
 _PINNED = int(cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED)
 
 
@@ -81,6 +83,51 @@ def _registers(state: State, name: str, args: Arguments, answer: Answer) -> None
     state.addresses.add(made)
 
 
+# -- arrays --------------------------------------------------------------------------------------------------
+
+
+def _makes_array(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    _add_array(state, int(answer[1]), args[0], 0)
+
+
+def _add_array(state: State, handle: int, descriptor: Any, level: int) -> None:
+    """An array of a descriptor, or of the same in a level of a mipmapped one."""
+    sizes = [int(getattr(descriptor, name, 0) or 0) for name in ("Width", "Height", "Depth")]
+    width, lines, planes = (max(one >> level, 1) for one in sizes)
+    bits = getattr(descriptor.Format, "name", "")
+    element = next((bytes_ for name, bytes_ in _FORMATS if bits.endswith(name)), 16) * int(descriptor.NumChannels)
+    # A layer of a layered array counts as a plane; those keep their number in all levels.
+    pitch, planes = width * element, max(planes, sizes[2])
+    made = Array(state.array_end, max(pitch * lines * planes, 1), "array", stack=here(), context=state.context())
+    made.pitch, made.lines, made.element = pitch, lines, element
+    state.array_end += made.size + 1
+    state.arrays[handle] = made
+    state.addresses.add(made)
+
+
+def _makes_mipmapped(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    state.mipmapped[int(answer[1])] = (args[0], {})
+
+
+def _finds_level(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    descriptor, levels = state.mipmapped.get(number_of(args[0]), (None, {}))
+    if descriptor is not None and int(answer[1]) not in levels:
+        levels[int(answer[1])] = None
+        _add_array(state, int(answer[1]), descriptor, int(args[1]))
+
+
+def _ends_array(state: State, name: str, args: Arguments) -> Finish:
+    """The driver waits for the device, as for other memory."""
+    handle = number_of(args[0])
+    handles = state.mipmapped.pop(handle, (None, {}))[1] if "Mipmapped" in name else {handle: None}
+    ended = [state.arrays[one] for one in handles if one in state.arrays]
+    goals = state.behind(state.all_streams())
+    for stream in state.all_streams():
+        state.timeline.force(stream)
+    state.reached(goals)
+    return state.end(ended, name, here())
+
+
 # -- pools ---------------------------------------------------------------------------------------------------
 
 
@@ -145,6 +192,9 @@ AFTER: dict[str, Rule] = {
     "cuMemHostAlloc": _makes("pinned memory", _first),
     "cuMemAllocHost": _makes("pinned memory", _first),
     "cuMemHostRegister": _registers,
+    **dict.fromkeys(("cuArrayCreate", "cuArray3DCreate"), _makes_array),
+    "cuMipmappedArrayCreate": _makes_mipmapped,
+    "cuMipmappedArrayGetLevel": _finds_level,
     "cuMemPoolCreate": _makes_pool,
     "cuMemPoolDestroy": _ends_pool,
     "cuDeviceGetDefaultMemPool": _finds_pool(current=False),
@@ -160,4 +210,5 @@ BEFORE: dict[str, Asked] = {
     "cuMemFreeHost": _releases_host_memory,
     "cuMemHostUnregister": _releases_host_memory,
     "cuMemPoolSetAccess": _grants_pool,
+    **dict.fromkeys(("cuArrayDestroy", "cuMipmappedArrayDestroy"), _ends_array),
 }

@@ -7,6 +7,7 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.events import Event
 from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Finish, Rule
+from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import State, number_of
 
 __all__ = ["AFTER", "BEFORE", "batch_of_words"]
@@ -20,7 +21,7 @@ _EXTERNAL = 1  # CU_EVENT_RECORD_EXTERNAL, CU_EVENT_WAIT_EXTERNAL
 
 
 def _makes_stream(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    state.add_stream(int(answer[1]), not int(args[0]) & 1)
+    state.add_stream(int(answer[1]), not int(args[1 if "Green" in name else 0]) & 1, made_at=here(1))
 
 
 def _ends_stream(state: State, name: str, args: Arguments) -> Finish:
@@ -190,6 +191,7 @@ def batch_of_words(state: State, stream: Any, operations: Any) -> None:
 AFTER: dict[str, Rule] = {
     "cuStreamCreate": _makes_stream,
     "cuStreamCreateWithPriority": _makes_stream,
+    "cuGreenCtxStreamCreate": _makes_stream,
     "cuEventCreate": _makes_event,
     "cuEventRecord": _records,
     "cuEventRecordWithFlags": _records,

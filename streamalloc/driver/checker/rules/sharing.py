@@ -30,6 +30,9 @@ def _exports_pointer(state: State, name: str, args: Arguments, answer: Answer) -
     if name == "cuMemPoolExportPointer":
         state.others.exports[data] = found
     state.others.exported[found] = data
+    if not from_package():
+        # The facade orders importers by words in memory that is shared.
+        state.others.written.setdefault(found, [])
     _export(state, found, data)
 
 

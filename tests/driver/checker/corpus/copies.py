@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.driver.bindings import cuda
 from tests.driver.checker.corpus.bench import PAGE, SIZE, Bench, hazard
@@ -127,3 +128,97 @@ def two_streams_fill_columns_of_a_tall_plane(b: Bench, right: bool) -> None:
     for stream, column, height in ((b.a, 0, 4096), (b.b, 512 if right else 511, 4095)):
         b.raw("cuMemsetD2D8Async", x.address + column, 1024, 1, 512, height, cuda.CUstream(stream.handle))
     b.done(x)
+
+
+# -- the host waits, or does not ---------------------------------------------------------------------------------
+
+
+@hazard("race")
+def a_fill_of_pinned_memory_is_not_waited_for(b: Bench, right: bool) -> None:
+    address = b.word()
+    if right:
+        b.raw("cuMemsetD8", address, 1, 64)
+    else:
+        b.raw("cuMemsetD8Async", address, 1, 64, cuda.CUstream(b.a.handle))
+    b.driver.used(address, 64, None, False)
+
+
+@hazard("race")
+def rows_of_pinned_memory_are_not_waited_for(b: Bench, right: bool) -> None:
+    address, x = b.word(), b.new(b.a, 64)
+    b.a.synchronize()
+    if right:
+        b.raw("cuMemsetD2D32", address, 16, 1, 2, 4)
+    else:
+        b.raw("cuMemsetD2D32Async", address, 16, 1, 2, 4, cuda.CUstream(b.b.handle))
+    b.raw("cuMemcpyHtoDAsync", x.address, address, 64, cuda.CUstream(b.a.handle))
+    b.done(x)
+
+
+def _box(source: int, target: int, nbytes: int, order: int = 1) -> Any:
+    box = cuda.CUDA_MEMCPY3D_BATCH_OP()
+    for side, address in ((box.src, source), (box.dst, target)):
+        side.type = cuda.CUmemcpy3DOperandType.CU_MEMCPY_OPERAND_TYPE_POINTER
+        there = side.op.ptr
+        there.ptr, there.rowLength, there.layerHeight = cuda.CUdeviceptr(address), 0, 0
+        side.op.ptr = there
+    box.extent.width, box.extent.height, box.extent.depth = nbytes, 1, 1
+    box.srcAccessOrder = cuda.CUmemcpySrcAccessOrder(order)
+    return box
+
+
+@hazard("race", simulated="its arguments differ between bindings", bindings="13.0")
+def a_batch_of_boxes_reads_what_is_written(b: Bench, right: bool) -> None:
+    x, y = b.new(b.a), b.new(b.b)
+    b.device.synchronize()
+    x.fill(1, b.a)
+    if right:
+        b.order(b.a, b.b)
+    b.raw("cuMemcpy3DBatchAsync", 1, [_box(x.address, y.address, SIZE)], 0, cuda.CUstream(b.b.handle))
+    b.done(x, y)
+
+
+@hazard("race", simulated="its arguments differ between bindings", bindings="13.0")
+def the_source_of_a_box_is_read_in_stream_order(b: Bench, right: bool) -> None:
+    address, x = b.word(), b.new(b.a, 64)
+    box = _box(address, x.address, 64, 2 if right else 1)
+    b.raw("cuMemcpy3DBatchAsync", 1, [box], 0, cuda.CUstream(b.a.handle))
+    b.driver.used(address, 64, None, True)
+    b.done(x)
+
+
+@hazard("race")
+def the_host_looks_at_memory_under_a_copy(b: Bench, right: bool) -> None:
+    props = sa.MemPoolProps(location=sa.MemLocation.host())
+    pool = b.keep(sa.MemoryPool(props, driver=b.driver))
+    pool.set_access(b.device, sa.MemAccess.READWRITE)
+    x, y = b.new(b.a), pool.allocate(SIZE, b.a)
+    b.a.synchronize()
+    y.copy_from(x, b.a)
+    if right:
+        b.a.synchronize()
+    y.as_array()
+    b.done(x, y)
+
+
+# -- what nobody has written -------------------------------------------------------------------------------------
+
+
+@hazard("uninitialized")
+def copied_before_anything_is_written(b: Bench, right: bool) -> None:
+    x, y = b.new(b.a), b.new(b.a)
+    if right:
+        x[:1].fill(1, b.a)
+    y.copy_from(x, b.a)
+    b.done(x, y)
+
+
+@hazard("uninitialized")
+def what_the_owner_before_has_written(b: Bench, right: bool) -> None:
+    x, y = b.new(b.a), b.new(b.a)
+    x.fill(1, b.a)
+    if not right:
+        x.free()
+        x = b.new(b.a)
+    y.copy_from(x, b.a)
+    b.done(x, y)

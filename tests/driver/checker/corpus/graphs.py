@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.driver.bindings import cuda
 from tests.driver.checker.corpus.bench import PAGE, SIZE, Bench, hazard
+from tests.driver.checker.corpus.nodes import Graph, fill_params
 
 
 @hazard("race")
@@ -169,3 +172,97 @@ def unmapped_while_a_graph_runs(b: Bench, right: bool) -> None:
     mapping.close(after=())
     b.device.synchronize()
     graph.close()
+
+
+# -- functions of the host in graphs ---------------------------------------------------------------------------
+
+
+_ONCE = "the bindings let a function of a graph run once"
+
+
+@hazard("race", simulated=_ONCE)
+def a_function_of_a_graph_reads_what_another_stream_copies(b: Bench, right: bool) -> None:
+    """What the graph itself has copied before is there, at each launch."""
+    address, x = b.word(), b.new(b.a, 64)
+    b.device.synchronize()
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: b.driver.used(address, 64, None, False))
+    stream = cuda.CUstream(b.a.handle)
+    with b.a.capture() as graph:
+        b.raw("cuMemcpyDtoHAsync", address, x.address, 64, stream)
+        b.raw("cuLaunchHostFunc", stream, cuda.CUhostFn(ctypes.cast(function, ctypes.c_void_p).value), 0)
+    b.keep(graph)
+    for _ in range(2):
+        graph.launch(b.a)
+        b.a.synchronize()
+    b.raw("cuMemcpyDtoHAsync", address, x.address, 64, cuda.CUstream(b.b.handle))
+    if right:
+        b.order(b.b, b.a)
+    graph.launch(b.a)
+    b.done(x)
+
+
+@hazard("race", simulated=_ONCE)
+def a_node_calls_a_function_too_early(b: Bench, right: bool) -> None:
+    address = b.word()
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: b.driver.used(address, 64, None, True))
+    params = cuda.CUDA_HOST_NODE_PARAMS()
+    params.fn, params.userData = cuda.CUhostFn(ctypes.cast(function, ctypes.c_void_p).value), 0
+    graph = Graph(b)
+    filled = graph.fill(address, nbytes=64)
+    graph.add("Host", [filled], params)
+    assert int(params.fn) == ctypes.cast(function, ctypes.c_void_p).value
+    b.raw("cuMemsetD8Async", address, 1, 64, cuda.CUstream(b.b.handle))
+    if right:
+        b.order(b.b, b.a)
+    graph.launch(b.a)
+    b.device.synchronize()
+
+
+@hazard("race", simulated=_ONCE)
+def a_callback_comes_before_another_stream(b: Bench, right: bool) -> None:
+    address = b.word()
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)(
+        lambda *_: b.driver.used(address, 64, None, True)
+    )
+    b.raw("cuMemsetD8Async", address, 1, 64, cuda.CUstream((b.a if right else b.b).handle))
+    callback = cuda.CUstreamCallback(ctypes.cast(function, ctypes.c_void_p).value)
+    b.raw("cuStreamAddCallback", cuda.CUstream(b.a.handle), callback, 0, 0)
+    b.device.synchronize()
+
+
+# -- nodes that were captured ----------------------------------------------------------------------------------
+
+
+@hazard("race")
+def the_other_node_of_a_graph_was_changed(b: Bench, right: bool) -> None:
+    x, y, z = buffers = [b.new(b.a) for _ in range(3)]
+    b.a.synchronize()
+    graph = Graph(b)
+    with b.device.current():
+        stream = cuda.CUstream(b.a.handle)
+        b.driver.cuStreamBeginCapture(stream, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+        x.fill(1, b.a)
+        y.fill(1, b.a)
+        captured = b.raw("cuStreamEndCapture", stream)
+    nodes = b.raw("cuGraphGetNodes", captured, 2)
+    (changed,) = (one for one in nodes if int(b.raw("cuGraphMemsetNodeGetParams", one).dst) == x.address)
+    made = b.raw("cuGraphInstantiate", captured, 0)
+    b.raw("cuGraphExecMemsetNodeSetParams", made, changed, fill_params(z.address), graph.context)
+    b.raw("cuGraphLaunch", made, stream)
+    (x if right else y).fill(2, b.b)
+    b.done(*buffers)
+    b.raw("cuGraphExecDestroy", made)
+    b.raw("cuGraphDestroy", captured)
+
+
+@hazard("race", simulated="its arguments differ between bindings", bindings="13.0")
+def a_capture_goes_on_after_nothing(b: Bench, right: bool) -> None:
+    x, y = buffers = [b.new(b.a) for _ in range(2)]
+    b.a.synchronize()
+    stream = cuda.CUstream(b.a.handle)
+    b.raw("cuStreamBeginCapture", stream, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    x.fill(1, b.a)
+    b.raw("cuStreamUpdateCaptureDependencies", stream, None, None, 0, 1)
+    (y if right else x).fill(2, b.a)
+    b.raw("cuGraphDestroy", b.raw("cuStreamEndCapture", stream))
+    b.done(*buffers)

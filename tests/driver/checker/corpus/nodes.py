@@ -22,7 +22,7 @@ class Graph:
         return self.b.raw(f"cuGraphAdd{kind}Node", self.handle, after, len(after), *params)
 
     def fill(self, address: int, *after: Any, nbytes: int = SIZE) -> Any:
-        return self.add("Memset", list(after), _fill(address, nbytes), self.context)
+        return self.add("Memset", list(after), fill_params(address, nbytes), self.context)
 
     def allocate(self, *after: Any) -> tuple[Any, int]:
         params = cuda.CUDA_MEM_ALLOC_NODE_PARAMS()
@@ -47,7 +47,7 @@ class Graph:
             self.b.raw("cuGraphLaunch", made, cuda.CUstream(stream.handle))
 
 
-def _fill(address: int, nbytes: int = SIZE) -> Any:
+def fill_params(address: int, nbytes: int = SIZE) -> Any:
     params = cuda.CUDA_MEMSET_NODE_PARAMS()
     params.dst, params.pitch, params.value = cuda.CUdeviceptr(address), nbytes, 1
     params.elementSize, params.width, params.height = 1, nbytes, 1
@@ -88,10 +88,10 @@ def a_node_was_given_other_memory(b: Bench, right: bool) -> None:
     first = graph.fill(x.address)
     graph.fill(z.address)
     made = graph.launchable()
-    b.raw("cuGraphExecMemsetNodeSetParams", made, first, _fill(y.address), graph.context)
+    b.raw("cuGraphExecMemsetNodeSetParams", made, first, fill_params(y.address), graph.context)
     b.write(x, b.b)
     b.raw("cuGraphLaunch", made, cuda.CUstream(b.a.handle))
-    b.raw("cuGraphMemsetNodeSetParams", first, _fill(x.address if right else z.address))
+    b.raw("cuGraphMemsetNodeSetParams", first, fill_params(x.address if right else z.address))
     b.order(b.b, b.a)
     graph.launch(b.a)
     b.done(x, y, z)
@@ -234,3 +234,19 @@ def a_plane_is_freed_while_it_is_copied(b: Bench, right: bool) -> None:
         b.order(b.b, b.a)
     x.free(b.a)
     b.done(y)
+
+
+@hazard("race")
+def the_node_between_two_was_destroyed(b: Bench, right: bool) -> None:
+    x, y = b.new(b.a), b.new(b.a)
+    b.a.synchronize()
+    graph = Graph(b)
+    middle = graph.fill(y.address)
+    last = graph.fill(x.address, middle)
+    b.raw("cuGraphDestroyNode", middle)
+    graph.launch(b.a)
+    if right:
+        b.order(b.a, b.b)
+    x.fill(2, b.b)
+    b.done(x, y)
+    assert last

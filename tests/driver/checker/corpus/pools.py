@@ -487,3 +487,22 @@ def a_pool_is_taken_away_from_a_peer_that_works(b: Bench, right: bool) -> None:
         b.pool.set_access(peer, sa.MemAccess.NONE)
         stream.synchronize()
     b.done(x)
+
+
+_GONE = "calls of hardware on memory that is not there"
+
+
+@hazard("use after free", simulated=_GONE)
+def plain_memory_is_filled_after_its_free(b: Bench, right: bool) -> None:
+    address = int(b.raw("cuMemAlloc", SIZE))
+    for step in (("cuMemsetD8", address, 1, SIZE), ("cuMemFree", address))[:: 1 if right else -1]:
+        b.raw(*step)
+
+
+@hazard("use after free", simulated=_GONE)
+def plain_memory_is_copied_after_its_free(b: Bench, right: bool) -> None:
+    address, x = int(b.raw("cuMemAlloc", SIZE)), b.new(b.a)
+    copy = ("cuMemcpyDtoDAsync", x.address, address, SIZE, cuda.CUstream(b.a.handle))
+    for step in (copy, ("cuMemFree", address))[:: 1 if right else -1]:
+        b.raw(*step)
+    b.done(x)

@@ -1,0 +1,161 @@
+"""Streams of other code, whose waits for each other the checker does not see; and what it says of them all the same."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import streamalloc.driver as sd
+from streamalloc.driver.bindings import cuda
+from tests.driver.checker.corpus import SIZE, Bench
+
+FLAGS = 2  # CU_EVENT_DISABLE_TIMING
+
+
+class Library:
+    """Other code, which calls the driver itself."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.driver: Any = bench.driver._wrapped
+        self.streams: list[Any] = []
+
+    def stream(self) -> Any:
+        with self.bench.device.current():
+            made = self.driver.cuStreamCreate(1)[1]
+        self.streams.append(made)
+        return made
+
+    def order(self, before: Any, after: Any) -> None:
+        with self.bench.device.current():
+            event = self.driver.cuEventCreate(FLAGS)[1]
+            assert not self.driver.cuEventRecord(event, before)[0]
+            assert not self.driver.cuStreamWaitEvent(after, event, 0)[0]
+            self.driver.cuEventDestroy(event)
+
+    def use(self, memory: Any, stream: Any, write: bool = True) -> None:
+        with self.bench.device.current():
+            self.bench.driver.used(memory.address, memory.nbytes, stream, write)
+
+
+class Named:
+    """A stream as another library shows it."""
+
+    def __init__(self, handle: Any) -> None:
+        self.cuda_stream = int(handle)
+
+
+@pytest.fixture
+def bench(machine: Any) -> Iterator[Bench]:
+    with Bench(sd.checked(machine)) as made:
+        yield made
+
+
+@pytest.fixture
+def library(bench: Bench) -> Iterator[Library]:
+    made = Library(bench)
+    yield made
+    bench.device.synchronize()
+    for stream in made.streams:
+        made.driver.cuStreamDestroy(stream)
+
+
+@pytest.fixture
+def memory(bench: Bench) -> Iterator[Any]:
+    made = bench.new(bench.a)
+    bench.a.synchronize()
+    yield made
+    bench.done(made)
+
+
+def kinds(bench: Bench) -> list[str]:
+    return [one.kind for one in bench.driver.hazards]
+
+
+def test_streams_that_other_code_orders(bench: Bench, library: Library, memory: Any) -> None:
+    side, other = library.stream(), library.stream()
+    for before, after in ((side, other), (other, 0), (0, side)):
+        library.use(memory, before)
+        library.order(before, after)
+        library.use(memory, after)
+    assert kinds(bench) == []
+
+
+def test_the_default_stream_was_first(bench: Bench, library: Library, memory: Any) -> None:
+    side = library.stream()
+    library.use(memory, 0)
+    library.order(0, side)
+    library.use(memory, side)
+    assert kinds(bench) == []
+
+
+def test_the_order_goes_on_with_what_is_seen(bench: Bench, library: Library, memory: Any) -> None:
+    side, other = library.stream(), library.stream()
+    bench.write(memory, bench.a)
+    with bench.device.current():
+        event = bench.driver.cuEventCreate(FLAGS)[1]
+        bench.driver.cuEventRecord(event, cuda.CUstream(bench.a.handle))
+        bench.driver.cuStreamWaitEvent(side, event, 0)
+        bench.driver.cuEventDestroy(event)
+    library.order(side, other)
+    library.use(memory, other)
+    assert kinds(bench) == []
+
+
+@pytest.mark.parametrize("shown", ["handle", "cuda_stream"])
+def test_a_stream_of_ours_that_other_code_has(bench: Bench, library: Library, memory: Any, shown: str) -> None:
+    side = library.stream()
+    raw = cuda.CUstream(bench.b.handle if shown == "handle" else bench.b.__cuda_stream__()[1])
+    bench.write(memory, bench.b)
+    library.order(raw, side)
+    memory.used(Named(side))
+    assert kinds(bench) == []
+
+
+def test_streams_of_ours_are_as_they_are(bench: Bench, library: Library, memory: Any) -> None:
+    """Nobody has their handles."""
+    side = library.stream()
+    library.use(memory, side)
+    library.driver.cuStreamSynchronize(side)
+    bench.write(memory, bench.b)
+    assert kinds(bench) == []
+    bench.write(memory, bench.c)
+    assert kinds(bench) == ["race"]
+    library.use(memory, side)
+    assert kinds(bench) == ["race"] * 2 or kinds(bench) == ["race"] * 3
+
+
+def test_memory_that_is_not_there_yet(bench: Bench, library: Library) -> None:
+    memory = bench.new(bench.b)
+    library.use(memory, library.stream())
+    assert kinds(bench) == ["use before allocation"]
+    bench.done(memory)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_host_waits_past_the_checker(bench: Bench, library: Library, memory: Any, waits: bool) -> None:
+    side, gate = library.stream(), bench.word()
+    with bench.device.current():
+        assert not library.driver.cuStreamWaitValue32(side, gate, 1, 0)[0]
+    library.use(memory, side)
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: setattr(ctypes.c_uint32.from_address(gate), "value", 1))
+        if waits:
+            stack.close()
+            library.driver.cuStreamSynchronize(side)
+        memory.free(bench.b)
+    assert kinds(bench) == ([] if waits else ["free racing a use"])
+
+
+def test_it_leaves_no_events(bench: Bench, library: Library, memory: Any) -> None:
+    side = library.stream()
+    for _ in range(100):
+        library.use(memory, side)
+    bench.driver._state.look()
+    library.driver.cuStreamSynchronize(side)
+    bench.driver._state.look()
+    assert bench.driver._state.outside.pending == {} and SIZE
