@@ -315,7 +315,15 @@ def _in_context(world: World, one: Any) -> None:
 
 
 Act = Callable[[Any, Any], Any]
+
+
 # By the name of a method, for all classes that have it; with the class before it, for that class.
+def _data_for(one: Any) -> Any:
+    """As many bytes as memory has, of its dtype where it has one."""
+    data = DATA[: one.nbytes]
+    return data.view(one.dtype).reshape(one.shape) if isinstance(one, sa.TypedView) else data
+
+
 ACTS: dict[str, Act] = {
     "close": lambda world, one: one.close(),
     # devices
@@ -338,8 +346,8 @@ ACTS: dict[str, Act] = {
     "wait": lambda world, one: one.wait(world.other),
     # memory
     "as_array": lambda world, one: one.as_array(),
-    "copy_from": lambda world, one: one.copy_from(DATA[: one.nbytes]),
-    "copy_to": lambda world, one: one.copy_to(DATA[: one.nbytes]),
+    "copy_from": lambda world, one: one.copy_from(_data_for(one)),
+    "copy_to": lambda world, one: one.copy_to(_data_for(one)),
     "fill": lambda world, one: one.fill(3),
     "free": lambda world, one: one.free(),
     "used": lambda world, one: one.used(),

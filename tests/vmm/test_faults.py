@@ -326,7 +326,10 @@ class Restore(Evict):
 
 
 class RestoreFromPool(EvictToPool):
-    survived = frozenset({"cuMemRelease", "cuMemFreeAsync", "cuCtxPushCurrent", "cuCtxPopCurrent"})
+    survived = frozenset(
+        {"cuMemRelease", "cuMemFreeAsync", "cuCtxPushCurrent", "cuCtxPopCurrent", "cuThreadExchangeStreamCaptureMode",
+         "cuStreamIsCapturing"}
+    )  # fmt: skip
 
     def prepare(self) -> None:
         super().prepare()

@@ -65,6 +65,11 @@ KINDS: dict[str, Callable[..., Any]] = {
 }
 
 
+def _raw(memory: Any) -> Any:
+    """Memory as bytes, also where it has a dtype."""
+    return memory.bytes if isinstance(memory, sa.TypedView) else memory
+
+
 @pytest.fixture
 def pending_write(
     request: pytest.FixtureRequest, device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool, gate: Gate
@@ -72,10 +77,10 @@ def pending_write(
     """Memory whose new contents are still to come, behind the gate."""
     memory = KINDS[request.param](device, stream, pool)
     owner: Any = memory.owner if isinstance(memory, (sa.BufferView, sa.TypedView)) else memory
-    memory.fill(OLD)
+    _raw(memory).fill(OLD)
     stream.synchronize()
     gate.hold(stream)
-    memory.fill(NEW)
+    _raw(memory).fill(NEW)
     yield memory
     gate.open()
     stream.synchronize()
@@ -86,21 +91,22 @@ def pending_write(
 
 
 def _read_bytes(there: There, memory: Any, stream: sa.Stream) -> None:
-    there.kept["found"] = np.zeros(memory.nbytes, np.uint8)
+    dtype = memory.dtype if isinstance(memory, sa.TypedView) else np.uint8
+    there.kept["found"] = np.zeros(memory.shape if isinstance(memory, sa.TypedView) else memory.nbytes, dtype)
     memory.copy_to(there.kept["found"], stream)
 
 
 def _read_slice(there: There, memory: Any, stream: sa.Stream) -> None:
-    _read_bytes(there, memory.view()[16:4112][8:], stream)
+    _read_bytes(there, _raw(memory).view()[16:4112][8:], stream)
 
 
 def _read_typed(there: There, memory: Any, stream: sa.Stream) -> None:
-    _read_bytes(there, memory.view().view_as(np.int16), stream)
+    _read_bytes(there, _raw(memory).view().view_as(np.int16), stream)
 
 
 def _copied_by_other_memory(there: There, memory: Any, stream: sa.Stream) -> None:
     with sa.MemoryPool(there.device) as pool, pool.allocate(memory.nbytes, stream) as ours:
-        ours.copy_from(memory, stream)
+        ours.copy_from(_raw(memory), stream)
         _read_bytes(there, ours, stream)
 
 
@@ -115,7 +121,7 @@ def _address(there: There, memory: Any, stream: sa.Stream) -> None:
 
 
 def _address_of_a_view(there: There, memory: Any, stream: sa.Stream) -> None:
-    _read_by_address(there, memory.view()[64:128].address, stream)
+    _read_by_address(there, _raw(memory).view()[64:128].address, stream)
 
 
 def _array_interface(there: There, memory: Any, stream: sa.Stream) -> None:
@@ -137,7 +143,7 @@ def _captured(there: There, memory: Any, stream: sa.Stream) -> None:
         settle()  # what earlier tests have dropped
         stream.synchronize()
         with stream.capture("relaxed") as graph:
-            ours.copy_from(memory, stream)
+            ours.copy_from(_raw(memory), stream)
         graph.launch(stream)
         _read_bytes(there, ours, stream)
 
@@ -157,28 +163,28 @@ READS = (
 
 
 def _fill(there: There, memory: Any, stream: sa.Stream) -> None:
-    memory.fill(THEIRS, stream)
+    _raw(memory).fill(THEIRS, stream)
 
 
 def _fill_words(there: There, memory: Any, stream: sa.Stream) -> None:
-    memory.fill(bytes([THEIRS] * 4), stream)
+    _raw(memory).fill(bytes([THEIRS] * 4), stream)
 
 
 def _fill_parts(there: There, memory: Any, stream: sa.Stream) -> None:
     half = memory.nbytes // 2
-    memory.view(0, half).fill(THEIRS, stream)
-    memory.view(half).fill(THEIRS, stream)
+    _raw(memory).view(0, half).fill(THEIRS, stream)
+    _raw(memory).view(half).fill(THEIRS, stream)
 
 
 def _overwrite(there: There, memory: Any, stream: sa.Stream) -> None:
-    memory.copy_from(there.keep("source", np.full(memory.nbytes, THEIRS, np.uint8)).view(), stream)
+    _raw(memory).copy_from(there.keep("source", np.full(memory.nbytes, THEIRS, np.uint8)).view(), stream)
 
 
 def _overwrite_from_memory(there: There, memory: Any, stream: sa.Stream) -> None:
     pool = there.keep("pool", sa.MemoryPool(there.device))
     ours = there.keep("source", pool.allocate(memory.nbytes, stream))
     ours.fill(THEIRS)
-    ours.copy_to(memory, stream)
+    ours.copy_to(_raw(memory), stream)
 
 
 WRITES = (_fill, _fill_words, _fill_parts, _overwrite, _overwrite_from_memory)
@@ -194,7 +200,7 @@ def _use(there: There, use: Callable[..., None]) -> set[int]:
         use(there, there.kept["it"], stream)
         stream.synchronize()
     found = there.kept.pop("found", None)
-    return set() if found is None else set(found.view(np.uint8).tolist())
+    return set() if found is None else set(found.tobytes())
 
 
 @pytest.mark.parametrize("pending_write", KINDS, indirect=True)
@@ -248,7 +254,7 @@ def test_each_stream_waits(pending_write: Any, gate: Gate, partner: Partner) -> 
 def _fill_on_several(there: There) -> None:
     memory = there.kept["it"]
     for number in range(3):
-        memory.fill(THEIRS, there.keep(f"stream {number}", there.device.create_stream()))
+        _raw(memory).fill(THEIRS, there.keep(f"stream {number}", there.device.create_stream()))
     assert repr(memory) and repr(memory[:4]) and memory._repr_html_()
 
 
