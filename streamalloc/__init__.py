@@ -11,7 +11,7 @@ or a simulated driver.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import streamalloc.core.ownership
+import streamalloc.core.resource
 
 if TYPE_CHECKING:
     from streamalloc import driver, interop, ipc, multicast, observing, plots, testing, traces, vmm
@@ -149,15 +149,15 @@ def _reduce_for_processes(thing: object) -> tuple[Any, ...]:
 
 
 # Importing that module registers the classes; these are for programs that never name ipc.
-streamalloc.core.ownership.reduce_for_processes = _reduce_for_processes
-streamalloc.core.ownership.prepare_for_processes = _multiprocess
+streamalloc.core.resource.reduce_for_processes = _reduce_for_processes
+streamalloc.core.resource.prepare_for_processes = _multiprocess
 
 
 def _draw(thing: object, **options: Any) -> Any:
     return importlib.import_module("streamalloc.plots").draw(thing, **options)
 
 
-streamalloc.core.ownership.draw = _draw
+streamalloc.core.resource.draw = _draw
 
 # Imported when first used: whoever only allocates does not wait for the rest, and who tests other things for nothing.
 _PACKAGES = ("driver", "interop", "ipc", "multicast", "observing", "plots", "testing", "traces", "vmm")

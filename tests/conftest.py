@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def on_cuda(request: pytest.FixtureRequest) -> bool:
-    """Whether the real driver is under test (for tests of the door itself; no other test may branch on it)."""
+    """Whether the real driver is under test (for tests of the session itself; no other test may branch on it)."""
     return _on_cuda(request.config)
 
 

@@ -22,7 +22,7 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc.core import later
+from streamalloc.core import deferred
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.simulator import machine as simulated_machine
 from streamalloc.driver.simulator import turns
@@ -189,7 +189,7 @@ def makes_no_multicast_object(create: Callable[..., Any]) -> Callable[..., Any]:
 
 def end_what_was_dropped() -> None:
     """Come by the points of work of all drivers."""
-    for queue in list(later._unfinished):
+    for queue in list(deferred._unfinished):
         with contextlib.suppress(sa.CudaError):  # a machine that has ended
             while queue.work():
                 pass

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamalloc import driver as sd
-from streamalloc.core.device import Device
-from streamalloc.core.properties import MemLocation
+from streamalloc.core.internal import Device, MemLocation
 from streamalloc.driver import Driver, DriverNotFoundError, default, simulated
 from streamalloc.driver.internal import read_choice
 

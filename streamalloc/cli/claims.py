@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from streamalloc.cli.worker import WorkerError
-from streamalloc.core.errors import size_text
+from streamalloc.core.internal import size_text
 
 __all__ = ["Claim", "at_least", "ends_and_middle", "equal", "every_byte", "raised"]
 

@@ -12,8 +12,7 @@ from streamalloc.cli.choice import host_pool_location
 from streamalloc.cli.claims import Claim, at_least, equal
 from streamalloc.cli.terminal import Terminal
 from streamalloc.cli.worker import Worker
-from streamalloc.core.errors import size_text
-from streamalloc.core.ownership import Closes
+from streamalloc.core.internal import Closes, size_text
 from streamalloc.driver import Driver
 
 __all__ = ["MiB", "Part", "Parts", "Tour", "need", "need_peers"]

@@ -16,7 +16,7 @@ from streamalloc.cli.claims import Claim, at_least, equal, every_byte, raised
 from streamalloc.cli.steps import MiB, Part, Parts, Tour, need_peers
 from streamalloc.cli.terminal import Terminal
 from streamalloc.cli.worker import read
-from streamalloc.core.errors import size_text
+from streamalloc.core.internal import size_text
 from streamalloc.driver import DriverMisuseError, checked, use
 from streamalloc.testing import Gate
 

@@ -12,7 +12,7 @@ from streamalloc.cli.choice import KEEP_ALL
 from streamalloc.cli.claims import Claim, ends_and_middle, equal, raised
 from streamalloc.cli.steps import MiB, Parts, Tour, need
 from streamalloc.cli.worker import POSIX, Worker, WorkerBase, can_share_pools, read
-from streamalloc.core.errors import size_text
+from streamalloc.core.internal import size_text
 from streamalloc.testing import Gate
 
 __all__ = ["PARTS", "WorkerActions"]

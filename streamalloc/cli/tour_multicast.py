@@ -16,7 +16,7 @@ from streamalloc.cli.choice import is_simulated, plural
 from streamalloc.cli.claims import equal, every_byte, raised
 from streamalloc.cli.steps import Parts, Tour, need, need_peers
 from streamalloc.cli.worker import read
-from streamalloc.core.errors import size_text
+from streamalloc.core.internal import size_text
 from streamalloc.driver import checked, simulated, traced
 from streamalloc.multicast import MulticastObject, SymmetricMemory
 from streamalloc.testing import multimem_ld_reduce

@@ -10,7 +10,7 @@ from streamalloc.cli.choice import KEEP_ALL
 from streamalloc.cli.claims import Claim, ends_and_middle, equal, every_byte, raised
 from streamalloc.cli.steps import MiB, Parts, Tour, need, need_peers
 from streamalloc.cli.worker import read
-from streamalloc.core.errors import size_text
+from streamalloc.core.internal import size_text
 
 __all__ = ["PARTS"]
 

@@ -18,9 +18,7 @@ import numpy as np
 import streamalloc as sa
 from streamalloc import ipc, vmm
 from streamalloc.cli.worker import POSIX, Worker, WorkerBase, WorkerError, read
-from streamalloc.core.allocation_properties import MemAllocFlags
-from streamalloc.core.capabilities import missing_for
-from streamalloc.core.errors import size_text
+from streamalloc.core.internal import MemAllocFlags, missing_for, size_text
 from streamalloc.multicast import MulticastObject
 
 __all__ = ["Row", "WorkerActions", "query_multicast", "try_sharing", "try_virtual_memory"]

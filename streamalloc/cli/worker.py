@@ -19,7 +19,7 @@ import numpy as np
 
 import streamalloc as sa
 from streamalloc import ipc
-from streamalloc.core.ownership import Closes
+from streamalloc.core.internal import Closes
 from streamalloc.driver import Driver
 
 __all__ = ["POSIX", "Worker", "WorkerBase", "WorkerError", "can_share_pools", "environment", "main", "read", "start"]

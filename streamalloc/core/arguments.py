@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from streamalloc.core.device import Device
-from streamalloc.core.door import Door
 from streamalloc.core.properties import MemLocation, MemLocationType
+from streamalloc.core.session import Session
 from streamalloc.driver import default as default_driver
 
 if TYPE_CHECKING:
     from streamalloc.driver import Driver
 
-__all__ = ["FABRIC_NEEDS", "check_device", "check_location", "door_of", "location_of"]
+__all__ = ["FABRIC_NEEDS", "check_device", "check_location", "location_of", "session_for"]
 
 FABRIC_NEEDS = "fabric handles need a device that offers them and an IMEX channel: see `python -m streamalloc info`"
 
@@ -25,28 +25,28 @@ def location_of(name: str, where: object, allowed: str = "a Device or a MemLocat
     return location
 
 
-def door_of(where: object, driver: Driver | None) -> Door:
-    """The door of a device's driver, else of the driver given, else of the default one."""
+def session_for(where: object, driver: Driver | None) -> Session:
+    """The session of a device's driver, else of the driver given, else of the default one."""
     if not isinstance(where, Device):
-        return Door.of(driver if driver is not None else default_driver())
+        return Session.of(driver if driver is not None else default_driver())
     if driver is not None and driver is not where.driver:
         raise ValueError(f"driver={driver!r}: {where!r} belongs to another driver")
-    return where._door
+    return where._session
 
 
-def check_device(name: str, device: object, door: Door | None = None) -> None:
-    """Raise where it is no device, or none of the driver behind ``door``; ``name`` is the argument's, for errors."""
+def check_device(name: str, device: object, session: Session | None = None) -> None:
+    """Raise where it is no device, or none of the driver behind ``session``; ``name`` is the argument's, for errors."""
     if not isinstance(device, Device):
         raise TypeError(f"{name} must be a Device, not {type(device).__name__} ({device!r})")
-    if door is not None and device._door is not door:
+    if session is not None and device._session is not session:
         raise ValueError(f"{name}={device!r} belongs to another driver")
 
 
-def check_location(door: Door, location: MemLocation) -> None:
+def check_location(session: Session, location: MemLocation) -> None:
     """Raise ``ValueError`` for a device that is not there."""
     if not location.seen:
         raise ValueError(f"location id={location.id}: this process does not see that device")
     if location.type is MemLocationType.DEVICE:
-        count = int(door.call("cuDeviceGetCount"))
+        count = int(session.call("cuDeviceGetCount"))
         if location.id >= count:
             raise ValueError(f"location id={location.id}: this driver has {count} device{'' if count == 1 else 's'}")

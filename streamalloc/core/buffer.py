@@ -1,6 +1,6 @@
 """Allocate and free: the two calls that are made all the time, and what they are made on.
 
-:meth:`Allocator.allocate` and :meth:`Buffer.free` are fast paths (:mod:`streamalloc.core.door`), whose two driver
+:meth:`Allocator.allocate` and :meth:`Buffer.free` are fast paths (:mod:`streamalloc.core.session`), whose two driver
 functions the allocator binds itself: those of a closed pool raise. Memory that other processes may have open is not
 plain.
 """
@@ -13,16 +13,16 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
+from streamalloc.core.allocation_hooks import Watcher, bare, tell_freed, was_asked, watch, watching_of
+from streamalloc.core.deferred import Deferred, deferred_queue, work
 from streamalloc.core.device import Device
-from streamalloc.core.door import Door, refuse_after_fork
 from streamalloc.core.errors import LOST, CaptureError, ClosedError, CudaError, error_from, refused, size_text
 from streamalloc.core.html import Row
-from streamalloc.core.later import Deferred, later_of, work
 from streamalloc.core.memory import Memory
-from streamalloc.core.ownership import Closes, Unique
 from streamalloc.core.properties import MemLocation, MemLocationType, checked_size
+from streamalloc.core.resource import Closes, Unique
+from streamalloc.core.session import Session, refuse_after_fork
 from streamalloc.core.stream import Stream, StreamLike, as_stream, direct_handle, ordered_after
-from streamalloc.core.watching import Watcher, bare, tell_freed, was_asked, watch, watching_of
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class SharedState(abc.ABC):
 class Allocator(Unique):
     """Something that buffers are allocated from and return to."""
 
-    __slots__ = ("__weakref__", "_alloc", "_door", "_free", "_home", "_raw", "location")
+    __slots__ = ("__weakref__", "_alloc", "_free", "_home", "_raw", "_session", "location")
 
     location: MemLocation
     """Where the memory is."""
@@ -95,24 +95,24 @@ class Allocator(Unique):
     _alloc: Any
     _free: Any
     _raw: Any
-    _door: Door
+    _session: Session
     _home: int | None
     """The ordinal of the device whose memory it allocates, see :attr:`Memory._home`."""
 
-    def _bind(self, door: Door, alloc: Any, raw: Any) -> None:
+    def _bind(self, session: Session, alloc: Any, raw: Any) -> None:
         """Bind the two functions of the fast path. ``alloc`` takes size, ``raw`` and the stream's handle.
 
         ``location`` is set before, and whatever tells whether the memory is managed.
         """
-        self._door = door
+        self._session = session
         location = self.location
         pinned_there = location.type is MemLocationType.DEVICE and location.seen and not self._is_managed()
         self._home = location.id if pinned_there else None
         self._alloc = alloc
-        self._free = door.driver.cuMemFreeAsync
+        self._free = session.driver.cuMemFreeAsync
         self._raw = raw
-        door.shut_with_me(self)
-        watching_of(door).bound(self)
+        session.shut_with_me(self)
+        watching_of(session).bound(self)
 
     def _watched_by(self, watchers: tuple[Watcher, ...]) -> None:
         """Tell these of each allocation and free from now on; ``()`` for nobody."""
@@ -147,7 +147,7 @@ class Allocator(Unique):
             The pool or the stream was closed.
         """
         try:
-            direct = stream._direct is self._door and type(nbytes) is int  # type: ignore[union-attr]
+            direct = stream._direct is self._session and type(nbytes) is int  # type: ignore[union-attr]
         except AttributeError:
             direct = False
         if not direct:
@@ -170,7 +170,7 @@ class Allocator(Unique):
 
     def _allocate_slowly(self, nbytes: int, stream: StreamLike) -> Buffer:
         self._check_open()
-        ordered = as_stream(stream, self._door)
+        ordered = as_stream(stream, self._session)
         if ordered._captured():
             graph_buffer = GraphBuffer.__new__(GraphBuffer)
             graph_buffer._capture = ordered._capture
@@ -208,7 +208,7 @@ class Allocator(Unique):
         trouble = ""
         if not capturing:
             try:
-                freed = work(self._door)
+                freed = work(self._session)
                 if (self._make_room(buffer._stream) or freed) and not self._try(buffer):
                     return
             except CudaError as error:
@@ -346,7 +346,7 @@ class Buffer(Memory, Closes):
             Another process has it open, with ``"raise"`` at once, with ``"wait"`` after ``timeout``. The buffer lives.
         """
         ptr = self._ptr
-        handle = self._stream._handle if stream is None else direct_handle(stream, self._allocator._door)
+        handle = self._stream._handle if stream is None else direct_handle(stream, self._allocator._session)
         if ptr is None or handle is None or still_imported is not _DEFER:
             shared = self._shared
             if shared is not None and handle is not None and still_imported is _DEFER:
@@ -381,7 +381,7 @@ class Buffer(Memory, Closes):
             raise ValueError(f"still_imported={still_imported!r}: allowed are {', '.join(map(repr, _POLICIES))}")
         if self.freed:
             raise ClosedError(f"this buffer of {size_text(self._nbytes)} was freed already")
-        self._allocator._door.check_process()
+        self._allocator._session.check_process()
         ordered = self._ordered_on(stream)
         ordered._checked_raw()
         if ordered._capture is not None and not self._belongs_to(ordered._capture):
@@ -459,9 +459,9 @@ class PlainBuffer(Buffer):
                 return
         except AttributeError:  # the call that was to allocate it raised
             return
-        door, shared = self._allocator._door, self._shared
+        session, shared = self._allocator._session, self._shared
         try:
-            usable = door.usable
+            usable = session.usable
         except BaseException:
             self.__del__()  # once more: a signal handler has raised, and Python does not come again
             raise
@@ -486,7 +486,7 @@ class PlainBuffer(Buffer):
                     handle = stream._borrowed_handle()
                 if handle is not None:
                     # In the relaxed mode it breaks no capture of other code that may be under way on this thread.
-                    with contextlib.suppress(CudaError), door.relaxed():
+                    with contextlib.suppress(CudaError), session.relaxed():
                         calls = map(self._allocator._free, (ptr,), (handle,))
                         called = True
                         answers += calls
@@ -500,7 +500,7 @@ class PlainBuffer(Buffer):
                 result = answers[0][0]
                 asked = not result or isinstance(error_from(result, "cuMemFreeAsync"), LOST)
             if not asked:
-                later_of(door).hand_in(_FreeDropped(door, ptr, stream))
+                deferred_queue(session).submit(_FreeDropped(session, ptr, stream))
 
 
 PlainBuffer.__name__ = PlainBuffer.__qualname__ = "Buffer"
@@ -551,12 +551,12 @@ class GraphBuffer(Buffer):
 class _FreeDropped(Deferred):
     """The free of a buffer that was dropped and could not be freed at once."""
 
-    __slots__ = ("_door", "_raw", "_stream", "_told")
+    __slots__ = ("_raw", "_session", "_stream", "_told")
 
     gone = LOST
 
-    def __init__(self, door: Door, ptr: Any, stream: Stream) -> None:
-        self._door = door
+    def __init__(self, session: Session, ptr: Any, stream: Stream) -> None:
+        self._session = session
         self._raw = ptr
         self._stream = stream
         self._told = False
@@ -567,9 +567,9 @@ class _FreeDropped(Deferred):
             with (
                 ordered_after(self._stream) as ordered,
                 ordered._context(),
-                tell_freed(self._door, int(address), ordered._raw),
+                tell_freed(self._session, int(address), ordered._raw),
             ):
-                self._door.give_back(self, "cuMemFreeAsync", ordered._raw)
+                self._session.give_back(self, "cuMemFreeAsync", ordered._raw)
         except CudaError as error:
             if not isinstance(error, (*self.gone, CaptureError)) and not self._told:
                 self._told = True

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+from streamalloc.core.allocation_hooks import Watcher, besides, look, was_asked
 from streamalloc.core.buffer import (
     Allocator,
     Buffer,
@@ -25,11 +26,10 @@ from streamalloc.core.buffer import (
     free_refused,
     shared_state,
 )
-from streamalloc.core.door import Door
+from streamalloc.core.deferred import Deferred, deferred_queue
 from streamalloc.core.errors import OutOfMemoryError, error_from
-from streamalloc.core.later import Deferred, later_of
+from streamalloc.core.session import Session
 from streamalloc.core.stream import Stream, StreamLike, direct_handle
-from streamalloc.core.watching import Watcher, besides, look, was_asked
 from streamalloc.driver.internal import cuda
 
 __all__ = [
@@ -112,7 +112,7 @@ class Blocks:
     def buy(self, cache: CachedAllocator, nbytes: int, shelf: Shelf, stream: Stream) -> CachedBuffer | None:
         """A buffer with a new block (``cuMemAllocFromPoolAsync``); None where there is no memory or it is not plain."""
         pool = self._pool
-        handle = direct_handle(stream, pool._door)
+        handle = direct_handle(stream, pool._session)
         if handle is None:
             return None
         # The buffer is there before its memory, and where this is interrupted frees what is no block yet.
@@ -352,11 +352,11 @@ class CachedAllocator(Allocator):
                 return buffer
         return self._allocate_slowly(nbytes, stream)
 
-    def _over(self, blocks: Blocks, door: Door) -> None:
+    def _over(self, blocks: Blocks, session: Session) -> None:
         """What takes the place of binding driver functions."""
         self._blocks = blocks
         self._key = blocks.key
-        self._bind(door, None, None)
+        self._bind(session, None, None)
         # ``Buffer.free`` called by that name: it goes past the lists.
         self._free = blocks.free
 
@@ -441,7 +441,7 @@ class CachedBuffer(Buffer):
             return
         if block is not None and block.home is not None and still_imported is _DEFER and stream is not None:
             allocator = self._allocator
-            handle = direct_handle(stream, allocator._door)
+            handle = direct_handle(stream, allocator._session)
             if handle is not None:
                 result = allocator._blocks.free_on(self, block, stream, handle)  # type: ignore[arg-type]
                 if result:
@@ -509,7 +509,7 @@ def give_lists(stream: Stream, blocks: Blocks, lane: Lane, lists: dict[int, list
         return
     stream._lists = {**stream._lists, blocks.key: lists, blocks: lane}
     # A capture may just have begun.
-    if direct_handle(stream, stream._door) is None:
+    if direct_handle(stream, stream._session) is None:
         stream._forbid_direct()
 
 
@@ -525,7 +525,7 @@ def forbid_lists(stream: Stream) -> None:
 
 def end_with_stream(stream: Stream, item: Deferred) -> None:
     """Have ``item`` end before the stream is closed, or after it was dropped."""
-    later_of(stream._door).end_with(stream, item)
+    deferred_queue(stream._session).end_with(stream, item)
     stream._endings += (item,)
 
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from streamalloc.core.door import Door
 from streamalloc.core.errors import InvalidValueError
 from streamalloc.core.properties import MemHandleType
+from streamalloc.core.session import Session
 from streamalloc.driver.internal import BINDINGS_VERSION, enum_member, version_that_added
 
 __all__ = ["Capabilities", "address_space_limit", "imex_channels", "query_capabilities"]
@@ -106,37 +106,37 @@ def _shown(value: object) -> str:
     return str(value)
 
 
-def _attribute(door: Door, ordinal: int, name: str) -> int | None:
+def _attribute(session: Session, ordinal: int, name: str) -> int | None:
     member = enum_member("CUdevice_attribute", name)
     if member is None:
         return None
     try:
-        return int(door.call("cuDeviceGetAttribute", member, ordinal))
+        return int(session.call("cuDeviceGetAttribute", member, ordinal))
     except InvalidValueError:  # a driver older than the bindings
         return None
 
 
-def query_capabilities(door: Door, ordinal: int) -> Capabilities:
+def query_capabilities(session: Session, ordinal: int) -> Capabilities:
     """Ask the driver for every capability of a device (``cuDeviceGetAttribute``)."""
     found: dict[str, Any] = {}
     for item in dataclasses.fields(Capabilities):
         if item.metadata["attribute"] is not None:
-            value = _attribute(door, ordinal, item.metadata["attribute"])
+            value = _attribute(session, ordinal, item.metadata["attribute"])
             found[item.name] = None if value is None else item.metadata["read"](value)
-    algorithms = _attribute(door, ordinal, "CU_DEVICE_ATTRIBUTE_MEM_DECOMPRESS_ALGORITHM_MASK")
+    algorithms = _attribute(session, ordinal, "CU_DEVICE_ATTRIBUTE_MEM_DECOMPRESS_ALGORITHM_MASK")
     found["hardware_decompression"] = None if algorithms is None else bool(algorithms)
-    found["managed_memory_pools"] = _managed_memory_pools(door)
+    found["managed_memory_pools"] = _managed_memory_pools(session)
     found["imex_channel"] = any(os.access(path, os.R_OK | os.W_OK) for path in imex_channels())
     return Capabilities(**found)
 
 
-def _managed_memory_pools(door: Door) -> bool | None:
+def _managed_memory_pools(session: Session) -> bool | None:
     """Managed pools need bindings that can ask for one, and concurrent managed access on every device."""
     if enum_member("CUmemAllocationType", "CU_MEM_ALLOCATION_TYPE_MANAGED") is None:
         return None
-    count = int(door.call("cuDeviceGetCount"))
+    count = int(session.call("cuDeviceGetCount"))
     asked = "CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS"
-    return door.call("cuDriverGetVersion") >= 13000 and all(_attribute(door, i, asked) for i in range(count))
+    return session.call("cuDriverGetVersion") >= 13000 and all(_attribute(session, i, asked) for i in range(count))
 
 
 def imex_channels() -> list[str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from streamalloc.core.door import Door
+from streamalloc.core.deferred import OFTEN, work
 from streamalloc.core.errors import unsupported
 from streamalloc.core.event import Event
-from streamalloc.core.later import OFTEN, work
 from streamalloc.core.properties import MemLocation
+from streamalloc.core.session import Session
 from streamalloc.core.stream import Stream
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import BINDINGS_VERSION, check_name, cuda, enum_member, version_that_added
@@ -52,15 +52,15 @@ class Device:
         ``ordinal`` is not an integer, or there is no such device.
     """
 
-    __slots__ = ("_door", "ordinal")
+    __slots__ = ("_session", "ordinal")
 
     ordinal: int
 
     def __init__(self, ordinal: int = 0, *, driver: Driver | None = None) -> None:
         if isinstance(ordinal, bool) or not isinstance(ordinal, int):
             raise TypeError(f"ordinal must be an integer, not {type(ordinal).__name__} ({ordinal!r})")
-        self._door = Door.of(driver if driver is not None else default_driver())
-        count = int(self._door.call("cuDeviceGetCount"))
+        self._session = Session.of(driver if driver is not None else default_driver())
+        count = int(self._session.call("cuDeviceGetCount"))
         if not 0 <= ordinal < count:
             raise ValueError(
                 f"ordinal={ordinal}: this driver has {count} device{'' if count == 1 else 's'}, numbered from 0"
@@ -70,7 +70,7 @@ class Device:
     @staticmethod
     def count(driver: Driver | None = None) -> int:
         """How many devices a driver has (``cuDeviceGetCount``)."""
-        return int(Door.of(driver if driver is not None else default_driver()).call("cuDeviceGetCount"))
+        return int(Session.of(driver if driver is not None else default_driver()).call("cuDeviceGetCount"))
 
     @classmethod
     def all(cls, driver: Driver | None = None) -> list[Device]:
@@ -80,12 +80,12 @@ class Device:
     @property
     def driver(self) -> Driver:
         """The driver the device belongs to."""
-        return self._door.driver
+        return self._session.driver
 
     @property
     def name(self) -> str:
         """The product name (``cuDeviceGetName``)."""
-        raw: bytes = self._door.call("cuDeviceGetName", 256, self.ordinal)
+        raw: bytes = self._session.call("cuDeviceGetName", 256, self.ordinal)
         return raw.split(b"\0")[0].decode()
 
     @property
@@ -93,12 +93,12 @@ class Device:
         """The identity that stays the same in every process (``cuDeviceGetUuid``)."""
         from uuid import UUID
 
-        return UUID(bytes=bytes(self._door.call("cuDeviceGetUuid", self.ordinal).bytes))
+        return UUID(bytes=bytes(self._session.call("cuDeviceGetUuid", self.ordinal).bytes))
 
     @property
     def pci_bus_id(self) -> str:
         """The PCI address, as ``domain:bus:device.function`` (``cuDeviceGetPCIBusId``)."""
-        raw: bytes = self._door.call("cuDeviceGetPCIBusId", 32, self.ordinal)
+        raw: bytes = self._session.call("cuDeviceGetPCIBusId", 32, self.ordinal)
         return raw.split(b"\0")[0].decode()
 
     @property
@@ -109,7 +109,7 @@ class Device:
     @property
     def total_memory(self) -> int:
         """The device's memory in bytes (``cuDeviceTotalMem``)."""
-        return int(self._door.call("cuDeviceTotalMem", self.ordinal))
+        return int(self._session.call("cuDeviceTotalMem", self.ordinal))
 
     @property
     def location(self) -> MemLocation:
@@ -121,7 +121,7 @@ class Device:
         """What the device can do; a dataclass that prints as a table."""
         from streamalloc.core.capabilities import query_capabilities
 
-        return query_capabilities(self._door, self.ordinal)
+        return query_capabilities(self._session, self.ordinal)
 
     @property
     def default_stream(self) -> Stream:
@@ -158,21 +158,21 @@ class Device:
         if member is None:
             check_name("CUdevice_attribute", prefix, name.removeprefix(prefix))
             raise unsupported(full, f"cuda-bindings {version_that_added(full)}", f"cuda-bindings {BINDINGS_VERSION}")
-        return int(self._door.call("cuDeviceGetAttribute", member, self.ordinal))
+        return int(self._session.call("cuDeviceGetAttribute", member, self.ordinal))
 
     def memory_info(self) -> MemoryInfo:
         """Free and total memory in bytes (``cuMemGetInfo``)."""
-        work(self._door)
+        work(self._session)
         with self.current():
-            free, total = self._door.call("cuMemGetInfo")
+            free, total = self._session.call("cuMemGetInfo")
         return MemoryInfo(int(free), int(total))
 
     def can_access(self, peer: Device) -> bool:
         """Whether this device can reach ``peer``'s memory directly (``cuDeviceCanAccessPeer``); True for itself."""
-        if peer._door is not self._door:
+        if peer._session is not self._session:
             raise ValueError(f"{peer!r} belongs to another driver than {self!r}")
         return peer.ordinal == self.ordinal or bool(
-            self._door.call("cuDeviceCanAccessPeer", self.ordinal, peer.ordinal)
+            self._session.call("cuDeviceCanAccessPeer", self.ordinal, peer.ordinal)
         )
 
     def create_stream(self, *, blocking: bool = False, priority: int = 0) -> Stream:
@@ -196,20 +196,20 @@ class Device:
     def synchronize(self) -> None:
         """Block the host until all work of the device's primary context is done (``cuCtxSynchronize``)."""
         with self.current():
-            self._door.call("cuCtxSynchronize")
-        work(self._door, OFTEN)
+            self._session.call("cuCtxSynchronize")
+        work(self._session, OFTEN)
 
     def current(self) -> contextlib.AbstractContextManager[None]:
         """A ``with`` block in which the device's primary context is the thread's current one."""
-        return self._door.current(self.ordinal)
+        return self._session.current(self.ordinal)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Device):
             return NotImplemented
-        return self.ordinal == other.ordinal and self._door is other._door
+        return self.ordinal == other.ordinal and self._session is other._session
 
     def __hash__(self) -> int:
-        return hash((self.ordinal, id(self._door)))
+        return hash((self.ordinal, id(self._session)))
 
     def __copy__(self) -> Device:
         return self

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from streamalloc.core.door import Door
+from streamalloc.core.deferred import OFTEN, deferred_queue, refused_to_end, work
 from streamalloc.core.errors import ClosedError, error_from
-from streamalloc.core.later import OFTEN, later_of, refused_to_end, work
-from streamalloc.core.ownership import Closes, made_for_sharing
+from streamalloc.core.resource import Closes, made_for_sharing
+from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ class Spares(list[Any]):
     def __init__(self) -> None:
         self.open = True
 
-    def end_if_closed(self, door: Door) -> None:
+    def end_if_closed(self, session: Session) -> None:
         """Destroy what was kept as another thread closed the stream."""
         if not self.open:
-            self.end(door)
+            self.end(session)
 
-    def end(self, door: Door) -> None:
+    def end(self, session: Session) -> None:
         """Destroy them all, and take no more."""
         self.open = False
         while self:
@@ -53,9 +53,9 @@ class Spares(list[Any]):
                 raw = self.pop()
             except IndexError:  # another thread took it
                 return
-            result = door.driver.cuEventDestroy(raw)[0]
+            result = session.driver.cuEventDestroy(raw)[0]
             if result:
-                refused_to_end(door, "cuEventDestroy", raw, result)
+                refused_to_end(session, "cuEventDestroy", raw, result)
 
 
 class Event(Closes):
@@ -73,7 +73,7 @@ class Event(Closes):
         Whether other processes can open it; such an event cannot measure time.
     """
 
-    __slots__ = ("__weakref__", "_capture", "_door", "_raw", "_spare", "device", "interprocess")
+    __slots__ = ("__weakref__", "_capture", "_raw", "_session", "_spare", "device", "interprocess")
 
     interprocess: bool
     """Whether other processes can open it."""
@@ -96,13 +96,13 @@ class Event(Closes):
         if interprocess:
             made_for_sharing()
         with device.current():
-            self._door.create(self, "_raw", "cuEventCreate", flags)
+            self._session.create(self, "_raw", "cuEventCreate", flags)
 
     def _adopt(self, device: Device, interprocess: bool) -> None:
         self._spare: Spares | None = None
         self.device: Device = device
         self.interprocess = interprocess
-        self._door = device._door
+        self._session = device._session
         self._capture: Capture | None = None
 
     @property
@@ -129,12 +129,12 @@ class Event(Closes):
 
     def query(self) -> bool:
         """Whether the work before the event is done; True if it was never recorded (``cuEventQuery``)."""
-        return is_done(self._door.cuEventQuery(self._checked_raw())[0], "cuEventQuery")
+        return is_done(self._session.cuEventQuery(self._checked_raw())[0], "cuEventQuery")
 
     def synchronize(self) -> None:
         """Block the host until the work before the event is done (``cuEventSynchronize``)."""
-        self._door.call("cuEventSynchronize", self._checked_raw())
-        work(self._door, OFTEN)
+        self._session.call("cuEventSynchronize", self._checked_raw())
+        work(self._session, OFTEN)
 
     def elapsed_since(self, start: Event) -> float:
         """Milliseconds between two recorded events that measure time (``cuEventElapsedTime``).
@@ -149,7 +149,7 @@ class Event(Closes):
         if not isinstance(start, Event):
             raise TypeError(f"start must be an Event, not {type(start).__name__} ({start!r})")
         return float(
-            self._door.call(
+            self._session.call(
                 "cuEventElapsedTime",
                 start._checked_raw(),
                 self._checked_raw(),
@@ -160,31 +160,31 @@ class Event(Closes):
     def close(self) -> None:
         """Destroy the event (``cuEventDestroy``); streams that wait for it go on waiting. Idempotent."""
         if not self._kept_for_later():
-            self._door.give_back(self, "cuEventDestroy")
+            self._session.give_back(self, "cuEventDestroy")
 
     def _kept_for_later(self) -> bool:
         """Leave the driver's event for the next record, where it can be; whether that was done."""
         spare = self._spare
         if spare is None or not spare.open or self._capture is not None or len(spare) >= spare.most:
             return False
-        self._door.check_process()
+        self._session.check_process()
         # No call between the two, so that two threads do not both take it; nor a function of Python before it is kept.
         raw = self._raw
         self._raw = None
         if raw is not None:
             spare.append(raw)
-            spare.end_if_closed(self._door)
+            spare.end_if_closed(self._session)
         return True
 
     def __del__(self) -> None:
         raw = getattr(self, "_raw", None)
-        if raw is None or not self._door.usable or self._kept_for_later():
+        if raw is None or not self._session.usable or self._kept_for_later():
             return
         # What else is in the same garbage cycle may still look at it.
         self._raw = None
-        result = self._door.driver.cuEventDestroy(raw)[0]
+        result = self._session.driver.cuEventDestroy(raw)[0]
         if result:
-            refused_to_end(self._door, "cuEventDestroy", raw, result)
+            refused_to_end(self._session, "cuEventDestroy", raw, result)
 
     def __repr__(self) -> str:
         raw = getattr(self, "_raw", None)
@@ -217,7 +217,7 @@ def opened_event(device: Device, handle: Any) -> Event:
     event._raw = None
     event._adopt(device, interprocess=False)
     with device.current():
-        event._door.create(
+        event._session.create(
             event, "_raw", "cuIpcOpenEventHandle", handle, hint="the process that made the event has ended"
         )
     return event
@@ -234,7 +234,7 @@ def context_event(device: Device) -> Event:
         A capture of ours is under way.
     """
     event = Event(device)
-    door = device._door
-    with device.current(), later_of(door).no_capture("cuCtxRecordEvent"):
-        door.call("cuCtxRecordEvent", door.context(device.ordinal), event._raw)
+    session = device._session
+    with device.current(), deferred_queue(session).no_capture("cuCtxRecordEvent"):
+        session.call("cuCtxRecordEvent", session.context(device.ordinal), event._raw)
     return event

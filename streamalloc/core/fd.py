@@ -9,10 +9,10 @@ from itertools import chain, starmap
 from typing import TYPE_CHECKING, Any
 
 from streamalloc.core.errors import ClosedError
-from streamalloc.core.ownership import Closes
+from streamalloc.core.resource import Closes
 
 if TYPE_CHECKING:
-    from streamalloc.core.door import Door
+    from streamalloc.core.session import Session
 
 __all__ = ["Fd"]
 
@@ -67,10 +67,10 @@ class Fd(Closes):
         return ends
 
     @classmethod
-    def made_by(cls, door: Door, name: str, *args: Any, hint: str = "") -> Fd:
-        """The new descriptor that driver function ``name`` gives, likewise; errors as for :meth:`Door.call`."""
+    def made_by(cls, session: Session, name: str, *args: Any, hint: str = "") -> Fd:
+        """The new descriptor that driver function ``name`` gives, likewise; errors as for :meth:`Session.call`."""
         owner = cls.owners(1)[0]
-        door.create(owner, "_number", name, *args, hint=hint)
+        session.create(owner, "_number", name, *args, hint=hint)
         os.set_inheritable(owner._number, False)
         return owner
 

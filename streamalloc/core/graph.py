@@ -10,9 +10,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
+from streamalloc.core.deferred import HandleEnd, deferred_queue, work
 from streamalloc.core.errors import ClosedError, CudaError, error_from
-from streamalloc.core.later import HandleEnd, later_of, work
-from streamalloc.core.ownership import Closes, finaliser
+from streamalloc.core.resource import Closes, finaliser
 from streamalloc.core.stream import StreamLike, as_stream
 from streamalloc.driver.internal import cuda
 
@@ -35,7 +35,7 @@ class Graph(Closes):
     once, on the first launch or by :meth:`instantiate`.
     """
 
-    __slots__ = ("__weakref__", "_door", "_executable", "_handle", "device", "kept")
+    __slots__ = ("__weakref__", "_executable", "_handle", "_session", "device", "kept")
 
     device: Device
     """The device of the stream that was captured."""
@@ -44,9 +44,9 @@ class Graph(Closes):
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._door = device._door
-        self._handle = HandleEnd(self._door, "cuGraphDestroy", None)
-        self._executable = HandleEnd(self._door, "cuGraphExecDestroy", None)
+        self._session = device._session
+        self._handle = HandleEnd(self._session, "cuGraphDestroy", None)
+        self._executable = HandleEnd(self._session, "cuGraphExecDestroy", None)
         self.kept = ()
 
     @property
@@ -64,9 +64,9 @@ class Graph(Closes):
     def nodes(self) -> list[str]:
         """The kinds of the graph's nodes, such as ``"MEM_ALLOC"`` (``cuGraphGetNodes``, ``cuGraphNodeGetType``)."""
         raw = self._checked_raw()
-        _, count = self._door.call("cuGraphGetNodes", raw, 0)
-        nodes, _ = self._door.call("cuGraphGetNodes", raw, count)
-        kinds = (self._door.call("cuGraphNodeGetType", node) for node in nodes[:count])
+        _, count = self._session.call("cuGraphGetNodes", raw, 0)
+        nodes, _ = self._session.call("cuGraphGetNodes", raw, count)
+        kinds = (self._session.call("cuGraphNodeGetType", node) for node in nodes[:count])
         return [kind.name.removeprefix("CU_GRAPH_NODE_TYPE_") for kind in kinds]
 
     def instantiate(self, *, auto_free_on_launch: bool = False) -> Self:
@@ -83,7 +83,7 @@ class Graph(Closes):
             raw = self._checked_raw()
             with self.device.current():
                 flags = int(flag) if auto_free_on_launch else 0
-                self._door.create(self._executable, "_raw", "cuGraphInstantiate", raw, flags)
+                self._session.create(self._executable, "_raw", "cuGraphInstantiate", raw, flags)
         return self
 
     def launch(self, stream: StreamLike) -> None:
@@ -95,9 +95,9 @@ class Graph(Closes):
             Memory that an earlier launch allocated is not freed: see :meth:`instantiate`.
         """
         self.instantiate()
-        target = as_stream(stream, self._door)
+        target = as_stream(stream, self._session)
         with target.device.current():
-            self._door.call(
+            self._session.call(
                 "cuGraphLaunch",
                 self._executable._raw,
                 target._checked_raw(),
@@ -115,10 +115,10 @@ class Graph(Closes):
     @finaliser
     def __del__(self) -> None:
         executable: HandleEnd | None = getattr(self, "_executable", None)
-        if executable is not None and (executable._raw or self._handle._raw) and self._door.usable:
-            later = later_of(self._door)
-            later.hand_in(executable)
-            later.hand_in(self._handle)
+        if executable is not None and (executable._raw or self._handle._raw) and self._session.usable:
+            later = deferred_queue(self._session)
+            later.submit(executable)
+            later.submit(self._handle)
 
     def __repr__(self) -> str:
         if not hasattr(self, "_executable"):
@@ -158,12 +158,12 @@ def capturing(stream: Stream, mode: CaptureMode) -> Iterator[Graph]:
     """
     if mode not in _MODES:
         raise ValueError(f"mode={mode!r}: allowed are {', '.join(map(repr, _MODES))}")
-    door = stream._door
+    session = stream._session
     raw = stream._checked_raw()
     driver_mode = getattr(cuda.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{mode.upper()}")
-    begin = door._function("cuStreamBeginCapture")
+    begin = session._function("cuStreamBeginCapture")
     capture = Capture(stream)
-    later = later_of(door)
+    later = deferred_queue(session)
     # A list, which C fills before Python looks for signals again: a capture that has begun is ended.
     answers: list[Any] = []
     try:
@@ -184,7 +184,7 @@ def capturing(stream: Stream, mode: CaptureMode) -> Iterator[Graph]:
     finally:
         if capture in later.captures:
             del later.captures[capture]
-        work(door)
+        work(session)
 
 
 def _abort(capture: Capture) -> None:
@@ -198,7 +198,7 @@ def _end(capture: Capture) -> None:
     stream = capture.origin
     try:
         with stream._context():
-            stream._door.create(capture.graph._handle, "_raw", "cuStreamEndCapture", stream._raw)
+            stream._session.create(capture.graph._handle, "_raw", "cuStreamEndCapture", stream._raw)
     finally:
         capture.release()
 
@@ -219,17 +219,17 @@ class GraphMemory:
     :meth:`trim`.
     """
 
-    __slots__ = ("_door", "device")
+    __slots__ = ("_session", "device")
 
     device: Device
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._door = device._door
+        self._session = device._session
 
     def _get(self, name: str) -> int:
         attribute = getattr(cuda.CUgraphMem_attribute, f"CU_GRAPH_MEM_ATTR_{name}")
-        return int(self._door.call("cuDeviceGetGraphMemAttribute", self.device.ordinal, attribute))
+        return int(self._session.call("cuDeviceGetGraphMemAttribute", self.device.ordinal, attribute))
 
     @property
     def used(self) -> int:
@@ -259,12 +259,12 @@ class GraphMemory:
         """Set both high-water marks to what is used and held now (``cuDeviceSetGraphMemAttribute``)."""
         for name in ("USED_MEM_HIGH", "RESERVED_MEM_HIGH"):
             attribute = getattr(cuda.CUgraphMem_attribute, f"CU_GRAPH_MEM_ATTR_{name}")
-            self._door.call("cuDeviceSetGraphMemAttribute", self.device.ordinal, attribute, cuda.cuuint64_t(0))
+            self._session.call("cuDeviceSetGraphMemAttribute", self.device.ordinal, attribute, cuda.cuuint64_t(0))
 
     def trim(self) -> int:
         """Give back what no launched graph uses (``cuDeviceGraphMemTrim``); returns the bytes given back."""
         before = self.reserved
-        self._door.call("cuDeviceGraphMemTrim", self.device.ordinal)
+        self._session.call("cuDeviceGraphMemTrim", self.device.ordinal)
         return max(before - self.reserved, 0)
 
     def __repr__(self) -> str:

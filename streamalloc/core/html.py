@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
-from streamalloc.core import ownership
+from streamalloc.core import resource
 from streamalloc.core.properties import MemLocation, MemLocationType
 
 __all__ = ["Drawn", "Html", "Row", "Shown", "color_of", "gauge", "mib", "place", "strip", "table"]
@@ -118,5 +118,5 @@ class Drawn(Shown):
         ModuleNotFoundError
             ``matplotlib`` is not installed.
         """
-        assert ownership.draw is not None
-        return ownership.draw(self, **options)
+        assert resource.draw is not None
+        return resource.draw(self, **options)

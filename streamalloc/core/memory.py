@@ -3,8 +3,8 @@
 :class:`Memory` is what all kinds of memory have in common. A kind says its address, size, location and stream, and gets
 the operations. :class:`BufferView` is a range of other memory.
 
-Fill, copies, DLPack and the array interface have a fast path (:mod:`streamalloc.core.door`) for memory that has a plain
-state: a pointer, a size and a stream, see :attr:`Memory._ptr`.
+Fill, copies, DLPack and the array interface have a fast path (:mod:`streamalloc.core.session`) for memory that has a
+plain state: a pointer, a size and a stream, see :attr:`Memory._ptr`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
 import numpy as np
 
 from streamalloc.core import dlpack
-from streamalloc.core.door import Door
 from streamalloc.core.elements import Index, fill_steps, interface_type, part_of, to_element
 from streamalloc.core.errors import ClosedError, error_from
 from streamalloc.core.html import Row, Shown, mib, place
-from streamalloc.core.ownership import Unique
 from streamalloc.core.properties import MemLocation, MemLocationType
+from streamalloc.core.resource import Unique
+from streamalloc.core.session import Session
 from streamalloc.core.stream import Stream, StreamLike, as_stream, direct_handle, order_handle_after
 from streamalloc.driver.internal import cuda
 
@@ -126,9 +126,9 @@ class Memory(Unique, Shown, abc.ABC):
         ptr = self._ptr
         if ptr is not None and width is None and type(value) is int and 0 <= value < 256:
             own, nbytes = self._stream, self._nbytes
-            handle = own._handle if stream is None else direct_handle(stream, own._door)
+            handle = own._handle if stream is None else direct_handle(stream, own._session)
             if handle is not None and nbytes:
-                result = own._door.cuMemsetD8Async(ptr, value, nbytes, handle)[0]
+                result = own._session.cuMemsetD8Async(ptr, value, nbytes, handle)[0]
                 if result:
                     raise error_from(result, "cuMemsetD8Async", self._access_hint(self._ordered_on(stream)))
                 return
@@ -143,7 +143,7 @@ class Memory(Unique, Shown, abc.ABC):
         if count:
             self._await_on(ordered)
             with ordered._context():
-                self._door.call(
+                self._session.call(
                     _FILLS[width],
                     self._at,
                     number,
@@ -183,7 +183,7 @@ class Memory(Unique, Shown, abc.ABC):
 
     def _copy_slowly(self, target: Any, source: Any, stream: StreamLike | None) -> None:
         ordered = self._ordered_on(stream)
-        copy_bytes(CopySide.writable(target, self._door), CopySide.readable(source, self._door), ordered)
+        copy_bytes(CopySide.writable(target, self._session), CopySide.readable(source, self._session), ordered)
 
     def as_array(self, dtype: npt.DTypeLike = np.uint8, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
         """The memory itself as a numpy array, where the host can reach it.
@@ -200,7 +200,7 @@ class Memory(Unique, Shown, abc.ABC):
         self._check_usable()
         if not self.host_accessible:
             raise ValueError(f"{self!r} is in device memory, which the host cannot reach: copy it with copy_to")
-        told = self._door.used
+        told = self._session.used
         if told is not None and self.nbytes:
             told(self.address, self.nbytes, None, False)
         flat = np.asarray(self).view(dtype)
@@ -251,13 +251,13 @@ class Memory(Unique, Shown, abc.ABC):
             The memory was freed.
         """
         address = self._at
-        told = self._door.used
+        told = self._session.used
         if told is None:
             return
         if on_host:
             told(address, self.nbytes, None, write)
             return
-        ordered = self.stream if stream is None else as_stream(stream, self._door)
+        ordered = self.stream if stream is None else as_stream(stream, self._session)
         with ordered._context():
             told(address, self.nbytes, ordered._checked_raw(), write)
 
@@ -393,7 +393,7 @@ class Memory(Unique, Shown, abc.ABC):
             if handle != ours.handle:
                 order_handle_after(handle, ours)
                 # Who names no stream for memory that the host can reach, such as NumPy, is the host.
-                if self._door.used is not None and not (stream is None and self.host_accessible):
+                if self._session.used is not None and not (stream is None and self.host_accessible):
                     self.used(Stream.of_handle(ours.device, handle, self), write=False)
         # Who names no stream may use the address at once.
         unordered = on_host or stream == -1 or (stream is None and self.host_accessible)
@@ -403,8 +403,8 @@ class Memory(Unique, Shown, abc.ABC):
         return part
 
     @property
-    def _door(self) -> Door:
-        return self.stream._door
+    def _session(self) -> Session:
+        return self.stream._session
 
     @property
     def _at(self) -> int:
@@ -433,7 +433,7 @@ class Memory(Unique, Shown, abc.ABC):
 
     def _ordered_on(self, stream: StreamLike | None) -> Stream:
         self._check_usable()
-        ordered = self.stream if stream is None else as_stream(stream, self._door)
+        ordered = self.stream if stream is None else as_stream(stream, self._session)
         ordered._checked_raw()
         return ordered
 
@@ -846,19 +846,19 @@ class CopySide:
         return cls(memory._at, memory.nbytes, memory._resident_on(), memory)
 
     @classmethod
-    def readable(cls, source: object, door: Door) -> Self:
+    def readable(cls, source: object, session: Session) -> Self:
         """What is copied from: memory of ours, of another library, or an object with the buffer protocol."""
-        return cls._of_argument(source, door, "source", writable=False)
+        return cls._of_argument(source, session, "source", writable=False)
 
     @classmethod
-    def writable(cls, target: object, door: Door) -> Self:
+    def writable(cls, target: object, session: Session) -> Self:
         """What is copied to."""
-        return cls._of_argument(target, door, "target", writable=True)
+        return cls._of_argument(target, session, "target", writable=True)
 
     @classmethod
-    def _of_argument(cls, other: object, door: Door, name: str, *, writable: bool) -> Self:
+    def _of_argument(cls, other: object, session: Session, name: str, *, writable: bool) -> Self:
         if isinstance(other, Memory):
-            if other._door is not door:
+            if other._session is not session:
                 raise ValueError(f"{name} {other!r} belongs to another driver")
             side = cls.of(other)
             unreadable = "" if writable else other._unreadable()
@@ -919,9 +919,9 @@ def _copied(ours: Memory, other: Any, stream: StreamLike | None, writing: bool) 
     if ptr is None or home is None:
         return False
     own, nbytes = ours._stream, ours._nbytes
-    door = own._door
+    session = own._session
     ordered: Any = own if stream is None else stream
-    handle = own._handle if stream is None else direct_handle(stream, door)
+    handle = own._handle if stream is None else direct_handle(stream, session)
     # An empty array has no address that the driver would take.
     if handle is None or not nbytes or ordered.device.ordinal != home:
         return False
@@ -930,20 +930,20 @@ def _copied(ours: Memory, other: Any, stream: StreamLike | None, writing: bool) 
         if other.nbytes != nbytes or not flags.c_contiguous:
             return False
         if writing:
-            result = door.cuMemcpyHtoDAsync(ptr, other, nbytes, handle)[0]
+            result = session.cuMemcpyHtoDAsync(ptr, other, nbytes, handle)[0]
         elif flags.writeable:
-            result = door.cuMemcpyDtoHAsync(other, ptr, nbytes, handle)[0]
+            result = session.cuMemcpyDtoHAsync(other, ptr, nbytes, handle)[0]
         else:
             return False
     elif type(other) in _kinds:
         there = other._ptr
-        if there is None or other._home != home or other._nbytes != nbytes or other._stream._door is not door:
+        if there is None or other._home != home or other._nbytes != nbytes or other._stream._session is not session:
             return False
         to, of = (ptr, there) if writing else (there, ptr)
-        result = door.cuMemcpyAsync(to, of, nbytes, handle)[0]
+        result = session.cuMemcpyAsync(to, of, nbytes, handle)[0]
     else:
         return False
-    if result and (result != _WRONG_CONTEXT or int(door.call("cuCtxGetCurrent")) in (0, int(door.context(home)))):
+    if result and (result != _WRONG_CONTEXT or int(session.call("cuCtxGetCurrent")) in (0, int(session.context(home)))):
         name = "cuMemcpyAsync" if type(other) in _kinds else "cuMemcpyHtoDAsync" if writing else "cuMemcpyDtoHAsync"
         raise error_from(result, name, ours._access_hint(ordered))
     return not result
@@ -956,7 +956,7 @@ def copy_bytes(target: CopySide, source: CopySide, stream: Stream) -> None:
     if not target.nbytes:
         return
     raw = stream._checked_raw()
-    door = stream._door
+    session = stream._session
     for side in (target, source):
         if type(side.keep) in _kinds:
             side.keep._await_on(stream)  # type: ignore[attr-defined]
@@ -968,12 +968,12 @@ def copy_bytes(target: CopySide, source: CopySide, stream: Stream) -> None:
     with stream.device.current():
         owners = (target.ordinal, source.ordinal)
         if None not in owners and owners != (stream.device.ordinal, stream.device.ordinal):
-            to, of = (door.context(ordinal) for ordinal in owners if ordinal is not None)
-            door.call("cuMemcpyPeerAsync", target.address, to, source.address, of, target.nbytes, raw)
+            to, of = (session.context(ordinal) for ordinal in owners if ordinal is not None)
+            session.call("cuMemcpyPeerAsync", target.address, to, source.address, of, target.nbytes, raw)
         else:
 
             def hint() -> str:
                 sides = (side.keep for side in (target, source) if isinstance(side.keep, Memory))
                 return next(filter(None, (memory._access_hint(stream) for memory in sides)), "")
 
-            door.call("cuMemcpyAsync", target.address, source.address, target.nbytes, raw, hint=hint)
+            session.call("cuMemcpyAsync", target.address, source.address, target.nbytes, raw, hint=hint)

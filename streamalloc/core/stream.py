@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Union, cast
 
-from streamalloc.core.door import Door, PerDriver
+from streamalloc.core.deferred import OFTEN, Deferred, deferred_queue, refused_to_end, work
 from streamalloc.core.errors import CaptureError, ClosedError, CudaError, NotReadyError, error_from, refused
 from streamalloc.core.event import Event, EventLike, Spares, context_event, foreign_event, is_done
-from streamalloc.core.later import OFTEN, Deferred, later_of, refused_to_end, work
-from streamalloc.core.ownership import Closes, finaliser
+from streamalloc.core.resource import Closes, finaliser
+from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -124,7 +124,6 @@ class Stream(Closes):
         "_capture",
         "_closed",
         "_direct",
-        "_door",
         "_endings",
         "_handle",
         "_in_use",
@@ -138,6 +137,7 @@ class Stream(Closes):
         "_plain",
         "_raw",
         "_sees_all",
+        "_session",
         "_spare",
         "device",
     )
@@ -156,7 +156,7 @@ class Stream(Closes):
         """What keeps the driver's stream alive; referenced, never called."""
         self._plain = plain
         """Whether fast paths may take the stream as long as nothing else forbids it."""
-        self._door = device._door
+        self._session = device._session
         self._capture: Capture | None = None
         self._closed = True
         self._sees_all = False
@@ -166,9 +166,9 @@ class Stream(Closes):
         self._in_use = threading.RLock()
         """Held by who closes the stream or begins to capture it, and by what uses it on other threads than its owner's.
         """
-        # What fast paths use: the handle where it can go straight to the driver, and the door to compare with theirs.
+        # For fast paths: the handle, where calls may go straight to the driver, and the session of that driver.
         self._handle: Any = None
-        self._direct: Door | None = None
+        self._direct: Session | None = None
         self._raw = raw
         self._lists: Mapping[object, Any] = _NO_LISTS
         """By cache, the lists of memory for this stream that fast paths take from; none where they may not."""
@@ -184,7 +184,7 @@ class Stream(Closes):
         # Whether a query sees all that later work would wait for: that of a blocking stream does not see what the
         # legacy stream has to do, while the legacy stream's sees the work of all blocking streams. Where order is
         # checked nobody asks: what is found must not hang on how far a stream happens to be.
-        self._sees_all = (non_blocking or number in (0, _LEGACY)) and self._door.shared is None
+        self._sees_all = (non_blocking or number in (0, _LEGACY)) and self._session.shared is None
         self._closed = False
         self._allow_direct()
 
@@ -194,9 +194,9 @@ class Stream(Closes):
         stream = cls.__new__(cls)
         stream._prepare(device, _MADE, None, None, plain=True)
         with device.current():
-            stream._door.create(stream, "_raw", "cuStreamCreateWithPriority", int(flags), priority)
+            stream._session.create(stream, "_raw", "cuStreamCreateWithPriority", int(flags), priority)
         stream._open(non_blocking=not blocking)
-        _made_here(stream._door).add(stream)
+        _made_here(stream._session).add(stream)
         return stream
 
     @classmethod
@@ -226,7 +226,7 @@ class Stream(Closes):
         # Other code may capture its own streams without our knowing, so those are looked at each time.
         if self._plain and not (self._closed or self._capture or self._owed):
             self._handle = self._raw
-            self._direct = self._door
+            self._direct = self._session
 
     def _forbid_direct(self) -> None:
         self._handle = None
@@ -252,7 +252,7 @@ class Stream(Closes):
 
     def _tell_lent(self, raw: Any, used: bool) -> None:
         """Tell a driver that checks stream order that other code has the stream; ``used``: that it uses it."""
-        lent = self._door.lent
+        lent = self._session.lent
         if lent is not None:
             with self._context():
                 lent(raw, used)
@@ -314,7 +314,7 @@ class Stream(Closes):
         try:
             for item in items or tuple(self._owed):
                 # Where the driver refuses, it is tried again.
-                with contextlib.suppress(CudaError), self._door.relaxed():
+                with contextlib.suppress(CudaError), self._session.relaxed():
                     if item.attempt():
                         with contextlib.suppress(ValueError):  # another thread was faster
                             self._owed.remove(item)
@@ -333,7 +333,7 @@ class Stream(Closes):
         """A driver call whose first argument is this stream."""
         raw = self._checked_raw()
         with self._context():
-            return self._door.call(name, raw, *args, hint=hint)
+            return self._session.call(name, raw, *args, hint=hint)
 
     def record(self, event: Event | None = None, *, timing: bool = False) -> Event:
         """Record an event after the work queued so far, and return it (``cuEventRecord``).
@@ -346,14 +346,14 @@ class Stream(Closes):
             again = Event.__new__(Event)
             again.device = self.device
             again.interprocess = False
-            again._door = door = self._door
+            again._session = session = self._session
             again._capture = None
             again._spare = spare
             try:
                 again._raw = spare.pop()
             except IndexError:  # another thread took it
                 return self._record_slowly(None, timing)
-            result = door.cuEventRecord(again._raw, handle)[0]
+            result = session.cuEventRecord(again._raw, handle)[0]
             if not result:
                 return again
             # It may be one of a context that was reset: it is destroyed, and a new one made.
@@ -370,10 +370,10 @@ class Stream(Closes):
                 event._spare = self._spare
         elif not isinstance(event, Event):
             raise TypeError(f"event must be an Event, not {type(event).__name__} ({event!r})")
-        elif event._door is not self._door:
+        elif event._session is not self._session:
             raise ValueError(f"{event!r} belongs to another driver than {self!r}")
         with self._context():
-            self._door.call("cuEventRecord", event._checked_raw(), raw)
+            self._session.call("cuEventRecord", event._checked_raw(), raw)
         event._capture = self._capture
         return event
 
@@ -383,10 +383,10 @@ class Stream(Closes):
         Events of cuda.core and of the bindings are taken too. The host does not wait (``cuStreamWaitEvent``).
         """
         handle = self._handle
-        if type(other) is Event and other._capture is None and other._door is self._door:
+        if type(other) is Event and other._capture is None and other._session is self._session:
             raw = other._raw
             if raw is not None and handle is not None:
-                result = self._door.cuStreamWaitEvent(handle, raw, 0)[0]
+                result = self._session.cuStreamWaitEvent(handle, raw, 0)[0]
                 if result:
                     raise error_from(result, "cuStreamWaitEvent")
                 return
@@ -399,8 +399,8 @@ class Stream(Closes):
             self._call("cuStreamWaitEvent", foreign, 0)
             return
         if not isinstance(other, Event):
-            other = as_stream(cast("StreamLike", other), self._door).record()
-        elif other._door is not self._door:
+            other = as_stream(cast("StreamLike", other), self._session).record()
+        elif other._session is not self._session:
             raise ValueError(f"{other!r} belongs to another driver than {self!r}")
         if other._capture is None or other._capture is self._capture:
             self._call("cuStreamWaitEvent", other._checked_raw(), 0)
@@ -418,18 +418,18 @@ class Stream(Closes):
         """
         handle = self._handle
         if handle is not None:
-            result = self._door.cuStreamSynchronize(handle)[0]
+            result = self._session.cuStreamSynchronize(handle)[0]
             if result:
                 raise error_from(result, "cuStreamSynchronize")
         else:
             self._call("cuStreamSynchronize")
-        work(self._door, OFTEN)
+        work(self._session, OFTEN)
 
     def query(self) -> bool:
         """Whether all work queued so far is done (``cuStreamQuery``)."""
         handle = self._handle
         if handle is not None:
-            return is_done(self._door.cuStreamQuery(handle)[0], "cuStreamQuery")
+            return is_done(self._session.cuStreamQuery(handle)[0], "cuStreamQuery")
         return self._query_slowly()
 
     def _query_slowly(self) -> bool:
@@ -497,7 +497,7 @@ class Stream(Closes):
         if self._kind is not _MADE:
             self._forbid_direct()
             self._closed = True
-            self._spare.end(self._door)
+            self._spare.end(self._session)
             return
         with self._in_use:
             if self.closed:  # by another thread meanwhile
@@ -505,18 +505,18 @@ class Stream(Closes):
             for item in self._endings:
                 # Where the driver refuses, it is tried again later.
                 with contextlib.suppress(CudaError):
-                    later_of(self._door).end(item)
+                    deferred_queue(self._session).end(item)
             self._endings = ()
             # Buffers that remain need to know when the stream's work was done, to be freed after it.
             self._last.append(self.record())
-            self._spare.end(self._door)
-            destroy = self._door.driver.cuStreamDestroy
+            self._spare.end(self._session)
+            destroy = self._session.driver.cuStreamDestroy
             self._forbid_direct()
             # From here to the driver nothing is called that a signal handler could interrupt.
             self._closed = True
             result = destroy(self._raw)[0]
         if result:
-            refused_to_end(self._door, "cuStreamDestroy", self._raw, result)
+            refused_to_end(self._session, "cuStreamDestroy", self._raw, result)
             raise error_from(result, "cuStreamDestroy")
 
     def __cuda_stream__(self) -> tuple[int, int]:
@@ -528,27 +528,27 @@ class Stream(Closes):
     def __del__(self) -> None:
         # A stream whose making was interrupted has a handle, and counts as closed.
         raw = getattr(self, "_raw", None)
-        if raw is None or not self._door.usable:
+        if raw is None or not self._session.usable:
             return
         if self._kind is not _MADE:
-            self._spare.end(self._door)
+            self._spare.end(self._session)
             return
         if not self._closed or not self._last:
             # Buffers of the same garbage cycle may come after their stream, and so does what ends with it.
             if self._endings and self._capture is None:
                 with contextlib.suppress(CudaError):
                     last = Event(self.device)
-                    self._door.call("cuEventRecord", last._raw, raw)
+                    self._session.call("cuEventRecord", last._raw, raw)
                     self._last.append(last)
             self._closed = True
             self._forbid_direct()
-            self._spare.end(self._door)
-            destroy = self._door.driver.cuStreamDestroy
+            self._spare.end(self._session)
+            destroy = self._session.driver.cuStreamDestroy
             # From here to the driver nothing is called that a signal handler could interrupt.
             self._raw = None
             result = destroy(raw)[0]
             if result:
-                refused_to_end(self._door, "cuStreamDestroy", raw, result)
+                refused_to_end(self._session, "cuStreamDestroy", raw, result)
 
     def __repr__(self) -> str:
         if getattr(self, "_raw", None) is None:
@@ -568,7 +568,7 @@ def queue_behind(stream: Stream, item: Deferred) -> None:
 
     Two threads may attempt it at once, which must be as good as once.
     """
-    later_of(stream._door).hand_in(item)
+    deferred_queue(stream._session).submit(item)
     stream._owed.append(item)
     stream._forbid_direct()
 
@@ -579,7 +579,7 @@ def settle(stream: Stream, item: Deferred, *others: Stream | None) -> None:
     ``others`` are the streams that the item uses, too. Nothing is done where another thread closes one of them, begins
     a capture or uses them for something that ends later: a finaliser waits for no lock.
     """
-    with later_of(stream._door).unless_busy() as free, contextlib.ExitStack() as held:
+    with deferred_queue(stream._session).unless_busy() as free, contextlib.ExitStack() as held:
         for one in (stream, *others):
             if one is not None and free and (free := one._in_use.acquire(blocking=False)):
                 held.callback(one._in_use.release)
@@ -625,8 +625,8 @@ def _device_named_by(stream: object) -> int | None:
     return None
 
 
-def as_stream(stream: StreamLike, door: Door) -> Stream:
-    """``stream`` as a :class:`Stream` of ``door``'s driver.
+def as_stream(stream: StreamLike, session: Session) -> Stream:
+    """``stream`` as a :class:`Stream` of ``session``'s driver.
 
     Raises
     ------
@@ -638,10 +638,10 @@ def as_stream(stream: StreamLike, door: Door) -> Stream:
         It was closed.
     """
     if isinstance(stream, Stream):
-        if stream._door is not door:
+        if stream._session is not session:
             raise ValueError(
-                f"{stream!r} belongs to another driver: {stream._door.driver!r}, not {door.driver!r} (driver.use() "
-                "chooses one for its own thread or task only, driver.set_default() for all)"
+                f"{stream!r} belongs to another driver: {stream._session.driver!r}, not {session.driver!r} "
+                "(driver.use() chooses one for its own thread or task only, driver.set_default() for all)"
             )
         stream._checked_raw()
         return stream
@@ -651,11 +651,11 @@ def as_stream(stream: StreamLike, door: Door) -> Stream:
     if int(raw) in _DEFAULT_HANDLES:
         # Such a handle names no device: its library may tell; else it is the device of the context that is current.
         named = _device_named_by(stream)
-        ordinal = door.call("cuCtxGetDevice") if named is None else named
+        ordinal = session.call("cuCtxGetDevice") if named is None else named
     else:
         # Not cuStreamGetDevice: asking a stream that is captured for its device breaks the capture.
-        ordinal = door.device_of(door.call("cuStreamGetCtx", raw))
-    borrowed = Stream.of_handle(Device(int(ordinal), driver=door.driver), int(raw), stream)
+        ordinal = session.device_of(session.call("cuStreamGetCtx", raw))
+    borrowed = Stream.of_handle(Device(int(ordinal), driver=session.driver), int(raw), stream)
     if not isinstance(stream, cuda.CUstream):
         borrowed._tell_lent(raw, used=True)
     return borrowed
@@ -664,12 +664,12 @@ def as_stream(stream: StreamLike, door: Door) -> Stream:
 # -- what the areas need of streams --------------------------------------------------------------------------
 
 
-def direct_handle(stream: StreamLike, door: Door) -> Any | None:
-    """The driver's ``CUstream`` where calls may go straight to the driver of ``door``; None where they may not.
+def direct_handle(stream: StreamLike, session: Session) -> Any | None:
+    """The driver's ``CUstream`` where calls may go straight to the driver of ``session``; None where they may not.
 
     They may on an open stream of our own that is neither captured nor a default stream.
     """
-    return stream._handle if type(stream) is Stream and stream._direct is door else None
+    return stream._handle if type(stream) is Stream and stream._direct is session else None
 
 
 def raw_handle(stream: Stream) -> Any:
@@ -682,9 +682,9 @@ def stream_call(stream: Stream, name: str, *args: Any, hint: str = "") -> Any:
     return stream._call(name, *args, hint=hint)
 
 
-def direct_view(stream: StreamLike, door: Door) -> tuple[Any | None, bool]:
+def direct_view(stream: StreamLike, session: Session) -> tuple[Any | None, bool]:
     """What :func:`direct_handle` and :func:`sees_all_work` say, for fast paths."""
-    if type(stream) is Stream and stream._direct is door:
+    if type(stream) is Stream and stream._direct is session:
         return stream._handle, stream._sees_all
     return None, False
 
@@ -747,13 +747,13 @@ _made_here: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.Wea
 """The streams that were created here."""
 
 
-def events_of_all(door: Door) -> list[Event]:
+def events_of_all(session: Session) -> list[Event]:
     """Events after what each open stream of ours has queued, but for those that are being captured."""
     streams: list[Stream] = []
     # Another thread may create one meanwhile.
-    while not streams and _made_here(door):
+    while not streams and _made_here(session):
         with contextlib.suppress(RuntimeError):
-            streams = list(_made_here(door))
+            streams = list(_made_here(session))
     events = []
     for stream in streams:
         with contextlib.suppress(CaptureError), may_queue(stream) as may:
@@ -793,7 +793,7 @@ def _kept(stream: Stream) -> Iterator[None]:
     Nothing that is owed is attempted in the block, as that takes the locks of other streams.
     """
     shared = stream._kind is _DEFAULT
-    with later_of(stream._door).no_capture("work on a default stream") if shared else stream._in_use:
+    with deferred_queue(stream._session).no_capture("work on a default stream") if shared else stream._in_use:
         me = threading.get_ident()
         stream._paying.append(me)
         try:
@@ -809,11 +809,11 @@ def order_after_context(stream: Stream) -> None:
 
 def order_handle_after(handle: int, ours: Stream) -> None:
     """Let later work of a stream that other code names by its handle wait for all that ``ours`` has queued."""
-    door = ours._door
+    session = ours._session
     if handle in _DEFAULT_HANDLES or ours._handle is None:
         Stream.of_handle(ours.device, handle, ours).wait(ours)
         return
     event = ours.record()  # alive until the other stream waits: the driver's is used again after that
-    result = door.cuStreamWaitEvent(cuda.CUstream(handle), event._raw, 0)[0]
+    result = session.cuStreamWaitEvent(cuda.CUstream(handle), event._raw, 0)[0]
     if result:
         raise error_from(result, "cuStreamWaitEvent")

@@ -1,4 +1,4 @@
-"""The one door to the driver: which driver is used, and every implementation of it.
+"""The one session to the driver: which driver is used, and every implementation of it.
 
 A *driver* is an object with the functions of ``cuda.bindings.driver`` under the same names, arguments and return
 convention. :func:`real` is the machine's own, :func:`simulated` makes one over ordinary memory, and :func:`traced`,

@@ -2,7 +2,7 @@
 
 The names, the order of the arguments and the return convention are those of ``cuda.bindings.driver``: every function
 answers a tuple whose first item is a ``CUresult``, followed by what the function returns. Functions that only newer
-bindings have are not listed: the facade asks for those by name (:meth:`streamalloc.driver.door.Door.call`) and says
+bindings have are not listed: the facade asks for those by name (:meth:`streamalloc.core.session.Session.call`) and says
 which version is needed.
 """
 

@@ -29,17 +29,29 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
-from streamalloc.core.buffer import Buffer, GraphBuffer, PlainBuffer
-from streamalloc.core.cached import CachedBuffer
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door, PerDriver, door_behind
-from streamalloc.core.errors import ClosedError, CudaError
-from streamalloc.core.event import context_event
-from streamalloc.core.later import Deferred, later_of, work
-from streamalloc.core.memory import Memory
-from streamalloc.core.ownership import Closes, finaliser
-from streamalloc.core.properties import MemLocation, MemLocationType
-from streamalloc.core.stream import Stream, raw_handle
+from streamalloc.core.internal import (
+    Buffer,
+    CachedBuffer,
+    ClosedError,
+    Closes,
+    CudaError,
+    Deferred,
+    Device,
+    GraphBuffer,
+    MemLocation,
+    MemLocationType,
+    Memory,
+    PerDriver,
+    PlainBuffer,
+    Session,
+    Stream,
+    context_event,
+    deferred_queue,
+    finaliser,
+    raw_handle,
+    session_of,
+    work,
+)
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda
 from streamalloc.interop.captures import is_captured, library_captures
 from streamalloc.pool import MemoryPool
@@ -114,7 +126,7 @@ class Bridge(Closes, abc.ABC):
         """Have the library allocate from our memory. Idempotent."""
         if self._undo is None:
             # In the relaxed mode it breaks no capture of other code that may be under way on this thread.
-            with self.sources.door.relaxed(), contextlib.ExitStack() as undo:
+            with self.sources.session.relaxed(), contextlib.ExitStack() as undo:
                 self._install(undo)
                 self._undo = undo.pop_all()
             _started.add(self)
@@ -125,7 +137,7 @@ class Bridge(Closes, abc.ABC):
         undo, self._undo = self._undo, None
         _started.discard(self)
         if undo is not None:
-            with self.sources.door.relaxed():
+            with self.sources.session.relaxed():
                 undo.close()
 
     def close(self) -> None:
@@ -154,12 +166,12 @@ class Sources:
         A source is no allocator of device memory, or two are of one device or of different drivers.
     """
 
-    __slots__ = ("_capturing", "_last", "_streams", "by_device", "door", "exchange")
+    __slots__ = ("_capturing", "_last", "_streams", "by_device", "exchange", "session")
 
     def __init__(self, sources: Iterable[Source]) -> None:
         self.by_device: dict[int, Source] = {}
         """The sources by the ordinals of their devices."""
-        doors = set()
+        sessions = set()
         for source in sources:
             location = getattr(source, "location", None)
             if not isinstance(location, MemLocation) or not callable(getattr(source, "allocate", None)):
@@ -169,13 +181,13 @@ class Sources:
             if location.id in self.by_device:
                 raise ValueError(f"{source!r} and {self.by_device[location.id]!r} are both of device {location.id}")
             self.by_device[location.id] = source
-            doors.add(door_behind(cast("Any", source)))
-        if len(doors) != 1:
-            raise ValueError("name at least one source" if not doors else "the sources are of different drivers")
-        self.door: Door = doors.pop()
+            sessions.add(session_of(cast("Any", source)))
+        if len(sessions) != 1:
+            raise ValueError("name at least one source" if not sessions else "the sources are of different drivers")
+        self.session: Session = sessions.pop()
         """The driver's."""
-        self._capturing: Any = self.door.driver.cuStreamIsCapturing
-        self.exchange: Any = self.door.driver.cuThreadExchangeStreamCaptureMode
+        self._capturing: Any = self.session.driver.cuStreamIsCapturing
+        self.exchange: Any = self.session.driver.cuThreadExchangeStreamCaptureMode
         """The driver function that says which calls break a capture."""
         # One Stream for each that the library uses now; the last of each device stays, to be found at once.
         self._streams: weakref.WeakValueDictionary[tuple[int, int], Stream] = weakref.WeakValueDictionary()
@@ -189,7 +201,7 @@ class Sources:
 
     def device(self, ordinal: int) -> Device:
         """A device of the sources' driver."""
-        return Device(ordinal, driver=self.door.driver)
+        return Device(ordinal, driver=self.session.driver)
 
     def allocate(
         self, nbytes: int, ordinal: int, handle: int, owner: object = None, *, in_capture: bool = True
@@ -221,7 +233,7 @@ class Sources:
 
     def _allocate_aside(self, allocate: Callable[[int, Stream], Memory], nbytes: int, device: Device) -> Memory:
         """Memory on a stream of ours. It has nothing to do but wait for what the pool has it wait for."""
-        aside = _asides_of(self.door).stream(device)
+        aside = _asides_of(self.session).stream(device)
         memory = allocate(nbytes, aside)
         aside.synchronize()
         return memory
@@ -279,7 +291,7 @@ class _Held:
     @finaliser
     def __del__(self) -> None:
         sources = getattr(self, "_sources", None)
-        if sources is None or not sources.door.usable:
+        if sources is None or not sources.session.usable:
             return
         if self._thread is not None:
             give_back(self._buffer, self._thread)
@@ -311,21 +323,21 @@ def give_back(buffer: Buffer, thread: int | None = None) -> None:
     It makes driver calls that wait for nothing, and takes no lock. What was left to the next point of work instead
     would be missing to the library's next allocation. What fails is tried again later.
     """
-    door = door_behind(buffer)
-    if not door.usable or buffer.freed:
+    session = session_of(buffer)
+    if not session.usable or buffer.freed:
         return
     stream = buffer.stream
     if stream.is_default and stream.handle == _PER_THREAD and thread not in (None, threading.get_ident()):
         free_after_all(buffer)
         return
     if stream.is_default and is_captured(stream):
-        later_of(door).hand_in(FreeAfterAll(buffer))
+        deferred_queue(session).submit(FreeAfterAll(buffer))
         return
     try:
-        with door.relaxed():
+        with session.relaxed():
             buffer.free()
     except CudaError:
-        later_of(door).hand_in(FreeAfterAll(buffer))
+        deferred_queue(session).submit(FreeAfterAll(buffer))
 
 
 def free_after_all(buffer: Buffer) -> None:
@@ -333,13 +345,13 @@ def free_after_all(buffer: Buffer) -> None:
 
     The host waits for nothing: the free is queued at once, or at a later point of work where a capture is under way.
     """
-    door = door_behind(buffer)
-    if not door.usable:
+    session = session_of(buffer)
+    if not session.usable:
         return
-    later, item = later_of(door), FreeAfterAll(buffer)
+    later, item = deferred_queue(session), FreeAfterAll(buffer)
     with later.unless_busy() as free:
         if not free:
-            later.hand_in(item)
+            later.submit(item)
             return
         with contextlib.suppress(CudaError):  # it was handed in
             later.end(item)
@@ -360,7 +372,7 @@ class FreeAfterAll(Deferred):
             own = buffer.stream
             if is_captured(own) or library_captures(own):
                 return False
-            stream = _asides_of(door_behind(buffer)).stream(own.device)
+            stream = _asides_of(session_of(buffer)).stream(own.device)
             with context_event(own.device) as event:
                 stream.wait(event)
             buffer.free(stream)
@@ -372,7 +384,7 @@ class _Asides:
 
     __slots__ = ("_streams",)
 
-    def __init__(self, _: Door) -> None:
+    def __init__(self, _: Session) -> None:
         self._streams: dict[int, Stream] = {}
 
     def stream(self, device: Device) -> Stream:
@@ -412,11 +424,11 @@ class Ledger:
         if not isinstance(memory, Buffer):
             # Virtual memory is unmapped once the work that its devices have now is done.
             del held, memory
-            work(self.sources.door)
+            work(self.sources.session)
         elif handle is None or (handle or _LEGACY) == memory.stream.handle:
             give_back(memory, thread)
-        elif self.sources.door.usable:
+        elif self.sources.session.usable:
             try:
                 memory.free(self.sources.stream(ordinal, handle))
             except CudaError:
-                later_of(self.sources.door).hand_in(FreeAfterAll(memory))
+                deferred_queue(self.sources.session).submit(FreeAfterAll(memory))

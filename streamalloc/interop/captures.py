@@ -11,8 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from streamalloc.core.errors import CaptureError, CudaError
-from streamalloc.core.stream import Stream
+from streamalloc.core.internal import CaptureError, CudaError, Stream
 
 __all__ = ["is_captured", "library_captures"]
 

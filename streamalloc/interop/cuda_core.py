@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from streamalloc.core.errors import OutOfMemoryError
-from streamalloc.core.memory import Memory
-from streamalloc.core.stream import StreamLike
+from streamalloc.core.internal import Memory, OutOfMemoryError, StreamLike
 from streamalloc.interop.bridge import Bridge, Ledger, Source, Sources, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow
 from streamalloc.pool import MemoryPool

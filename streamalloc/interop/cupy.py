@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from streamalloc.core.errors import OutOfMemoryError
-from streamalloc.core.memory import Memory
-from streamalloc.core.stream import StreamLike
+from streamalloc.core.internal import Memory, OutOfMemoryError, StreamLike
 from streamalloc.interop.bridge import Bridge, Source, Sources, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
 
@@ -77,7 +75,7 @@ class CuPyHandles(Bridge):
 
 def _in_relaxed_mode(sources: Sources, malloc: Callable[[int], Any]) -> Callable[[int], Any]:
     """CuPy's allocation, whose questions to the pool break no capture that other code has begun."""
-    relaxed = sources.door.relaxed
+    relaxed = sources.session.relaxed
 
     def allocate(nbytes: int) -> Any:
         with relaxed():

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from streamalloc.core.memory import Memory
-from streamalloc.core.stream import StreamLike
+from streamalloc.core.internal import Memory, StreamLike
 from streamalloc.interop.bridge import library
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
 

@@ -15,22 +15,31 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.door import Door, door_behind
-from streamalloc.core.errors import ClosedError, InvalidContextError, InvalidHandleError, size_text
-from streamalloc.core.event import Event, context_event
-from streamalloc.core.later import Deferred, later_of, work
-from streamalloc.core.memory import Memory, TypedView
-from streamalloc.core.ownership import Closes, finaliser
-from streamalloc.core.properties import MemLocation
-from streamalloc.core.stream import (
+from streamalloc.core.internal import (
+    ClosedError,
+    Closes,
+    Deferred,
+    Event,
+    InvalidContextError,
+    InvalidHandleError,
+    MemLocation,
+    Memory,
+    Session,
     Stream,
     StreamLike,
+    TypedView,
     as_stream,
+    context_event,
+    deferred_queue,
+    finaliser,
     may_queue,
     ordered_after,
     queue_behind,
     record_uncaptured,
+    session_of,
     settle,
+    size_text,
+    work,
 )
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
@@ -64,12 +73,12 @@ class Lent(TypedView[Any]):
         if user is not None:
             # A default stream is that of the device of the memory.
             with self.stream.device.current():
-                ordered = as_stream(user, self._door)
+                ordered = as_stream(user, self._session)
             ordered.wait(self.stream)
             self._user = ordered
             # What the library's kernels do no driver sees; that they begin here, one that checks can know.
             self.used(ordered, write=False)
-        work(self._door)
+        work(self._session)
 
     @property
     def address(self) -> int:
@@ -96,8 +105,8 @@ class Lent(TypedView[Any]):
         memory = getattr(self, "_parent", None)
         if memory is None or not hasattr(self, "_user"):
             return
-        door = self._door
-        if door.usable:
+        session = self._session
+        if session.usable:
             item = _LoanEnd(memory, self._user)
             queue_behind(memory.stream, item)
             # Its memory is then freed when it is dropped, and there for who knows nothing of the package.
@@ -250,8 +259,8 @@ class Borrowed(Memory, Closes):
         keep, array = self._keep, self._array
         self._keep = self._array = None
         if keep is not None:
-            later_of(self._door).end(_Return(self._stream, self._lender, (keep, array), threading.get_ident()))
-            work(self._door)
+            deferred_queue(self._session).end(_Return(self._stream, self._lender, (keep, array), threading.get_ident()))
+            work(self._session)
 
     def _check_usable(self) -> None:
         if self._keep is None:
@@ -260,11 +269,11 @@ class Borrowed(Memory, Closes):
     @finaliser
     def __del__(self) -> None:
         keep = getattr(self, "_keep", None)
-        if keep is None or not self._door.usable:
+        if keep is None or not self._session.usable:
             return
         item = _Return(self._stream, self._lender, (keep, self._array), threading.get_ident())
         if self._lender is None:
-            later_of(self._door).hand_in(item)
+            deferred_queue(self._session).submit(item)
         else:
             queue_behind(self._stream, item)
             settle(self._stream, item, self._lender)
@@ -332,13 +341,13 @@ def borrow(
         It is no array in device memory, or not contiguous.
     """
     if isinstance(stream, Stream):
-        door = door_behind(stream)
+        session = session_of(stream)
     else:
-        door = Door.of(driver if driver is not None else default_driver())
-    work(door)
-    ordered = as_stream(stream, door)
+        session = Session.of(driver if driver is not None else default_driver())
+    work(session)
+    ordered = as_stream(stream, session)
     with ordered.device.current():
-        return Borrowed(array, ordered, None if lender is None else as_stream(lender, door))
+        return Borrowed(array, ordered, None if lender is None else as_stream(lender, session))
 
 
 def _taken(array: Any, stream: Stream, lender: Stream | None) -> tuple[int, np.dtype[Any], tuple[int, ...], Any, int]:

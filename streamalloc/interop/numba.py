@@ -13,12 +13,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from streamalloc.core.buffer import Buffer
-from streamalloc.core.device import Device
-from streamalloc.core.errors import OutOfMemoryError
-from streamalloc.core.later import work
-from streamalloc.core.memory import Memory
-from streamalloc.core.stream import Stream, StreamLike
+from streamalloc.core.internal import Buffer, Device, Memory, OutOfMemoryError, Stream, StreamLike, work
 from streamalloc.driver.internal import cuda as bindings
 from streamalloc.interop.bridge import Bridge, Source, Sources, free_after_all, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
@@ -97,7 +92,7 @@ def manager_class(sources_of: Callable[[Any], Sources]) -> Any:
             """Device memory on the legacy default stream."""
             ordinal = int(self.context.device.id)
             sources = sources_of(self.context)
-            work(sources.door)
+            work(sources.session)
             try:
                 memory = sources.allocate(size, ordinal, 0)
             except OutOfMemoryError as error:

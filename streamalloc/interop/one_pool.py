@@ -8,8 +8,7 @@ import gc
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from streamalloc.core.device import Device
-from streamalloc.core.errors import size_text
+from streamalloc.core.internal import Device, size_text
 from streamalloc.interop import cupy, numba, rmm, torch
 from streamalloc.interop.bridge import Bridge, library
 from streamalloc.pool import MemoryPool

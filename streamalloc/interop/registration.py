@@ -6,12 +6,7 @@ import resource
 from dataclasses import dataclass, fields
 from typing import Any
 
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door, door_behind
-from streamalloc.core.errors import CudaError
-from streamalloc.core.fd import Fd
-from streamalloc.core.memory import CopySide, Memory
-from streamalloc.core.properties import MemHandleType
+from streamalloc.core.internal import CopySide, CudaError, Device, Fd, MemHandleType, Memory, Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda
@@ -107,11 +102,11 @@ def registration(memory: Any, *, driver: Driver | None = None) -> Registration:
     TypeError, ValueError
         It is no memory, is empty, or unknown to the driver.
     """
-    door = door_behind(memory) if isinstance(memory, Memory) else Door.of(driver or default_driver())
-    span = CopySide.readable(memory, door)
+    session = session_of(memory) if isinstance(memory, Memory) else Session.of(driver or default_driver())
+    span = CopySide.readable(memory, session)
     if not span.nbytes:
         raise ValueError(f"{memory!r} is empty: there is nothing to register")
-    said = _asked(door, span.address, span.nbytes)
+    said = _asked(session, span.address, span.nbytes)
     return Registration(
         ipc=_ipc(said),
         dma_buf=said.dma_buf,
@@ -127,11 +122,11 @@ def registration(memory: Any, *, driver: Driver | None = None) -> Registration:
     )
 
 
-def _asked(door: Door, address: int, nbytes: int) -> _Said:
-    known = pointer_attributes(address, driver=door.driver)
+def _asked(session: Session, address: int, nbytes: int) -> _Said:
+    known = pointer_attributes(address, driver=session.driver)
     if known.kind is MemoryKind.UNKNOWN:
         raise ValueError(f"the driver does not know the address {address:#x}")
-    device = known.device or Device(0, driver=door.driver)
+    device = known.device or Device(0, driver=session.driver)
     mapped = known.kind is MemoryKind.DEVICE and known.pool is None and not known.legacy_ipc
     types, rdma, count = known.handle_types, known.gpu_direct_rdma, 1
     with device.current():
@@ -139,20 +134,20 @@ def _asked(door: Door, address: int, nbytes: int) -> _Said:
             # One answer for each mapping: what asks only once takes the first for the whole.
             count, at = 0, address
             while at < address + nbytes:
-                base, size = (int(value) for value in door.call("cuMemGetAddressRange", at))
-                one = pointer_attributes(at, driver=door.driver)
+                base, size = (int(value) for value in session.call("cuMemGetAddressRange", at))
+                one = pointer_attributes(at, driver=session.driver)
                 types, rdma, count, at = types & one.handle_types, rdma and one.gpu_direct_rdma, count + 1, base + size
-        dma_buf = _dma_buf(door, address, nbytes)
+        dma_buf = _dma_buf(session, address, nbytes)
     return _Said(known.kind, known.pool is not None, mapped, count, types, known.legacy_ipc, rdma, dma_buf)
 
 
-def _dma_buf(door: Door, address: int, nbytes: int) -> Answer:
+def _dma_buf(session: Session, address: int, nbytes: int) -> Answer:
     """Whether the driver makes a DMA-BUF of the pages that memory lies in."""
     start = address // _PAGE * _PAGE
     size = -(-(address + nbytes - start) // _PAGE) * _PAGE
     kind = cuda.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
     try:
-        Fd.made_by(door, "cuMemGetHandleForAddressRange", start, size, kind, 0).close()
+        Fd.made_by(session, "cuMemGetHandleForAddressRange", start, size, kind, 0).close()
     except (CudaError, NotImplementedError) as error:
         return Answer(False, "", str(error))
     whole = start == address and size == nbytes

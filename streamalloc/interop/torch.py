@@ -15,9 +15,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-from streamalloc.core.errors import OutOfMemoryError
-from streamalloc.core.memory import Memory
-from streamalloc.core.stream import StreamLike
+from streamalloc.core.internal import Memory, OutOfMemoryError, StreamLike
 from streamalloc.interop.bridge import Bridge, Ledger, Source, Sources, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
 from streamalloc.interop.rmm import RMMBridge
@@ -208,7 +206,7 @@ class Callbacks:
         address = 0
         try:
             # PyTorch asks for segments in the middle of captures, too, and wants memory that is no graph's.
-            with self.ledger.sources.door.relaxed():
+            with self.ledger.sources.session.relaxed():
                 address = self.ledger.allocate(nbytes, ordinal, stream or 0, in_capture=False)
             return address
         except OutOfMemoryError as error:

@@ -1,6 +1,6 @@
 """The same memory in several processes, with lifetimes that hold when processes die."""
 
-from streamalloc.core.fd import Fd
+from streamalloc.core.internal import Fd
 from streamalloc.ipc.ring.ring import Ring, RingConsumer, RingItem, RingProducer, RingSlot, RingStatistics
 from streamalloc.ipc.sharing.descriptor import Chunk, Descriptor, Flags, Mechanism
 from streamalloc.ipc.sharing.exports import Shared, serve

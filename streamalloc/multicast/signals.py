@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.event import Event
-from streamalloc.core.stream import Stream, refuse_capture, stream_call
+from streamalloc.core.internal import Event, Stream, refuse_capture, stream_call
 from streamalloc.driver.internal import cuda
 from streamalloc.multicast.setup.plan import CHANNELS, Layout
 

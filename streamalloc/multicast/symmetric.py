@@ -14,15 +14,30 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self
 
-from streamalloc.core.device import Device
-from streamalloc.core.door import door_behind
-from streamalloc.core.errors import ClosedError, CudaError, EvictedError, attach, size_text, undoing
-from streamalloc.core.html import Row, Shown, mib, place, table
-from streamalloc.core.later import Deferred, later_of
-from streamalloc.core.memory import BufferView, CopySide
-from streamalloc.core.ownership import Closes
-from streamalloc.core.properties import MemHandleType
-from streamalloc.core.stream import Stream, StreamLike, as_stream
+from streamalloc.core.internal import (
+    BufferView,
+    ClosedError,
+    Closes,
+    CopySide,
+    CudaError,
+    Deferred,
+    Device,
+    EvictedError,
+    MemHandleType,
+    Row,
+    Shown,
+    Stream,
+    StreamLike,
+    as_stream,
+    attach,
+    deferred_queue,
+    mib,
+    place,
+    session_of,
+    size_text,
+    table,
+    undoing,
+)
 from streamalloc.driver import Driver
 from streamalloc.ipc import Communicator, CommunicatorLike, as_communicator
 from streamalloc.ipc.internal import end_of, left
@@ -208,8 +223,8 @@ class SymmetricMemory(Closes, Shown):
         with undoing(self._close_communicator), undoing(functools.partial(self._group.settle, deadline)):
             plan, chosen = agree(self._group, arguments, given, driver, deadline)
             self._layout: Layout = plan.layout
-            self._resources = resources = RankResources(door_behind(chosen[self.rank]), chosen, self.size)
-            with undoing(functools.partial(later_of(resources.door).end, resources)):
+            self._resources = resources = RankResources(session_of(chosen[self.rank]), chosen, self.size)
+            with undoing(functools.partial(deferred_queue(resources.session).end, resources)):
                 self._bases = set_up(self._group, resources, plan, deadline)
             self._plan: Plan = plan._replace(physical_bytes={resources.kind: resources.physical_bytes})
             self._signals = Signals(plan.layout, self._bases)
@@ -281,7 +296,7 @@ class SymmetricMemory(Closes, Shown):
     @property
     def driver(self) -> Driver:
         """The driver of the devices."""
-        return self._resources.door.driver
+        return self._resources.session.driver
 
     @property
     def communicator(self) -> Communicator | None:
@@ -454,7 +469,7 @@ class SymmetricMemory(Closes, Shown):
         self._signals.wait(self._rank_of(ordered, rank), peer, ordered, channel)
 
     def _team_stream(self, stream: StreamLike) -> Stream:
-        ordered = as_stream(stream, self._resources.door)
+        ordered = as_stream(stream, self._resources.session)
         if ordered.device not in self._resources.devices.values():
             raise ValueError(f"{ordered!r} has no access: the devices of this process's ranks are {list(self.devices)}")
         return ordered
@@ -497,7 +512,7 @@ class SymmetricMemory(Closes, Shown):
         """
         if self.closed:
             return
-        check_no_capture(self._resources.door)
+        check_no_capture(self._resources.session)
         deadline = self._deadline(timeout)
         failures: list[CudaError] = []
         if not self._leaving:
@@ -535,7 +550,7 @@ class SymmetricMemory(Closes, Shown):
         """
         if self.closed:
             return
-        check_no_capture(self._resources.door)
+        check_no_capture(self._resources.session)
         failures: list[CudaError] = []
         _satisfy_and_finish(self._resources, self._signals, end_of(timeout), failures)
         self._release()
@@ -606,7 +621,7 @@ class SymmetricMemory(Closes, Shown):
             self._resources.release_memory()
             return
         self._check_open()
-        check_no_capture(self._resources.door)
+        check_no_capture(self._resources.session)
         deadline = self._deadline(timeout)
         saved: dict[int, _SavedContents] = {}
 
@@ -643,7 +658,7 @@ class SymmetricMemory(Closes, Shown):
         asleep = self._asleep
         if asleep is None:
             raise EvictedError(f"{self!r} is not asleep")
-        check_no_capture(self._resources.door)
+        check_no_capture(self._resources.session)
         resources, layout = self._resources, self._layout
         deadline = self._deadline(timeout)
 
@@ -751,7 +766,7 @@ def _satisfy_and_finish(
         counters = signals.released(rank)
         at = signals.layout.counters
         # A new stream, because the default stream waits for the blocked ones.
-        with resources.door.relaxed(), device.create_stream() as stream:
+        with resources.session.relaxed(), device.create_stream() as stream:
             resources.replicas[rank][at : at + counters.nbytes].copy_from(counters, stream)
             stream.synchronize()
 
@@ -784,14 +799,14 @@ class _DroppedMemory(Deferred):
 
     def _wait(self) -> None:
         # After an error, such as a capture by other code, the next attempt() starts another thread.
-        with contextlib.suppress(Exception), self.resources.door.relaxed():
+        with contextlib.suppress(Exception), self.resources.session.relaxed():
             _satisfy_and_finish(self.resources, self._signals, None, [])
             self._idle = True
 
 
 def _drop(dropped: _DroppedMemory, description: str) -> None:
     """Queue dropped memory for release; called by the finaliser."""
-    door = dropped.resources.door
-    if dropped.resources.made and door.usable:
-        later_of(door).hand_in(dropped)
+    session = dropped.resources.session
+    if dropped.resources.made and session.usable:
+        deferred_queue(session).submit(dropped)
         warnings.warn(f"{description} was dropped without close()", ResourceWarning, stacklevel=2)

@@ -17,14 +17,18 @@ from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
 
-from streamalloc.core.buffer import Allocator
-from streamalloc.core.cached import mend
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door
-from streamalloc.core.errors import OutOfMemoryError, refused, size_text
-from streamalloc.core.later import work
-from streamalloc.core.properties import MemLocation
-from streamalloc.core.watching import watching_of
+from streamalloc.core.internal import (
+    Allocator,
+    Device,
+    MemLocation,
+    OutOfMemoryError,
+    Session,
+    mend,
+    refused,
+    size_text,
+    watching_of,
+    work,
+)
 from streamalloc.multicast import SymmetricMemory
 from streamalloc.observing.profiler import Profiler
 from streamalloc.observing.records import Allocation, Happening, Phase, Source, sites
@@ -48,7 +52,7 @@ class Account:
 
     def __init__(
         self,
-        doors: dict[Door, None],
+        sessions: dict[Session, None],
         targets: Iterable[object],
         limit: int,
         depth: int,
@@ -75,7 +79,7 @@ class Account:
         self._depth = depth
         self._on_allocate = on_allocate
         self._on_free = on_free
-        self._doors = doors
+        self._sessions = sessions
         self._allocators = [target for target in targets if isinstance(target, Allocator)]
         self._allocators += [target.pool for target in targets if isinstance(target, CachingAllocator)]
         self._devices = [target for target in targets if isinstance(target, Device)]
@@ -98,17 +102,17 @@ class Account:
             for address, nbytes, source in self._before:
                 self._note(_ALLOCATED, self._allocation(address, nbytes, 0, source, ()), 0)
             self._before = []
-            for door in self._doors:
-                watching_of(door).add(self)
-                watch_mappings(door, self)
+            for session in self._sessions:
+                watching_of(session).add(self)
+                watch_mappings(session, self)
 
     def stop(self) -> None:
         """Be told no more. Idempotent."""
         if self.started:
             with contextlib.ExitStack() as undo:
-                for door in self._doors:
-                    undo.callback(unwatch_mappings, door, self)
-                    undo.callback(watching_of(door).remove, self)
+                for session in self._sessions:
+                    undo.callback(unwatch_mappings, session, self)
+                    undo.callback(watching_of(session).remove, self)
                 self.settle()
             self.started = False
 
@@ -239,10 +243,10 @@ class Account:
     def settle(self) -> None:
         """Enter all that was noted, for who reads; frees that were left for later are made if they can."""
         me = threading.get_ident()
-        for door in self._doors if self.started and self._keeper != me else ():
-            if door.usable:
-                work(door)
-                for allocator in watching_of(door).allocators():
+        for session in self._sessions if self.started and self._keeper != me else ():
+            if session.usable:
+                work(session)
+                for allocator in watching_of(session).allocators():
                     if isinstance(allocator, CachingAllocator) and self.wants(allocator):
                         mend(allocator)
         # Not where a signal handler reads in the middle of it.

@@ -12,11 +12,18 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from streamalloc.core.door import door_behind, doors
-from streamalloc.core.errors import ClosedError, CudaError
-from streamalloc.core.html import gauge, mib, place, table
-from streamalloc.core.later import later_of
-from streamalloc.core.ownership import Closes
+from streamalloc.core.internal import (
+    ClosedError,
+    Closes,
+    CudaError,
+    deferred_queue,
+    gauge,
+    mib,
+    place,
+    session_of,
+    sessions,
+    table,
+)
 from streamalloc.driver import ForkedProcessError
 from streamalloc.pool import MemoryPool, PoolStatistics
 from streamalloc.pool.internal import known_pools, reading
@@ -40,12 +47,12 @@ def _name(pool: MemoryPool) -> str:
 
 def _figures(pool: MemoryPool) -> PoolFigures | None:
     """The figures of a pool; None where it has none now: it was closed, or a capture is under way."""
-    door = door_behind(pool)
-    if not door.usable or later_of(door).paused:
+    session = session_of(pool)
+    if not session.usable or deferred_queue(session).paused:
         return None
     try:
         read = pool.attributes
-        with door.relaxed(), reading(pool):
+        with session.relaxed(), reading(pool):
             now = PoolStatistics(
                 read.reserved_mem_current, read.reserved_mem_high, read.used_mem_current, read.used_mem_high
             )
@@ -136,7 +143,7 @@ class LiveView(Closes):
 
     def figures(self) -> list[PoolFigures]:
         """What the pools hold now; those that were closed are left out."""
-        pools = self._pools or [pool for door in doors() for pool in known_pools(door)]
+        pools = self._pools or [pool for session in sessions() for pool in known_pools(session)]
         return [found for found in map(_figures, pools) if found is not None]
 
     @property

@@ -8,13 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from streamalloc.core.buffer import Allocator
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door, door_behind
-from streamalloc.core.errors import ClosedError, size_text
-from streamalloc.core.html import Drawn
-from streamalloc.core.ownership import Leaves
-from streamalloc.core.properties import checked_size
+from streamalloc.core.internal import (
+    Allocator,
+    ClosedError,
+    Device,
+    Drawn,
+    Leaves,
+    Session,
+    checked_size,
+    session_of,
+    size_text,
+)
 from streamalloc.driver import default as default_driver
 from streamalloc.multicast import SymmetricMemory
 from streamalloc.observing import export
@@ -230,10 +234,10 @@ def observe(
             raise TypeError(f"what: {one!r} is no device, pool, cache, virtual or symmetric memory, or address range")
         if getattr(one, "closed", False):
             raise ClosedError(f"{one!r} was closed")
-    doors = [Door.of(one.driver) if isinstance(one, SymmetricMemory) else door_behind(one) for one in what]
+    sessions = [Session.of(one.driver) if isinstance(one, SymmetricMemory) else session_of(one) for one in what]
     if not what:
-        doors = [Door.of(default_driver() if driver is None else driver)]
+        sessions = [Session.of(default_driver() if driver is None else driver)]
     elif driver is not None:
         raise ValueError("driver: what is observed has a driver already")
     profiler = Profiler() if nvtx else None
-    return Observer(Account(dict.fromkeys(doors), what, limit, depth, history, on_allocate, on_free, profiler))
+    return Observer(Account(dict.fromkeys(sessions), what, limit, depth, history, on_allocate, on_free, profiler))

@@ -8,8 +8,7 @@ import time
 from types import CodeType
 from typing import Literal, NamedTuple
 
-from streamalloc.core.errors import size_text
-from streamalloc.core.properties import MemLocation
+from streamalloc.core.internal import MemLocation, size_text
 from streamalloc.driver.internal import here, line_of
 
 __all__ = ["Action", "Allocation", "Happening", "Kind", "Phase", "Site", "Source", "sites"]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from html import escape
 from typing import NamedTuple
 
-from streamalloc.core.errors import size_text
+from streamalloc.core.internal import size_text
 from streamalloc.observing.records import Allocation, Site
 
 __all__ = ["LeakError", "LeakReport", "Place", "places"]

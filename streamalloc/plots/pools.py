@@ -17,10 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from streamalloc.core.buffer import Buffer
-from streamalloc.core.event import Event
-from streamalloc.core.html import place
-from streamalloc.core.stream import Stream
+from streamalloc.core.internal import Buffer, Event, Stream, place
 from streamalloc.plots.style import (
     ADDRESSES,
     GREY,

@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from streamalloc.core.html import color_of, place
-from streamalloc.core.properties import MemAccess, MemLocation
+from streamalloc.core.internal import MemAccess, MemLocation, color_of, place
 from streamalloc.plots.style import GREY, INK, MiB, bare, drawing
 from streamalloc.vmm import AddressRange, PhysicalMemory, VirtualBuffer
 

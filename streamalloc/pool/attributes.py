@@ -8,14 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, overload
 
-from streamalloc.core.errors import InvalidValueError, NotSupportedError, unsupported
-from streamalloc.core.properties import MemAllocationType, MemHandleType, MemLocationType, checked_size
+from streamalloc.core.internal import (
+    InvalidValueError,
+    MemAllocationType,
+    MemHandleType,
+    MemLocationType,
+    NotSupportedError,
+    checked_size,
+    unsupported,
+)
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda, enum_member, version_that_added
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from streamalloc.core.door import Door
+    from streamalloc.core.internal import Session
 
 __all__ = ["ATTRIBUTES", "PoolAttributes", "PoolStatistics"]
 
@@ -90,7 +97,7 @@ class Size(Attribute[int]):
 
 class _Pool(Protocol):
     @property
-    def _door(self) -> Door: ...
+    def _session(self) -> Session: ...
 
     def _call(self, name: str, *args: Any) -> Any: ...
 
@@ -179,7 +186,7 @@ class PoolAttributes:
         except InvalidValueError as error:
             if attribute.since == "11.2":
                 raise
-            version = self._pool._door.call("cuDriverGetVersion")
+            version = self._pool._session.call("cuDriverGetVersion")
             raise unsupported(
                 attribute.driver_name,
                 f"a driver for CUDA {attribute.since}",

@@ -19,35 +19,44 @@ from itertools import chain, repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from streamalloc.core.buffer import Buffer
-from streamalloc.core.cached import (
+from streamalloc.core.internal import (
     Block,
     Blocks,
+    Buffer,
     CachedAllocator,
     CachedBuffer,
+    CaptureError,
+    ClosedError,
+    Closes,
+    Deferred,
+    DeferredQueue,
+    Device,
+    Event,
+    MemLocation,
+    OutOfMemoryError,
+    Row,
+    Session,
     Shelf,
-    end_with_stream,
-    forbid_lists,
-    give_lists,
-    lane_on,
-    leave_stream,
-)
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door, door_behind
-from streamalloc.core.errors import CaptureError, ClosedError, OutOfMemoryError, refused, size_text
-from streamalloc.core.event import Event
-from streamalloc.core.html import Row, Shown, gauge, mib
-from streamalloc.core.later import Deferred, Later, later_of
-from streamalloc.core.ownership import Closes
-from streamalloc.core.properties import MemLocation, checked_size
-from streamalloc.core.stream import (
+    Shown,
     Stream,
     StreamLike,
     as_stream,
+    checked_size,
+    deferred_queue,
     direct_handle,
     end_of,
+    end_with_stream,
+    forbid_lists,
+    gauge,
+    give_lists,
+    lane_on,
+    leave_stream,
+    mib,
     ordered_after,
     ordered_after_end,
+    refused,
+    session_of,
+    size_text,
 )
 from streamalloc.pool.ending import pools_of
 from streamalloc.pool.pool import MemoryPool
@@ -122,18 +131,28 @@ class _Shelf:
     def returned(self) -> None:
         """A block was put back on the slow path: where nobody takes it any more, it is given back."""
         if self.lane.ended:
-            later_of(self.lane.door).hand_in(self.lane)
+            deferred_queue(self.lane.session).submit(self.lane)
 
 
 class _Lane(Deferred):
     """The shelves of one stream. It ends when the stream is closed or dropped, or the cache is closed."""
 
     __slots__ = (
-        "__weakref__", "_blocks", "_last", "device", "door", "ended", "lists", "most", "shelf_of", "shelves", "stream",
+        "__weakref__",
+        "_blocks",
+        "_last",
+        "device",
+        "ended",
+        "lists",
+        "most",
+        "session",
+        "shelf_of",
+        "shelves",
+        "stream",
     )  # fmt: skip
 
     def __init__(self, cache: _Cache, stream: Stream) -> None:
-        self.door: Door = door_behind(stream)
+        self.session: Session = session_of(stream)
         self.device: Device = stream.device
         self.stream: weakref.ref[Stream] = weakref.ref(stream)
         self._last = end_of(stream)
@@ -147,7 +166,7 @@ class _Lane(Deferred):
         self.most = 0
         """The most bytes that were seen in use at once."""
         self._blocks = cache.blocks
-        self.door.shut_with_me(self)
+        self.session.shut_with_me(self)
 
     def shelf(self, nbytes: int) -> _Shelf:
         """The shelf for a size."""
@@ -191,7 +210,7 @@ class _Lane(Deferred):
         self.lists.clear()
         self._blocks.mend()
         stream = self.stream()
-        if stream is not None and not stream.closed and direct_handle(stream, self.door) is None:
+        if stream is not None and not stream.closed and direct_handle(stream, self.session) is None:
             return False  # It is being captured.
         free = [shelf for shelf in list(self.shelves.values()) if shelf.blocks]
         if free:
@@ -208,7 +227,7 @@ class _Lane(Deferred):
     def usable(self) -> bool:
         """Whether its stream is there, and is not being captured."""
         stream = self.stream()
-        return stream is not None and direct_handle(stream, self.door) is not None
+        return stream is not None and direct_handle(stream, self.session) is not None
 
     @contextlib.contextmanager
     def ordered(self) -> Iterator[Stream]:
@@ -237,13 +256,23 @@ class _Cache(Deferred):
     """What there is of a cache apart from the object that users have, and its end when that is closed or dropped."""
 
     __slots__ = (
-        "_later", "_most", "_times", "allowed", "blocks", "closed", "door", "lane_of", "lanes", "misses", "pool",
+        "_deferred",
+        "_most",
+        "_times",
+        "allowed",
+        "blocks",
+        "closed",
+        "lane_of",
+        "lanes",
+        "misses",
+        "pool",
+        "session",
     )  # fmt: skip
 
     def __init__(self, pool: MemoryPool) -> None:
         self.pool = pool
-        self.door: Door = door_behind(pool)
-        self._later: Later = later_of(self.door)
+        self.session: Session = session_of(pool)
+        self._deferred: DeferredQueue = deferred_queue(self.session)
         """It tells whether a capture is under way, which frees on other streams might break."""
         self.blocks = Blocks(pool)
         self.closed = False
@@ -265,7 +294,7 @@ class _Cache(Deferred):
         self.blocks.find()
         for lane in list(self.lanes):
             # Where it has ended, there may be blocks that were dropped since.
-            later_of(self.door).end(lane)
+            deferred_queue(self.session).end(lane)
         return not len(self.blocks)
 
     def known(self, stream: Stream) -> _Lane | None:
@@ -299,7 +328,7 @@ class _Cache(Deferred):
         That is halfway between what was in use at most at once, and what it would be if each stream kept its most for
         itself; in steps of the pool's, and more where room was made often.
         """
-        if self._later.paused:
+        if self._deferred.paused:
             return
         asked = shelf.nbytes
         if asked >= _LARGE:
@@ -399,7 +428,7 @@ class _Cache(Deferred):
             by_lane.setdefault(block.shelf.lane, []).append(block)  # type: ignore[attr-defined]
         events = []
         try:
-            with self.door.relaxed():
+            with self.session.relaxed():
                 for lane, some in by_lane.items():
                     with contextlib.suppress(CaptureError), lane.ordered() as ordered:
                         self.blocks.give_back(some, ordered)
@@ -426,10 +455,10 @@ class _Cache(Deferred):
         """
         self.blocks.mend()
         self.blocks.find()
-        if self._later.paused:
+        if self._deferred.paused:
             return False
         frees = self.give_back()
-        with self.door.relaxed():
+        with self.session.relaxed():
             for event in frees:
                 _synchronize_if_passed(event)
         return bool(frees)
@@ -511,12 +540,12 @@ class CachingAllocator(CachedAllocator, Closes, Shown):
         self._limit = checked_size("limit", limit)
         if pool.closed:
             raise ClosedError(f"{pool!r} was closed")
-        door = door_behind(pool)
+        session = session_of(pool)
         self._cache = cache = _Cache(pool)
         self.location: MemLocation = pool.location
-        self._over(cache.blocks, door)
-        later_of(door).end_with(self, cache)
-        pools_of(door).caches.add(self)
+        self._over(cache.blocks, session)
+        deferred_queue(session).end_with(self, cache)
+        pools_of(session).caches.add(self)
 
     @property
     def pool(self) -> MemoryPool:
@@ -564,7 +593,7 @@ class CachingAllocator(CachedAllocator, Closes, Shown):
         if self._cache.closed:
             return
         self._cache.closed = True
-        later_of(self._door).end(self._cache)
+        deferred_queue(self._session).end(self._cache)
 
     # -- the slow path ---------------------------------------------------------------------------------------
 
@@ -579,7 +608,7 @@ class CachingAllocator(CachedAllocator, Closes, Shown):
             if cache.closed:
                 self._check_open()
             # A driver that checks uses would not see which of them belong to which allocation.
-            if direct_handle(stream, cache.door) is None or cache.door.used is not None:
+            if direct_handle(stream, cache.session) is None or cache.session.used is not None:
                 return self._go_past(nbytes, stream)
             nbytes = checked_size("nbytes", nbytes)
             if not 0 < nbytes <= self.largest:
@@ -606,8 +635,8 @@ class CachingAllocator(CachedAllocator, Closes, Shown):
         """A buffer that is the pool's own. Where memory runs out, what is cached is given back first."""
         cache = self._cache
         if self._limit:
-            ordered = as_stream(stream, cache.door)
-            if direct_handle(ordered, cache.door) is not None or not ordered.capturing:
+            ordered = as_stream(stream, cache.session)
+            if direct_handle(ordered, cache.session) is not None or not ordered.capturing:
                 self._keep_limit(checked_size("nbytes", nbytes))
         try:
             return cache.pool.allocate(nbytes, stream)
@@ -630,7 +659,7 @@ class CachingAllocator(CachedAllocator, Closes, Shown):
 
     def _shelf_for(self, block: Block, stream: Stream) -> Shelf | None:
         cache = self._cache
-        if cache.closed or direct_handle(stream, self._door) is None:
+        if cache.closed or direct_handle(stream, self._session) is None:
             return None
         lane = cache.known(stream)
         return None if lane is None else lane.shelves.get(block.shelf.nbytes)

@@ -5,7 +5,7 @@ to crash in later calls of a process that did so. A pool is therefore destroyed 
 free has run: the driver then releases all its memory at a trim, once the host has synchronised with the frees. With
 those on streams of ours it does so here; it waits for nothing. An event for all streams of a context is not recorded,
 as that breaks captures that other code has begun. A pool that is closed before waits in the queue of
-:mod:`streamalloc.core.later`.
+:mod:`streamalloc.core.deferred`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,23 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from streamalloc.core.door import Door, PerDriver
-from streamalloc.core.errors import CudaError, InvalidValueError, unsupported
-from streamalloc.core.event import Event
-from streamalloc.core.later import Deferred
-from streamalloc.core.properties import MemAllocationType, MemLocation, MemLocationType
-from streamalloc.core.stream import events_of_all
+from streamalloc.core.internal import (
+    CudaError,
+    Deferred,
+    Event,
+    InvalidValueError,
+    MemAllocationType,
+    MemLocation,
+    MemLocationType,
+    PerDriver,
+    Session,
+    events_of_all,
+    unsupported,
+)
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda, enum_member, version_that_added
 
 if TYPE_CHECKING:
-    from streamalloc.core.buffer import Allocator
+    from streamalloc.core.internal import Allocator
 
 __all__ = ["OverPool", "PoolEnd", "Pools", "existing_pool", "pools_of", "set_current_pool"]
 
@@ -39,11 +46,11 @@ class OverPool(Protocol):
 
 
 class Pools:
-    """The pools of one driver that this process knows: ``pools_of(door)``."""
+    """The pools of one driver that this process knows: ``pools_of(session)``."""
 
     __slots__ = ("alive", "caches", "closed", "current")
 
-    def __init__(self, _: Door) -> None:
+    def __init__(self, _: Session) -> None:
         self.alive: weakref.WeakValueDictionary[int, Allocator] = weakref.WeakValueDictionary()
         """The pool objects, by driver handle."""
         self.current: weakref.WeakValueDictionary[int, Allocator] = weakref.WeakValueDictionary()
@@ -60,13 +67,13 @@ pools_of: PerDriver[Pools] = PerDriver(Pools)
 class PoolEnd(Deferred):
     """The end of a pool that was made here; it has the pool's handle from the beginning on."""
 
-    __slots__ = ("_door", "_frees", "_place", "_raw", "_resigned", "readers")
+    __slots__ = ("_frees", "_place", "_raw", "_resigned", "_session", "readers")
 
     # The driver does not know the pool any more where its context has gone.
     gone: ClassVar[tuple[type[CudaError], ...]] = (*Deferred.gone, InvalidValueError)
 
-    def __init__(self, door: Door, location: MemLocation, allocation_type: MemAllocationType) -> None:
-        self._door = door
+    def __init__(self, session: Session, location: MemLocation, allocation_type: MemAllocationType) -> None:
+        self._session = session
         self._place = (location, allocation_type)
         self._raw: Any = None
         self._resigned = False
@@ -76,9 +83,9 @@ class PoolEnd(Deferred):
         """How many threads read figures of the pool by its handle, which is no handle any more once it is destroyed."""
 
     @property
-    def door(self) -> Door:
+    def session(self) -> Session:
         """The driver's."""
-        return self._door
+        return self._session
 
     @property
     def raw(self) -> Any:
@@ -88,7 +95,7 @@ class PoolEnd(Deferred):
     def close(self) -> None:
         """The pool was closed. If it was current, its location's default pool is again."""
         if self._raw is not None:
-            pools_of(self._door).closed.add(int(self._raw))
+            pools_of(self._session).closed.add(int(self._raw))
         self._resign()
 
     def attempt(self) -> bool:
@@ -96,7 +103,7 @@ class PoolEnd(Deferred):
         raw = self._raw
         if raw is None:
             return True
-        closed = pools_of(self._door).closed
+        closed = pools_of(self._session).closed
         closed.add(int(raw))
         self._resign()
         if self.readers or not self._unused():
@@ -104,7 +111,7 @@ class PoolEnd(Deferred):
         # Before the driver uses the handle again.
         closed.discard(int(raw))
         try:
-            self._door.give_back(self, "cuMemPoolDestroy")
+            self._session.give_back(self, "cuMemPoolDestroy")
         except CudaError:
             closed.add(int(raw))
             raise
@@ -112,7 +119,7 @@ class PoolEnd(Deferred):
 
     def forget(self) -> None:
         if self._raw is not None:
-            pools_of(self._door).closed.discard(int(self._raw))
+            pools_of(self._session).closed.discard(int(self._raw))
         self._raw = None
 
     def _resign(self) -> None:
@@ -125,10 +132,10 @@ class PoolEnd(Deferred):
         if self._resigned or self._raw is None:
             return
         # Bindings that cannot tell the current pool could not make this one current either.
-        known = _has_calls_of_its_own(location, allocation_type) or hasattr(self._door.driver, "cuMemGetMemPool")
-        if known and int(existing_pool(self._door, "", location, allocation_type)) == int(self._raw):
-            default = existing_pool(self._door, "Default", location, allocation_type)
-            set_current_pool(self._door, default, location, allocation_type)
+        known = _has_calls_of_its_own(location, allocation_type) or hasattr(self._session.driver, "cuMemGetMemPool")
+        if known and int(existing_pool(self._session, "", location, allocation_type)) == int(self._raw):
+            default = existing_pool(self._session, "Default", location, allocation_type)
+            set_current_pool(self._session, default, location, allocation_type)
         self._resigned = True
 
     def _unused(self) -> bool:
@@ -138,39 +145,39 @@ class PoolEnd(Deferred):
             self._frees = []
             return True
         if self._frees is None:
-            self._frees = events_of_all(self._door)
+            self._frees = events_of_all(self._session)
         passed = [event for event in self._frees if event.query()]
         for event in passed:
-            self._door.call("cuEventSynchronize", event.handle)
+            self._session.call("cuEventSynchronize", event.handle)
             self._frees.remove(event)
             event.close()
         return bool(passed) and self._is_empty()
 
     def _is_empty(self) -> bool:
         """Whether the pool has no memory once what the host has seen freed is released: no free can be pending then."""
-        self._door.call("cuMemPoolTrimTo", self._raw, 0)
+        self._session.call("cuMemPoolTrimTo", self._raw, 0)
         return not self._number(_ATTRIBUTES.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)
 
     def _number(self, attribute: Any) -> int:
-        return int(self._door.call("cuMemPoolGetAttribute", self._raw, attribute))
+        return int(self._session.call("cuMemPoolGetAttribute", self._raw, attribute))
 
 
 # -- default and current pools -------------------------------------------------------------------------------
 
 
-def existing_pool(door: Door, which: str, location: MemLocation, allocation_type: MemAllocationType) -> Any:
+def existing_pool(session: Session, which: str, location: MemLocation, allocation_type: MemAllocationType) -> Any:
     """The driver's handle of a location's default pool (``which`` is ``"Default"``) or current pool (``""``)."""
     if _has_calls_of_its_own(location, allocation_type):
-        return door.call(f"cuDeviceGet{which}MemPool", location.id)
-    return door.call(f"cuMemGet{which}MemPool", location.to_driver(), _driver_type(allocation_type))
+        return session.call(f"cuDeviceGet{which}MemPool", location.id)
+    return session.call(f"cuMemGet{which}MemPool", location.to_driver(), _driver_type(allocation_type))
 
 
-def set_current_pool(door: Door, raw: Any, location: MemLocation, allocation_type: MemAllocationType) -> None:
+def set_current_pool(session: Session, raw: Any, location: MemLocation, allocation_type: MemAllocationType) -> None:
     """Make a pool the current one of a location."""
     if _has_calls_of_its_own(location, allocation_type):
-        door.call("cuDeviceSetMemPool", location.id, raw)
+        session.call("cuDeviceSetMemPool", location.id, raw)
     else:
-        door.call("cuMemSetMemPool", location.to_driver(), _driver_type(allocation_type), raw)
+        session.call("cuMemSetMemPool", location.to_driver(), _driver_type(allocation_type), raw)
 
 
 def _has_calls_of_its_own(location: MemLocation, allocation_type: MemAllocationType) -> bool:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door
+from streamalloc.core.internal import Device, Session
 from streamalloc.pool.attributes import ATTRIBUTES
 from streamalloc.pool.ending import pools_of
 from streamalloc.pool.pointers import MemoryKind, pointer_attributes
@@ -15,9 +14,9 @@ from streamalloc.pool.pool import MemoryPool
 __all__ = ["ATTRIBUTES", "MemoryKind", "known_pools", "pointer_attributes", "reachable_from", "reading"]
 
 
-def known_pools(door: Door) -> list[MemoryPool]:
+def known_pools(session: Session) -> list[MemoryPool]:
     """The pools of a driver that this process has objects of."""
-    return [pool for pool in list(pools_of(door).alive.values()) if isinstance(pool, MemoryPool) and not pool.closed]
+    return [pool for pool in list(pools_of(session).alive.values()) if isinstance(pool, MemoryPool) and not pool.closed]
 
 
 @contextlib.contextmanager

@@ -6,10 +6,16 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door
-from streamalloc.core.errors import InvalidDeviceError, InvalidValueError
-from streamalloc.core.properties import MemAccess, MemAllocationType, MemHandleType, MemLocation
+from streamalloc.core.internal import (
+    Device,
+    InvalidDeviceError,
+    InvalidValueError,
+    MemAccess,
+    MemAllocationType,
+    MemHandleType,
+    MemLocation,
+    Session,
+)
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda
 from streamalloc.pool.pool import MemoryPool
@@ -92,20 +98,20 @@ def pointer_attributes(address: int, *, driver: Driver | None = None) -> Pointer
     address = int(address.__index__())
     if not 0 <= address < 1 << 64:
         raise ValueError(f"address={address:#x} is out of range: addresses have 64 bits")
-    door = Door.of(driver if driver is not None else default_driver())
-    ask = _Asker(door, address)
+    session = Session.of(driver if driver is not None else default_driver())
+    ask = _Asker(session, address)
     kind = _KINDS.get(ask.number("MEMORY_TYPE"), MemoryKind.UNKNOWN)
     if kind is MemoryKind.UNKNOWN:
         return PointerAttributes(address, kind)
     if ask.number("IS_MANAGED"):
         kind = MemoryKind.MANAGED
-    pool = _pool_at(door, ask, kind)
-    device = _device_at(door, ask, pool)
+    pool = _pool_at(session, ask, kind)
+    device = _device_at(session, ask, pool)
     handle_types = MemHandleType(ask.number("ALLOWED_HANDLE_TYPES"))
     if pool is not None and pool.properties is not None:
         handle_types |= pool.properties.handle_types
     # The address to use on a device is asked under a context; which one makes no difference.
-    with (device or Device(0, driver=door.driver)).current():
+    with (device or Device(0, driver=session.driver)).current():
         device_address = ask.number("DEVICE_POINTER")
     return PointerAttributes(
         address=address,
@@ -133,14 +139,14 @@ _KINDS = {
 class _Asker:
     """Asks the driver for attributes of one address; what it refuses to tell is None or 0."""
 
-    def __init__(self, door: Door, address: int) -> None:
-        self._door = door
+    def __init__(self, session: Session, address: int) -> None:
+        self._session = session
         self._address = address
 
     def value(self, name: str) -> Any | None:
         attribute = getattr(cuda.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
         try:
-            return self._door.call("cuPointerGetAttribute", attribute, self._address)
+            return self._session.call("cuPointerGetAttribute", attribute, self._address)
         except InvalidValueError:
             return None
 
@@ -149,19 +155,19 @@ class _Asker:
         return 0 if value is None else int(value)
 
 
-def _pool_at(door: Door, ask: _Asker, kind: MemoryKind) -> MemoryPool | None:
+def _pool_at(session: Session, ask: _Asker, kind: MemoryKind) -> MemoryPool | None:
     raw = ask.value("MEMPOOL_HANDLE")
     if raw is None or not int(raw):
         return None
-    known = MemoryPool._known(door, raw)
+    known = MemoryPool._known(session, raw)
     if known is not None:
         return known
     allocation_type = MemAllocationType.MANAGED if kind is MemoryKind.MANAGED else MemAllocationType.PINNED
-    location = _location_of_pool(door, raw, kind)
-    return None if location is None else MemoryPool._of_handle(door, raw, location, allocation_type)
+    location = _location_of_pool(session, raw, kind)
+    return None if location is None else MemoryPool._of_handle(session, raw, location, allocation_type)
 
 
-def _location_of_pool(door: Door, raw: Any, kind: MemoryKind) -> MemLocation | None:
+def _location_of_pool(session: Session, raw: Any, kind: MemoryKind) -> MemLocation | None:
     """Where a pool that we did not make has its memory; None where it cannot be told.
 
     A pool's location cannot be asked of the bindings yet, but a device's access to its own pool can never be revoked:
@@ -170,37 +176,37 @@ def _location_of_pool(door: Door, raw: Any, kind: MemoryKind) -> MemLocation | N
     """
     if kind is not MemoryKind.DEVICE:
         return MemLocation.host()
-    devices = range(int(door.call("cuDeviceGetCount")))
-    with_access = [ordinal for ordinal in devices if _has_access(door, raw, ordinal)]
+    devices = range(int(session.call("cuDeviceGetCount")))
+    with_access = [ordinal for ordinal in devices if _has_access(session, raw, ordinal)]
     if len(with_access) == 1:
         return MemLocation.device(with_access[0])
-    named = (ordinal for ordinal in with_access if int(raw) in _pools_of(door, ordinal))
+    named = (ordinal for ordinal in with_access if int(raw) in _pools_of(session, ordinal))
     found = next(named, None)
     return None if found is None else MemLocation.device(found)
 
 
-def _pools_of(door: Door, ordinal: int) -> Iterator[int]:
+def _pools_of(session: Session, ordinal: int) -> Iterator[int]:
     for name in ("cuDeviceGetDefaultMemPool", "cuDeviceGetMemPool"):
-        yield int(door.call(name, ordinal))
+        yield int(session.call(name, ordinal))
 
 
-def _has_access(door: Door, raw: Any, ordinal: int) -> bool:
+def _has_access(session: Session, raw: Any, ordinal: int) -> bool:
     try:
-        flags = door.call("cuMemPoolGetAccess", raw, MemLocation.device(ordinal).to_driver())
+        flags = session.call("cuMemPoolGetAccess", raw, MemLocation.device(ordinal).to_driver())
     except (InvalidValueError, InvalidDeviceError):
         return False
     return int(flags) != MemAccess.NONE
 
 
-def _device_at(door: Door, ask: _Asker, pool: MemoryPool | None) -> Device | None:
+def _device_at(session: Session, ask: _Asker, pool: MemoryPool | None) -> Device | None:
     """The device of an address.
 
     From the pool or the context, not from ``CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL``: bindings 13.3 read 0 for every
     device there.
     """
     if pool is not None:
-        return None if pool.location.on_host else Device(pool.location.id, driver=door.driver)
+        return None if pool.location.on_host else Device(pool.location.id, driver=session.driver)
     context = ask.value("CONTEXT")
     if context is None or not int(context):
         return None
-    return Device(door.device_of(context), driver=door.driver)
+    return Device(session.device_of(context), driver=session.driver)

@@ -6,23 +6,15 @@ import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
-from streamalloc.core.arguments import FABRIC_NEEDS, check_location, door_of, location_of
-from streamalloc.core.buffer import Allocator, Buffer, read_or_none
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door
-from streamalloc.core.errors import (
+from streamalloc.core.internal import (
+    FABRIC_NEEDS,
+    Allocator,
+    Buffer,
     ClosedError,
-    PeerAccessError,
-    PendingFreesWarning,
-    error_from,
-    refused,
-    size_text,
-    undoing,
-)
-from streamalloc.core.html import Drawn, place
-from streamalloc.core.later import later_of, work
-from streamalloc.core.ownership import Closes, Leaves, made_for_sharing
-from streamalloc.core.properties import (
+    Closes,
+    Device,
+    Drawn,
+    Leaves,
     MemAccess,
     MemAccessDesc,
     MemAllocationType,
@@ -30,9 +22,26 @@ from streamalloc.core.properties import (
     MemLocation,
     MemLocationType,
     MemPoolProps,
+    PeerAccessError,
+    PendingFreesWarning,
+    Session,
+    Stream,
+    StreamLike,
+    as_stream,
+    check_location,
     checked_size,
+    deferred_queue,
+    error_from,
+    location_of,
+    made_for_sharing,
+    place,
+    read_or_none,
+    refused,
+    session_for,
+    size_text,
+    undoing,
+    work,
 )
-from streamalloc.core.stream import Stream, StreamLike, as_stream
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda
 from streamalloc.pool.attributes import PoolAttributes, PoolStatistics
@@ -124,14 +133,14 @@ class MemoryPool(Allocator, Closes, Drawn):
         else:
             location = location_of("where", where, "a Device, MemLocation or MemPoolProps")
             properties = MemPoolProps(location=location, max_size=max_size, handle_types=handle_types)
-        door = door_of(where, driver)
-        check_location(door, properties.location)
-        work(door)
+        session = session_for(where, driver)
+        check_location(session, properties.location)
+        work(session)
         struct = properties.to_driver()
-        self._end = end = PoolEnd(door, properties.location, properties.alloc_type)
-        later_of(door).end_with(self, end)
-        door.create(end, "_raw", "cuMemPoolCreate", struct, hint=_why_refused(properties))
-        self._open(door, end.raw, properties.location, properties.alloc_type)
+        self._end = end = PoolEnd(session, properties.location, properties.alloc_type)
+        deferred_queue(session).end_with(self, end)
+        session.create(end, "_raw", "cuMemPoolCreate", struct, hint=_why_refused(properties))
+        self._open(session, end.raw, properties.location, properties.alloc_type)
         self.properties = properties
         self.on_oom = on_oom
         if properties.handle_types:
@@ -140,14 +149,14 @@ class MemoryPool(Allocator, Closes, Drawn):
             with undoing(self.close):
                 self.attributes.release_threshold = release_threshold
 
-    def _open(self, door: Door, raw: Any, location: MemLocation, allocation_type: MemAllocationType) -> None:
+    def _open(self, session: Session, raw: Any, location: MemLocation, allocation_type: MemAllocationType) -> None:
         self.location = location
         self.allocation_type = allocation_type
-        self._bind(door, door.driver.cuMemAllocFromPoolAsync, raw)
+        self._bind(session, session.driver.cuMemAllocFromPoolAsync, raw)
         self.properties = None
         self._closed = False
         self.on_oom = "raise"
-        pools_of(door).alive[int(raw)] = self
+        pools_of(session).alive[int(raw)] = self
 
     @classmethod
     def default(
@@ -178,34 +187,36 @@ class MemoryPool(Allocator, Closes, Drawn):
         location = location_of("where", where)
         if not isinstance(allocation_type, MemAllocationType):
             raise TypeError(f"allocation_type must be a MemAllocationType, not {allocation_type!r}")
-        door = door_of(where, driver)
+        session = session_for(where, driver)
         if location.type is MemLocationType.HOST_NUMA_CURRENT:
             raise ValueError("location=HOST_NUMA_CURRENT: name the NUMA node (HOST_NUMA) or take any (HOST)")
         if location.type is MemLocationType.NONE and allocation_type is not MemAllocationType.MANAGED:
             raise ValueError("location=NONE: only managed memory may have no preferred location")
-        check_location(door, location)
+        check_location(session, location)
         # A dropped pool may be the current one still.
-        work(door)
-        raw = existing_pool(door, which, location, allocation_type)
-        return cls._of_handle(door, raw, location, allocation_type)
+        work(session)
+        raw = existing_pool(session, which, location, allocation_type)
+        return cls._of_handle(session, raw, location, allocation_type)
 
     @classmethod
-    def _of_handle(cls, door: Door, raw: Any, location: MemLocation, allocation_type: MemAllocationType) -> MemoryPool:
+    def _of_handle(
+        cls, session: Session, raw: Any, location: MemLocation, allocation_type: MemAllocationType
+    ) -> MemoryPool:
         """The object for a driver handle: the one that is alive, else a new one that does not own the pool."""
-        known = cls._known(door, raw)
+        known = cls._known(session, raw)
         if known is not None:
             return known
         pool = cls.__new__(cls)
         pool._end = None
-        pool._open(door, raw, location, allocation_type)
-        if int(raw) in pools_of(door).closed:
+        pool._open(session, raw, location, allocation_type)
+        if int(raw) in pools_of(session).closed:
             pool._shut()
         return pool
 
     @staticmethod
-    def _known(door: Door, raw: Any) -> MemoryPool | None:
+    def _known(session: Session, raw: Any) -> MemoryPool | None:
         """The object that is alive for a driver handle; not one whose pool is gone, as handles are used again."""
-        pools = pools_of(door)
+        pools = pools_of(session)
         known = pools.alive.get(int(raw))
         return known if isinstance(known, MemoryPool) and known.closed == (int(raw) in pools.closed) else None
 
@@ -236,16 +247,16 @@ class MemoryPool(Allocator, Closes, Drawn):
 
     def _call(self, name: str, *args: Any, hint: str = "") -> Any:
         """A driver call whose first argument is this pool."""
-        return self._door.call(name, self._checked_raw(), *args, hint=hint)
+        return self._session.call(name, self._checked_raw(), *args, hint=hint)
 
     def statistics(self) -> PoolStatistics:
         """Bytes reserved and used, now and at most since the last reset, read one right after the other.
 
         Frees that waited for other processes, and can be made by now, are made first.
         """
-        door = self._door
-        work(door)
-        raw, read = self._checked_raw(), door.cuMemPoolGetAttribute
+        session = self._session
+        work(session)
+        raw, read = self._checked_raw(), session.cuMemPoolGetAttribute
         result, reserved = read(raw, _RESERVED)
         if not result:
             result, reserved_high = read(raw, _RESERVED_HIGH)
@@ -269,7 +280,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         comes back, and a :class:`PendingFreesWarning` says so.
         """
         checked_size("keep", keep)
-        work(self._door)
+        work(self._session)
         before = self.attributes.reserved_mem_current
         self._call("cuMemPoolTrimTo", keep)
         after, _, used, _ = self.statistics()
@@ -326,12 +337,12 @@ class MemoryPool(Allocator, Closes, Drawn):
 
     def _location_of(self, who: Device | MemLocation, *, check_peer: bool = True) -> MemLocation:
         location = location_of("who", who)
-        if isinstance(who, Device) and who.driver is not self._door.driver:
+        if isinstance(who, Device) and who.driver is not self._session.driver:
             raise ValueError(f"{who!r} belongs to another driver than {self!r}")
-        check_location(self._door, location)
+        check_location(self._session, location)
         if check_peer and location.type is self.location.type is MemLocationType.DEVICE:
-            peer = Device(location.id, driver=self._door.driver)
-            if not peer.can_access(Device(self.location.id, driver=self._door.driver)):
+            peer = Device(location.id, driver=self._session.driver)
+            if not peer.can_access(Device(self.location.id, driver=self._session.driver)):
                 why = f"device {location.id} cannot reach the memory of device {self.location.id}"
                 raise refused(PeerAccessError, "cuMemPoolSetAccess", f"{why} (cuDeviceCanAccessPeer)")
         return location
@@ -340,7 +351,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         if self.managed or self.location == device.location:
             return True
         # A closed pool's handle still answers as long as buffers of it live.
-        flags = self._door.call("cuMemPoolGetAccess", self._raw, device.location.to_driver())
+        flags = self._session.call("cuMemPoolGetAccess", self._raw, device.location.to_driver())
         return MemAccess(int(flags)) is not MemAccess.NONE
 
     def _is_managed(self) -> bool:
@@ -361,12 +372,12 @@ class MemoryPool(Allocator, Closes, Drawn):
         the end of the block.
         """
         self._checked_raw()
-        previous = MemoryPool._existing("", self.location, self.allocation_type, self._door.driver)
+        previous = MemoryPool._existing("", self.location, self.allocation_type, self._session.driver)
         self._set_current()
         return MadeCurrent(self, previous)
 
     def _set_current(self) -> None:
-        set_current_pool(self._door, self._checked_raw(), self.location, self.allocation_type)
+        set_current_pool(self._session, self._checked_raw(), self.location, self.allocation_type)
 
     def _make_room(self, stream: Stream) -> bool:
         if self.on_oom == "raise":
@@ -383,7 +394,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         if self.properties is not None and self.properties.max_size:
             figures["limit"] = self.properties.max_size
         if self.location.type is MemLocationType.DEVICE:
-            figures.update(_memory_of(Device(self.location.id, driver=self._door.driver)))
+            figures.update(_memory_of(Device(self.location.id, driver=self._session.driver)))
         return figures
 
     def close(self) -> None:
@@ -395,14 +406,14 @@ class MemoryPool(Allocator, Closes, Drawn):
         """
         if self._closed or self._end is None:
             return
-        for cache in tuple(pools_of(self._door).caches):
+        for cache in tuple(pools_of(self._session).caches):
             if cache.pool is self:
                 cache.close()
-        with self._door.relaxed():
+        with self._session.relaxed():
             self._end.close()
         self._shut()
-        work(self._door)
-        later_of(self._door).end(self._end)
+        work(self._session)
+        deferred_queue(self._session).end(self._end)
 
     def _shut(self) -> None:
         self._closed = True
@@ -452,7 +463,7 @@ class MadeCurrent(Leaves):
         previous = self._previous
         if previous.closed:
             # The driver would take the handle of a pool that is gone; what it falls back to itself is the default.
-            previous = MemoryPool.default(previous.location, previous.allocation_type, driver=previous._door.driver)
+            previous = MemoryPool.default(previous.location, previous.allocation_type, driver=previous._session.driver)
         previous._set_current()
 
 
@@ -464,8 +475,8 @@ class CurrentPool(Allocator):
     _alloc_name = "cuMemAllocAsync"
 
     def __init__(self, device: Device) -> None:
-        door = door_of(device, None)
-        function = door.driver.cuMemAllocAsync
+        session = session_for(device, None)
+        function = session.driver.cuMemAllocAsync
 
         def allocate(nbytes: int, _: None, stream: Any) -> Any:
             # A loop, in which Python does not look for signals before it returns: none loses the memory.
@@ -473,29 +484,29 @@ class CurrentPool(Allocator):
                 return answer
 
         self.location: MemLocation = device.location
-        self._bind(door, allocate, None)
+        self._bind(session, allocate, None)
 
     @staticmethod
     def of(device: Device) -> CurrentPool:
         """The one for a device."""
-        current = pools_of(door_of(device, None)).current
+        current = pools_of(session_for(device, None)).current
         found = current.get(device.ordinal)
         if not isinstance(found, CurrentPool):
             found = current[device.ordinal] = CurrentPool(device)
         return found
 
     def _pool_of(self, buffer: Buffer) -> object:
-        raw = self._door.call("cuPointerGetAttribute", _POOL_HANDLE, buffer.address)
-        known = MemoryPool._known(self._door, raw)
+        raw = self._session.call("cuPointerGetAttribute", _POOL_HANDLE, buffer.address)
+        known = MemoryPool._known(self._session, raw)
         # An allocation that names no pool comes from a pool of its stream's device.
-        return known or MemoryPool._of_handle(self._door, raw, self.location, MemAllocationType.PINNED)
+        return known or MemoryPool._of_handle(self._session, raw, self.location, MemAllocationType.PINNED)
 
     def _reachable_from(self, device: Device) -> bool:
-        pool = MemoryPool.current(self.location, driver=self._door.driver)
+        pool = MemoryPool.current(self.location, driver=self._session.driver)
         return self.location == device.location or pool._reachable_from(device)
 
     def _make_room(self, stream: Stream) -> bool:
-        return MemoryPool.current(self.location, driver=self._door.driver)._make_room(stream)
+        return MemoryPool.current(self.location, driver=self._session.driver)._make_room(stream)
 
     def _figures(self, device: Device, capturing: bool) -> dict[str, Any]:
         pool = None if capturing else read_or_none(lambda: MemoryPool.current(device))
@@ -508,7 +519,7 @@ def allocate(nbytes: int, stream: StreamLike) -> Buffer:
     A stream of another library is looked up in the default driver.
     """
     if not isinstance(stream, Stream):
-        stream = as_stream(stream, Door.of(default_driver()))
+        stream = as_stream(stream, Session.of(default_driver()))
     return CurrentPool.of(stream.device).allocate(nbytes, stream)
 
 

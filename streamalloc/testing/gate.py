@@ -5,10 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from streamalloc.core.device import Device
-from streamalloc.core.errors import ClosedError, undoing
-from streamalloc.core.ownership import Closes
-from streamalloc.core.stream import StreamLike, as_stream, stream_call
+from streamalloc.core.internal import ClosedError, Closes, Device, StreamLike, as_stream, stream_call, undoing
 from streamalloc.driver.internal import cuda
 
 __all__ = ["Gate"]
@@ -30,11 +27,11 @@ class Gate(Closes):
     """
 
     def __init__(self, device: Device) -> None:
-        self._door = device._door
+        self._session = device._session
         self.device = device
         self._word: int | None = None
         with undoing(self._free), device.current():
-            self._word = int(self._door.call("cuMemHostAlloc", _SIZE, 0))
+            self._word = int(self._session.call("cuMemHostAlloc", _SIZE, 0))
         self._value = ctypes.c_uint32.from_address(self._word)
         self._value.value = 0
         self._holds = 0
@@ -43,7 +40,7 @@ class Gate(Closes):
         """Make later work of ``stream`` wait until the gate is opened."""
         if self._word is None:
             raise ClosedError("the gate was closed")
-        held = as_stream(stream, self._door)
+        held = as_stream(stream, self._session)
         self._holds += 1
         at_least: Any = cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
         stream_call(held, "cuStreamWaitValue32", self._word, self._holds, int(at_least))
@@ -65,4 +62,4 @@ class Gate(Closes):
         word, self._word = self._word, None
         if word is not None:
             with self.device.current():
-                self._door.call("cuMemFreeHost", word)
+                self._session.call("cuMemFreeHost", word)

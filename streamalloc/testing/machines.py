@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from streamalloc import driver as sd
-from streamalloc.core.capabilities import imex_channels
-from streamalloc.core.device import Device
+from streamalloc.core.internal import Device, imex_channels
 from streamalloc.driver import Driver, set_default, simulated, use
 from streamalloc.driver.internal import default_of_threads
 from streamalloc.testing.settling import settle

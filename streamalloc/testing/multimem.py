@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.stream import Stream, stream_call
+from streamalloc.core.internal import Stream, stream_call
 
 __all__ = ["SUPPORTED", "multimem_ld_reduce", "multimem_red", "multimem_st"]
 

@@ -18,12 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from streamalloc.core.door import Door
-from streamalloc.core.event import Event
-from streamalloc.core.fd import Fd
-from streamalloc.core.graph import Graph
-from streamalloc.core.ownership import Closes
-from streamalloc.core.stream import Stream
+from streamalloc.core.internal import Closes, Event, Fd, Graph, Session, Stream
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import Stack, here, lines
 from streamalloc.ipc import RingConsumer, RingProducer, Shared
@@ -247,7 +242,7 @@ def _inside(driver: Driver) -> set[int]:
     modules = (module for name, module in tuple(sys.modules.items())
                if name.startswith("streamalloc.") and not name.startswith(_NOT_KEEPERS))  # fmt: skip
     threads = (one for frame in sys._current_frames().values() for one in _locals_of_ours(frame))
-    return _reachable([Door.of(driver), *map(vars, modules), *threads], None)
+    return _reachable([Session.of(driver), *map(vars, modules), *threads], None)
 
 
 def _locals_of_ours(frame: types.FrameType | None) -> list[object]:
@@ -285,7 +280,7 @@ def _reachable(roots: list[object], depth: int | None) -> set[int]:
         for one in gc.get_referents(*layer):
             if id(one) not in seen and (isinstance(one, _CONTAINERS) or _is_ours(one)):
                 seen.add(id(one))
-                if not isinstance(one, (type, types.ModuleType, Door)):
+                if not isinstance(one, (type, types.ModuleType, Session)):
                     following.append(one)
         layer = following
     return seen

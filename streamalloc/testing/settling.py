@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from streamalloc.core.later import queues
+from streamalloc.core.internal import queues
 
 __all__ = ["settle"]
 

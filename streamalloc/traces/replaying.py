@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from streamalloc.core.buffer import Allocator
-from streamalloc.core.device import Device
+from streamalloc.core.internal import Allocator, Device
 from streamalloc.driver import traced
 from streamalloc.traces.subjects import ALLOCATORS, Subject, of_allocator
 from streamalloc.traces.trace import Trace

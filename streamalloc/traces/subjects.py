@@ -8,11 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-from streamalloc.core.buffer import Allocator, Buffer
-from streamalloc.core.device import Device
-from streamalloc.core.door import door_behind
-from streamalloc.core.errors import OutOfMemoryError
-from streamalloc.core.stream import Stream, as_stream
+from streamalloc.core.internal import Allocator, Buffer, Device, OutOfMemoryError, Stream, as_stream, session_of
 from streamalloc.driver import Traced
 from streamalloc.driver.internal import cuda
 from streamalloc.pool import CachingAllocator, MemoryPool
@@ -78,7 +74,7 @@ def _ordering(device: Device, streams: Sequence[Any], resources: contextlib.Exit
     driver = cast(Any, device.driver)
     record, wait = driver.cuEventRecord, driver.cuStreamWaitEvent
     event = cuda.CUevent(resources.enter_context(device.create_event()).handle)
-    handles = {id(stream): cuda.CUstream(as_stream(stream, door_behind(device)).handle) for stream in streams}
+    handles = {id(stream): cuda.CUstream(as_stream(stream, session_of(device)).handle) for stream in streams}
 
     def order(first: Any, then: Any) -> None:
         (error,) = record(event, handles[id(first)])

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
-from streamalloc.core.arguments import check_location, location_of
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door
-from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation
+from streamalloc.core.internal import (
+    Device,
+    MemAccess,
+    MemAccessDesc,
+    MemLocation,
+    Session,
+    check_location,
+    location_of,
+)
 
 __all__ = ["Access", "Rights", "rights_of", "structs_of"]
 
@@ -19,7 +24,7 @@ Access: TypeAlias = Place | Iterable[Place] | Mapping[Place, MemAccess] | None
 Rights: TypeAlias = dict[MemLocation, MemAccess]
 
 
-def rights_of(access: Access, door: Door, flags: MemAccess = MemAccess.READWRITE) -> Rights:
+def rights_of(access: Access, session: Session, flags: MemAccess = MemAccess.READWRITE) -> Rights:
     """The rights that an argument means; ``flags`` are for places that it does not say them of."""
     if access is None:
         return {}
@@ -34,12 +39,12 @@ def rights_of(access: Access, door: Door, flags: MemAccess = MemAccess.READWRITE
     rights: Rights = {}
     for place, allowed in pairs:
         location = location_of("access", place)
-        if isinstance(place, Device) and place._door is not door:
+        if isinstance(place, Device) and place._session is not session:
             raise ValueError(f"access: {place!r} belongs to another driver")
         if not isinstance(allowed, MemAccess):
             raise TypeError(f"access of {location} must be a MemAccess, not {type(allowed).__name__} ({allowed!r})")
         if not isinstance(place, Device):
-            check_location(door, location)
+            check_location(session, location)
         # The driver knows one access of the host, under whichever name it was given.
         rights[MemLocation.host() if location.on_host else location] = allowed
     return rights

@@ -10,21 +10,30 @@ from collections.abc import Iterator, Sequence
 
 from typing_extensions import Self
 
-from streamalloc.core.arguments import door_of, location_of
-from streamalloc.core.capabilities import address_space_limit
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door
-from streamalloc.core.errors import (
+from streamalloc.core.internal import (
     AddressSpaceError,
     ClosedError,
+    Closes,
+    Device,
+    Html,
+    MemAccess,
+    MemLocation,
+    MemLocationType,
+    Memory,
     OutOfMemoryError,
+    Row,
+    Session,
+    Stream,
+    address_space_limit,
+    checked_size,
+    location_of,
+    mib,
+    place,
+    session_for,
     size_text,
+    strip,
+    table,
 )
-from streamalloc.core.html import Html, Row, mib, place, strip, table
-from streamalloc.core.memory import Memory
-from streamalloc.core.ownership import Closes
-from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType, checked_size
-from streamalloc.core.stream import Stream
 from streamalloc.driver import Driver
 from streamalloc.vmm.access import Access, Place, Rights, rights_of
 from streamalloc.vmm.allocations import OwnsNode
@@ -80,7 +89,7 @@ class AddressRange(OwnsNode):
         The process has no such range of addresses left; this is not about memory.
     """
 
-    __slots__ = ("_asked", "_door", "_owned", "nbytes")
+    __slots__ = ("_asked", "_owned", "_session", "nbytes")
 
     def __init__(self, nbytes: int, *, alignment: int = 0, address: int = 0, driver: Driver | None = None) -> None:
         self._owned = False
@@ -94,11 +103,11 @@ class AddressRange(OwnsNode):
         self._asked = _multiple("address", address)
         if alignment and self._asked % alignment:
             raise ValueError(f"address={address:#x} is no multiple of alignment={alignment}")
-        self._door = door_of(None, driver)
-        self._node: Reservation = Reservation(self._door, self.nbytes)
+        self._session = session_for(None, driver)
+        self._node: Reservation = Reservation(self._session, self.nbytes)
         self._node.allocations.work()
         try:
-            self._door.create(self._node, "_raw", "cuMemAddressReserve", self.nbytes, alignment, self._asked, 0)
+            self._session.create(self._node, "_raw", "cuMemAddressReserve", self.nbytes, alignment, self._asked, 0)
         except OutOfMemoryError as error:
             limit = address_space_limit()
             why = f"`ulimit -v` allows {size_text(limit)}" if limit else "a process has 128 TiB; the driver uses some"
@@ -126,7 +135,7 @@ class AddressRange(OwnsNode):
     @property
     def driver(self) -> Driver:
         """The driver that the range belongs to."""
-        return self._door.driver
+        return self._session.driver
 
     @property
     def mappings(self) -> tuple[Mapping, ...]:
@@ -175,10 +184,10 @@ class AddressRange(OwnsNode):
         self._check_own()
         if not isinstance(memory, GenericAllocation):
             raise TypeError(f"memory must be PhysicalMemory or a MulticastObject, not {memory!r}")
-        if memory._door is not self._door:
+        if memory._session is not self._session:
             raise ValueError(f"{memory!r} belongs to another driver than {self!r}")
         memory._check_mappable()
-        rights = rights_of(access, self._door)
+        rights = rights_of(access, self._session)
         memory._check_access(rights)
         return Mapping(self, self._map(memory, checked_size("offset", offset), rights))
 
@@ -212,7 +221,7 @@ class AddressRange(OwnsNode):
             The driver does not give this access: the host reaches host memory only.
         """
         self._check_own()
-        rights = rights_of(access, self._door, flags)
+        rights = rights_of(access, self._session, flags)
         entries = self._node.within(start, stop)
         self._covering(start, self.nbytes if stop is None else stop)
         if rights and entries:
@@ -241,7 +250,7 @@ class AddressRange(OwnsNode):
         self._check_own()
         entries = self._node.within(start, stop)
         if entries:
-            wait_for_users(after, self._door, (mapped.rights for mapped in entries))
+            wait_for_users(after, self._session, (mapped.rights for mapped in entries))
             self._node.unmap(entries)
 
     def close(self) -> None:
@@ -425,8 +434,8 @@ class RangeView(Memory):
         return all(self._allowed(MemLocation.host()))
 
     @property
-    def _door(self) -> Door:
-        return self.range._door
+    def _session(self) -> Session:
+        return self.range._session
 
     def _entries(self) -> Sequence[MappedBytes]:
         try:
@@ -513,12 +522,12 @@ class Mapping(RangeView, Closes):
             # Of HOST, driver 580 tells the larger of the host's access and device 0's.
             location = MemLocation.host_numa(0)
         self._entries()
-        return MemAccess(int(self._door.call("cuMemGetAccess", location.to_driver(), self.address)))
+        return MemAccess(int(self._session.call("cuMemGetAccess", location.to_driver(), self.address)))
 
     def set_access(self, access: Access, flags: MemAccess = MemAccess.READWRITE, *, after: After = None) -> None:
         """Set who may use it (``cuMemSetAccess``); see :meth:`AddressRange.set_access`."""
         self._check_own()
-        rights = rights_of(access, self._door, flags)
+        rights = rights_of(access, self._session, flags)
         entries = self._entries()
         if rights:
             self.range._node.set_rights(entries, rights, after)
@@ -531,7 +540,7 @@ class Mapping(RangeView, Closes):
         """Unmap it (``cuMemUnmap``) once ``after`` has passed, see :class:`AddressRange`; idempotent."""
         if self._mapped.live:
             self._check_own()
-            wait_for_users(after, self._door, (self._mapped.rights,))
+            wait_for_users(after, self._session, (self._mapped.rights,))
             self.range._node.unmap((self._mapped,))
 
     def _check_own(self) -> None:

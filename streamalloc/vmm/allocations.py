@@ -10,19 +10,25 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door, PerDriver
-from streamalloc.core.errors import (
+from streamalloc.core.internal import (
     ClosedError,
+    Closes,
     CudaError,
+    Deferred,
+    DeferredQueue,
+    Device,
     DeviceLostError,
+    Drawn,
+    Event,
     InvalidContextError,
+    PerDriver,
+    Session,
+    context_event,
+    deferred_queue,
+    finaliser,
     undo_all,
+    work,
 )
-from streamalloc.core.event import Event, context_event
-from streamalloc.core.html import Drawn
-from streamalloc.core.later import Deferred, Later, later_of, work
-from streamalloc.core.ownership import Closes, finaliser
 from streamalloc.vmm.release_order import Kind, Node, ReleaseOrder
 
 __all__ = [
@@ -76,7 +82,7 @@ class HandleNode(Node):
     def give_back(self, call: str, *args: Any) -> None:
         """Make the driver call that gives it back, once."""
         try:
-            self.allocations.door.give_back(self, call, *args)
+            self.allocations.session.give_back(self, call, *args)
         finally:
             self.gone: bool = self._raw is None
 
@@ -103,7 +109,7 @@ class OwnsNode(Closes, Drawn):
     @finaliser
     def __del__(self) -> None:
         node: HandleNode | None = getattr(self, "_node", None)
-        if node is not None and node.raw is not None and not node.given_up and node.allocations.door.usable:
+        if node is not None and node.raw is not None and not node.given_up and node.allocations.session.usable:
             node.allocations.drop(node)
 
 
@@ -167,9 +173,9 @@ class QueuedWork(Node):
 
     __slots__ = ("_devices", "_events")
 
-    def __init__(self, door: Door, devices: Iterable[int]) -> None:
+    def __init__(self, session: Session, devices: Iterable[int]) -> None:
         super().__init__(Kind.QUEUED_WORK)
-        self._devices = [Device(ordinal, driver=door.driver) for ordinal in sorted(devices)]
+        self._devices = [Device(ordinal, driver=session.driver) for ordinal in sorted(devices)]
         self._events: list[Event] | None = None
 
     def release(self) -> None:
@@ -205,15 +211,25 @@ class MappingWatcher(Protocol):
 class Allocations:
     """What :mod:`streamalloc.vmm` keeps for one driver."""
 
-    __slots__ = ("adopting", "by_handle", "door", "keepers", "later", "order", "reservations", "specs", "watchers")
+    __slots__ = (
+        "adopting",
+        "by_handle",
+        "deferred",
+        "keepers",
+        "order",
+        "reservations",
+        "session",
+        "specs",
+        "watchers",
+    )
 
-    def __init__(self, door: Door) -> None:
-        self.door: Door = door
+    def __init__(self, session: Session) -> None:
+        self.session: Session = session
         self.keepers: weakref.WeakSet[KeepsMemory] = weakref.WeakSet()
         self.watchers: tuple[MappingWatcher, ...] = ()
         self.specs: dict[object, Any] = {}
         """How memory is made, by its properties."""
-        self.later: Later = later_of(door)
+        self.deferred: DeferredQueue = deferred_queue(session)
         self.order: ReleaseOrder = ReleaseOrder()
         self.by_handle: dict[int, AllocationState] = {}
         """What is held or mapped, by the driver's handle; but for what only a mapping holds."""
@@ -249,17 +265,17 @@ class Allocations:
             self.by_handle.pop(state.handle, None)
 
     def work(self) -> int:
-        """End what was dropped and can end now, see :data:`streamalloc.core.later.POINTS`; how much has ended."""
-        return work(self.door)
+        """End what was dropped and can end now, see :data:`streamalloc.core.deferred.POINTS`; how much has ended."""
+        return work(self.session)
 
     def drop(self, node: Node) -> None:
         """Release a node later: for finalisers."""
-        self.later.hand_in(_Dropped(self, node))
+        self.deferred.submit(_Dropped(self, node))
 
     def drop_after(self, devices: Iterable[int], nodes: Iterable[Node]) -> None:
         """Keep nodes until devices have done the work that they have now."""
         if devices:
-            work = QueuedWork(self.door, devices)
+            work = QueuedWork(self.session, devices)
             # Before anything waits for it: a signal handler may raise, and what waits would do so for ever.
             self.drop(work)
             for node in nodes:
@@ -327,4 +343,4 @@ class _Dropped(Deferred):
 
 
 allocations_of: PerDriver[Allocations] = PerDriver(Allocations)
-"""What is kept for a driver: ``allocations_of(door)``."""
+"""What is kept for a driver: ``allocations_of(session)``."""

@@ -11,12 +11,22 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 
-from streamalloc.core.buffer import Buffer, allocate_safely
-from streamalloc.core.errors import LOST, ClosedError, CudaError
-from streamalloc.core.event import Event, context_event
-from streamalloc.core.later import Deferred, later_of
-from streamalloc.core.memory import CopySide, Memory, copy_bytes
-from streamalloc.core.stream import Stream, ordered_after
+from streamalloc.core.internal import (
+    LOST,
+    Buffer,
+    ClosedError,
+    CopySide,
+    CudaError,
+    Deferred,
+    Event,
+    Memory,
+    Stream,
+    allocate_safely,
+    context_event,
+    copy_bytes,
+    deferred_queue,
+    ordered_after,
+)
 from streamalloc.pool import MemoryPool
 
 __all__ = ["Backup", "BackupRange", "Copies", "copying"]
@@ -91,7 +101,7 @@ class Backup:
         """The release, until somebody takes it."""
         if own and isinstance(memory, Buffer):
             release = _Release(memory, self._copies)
-            later_of(memory.stream._door).end_with(self, release)
+            deferred_queue(memory.stream._session).end_with(self, release)
             self._release.append(release)
 
     @classmethod
@@ -124,7 +134,7 @@ class Backup:
         stream = copies.stream
         assert stream is not None
         self._use(copies)
-        copy_bytes(target, CopySide.readable(self.view(offset, target.nbytes), stream._door), stream)
+        copy_bytes(target, CopySide.readable(self.view(offset, target.nbytes), stream._session), stream)
 
     def _use(self, copies: Copies) -> None:
         copies.backups.add(self)
@@ -145,7 +155,7 @@ class Backup:
             release = self._release.pop()
         except IndexError:
             return
-        later_of(self.memory.stream._door).end(release)
+        deferred_queue(self.memory.stream._session).end(release)
 
 
 class BackupRange:
@@ -204,7 +214,7 @@ class _Release(Deferred):
         else:
             # A stream for this alone: no stream of a user waits for another.
             device = memory.stream.device
-            with device._door.relaxed(), device.create_stream() as after_all:
+            with device._session.relaxed(), device.create_stream() as after_all:
                 for one in copies:
                     one.precede(after_all)
                 memory.free(after_all)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import resource
 
-from streamalloc.core.fd import Fd
-from streamalloc.core.memory import Memory, check_usable
+from streamalloc.core.internal import Fd, Memory, check_usable
 from streamalloc.driver.internal import cuda
 from streamalloc.vmm.allocations import allocations_of
 
@@ -41,8 +40,8 @@ def dma_buf(memory: Memory, *, pcie: bool = False) -> Fd:
         raise ValueError(f"{memory!r} does not consist of host pages of {_PAGE} bytes, as a DMA-BUF does")
     flags = int(cuda.CUmemRangeFlags.CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE) if pcie else 0
     kind = cuda.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
-    for state in allocations_of(memory._door).mapped_at(memory.address, memory.nbytes):
+    for state in allocations_of(memory._session).mapped_at(memory.address, memory.nbytes):
         # Nothing here tells until when.
         state.elsewhere = True
     with memory.stream.device.current():
-        return Fd.made_by(memory._door, "cuMemGetHandleForAddressRange", memory.address, memory.nbytes, kind, flags)
+        return Fd.made_by(memory._session, "cuMemGetHandleForAddressRange", memory.address, memory.nbytes, kind, flags)

@@ -8,10 +8,7 @@ from __future__ import annotations
 import abc
 from typing import Any
 
-from streamalloc.core.arguments import FABRIC_NEEDS
-from streamalloc.core.door import Door
-from streamalloc.core.fd import Fd
-from streamalloc.core.properties import MemHandleType, MemLocation
+from streamalloc.core.internal import FABRIC_NEEDS, Fd, MemHandleType, MemLocation, Session
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda, opaque_struct
 from streamalloc.vmm.access import Rights
@@ -27,9 +24,9 @@ class GenericAllocation(OwnsNode):
     That is :class:`PhysicalMemory` or a multicast object: :meth:`AddressRange.map` takes either.
     """
 
-    __slots__ = ("_door", "_granularity", "_handle_types", "nbytes")
+    __slots__ = ("_granularity", "_handle_types", "_session", "nbytes")
 
-    _door: Door
+    _session: Session
     _node: AllocationHandle
     nbytes: int
     """Size in bytes."""
@@ -38,16 +35,16 @@ class GenericAllocation(OwnsNode):
     _handle_types: MemHandleType
     """What it can be exported as."""
 
-    def _prepare(self, door: Door, nbytes: int, kind: Kind) -> None:
+    def _prepare(self, session: Session, nbytes: int, kind: Kind) -> None:
         """Get ready for a handle. An interrupt between the driver's answer and the owner of it then loses nothing."""
-        self._door = door
+        self._session = session
         self.nbytes = nbytes
-        self._node = AllocationHandle(allocations_of(door), kind)
+        self._node = AllocationHandle(allocations_of(session), kind)
         self._node.allocations.work()
 
     def _create(self, name: str, *args: Any, hint: str = "") -> None:
         """Call the driver function that gives the handle."""
-        self._door.create(self._node, "_raw", name, *args, hint=hint)
+        self._session.create(self._node, "_raw", name, *args, hint=hint)
         self._node.known()
 
     def _import(self, handle: Fd | int | bytes) -> None:
@@ -94,7 +91,7 @@ class GenericAllocation(OwnsNode):
     @property
     def driver(self) -> Driver:
         """The driver that it belongs to."""
-        return self._door.driver
+        return self._session.driver
 
     @property
     @abc.abstractmethod
@@ -120,9 +117,9 @@ class GenericAllocation(OwnsNode):
         kind = cuda.CUmemAllocationHandleType(int(handle_type))
         arguments = ("cuMemExportToShareableHandle", raw, kind, 0)
         if handle_type is MemHandleType.FABRIC:
-            exported: Fd | bytes = bytes(self._door.call(*arguments).data)
+            exported: Fd | bytes = bytes(self._session.call(*arguments).data)
         else:
-            exported = Fd.made_by(self._door, *arguments)
+            exported = Fd.made_by(self._session, *arguments)
         self._state.exported = True
         return exported
 

@@ -6,12 +6,19 @@ from collections.abc import Sequence
 from itertools import starmap
 from typing import Any
 
-from streamalloc.core.allocation_properties import MemAllocationProp
-from streamalloc.core.arguments import check_device
-from streamalloc.core.device import Device
-from streamalloc.core.errors import PeerAccessError, error_from, refused, size_text, undoing
-from streamalloc.core.properties import MemHandleType, checked_size
-from streamalloc.core.stream import StreamLike
+from streamalloc.core.internal import (
+    Device,
+    MemAllocationProp,
+    MemHandleType,
+    PeerAccessError,
+    StreamLike,
+    check_device,
+    checked_size,
+    error_from,
+    refused,
+    size_text,
+    undoing,
+)
 from streamalloc.vmm.access import Access
 from streamalloc.vmm.physical_memory import properties_for
 from streamalloc.vmm.recycler import MemoryRecycler, RecyclingSpec, spec_for
@@ -84,14 +91,16 @@ class GrowableBuffer(VirtualBuffer):
     ) -> None:
         check_device("device", device)
         prop = properties_for(device, handle_types, compressible, gpu_direct_rdma)
-        self._spec = spec_for(recycler, device._door, prop, asked=bool(handle_types or compressible or gpu_direct_rdma))
+        self._spec = spec_for(
+            recycler, device._session, prop, asked=bool(handle_types or compressible or gpu_direct_rdma)
+        )
         self._recycler = self._spec if isinstance(self._spec, RecyclingSpec) else None
         most = checked_size("capacity", capacity)
         if not most:
             raise ValueError("capacity=0: a buffer needs at least one byte of addresses")
         self._chunk = self._spec.round_up(checked_size("chunk", chunk))
         size = self._checked("nbytes", nbytes, most)
-        rights = device_rights(access, device._door, devices=(device,))
+        rights = device_rights(access, device._session, devices=(device,))
         self._open(device, self._spec.round_up(most), alignment, address, rights, stream)
         if self._recycler is None:
             self.range._node.maker = self._spec
@@ -127,7 +136,9 @@ class GrowableBuffer(VirtualBuffer):
         """
         plain, at = self._plain, self._mapped
         if plain is not None and type(nbytes) is int and nbytes > at:
-            door, allocations, handed, node, entries, base, capacity, most, pad, struct, rights, structs, count = plain
+            session, allocations, handed, node, entries, base, capacity, most, pad, struct, rights, structs, count = (
+                plain
+            )
             stop = nbytes + -nbytes % pad
             step = stop - at
             if stop <= capacity and step <= most and not (handed or allocations.watchers):
@@ -135,17 +146,17 @@ class GrowableBuffer(VirtualBuffer):
                 try:
                     entries.append(chunk)
                     answers: list[Any] = []
-                    calls = starmap(door.cuMemCreate, ((step, struct, 0),))
+                    calls = starmap(session.cuMemCreate, ((step, struct, 0),))
                     # The call is made by an operator: Python looks for no signals until the handle is kept.
                     answers += calls
                     result, raw = answers[0]
                     if not result:
                         chunk._raw = raw
                         place = base + at
-                        result = door.cuMemMap(place, step, 0, raw, 0)[0]
+                        result = session.cuMemMap(place, step, 0, raw, 0)[0]
                         if result:
                             raise error_from(result, "cuMemMap")
-                        result = door.cuMemSetAccess(place, step, structs, count)[0]
+                        result = session.cuMemSetAccess(place, step, structs, count)[0]
                         if result:
                             raise error_from(result, "cuMemSetAccess")
                         self._mapped = stop
@@ -187,9 +198,9 @@ class GrowableBuffer(VirtualBuffer):
         if entries and entries[-1].stop != self._mapped:
             return None
         return (
-            spec.door,
+            spec.session,
             allocations,
-            allocations.later.handed_in,
+            allocations.deferred.submitted,
             node,
             entries,
             int(node._raw),
@@ -213,7 +224,7 @@ class GrowableBuffer(VirtualBuffer):
         spare = [entry for entry in self.range._node.touching(needed, self._mapped) if entry.offset >= needed]
         if not spare:
             return
-        wait_for_users(after, self._door, (entry.rights for entry in spare))
+        wait_for_users(after, self._session, (entry.rights for entry in spare))
         if self._recycler is not None:
             before = self._mapped, self._nbytes
             # First, as others may unmap it as soon as it is offered.
@@ -311,14 +322,14 @@ def stripe(
     specs = [
         spec_for(
             recycler,
-            first._door,
+            first._session,
             properties_for(device, handle_types, compressible, False),
             asked=bool(handle_types or compressible),
         )
         for device, recycler in zip(devices, given, strict=True)
     ]
     step = max(spec.round_up(-(-size // len(devices))) for spec in specs)
-    rights = device_rights(access, first._door, devices=devices)
+    rights = device_rights(access, first._session, devices=devices)
     buffer = StripedBuffer.__new__(StripedBuffer)
     buffer.devices = devices
     buffer.stripe_bytes = step

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from streamalloc.core.door import Door
-from streamalloc.core.errors import undoing
+from streamalloc.core.internal import Session, undoing
 from streamalloc.vmm.access import Access, Rights, rights_of
 from streamalloc.vmm.address_range import GRANULARITY, AddressRange, LoneMapping, mappings_text
 from streamalloc.vmm.allocations import AllocationHandle, AllocationState, HandleNode, MappingWatcher, allocations_of
@@ -111,14 +110,14 @@ def check_mappable(memory: PhysicalMemory) -> None:
         addresses.map(memory)
 
 
-def watch_mappings(door: Door, watcher: MappingWatcher) -> None:
+def watch_mappings(session: Session, watcher: MappingWatcher) -> None:
     """Tell a watcher of all that is mapped on a driver from now on."""
-    allocations_of(door).watchers += (watcher,)
+    allocations_of(session).watchers += (watcher,)
 
 
-def unwatch_mappings(door: Door, watcher: MappingWatcher) -> None:
+def unwatch_mappings(session: Session, watcher: MappingWatcher) -> None:
     """Tell it no more."""
-    allocations = allocations_of(door)
+    allocations = allocations_of(session)
     while True:
         before = allocations.watchers
         after = tuple(other for other in before if other is not watcher)

@@ -7,23 +7,33 @@ from collections.abc import Iterator
 from itertools import starmap
 from typing import Any
 
-from streamalloc.core.allocation_properties import MemAllocationProp, MemAllocFlags
-from streamalloc.core.arguments import FABRIC_NEEDS, check_location, door_of, location_of
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door, OwnsHandle
-from streamalloc.core.errors import (
+from streamalloc.core.internal import (
+    FABRIC_NEEDS,
     CudaError,
+    Device,
+    Fd,
+    MemAllocationProp,
+    MemAllocFlags,
+    MemHandleType,
+    MemLocation,
+    MemLocationType,
     NotSupportedError,
     OutOfMemoryError,
+    OwnsHandle,
+    Row,
+    Session,
+    check_location,
+    checked_size,
     error_from,
+    location_of,
+    made_for_sharing,
+    mib,
+    place,
     refused,
+    session_for,
     size_text,
     undoing,
 )
-from streamalloc.core.fd import Fd
-from streamalloc.core.html import Row, mib, place
-from streamalloc.core.ownership import made_for_sharing
-from streamalloc.core.properties import MemHandleType, MemLocation, MemLocationType, checked_size
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
 from streamalloc.vmm.access import Rights
@@ -42,21 +52,31 @@ _POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
 class MemorySpec:
     """How to make physical memory of one kind: its properties, checked once, and its granularity."""
 
-    __slots__ = ("__weakref__", "allocations", "door", "granularity", "handle_types", "hint", "mark", "prop", "struct")
+    __slots__ = (
+        "__weakref__",
+        "allocations",
+        "granularity",
+        "handle_types",
+        "hint",
+        "mark",
+        "prop",
+        "session",
+        "struct",
+    )
 
-    def __init__(self, door: Door, prop: MemAllocationProp, *, found: bool = False) -> None:
+    def __init__(self, session: Session, prop: MemAllocationProp, *, found: bool = False) -> None:
         """``found``: of memory that there is, perhaps of a device that this process does not see."""
         if not found:
-            self._check(door, prop)
-        self.door: Door = door
-        self.allocations: Allocations = allocations_of(door)
+            self._check(session, prop)
+        self.session: Session = session
+        self.allocations: Allocations = allocations_of(session)
         self.prop: MemAllocationProp = prop
         self.handle_types: MemHandleType = prop.requested_handle_types
         if self.handle_types:
             made_for_sharing()
         self.struct: Any = prop.to_driver()
         """The driver's form of the properties."""
-        self.granularity: int = granularity_of(door, self.struct)
+        self.granularity: int = granularity_of(session, self.struct)
         """What sizes must be a multiple of, in bytes."""
         self.hint: str = FABRIC_NEEDS if prop.requested_handle_types & MemHandleType.FABRIC else ""
         place = prop.location
@@ -64,8 +84,8 @@ class MemorySpec:
         """The character that stands for its memory where a range is drawn."""
 
     @staticmethod
-    def _check(door: Door, prop: MemAllocationProp) -> None:
-        check_location(door, prop.location)
+    def _check(session: Session, prop: MemAllocationProp) -> None:
+        check_location(session, prop.location)
         flags, types = prop.alloc_flags, prop.requested_handle_types
         tiles = bool(flags.usage & _TILE_POOL)
         for broken, message in (
@@ -77,7 +97,7 @@ class MemorySpec:
             if broken:
                 raise ValueError(f"{message}: {prop}")
         if prop.location.type is MemLocationType.DEVICE and prop != MemAllocationProp(location=prop.location):
-            device = Device(prop.location.id, driver=door.driver)
+            device = Device(prop.location.id, driver=session.driver)
             for asked, attribute, name in (
                 (True, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "virtual memory management"),
                 (types & _POSIX, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", "sharing by file descriptors"),
@@ -121,12 +141,12 @@ class MemorySpec:
         OutOfMemoryError
             There is none, also once what is kept for others was given back.
         """
-        door = self.door
-        if not door.forked:
-            self.allocations.later.work()
+        session = self.session
+        if not session.forked:
+            self.allocations.deferred.work()
         for last in (False, True):
             answers: list[tuple[Any, ...]] = []
-            calls = starmap(door.cuMemCreate, ((nbytes, self.struct, 0),))
+            calls = starmap(session.cuMemCreate, ((nbytes, self.struct, 0),))
             # The call is made by an operator: Python looks for no signals until the handle is kept.
             answers += calls
             if not answers[0][0]:
@@ -176,25 +196,27 @@ class MemorySpec:
         hint = "physical memory is exhausted, not address space"
         if self.prop.location.type is MemLocationType.DEVICE:
             with contextlib.suppress(CudaError):
-                figures["free"], figures["total"] = Device(self.prop.location.id, driver=self.door.driver).memory_info()
+                figures["free"], figures["total"] = Device(
+                    self.prop.location.id, driver=self.session.driver
+                ).memory_info()
             hint += "; what pools hold in reserve comes back by trim()"
         return OutOfMemoryError(error.name, error.code, error.call, hint, **figures)
 
 
-def spec_of(door: Door, prop: MemAllocationProp) -> MemorySpec:
+def spec_of(session: Session, prop: MemAllocationProp) -> MemorySpec:
     """How to make memory with these properties, which are checked the first time."""
-    known = allocations_of(door).specs
+    known = allocations_of(session).specs
     spec = known.get(prop)
     if spec is None:
-        spec = known[prop] = MemorySpec(door, prop)
+        spec = known[prop] = MemorySpec(session, prop)
     return spec
 
 
-def granularity_of(door: Door, struct: Any, *, recommended: bool = False) -> int:
+def granularity_of(session: Session, struct: Any, *, recommended: bool = False) -> int:
     """``cuMemGetAllocationGranularity`` for a ``CUmemAllocationProp``, in bytes."""
     # MINIMUM is 0, RECOMMENDED 1
     which = cuda.CUmemAllocationGranularity_flags(int(recommended))
-    return int(door.call("cuMemGetAllocationGranularity", struct, which))
+    return int(session.call("cuMemGetAllocationGranularity", struct, which))
 
 
 def properties_for(
@@ -272,12 +294,12 @@ class PhysicalMemory(GenericAllocation):
     ) -> None:
         checked_size("nbytes", nbytes)
         prop = properties_for(where, handle_types, compressible, gpu_direct_rdma, tile_pool)
-        spec = spec_of(door_of(where, driver), prop)
+        spec = spec_of(session_for(where, driver), prop)
         self._make(spec, spec.checked(nbytes, round_up=round_up))
 
     def _belong(self, spec: MemorySpec, nbytes: int) -> None:
         """Be of a kind, and own a handle before there is one: an interrupt between the two then loses nothing."""
-        self._door = spec.door
+        self._session = spec.session
         self.nbytes = nbytes
         self._set_spec(spec)
         self._node = spec.new_handle()
@@ -301,7 +323,7 @@ class PhysicalMemory(GenericAllocation):
         ``recommended`` asks for the granularity with the best performance instead of the smallest.
         """
         prop = properties_for(where, MemHandleType.NONE, False, False)
-        return granularity_of(door_of(where, driver), prop.to_driver(), recommended=recommended)
+        return granularity_of(session_for(where, driver), prop.to_driver(), recommended=recommended)
 
     @classmethod
     def at(cls, address: int, *, driver: Driver | None = None) -> PhysicalMemory:
@@ -316,21 +338,21 @@ class PhysicalMemory(GenericAllocation):
         ValueError
             A multicast object of this process is.
         """
-        door = door_of(None, driver)
+        session = session_for(None, driver)
         memory = cls.__new__(cls)
-        memory._prepare(door, 0, Kind.MEMORY)
+        memory._prepare(session, 0, Kind.MEMORY)
         handle, place = memory._node, checked_size("address", address)
         handle.allocations.mapped_at(place, 1)  # what only a mapping holds is known of then
-        door.create(handle, "_raw", "cuMemRetainAllocationHandle", place, hint=_NOT_MAPPED)
+        session.create(handle, "_raw", "cuMemRetainAllocationHandle", place, hint=_NOT_MAPPED)
         known = handle.allocations.by_handle.get(int(handle.raw))
         if known is not None and any(other.kind is Kind.OBJECT for other in list(known.handles)):
             memory.close()
             raise ValueError(f"address={address:#x}: a multicast object is mapped there, which is no memory itself")
         handle.known()
-        memory._set_spec(MemorySpec(door, memory.query(), found=True))
+        memory._set_spec(MemorySpec(session, memory.query(), found=True))
         location = memory.location
-        with door.current(location.id if location.type is MemLocationType.DEVICE and location.seen else 0):
-            memory.nbytes = int(door.call("cuMemGetAddressRange", address)[1])
+        with session.current(location.id if location.type is MemLocationType.DEVICE and location.seen else 0):
+            memory.nbytes = int(session.call("cuMemGetAddressRange", address)[1])
         return memory
 
     def _set_spec(self, spec: MemorySpec) -> None:
@@ -354,7 +376,7 @@ class PhysicalMemory(GenericAllocation):
         It may differ from :attr:`properties`: compression is not always given, memory on HOST is said to be on a NUMA
         node, and driver 580 does not remember that memory is a tile pool.
         """
-        struct = self._door.call("cuMemGetAllocationPropertiesFromHandle", self._checked_raw())
+        struct = self._session.call("cuMemGetAllocationPropertiesFromHandle", self._checked_raw())
         return MemAllocationProp.from_driver(struct)
 
     @property
@@ -389,17 +411,17 @@ class PhysicalMemory(GenericAllocation):
         return f"<{type(self).__name__} of {size_text(self.nbytes)}, {self.location}, {self._said_of_handle()}>"
 
 
-def import_memory(door: Door, handle: Fd | int | bytes, nbytes: int) -> PhysicalMemory:
+def import_memory(session: Session, handle: Fd | int | bytes, nbytes: int) -> PhysicalMemory:
     """Physical memory of another process (``cuMemImportFromShareableHandle``).
 
     ``handle`` is a file descriptor, which stays the caller's, or the 64 bytes of a fabric handle. Nobody checks that
     the memory has ``nbytes`` bytes, see :func:`streamalloc.vmm.internal.check_mappable`.
     """
     memory = PhysicalMemory.__new__(PhysicalMemory)
-    memory._prepare(door, nbytes, Kind.MEMORY)
+    memory._prepare(session, nbytes, Kind.MEMORY)
     memory._import(handle)
     with undoing(memory.close):
-        memory._set_spec(MemorySpec(door, memory.query(), found=True))
+        memory._set_spec(MemorySpec(session, memory.query(), found=True))
     return memory
 
 

@@ -10,14 +10,23 @@ from typing import Any, ClassVar, NamedTuple
 
 from typing_extensions import Self
 
-from streamalloc.core.allocation_properties import MemAllocationProp
-from streamalloc.core.arguments import door_of
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door, OwnsHandle
-from streamalloc.core.errors import ClosedError, CudaError, size_text
-from streamalloc.core.later import Deferred, later_of
-from streamalloc.core.ownership import Closes, finaliser
-from streamalloc.core.properties import MemHandleType, MemLocation, checked_size
+from streamalloc.core.internal import (
+    ClosedError,
+    Closes,
+    CudaError,
+    Deferred,
+    Device,
+    MemAllocationProp,
+    MemHandleType,
+    MemLocation,
+    OwnsHandle,
+    Session,
+    checked_size,
+    deferred_queue,
+    finaliser,
+    session_for,
+    size_text,
+)
 from streamalloc.driver import Driver
 from streamalloc.vmm.allocations import AllocationHandle
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory, properties_for
@@ -93,7 +102,7 @@ class MemoryRecycler(Closes):
         prop = properties_for(where, handle_types, compressible, gpu_direct_rdma)
         if prop.alloc_flags.usage & _TILE_POOL:
             raise ValueError("tile pools are not recycled: arrays may have tiles in them")
-        self._spec = RecyclingSpec(door_of(where, driver), prop, most)
+        self._spec = RecyclingSpec(session_for(where, driver), prop, most)
 
     @property
     def location(self) -> MemLocation:
@@ -113,7 +122,7 @@ class MemoryRecycler(Closes):
     @property
     def driver(self) -> Driver:
         """The driver that it belongs to."""
-        return self._spec.door.driver
+        return self._spec.session.driver
 
     @property
     def limit(self) -> int:
@@ -194,16 +203,16 @@ class MemoryRecycler(Closes):
 class Kept(Deferred):
     """A handle that nobody uses. Dropping it gives the memory back."""
 
-    __slots__ = ("_door", "_raw", "nbytes")
+    __slots__ = ("_raw", "_session", "nbytes")
 
-    def __init__(self, door: Door, nbytes: int) -> None:
-        self._door = door
+    def __init__(self, session: Session, nbytes: int) -> None:
+        self._session = session
         self._raw: Any = None
         self.nbytes: int = nbytes
 
     def attempt(self) -> bool:
         """``cuMemRelease``."""
-        self._door.give_back(self, "cuMemRelease")
+        self._session.give_back(self, "cuMemRelease")
         return True
 
     def forget(self) -> None:
@@ -212,8 +221,8 @@ class Kept(Deferred):
 
     @finaliser
     def __del__(self) -> None:
-        if getattr(self, "_raw", None) is not None and self._door.usable:
-            later_of(self._door).hand_in(self)
+        if getattr(self, "_raw", None) is not None and self._session.usable:
+            deferred_queue(self._session).submit(self)
 
 
 class Spare:
@@ -267,8 +276,8 @@ class RecyclingSpec(MemorySpec):
 
     __slots__ = ("_lock", "by_size", "closed", "kept", "limit", "made", "order", "recycled", "released", "spares")
 
-    def __init__(self, door: Door, prop: MemAllocationProp, limit: int) -> None:
-        super().__init__(door, prop)
+    def __init__(self, session: Session, prop: MemAllocationProp, limit: int) -> None:
+        super().__init__(session, prop)
         self.limit: int = limit
         self.closed: bool = False
         self.kept: int = 0
@@ -291,7 +300,7 @@ class RecyclingSpec(MemorySpec):
 
     def obtain(self, owner: OwnsHandle, nbytes: int) -> None:
         """Have ``owner`` hold memory that is kept, or else new memory."""
-        self.door.check_process()
+        self.session.check_process()
         assert isinstance(owner, RecycledHandle)
         handle = owner
         handle.nbytes = nbytes
@@ -322,7 +331,7 @@ class RecyclingSpec(MemorySpec):
         if state.mappings or not handle.only_here():
             return False
         known = self.allocations.by_handle
-        one = Kept(self.door, nbytes)
+        one = Kept(self.session, nbytes)
         pieces = self.by_size.setdefault(nbytes, deque())
         # Nothing is called from here on until the handle is kept. Nobody finds what is known of it any more.
         if state.handle in known and known[state.handle] is state:
@@ -388,7 +397,7 @@ class RecyclingSpec(MemorySpec):
         del self.order[one]
         self.kept -= one.nbytes
         self.released += 1
-        later_of(self.door).end(one)
+        deferred_queue(self.session).end(one)
         return one.nbytes
 
     # -- what stays mapped -----------------------------------------------------------------------------------
@@ -452,7 +461,7 @@ class RecyclingSpec(MemorySpec):
                 raise
 
 
-def spec_for(recycler: MemoryRecycler | None, door: Door, prop: MemAllocationProp, *, asked: bool) -> MemorySpec:
+def spec_for(recycler: MemoryRecycler | None, session: Session, prop: MemAllocationProp, *, asked: bool) -> MemorySpec:
     """How a buffer makes its memory: as a recycler does where there is one. ``asked``: for more than its place.
 
     Raises
@@ -461,11 +470,11 @@ def spec_for(recycler: MemoryRecycler | None, door: Door, prop: MemAllocationPro
         The recycler has memory of another place or driver, or the properties were given beside it.
     """
     if recycler is None:
-        return MemorySpec(door, prop)
+        return MemorySpec(session, prop)
     if not isinstance(recycler, MemoryRecycler):
         raise TypeError(f"recycler must be a MemoryRecycler, not {type(recycler).__name__} ({recycler!r})")
     spec = recycler._spec
-    if spec.door is not door:
+    if spec.session is not session:
         raise ValueError(f"recycler={recycler!r} belongs to another driver")
     if spec.prop.location != prop.location:
         raise ValueError(f"recycler={recycler!r} has memory of {spec.prop.location}, and {prop.location} was asked for")

@@ -6,10 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 
-from streamalloc.core.device import Device
-from streamalloc.core.errors import undoing
-from streamalloc.core.ownership import close_all
-from streamalloc.core.stream import StreamLike
+from streamalloc.core.internal import Device, StreamLike, close_all, undoing
 from streamalloc.vmm.access import Rights
 from streamalloc.vmm.generic_handle import GenericAllocation
 from streamalloc.vmm.virtual_buffer import VirtualBuffer
@@ -70,7 +67,7 @@ class RemappableBuffer(VirtualBuffer):
             entries = list(self.range._node.table())
             staying, going = entries[:same], entries[same:]
             if going:
-                wait_for_users(None, self._door, (entry.rights for entry in going))
+                wait_for_users(None, self._session, (entry.rights for entry in going))
             before = self._names, self._mapped, self._nbytes
             end = staying[-1].stop if staying else 0
             self._names, self._mapped, self._nbytes = wanted[:same], end, min(nbytes, max(end - self._offset, 0))

@@ -13,11 +13,20 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
-from streamalloc.core.door import Door
-from streamalloc.core.errors import CudaError, InvalidValueError, attach, error_from, size_text, undo_all, undoing
-from streamalloc.core.later import HandleEnd
-from streamalloc.core.ownership import finaliser
-from streamalloc.core.properties import MemAccess, checked_size
+from streamalloc.core.internal import (
+    CudaError,
+    HandleEnd,
+    InvalidValueError,
+    MemAccess,
+    Session,
+    attach,
+    checked_size,
+    error_from,
+    finaliser,
+    size_text,
+    undo_all,
+    undoing,
+)
 from streamalloc.vmm.access import Rights, structs_of
 from streamalloc.vmm.allocations import AllocationState, HandleNode, allocations_of
 from streamalloc.vmm.generic_handle import GenericAllocation
@@ -104,7 +113,7 @@ class MappedBytes(Node):
         """``cuMemMap``, by a handle of the memory."""
         allocations = self.reservation.allocations
         place = int(self.reservation._raw) + self.offset
-        result = allocations.door.cuMemMap(place, self.stop - self.offset, 0, raw, 0)[0]
+        result = allocations.session.cuMemMap(place, self.stop - self.offset, 0, raw, 0)[0]
         if result:
             raise error_from(result, "cuMemMap")
         for watcher in allocations.watchers:
@@ -115,7 +124,7 @@ class MappedBytes(Node):
         reservation = self.reservation
         # Where nothing is mapped an earlier attempt was interrupted.
         with contextlib.suppress(InvalidValueError):
-            reservation.allocations.door.call("cuMemUnmap", int(reservation.raw) + self.offset, self.nbytes)
+            reservation.allocations.session.call("cuMemUnmap", int(reservation.raw) + self.offset, self.nbytes)
         self.unmapped()
         self.release_handle()
 
@@ -131,7 +140,7 @@ class MappedBytes(Node):
 
     def release_handle(self) -> None:
         """``cuMemRelease``, if the handle is here. Where the driver refuses, it is tried again once this is dropped."""
-        self.reservation.allocations.door.give_back(self, "cuMemRelease")
+        self.reservation.allocations.session.give_back(self, "cuMemRelease")
 
     def close(self) -> None:
         """Release the memory, whoever holds it. Where the driver refuses, it is tried again once that is dropped."""
@@ -168,11 +177,11 @@ class MappedBytes(Node):
         raw = getattr(self, "_raw", None)
         if raw is None:
             return
-        door = self.reservation.allocations.door
-        if door.usable:
+        session = self.reservation.allocations.session
+        if session.usable:
             if type(raw) is not HandleEnd:
-                raw = self._raw = HandleEnd(door, "cuMemRelease", raw)
-            self.reservation.allocations.later.hand_in(raw)
+                raw = self._raw = HandleEnd(session, "cuMemRelease", raw)
+            self.reservation.allocations.deferred.submit(raw)
             self._raw = None
 
 
@@ -189,8 +198,8 @@ class Reservation(HandleNode):
 
     __slots__ = ("entries", "maker", "nbytes", "stale")
 
-    def __init__(self, door: Door, nbytes: int) -> None:
-        super().__init__(allocations_of(door), Kind.RESERVATION)
+    def __init__(self, session: Session, nbytes: int) -> None:
+        super().__init__(allocations_of(session), Kind.RESERVATION)
         self.nbytes: int = nbytes
         self.entries: list[MappedBytes] = []
         """What is mapped, in the order of addresses, and what :attr:`stale` says; always the same list."""
@@ -264,7 +273,7 @@ class Reservation(HandleNode):
         start = entries[0].offset
         structs = structs_of(rights) if structs is None else structs
         place = int(self._raw) + start
-        result = self.allocations.door.cuMemSetAccess(place, entries[-1].stop - start, structs, len(structs))[0]
+        result = self.allocations.session.cuMemSetAccess(place, entries[-1].stop - start, structs, len(structs))[0]
         if result:
             raise error_from(result, "cuMemSetAccess")
         for entry in entries:
@@ -279,7 +288,7 @@ class Reservation(HandleNode):
             {where: had for where, had in entry.rights.items() if had & ~rights.get(where, had)} for entry in entries
         )
         if losing:
-            wait(after, self.allocations.door, losing)
+            wait(after, self.allocations.session, losing)
         before = [{where: entry.rights.get(where, MemAccess.NONE) for where in rights} for entry in entries]
         # Driver 580 may have set some of what it refuses as a whole.
         undos = [functools.partial(self.grant, (entry,), had) for entry, had in zip(entries, before, strict=True)]
@@ -300,7 +309,7 @@ class Reservation(HandleNode):
     def _unmap_run(self, run: list[MappedBytes]) -> None:
         start, stop = run[0].offset, run[-1].stop
         try:
-            result = self.allocations.door.cuMemUnmap(int(self._raw) + start, stop - start)[0]
+            result = self.allocations.session.cuMemUnmap(int(self._raw) + start, stop - start)[0]
             if result:
                 raise error_from(result, "cuMemUnmap")
             for entry in run:

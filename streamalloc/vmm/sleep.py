@@ -6,13 +6,24 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 
-from streamalloc.core.arguments import check_device
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door
-from streamalloc.core.errors import ClosedError, EvictedError, InUseError, size_text, undo_all, undoing
-from streamalloc.core.ownership import Closes
-from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size
-from streamalloc.core.stream import Stream, StreamLike
+from streamalloc.core.internal import (
+    ClosedError,
+    Closes,
+    Device,
+    EvictedError,
+    InUseError,
+    MemAccess,
+    MemHandleType,
+    MemLocation,
+    Session,
+    Stream,
+    StreamLike,
+    check_device,
+    checked_size,
+    size_text,
+    undo_all,
+    undoing,
+)
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.backup import Backup, BackupRange
 from streamalloc.vmm.growable import GrowableBuffer
@@ -144,7 +155,7 @@ class SleepGroup(Closes):
         self._check_open()
         if not isinstance(buffer, VirtualBuffer):
             raise TypeError(f"buffer must be a GrowableBuffer or another VirtualBuffer, not {buffer!r}")
-        if buffer._door is not self._door:
+        if buffer._session is not self._session:
             raise ValueError(f"{buffer!r} belongs to another driver than the group")
         self._members[buffer] = tag
 
@@ -227,7 +238,7 @@ class SleepGroup(Closes):
         chosen = {buffer: tag for buffer, tag in self._chosen(tags).items() if not buffer.evicted}
         entries = {buffer: buffer._evictable(shared=shared) for buffer in chosen}
         ordered = self._copying_stream(stream)
-        wait_for_users(after, self._door, (entry.rights for several in entries.values() for entry in several))
+        wait_for_users(after, self._session, (entry.rights for several in entries.values() for entry in several))
         saved: dict[VirtualBuffer, BackupRange] = {}
         with undoing(lambda: undo_all(one.leave for one in saved.values())):
             for tag in dict.fromkeys(chosen.values()):
@@ -307,7 +318,7 @@ class SleepGroup(Closes):
         return {buffer: tag for wanted in tags for buffer, tag in buffers.items() if tag == wanted}
 
     def _copying_stream(self, stream: StreamLike | None) -> Stream:
-        return copying_stream(self.device.default_stream if stream is None else stream, self._door)
+        return copying_stream(self.device.default_stream if stream is None else stream, self._session)
 
     def close(self) -> None:
         """Remove the buffers, which stay as they are, and close the pool for backups if it is the group's own.
@@ -328,8 +339,8 @@ class SleepGroup(Closes):
             raise ClosedError(f"{self!r} was closed")
 
     @property
-    def _door(self) -> Door:
-        return self.device._door
+    def _session(self) -> Session:
+        return self.device._session
 
     def __repr__(self) -> str:
         if not hasattr(self, "_members"):
@@ -362,8 +373,8 @@ class Tagged:
         return self.group.allocate(nbytes, stream, tag=self.tag)
 
     @property
-    def _door(self) -> Door:
-        return self.group._door
+    def _session(self) -> Session:
+        return self.group._session
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.tag!r} of {self.group!r}>"

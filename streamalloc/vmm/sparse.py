@@ -14,13 +14,25 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.arguments import check_device
-from streamalloc.core.device import Device
-from streamalloc.core.errors import ClosedError, CudaError, OutOfMemoryError, refused, size_text, undoing, unsupported
-from streamalloc.core.event import Event
-from streamalloc.core.ownership import Closes
-from streamalloc.core.properties import checked_size
-from streamalloc.core.stream import Stream, StreamLike, as_stream, raw_handle, refuse_capture
+from streamalloc.core.internal import (
+    ClosedError,
+    Closes,
+    CudaError,
+    Device,
+    Event,
+    OutOfMemoryError,
+    Stream,
+    StreamLike,
+    as_stream,
+    check_device,
+    checked_size,
+    raw_handle,
+    refuse_capture,
+    refused,
+    size_text,
+    undoing,
+    unsupported,
+)
 from streamalloc.driver.internal import cuda
 from streamalloc.vmm.allocations import HandleNode, OwnsNode, allocations_of
 from streamalloc.vmm.physical_memory import PhysicalMemory
@@ -153,7 +165,7 @@ class _Array(HandleNode):
     __slots__ = ("device", "last", "map", "mipmapped")
 
     def __init__(self, device: Device, mipmapped: bool) -> None:
-        super().__init__(allocations_of(device._door), Kind.OBJECT)
+        super().__init__(allocations_of(device._session), Kind.OBJECT)
         self.device = device
         self.mipmapped = mipmapped
         self.map: dict[_Tile, tuple[TilePool, int]] = {}
@@ -270,7 +282,7 @@ class SparseArray(OwnsNode):
             self._create(kind)
 
     def _create(self, kind: str) -> None:
-        door = self.device._door
+        session = self.device._session
         descriptor = cuda.CUDA_ARRAY3D_DESCRIPTOR()
         descriptor.Width, descriptor.Height = self.shape[-1], self.shape[-2]
         descriptor.Depth = self.shape[0] if len(self.shape) == 3 else 0
@@ -280,11 +292,11 @@ class SparseArray(OwnsNode):
         hint = f"an array of shape {self.shape}, {self.levels} levels: more than the device can have?"
         with self.device.current():
             if self.levels:
-                door.create(self._node, "_raw", "cuMipmappedArrayCreate", descriptor, self.levels, hint=hint)
-                found = door.call("cuMipmappedArrayGetSparseProperties", self._node.raw)
+                session.create(self._node, "_raw", "cuMipmappedArrayCreate", descriptor, self.levels, hint=hint)
+                found = session.call("cuMipmappedArrayGetSparseProperties", self._node.raw)
             else:
-                door.create(self._node, "_raw", "cuArray3DCreate", descriptor, hint=hint)
-                found = door.call("cuArrayGetSparseProperties", self._node.raw)
+                session.create(self._node, "_raw", "cuArray3DCreate", descriptor, hint=hint)
+                found = session.call("cuArrayGetSparseProperties", self._node.raw)
         extent = found.tileExtent
         extents = (int(extent.depth), int(extent.height), int(extent.width))
         self.tile: tuple[int, ...] = extents[1 if len(self.shape) == 2 or self.layered else 0 :]
@@ -484,7 +496,7 @@ class SparseArray(OwnsNode):
 
     def _submit(self, stream: Stream, infos: list[Any]) -> None:
         with self.device.current():
-            self.device._door.call("cuMemMapArrayAsync", infos, len(infos), raw_handle(stream))
+            self.device._session.call("cuMemMapArrayAsync", infos, len(infos), raw_handle(stream))
 
     def _note(self, stream: Stream) -> Event | None:
         """Remember how far a stream has to go before the array can be destroyed, or what it unmapped be used again."""
@@ -507,13 +519,13 @@ class SparseArray(OwnsNode):
         if host.shape != wanted or host.dtype != self.dtype or not host.flags.c_contiguous:
             found = f"it has shape {host.shape} and {host.dtype}"
             raise ValueError(f"the host array must be contiguous, of shape {wanted} and {self.dtype}; {found}")
-        door, width = self.device._door, extents[-1] * self.element_bytes
+        session, width = self.device._session, extents[-1] * self.element_bytes
         z = layer if self.layered else starts[0] if len(starts) == 3 else 0
         ours, theirs = ("dst", "src") if to_array else ("src", "dst")
         copy = cuda.CUDA_MEMCPY3D()
         copy.WidthInBytes, copy.Height, copy.Depth = width, extents[-2], extents[0] if len(extents) == 3 else 1
         with self.device.current():
-            raw = door.call("cuMipmappedArrayGetLevel", self._node.raw, level) if self.levels else self._node.raw
+            raw = session.call("cuMipmappedArrayGetLevel", self._node.raw, level) if self.levels else self._node.raw
             for name, value in (
                 (f"{theirs}MemoryType", cuda.CUmemorytype.CU_MEMORYTYPE_HOST),
                 (f"{theirs}Host", host.ctypes.data),
@@ -526,7 +538,7 @@ class SparseArray(OwnsNode):
                 (f"{ours}Z", z),
             ):
                 setattr(copy, name, value)
-            door.call("cuMemcpy3DAsync", copy, raw_handle(ordered))
+            session.call("cuMemcpy3DAsync", copy, raw_handle(ordered))
 
     # -- checks ----------------------------------------------------------------------------------------------
 
@@ -574,7 +586,7 @@ class SparseArray(OwnsNode):
 
     def _ordered(self, stream: StreamLike) -> Stream:
         self._checked_raw()
-        ordered = as_stream(stream, self.device._door)
+        ordered = as_stream(stream, self.device._session)
         if ordered.device != self.device:
             raise ValueError(f"{ordered!r} is not of {self.device!r}, whose array this is")
         refuse_capture(ordered, "cuMemMapArrayAsync", "tiles cannot be mapped, and arrays not be copied, in a capture")

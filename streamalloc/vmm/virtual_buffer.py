@@ -9,14 +9,31 @@ from typing import Any, NamedTuple
 
 from typing_extensions import Self
 
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door
-from streamalloc.core.errors import ClosedError, CudaError, EvictedError, InUseError, size_text, undo_all, undoing
-from streamalloc.core.html import Drawn, Html, Row, gauge
-from streamalloc.core.memory import CopySide, Memory
-from streamalloc.core.ownership import Closes
-from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
-from streamalloc.core.stream import Stream, StreamLike, as_stream, refuse_capture
+from streamalloc.core.internal import (
+    ClosedError,
+    Closes,
+    CopySide,
+    CudaError,
+    Device,
+    Drawn,
+    EvictedError,
+    Html,
+    InUseError,
+    MemAccess,
+    MemLocation,
+    MemLocationType,
+    Memory,
+    Row,
+    Session,
+    Stream,
+    StreamLike,
+    as_stream,
+    gauge,
+    refuse_capture,
+    size_text,
+    undo_all,
+    undoing,
+)
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import reachable_from
 from streamalloc.vmm.access import Access, Rights, rights_of, structs_of
@@ -85,7 +102,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
     ) -> None:
         """Reserve the addresses; everything else is still to come."""
         self._device = device
-        self._given_stream = None if stream is None else as_stream(stream, device._door)
+        self._given_stream = None if stream is None else as_stream(stream, device._session)
         self._rights = rights
         self._structs = structs_of(rights)
         """What the driver takes for :attr:`_rights`."""
@@ -186,7 +203,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
         restored.
         """
         self._check_open()
-        rights = device_rights(access, self._door, flags)
+        rights = device_rights(access, self._session, flags)
         self._plain = None
         self._trim(self._mapped)
         entries = self.range._node.table()
@@ -236,7 +253,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
         """
         entries = self._evictable(shared=shared)
         ordered = self._copying_stream(stream)
-        wait_for_users(after, self._door, (entry.rights for entry in entries))
+        wait_for_users(after, self._session, (entry.rights for entry in entries))
         saved = self._backup(backup, ordered)
         evict_all({self: entries}, {} if saved is None else {self: saved}, ordered)
 
@@ -247,7 +264,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
             raise EvictedError(f"{self!r} is evicted already")
         self._trim(self._mapped)
         entries = list(self.range._node.table())
-        allocations_of(self._door).work()
+        allocations_of(self._session).work()
         for memory in (entry.memory for entry in entries if not entry.alone):
             if memory.exported and not shared:
                 why = "importers would keep it, and the old bytes; shared=True says that all of them have closed it"
@@ -319,7 +336,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
         restore_all({self: evicted}, self._copying_stream(stream))
 
     def _copying_stream(self, stream: StreamLike | None) -> Stream:
-        return copying_stream(self.stream if stream is None else stream, self._door)
+        return copying_stream(self.stream if stream is None else stream, self._session)
 
     def _load(self, saved: BackupRange, made: Sequence[MappedBytes], copies: Copies, stream: Stream) -> None:
         """Queue the copy of the bytes into the memory that was made for them."""
@@ -342,7 +359,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
             return
         entries = list(self.range._node.table())
         if entries:
-            wait_for_users(after, self._door, (entry.rights for entry in entries))
+            wait_for_users(after, self._session, (entry.rights for entry in entries))
             self._cut(0, 0)
         evicted = self._evicted
         self._evicted = None
@@ -404,7 +421,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
         """Unmap what a restore that failed has left, after the work that may use it."""
         entries = list(self.range._node.table())
         if entries:
-            wait_for_users(None, self._door, (entry.rights for entry in entries))
+            wait_for_users(None, self._session, (entry.rights for entry in entries))
             self._discard(entries)
 
     def _cut(self, mapped: int, nbytes: int) -> None:
@@ -435,7 +452,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
             return None
         if not isinstance(backup, (MemoryPool, Memory)):
             raise TypeError(f"backup must be a MemoryPool or Memory, not {type(backup).__name__} ({backup!r})")
-        if backup._door is not self._door:
+        if backup._session is not self._session:
             raise ValueError(f"backup {backup!r} belongs to another driver")
         if isinstance(backup, Memory):
             if backup.nbytes != self._nbytes:
@@ -477,8 +494,8 @@ class VirtualBuffer(Memory, Closes, Drawn):
         yield "", drawn(self.range)
 
     @property
-    def _door(self) -> Door:
-        return self._device._door
+    def _session(self) -> Session:
+        return self._device._session
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -558,18 +575,18 @@ def restore_all(evictions: Mapping[VirtualBuffer, Eviction], stream: Stream) -> 
                     eviction.saved.leave()
 
 
-def copying_stream(stream: StreamLike, door: Door) -> Stream:
+def copying_stream(stream: StreamLike, session: Session) -> Stream:
     """A stream for what is evicted or restored."""
-    ordered = as_stream(stream, door)
+    ordered = as_stream(stream, session)
     refuse_capture(ordered, "cuMemUnmap", "memory cannot be evicted or restored in a capture")
     return ordered
 
 
 def device_rights(
-    access: Access, door: Door, flags: MemAccess = MemAccess.READWRITE, *, devices: Sequence[Device] = ()
+    access: Access, session: Session, flags: MemAccess = MemAccess.READWRITE, *, devices: Sequence[Device] = ()
 ) -> Rights:
     """The access to device memory that an argument means; ``devices`` may read and write."""
-    rights = {device.location: MemAccess.READWRITE for device in devices} | rights_of(access, door, flags)
+    rights = {device.location: MemAccess.READWRITE for device in devices} | rights_of(access, session, flags)
     for where, allowed in rights.items():
         if where.type is not MemLocationType.DEVICE and allowed:
             raise ValueError(f"access: {where} cannot be given access to device memory")

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-from streamalloc.core.door import Door
-from streamalloc.core.errors import CaptureError, refused
-from streamalloc.core.event import Event
-from streamalloc.core.later import later_of, work
-from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
-from streamalloc.core.stream import StreamLike, as_stream
+from streamalloc.core.internal import (
+    CaptureError,
+    Event,
+    MemAccess,
+    MemLocation,
+    MemLocationType,
+    Session,
+    StreamLike,
+    as_stream,
+    deferred_queue,
+    refused,
+    work,
+)
 
 __all__ = ["After", "accessing", "wait", "wait_for_users"]
 
@@ -29,12 +36,12 @@ def accessing(access: Iterable[dict[MemLocation, MemAccess]]) -> set[int]:
     }
 
 
-def wait_for_users(after: After, door: Door, access: Iterable[dict[MemLocation, MemAccess]]) -> None:
+def wait_for_users(after: After, session: Session, access: Iterable[dict[MemLocation, MemAccess]]) -> None:
     """Block the host until ``after`` has passed; for None until all devices with access have done all their work."""
-    wait(after, door, accessing(access) if after is None else ())
+    wait(after, session, accessing(access) if after is None else ())
 
 
-def wait(after: After, door: Door, devices: Iterable[int]) -> None:
+def wait(after: After, session: Session, devices: Iterable[int]) -> None:
     """Block the host until ``after`` has passed; for None until ``devices`` have done all their work.
 
     Raises
@@ -44,18 +51,18 @@ def wait(after: After, door: Door, devices: Iterable[int]) -> None:
     """
     if after is None:
         for ordinal in sorted(devices):
-            if later_of(door).paused:
+            if deferred_queue(session).paused:
                 why = "a stream is being captured: say with after= which streams or events must have passed"
                 raise refused(CaptureError, "cuCtxSynchronize", why)
-            with door.current(ordinal):
-                door.call("cuCtxSynchronize")
-        work(door)
+            with session.current(ordinal):
+                session.call("cuCtxSynchronize")
+        work(session)
         return
     several: Any = after if _several(after) else (after,)
     for one in several:
         if not isinstance(one, Event):
-            one = as_stream(one, door)
-        elif one._door is not door:
+            one = as_stream(one, session)
+        elif one._session is not session:
             raise ValueError(f"after: {one!r} belongs to another driver")
         one.synchronize()
 

@@ -13,9 +13,9 @@ import pytest
 
 import streamalloc as sa
 from streamalloc.core.cached import mend
-from streamalloc.core.door import door_behind
+from streamalloc.core.deferred import work
 from streamalloc.core.event import context_event
-from streamalloc.core.later import work
+from streamalloc.core.session import session_of
 from tests.support import KEEP
 
 MODES = ("global", "thread_local", "relaxed")
@@ -127,7 +127,7 @@ def _dropped_pool(device: sa.Device) -> Steps:
 
 def _work(device: sa.Device) -> Callable[[], object]:
     """A point of work that makes no other call."""
-    return lambda: work(door_behind(device))
+    return lambda: work(session_of(device))
 
 
 def _dropped_stream_with_cached_memory(device: sa.Device) -> Steps:

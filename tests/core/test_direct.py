@@ -1,4 +1,4 @@
-"""Fast paths (:mod:`streamalloc.core.door`): one driver call in the plain case, the slow path's words in all others."""
+"""Fast paths (:mod:`streamalloc.core.session`): one driver call; all else has the slow path's words."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import streamalloc.driver as sd
 from streamalloc.core import memory as memory_module
 from streamalloc.core.buffer import Allocator
 from streamalloc.core.cached import CachedAllocator, CachedBuffer
-from streamalloc.core.door import DIRECT
 from streamalloc.core.memory import Memory
+from streamalloc.core.session import DIRECT
 from streamalloc.testing import Gate
 from tests.support import MiB, holds, names, pending, read
 
@@ -115,7 +115,7 @@ class TestPlainCase:
 
 
 class TestOnePattern:
-    """What :mod:`streamalloc.core.door` says of fast paths, as their code has it."""
+    """What :mod:`streamalloc.core.session` says of fast paths, as their code has it."""
 
     # Each, and the name of its slow path; by name the driver's function is called where there is nothing to explain.
     PATHS: ClassVar[dict[Any, str]] = {
@@ -272,18 +272,18 @@ class TestNotPlain:
     def test_a_forked_child(self, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         device = sa.Device(0, driver=sd.traced(machine))
         with device.create_stream() as stream, sa.MemoryPool(device) as pool, pool.allocate(64, stream) as memory:
-            door: Any = stream._door
-            kept = {name: getattr(door, name) for name in sys.modules["streamalloc.core.door"].DIRECT}
-            door._shut_after_fork()
+            session: Any = stream._session
+            kept = {name: getattr(session, name) for name in sys.modules["streamalloc.core.session"].DIRECT}
+            session._shut_after_fork()
             try:
                 for case in (lambda: memory.fill(1), stream.query, stream.record, pool.statistics, stream.synchronize):
                     with pytest.raises(sd.ForkedProcessError):
                         case()
             finally:
-                door.forked = False
+                session.forked = False
                 for name, function in kept.items():
-                    setattr(door, name, function)
-                pool._alloc, pool._free = door.driver.cuMemAllocFromPoolAsync, door.driver.cuMemFreeAsync
+                    setattr(session, name, function)
+                pool._alloc, pool._free = session.driver.cuMemAllocFromPoolAsync, session.driver.cuMemFreeAsync
 
 
 class TestEventsUsedAgain:

@@ -389,7 +389,7 @@ class Broken:
 
     def __init__(self, pool: sa.MemoryPool, error: BaseException) -> None:
         self.location = pool.location
-        self._door = pool._door
+        self._session = pool._session
         self.error = error
 
     def allocate(self, nbytes: int, stream: Any) -> Any:

@@ -13,7 +13,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import interop
-from streamalloc.core.door import door_behind
+from streamalloc.core.session import session_of
 from streamalloc.core.stream import direct_handle
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate
@@ -131,7 +131,7 @@ class TestLent:
                 del buffer
             other = source.allocate(MiB, stream)
             other.fill(3)
-            assert direct_handle(stream, door_behind(stream)) is not None
+            assert direct_handle(stream, session_of(stream)) is not None
             assert pending(stream)
             gate.open()
             device.synchronize()

@@ -37,7 +37,7 @@ KEPT = {"registered memory", "registered host memory", "imported pool", "pinned 
 
 def check_slots(device: sa.Device) -> None:
     """No slot of a control block is given to two leases, once all that was shared has ended."""
-    leases = leases_of(device._door)
+    leases = leases_of(device._session)
     for _ in range(len(leases.leaving)):
         leases._found()  # what has left is free, or leaves again
     places = [*leases._free, *((one.block, one.slot) for one in (*leases.leaving, *leases._prepared))]

@@ -8,8 +8,8 @@ from typing import Any
 
 import streamalloc as sa
 from streamalloc import multicast, vmm
-from streamalloc.core.door import Door
-from streamalloc.core.later import later_of
+from streamalloc.core.deferred import deferred_queue
+from streamalloc.core.session import Session
 from tests.processes import eventually
 from tests.support import MiB
 
@@ -21,7 +21,7 @@ SHAREABLE = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 
 def all_ended(driver: Any, within: float = 2.0) -> bool:
     """Whether everything has ended that was left for later, once its devices are done."""
-    later = later_of(Door.of(driver))
+    later = deferred_queue(Session.of(driver))
 
     def ended() -> bool:
         later.work()

@@ -14,7 +14,7 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc.core.door import Door
+from streamalloc.core.session import Session
 from streamalloc.ipc import GroupError
 from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
 from streamalloc.multicast.setup.rank_group import RankGroup, rank_at_fault
@@ -181,14 +181,14 @@ class TestInterrupts:
         def interrupted(rank: Rank) -> SymmetricMemory:
             if rank.number == 4:
                 # Where it was bound beforehand.
-                door = Door.of(rank.driver)
-                wrapped = door.cuMemSetAccess
+                session = Session.of(rank.driver)
+                wrapped = session.cuMemSetAccess
 
                 def once(*args: Any) -> Any:
-                    door.cuMemSetAccess = wrapped
+                    session.cuMemSetAccess = wrapped
                     raise KeyboardInterrupt
 
-                door.cuMemSetAccess = once
+                session.cuMemSetAccess = once
             return rank.memory(multicast=True)
 
         outcomes = crew.outcomes(interrupted)

@@ -22,8 +22,6 @@ LAYERS = (
     "driver", "core", "pool", "vmm", "ipc", "multicast", "observing", "interop", "traces", "plots", "testing", "cli",
 )  # fmt: skip
 ROOMS = {"ipc": ("transport", "sharing", "ring"), "multicast": ("objects", "setup")}
-# The part that all areas share: its modules may be imported one by one.
-SHARED = "core"
 # They name each other in their types, which no order of files could change.
 KNOW_EACH_OTHER = {f"streamalloc.core.{name}" for name in ("device", "event", "graph", "stream")}
 
@@ -108,7 +106,7 @@ def test_an_area_takes_from_another_what_that_publishes() -> None:
 
     def allowed(module: str, other: str, name: str) -> bool:
         theirs = _area(other)
-        if not theirs or theirs in (_area(module), SHARED):
+        if not theirs or theirs == _area(module):
             return True
         return other in (f"streamalloc.{theirs}", f"streamalloc.{theirs}.internal")
 

@@ -10,13 +10,13 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from streamalloc.core import door
-from streamalloc.core.ownership import Leaves
+from streamalloc.core import session
+from streamalloc.core.resource import Leaves
 from tests.package.test_half_made import classes
 from tests.support import MiB
 
-# Those of the door, between which and the driver nothing may be called.
-OWN_WORDS = {door._Current: "cuCtxPopCurrent", door._Relaxed: "cuThreadExchangeStreamCaptureMode"}
+# Those of the session, between which and the driver nothing may be called.
+OWN_WORDS = {session._Current: "cuCtxPopCurrent", session._Relaxed: "cuThreadExchangeStreamCaptureMode"}
 WITH_BLOCKS = [
     kind for kind in classes() if getattr(getattr(kind, "__exit__", None), "__module__", "").startswith("streamalloc")
 ]
@@ -37,11 +37,11 @@ def test_there_are_some() -> None:
 def test_the_error_of_the_block_stays(machine: Any, kind: Any) -> None:
     error, later = BlockError("of the block"), sa.CudaError("CUDA_ERROR_UNKNOWN", 999, "cuLeave", "")
     if kind in OWN_WORDS:
-        driver = sd.faulty(machine, OWN_WORDS[kind], 1 + (kind is door._Relaxed), result="CUDA_ERROR_UNKNOWN")
-        behind = door.door_behind(sa.Device(0, driver=driver))
-        with pytest.raises(BlockError) as caught, behind.current(0) if kind is door._Current else behind.relaxed():
+        driver = sd.faulty(machine, OWN_WORDS[kind], 1 + (kind is session._Relaxed), result="CUDA_ERROR_UNKNOWN")
+        behind = session.session_of(sa.Device(0, driver=driver))
+        with pytest.raises(BlockError) as caught, behind.current(0) if kind is session._Current else behind.relaxed():
             raise error
-        if kind is door._Current:
+        if kind is session._Current:
             machine.cuCtxPopCurrent()
         assert len(caught.value.__notes__) == 1 and OWN_WORDS[kind] in caught.value.__notes__[0]
         return

@@ -15,7 +15,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import interop, multicast, observing, vmm
-from streamalloc.core.door import door_behind
+from streamalloc.core.session import session_of
 from streamalloc.core.stream import as_stream, order_after_context, order_handle_after, ordered_after, queue_behind
 from streamalloc.driver.account import ENDERS, MAKERS
 from streamalloc.driver.bindings import cuda
@@ -162,7 +162,7 @@ STREAMS: dict[str, Callable[[World], sa.Stream]] = {
     "per-thread": lambda world: world.device.per_thread_stream,
     "borrowed": lambda world: sa.Stream.of_handle(world.device, world.other, None),
     "borrowed, direct": lambda world: sa.Stream.of_handle(world.device, world.other, None, direct=True),
-    "of an object": lambda world: as_stream(_cuda_stream(world.other), door_behind(world.device)),
+    "of an object": lambda world: as_stream(_cuda_stream(world.other), session_of(world.device)),
 }
 
 
@@ -209,11 +209,11 @@ def _waited_for(world: World, memory: sa.Memory, stream: int) -> None:
     ours.wait(world.event)
     ours.wait(ours.record())
     order_handle_after(stream, ours)
-    order_after_context(as_stream(_cuda_stream(stream), door_behind(ours)))
+    order_after_context(as_stream(_cuda_stream(stream), session_of(ours)))
 
 
 def _closed(world: World, memory: sa.Memory, stream: int) -> None:
-    with as_stream(_cuda_stream(stream), door_behind(memory)) as borrowed:
+    with as_stream(_cuda_stream(stream), session_of(memory)) as borrowed:
         event = borrowed.record()
         event.close()
     with sa.Stream.of_handle(world.device, stream, None, direct=True) as borrowed:
@@ -285,7 +285,7 @@ def _use(world: World, make: Callable[[], sa.Memory]) -> None:
 def test_pools_of_other_code(world: World) -> None:
     properties = sa.MemPoolProps(location=sa.MemLocation.device(0)).to_driver()
     raw = world.made("cuMemPoolCreate", properties, end="cuMemPoolDestroy")
-    known = sa.MemoryPool._of_handle(door_behind(world.device), raw, world.device.location, sa.MemAllocationType.PINNED)
+    known = sa.MemoryPool._of_handle(session_of(world.device), raw, world.device.location, sa.MemAllocationType.PINNED)
     assert not known.owned
     stream = world.device.create_stream()
     known.allocate(64, stream).free()

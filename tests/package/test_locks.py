@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 import streamalloc.driver as sd
-from streamalloc.core.door import Door
+from streamalloc.core.session import Session
 from streamalloc.driver.checker.driver import Checked
 from streamalloc.vmm.release_order import Kind, Node, ReleaseOrder
 from tests.interleaving import interleaved
@@ -43,13 +43,13 @@ class TestReleaseOrder:
 
 
 def test_a_primary_context_is_retained_once() -> None:
-    def make() -> tuple[Any, Door]:
+    def make() -> tuple[Any, Session]:
         driver = sd.traced(sd.simulated())
-        return driver, Door.of(driver)
+        return driver, Session.of(driver)
 
-    for driver, door in interleaved(Door.context, make, lambda it: it[1].context(0), lambda it: it[1].context(0)):
+    for driver, session in interleaved(Session.context, make, lambda it: it[1].context(0), lambda it: it[1].context(0)):
         assert [call.name for call in driver.calls].count("cuDevicePrimaryCtxRetain") == 1
-        assert door.ordinals == [0]
+        assert session.ordinals == [0]
 
 
 def test_a_hazard_that_two_threads_deliver_is_kept_once() -> None:

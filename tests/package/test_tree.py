@@ -1,4 +1,4 @@
-"""The package as a stranger finds it: public names, docstrings, one version, one door to the bindings."""
+"""The package as a stranger finds it: public names, docstrings, one version, one session to the bindings."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_only_the_door_imports_the_bindings() -> None:
 
 
 def test_whoever_else_imports_nvidia_s_packages_does_not_use_the_bindings() -> None:
-    # The benchmark measures cuda.core where it is installed; its own driver calls go through the door.
+    # The benchmark measures cuda.core where it is installed; its own driver calls go through the session.
     for path in SOURCES:
         if not _relative(path).startswith("driver/"):
             assert not any(name.startswith("cuda.bindings") for name in _imports(path)), path

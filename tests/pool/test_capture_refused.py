@@ -9,7 +9,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import interop, observing
-from streamalloc.core.door import door_behind
+from streamalloc.core.session import session_of
 from streamalloc.core.stream import as_stream
 from streamalloc.driver.bindings import cuda
 
@@ -77,7 +77,7 @@ def test_captured_by_other_code(machine: Any, shareable: sa.MemoryPool, stream: 
         def __cuda_stream__(self) -> tuple[int, int]:
             return (0, stream.handle)
 
-    theirs = as_stream(Theirs(), door_behind(stream))
+    theirs = as_stream(Theirs(), session_of(stream))
     assert not machine.cuStreamBeginCapture(raw, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)[0]
     with pytest.raises(sa.NotSupportedError, match="made for sharing"):
         shareable.allocate(64, theirs)

@@ -10,7 +10,7 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc.core.door import door_behind
+from streamalloc.core.session import session_of
 from streamalloc.pool.ending import pools_of
 from streamalloc.testing import Gate
 from tests.support import KEEP, MiB, names
@@ -143,7 +143,7 @@ def test_a_handle_counts_as_that_of_an_open_pool_before_the_driver_can_use_it_ag
     device: sa.Device, pool: sa.MemoryPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread may get the same handle for a new pool as soon as the old one is destroyed."""
-    closed = pools_of(door_behind(pool)).closed
+    closed = pools_of(session_of(pool)).closed
     destroy = device.driver.cuMemPoolDestroy
     seen: list[set[int]] = []
 

@@ -430,8 +430,8 @@ class Faulted:
     def __init__(self, machine: Any) -> None:
         self.machine = machine
         self.account = Account(machine)
-        self.later = refusing(self.account.driver)
-        self.first = refusing(self.later)
+        self.deferred = refusing(self.account.driver)
+        self.first = refusing(self.deferred)
         self.device = sa.Device(0, driver=self.first)
         self.stream = self.device.create_stream()
         self.host = sa.MemoryPool(HOST, driver=self.first)
@@ -444,14 +444,14 @@ class Faulted:
         self.stream.synchronize()
 
     def faults(self, first: int, later: int) -> None:
-        self.later.fail(later, result="CUDA_ERROR_UNKNOWN")
+        self.deferred.fail(later, result="CUDA_ERROR_UNKNOWN")
         self.first.fail(first, result="CUDA_ERROR_UNKNOWN")
 
     def stop(self) -> list[str]:
         """The calls that have failed; none fails any more."""
-        failed = [*self.first.failed, *self.later.failed]
+        failed = [*self.first.failed, *self.deferred.failed]
         self.first.stop()
-        self.later.stop()
+        self.deferred.stop()
         for call in failed:
             if call == "cuCtxPopCurrent":
                 self.machine.cuCtxPopCurrent()  # the context is still there

@@ -7,9 +7,17 @@ from typing import Any, NoReturn
 
 from typing_extensions import Self
 
-from streamalloc.core.door import Door, door_behind, refuse_after_fork
-from streamalloc.core.errors import ClosedError, undoing
-from streamalloc.core.stream import Stream, StreamLike, as_stream, ordered_after
+from streamalloc.core.internal import (
+    ClosedError,
+    Session,
+    Stream,
+    StreamLike,
+    as_stream,
+    ordered_after,
+    refuse_after_fork,
+    session_of,
+    undoing,
+)
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.ipc.ring.protocol import (
@@ -102,7 +110,7 @@ class RingItem(SlotMemory):
             return
         place = self._place
         value = self._value
-        ordered = self._stream if stream is None else as_stream(stream, door_behind(self._stream))
+        ordered = self._stream if stream is None else as_stream(stream, session_of(self._stream))
         self._block.tell(ordered, place.closed, value)
         # From here on the producer's host has the slot, and its stream waits for ours.
         self._held = False
@@ -133,8 +141,8 @@ class RingConsumer(RingEnd):
         if not isinstance(channel, Channel):
             raise TypeError(f"channel must be a Channel, not {type(channel).__name__} ({channel!r})")
         if driver is None:
-            driver = door_behind(stream).driver if isinstance(stream, Stream) else default_driver()
-        super().__init__(Door.of(driver))
+            driver = session_of(stream).driver if isinstance(stream, Stream) else default_driver()
+        super().__init__(Session.of(driver))
         self._channel = channel
         self._receive: Any = channel.receive
         self._again: bytes | None = None
@@ -148,7 +156,7 @@ class RingConsumer(RingEnd):
             told = Introduction.of(message)
             memory = open_shared(told.descriptor, message.handles[len(told.names) :], stream=stream, driver=driver)
             with undoing(memory.close):
-                blocks = _attached(importer_of(self._door), told.names, message)
+                blocks = _attached(importer_of(self._session), told.names, message)
                 if not isinstance(memory, ImportedBuffer) or memory.nbytes < told.stride * len(told.numbers):
                     raise ProtocolError("the memory that came is no buffer, or too small for the ring's slots")
                 self.slots = len(told.numbers)
@@ -161,7 +169,7 @@ class RingConsumer(RingEnd):
                 answered = answer([block.importer for block in blocks])
                 channel.send(answered, timeout=None if end is None else left(end))
                 self._open(_ConsumerEnding(channel, self._memory, self._items))
-        self._door.shut_with_me(self)
+        self._session.shut_with_me(self)
 
     def _shut_after_fork(self) -> None:
         # The packets are the parent's.

@@ -9,11 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from streamalloc.core.buffer import Buffer
-from streamalloc.core.door import Door
-from streamalloc.core.errors import ClosedError, CudaError, size_text
-from streamalloc.core.properties import checked_size
-from streamalloc.core.stream import Stream
+from streamalloc.core.internal import Buffer, ClosedError, CudaError, Session, Stream, checked_size, size_text
 from streamalloc.ipc.ring.protocol import END, HALF, ITEM, MASK, PACKET, RingEnding, SlotMemory
 from streamalloc.ipc.sharing.control_block import ControlBlock, ImporterWords, SlotWords
 from streamalloc.ipc.sharing.lease import Lease, hung_up
@@ -180,12 +176,12 @@ class Deliveries(RingEnding):
     :attr:`unsent`. What changes that calls nothing in between.
     """
 
-    def __init__(self, door: Door, buffer: Buffer, stream: Stream, slot_bytes: int, stride: int) -> None:
+    def __init__(self, session: Session, buffer: Buffer, stream: Stream, slot_bytes: int, stride: int) -> None:
         self.closed = False
         self.slot_bytes: int = slot_bytes
         self.stride: int = stride
         """From one slot to the next, in bytes."""
-        self.door: Door = door
+        self.session: Session = session
         self.buffer: Buffer = buffer
         self.stream: Stream = stream
         self.lock: contextlib.AbstractContextManager[bool] = threading.Lock()
@@ -321,7 +317,7 @@ class Deliveries(RingEnding):
 
     def refuse(self) -> NoReturn:
         """Say why nothing can be handed off."""
-        self.door.check_process()
+        self.session.check_process()
         if self.closed:
             raise ClosedError("the ring was closed")
         raise PeerGoneError("the ring has no consumer: none was added, or all have gone; it goes on when one is added")

@@ -6,13 +6,22 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from streamalloc.core.door import door_behind
-from streamalloc.core.errors import size_text, undoing
-from streamalloc.core.fd import Fd
-from streamalloc.core.html import Row
-from streamalloc.core.memory import CopySide, Memory, copy_bytes
-from streamalloc.core.properties import MemLocationType, checked_size
-from streamalloc.core.stream import Stream, StreamLike, as_stream, refuse_capture
+from streamalloc.core.internal import (
+    CopySide,
+    Fd,
+    MemLocationType,
+    Memory,
+    Row,
+    Stream,
+    StreamLike,
+    as_stream,
+    checked_size,
+    copy_bytes,
+    refuse_capture,
+    session_of,
+    size_text,
+    undoing,
+)
 from streamalloc.ipc.ring.delivery import ConsumerLink, Deliveries, RingSlot, Slot, SlotHolder
 from streamalloc.ipc.ring.protocol import MOST_SLOTS, Introduction, RingEnd, importers_in
 from streamalloc.ipc.sharing.control_block import IMPORTERS
@@ -68,24 +77,24 @@ class RingProducer(RingEnd):
             raise ValueError("slot_bytes=0: a slot has one byte at least")
         if not 1 <= checked_size("slots", slots) <= MOST_SLOTS:
             raise ValueError(f"slots={slots}: a ring has 1 to {MOST_SLOTS} slots")
-        super().__init__(door_behind(pool))
+        super().__init__(session_of(pool))
         self.slot_bytes = slot_bytes
         self.slots = slots
         stride = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
-        self.stream = as_stream(stream, self._door)
+        self.stream = as_stream(stream, self._session)
         refuse_capture(self.stream, "cuMemAllocFromPoolAsync", "a ring is not made in a capture")
         self._ordinal = pool.location.id if pool.location.type is MemLocationType.DEVICE else None
         buffer = pool.allocate(slots * stride, self.stream)
-        self._deliveries = state = Deliveries(self._door, buffer, self.stream, slot_bytes, stride)
+        self._deliveries = state = Deliveries(self._session, buffer, self.stream, slot_bytes, stride)
         # Whatever fails from here on, that ends what was made.
         with undoing(state.attempt):
             shared = share(buffer)
-            state.slots += [Slot(index, leases_of(self._door).take()) for index in range(slots)]
+            state.slots += [Slot(index, leases_of(self._session).take()) for index in range(slots)]
             self._blocks = list(dict.fromkeys(slot.block for slot in state.slots))
             self._hello, self._handles = self._introduction(shared)
             state.free.extend(state.slots)
             self._open(state)
-        self._door.shut_with_me(self._deliveries)
+        self._session.shut_with_me(self._deliveries)
 
     # -- consumers -------------------------------------------------------------------------------------------
 
@@ -196,7 +205,7 @@ class RingProducer(RingEnd):
         ValueError
             It is larger than a slot.
         """
-        source = CopySide.readable(data, self._door)
+        source = CopySide.readable(data, self._session)
         if source.nbytes > self.slot_bytes:
             raise ValueError(
                 f"data has {size_text(source.nbytes)}, and the slots of this ring {size_text(self.slot_bytes)}"

@@ -26,13 +26,22 @@ from typing import NamedTuple
 
 from typing_extensions import Self
 
-from streamalloc.core.door import Door
-from streamalloc.core.errors import ClosedError, size_text
-from streamalloc.core.html import Row, Shown, mib
-from streamalloc.core.later import Deferred, later_of
-from streamalloc.core.memory import BufferView, Memory
-from streamalloc.core.ownership import Closes, Leaves, finaliser
-from streamalloc.core.stream import Stream
+from streamalloc.core.internal import (
+    BufferView,
+    ClosedError,
+    Closes,
+    Deferred,
+    Leaves,
+    Memory,
+    Row,
+    Session,
+    Shown,
+    Stream,
+    deferred_queue,
+    finaliser,
+    mib,
+    size_text,
+)
 from streamalloc.ipc.sharing.control_block import SLOTS
 from streamalloc.ipc.transport.packets import Message, ProtocolError
 
@@ -174,15 +183,15 @@ class RingEnding(Deferred):
 class RingEnd(Closes, Shown):
     """What both ends have in common: a size, and an end that may come later."""
 
-    __slots__ = ("__weakref__", "_closed", "_door", "_ending", "slot_bytes", "slots")
+    __slots__ = ("__weakref__", "_closed", "_ending", "_session", "slot_bytes", "slots")
 
     slot_bytes: int
     """The most bytes of an item."""
     slots: int
     """How many slots there are."""
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._closed = True
         self._ending: RingEnding | None = None
 
@@ -196,7 +205,7 @@ class RingEnd(Closes, Shown):
         return self._closed
 
     def _check_open(self) -> None:
-        self._door.check_process()
+        self._session.check_process()
         if self._closed:
             raise ClosedError("this end of the ring was closed")
 
@@ -208,20 +217,20 @@ class RingEnd(Closes, Shown):
         CudaError
             The driver refused a call. What is left to do is done later.
         """
-        self._door.check_process()
+        self._session.check_process()
         self._closed = True
         ending = self._ending
         if ending is not None:
             ending.closed = True
-            later_of(self._door).end(ending)
+            deferred_queue(self._session).end(ending)
             self._ending = None
 
     @finaliser
     def __del__(self) -> None:
         ending = getattr(self, "_ending", None)
-        if ending is not None and self._door.usable:
+        if ending is not None and self._session.usable:
             ending.closed = True
-            later_of(self._door).hand_in(ending)
+            deferred_queue(self._session).submit(ending)
 
     def _state(self) -> str:
         raise NotImplementedError

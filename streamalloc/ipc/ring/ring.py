@@ -6,7 +6,7 @@ packet of 24 bytes; the consumer's stream waits for the contents, and says when 
 
 from __future__ import annotations
 
-from streamalloc.core.stream import StreamLike
+from streamalloc.core.internal import StreamLike
 from streamalloc.driver import Driver
 from streamalloc.ipc.ring.consumer import RingConsumer, RingItem
 from streamalloc.ipc.ring.producer import RingProducer, RingSlot, RingStatistics

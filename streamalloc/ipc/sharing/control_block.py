@@ -41,19 +41,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door
-from streamalloc.core.errors import CudaError, error_from, undoing
-from streamalloc.core.fd import Fd
-from streamalloc.core.ownership import finaliser
-from streamalloc.core.stream import (
+from streamalloc.core.internal import (
+    CudaError,
+    Device,
+    Fd,
+    Session,
     Stream,
     direct_handle,
     direct_view,
+    error_from,
+    finaliser,
     raw_handle,
     refuse_capture,
     sees_all_work,
     stream_call,
+    undoing,
 )
 from streamalloc.driver.internal import cuda
 
@@ -206,7 +208,7 @@ class Mark:
     def __del__(self) -> None:
         index = getattr(self, "_index", -1)
         # A forked child has a copy of this, and the word itself.
-        if index >= 0 and not self._block.door.forked:
+        if index >= 0 and not self._block.session.forked:
             if self._word is not None:  # an interrupt came before it was set
                 self._word.value = 0
             # Nothing is called between these two.
@@ -227,8 +229,8 @@ class ControlBlock:
     closing: Words
     closed: Words
 
-    def __init__(self, door: Door, fd: Fd) -> None:
-        self.door: Door = door
+    def __init__(self, session: Session, fd: Fd) -> None:
+        self.session: Session = session
         self.fd = fd
         self.importer = -1
         self._watched: set[int] = set()
@@ -252,35 +254,35 @@ class ControlBlock:
         self.places: dict[int, ImporterWords] = {}
         """What :meth:`place` has given, by slot."""
         self._importers: dict[tuple[int, int], ImporterWords] = {}
-        with undoing(self._own.close), Device(0, driver=door.driver).current():
+        with undoing(self._own.close), Device(0, driver=session.driver).current():
             # Before the call, as an interrupt may come after it.
             self._raw = self._address = base
             try:
-                door.call("cuMemHostRegister", base, _BYTES, _REGISTER_PORTABLE_AND_MAPPED)
+                session.call("cuMemHostRegister", base, _BYTES, _REGISTER_PORTABLE_AND_MAPPED)
             except CudaError:
                 self._raw = None
                 raise
-        door.shut_with_me(self)
+        session.shut_with_me(self)
 
     def close(self) -> None:
         """Let go of the memory; idempotent. It waits for the device's work (``cuMemHostUnregister``)."""
         self._own.close()
         if self._raw is not None:
             # Not by a Device, whose making takes a lock: a finaliser may come here.
-            with contextlib.suppress(CudaError), self.door.current(0):
-                self.door.give_back(self, "cuMemHostUnregister")
+            with contextlib.suppress(CudaError), self.session.current(0):
+                self.session.give_back(self, "cuMemHostUnregister")
 
     @finaliser
     def __del__(self) -> None:
         # As when the driver is dropped: whoever lets go of a block by itself has closed it.
-        while getattr(self, "_raw", None) is not None and self.door.usable:
+        while getattr(self, "_raw", None) is not None and self.session.usable:
             # The pages go with this object, and the driver must not keep them: an interrupt does not change that.
             with contextlib.suppress(BaseException):
                 self.close()
                 break
 
     @classmethod
-    def create(cls, door: Door) -> ControlBlock:
+    def create(cls, session: Session) -> ControlBlock:
         """A new control block, of which this process is the exporter."""
         fd = Fd.opened(os.memfd_create, "streamalloc:control block", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd.fileno(), _BYTES)
@@ -288,13 +290,13 @@ class ControlBlock:
         fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, _SEALS)
         name = secrets.token_bytes(16)
         os.pwrite(fd.fileno(), _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS), 0)
-        block = cls(door, fd)
+        block = cls(session, fd)
         block.id = name
         block._lock(0)
         return block
 
     @classmethod
-    def attach(cls, door: Door, fd: Fd, name: bytes) -> ControlBlock:
+    def attach(cls, session: Session, fd: Fd, name: bytes) -> ControlBlock:
         """The control block in a file descriptor that was received.
 
         Raises
@@ -304,7 +306,7 @@ class ControlBlock:
         """
         if not _is_sealed(fd) or os.pread(fd.fileno(), _HEADER.size, 0) != _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS):
             raise ValueError("the file descriptor that came with the message is not its control block")
-        block = cls(door, fd)
+        block = cls(session, fd)
         block.id = name
         with undoing(block.close):
             for importer in range(IMPORTERS):
@@ -384,7 +386,7 @@ class ControlBlock:
 
     def tell(self, stream: Stream, word: Word, value: int) -> None:
         """Have a word say ``value`` after a stream's work so far, see :meth:`tell_by`."""
-        handle, sees_all = direct_view(stream, self.door)
+        handle, sees_all = direct_view(stream, self.session)
         if handle is not None:
             self.tell_by(handle, sees_all, word, value)
             return
@@ -401,17 +403,17 @@ class ControlBlock:
         if sees_all and self._idle(handle):
             word.value = value
         else:
-            result = self.door.cuStreamWriteValue32(handle, word.pointer, value, 0)[0]
+            result = self.session.cuStreamWriteValue32(handle, word.pointer, value, 0)[0]
             if result:
                 raise error_from(result, "cuStreamWriteValue32")
 
     def _idle(self, handle: Any) -> bool:
         """Whether a stream has no work left; the question breaks no capture that is under way elsewhere."""
-        exchange = self.door.cuThreadExchangeStreamCaptureMode
+        exchange = self.session.cuThreadExchangeStreamCaptureMode
         answers: list[Any] = []
         try:
             # One call of C, in which Python does not look for signals: none leaves the thread in the relaxed mode.
-            answers += map(_call, (exchange, self.door.cuStreamQuery, exchange), (_RELAXED, handle, _GLOBAL))
+            answers += map(_call, (exchange, self.session.cuStreamQuery, exchange), (_RELAXED, handle, _GLOBAL))
         except BaseException:
             # A function was one of Python after all. The global mode is every thread's own.
             exchange(_GLOBAL if not answers or answers[0][0] else answers[0][1])
@@ -427,12 +429,12 @@ class ControlBlock:
 
     def wait(self, stream: Stream, word: Word, value: int) -> None:
         """Have a stream wait until a word is at a value or beyond (``cuStreamWaitValue32``)."""
-        handle = direct_handle(stream, self.door)
+        handle = direct_handle(stream, self.session)
         if handle is None:
             refuse_capture(stream, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
             stream_call(stream, "cuStreamWaitValue32", word.pointer, value, _AT_LEAST)
             return
-        result = self.door.cuStreamWaitValue32(handle, word.pointer, value, _AT_LEAST)[0]
+        result = self.session.cuStreamWaitValue32(handle, word.pointer, value, _AT_LEAST)[0]
         if result:
             raise error_from(result, "cuStreamWaitValue32")
 

@@ -10,11 +10,17 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door
-from streamalloc.core.errors import CaptureError, CudaError, undoing
-from streamalloc.core.event import context_event
-from streamalloc.core.later import Deferred, later_of, work
+from streamalloc.core.internal import (
+    CaptureError,
+    CudaError,
+    Deferred,
+    Device,
+    Session,
+    context_event,
+    deferred_queue,
+    undoing,
+    work,
+)
 
 __all__ = ["Drops", "OnceIdle"]
 
@@ -29,15 +35,15 @@ class Drops:
     """A thread that lets go of imports that were dropped: this process may not come to one of the points of work, and
     the owner of the memory waits."""
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._queue: SimpleQueue[bool] = SimpleQueue()
         """The only kind of queue that a finaliser may put into."""
         self._watching = False
 
-    def hand_in(self, dropped: Deferred) -> None:
+    def submit(self, dropped: Deferred) -> None:
         """Let go of an import soon. Called by finalisers, which may interrupt anything."""
-        later_of(self._door).hand_in(dropped)
+        deferred_queue(self._session).submit(dropped)
         self._queue.put(True)
 
     def watch(self) -> None:
@@ -45,19 +51,19 @@ class Drops:
         if self._watching:
             return
         self._watching = True
-        args = (self._queue, weakref.ref(self._door))
+        args = (self._queue, weakref.ref(self._session))
         with undoing(lambda: setattr(self, "_watching", False)):
             threading.Thread(target=_let_go_of_the_dropped, args=args, name="streamalloc drops", daemon=True).start()
         weakref.finalize(self, self._queue.put, False).atexit = False
 
 
-def _let_go_of_the_dropped(dropped: SimpleQueue[bool], reference: weakref.ref[Door]) -> None:
+def _let_go_of_the_dropped(dropped: SimpleQueue[bool], reference: weakref.ref[Session]) -> None:
     while dropped.get():
-        door = reference()
-        if door is None or not door.usable:
+        session = reference()
+        if session is None or not session.usable:
             return
-        work(door)
-        del door
+        work(session)
+        del session
 
 
 class OnceIdle(Deferred):
@@ -68,10 +74,10 @@ class OnceIdle(Deferred):
     the call is made at a moment when the devices have nothing to do.
     """
 
-    __slots__ = ("_call", "_door", "_then")
+    __slots__ = ("_call", "_session", "_then")
 
-    def __init__(self, door: Door, call: Callable[[], object]) -> None:
-        self._door = door
+    def __init__(self, session: Session, call: Callable[[], object]) -> None:
+        self._session = session
         self._call = call
         self._then = 0.0
 
@@ -87,13 +93,13 @@ class OnceIdle(Deferred):
     def _run(self) -> None:
         for _ in range(_TRIES):
             # Errors of a context that is lost: nothing is left to wait for.
-            with contextlib.suppress(CudaError), self._door.relaxed():
+            with contextlib.suppress(CudaError), self._session.relaxed():
                 try:
                     idle = self._idle()
                 except CaptureError:
                     idle = False
                 if not idle:
-                    later_of(self._door).hand_in(self)
+                    deferred_queue(self._session).submit(self)
                     return
             with contextlib.suppress(CudaError):
                 self._call()
@@ -101,7 +107,7 @@ class OnceIdle(Deferred):
 
     def _idle(self) -> bool:
         """Whether all work that devices have now is done at once."""
-        events = [context_event(Device(ordinal, driver=self._door.driver)) for ordinal in self._door.ordinals]
+        events = [context_event(Device(ordinal, driver=self._session.driver)) for ordinal in self._session.ordinals]
         for pause in _LOOKS:
             time.sleep(pause)
             if all(event.query() for event in events):

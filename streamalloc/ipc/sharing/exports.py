@@ -9,16 +9,28 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-from streamalloc.core.buffer import Buffer, past_caches, pool_of, set_shared, shared_state
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door, PerDriver, door_behind
-from streamalloc.core.errors import error_from
-from streamalloc.core.fd import Fd
-from streamalloc.core.html import Row, Shown, mib
-from streamalloc.core.later import Later, later_of
-from streamalloc.core.ownership import Unique
-from streamalloc.core.properties import MemHandleType, MemLocationType
-from streamalloc.core.stream import Stream
+from streamalloc.core.internal import (
+    Buffer,
+    DeferredQueue,
+    Device,
+    Fd,
+    MemHandleType,
+    MemLocationType,
+    PerDriver,
+    Row,
+    Session,
+    Shown,
+    Stream,
+    Unique,
+    deferred_queue,
+    error_from,
+    mib,
+    past_caches,
+    pool_of,
+    session_of,
+    set_shared,
+    shared_state,
+)
 from streamalloc.driver.internal import cuda, opaque_bytes
 from streamalloc.ipc.sharing import descriptor as wire
 from streamalloc.ipc.sharing.control_block import ControlBlock, Mark
@@ -153,10 +165,10 @@ class Route:
     __slots__ = ("__weakref__", "_heads", "_marks", "device", "exports", "fd", "origin")
 
     def __init__(self, pool: MemoryPool, exports: Exports, device: bytes) -> None:
-        door, raw = door_behind(pool), cuda.CUmemoryPool(pool.handle)
+        session, raw = session_of(pool), cuda.CUmemoryPool(pool.handle)
         name = "cuMemPoolExportToShareableHandle"
         self.exports: Exports = exports
-        self.fd: Fd = Fd.made_by(door, name, raw, _POSIX_MEMBER, 0, hint=_NOT_EXPORTABLE)
+        self.fd: Fd = Fd.made_by(session, name, raw, _POSIX_MEMBER, 0, hint=_NOT_EXPORTABLE)
         self.origin: bytes = secrets.token_bytes(16)
         self.device: bytes = device
         self._heads: dict[tuple[ControlBlock, bytes], tuple[Head, dict[bytes, Fd]]] = {}
@@ -198,13 +210,13 @@ class Route:
 class Exports:
     """What one process has exported through one driver: handles are made once and kept."""
 
-    def __init__(self, door: Door) -> None:
-        self.door = door
-        self.leases: Leases = leases_of(door)
-        self.later: Later = later_of(door)
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.leases: Leases = leases_of(session)
+        self.deferred: DeferredQueue = deferred_queue(session)
         self.endpoint: bytes = NOWHERE
         """Where other processes may ask for handles; zeros until :meth:`serve` is called."""
-        self.version: int = int(door.call("cuDriverGetVersion"))
+        self.version: int = int(session.call("cuDriverGetVersion"))
         self.routes: weakref.WeakKeyDictionary[MemoryPool, Route] = weakref.WeakKeyDictionary()
         self._uuids: dict[int, bytes] = {}
         self._handles: weakref.WeakKeyDictionary[PhysicalMemory, dict[MemHandleType, Fd | bytes]]
@@ -265,7 +277,7 @@ class Exports:
                     + (f"; {NO_FABRIC_POOLS}" if pool.properties.handle_types else "")
                 )
             on_device = pool.location.type is MemLocationType.DEVICE
-            device = Device(pool.location.id if on_device else 0, driver=self.door.driver)
+            device = Device(pool.location.id if on_device else 0, driver=self.session.driver)
             with self.lock:
                 route = self.routes.get(pool)
                 if route is None:
@@ -277,7 +289,7 @@ class Exports:
 
     def pointer(self, address: Any) -> bytes:
         """The driver's export data of an allocation (``cuMemPoolExportPointer``)."""
-        result, data = self.door.cuMemPoolExportPointer(address)
+        result, data = self.session.cuMemPoolExportPointer(address)
         if result:
             raise error_from(result, "cuMemPoolExportPointer", _NOT_EXPORTABLE)
         return opaque_bytes(data)
@@ -301,6 +313,6 @@ exports_of: PerDriver[Exports] = PerDriver(Exports)
 """What this process has exported through a driver."""
 
 
-def serve(door: Door) -> None:
+def serve(session: Session) -> None:
     """Hand out this process's handles from now on; descriptors made later say where."""
-    exports_of(door).serve()
+    exports_of(session).serve()

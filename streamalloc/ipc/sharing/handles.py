@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from streamalloc.core.fd import Fd
+from streamalloc.core.internal import Fd
 from streamalloc.ipc.sharing.descriptor import NOWHERE, Descriptor, Flags, Mechanism
 from streamalloc.ipc.transport.handle_server import fetch
 

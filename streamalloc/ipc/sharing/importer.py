@@ -11,12 +11,17 @@ import warnings
 import weakref
 from collections.abc import Callable
 
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door, PerDriver
-from streamalloc.core.errors import undoing
-from streamalloc.core.fd import Fd
-from streamalloc.core.later import Later, later_of
-from streamalloc.core.stream import StreamLike, as_stream
+from streamalloc.core.internal import (
+    DeferredQueue,
+    Device,
+    Fd,
+    PerDriver,
+    Session,
+    StreamLike,
+    as_stream,
+    deferred_queue,
+    undoing,
+)
 from streamalloc.ipc.sharing.control_block import ControlBlock
 from streamalloc.ipc.sharing.descriptor import FABRIC, NOWHERE, Chunk, Descriptor, Flags, Mechanism, head_of
 from streamalloc.ipc.sharing.drops import Drops, OnceIdle
@@ -36,15 +41,15 @@ class DriverVersionWarning(UserWarning):
 class Importer:
     """What one process has opened of others through one driver."""
 
-    def __init__(self, door: Door) -> None:
-        self.door = door
+    def __init__(self, session: Session) -> None:
+        self.session = session
         self.lock: contextlib.AbstractContextManager[bool] = threading.RLock()
         """Held where imports are counted. Nothing is called then that can wait for a stream or another process."""
-        self.later: Later = later_of(door)
-        self.version: int = int(door.call("cuDriverGetVersion"))
-        self.drops = Drops(door)
+        self.deferred: DeferredQueue = deferred_queue(session)
+        self.version: int = int(session.call("cuDriverGetVersion"))
+        self.drops = Drops(session)
         self.blocks: dict[bytes, ControlBlock] = {}
-        self.handles = PoolHandles(door, self.lock)
+        self.handles = PoolHandles(session, self.lock)
         """All imported pools."""
         self.pools: dict[bytes, PoolHandle] = {}
         """Imported pools by name, of which more allocations may come without the handle."""
@@ -60,7 +65,7 @@ class Importer:
         uuid = described.device
         found = self._devices.get(uuid)
         if found is None:
-            for device in Device.all(self.door.driver):
+            for device in Device.all(self.session.driver):
                 self._devices[device.uuid.bytes] = device
             found = self._devices.get(uuid)
         if found is None and described.handle_type == FABRIC:
@@ -69,7 +74,7 @@ class Importer:
                     f"the memory is on device {uuid.hex()}, which is not of this machine, or hidden from this process: "
                     "pass stream=, whose device is to have access"
                 )
-            return as_stream(stream, self.door).device
+            return as_stream(stream, self.session).device
         if found is None:
             raise ValueError(
                 f"the memory is on device {uuid.hex()}, which this process does not see: is it hidden by "
@@ -105,7 +110,7 @@ class Importer:
             with undoing(fd.close), self.lock:
                 block = self.blocks.get(name)
                 if block is None:
-                    block = self.blocks[name] = ControlBlock.attach(self.door, fd, name)
+                    block = self.blocks[name] = ControlBlock.attach(self.session, fd, name)
             if block.fd is not fd:
                 fd.close()
         return block
@@ -145,7 +150,7 @@ class Importer:
 
     def legacy_way(self, described: Descriptor, handles: Handles, device: Device) -> LegacyWay:
         """How memory of ``cuMemAlloc`` is opened."""
-        return LegacyWay(self.door, device, self.block_of(described, handles), self.drops, described.flags)
+        return LegacyWay(self.session, device, self.block_of(described, handles), self.drops, described.flags)
 
     def _let_go_of_the_ended(self) -> None:
         """Let go of the control blocks and pools of exporters that have ended, and of closed pools."""
@@ -164,19 +169,19 @@ class Importer:
             self.pools = {name: pool for name, pool in self.pools.items() if id(pool) not in gone}
             self.ways = {head: way for head, way in self.ways.items() if way.origin in self.pools}
             for number, pool in ended.items():
-                self.later.hand_in(pool)
+                self.deferred.submit(pool)
                 del known[number]
             for name, block in list(self.blocks.items()):
                 if id(block) not in blocks and not block.exporter_alive() and block.idle():
                     del self.blocks[name]
-                    self.later.hand_in(OnceIdle(self.door, block.close))
+                    self.deferred.submit(OnceIdle(self.session, block.close))
 
     def memory(self, chunk: Chunk, handles: Handles) -> PhysicalMemory:
         """Physical memory; each import holds it by itself."""
         if chunk.fabric:
-            return import_memory(self.door, chunk.fabric, chunk.nbytes)
+            return import_memory(self.session, chunk.fabric, chunk.nbytes)
         with handles.take(chunk.id) as fd:
-            return import_memory(self.door, fd, chunk.nbytes)
+            return import_memory(self.session, fd, chunk.nbytes)
 
 
 importer_of: PerDriver[Importer] = PerDriver(Importer)

@@ -12,34 +12,36 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door
-from streamalloc.core.errors import (
+from streamalloc.core.internal import (
     LOST,
     CaptureError,
     ClosedError,
+    Closes,
     CudaError,
+    Deferred,
+    DeferredQueue,
+    Device,
+    Event,
+    MemLocation,
+    Memory,
+    Row,
+    Session,
     StaleDescriptorError,
-    attach,
-    error_from,
-    size_text,
-)
-from streamalloc.core.event import Event
-from streamalloc.core.html import Row
-from streamalloc.core.later import Deferred, Later, later_of
-from streamalloc.core.memory import Memory, TypedView
-from streamalloc.core.ownership import Closes, finaliser
-from streamalloc.core.properties import MemLocation
-from streamalloc.core.stream import (
     Stream,
     StreamLike,
+    TypedView,
     as_stream,
+    attach,
+    deferred_queue,
     direct_handle,
     direct_view,
+    error_from,
+    finaliser,
     ordered_after,
     raw_handle,
     refuse_capture,
     sees_all_work,
+    size_text,
 )
 from streamalloc.driver.internal import OpaqueStruct, cuda, opaque_struct
 from streamalloc.ipc.sharing.control_block import WORD, ControlBlock, ImporterWords, fence, reached
@@ -73,14 +75,14 @@ _PAUSE = 0.0002
 class _Way:
     """How allocations are opened whose descriptors begin alike."""
 
-    __slots__ = ("_default", "block", "device", "door", "drops", "held", "imports", "later", "leased", "lock")
+    __slots__ = ("_default", "block", "deferred", "device", "drops", "held", "imports", "leased", "lock", "session")
 
     waits = False
     """Whether letting go of an import may wait for a stream."""
 
-    def __init__(self, door: Door, device: Device, block: ControlBlock | None, drops: Drops, flags: int) -> None:
-        self.door: Door = door
-        self.later: Later = later_of(door)
+    def __init__(self, session: Session, device: Device, block: ControlBlock | None, drops: Drops, flags: int) -> None:
+        self.session: Session = session
+        self.deferred: DeferredQueue = deferred_queue(session)
         self.device: Device = device
         self.block: ControlBlock | None = block
         """Of the exporter."""
@@ -128,7 +130,7 @@ class PoolWay(_Way):
     ) -> None:
         if head.flags & (Flags.LEASED | Flags.HELD) and (block is None or not head.flags & Flags.LEASED):
             raise ValueError("the descriptor speaks of a lease, and names no control block, or memory without any")
-        super().__init__(pool.all.door, device, block, drops, head.flags)
+        super().__init__(pool.all.session, device, block, drops, head.flags)
         self.head: Head = head
         """How their descriptors begin."""
         self.origin: bytes = origin
@@ -140,7 +142,7 @@ class PoolWay(_Way):
 
     def acquire(self, held: Import) -> None:
         """Import an allocation by the driver's export data (``cuMemPoolImportPointer``)."""
-        result, held._raw = self.door.cuMemPoolImportPointer(self.pool.raw, self._struct.filled(held.key))
+        result, held._raw = self.session.cuMemPoolImportPointer(self.pool.raw, self._struct.filled(held.key))
         if result:
             held._raw = None
             raise error_from(result, "cuMemPoolImportPointer", _BAD_POINTER)
@@ -150,7 +152,7 @@ class PoolWay(_Way):
         raw = held._raw
         # Nothing is called between the two.
         held._raw = None
-        result = self.door.cuMemFreeAsync(raw, handle)[0]
+        result = self.session.cuMemFreeAsync(raw, handle)[0]
         if result:
             error = error_from(result, "cuMemFreeAsync")
             held._raw = None if isinstance(error, LOST) else raw
@@ -164,22 +166,22 @@ class LegacyWay(_Way):
 
     waits = True
 
-    def __init__(self, door: Door, device: Device, block: ControlBlock | None, drops: Drops, flags: int) -> None:
+    def __init__(self, session: Session, device: Device, block: ControlBlock | None, drops: Drops, flags: int) -> None:
         if flags & (Flags.LEASED | Flags.HELD):
             raise ValueError("the descriptor speaks of a lease, and names memory without any")
-        super().__init__(door, device, block, drops, flags)
+        super().__init__(session, device, block, drops, flags)
 
     def acquire(self, held: Import) -> None:
         """Open a block (``cuIpcOpenMemHandle``)."""
         handle = opaque_struct("CUipcMemHandle", held.key)
         with self.device.current():
-            self.door.create(held, "_raw", "cuIpcOpenMemHandle", handle, _LAZY_PEER_ACCESS, hint=_BAD_POINTER)
+            self.session.create(held, "_raw", "cuIpcOpenMemHandle", handle, _LAZY_PEER_ACCESS, hint=_BAD_POINTER)
 
     def release(self, held: Import, stream: Stream, handle: Any) -> None:
         """Close it, which is not in stream order: the host waits (``cuIpcCloseMemHandle``)."""
         stream.synchronize()
         with self.device.current():
-            self.door.give_back(held, "cuIpcCloseMemHandle")
+            self.session.give_back(held, "cuIpcCloseMemHandle")
 
 
 class Import:
@@ -251,12 +253,12 @@ def open_import(way: PoolWay | LegacyWay, part: Part, stream: Stream) -> Importe
                 held.count += 1
                 if way.leased and (held.words is not mine or held.generation != generation):
                     _refuse_another(mine, generation)
-        result, found = way.door.cuPointerGetAttribute(_RANGE_SIZE, held.address)
+        result, found = way.session.cuPointerGetAttribute(_RANGE_SIZE, held.address)
         if result:
             raise error_from(result, "cuPointerGetAttribute")
         if found != base_size:
             raise ValueError(f"the descriptor says {size_text(base_size)}, and the driver has {size_text(int(found))}")
-        if block is not None and way.door.opened is not None:
+        if block is not None and way.session.opened is not None:
             say_opened(opened, block, (slot, generation, ready), stream)
         if mine is not None and mine.theirs.ready.value != ready:
             wait_until_ready(block, slot, ready, stream)
@@ -308,7 +310,7 @@ def say_opened(memory: Memory, block: ControlBlock, announced: tuple[int, int, i
     name = block.announcement(*announced)
     with contextlib.nullcontext() if stream is None else stream.device.current():
         raw = None if stream is None else raw_handle(stream)
-        block.door.opened(memory._at, memory.nbytes, raw, name, word)  # type: ignore[misc]
+        block.session.opened(memory._at, memory.nbytes, raw, name, word)  # type: ignore[misc]
 
 
 def await_on(block: ControlBlock, slot: int, ready: int, stream: Stream | None) -> None:
@@ -340,12 +342,12 @@ class Contents:
     def there(self) -> bool:
         """Whether they are there, and nobody checks who has waited for them."""
         slot, _, ready = self.announced
-        return self.block.door.opened is None and is_ready(self.block, slot, ready)
+        return self.block.session.opened is None and is_ready(self.block, slot, ready)
 
     def await_on(self, memory: Memory, stream: Stream) -> None:
         """Have a stream wait for them."""
         slot, _, ready = self.announced
-        if self.block.door.opened is not None:
+        if self.block.session.opened is not None:
             say_opened(memory, self.block, self.announced, stream)
         await_on(self.block, slot, ready, stream)
 
@@ -353,7 +355,7 @@ class Contents:
         """Wait for them."""
         slot, _, ready = self.announced
         await_on(self.block, slot, ready, None)
-        if self.block.door.opened is not None:
+        if self.block.session.opened is not None:
             say_opened(memory, self.block, self.announced, None)
 
 
@@ -366,8 +368,8 @@ def _let_go(owner: ImportedBuffer | _DroppedImport, stream: Stream, *, used: boo
     if held is None:
         return
     way = held.way
-    if way.door.forked:
-        way.door.check_process()
+    if way.session.forked:
+        way.session.check_process()
     with way.lock:
         if owner._held is None:
             return  # another thread was first
@@ -381,7 +383,7 @@ def _let_go(owner: ImportedBuffer | _DroppedImport, stream: Stream, *, used: boo
             return
         for event in held.passed:
             stream.wait(event)
-        handle, sees_all = direct_view(stream, way.door)
+        handle, sees_all = direct_view(stream, way.session)
         if handle is not None:
             _end(held, stream, handle, sees_all)
         else:
@@ -430,8 +432,8 @@ class _DroppedImport(Deferred):
     def attempt(self) -> bool:
         held = self._held
         if held is not None and held.way.waits:
-            door = held.way.door
-            later_of(door).hand_in(OnceIdle(door, self._close))
+            session = held.way.session
+            deferred_queue(session).submit(OnceIdle(session, self._close))
             return True
         self._close()
         return True
@@ -542,13 +544,13 @@ class ImportedBuffer(Memory, Closes):
         if self._held is None:
             return
         way = self._way
-        ordered = self._stream if stream is None else as_stream(stream, way.door)
-        if direct_handle(ordered, way.door) is None:
+        ordered = self._stream if stream is None else as_stream(stream, way.session)
+        if direct_handle(ordered, way.session) is None:
             raw_handle(ordered)
             refuse_capture(ordered, "cuStreamWriteValue32", "memory of other processes cannot be closed in a capture")
         self._await_on(ordered)
         _let_go(self, ordered)
-        way.later.work()
+        way.deferred.work()
 
     def _about(self) -> Iterator[Row]:
         yield from super()._about()
@@ -564,8 +566,8 @@ class ImportedBuffer(Memory, Closes):
         self._open_import()
 
     @property
-    def _door(self) -> Door:
-        return self._way.door
+    def _session(self) -> Session:
+        return self._way.session
 
     @finaliser
     def __del__(self) -> None:
@@ -585,15 +587,15 @@ class ImportedBuffer(Memory, Closes):
 
 def _drop(buffer: ImportedBuffer) -> None:
     held = buffer._held
-    if held is None or not held.way.door.usable:
+    if held is None or not held.way.session.usable:
         return
     dropped = _DroppedImport(held, buffer._stream)
     try:
-        held.way.drops.hand_in(dropped)
+        held.way.drops.submit(dropped)
     except BaseException:
         # The same one again, which lets go once.
         buffer._held = None
-        held.way.drops.hand_in(dropped)
+        held.way.drops.submit(dropped)
         raise
 
 

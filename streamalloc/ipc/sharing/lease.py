@@ -14,14 +14,29 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from streamalloc.core.buffer import Buffer, SharedState, StillImported, free_shared, take_pointer
-from streamalloc.core.door import Door, PerDriver
-from streamalloc.core.errors import ClosedError, CudaError, StillImportedError
-from streamalloc.core.fd import Fd
-from streamalloc.core.later import Deferred, Later, later_of
-from streamalloc.core.ownership import finaliser
-from streamalloc.core.stream import Stream, direct_handle, ordered_after, raw_handle, refuse_capture
-from streamalloc.core.watching import tell_freed
+from streamalloc.core.internal import (
+    Buffer,
+    ClosedError,
+    CudaError,
+    Deferred,
+    DeferredQueue,
+    Fd,
+    PerDriver,
+    Session,
+    SharedState,
+    StillImported,
+    StillImportedError,
+    Stream,
+    deferred_queue,
+    direct_handle,
+    finaliser,
+    free_shared,
+    ordered_after,
+    raw_handle,
+    refuse_capture,
+    take_pointer,
+    tell_freed,
+)
 from streamalloc.ipc.sharing.control_block import (
     SLOTS,
     WORD,
@@ -162,7 +177,7 @@ class Lease(SharedState):
         announcer = self._announcer
         if announcer is None:
             return  # a slot is taken again once all that was announced has been seen
-        if direct_handle(announcer, self._leases.door) is not None:
+        if direct_handle(announcer, self._leases.session) is not None:
             # Not by the word, which an importer can have put back.
             stream.wait(announcer)
         else:
@@ -239,7 +254,7 @@ class Lease(SharedState):
 
     def free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
         """Free the memory on ``stream``, after the work of importers that have closed it."""
-        handle = direct_handle(stream, self._leases.door)
+        handle = direct_handle(stream, self._leases.session)
         if handle is None:
             refuse_capture(stream, "cuMemFreeAsync", "a shared buffer cannot be freed in a capture")
         if still_imported != "defer":
@@ -257,7 +272,7 @@ class Lease(SharedState):
             if not buffer.freed:
                 self.words.generation.value = self.generation
             raise
-        self._leases.later.work()
+        self._leases.deferred.work()
 
     def _await(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
         """Wait until the memory can be freed, or raise, as the caller wants it."""
@@ -285,7 +300,7 @@ class Lease(SharedState):
     def _leave(self, buffer: Buffer, stream: Stream) -> None:
         free = _DeferredFree(self, stream)
         free._raw = take_pointer(buffer)
-        later_of(self._leases.door).hand_in(free)
+        deferred_queue(self._leases.session).submit(free)
 
     def give_back(self) -> None:
         """Give the slot back, which is used again once it is quiet; descriptors of it are stale. Idempotent."""
@@ -298,7 +313,7 @@ class Lease(SharedState):
     def __del__(self) -> None:
         # A forked child has a copy of this, and the words themselves.
         try:
-            if self._held and not self._leases.door.forked:
+            if self._held and not self._leases.session.forked:
                 self.give_back()
         except AttributeError:
             return  # it was not made as a whole
@@ -310,9 +325,9 @@ class Lease(SharedState):
 class Leases:
     """The slots of one process on one driver."""
 
-    def __init__(self, door: Door) -> None:
-        self.door = door
-        self.later: Later = later_of(door)
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.deferred: DeferredQueue = deferred_queue(session)
         self.blocks: list[ControlBlock] = []
         self.leaving: deque[Lease] = deque()
         """Leases that were dropped. Their slots are used again once they are quiet."""
@@ -333,7 +348,7 @@ class Leases:
             lease = self._found()
             if lease is not None:
                 return lease
-            self._add_block(ControlBlock.create(self.door))
+            self._add_block(ControlBlock.create(self.session))
 
     def prepare(self) -> None:
         """Find the slot that is taken next, where there is time."""
@@ -369,7 +384,7 @@ class Leases:
     def block(self) -> ControlBlock:
         """Any control block of this process."""
         if not self.blocks:
-            self._add_block(ControlBlock.create(self.door))
+            self._add_block(ControlBlock.create(self.session))
         return self.blocks[0]
 
     def _add_block(self, block: ControlBlock) -> None:
@@ -385,10 +400,10 @@ leases_of: PerDriver[Leases] = PerDriver(Leases)
 class _DeferredFree(Deferred):
     """A free that waits for importers."""
 
-    __slots__ = ("_door", "_lease", "_raw", "_stream")
+    __slots__ = ("_lease", "_raw", "_session", "_stream")
 
     def __init__(self, lease: Lease, stream: Stream) -> None:
-        self._door = lease._leases.door
+        self._session = lease._leases.session
         self._lease: Lease | None = lease
         self._stream = stream
         self._raw: Any = None
@@ -403,8 +418,8 @@ class _DeferredFree(Deferred):
                 if not lease.end(ordered, for_good=True):
                     return False
                 raw = raw_handle(ordered)
-                with ordered.device.current(), tell_freed(self._door, int(self._raw), raw):
-                    self._door.give_back(self, "cuMemFreeAsync", raw)
+                with ordered.device.current(), tell_freed(self._session, int(self._raw), raw):
+                    self._session.give_back(self, "cuMemFreeAsync", raw)
         self._lease = None
         return True
 
@@ -414,5 +429,5 @@ class _DeferredFree(Deferred):
     @finaliser
     def __del__(self) -> None:
         # An interrupt came before it was handed in.
-        if getattr(self, "_raw", None) is not None and self._door.usable:
-            later_of(self._door).hand_in(self)
+        if getattr(self, "_raw", None) is not None and self._session.usable:
+            deferred_queue(self._session).submit(self)

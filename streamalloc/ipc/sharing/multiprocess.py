@@ -36,14 +36,17 @@ from multiprocessing.queues import JoinableQueue, Queue
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
-from streamalloc.core.buffer import PlainBuffer
-from streamalloc.core.cached import CachedBuffer
-from streamalloc.core.door import door_behind
-from streamalloc.core.errors import ClosedError
-from streamalloc.core.event import Event
-from streamalloc.core.fd import Fd
-from streamalloc.core.memory import BufferView, TypedView
-from streamalloc.core.ownership import Unique
+from streamalloc.core.internal import (
+    BufferView,
+    CachedBuffer,
+    ClosedError,
+    Event,
+    Fd,
+    PlainBuffer,
+    TypedView,
+    Unique,
+    session_of,
+)
 from streamalloc.driver import default as default_driver
 from streamalloc.ipc.sharing.exports import Shared, serve
 from streamalloc.ipc.sharing.opening import Imported
@@ -73,7 +76,7 @@ def reduce(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         if type(thing) not in KINDS:
             raise TypeError(f"a {type(thing).__name__} owns a driver resource: it cannot be copied or pickled")
         if type(thing) is not Shared:
-            serve(door_behind(thing))
+            serve(session_of(thing))
             thing = share(thing, hold=True)
         return _rebuild, (thing.carried(_carrier()),)
     except Exception as error:

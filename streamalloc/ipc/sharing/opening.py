@@ -9,14 +9,24 @@ from typing import TypeAlias
 import numpy as np
 from typing_extensions import TypeVar
 
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door, door_behind
-from streamalloc.core.errors import CaptureError, StaleDescriptorError, undoing
-from streamalloc.core.event import Event, opened_event
-from streamalloc.core.fd import Fd
-from streamalloc.core.later import work
-from streamalloc.core.properties import MemAccess
-from streamalloc.core.stream import Stream, StreamLike, as_stream, direct_handle, refuse_capture
+from streamalloc.core.internal import (
+    CaptureError,
+    Device,
+    Event,
+    Fd,
+    MemAccess,
+    Session,
+    StaleDescriptorError,
+    Stream,
+    StreamLike,
+    as_stream,
+    direct_handle,
+    opened_event,
+    refuse_capture,
+    session_of,
+    undoing,
+    work,
+)
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import opaque_struct
@@ -102,27 +112,27 @@ def open(
     InvalidValueError, CudaError
         The driver refuses a handle.
     """
-    door = door_behind(stream) if type(stream) is Stream else None
-    if door is None or (driver is not None and door.driver is not driver):
-        door = Door.of(driver if driver is not None else default_driver())
-    if not handles and type(data) is bytes and not door.forked:
+    session = session_of(stream) if type(stream) is Stream else None
+    if session is None or (driver is not None and session.driver is not driver):
+        session = Session.of(driver if driver is not None else default_driver())
+    if not handles and type(data) is bytes and not session.forked:
         # The fast path: an allocation of a pool of which one was opened before.
-        importer = importer_of(door)
+        importer = importer_of(session)
         way = importer.ways.get(data[:HEAD_BYTES])
         if way is not None and (kind is None or kind is ImportedBuffer):
             part = way.head.part(data)
             if part is not None:
-                importer.later.work()
-                if direct_handle(stream, door) is not None:  # type: ignore[arg-type]
+                importer.deferred.work()
+                if direct_handle(stream, session) is not None:  # type: ignore[arg-type]
                     return open_import(way, part, stream)  # type: ignore[arg-type, return-value]
                 if stream is not None:
-                    return _opened(way, part, _ordered(stream, door))  # type: ignore[return-value]
+                    return _opened(way, part, _ordered(stream, session))  # type: ignore[return-value]
                 return _for_any_stream(_opened(way, part, way.default_stream()), way.block, *part[:3])  # type: ignore[return-value]
     given = Handles(handles)
     try:
-        door.check_process()
-        work(door)
-        importer = importer_of(door)
+        session.check_process()
+        work(session)
+        importer = importer_of(session)
         described = Descriptor.from_bytes(data)
         opener, gives = _MECHANISMS[described.mechanism]
         if described.mechanism is Mechanism.PHYSICAL and described.origin == NOWHERE:
@@ -165,12 +175,12 @@ def _prepared(importer: Importer, described: Descriptor, device: Device, stream:
         importer.warn_of_version(described.driver_version)
     if described.slot >= SLOTS:
         raise ValueError(f"the descriptor's slot {described.slot} is none of its control block, which has {SLOTS}")
-    return device.default_stream if stream is None else _ordered(stream, importer.door)
+    return device.default_stream if stream is None else _ordered(stream, importer.session)
 
 
-def _ordered(stream: StreamLike, door: Door) -> Stream:
+def _ordered(stream: StreamLike, session: Session) -> Stream:
     """The stream that a caller has named."""
-    ordered = as_stream(stream, door)
+    ordered = as_stream(stream, session)
     if not ordered.is_default:
         # Of default streams, which others may capture, it is asked where there is something to wait for.
         refuse_capture(ordered, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
@@ -279,7 +289,7 @@ def _open_physical(
             opened.set_chunks(names, lambda place: importer.memory(chunks[place], handles), described.size)
         block = importer.block_of(described, handles)
         for ordered in streams:
-            if block is not None and importer.door.opened is not None and isinstance(opened, ImportedRange):
+            if block is not None and importer.session.opened is not None and isinstance(opened, ImportedRange):
                 say_opened(opened, block, (described.slot, described.generation, described.ready), ordered)
             wait_until_ready(block, described.slot, described.ready, ordered)
     if growable and isinstance(opened, ImportedRange):

@@ -6,12 +6,7 @@ import contextlib
 import weakref
 from typing import Any
 
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door
-from streamalloc.core.event import Event, context_event
-from streamalloc.core.fd import Fd
-from streamalloc.core.later import Deferred
-from streamalloc.core.properties import MemAccess, MemAccessDesc
+from streamalloc.core.internal import Deferred, Device, Event, Fd, MemAccess, MemAccessDesc, Session, context_event
 from streamalloc.driver.internal import cuda
 from streamalloc.ipc.sharing.control_block import ControlBlock
 
@@ -24,8 +19,8 @@ _BAD_HANDLE = "the descriptor that came along is no handle of this kind of memor
 class PoolHandles:
     """The driver's handles of pools of other processes: it has one of each, however often that was imported."""
 
-    def __init__(self, door: Door, lock: contextlib.AbstractContextManager[bool]) -> None:
-        self.door = door
+    def __init__(self, session: Session, lock: contextlib.AbstractContextManager[bool]) -> None:
+        self.session = session
         self.lock = lock
         """Held while a pool is imported or let go of."""
         self.known: dict[int, PoolHandle] = {}
@@ -34,7 +29,7 @@ class PoolHandles:
         """The pool in a file descriptor (``cuMemPoolImportFromShareableHandle``); :attr:`lock` is held."""
         made = PoolHandle(self)
         name = "cuMemPoolImportFromShareableHandle"
-        self.door.create(made, "_raw", name, fd.fileno(), _POSIX_MEMBER, 0, hint=_BAD_HANDLE)
+        self.session.create(made, "_raw", name, fd.fileno(), _POSIX_MEMBER, 0, hint=_BAD_HANDLE)
         return self.known.setdefault(int(made.raw), made)
 
 
@@ -65,15 +60,15 @@ class PoolHandle(Deferred):
         return not all(block.marked("pool", mark) and block.exporter_alive() for block, mark in self.marks)
 
     def attempt(self) -> bool:
-        door = self.all.door
+        session = self.all.session
         if self._events is None:
-            self._events = [context_event(Device(ordinal, driver=door.driver)) for ordinal in door.ordinals]
+            self._events = [context_event(Device(ordinal, driver=session.driver)) for ordinal in session.ordinals]
         if not all(event.query() for event in self._events):
             return False
         with self.all.lock:
             # Where it was imported anew meanwhile, the driver has the same handle.
             if self._raw is not None and int(self._raw) not in self.all.known:
-                door.give_back(self, "cuMemPoolDestroy")
+                session.give_back(self, "cuMemPoolDestroy")
         return True
 
 
@@ -96,13 +91,13 @@ class ImportedPool:
         return int(self._pool.raw)
 
     @property
-    def _door(self) -> Door:
-        return self._pool.all.door
+    def _session(self) -> Session:
+        return self._pool.all.session
 
     def set_access(self, device: Device, access: MemAccess = MemAccess.READWRITE) -> None:
         """Let another device of this process use the pool's memory (``cuMemPoolSetAccess``)."""
         descriptor = MemAccessDesc(device.location, access).to_driver()
-        self._door.call("cuMemPoolSetAccess", self._pool.raw, [descriptor], 1)
+        self._session.call("cuMemPoolSetAccess", self._pool.raw, [descriptor], 1)
 
     def __repr__(self) -> str:
         return f"<ImportedPool {self.handle:#x} on device {self.device.ordinal}>"

@@ -6,10 +6,17 @@ import functools
 import weakref
 from typing import Any
 
-from streamalloc.core.buffer import Buffer, PlainBuffer, plain_parts, pool_of
-from streamalloc.core.door import Door
-from streamalloc.core.fd import Fd
-from streamalloc.core.stream import Stream, StreamLike, direct_handle
+from streamalloc.core.internal import (
+    Buffer,
+    Fd,
+    PlainBuffer,
+    Session,
+    Stream,
+    StreamLike,
+    direct_handle,
+    plain_parts,
+    pool_of,
+)
 from streamalloc.ipc.sharing import descriptor as wire
 from streamalloc.ipc.sharing.control_block import ControlBlock
 from streamalloc.ipc.sharing.descriptor import Head
@@ -46,13 +53,13 @@ class _Carried:
 class _Way:
     """How allocations of one pool are sent, all of whose handles have gone over the channel."""
 
-    __slots__ = ("door", "exports", "heads", "route")
+    __slots__ = ("exports", "heads", "route", "session")
 
     def __init__(self, route: Route) -> None:
         self.route: weakref.ref[Route] = weakref.ref(route)
         """It ends with the pool, and importers are told so."""
         self.exports: Exports = route.exports
-        self.door: Door = route.exports.door
+        self.session: Session = route.exports.session
         self.heads: dict[ControlBlock, Head] = {}
         """How descriptors begin, by the control block that has their leases."""
 
@@ -131,8 +138,14 @@ def _send_plainly(
     Its stream is told to say that the contents are there when the message has gone, while the other end is at work.
     """
     _, pointer, nbytes, stream = parts
-    door, route = way.door, way.route()
-    if direct_handle(stream, door) is None or route is None or not nbytes or door.shared is not None or door.forked:
+    session, route = way.session, way.route()
+    if (
+        direct_handle(stream, session) is None
+        or route is None
+        or not nbytes
+        or session.shared is not None
+        or session.forked
+    ):
         return False
     lease = route.lease(buffer, pointer)
     head = None if lease is None else way.heads.get(lease.block)
@@ -151,5 +164,5 @@ def _send_plainly(
     if not sent:
         channel.send(data, timeout=timeout)
     way.exports.leases.prepare()
-    way.exports.later.work()
+    way.exports.deferred.work()
     return True

@@ -6,15 +6,31 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from streamalloc.core.buffer import Buffer, GraphBuffer, PlainBuffer, plain_parts
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door, door_behind
-from streamalloc.core.errors import size_text
-from streamalloc.core.event import Event
-from streamalloc.core.later import work
-from streamalloc.core.memory import BufferView, CopySide, TypedView, check_usable, viewed
-from streamalloc.core.properties import MemHandleType, MemLocationType
-from streamalloc.core.stream import Stream, StreamLike, as_stream, direct_handle, raw_handle, refuse_capture
+from streamalloc.core.internal import (
+    Buffer,
+    BufferView,
+    CopySide,
+    Device,
+    Event,
+    GraphBuffer,
+    MemHandleType,
+    MemLocationType,
+    PlainBuffer,
+    Session,
+    Stream,
+    StreamLike,
+    TypedView,
+    as_stream,
+    check_usable,
+    direct_handle,
+    plain_parts,
+    raw_handle,
+    refuse_capture,
+    session_of,
+    size_text,
+    viewed,
+    work,
+)
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda, opaque_bytes
 from streamalloc.ipc.sharing import descriptor as wire
@@ -137,22 +153,22 @@ def _handle_type(memories: Iterable[PhysicalMemory], asked: _Asked) -> MemHandle
     return asked.handle_type or (_FABRIC if common == _FABRIC else POSIX)
 
 
-def _prepared(door: Door) -> Exports:
+def _prepared(session: Session) -> Exports:
     """What every kind begins with."""
-    if door.forked:
-        door.check_process()
-    work(door)
-    return exports_of(door)
+    if session.forked:
+        session.check_process()
+    work(session)
+    return exports_of(session)
 
 
-def _ordered(stream: StreamLike, door: Door) -> Stream:
-    ordered = as_stream(stream, door)
+def _ordered(stream: StreamLike, session: Session) -> Stream:
+    ordered = as_stream(stream, session)
     refuse_capture(ordered, "cuStreamWriteValue32", _NOT_IN_A_CAPTURE)
     return ordered
 
 
 def _share_pool(pool: MemoryPool, asked: _Asked) -> Shared:
-    exports = _prepared(door_behind(pool))
+    exports = _prepared(session_of(pool))
     route, block = exports.route(pool), exports.leases.block()
     fields = {"origin": route.origin, "control_block": block.id, "pool_mark": route.mark(block)}
     handles = {route.origin: route.fd, block.id: block.fd}
@@ -187,16 +203,16 @@ def _share_array(view: TypedView[Any], asked: _Asked) -> Shared:
 
 
 def _share_part(buffer: Buffer, offset: int, size: int, stream: StreamLike | None, hold: bool) -> Shared:
-    door = door_behind(buffer)
-    exports = _prepared(door)
+    session = session_of(buffer)
+    exports = _prepared(session)
     if isinstance(buffer, GraphBuffer):
         raise ValueError(f"{buffer!r} belongs to a graph and cannot be shared: copy it to memory of a pool")
     nbytes, address = buffer.nbytes, buffer.address
     if not address or not nbytes:
         raise ValueError(f"{buffer!r} is empty: there is nothing to share")
     ordered = buffer.stream if stream is None else stream
-    if type(ordered) is not Stream or direct_handle(ordered, door) is None:
-        ordered = _ordered(ordered, door)
+    if type(ordered) is not Stream or direct_handle(ordered, session) is None:
+        ordered = _ordered(ordered, session)
     return _leased(exports, exports.lease(buffer, address), address, ordered, (offset, size, nbytes), hold)
 
 
@@ -213,12 +229,12 @@ def _share_plain(buffer: Buffer, stream: StreamLike | None, hold: bool) -> Share
         if type(stream) is not Stream:
             return None
         ordered = stream
-    door = door_behind(allocator)
-    exports = exports_of(door)
+    session = session_of(allocator)
+    exports = exports_of(session)
     route = exports.routes.get(allocator)  # type: ignore[call-overload]
-    if route is None or not nbytes or direct_handle(ordered, door) is None or door.forked:
+    if route is None or not nbytes or direct_handle(ordered, session) is None or session.forked:
         return None
-    exports.later.work()
+    exports.deferred.work()
     lease = route.lease(buffer, pointer)
     return None if lease is None else _leased(exports, lease, pointer, ordered, (0, nbytes, nbytes), hold)
 
@@ -228,7 +244,7 @@ def _leased(
 ) -> Shared:
     """The descriptor of an allocation that has a lease; ``part`` is offset, size, and size of the allocation."""
     ready = lease.announce(stream)
-    if exports.door.shared is not None:
+    if exports.session.shared is not None:
         _say_ready(lease, ready, int(address) + part[0], part[1], stream)
     route: Any = lease.route
     head, handles = route.head(lease.block)
@@ -237,9 +253,9 @@ def _leased(
 
 
 def _share_physical(memory: PhysicalMemory, asked: _Asked) -> Shared:
-    door = door_behind(memory)
-    ordered = None if asked.stream is None else as_stream(asked.stream, door)
-    return _share_chunks(memory, door, [memory], ordered, asked, size=memory.nbytes, origin=NOWHERE)
+    session = session_of(memory)
+    ordered = None if asked.stream is None else as_stream(asked.stream, session)
+    return _share_chunks(memory, session, [memory], ordered, asked, size=memory.nbytes, origin=NOWHERE)
 
 
 def _share_range(thing: VirtualBuffer | RangeView, asked: _Asked, begin: int = 0, size: int | None = None) -> Shared:
@@ -249,16 +265,16 @@ def _share_range(thing: VirtualBuffer | RangeView, asked: _Asked, begin: int = 0
         begin += thing.offset
     else:
         check_usable(thing)
-    door = door_behind(thing)
+    session = session_of(thing)
     if size is None:
         size = thing.nbytes
         if isinstance(thing, GrowableBuffer):
             # From its beginning on, so that importers recognise the chunks they have.
-            exports = _prepared(door)
+            exports = _prepared(session)
             fields = {"origin": exports.name(thing), "flags": Flags.GROWABLE, "base_size": thing.capacity}
     if not size:
         raise ValueError(f"{thing!r} is empty: there is nothing to share")
-    ordered = _ordered(thing.stream if asked.stream is None else asked.stream, door)
+    ordered = _ordered(thing.stream if asked.stream is None else asked.stream, session)
     mapped = covering(thing.range, begin, begin + size)
     if len(mapped) > MOST_CHUNKS:
         raise ValueError(
@@ -266,17 +282,19 @@ def _share_range(thing: VirtualBuffer | RangeView, asked: _Asked, begin: int = 0
             "grow in larger steps, or share parts of it"
         )
     memories = [chunk.memory for chunk in mapped]
-    shared = _share_chunks(thing, door, memories, ordered, asked, offset=begin - mapped[0].offset, size=size, **fields)
-    if door.shared is not None and shared._lease is not None:
+    shared = _share_chunks(
+        thing, session, memories, ordered, asked, offset=begin - mapped[0].offset, size=size, **fields
+    )
+    if session.shared is not None and shared._lease is not None:
         _say_ready(shared._lease, shared.descriptor.ready, thing.range.address + begin, size, ordered)
     return shared
 
 
 def _share_chunks(
-    thing: object, door: Door, memories: Sequence[Any], stream: Stream | None, asked: _Asked, **fields: Any
+    thing: object, session: Session, memories: Sequence[Any], stream: Stream | None, asked: _Asked, **fields: Any
 ) -> Shared:
     """Share chunks of physical memory that lie side by side."""
-    exports = _prepared(door)
+    exports = _prepared(session)
     for memory in memories:
         if not isinstance(memory, PhysicalMemory):
             raise ValueError(f"{memory!r} is shared by its own handle: export() it, and share the memory bound to it")
@@ -294,7 +312,7 @@ def _say_ready(lease: Lease, ready: int, address: int, nbytes: int, stream: Stre
     """Tell a driver that checks stream order that importers will use memory after what a stream has queued."""
     name = lease.block.announcement(lease.slot, lease.generation, ready)
     with stream.device.current():
-        lease.block.door.shared(address, nbytes, raw_handle(stream), name)  # type: ignore[misc]
+        lease.block.session.shared(address, nbytes, raw_handle(stream), name)  # type: ignore[misc]
 
 
 def _device_of(memory: PhysicalMemory) -> Device:
@@ -303,12 +321,12 @@ def _device_of(memory: PhysicalMemory) -> Device:
 
 
 def _share_event(event: Event, asked: _Asked) -> Shared:
-    door = door_behind(event)
-    exports = _prepared(door)
+    session = session_of(event)
+    exports = _prepared(session)
     if not event.interprocess:
         raise ValueError(f"{event!r} cannot be shared: make it with interprocess=True, in the process that shares it")
     with event.device.current():
-        raw = door.call("cuIpcGetEventHandle", cuda.CUevent(event.handle))
+        raw = session.call("cuIpcGetEventHandle", cuda.CUevent(event.handle))
     return exports.describe(Mechanism.EVENT, exports.uuid(event.device), None, {}, payload=opaque_bytes(raw))
 
 
@@ -320,9 +338,9 @@ def _share_foreign(thing: Any, asked: _Asked) -> Shared:
     """Memory of another library: find out what it is, and share that."""
     interface = thing.__cuda_array_interface__
     driver = default_driver()
-    door = Door.of(driver)
-    exports = _prepared(door)
-    span = CopySide.readable(thing, door)
+    session = Session.of(driver)
+    exports = _prepared(session)
+    span = CopySide.readable(thing, session)
     if not span.nbytes:
         raise ValueError(f"{thing!r} is empty: there is nothing to share")
     known = pointer_attributes(span.address, driver=driver)
@@ -336,9 +354,9 @@ def _share_foreign(thing: Any, asked: _Asked) -> Shared:
     if stream is None:
         handle = interface.get("stream")
         stream = device.default_stream if handle is None else Stream.of_handle(device, handle, thing)
-    ordered = _ordered(stream, door)
+    ordered = _ordered(stream, session)
     with device.current():
-        base, size = (int(value) for value in door.call("cuMemGetAddressRange", span.address))
+        base, size = (int(value) for value in session.call("cuMemGetAddressRange", span.address))
         if span.address + span.nbytes > base + size:
             raise ValueError(
                 f"{thing!r} ends outside of the {size_text(size)} that its allocation has: share what lies in several "
@@ -367,7 +385,7 @@ def _share_foreign(thing: Any, asked: _Asked) -> Shared:
                     f"{thing!r} is not alone in its blocks of 2 MiB: an importer could read the rest of them. Share it "
                     "with expose_block=True if it may, or copy it to a pool or to memory of whole blocks"
                 )
-            where["payload"] = opaque_bytes(door.call("cuIpcGetMemHandle", base))
+            where["payload"] = opaque_bytes(session.call("cuIpcGetMemHandle", base))
             return exports.describe(Mechanism.LEGACY, exports.uuid(device), ordered, {}, **where)
         memory = PhysicalMemory.at(base, driver=driver)
         kind = _handle_type([memory], asked)
@@ -377,7 +395,7 @@ def _share_foreign(thing: Any, asked: _Asked) -> Shared:
             )
         if span.address + span.nbytes > base + memory.nbytes:
             raise ValueError(f"{thing!r} lies in several chunks of physical memory: share them one by one")
-        return _share_chunks(thing, door, [memory], ordered, asked, **where)
+        return _share_chunks(thing, session, [memory], ordered, asked, **where)
 
 
 _NOT_IN_A_CAPTURE = "memory cannot be shared in a capture"

@@ -26,9 +26,7 @@ from typing import Any
 
 from typing_extensions import Buffer as BytesLike
 
-from streamalloc.core.errors import ClosedError, undoing
-from streamalloc.core.fd import Fd
-from streamalloc.core.ownership import Closes, close_all, finaliser
+from streamalloc.core.internal import ClosedError, Closes, Fd, close_all, finaliser, undoing
 from streamalloc.ipc.transport.deadlines import end_of, left, milliseconds, refuse
 from streamalloc.ipc.transport.packets import (
     HEADER_BYTES,

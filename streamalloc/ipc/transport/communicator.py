@@ -22,9 +22,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from typing_extensions import Buffer as BytesLike
 
-from streamalloc.core.errors import ClosedError
-from streamalloc.core.fd import Fd
-from streamalloc.core.ownership import Closes
+from streamalloc.core.internal import ClosedError, Closes, Fd
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.deadlines import left
 from streamalloc.ipc.transport.process_group import (

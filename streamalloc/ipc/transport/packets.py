@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 from typing_extensions import Buffer as BytesLike
 
-from streamalloc.core.fd import Fd
+from streamalloc.core.internal import Fd
 
 __all__ = [
     "HEADER_BYTES", "MAGIC", "MAX_DATA", "MAX_HANDLES", "PACKET_BYTES", "PACKET_DATA", "PACKET_HANDLES", "VERSION",

@@ -6,7 +6,7 @@ import ctypes
 import errno
 import os
 
-from streamalloc.core.fd import Fd
+from streamalloc.core.internal import Fd
 
 __all__ = ["fetch_descriptor"]
 

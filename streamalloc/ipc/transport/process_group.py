@@ -16,9 +16,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from streamalloc.core.errors import undoing
-from streamalloc.core.fd import Fd
-from streamalloc.core.ownership import Closes, close_all
+from streamalloc.core.internal import Closes, Fd, close_all, undoing
 from streamalloc.ipc.transport.channel import Channel, Listener
 from streamalloc.ipc.transport.deadlines import end_of, left, milliseconds
 from streamalloc.ipc.transport.packets import PACKET_DATA, PACKET_HANDLES, PeerGoneError, ProtocolError

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from streamalloc.core.arguments import check_device
-from streamalloc.core.buffer import Buffer, GraphBuffer
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door, door_behind
-from streamalloc.core.errors import size_text
-from streamalloc.core.memory import Memory, check_usable, viewed
-from streamalloc.core.properties import MemHandleType, MemLocationType, checked_size
+from streamalloc.core.internal import (
+    Buffer,
+    Device,
+    GraphBuffer,
+    MemHandleType,
+    MemLocationType,
+    Memory,
+    Session,
+    check_device,
+    check_usable,
+    checked_size,
+    session_of,
+    size_text,
+    viewed,
+)
 from streamalloc.driver.internal import cuda
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm import AddressRange, PhysicalMemory, RangeView
@@ -42,7 +50,7 @@ class BindSource(NamedTuple):
     """State of the physical allocation; None for pool memory."""
 
     @classmethod
-    def of(cls, memory: object, memory_offset: int, nbytes: int | None, door: Door) -> BindSource:
+    def of(cls, memory: object, memory_offset: int, nbytes: int | None, session: Session) -> BindSource:
         """Check the arguments of ``bind`` and find the physical memory behind them.
 
         Raises
@@ -55,7 +63,7 @@ class BindSource(NamedTuple):
                 f"memory must be PhysicalMemory, mapped memory or a pool's buffer, "
                 f"not {type(memory).__name__} ({memory!r})"
             )
-        if door_behind(memory) is not door:
+        if session_of(memory) is not session:
             raise ValueError(f"memory={memory!r} belongs to another driver")
         start = checked_size("memory_offset", memory_offset)
         size = max(memory.nbytes - start, 0) if nbytes is None else checked_size("nbytes", nbytes)
@@ -104,7 +112,7 @@ class BindSource(NamedTuple):
                 "make the memory with handle_types"
             )
         if device is not None:
-            check_device("device", device, door_behind(self.memory))
+            check_device("device", device, session_of(self.memory))
         location = self.memory.location
         if location.type is MemLocationType.DEVICE:
             if device is not None and device.location != location:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from streamalloc.core.errors import InvalidValueError
+from streamalloc.core.internal import InvalidValueError
 from streamalloc.multicast.objects.bind_source import BindSource
 from streamalloc.vmm.internal import AllocationHandle, AllocationState, HandleNode, Kind, Node
 

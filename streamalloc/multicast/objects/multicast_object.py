@@ -14,23 +14,29 @@ from typing import Any
 
 from typing_extensions import Self
 
-from streamalloc.core.allocation_properties import MulticastObjectProp
-from streamalloc.core.arguments import check_device, door_of
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door
-from streamalloc.core.errors import (
+from streamalloc.core.internal import (
+    Closes,
     CudaError,
+    Device,
+    Fd,
     IncompleteTeamError,
+    MemHandleType,
+    MemLocation,
+    Memory,
+    MulticastObjectProp,
     NotSupportedError,
+    Row,
+    Session,
+    check_device,
+    checked_size,
+    mib,
+    place,
     refused,
+    session_for,
     size_text,
+    table,
     unsupported,
 )
-from streamalloc.core.fd import Fd
-from streamalloc.core.html import Row, mib, place, table
-from streamalloc.core.memory import Memory
-from streamalloc.core.ownership import Closes
-from streamalloc.core.properties import MemHandleType, MemLocation, checked_size
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
 from streamalloc.multicast.objects.bind_source import BindSource, check_multiple
@@ -130,19 +136,19 @@ class MulticastObject(GenericAllocation):
         driver: Driver | None = None,
     ) -> None:
         prop = MulticastObjectProp(num_devices, nbytes, handle_types)
-        door = door_of(None, driver)
-        _check_supported(door)
-        smallest = _granularity_of(door, prop)
-        step = _granularity_of(door, prop, recommended=True) if recommended else smallest
+        session = session_for(None, driver)
+        _check_supported(session)
+        smallest = _granularity_of(session, prop)
+        step = _granularity_of(session, prop, recommended=True) if recommended else smallest
         if round_up:
             prop = dataclasses.replace(prop, size=-(-prop.size // step) * step)
         else:
             hint = f"{' (the recommended one)' if recommended else ''}; round_up=True rounds up"
             check_multiple("nbytes", prop.size, step, hint=hint)
-        self._open(door, prop, smallest)
+        self._open(session, prop, smallest)
         self._create("cuMulticastCreate", prop.to_driver())
 
-    def _open(self, door: Door, prop: MulticastObjectProp, step: int) -> None:
+    def _open(self, session: Session, prop: MulticastObjectProp, step: int) -> None:
         self._bound: list[BindingRecord] = []
         self._complete = False
         """Whether :meth:`mark_complete` was called."""
@@ -152,12 +158,12 @@ class MulticastObject(GenericAllocation):
         self._handle_types: MemHandleType = prop.handle_types
         self._team = Node(Kind.TEAM)
         self._team.given_up = True
-        self._prepare(door, prop.size, Kind.OBJECT)
+        self._prepare(session, prop.size, Kind.OBJECT)
         self._node.allocations.order.relate(self._node, self._team)
         self._state.teams[self._team] = None
 
-    def _open_handle(self, door: Door, prop: MulticastObjectProp, step: int, handle: Fd | int | bytes) -> None:
-        self._open(door, prop, step)
+    def _open_handle(self, session: Session, prop: MulticastObjectProp, step: int, handle: Fd | int | bytes) -> None:
+        self._open(session, prop, step)
         self._import(handle)
 
     @staticmethod
@@ -174,7 +180,7 @@ class MulticastObject(GenericAllocation):
         ``recommended=True`` returns the granularity with the best performance, otherwise the smallest one.
         """
         prop = MulticastObjectProp(num_devices, nbytes, handle_types)
-        return _granularity_of(door_of(None, driver), prop, recommended=recommended)
+        return _granularity_of(session_for(None, driver), prop, recommended=recommended)
 
     @classmethod
     def from_handle(
@@ -210,12 +216,12 @@ class MulticastObject(GenericAllocation):
         try:
             kind = MemHandleType.FABRIC if isinstance(handle, (bytes, bytearray)) else _POSIX
             prop = MulticastObjectProp(num_devices, nbytes, kind if handle_types is None else handle_types)
-            door = door_of(None, driver)
-            _check_supported(door)
-            step = _granularity_of(door, prop)
+            session = session_for(None, driver)
+            _check_supported(session)
+            step = _granularity_of(session, prop)
             check_multiple("nbytes", prop.size, step)
             imported = cls.__new__(cls)
-            imported._open_handle(door, prop, step, handle)
+            imported._open_handle(session, prop, step, handle)
             return imported
         finally:
             if isinstance(handle, Fd):
@@ -264,14 +270,14 @@ class MulticastObject(GenericAllocation):
             NVLink does not join the device to the others of the team.
         """
         raw = self._checked_raw()
-        check_device("device", device, self._door)
+        check_device("device", device, self._session)
         if device in self._devices:
             raise ValueError(f"device={device!r} was added already: a team has each device once")
         if self._all_here:
             raise ValueError(f"device={device!r} is one too many: {self!r} was made for {self.num_devices}")
         if not device.attribute("MULTICAST_SUPPORTED"):
             raise _unsupported("cuMulticastAddDevice", f"{device!r}")
-        self._door.call("cuMulticastAddDevice", raw, device.ordinal)
+        self._session.call("cuMulticastAddDevice", raw, device.ordinal)
         self._devices.append(device)
 
     def mark_complete(self) -> None:
@@ -330,7 +336,7 @@ class MulticastObject(GenericAllocation):
             The fabric manager is not running.
         """
         raw = self._checked_raw()
-        source = BindSource.of(memory, memory_offset, nbytes, self._door)
+        source = BindSource.of(memory, memory_offset, nbytes, self._session)
         self._check_complete("bind memory")
         start = checked_size("offset", offset)
         check_multiple("offset", start, self._granularity)
@@ -352,7 +358,7 @@ class MulticastObject(GenericAllocation):
             # Recorded before the call: an interrupt after the call then leaves a binding that is undone.
             self._bound.append(record)
             node.link(self._team, source.memory)
-            self._door.call(name, *arguments)
+            self._session.call(name, *arguments)
             node.confirmed = True
         except BaseException as first:
             if isinstance(first, CudaError) and first.call == name:
@@ -379,7 +385,7 @@ class MulticastObject(GenericAllocation):
             The process has no such range of addresses left.
         """
         self._check_mappable()
-        rights = rights_of(access, self._door)
+        rights = rights_of(access, self._session)
         self._check_access(rights)
         return MulticastView(*map_alone(self, max(self._granularity, GRANULARITY), rights))
 
@@ -444,7 +450,7 @@ class MulticastObject(GenericAllocation):
 
     def _wait(self, after: After) -> None:
         """Wait for the work that may use the object: unbinding and unmapping take effect at once."""
-        wait(after, self._door, {device for node in self._mapping_nodes() for device in node.users})
+        wait(after, self._session, {device for node in self._mapping_nodes() for device in node.users})
 
     def _mapping_nodes(self) -> list[Any]:
         return self._node.allocations.order.before(self._node, Kind.OBJECT_MAPPING)
@@ -605,15 +611,15 @@ class MulticastView(LoneMapping):
 _POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
 
 
-def _granularity_of(door: Door, prop: MulticastObjectProp, *, recommended: bool = False) -> int:
+def _granularity_of(session: Session, prop: MulticastObjectProp, *, recommended: bool = False) -> int:
     # CU_MULTICAST_GRANULARITY_MINIMUM is 0, CU_MULTICAST_GRANULARITY_RECOMMENDED is 1.
     flag = cuda.CUmulticastGranularity_flags(int(recommended))
-    return int(door.call("cuMulticastGetGranularity", prop.to_driver(), flag))
+    return int(session.call("cuMulticastGetGranularity", prop.to_driver(), flag))
 
 
-def _check_supported(door: Door) -> None:
+def _check_supported(session: Session) -> None:
     """Raise ``NotSupportedError`` if no device supports multicast objects, before the driver is asked for one."""
-    devices = Device.all(door.driver)
+    devices = Device.all(session.driver)
     if not any(device.attribute("MULTICAST_SUPPORTED") for device in devices):
         count = len(devices)
         raise _unsupported("cuMulticastCreate", f"{count} device{'' if count == 1 else 's'} without that support")

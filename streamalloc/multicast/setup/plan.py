@@ -10,9 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from streamalloc.core.arguments import FABRIC_NEEDS
-from streamalloc.core.errors import NotSupportedError, refused
-from streamalloc.core.properties import MemHandleType
+from streamalloc.core.internal import FABRIC_NEEDS, MemHandleType, NotSupportedError, refused
 from streamalloc.ipc.internal import by_value, listed
 
 __all__ = ["CHANNELS", "Capabilities", "Layout", "Plan", "RankProfile", "layout_of", "make_plan", "round_up"]

@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-from streamalloc.core.errors import undoing
-from streamalloc.core.fd import Fd
-from streamalloc.core.ownership import close_all
+from streamalloc.core.internal import Fd, close_all, undoing
 from streamalloc.ipc import Communicator, GroupError
 from streamalloc.ipc.internal import described, left
 

@@ -8,14 +8,19 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door, door_behind
-from streamalloc.core.errors import CaptureError, CudaError, undo_all
-from streamalloc.core.event import context_event
-from streamalloc.core.fd import Fd
-from streamalloc.core.later import Deferred
-from streamalloc.core.ownership import close_all
-from streamalloc.core.properties import MemHandleType
+from streamalloc.core.internal import (
+    CaptureError,
+    CudaError,
+    Deferred,
+    Device,
+    Fd,
+    MemHandleType,
+    Session,
+    close_all,
+    context_event,
+    session_of,
+    undo_all,
+)
 from streamalloc.ipc.internal import left
 from streamalloc.multicast.objects.multicast_object import MulticastObject
 from streamalloc.vmm import AddressRange, Mapping, PhysicalMemory
@@ -32,8 +37,8 @@ class RankResources(Deferred):
     ``devices`` are those of the process's own ranks, by rank. They get access to everything.
     """
 
-    def __init__(self, door: Door, devices: dict[int, Device], size: int) -> None:
-        self.door: Door = door
+    def __init__(self, session: Session, devices: dict[int, Device], size: int) -> None:
+        self.session: Session = session
         self.devices: dict[int, Device] = devices
         self.size: int = size
         self.kind: MemHandleType = MemHandleType.NONE
@@ -85,11 +90,11 @@ class RankResources(Deferred):
                 raise ValueError(f"rank {other} gave {len(handles)} handles instead of {expected}")
         if multicast and rank != 0:
             self.multicast = MulticastObject.from_handle(
-                received[0][1], self.physical_bytes, self.size, handle_types=self.kind, driver=self.door.driver
+                received[0][1], self.physical_bytes, self.size, handle_types=self.kind, driver=self.session.driver
             )
         for other, handles in enumerate(received):
             if other != rank:
-                self.memories[other] = import_memory(self.door, handles[0], self.physical_bytes)
+                self.memories[other] = import_memory(self.session, handles[0], self.physical_bytes)
         self._close_handles()
 
     def add_device(self, rank: int) -> None:
@@ -105,7 +110,7 @@ class RankResources(Deferred):
         """Reserve the addresses, unless they still are from before :meth:`release_memory`."""
         if self.ranges:
             return
-        nbytes, driver = self.physical_bytes, self.door.driver
+        nbytes, driver = self.physical_bytes, self.session.driver
         self.ranges.append(AddressRange(self.size * nbytes, driver=driver))
         if self.multicast is not None:
             # A multicast object must be aligned to the largest power of two that divides its size.
@@ -173,7 +178,7 @@ class RankResources(Deferred):
 def finish_all(devices: Iterable[Device], deadline: float | None, failures: list[CudaError]) -> None:
     """Block until all work of the devices is done; arguments and errors as for :func:`run_until`."""
     for device in devices:
-        synchronize = functools.partial(door_behind(device).call, "cuCtxSynchronize")
+        synchronize = functools.partial(session_of(device).call, "cuCtxSynchronize")
         if _is_idle(device):
             _run(device, synchronize, failures)
         else:

@@ -9,19 +9,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from streamalloc.core.arguments import door_of
-from streamalloc.core.device import Device
-from streamalloc.core.door import Door, PerDriver, door_behind
-from streamalloc.core.errors import (
+from streamalloc.core.internal import (
     CaptureError,
+    Device,
+    HandleEnd,
     InvalidContextError,
     InvalidValueError,
+    MemHandleType,
     NotPermittedError,
     NotSupportedError,
+    PerDriver,
+    Session,
+    checked_size,
+    deferred_queue,
     refused,
+    session_for,
+    session_of,
 )
-from streamalloc.core.later import HandleEnd, later_of
-from streamalloc.core.properties import MemHandleType, checked_size
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
 from streamalloc.ipc import DriverVersionWarning
@@ -72,7 +76,7 @@ def check_devices(communicator: Any, device: Device | None, devices: Sequence[De
     for one in devices:
         if not isinstance(one, Device):
             raise TypeError(f"devices must be Devices, not {type(one).__name__} ({one!r})")
-        if door_behind(one) is not door_behind(devices[0]):
+        if session_of(one) is not session_of(devices[0]):
             raise ValueError(f"devices: {one!r} belongs to another driver than {devices[0]!r}")
     if not devices:
         raise ValueError("devices: there must be one or more")
@@ -126,22 +130,22 @@ def _device_for(device: object, driver: Driver | None) -> Device:
     if device is not None:
         if not isinstance(device, Device):
             raise TypeError(f"device must be a Device, not {type(device).__name__} ({device!r})")
-        door_of(device, driver)
+        session_for(device, driver)
         return device
-    door = door_of(None, driver)
+    session = session_for(None, driver)
     try:
-        return Device(int(door.call("cuCtxGetDevice")), driver=door.driver)
+        return Device(int(session.call("cuCtxGetDevice")), driver=session.driver)
     except InvalidContextError:
-        count = Device.count(door.driver)
+        count = Device.count(session.driver)
         if count == 1:
-            return Device(0, driver=door.driver)
+            return Device(0, driver=session.driver)
     raise ValueError(f"device: which of {count} devices is this rank's? Give device=, or make its context current")
 
 
 def _profile(group: RankGroup, arguments: Arguments, device: Device) -> RankProfile:
-    door = door_behind(device)
-    check_no_capture(door)
-    capabilities = _capabilities(door).of(device)
+    session = session_of(device)
+    check_no_capture(session)
+    capabilities = _capabilities(session).of(device)
     granularities: dict[str, int] = {}
     if arguments.multicast is not False and capabilities.multicast_supported and group.size > 1:
         layout = layout_of(arguments.nbytes, arguments.signal_pad_bytes, group.size)
@@ -245,25 +249,25 @@ def _exchange(group: RankGroup, resources: RankResources, multicast: bool, deadl
 
 def _clear(resources: RankResources, layout: Layout, rank: int) -> None:
     """Zero the signal pad and the counters, and write the address tables."""
-    door, device = resources.door, resources.devices[rank]
+    session, device = resources.session, resources.devices[rank]
     bases = np.array([one.address for one in resources.replicas.values()], np.uint64)
     start, first = int(bases[rank]), layout.signal_pad
     # A bare handle, because a Stream object costs more and orders nothing here.
-    later, stream = later_of(door), HandleEnd(door, "cuStreamDestroy", None)
+    later, stream = deferred_queue(session), HandleEnd(session, "cuStreamDestroy", None)
     try:
         with device.current():
-            door.create(stream, "_raw", "cuStreamCreateWithPriority", _NON_BLOCKING, 0)
+            session.create(stream, "_raw", "cuStreamCreateWithPriority", _NON_BLOCKING, 0)
             if layout.total - first > _HOST_IMAGE:
-                door.call("cuMemsetD8Async", start + first, 0, layout.counters - first, stream.raw)
+                session.call("cuMemsetD8Async", start + first, 0, layout.counters - first, stream.raw)
                 first = layout.counters
             image = np.zeros(layout.total - first, np.uint8)
             signal_pads = bases + np.uint64(layout.signal_pad)
             for table, addresses in ((layout.buffer_table, bases), (layout.signal_table, signal_pads)):
                 image[table - first :][: addresses.nbytes] = addresses.view(np.uint8)
-            door.call("cuMemcpyHtoDAsync", start + first, image.ctypes.data, image.nbytes, stream.raw)
-            door.call("cuStreamSynchronize", stream.raw)
+            session.call("cuMemcpyHtoDAsync", start + first, image.ctypes.data, image.nbytes, stream.raw)
+            session.call("cuStreamSynchronize", stream.raw)
     except BaseException:
-        later.hand_in(stream)
+        later.submit(stream)
         raise
     later.end(stream)
 
@@ -273,7 +277,7 @@ class _CapabilityCache:
 
     __slots__ = ("by_ordinal",)
 
-    def __init__(self, _: Door) -> None:
+    def __init__(self, _: Session) -> None:
         self.by_ordinal: dict[int, Capabilities] = {}
 
     def of(self, device: Device) -> Capabilities:
@@ -282,7 +286,7 @@ class _CapabilityCache:
         if found is None:
             found = self.by_ordinal[device.ordinal] = Capabilities(
                 f"{device.uuid} ({device.name})",
-                int(door_behind(device).call("cuDriverGetVersion")),
+                int(session_of(device).call("cuDriverGetVersion")),
                 PhysicalMemory.granularity(device, recommended=True),
                 _has(device, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"),
                 _has(device, "HANDLE_TYPE_FABRIC_SUPPORTED"),
@@ -302,10 +306,10 @@ def _has(device: Device, attribute: str) -> bool:
 _capabilities: PerDriver[_CapabilityCache] = PerDriver(_CapabilityCache)
 
 
-def check_no_capture(door: Door) -> None:
+def check_no_capture(session: Session) -> None:
     """Raise ``CaptureError`` during a stream capture, and an error in a process forked from the driver's own."""
-    door.check_process()
-    if later_of(door).paused:
+    session.check_process()
+    if deferred_queue(session).paused:
         raise refused(
             CaptureError,
             "cuCtxSynchronize",

@@ -10,8 +10,8 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc.core.door import door_behind
-from streamalloc.core.later import work
+from streamalloc.core.deferred import work
+from streamalloc.core.session import session_of
 from streamalloc.interop.loans import Lent
 
 
@@ -48,7 +48,7 @@ def test_memory_that_is_freed_while_a_library_has_it(machine: Any, given_back: b
         if given_back:
             del array
             gc.collect()
-            work(door_behind(buffer))  # in which our stream waits for theirs
+            work(session_of(buffer))  # in which our stream waits for theirs
         buffer.free()
         device.synchronize()
     assert [one.kind for one in driver.hazards] == ([] if given_back else ["free racing a use"])

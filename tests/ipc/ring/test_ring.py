@@ -17,7 +17,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
-from streamalloc.core.later import later_of
+from streamalloc.core.deferred import deferred_queue
 from streamalloc.ipc import Ring, RingConsumer, RingItem, RingProducer
 from streamalloc.ipc.ring.protocol import ANSWER, END, HELLO, MAGIC, PACKET, VERSION
 from streamalloc.ipc.sharing.lease import leases_of
@@ -761,7 +761,7 @@ def _never(there: There) -> None:
 def settled(stream: sa.Stream) -> int:
     """How much waits for other processes, after another look."""
     stream.synchronize()
-    return len(later_of(stream._door))
+    return len(deferred_queue(stream._session))
 
 
 # --- the other way round: the partner fills
@@ -1113,7 +1113,7 @@ class TestClose:
         self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, device: sa.Device, gate: Gate
     ) -> None:
         """Descriptors, mappings, threads, memory and words, on both sides."""
-        leases = leases_of(device._door)
+        leases = leases_of(device._session)
 
         def round() -> None:
             with Ring.producer(pool, SIZE, 4, stream=stream) as ring:

@@ -13,7 +13,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc
-from streamalloc.core.later import later_of
+from streamalloc.core.deferred import deferred_queue
 from streamalloc.ipc import Ring, RingConsumer, RingProducer
 from streamalloc.testing import Gate
 from tests.ipc.support import Interrupted, interrupts, shared_pool
@@ -53,7 +53,7 @@ def join(partner: Partner, ring: RingProducer, name: str = "ring") -> None:
 def left_for_later(stream: sa.Stream) -> int:
     """How much is left for later, after another look."""
     stream.synchronize()
-    return len(later_of(stream._door))
+    return len(deferred_queue(stream._session))
 
 
 def _join(there: There, name: str) -> None:
@@ -262,7 +262,7 @@ class TestTheProducerDies:
             del items[0]
             del rings[0]
             gc.collect()
-            later_of(device._door).work()
+            deferred_queue(device._session).work()
         dies.kill()
         assert all(executed(one) for one in streams)
         assert all(item.lost for item in items)

@@ -50,7 +50,7 @@ def test_many_importers(pool: sa.MemoryPool, stream: sa.Stream) -> None:
     shared = ipc.share(buffer)
     machines = [sd.simulated() for _ in range(MORE)]
     opened = [opened_by(machine, shared) for machine in machines]
-    blocks = [importer_of(one._door).blocks[shared.descriptor.control_block] for one in opened]
+    blocks = [importer_of(one._session).blocks[shared.descriptor.control_block] for one in opened]
     assert sorted(block.importer for block in blocks) == list(range(MORE))
     buffer.free()
     for one in opened:
@@ -65,7 +65,7 @@ def test_interrupts_where_a_watch_begins(device: sa.Device, monkeypatch: pytest.
     """A thread that watches over another process is started or not, whatever signal handlers raise."""
     failed: list[object] = []
     monkeypatch.setattr(threading, "excepthook", failed.append)
-    block = leases_of(device._door).block()
+    block = leases_of(device._session).block()
     end = time.monotonic() + 1
     with interrupts(0.0005):
         while time.monotonic() < end:
@@ -101,7 +101,7 @@ class TestCollected:
             def come_and_go() -> tuple[weakref.ref[Any], int]:
                 machine = sd.simulated()
                 opened = opened_by(machine, shared)
-                place = importer_of(opened._door).blocks[shared.descriptor.control_block].importer
+                place = importer_of(opened._session).blocks[shared.descriptor.control_block].importer
                 assert not opened.stream.query()
                 opened.close()
                 return weakref.ref(machine), place
@@ -207,7 +207,7 @@ def test_a_stale_descriptor_while_the_owner_frees(
     machine = sd.simulated()
     with Gate(sa.Device(0, driver=machine)) as gate:
         opened = opened_by(machine, shared)
-        block = importer_of(opened._door).blocks[shared.descriptor.control_block]
+        block = importer_of(opened._session).blocks[shared.descriptor.control_block]
         words = block.importer_words(shared.descriptor.slot, block.importer)
         gate.hold(opened.stream)
         opened.close()
@@ -358,7 +358,7 @@ def test_threads_that_first_ask_for_a_slot_get_the_same_words(
 ) -> None:
     """They are compared, to see whether an import is of the same lease."""
     with pool.allocate(MiB, stream) as buffer, opened_by(sd.simulated(), ipc.share(buffer)) as opened:
-        (block,) = importer_of(opened._door).blocks.values()
+        (block,) = importer_of(opened._session).blocks.values()
         unused = 1000
         found: list[Any] = []
         word = ControlBlock.word

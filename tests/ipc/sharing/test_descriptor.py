@@ -470,7 +470,7 @@ class TestWrongHandles:
         descriptor, fds = sent
         before = state()
         # A control block of that process that is there already is not looked for among the handles.
-        known = [descriptor.control_block] if descriptor.control_block in importer_of(stream._door).blocks else []
+        known = [descriptor.control_block] if descriptor.control_block in importer_of(stream._session).blocks else []
         names = [*(chunk.id for chunk in descriptor.chunks), descriptor.origin, descriptor.control_block]
         wanted = [name for name in names if any(name)][-len(fds) :]
         for place in [place for place in range(len(fds)) if wanted[place] not in known]:
@@ -566,7 +566,7 @@ def test_another_driver_s_version(partner: Partner, stream: sa.Stream) -> None:
     partner.run(make_buffer, "buffer", 1)
     data, fds = partner.shared("buffer")
     descriptor = Descriptor.from_bytes(data)
-    assert descriptor.driver_version == stream.device._door.call("cuDriverGetVersion")
+    assert descriptor.driver_version == stream.device._session.call("cuDriverGetVersion")
     old = descriptor._replace(driver_version=12040)
     with pytest.warns(ipc.DriverVersionWarning, match=r"CUDA 12\.4"), ipc.open(old.to_bytes(), fds, stream=stream) as o:
         assert shows(o, 1)

@@ -17,7 +17,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
-from streamalloc.core.later import later_of, work
+from streamalloc.core.deferred import deferred_queue, work
 from streamalloc.ipc.sharing.importer import importer_of
 from tests.interrupting import since_3_11
 from tests.ipc.support import hold, make_buffer, make_pool
@@ -85,9 +85,9 @@ def _forget(there: There) -> None:
 
 def unfinished(device: sa.Device) -> list[str]:
     """What still waits for its end after a point of work: some of it ends in threads, once the devices are idle."""
-    later = later_of(device._door)
-    work(device._door)
-    items = [*later.handed_in, *later._waiting, *later._working.values()]
+    later = deferred_queue(device._session)
+    work(device._session)
+    items = [*later.submitted, *later._waiting, *later._working.values()]
     return [type(item).__name__ for item in items] or ["not counted"] * len(later)
 
 
@@ -149,7 +149,7 @@ class TestThreadsAndTheCollector:
 class TestALongLife:
     def test_pools_that_their_owner_closes(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
         """An importer keeps what is open, and little else."""
-        importer = importer_of(stream._door)
+        importer = importer_of(stream._session)
         most = 0
         for turn in range(30):
             partner.run(make_pool)
@@ -165,7 +165,7 @@ class TestALongLife:
         assert eventually(lambda: not unfinished(stream.device)), unfinished(stream.device)
 
     def test_exporters_that_die(self, stream: sa.Stream, another: Callable[[], Partner]) -> None:
-        importer = importer_of(stream._door)
+        importer = importer_of(stream._session)
         before = len(importer.blocks)
         for _ in range(4):
             owner = another()
@@ -264,7 +264,7 @@ class TestInterrupts:
         gc.collect()
         for one in (stream, other, stream):
             one.synchronize()
-            work(one._door)
+            work(one._session)
         # What the driver had just handed over may be lost, in few of the interrupts.
         assert eventually(lambda: pool.statistics().used <= max(4, hits // 250) * SIZE)
         # All of it works still.

@@ -97,7 +97,7 @@ def live(seed: int) -> None:
         kept = opened_by(honest, shared[0])
         words = Words(shared[0].handles[shared[0].descriptor.control_block])
         opened = [opened_by(hostile, one) for one in shared]
-        own = importer_of(opened[0]._door).blocks[shared[0].descriptor.control_block].importer
+        own = importer_of(opened[0]._session).blocks[shared[0].descriptor.control_block].importer
         for _ in range(16):
             buffer, act = chance.choice(buffers), chance.randrange(8)
             with contextlib.suppress(*REFUSED):
@@ -161,7 +161,7 @@ class TestTheExporterGoesOn:
         hostile: Any = sd.simulated()
         opened = opened_by(hostile, shared)
         described = shared.descriptor
-        block = importer_of(opened._door).blocks[described.control_block]
+        block = importer_of(opened._session).blocks[described.control_block]
         words = Words(shared.handles[described.control_block])
         opened_at, closing_at = (words.place(kind, described.slot, block.importer) for kind in ("opened", "closing"))
         words.all[closing_at] = words.all[opened_at]

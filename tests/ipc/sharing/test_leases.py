@@ -15,8 +15,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
-from streamalloc.core.later import later_of
-from streamalloc.core.ownership import close_all
+from streamalloc.core.deferred import deferred_queue
+from streamalloc.core.resource import close_all
 from streamalloc.ipc.sharing.descriptor import Descriptor
 from streamalloc.testing import Gate
 from tests.ipc.support import (
@@ -259,7 +259,7 @@ def _in_a_cycle(there: There, name: str) -> None:
 
 def _has_let_go(there: There) -> bool:
     """Whether what was dropped is closed, which a thread does."""
-    return not len(later_of(there.stream._door))
+    return not len(deferred_queue(there.stream._session))
 
 
 def _close_stream(there: There, name: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc, vmm
-from streamalloc.core.door import door_behind
+from streamalloc.core.session import session_of
 from streamalloc.ipc.sharing.importer import importer_of
 from streamalloc.testing import Gate, settle
 from tests.ipc.support import POSIX, busy, hold, idle, make_buffer, make_growable, make_pool
@@ -233,7 +233,7 @@ class TestExporterIsGone:
         owner.take("buffer", streams[0]).close()
         device.synchronize()
         owner.kill()
-        importer = importer_of(door_behind(device))
+        importer = importer_of(session_of(device))
         (block,) = [block for block in importer.blocks.values() if not block.exporter_alive()]
         gate.hold(streams[1])
         then = another()

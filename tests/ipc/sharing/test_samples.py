@@ -254,7 +254,7 @@ class PlainBuffer(sa.Memory):
 
     def __init__(self, device: sa.Device, stream: sa.Stream) -> None:
         with device.current():
-            self._address = int(device._door.call("cuMemAlloc", NBYTES))
+            self._address = int(device._session.call("cuMemAlloc", NBYTES))
         self._stream = stream
 
     @property
@@ -283,7 +283,7 @@ class PlainBuffer(sa.Memory):
 
     def free(self) -> None:
         with self._stream.device.current():
-            self._stream.device._door.call("cuMemFree", self._address)
+            self._stream.device._session.call("cuMemFree", self._address)
 
 
 def _plain(there: There, name: str) -> None:

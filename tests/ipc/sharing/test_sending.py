@@ -87,7 +87,7 @@ def test_each_side_asks_the_driver_no_more_than_it_has_to(sides: Sides) -> None:
 
 def test_the_driver_is_that_of_the_stream(sides: Sides) -> None:
     _, opened = sides.hand_over(7)
-    assert opened._door.driver is sides.theirs.driver and shows(opened, 7)
+    assert opened._session.driver is sides.theirs.driver and shows(opened, 7)
     opened.close()
 
 
@@ -106,7 +106,7 @@ def test_every_byte_is_looked_at_before_the_driver_is_asked(sides: Sides) -> Non
     buffer = sides.pool.allocate(4096, sides.ours.stream)
     ipc.send(sides.ours.channel, buffer)
     data = sides.theirs.channel.receive().data
-    ways = importer_of(sides.theirs.stream._door).ways
+    ways = importer_of(sides.theirs.stream._session).ways
     assert any(data.startswith(head) for head in ways)
     before = len(sides.theirs.driver.calls)
     for at in range(len(data)):
@@ -141,7 +141,7 @@ def test_errors_are_those_of_the_slow_path(sides: Sides, fields: dict[str, Any],
     wrong = ipc.Descriptor.from_bytes(data)._replace(**fields).to_bytes()
     with pytest.raises(kind, match=words):
         ipc.open(wrong, stream=sides.theirs.stream)
-    assert importer_of(sides.theirs.stream._door).imports == {}
+    assert importer_of(sides.theirs.stream._session).imports == {}
     ipc.open(data, stream=sides.theirs.stream).close()
     buffer.free()
     assert buffer.freed
@@ -221,7 +221,7 @@ def test_a_pool_that_is_dropped_ends_for_importers(sides: Sides) -> None:
         with pool.allocate(64, sides.ours.stream) as buffer:
             ipc.send(channel, buffer)
             descriptor = ipc.Descriptor.from_bytes(sides.theirs.channel.receive().data)
-    block = leases_of(sides.ours.stream._door).block()
+    block = leases_of(sides.ours.stream._session).block()
     assert block.marked("pool", descriptor.pool_mark)
     pool.close()
     del pool, buffer

@@ -20,7 +20,7 @@ from itertools import starmap
 from types import FrameType
 from typing import Any, Protocol
 
-from streamalloc.core.door import Door, PerDriver
+from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver import DriverMisuseError, ForkedProcessError
 
 __all__ = [
@@ -72,7 +72,7 @@ class Watched(Protocol):
 
     _alloc: Any
     _free: Any
-    _door: Door
+    _session: Session
 
     def _watched_by(self, watchers: tuple[Watcher, ...]) -> None: ...
 
@@ -200,12 +200,12 @@ def was_asked(allocator: Watched, ptr: Any, error: BaseException) -> bool:
 
 
 class Watching:
-    """Who watches the allocators of one driver: ``watching_of(door)``."""
+    """Who watches the allocators of one driver: ``watching_of(session)``."""
 
-    __slots__ = ("_door", "_lock", "watchers")
+    __slots__ = ("_lock", "_session", "watchers")
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._lock = threading.RLock()
         self.watchers: tuple[Watcher, ...] = ()
 
@@ -219,7 +219,7 @@ class Watching:
 
     def remove(self, watcher: Watcher) -> None:
         """Tell a watcher nothing any more. Where it was the last, allocators have their own functions again."""
-        if self._door.forked:
+        if self._session.forked:
             return
         with self._lock:
             self.watchers = tuple(other for other in self.watchers if other is not watcher)
@@ -227,27 +227,27 @@ class Watching:
                 self._watch(allocator)
 
     def bound(self, allocator: Watched) -> None:
-        """An allocator has bound its functions, and the door knows of it."""
+        """An allocator has bound its functions, and the session knows of it."""
         if self.watchers:
             with self._lock:
                 self._watch(allocator)
 
     def allocators(self) -> list[Any]:
         """The allocators that are alive."""
-        return [one for one in self._door.holders() if hasattr(one, "_watched_by")]
+        return [one for one in self._session.holders() if hasattr(one, "_watched_by")]
 
     def _watch(self, allocator: Watched) -> None:
         allocator._watched_by(tuple(watcher for watcher in self.watchers if watcher.wants(allocator)))
 
 
 watching_of: PerDriver[Watching] = PerDriver(Watching)
-"""Who watches the allocators of a driver: ``watching_of(door)``."""
+"""Who watches the allocators of a driver: ``watching_of(session)``."""
 
 
 @contextlib.contextmanager
-def tell_freed(door: Door, address: int, stream: Any) -> Iterator[None]:
+def tell_freed(session: Session, address: int, stream: Any) -> Iterator[None]:
     """A block that frees memory by another way than the allocator's function: what was left for later."""
-    watchers = watching_of(door).watchers
+    watchers = watching_of(session).watchers
     for watcher in watchers:
         watcher.freed(address, stream)
     try:
@@ -262,7 +262,7 @@ def watch(allocator: Watched, watchers: tuple[Watcher, ...]) -> None:
     """Tell these of each call of an allocator's functions; with none, give it its own back."""
     tap = tap_of(allocator)
     if tap is None:
-        if watchers and not allocator._door.forked:
+        if watchers and not allocator._session.forked:
             tap = Tap(allocator, allocator._alloc, allocator._free)
             tap.watchers = watchers
             alloc, free = tap.allocate, tap.free

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamalloc.core.deferred import Deferred, DeferredQueue
 from streamalloc.core.errors import CudaError, DeviceLostError
-from streamalloc.core.later import Deferred, Later
 from tests.interrupting import since_3_11
 
 
@@ -36,13 +36,13 @@ def _interrupt(item: Item) -> bool:
 
 
 def _work_again(item: Item) -> bool:
-    assert item.later.work() == 0
+    assert item.deferred.work() == 0
     return False
 
 
 def _drop_another(item: Item) -> bool:
     """As a finaliser does that the collector runs in the middle of it."""
-    item.later.hand_in(Item(item.later, item.ended, [_wait]))
+    item.deferred.submit(Item(item.deferred, item.ended, [_wait]))
     return False
 
 
@@ -54,12 +54,12 @@ class Item(Deferred):
 
     def __init__(
         self,
-        later: Later,
+        later: DeferredQueue,
         ended: list[Item],
         script: list[Callable[[Item], bool]],
         step: Callable[[], None] = lambda: None,
     ) -> None:
-        self.later = later
+        self.deferred = later
         self.ended = ended
         self.script = script
         self.step = step
@@ -80,7 +80,7 @@ class Item(Deferred):
             self.busy = False
 
 
-def _work(later: Later) -> None:
+def _work(later: DeferredQueue) -> None:
     with contextlib.suppress(Interrupt):
         later.work()
 
@@ -90,10 +90,10 @@ scripts = st.lists(st.lists(st.sampled_from(OUTCOMES), max_size=4), max_size=8)
 
 @given(scripts, st.lists(st.integers(0, 7), max_size=12))
 def test_each_item_ends_once(given_scripts: list[list[Callable[[Item], bool]]], cuts: list[int]) -> None:
-    later, ended = Later(), list[Item]()
+    later, ended = DeferredQueue(), list[Item]()
     made = [Item(later, ended, list(script)) for script in given_scripts]
     for number, item in enumerate(made):
-        later.hand_in(item)
+        later.submit(item)
         if number in cuts:
             _work(later)
     for _ in range(60):
@@ -156,11 +156,11 @@ class Turns:
 @given(scripts, st.lists(st.integers(0, 2), max_size=40))
 def test_threads_in_any_order(given_scripts: list[list[Callable[[Item], bool]]], order: list[int]) -> None:
     """Three threads work, and are switched in the middle of an attempt."""
-    later, ended = Later(), list[Item]()
+    later, ended = DeferredQueue(), list[Item]()
     turns = Turns(order)
     made = [Item(later, ended, list(script), turns.step) for script in given_scripts]
     for item in made:
-        later.hand_in(item)
+        later.submit(item)
     assert turns.run(*[lambda: _work(later)] * 3) == []
     for _ in range(60):
         _work(later)
@@ -168,14 +168,14 @@ def test_threads_in_any_order(given_scripts: list[list[Callable[[Item], bool]]],
 
 
 def test_threads_for_real() -> None:
-    later, ended = Later(), list[Item]()
+    later, ended = DeferredQueue(), list[Item]()
     made: list[Item] = []
 
     def run(number: int) -> None:
         for turn in range(300):
             item = Item(later, ended, [_wait] * (turn % 3))
             made.append(item)
-            later.hand_in(item)
+            later.submit(item)
             later.work()
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
@@ -207,10 +207,10 @@ def storm() -> Iterator[Callable[[], int]]:
 @since_3_11
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_signals_lose_no_item_and_end_none_twice(storm: Callable[[], int]) -> None:
-    later, ended = Later(), list[Item]()
+    later, ended = DeferredQueue(), list[Item]()
     made = [Item(later, ended, [_wait] * (number % 4)) for number in range(200)]
     for number, item in enumerate(made):
-        later.hand_in(item)
+        later.submit(item)
         try:
             signal.setitimer(signal.ITIMER_REAL, 1e-5 + 1e-6 * (number % 60))
             later.work()
@@ -230,7 +230,7 @@ class Owner:
 
 class TestEndWith:
     def test_ends_once_its_owner_is_dropped(self) -> None:
-        later, ended = Later(), list[Item]()
+        later, ended = DeferredQueue(), list[Item]()
         owner, item = Owner(), Item(later, ended, [_wait])
         later.end_with(owner, item)
         assert later.work() == 0 and len(later) == 0
@@ -238,7 +238,7 @@ class TestEndWith:
         assert len(later) == 1 and later.work() == 0 and later.work() == 1 and ended == [item]
 
     def test_in_a_cycle(self) -> None:
-        later, ended = Later(), list[Item]()
+        later, ended = DeferredQueue(), list[Item]()
         owner: Any = Owner()
         owner.me = owner
         later.end_with(owner, Item(later, ended, []))
@@ -247,7 +247,7 @@ class TestEndWith:
         assert later.work() == 1 and len(ended) == 1
 
     def test_what_has_ended_before(self) -> None:
-        later, ended = Later(), list[Item]()
+        later, ended = DeferredQueue(), list[Item]()
         owner, item = Owner(), Item(later, ended, [])
         later.end_with(owner, item)
         later.end(item)
@@ -259,7 +259,7 @@ class TestEndWith:
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     def test_signals_lose_none(self, storm: Callable[[], int]) -> None:
         """However the owner is dropped, and whatever comes out of a handler then."""
-        later, ended = Later(), list[Item]()
+        later, ended = DeferredQueue(), list[Item]()
         made: list[Item] = []
 
         def drop_one() -> None:
@@ -279,10 +279,10 @@ class TestEndWith:
 
 
 def test_an_item_that_is_handed_in_twice_ends_once() -> None:
-    later, ended = Later(), list[Item]()
+    later, ended = DeferredQueue(), list[Item]()
     item = Item(later, ended, [_wait])
-    later.hand_in(item)
-    later.hand_in(item)
+    later.submit(item)
+    later.submit(item)
     assert later.work() == 0 and later.work() == 1 and ended == [item] and len(later) == 0
 
 
@@ -294,27 +294,27 @@ def _after_another(item: Item) -> bool:
 
 
 def test_what_another_item_waits_for_ends_first() -> None:
-    later, ended = Later(), list[Item]()
+    later, ended = DeferredQueue(), list[Item]()
     last = Item(later, ended, [_after_another])
-    later.hand_in(last)
-    later.hand_in(Item(later, ended, []))
+    later.submit(last)
+    later.submit(Item(later, ended, []))
     assert later.work() == 2 and ended[-1] is last
 
 
 class TestEnd:
     def test_at_once(self) -> None:
-        later, ended = Later(), list[Item]()
+        later, ended = DeferredQueue(), list[Item]()
         assert later.end(Item(later, ended, [])) and len(later) == 0
 
     @pytest.mark.parametrize("outcome", [_refuse, _interrupt])
     def test_an_error_is_the_caller_s_and_the_item_stays(self, outcome: Callable[[Item], bool]) -> None:
-        later, ended = Later(), list[Item]()
+        later, ended = DeferredQueue(), list[Item]()
         with pytest.raises((CudaError, Interrupt)):
             later.end(Item(later, ended, [outcome]))
         assert len(later) == 1 and later.work() == 1 and len(ended) == 1
 
     def test_not_while_a_capture_is_under_way(self) -> None:
-        later, ended = Later(), list[Item]()
+        later, ended = DeferredQueue(), list[Item]()
         later.begin_capture(later)
         assert not later.end(Item(later, ended, [])) and later.work() == 0
         del later.captures[later]
@@ -322,7 +322,7 @@ class TestEnd:
 
 
 def test_what_is_gone_has_ended() -> None:
-    later, forgotten = Later(), list[Deferred]()
+    later, forgotten = DeferredQueue(), list[Deferred]()
 
     class Lost(Deferred):
         def attempt(self) -> bool:
@@ -332,19 +332,19 @@ def test_what_is_gone_has_ended() -> None:
             forgotten.append(self)
 
     item = Lost()
-    later.hand_in(item)
+    later.submit(item)
     assert later.work() == 1 and forgotten == [item]
 
 
 def test_what_is_not_the_driver_s_goes_on_to_the_caller() -> None:
     """It may be what a signal handler raises, and nothing tells."""
-    later, ended = Later(), list[Item]()
+    later, ended = DeferredQueue(), list[Item]()
 
     def fail(_: Item) -> bool:
         raise KeyError("of a handler")
 
-    later.hand_in(Item(later, ended, [fail]))
-    later.hand_in(Item(later, ended, []))
+    later.submit(Item(later, ended, [fail]))
+    later.submit(Item(later, ended, []))
     with pytest.raises(KeyError):
         later.work()
     assert later.work() == 2 and len(ended) == 2 and len(later) == 0
@@ -352,14 +352,14 @@ def test_what_is_not_the_driver_s_goes_on_to_the_caller() -> None:
 
 def test_finalisers_hand_in_while_items_move() -> None:
     """The collector runs them wherever a container is made, also with the lock of the queue held."""
-    later, ended = Later(), list[Item]()
+    later, ended = DeferredQueue(), list[Item]()
 
     class Dropped:
         def __init__(self) -> None:
             self.me = self
 
         def __del__(self) -> None:
-            later.hand_in(Item(later, ended, []))
+            later.submit(Item(later, ended, []))
 
     before = gc.get_threshold()
     gc.set_threshold(1)
@@ -378,9 +378,9 @@ class TestMany:
     """Points that come often cost the same however much waits."""
 
     def test_attempts_in_vain_are_few(self) -> None:
-        later, ended, attempts = Later(), list[Item](), list[int]()
+        later, ended, attempts = DeferredQueue(), list[Item](), list[int]()
         for _ in range(1000):
-            later.hand_in(Item(later, ended, [_wait] * 1000, lambda: attempts.append(1)))
+            later.submit(Item(later, ended, [_wait] * 1000, lambda: attempts.append(1)))
         later.work(8)
         assert len(attempts) == 1000  # each is new
         for _ in range(20):
@@ -388,31 +388,31 @@ class TestMany:
             assert later.work(8) == 0 and len(attempts) == 8
 
     def test_each_gets_its_turn(self) -> None:
-        later, ended = Later(), list[Item]()
+        later, ended = DeferredQueue(), list[Item]()
         made = [Item(later, ended, [_wait] * 2) for _ in range(100)]
         for item in made:
-            later.hand_in(item)
+            later.submit(item)
         for _ in range(1 + 2 * -(-100 // 8)):
             later.work(8)
         assert set(ended) == set(made)
 
     def test_what_ends_costs_the_others_nothing(self) -> None:
-        later, ended = Later(), list[Item]()
+        later, ended = DeferredQueue(), list[Item]()
         for _ in range(100):
-            later.hand_in(Item(later, ended, [_wait]))
+            later.submit(Item(later, ended, [_wait]))
         assert later.work(8) == 0 and later.work(8) == 100
 
     def test_a_new_one_does_not_wait_for_the_others(self) -> None:
-        later, ended = Later(), list[Item]()
+        later, ended = DeferredQueue(), list[Item]()
         for _ in range(100):
-            later.hand_in(Item(later, ended, [_wait] * 1000))
+            later.submit(Item(later, ended, [_wait] * 1000))
         later.work(8)
-        later.hand_in(Item(later, ended, []))
+        later.submit(Item(later, ended, []))
         assert later.work(8) == 1
 
     def test_where_all_are_to_be_tried(self) -> None:
-        later, ended = Later(), list[Item]()
+        later, ended = DeferredQueue(), list[Item]()
         for number in range(100):
-            later.hand_in(Item(later, ended, [_wait] * (1 if number == 70 else 1000)))
+            later.submit(Item(later, ended, [_wait] * (1 if number == 70 else 1000)))
         later.work(8)
         assert later.work() == 1

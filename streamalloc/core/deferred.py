@@ -3,7 +3,7 @@
 A free may have to wait for importers or for the end of a capture, a pool for its last free, a ring for its consumers.
 Each of these is a :class:`Deferred`. The rules:
 
-* Everybody hands in: :meth:`Later.hand_in` takes no lock and makes no driver call, so that finalisers and signal
+* Everybody hands in: :meth:`DeferredQueue.submit` takes no lock and makes no driver call, so that finalisers and signal
   handlers may use it. A finaliser makes at most one driver call itself, one that waits for nothing and needs no state
   of ours: the free of a plain buffer, the end of an event or a stream. Those of the bridges also record an event and
   have a stream wait for it, so that the memory is there for who allocates by a pool's handle.
@@ -14,7 +14,7 @@ Each of these is a :class:`Deferred`. The rules:
 * A capture may begin on another thread at any moment. Items are worked on in the relaxed capture mode, in which calls
   break no capture of streams that they do not name. A stream of ours begins to be captured by nobody while its lock is
   held (:func:`~streamalloc.core.stream.ordered_after`, :func:`~streamalloc.core.stream.may_queue`). A call for a whole
-  context is made while no capture of ours can begin (:meth:`Later.no_capture`).
+  context is made while no capture of ours can begin (:meth:`DeferredQueue.no_capture`).
 
 What a signal handler raises may come between any two calls, but not between two lines that call nothing. The lines that
 move an item call nothing, so that it is always in one place at least.
@@ -31,11 +31,21 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from streamalloc.core.door import Door, PerDriver
 from streamalloc.core.errors import LOST, CaptureError, CudaError, InvalidHandleError, error_from, refused
+from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import SETTLERS
 
-__all__ = ["OFTEN", "POINTS", "Deferred", "HandleEnd", "Later", "later_of", "queues", "refused_to_end", "work"]
+__all__ = [
+    "OFTEN",
+    "POINTS",
+    "Deferred",
+    "DeferredQueue",
+    "HandleEnd",
+    "deferred_queue",
+    "queues",
+    "refused_to_end",
+    "work",
+]
 
 POINTS = (
     "the host has synchronised with a stream, an event or a device",
@@ -45,7 +55,7 @@ POINTS = (
     "a library that does not name streams allocates from us, or gives virtual memory back",
     "the last capture has ended",
 )
-"""Where :meth:`Later.work` is called."""
+"""Where :meth:`DeferredQueue.work` is called."""
 
 OFTEN = 32
 """How many attempts may be made in vain where the host synchronises, which programs do all the time."""
@@ -61,7 +71,7 @@ class Deferred(abc.ABC):
     __slots__ = ("_owner", "_round")
 
     _owner: weakref.ref[object]
-    """What it ends with, see :meth:`Later.end_with`; unset for most."""
+    """What it ends with, see :meth:`DeferredQueue.end_with`; unset for most."""
     _round: int
     gone: ClassVar[tuple[type[CudaError], ...]] = (*LOST, InvalidHandleError)
     """The errors by which a later attempt tells that nothing is left to give back: the item has ended then."""
@@ -82,8 +92,8 @@ class Deferred(abc.ABC):
         """What it was to end is gone, see :attr:`gone`."""
 
 
-class Later:
-    """The queue of one driver: :func:`later_of`.
+class DeferredQueue:
+    """The queue of one driver: :func:`deferred_queue`.
 
     ``guard`` makes a ``with`` block around what is worked on.
     """
@@ -100,7 +110,7 @@ class Later:
         "_waiting",
         "_working",
         "captures",
-        "handed_in",
+        "submitted",
     )
 
     def __init__(self, guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext) -> None:
@@ -113,7 +123,7 @@ class Later:
         self._lock = threading.Lock()
         """Held to move items about, by nobody who calls anything else meanwhile; finalisers never take it."""
         self._rounds = 0
-        self.handed_in: deque[Deferred] = deque()
+        self.submitted: deque[Deferred] = deque()
         """What nobody has tried to end yet; always the same object."""
         self._owned: dict[weakref.ref[object], Deferred] = {}
         """What ends when an object is dropped, by reference to the object."""
@@ -128,8 +138,8 @@ class Later:
 
     def __len__(self) -> int:
         """How many items have not ended."""
-        handed_in = len(self.handed_in) + len(self._orphaned) + len(self._new)
-        return handed_in + len(self._waiting) + len(self._working)
+        submitted = len(self.submitted) + len(self._orphaned) + len(self._new)
+        return submitted + len(self._waiting) + len(self._working)
 
     @property
     def paused(self) -> bool:
@@ -174,9 +184,9 @@ class Later:
         self._owned[item._owner] = item
         _unfinished.add(self)
 
-    def hand_in(self, item: Deferred) -> None:
+    def submit(self, item: Deferred) -> None:
         """Take over an item, which ends at one of the next points of work. Never raises."""
-        self.handed_in.append(item)
+        self.submitted.append(item)
         # Whoever has items left has to stay, also where all other objects of the driver have gone.
         _unfinished.add(self)
 
@@ -195,7 +205,7 @@ class Later:
                     ended = item.attempt()
         finally:
             if not ended:
-                self.hand_in(item)
+                self.submit(item)
         if ended:
             self._disown(item)
             self._leave_if_empty()
@@ -212,7 +222,7 @@ class Later:
         way, and where this thread is at work already.
         """
         # Mostly there is nothing, at points that come often.
-        if not (self.handed_in or self._orphaned or self._new or self._waiting) or self.paused:
+        if not (self.submitted or self._orphaned or self._new or self._waiting) or self.paused:
             return 0
         me = threading.get_ident()
         if me in self._working:
@@ -241,7 +251,7 @@ class Later:
     def _leave_if_empty(self) -> None:
         if not (len(self) or self._owned):
             _unfinished.discard(self)
-            if self.handed_in:
+            if self.submitted:
                 _unfinished.add(self)
 
     def _work(self, me: int, left: list[float]) -> int:
@@ -278,18 +288,18 @@ class Later:
         with self._lock:
             if self._orphaned:
                 if self._orphaned[0] in self._owned:
-                    self.handed_in += (self._owned[self._orphaned[0]],)
+                    self.submitted += (self._owned[self._orphaned[0]],)
                     del self._owned[self._orphaned[0]]
                 del self._orphaned[0]
-            elif self.handed_in:
-                if self.handed_in[0] not in self._working.values() and self.handed_in[0] not in self._waiting:
-                    self.handed_in[0]._round = -1
-                    self._new[self.handed_in[0]] = None
-                del self.handed_in[0]
+            elif self.submitted:
+                if self.submitted[0] not in self._working.values() and self.submitted[0] not in self._waiting:
+                    self.submitted[0]._round = -1
+                    self._new[self.submitted[0]] = None
+                del self.submitted[0]
 
     def _take_off(self, me: int, now: int, left: list[float]) -> bool:
         """Take a new item, or that which was worked on longest ago; False where all have had their turn."""
-        while self._orphaned or self.handed_in:
+        while self._orphaned or self.submitted:
             self._take_over()
         with self._lock:
             items = self._new or self._waiting
@@ -306,25 +316,25 @@ class Later:
 
 
 # Queues with items in them, which have to stay.
-_unfinished: set[Later] = set()
-_queues: weakref.WeakSet[Later] = weakref.WeakSet()
+_unfinished: set[DeferredQueue] = set()
+_queues: weakref.WeakSet[DeferredQueue] = weakref.WeakSet()
 
 
-def _make(door: Door) -> Later:
-    return Later(door.relaxed)
+def _make(session: Session) -> DeferredQueue:
+    return DeferredQueue(session.relaxed)
 
 
-later_of: PerDriver[Later] = PerDriver(_make)
-"""The queue of a driver: ``later_of(door)``."""
+deferred_queue: PerDriver[DeferredQueue] = PerDriver(_make)
+"""The queue of a driver: ``deferred_queue(session)``."""
 
 
 class HandleEnd(Deferred):
     """The end of a handle that one call of the driver gives back, such as ``cuStreamDestroy``."""
 
-    __slots__ = ("_call", "_door", "_raw")
+    __slots__ = ("_call", "_raw", "_session")
 
-    def __init__(self, door: Door, call: str, raw: Any) -> None:
-        self._door = door
+    def __init__(self, session: Session, call: str, raw: Any) -> None:
+        self._session = session
         self._call = call
         self._raw = raw
 
@@ -334,26 +344,26 @@ class HandleEnd(Deferred):
         return self._raw
 
     def attempt(self) -> bool:
-        self._door.give_back(self, self._call)
+        self._session.give_back(self, self._call)
         return True
 
 
-def refused_to_end(door: Door, call: str, raw: Any, result: Any) -> None:
+def refused_to_end(session: Session, call: str, raw: Any, result: Any) -> None:
     """Hand in a handle whose end the driver has refused with ``result``, unless it is lost."""
     if not isinstance(error_from(result, call), LOST):
-        later_of(door).hand_in(HandleEnd(door, call, raw))
+        deferred_queue(session).submit(HandleEnd(session, call, raw))
 
 
-def queues() -> tuple[Later, ...]:
+def queues() -> tuple[DeferredQueue, ...]:
     """The queues of all drivers."""
     return tuple(_queues)
 
 
-def work(door: Door, most: int | None = None) -> int:
-    """One of the points of work: try to end what waits; how many items have ended. ``most``: see :meth:`Later.work`."""
-    later = later_of(door)
+def work(session: Session, most: int | None = None) -> int:
+    """Attempt the items of a driver's queue, see :meth:`DeferredQueue.work`; the number that ended."""
+    later = deferred_queue(session)
     # Before it is asked whether the driver can be used.
-    if not (later.handed_in or later._orphaned or later._new or later._waiting) or not door.usable:
+    if not (later.submitted or later._orphaned or later._new or later._waiting) or not session.usable:
         return 0
     return later.work(most)
 

@@ -1,10 +1,10 @@
 """What the facade holds of a driver: the one choke point for calls off the hot path.
 
-A :class:`Door` makes calls by name, turns answers into exceptions, keeps the devices' primary contexts, and is shut
+A :class:`Session` makes calls by name, turns answers into exceptions, keeps the devices' primary contexts, and is shut
 in a forked child.
 
 **Fast paths** have one shape. The plain case calls a driver function that was bound beforehand: one of those that
-:data:`DIRECT` names, which are attributes of the door, or those of an allocator. It is plain where the stream is our
+:data:`DIRECT` names, which are attributes of the session, or those of an allocator. It is plain where the stream is our
 own, open, not captured, no default stream and owes no wait (:func:`~streamalloc.core.stream.queue_behind`), the memory
 is there, and the arguments have the usual types. Everything else falls through to one slow path, which checks, explains
 and copes: ``_fill_slowly`` is that of ``fill``, and where there is nothing to explain the same function called by its
@@ -33,7 +33,7 @@ from streamalloc.driver.internal import BINDINGS_VERSION, as_asked, cuda, versio
 if TYPE_CHECKING:
     from streamalloc.driver import Driver
 
-__all__ = ["DIRECT", "Door", "OwnsHandle", "PerDriver", "door_behind", "doors", "refuse_after_fork"]
+__all__ = ["DIRECT", "OwnsHandle", "PerDriver", "Session", "refuse_after_fork", "session_of", "sessions"]
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ class OwnsHandle(Protocol):
     _raw: Any
 
 
-class Door:
+class Session:
     """A driver as the facade uses it; one for each driver object (:meth:`of`)."""
 
     __slots__ = (
@@ -138,8 +138,8 @@ class Door:
         self.call("cuInit", 0)
 
     @staticmethod
-    def of(driver: Driver) -> Door:
-        """The door to ``driver``, the same one for the same driver.
+    def of(driver: Driver) -> Session:
+        """The session to ``driver``, the same one for the same driver.
 
         Raises
         ------
@@ -149,13 +149,13 @@ class Door:
         if not callable(getattr(driver, "cuInit", None)):
             raise TypeError(f"driver must have the functions of cuda.bindings.driver, which {driver!r} does not")
         driver = as_asked(driver)
-        with _doors_lock:
-            door = _doors.get(id(driver))
-            if door is None:
-                door = _doors[id(driver)] = Door(driver)
+        with _sessions_lock:
+            session = _sessions.get(id(driver))
+            if session is None:
+                session = _sessions[id(driver)] = Session(driver)
                 if isinstance(driver, ModuleType):
-                    _kept.append(door)
-            return door
+                    _kept.append(session)
+            return session
 
     # Kept in the class: when the last finalisers run, the names of modules may be gone, this one's too.
     _exiting = staticmethod(sys.is_finalizing)
@@ -308,45 +308,45 @@ class Door:
 class PerDriver(Generic[T]):
     """State that objects of one driver share: one object of a class for each driver, made when it is first asked for.
 
-    Asking, ``state(door)``, takes no lock, so that finalisers may ask. Where two threads ask at once, one of two new
+    Asking, ``state(session)``, takes no lock, so that finalisers may ask. Where two threads ask at once, one of two new
     objects is dropped: ``make`` must have no effect beyond the object.
     """
 
-    def __init__(self, make: Callable[[Door], T]) -> None:
+    def __init__(self, make: Callable[[Session], T]) -> None:
         self._make = make
 
-    def __call__(self, door: Door) -> T:
+    def __call__(self, session: Session) -> T:
         """The object of a driver."""
-        found: T | None = door._state.get(self)
+        found: T | None = session._state.get(self)
         if found is None:
-            made: T = door._state.setdefault(self, self._make(door))
+            made: T = session._state.setdefault(self, self._make(session))
             return made
         return found
 
 
-class _HasDoor(Protocol):
+class _HasSession(Protocol):
     @property
-    def _door(self) -> Door: ...
+    def _session(self) -> Session: ...
 
 
-def door_behind(thing: _HasDoor) -> Door:
-    """The door of an object of ours: a device, a stream, an event, memory, a pool."""
-    return thing._door
+def session_of(thing: _HasSession) -> Session:
+    """The session of an object of ours: a device, a stream, an event, memory, a pool."""
+    return thing._session
 
 
 class _Current:
     """Pushes a context on entry and pops it on exit (``cuCtxPushCurrent``, ``cuCtxPopCurrent``)."""
 
-    __slots__ = ("_context", "_door")
+    __slots__ = ("_context", "_session")
 
-    def __init__(self, door: Door, context: Any) -> None:
-        self._door = door
+    def __init__(self, session: Session, context: Any) -> None:
+        self._session = session
         self._context = context
 
     def __enter__(self) -> None:
         # Not by name, like other calls: default streams come here for each of theirs.
-        self._door.check_process()
-        driver = self._door.driver
+        self._session.check_process()
+        driver = self._session.driver
         try:
             result = driver.cuCtxPushCurrent(self._context)[0]
         except BaseException:
@@ -360,7 +360,7 @@ class _Current:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # Nothing is called before that a signal handler could interrupt, once this has begun.
-        result = (refuse_after_fork if self._door.forked else self._door.driver.cuCtxPopCurrent)()[0]
+        result = (refuse_after_fork if self._session.forked else self._session.driver.cuCtxPopCurrent)()[0]
         if result:
             if error is None:
                 # No name for it here: a frame that knows its own error keeps what the block has made.
@@ -375,28 +375,28 @@ _GLOBAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
 class _Relaxed:
     """Exchanges the thread's capture mode for the relaxed one, and back."""
 
-    __slots__ = ("_door", "_mode")
+    __slots__ = ("_mode", "_session")
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._mode: Any = None
 
     def __enter__(self) -> None:
-        door = self._door
+        session = self._session
         try:
-            door.create(self, "_mode", "cuThreadExchangeStreamCaptureMode", _RELAXED)
+            session.create(self, "_mode", "cuThreadExchangeStreamCaptureMode", _RELAXED)
         except CudaError:
             raise
         except BaseException:
             # Out of a signal handler, perhaps before the mode was kept; the global one is every thread's own.
-            door.call("cuThreadExchangeStreamCaptureMode", _GLOBAL)
+            session.call("cuThreadExchangeStreamCaptureMode", _GLOBAL)
             raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # As above.
-        result = self._door.cuThreadExchangeStreamCaptureMode(self._mode)[0]
+        result = self._session.cuThreadExchangeStreamCaptureMode(self._mode)[0]
         if result:
             if error is None:
                 raise error_from(result, "cuThreadExchangeStreamCaptureMode")
@@ -407,17 +407,17 @@ _FORKED = (
     "this object belongs to the process that was forked; CUDA cannot be used in a forked child: "
     "start it with multiprocessing's 'spawn' or 'forkserver' method"
 )
-# A door lives as long as an object that came through it; it holds its driver, so an id is never reused meanwhile.
-_doors: weakref.WeakValueDictionary[int, Door] = weakref.WeakValueDictionary()
-# The real driver is a module, there for as long as the process; its door remembers that in a forked child.
-_kept: list[Door] = []
-_doors_lock = threading.RLock()
+# A session lives as long as an object that came through it; it holds its driver, so an id is never reused meanwhile.
+_sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
+# The real driver is a module, there for as long as the process; its session remembers that in a forked child.
+_kept: list[Session] = []
+_sessions_lock = threading.RLock()
 
 
-def doors() -> tuple[Door, ...]:
-    """The doors of all drivers that are in use."""
-    with _doors_lock:
-        return tuple(_doors.values())
+def sessions() -> tuple[Session, ...]:
+    """The sessions of all drivers that are in use."""
+    with _sessions_lock:
+        return tuple(_sessions.values())
 
 
 def refuse_after_fork(*_args: Any, **_kwargs: Any) -> Any:
@@ -425,11 +425,11 @@ def refuse_after_fork(*_args: Any, **_kwargs: Any) -> Any:
     raise ForkedProcessError(_FORKED)
 
 
-def _shut_doors_after_fork() -> None:
-    global _doors_lock
-    _doors_lock = threading.RLock()
-    for door in tuple(_doors.values()):
-        door._shut_after_fork()
+def _shut_sessions_after_fork() -> None:
+    global _sessions_lock
+    _sessions_lock = threading.RLock()
+    for session in tuple(_sessions.values()):
+        session._shut_after_fork()
 
 
-os.register_at_fork(after_in_child=_shut_doors_after_fork)
+os.register_at_fork(after_in_child=_shut_sessions_after_fork)

@@ -1,4 +1,4 @@
-"""The door: what every driver has, how one is chosen, several of them in one process, and what import does not do."""
+"""Drivers: what each has, how one is chosen, several in one process, and what an import does not do."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class TestChoice:
     def test_a_pool_from_properties_takes_a_driver(self) -> None:
         ours = sd.simulated(devices=2)
         with sa.MemoryPool(sa.MemPoolProps(location=sa.MemLocation.device(1)), driver=ours) as pool:
-            assert pool is sa.MemoryPool._of_handle(pool._door, pool.handle, pool.location, pool.allocation_type)
+            assert pool is sa.MemoryPool._of_handle(pool._session, pool.handle, pool.location, pool.allocation_type)
             assert pool.statistics().reserved == 0
 
     def test_a_device_of_one_driver_and_another_driver(self) -> None:
