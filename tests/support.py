@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
@@ -118,7 +119,9 @@ def library(name: str) -> Any:
     if name not in _not_loaded:
         before = set(sys.modules)
         try:
-            return importlib.import_module(name)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return importlib.import_module(name)
         except Exception as error:
             _not_loaded[name] = f"{name} cannot be imported: {type(error).__name__}: {error}"
             for half in set(sys.modules) - before:  # or those who look for it there find a part of it
