@@ -49,8 +49,10 @@ def _fill(device: sa.Device) -> None:
     with device.create_stream() as stream, sa.MemoryPool(device) as pool, pool.allocate(64, stream) as buffer:
         for width in (1, 2, 4):
             buffer.fill(1, width=width)
-        buffer[8:].fill(2, device.default_stream)
         stream.synchronize()
+        with pool.allocate(64, device.default_stream) as other:
+            other.fill(2)
+        device.default_stream.synchronize()
 
 
 def _copy(device: sa.Device) -> None:
