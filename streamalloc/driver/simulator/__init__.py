@@ -15,7 +15,7 @@ A comment that says ``observed on H200`` names the test of ``tests/facts`` that 
 from __future__ import annotations
 
 from .driver import SimulatedDriver
-from .errors import DeadlockError
+from .errors import BrokenMachineError, DeadlockError
 from .profiles import MachineSpec
 
-__all__ = ["DeadlockError", "MachineSpec", "SimulatedDriver"]
+__all__ = ["BrokenMachineError", "DeadlockError", "MachineSpec", "SimulatedDriver"]

@@ -14,20 +14,25 @@ from .physical import Mapping
 from .pool import Pool
 
 
+class _Defaults:
+    """Attributes that most allocations never set, so that making an allocation costs less."""
+
+    id: int = 0
+    """Number of the allocation, unique in the machine."""
+    pool: Pool | ImportedPool | None = None
+    mapping: Mapping | None = None
+    waits: bool = False
+    """SYNC_MEMOPS was set."""
+
+
 @dataclass(eq=False)
-class Allocation:
+class Allocation(_Defaults):
     """A live range of memory. ``device`` is None where it is the host's."""
 
     base: int
     size: int
     device: int | None
     context: Context | None
-    id: int = field(init=False, default=0)
-    """Never given to another one."""
-    pool: Pool | ImportedPool | None = field(init=False, default=None)
-    mapping: Mapping | None = field(init=False, default=None)
-    waits: bool = field(init=False, default=False)
-    """Whether SYNC_MEMOPS was set."""
 
     @property
     def on_host(self) -> bool:

@@ -89,7 +89,8 @@ class Line:
 
     def find_at_hand(self, size: int, stream: int) -> Block | None:
         """1 and 2 of :meth:`find`: what other streams left is not looked at."""
-        own = self._shelf(stream).best(size)
+        left = self._left.get(stream)
+        own = self._shelf(stream).best(size) if left is None else left.best(size) if left else None
         return self._heap.best(size, self._is_backed) if own is None else own
 
     def find_further(self, size: int, ordered: Reach | None, done: Reach) -> Block | None:

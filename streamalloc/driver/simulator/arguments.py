@@ -129,6 +129,7 @@ DevicePointer = Annotated[int, device_pointer]
 MemoryHandle = Annotated[int, memory]
 EventHandle = Annotated[int, event]
 PoolHandle = Annotated[int, pool]
+StreamHandle = Annotated[int, stream]
 HostFunctionHandle = Annotated[int, host_function]
 
 

@@ -30,6 +30,10 @@ class NotModelled(NotImplementedError):
         super().__init__(f"not modelled: {what}")
 
 
+class BrokenMachineError(RuntimeError):
+    """A call of this machine was interrupted in the middle, so its state may be inconsistent."""
+
+
 class DeadlockError(RuntimeError):
     """A call for which the real driver would block for ever."""
 

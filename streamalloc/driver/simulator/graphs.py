@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .allocations import Allocations, GraphAllocation
+from .call_lock import Caller
 from .constants import new_handle
 from .contexts import Device
 from .errors import Fault, Result, check
@@ -16,7 +17,6 @@ from .events import Event
 from .graph_memory import GraphMemory
 from .pool import Pool
 from .timeline import Call, Clock, Operation, Stream, merge
-from .turns import Caller
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # CUstreamCaptureMode
 AUTO_FREE_ON_LAUNCH = 1

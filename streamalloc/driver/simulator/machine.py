@@ -10,12 +10,12 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from . import turns
+from . import call_lock
 from .allocations import Allocation, Allocations, DeviceMemory, HostMemory, OpenedMemory
 from .arrays import Arrays
 from .constants import LEGACY_STREAM, PER_THREAD_STREAM, device_place
 from .contexts import Context, Device
-from .errors import Fault, Result, need
+from .errors import BrokenMachineError, Fault, Result, need
 from .events import Event
 from .files import Names
 from .graph_memory import DeviceGraphMemory
@@ -41,6 +41,8 @@ class Machine:
         self.fabric: bool | None = spec.fabric
         self.ready: bool = False
         self.forked: bool = False
+        self.cut_call: str | None = None
+        """Driver function that was interrupted in the middle; None: no one was."""
         self.timeline: Timeline = Timeline(spec.seed)
         self.timeline.on_close = self._release
         self.contexts: dict[int, Context] = {}
@@ -49,7 +51,8 @@ class Machine:
         self.freed: list[tuple[Allocation, Stream, int]] = []
         """Plain memory that was freed in a stream: it is there, also for other frees, until the host knows that it
         happened (observed on H200: test_plain_memory)."""
-        self._thread = threading.local()
+        self.thread = threading.local()
+        """``caller``: the :class:`Caller` of the thread, from its first call on."""
         self._context_numbers = itertools.count(1)
         names, timeline = Names(spec.identity), self.timeline
         banks = [self._bank() for _ in range(spec.devices)]
@@ -93,15 +96,12 @@ class Machine:
         """Give back everything; nothing may use the machine any more."""
         if not self.forked and not sys.is_finalizing():
             self.ready = False  # finalisers of what was garbage together with the driver may call it yet
-            if self.caller().is_main:
-                turns.run(self._close)
-            else:
-                self._close()
-
-    def _close(self) -> None:
-        turns.enter()
-        self.timeline.close()
-        turns.leave()
+            is_main = threading.current_thread() is threading.main_thread()
+            call_lock.enter(is_main)
+            try:
+                self.timeline.close()
+            finally:
+                call_lock.leave(is_main)
 
     def _release(self) -> None:
         self.pools.close()
@@ -111,6 +111,18 @@ class Machine:
         self.virtual.close()
         self.sharing.close()
         self.supply.close()
+
+    def cut_short(self, call: str, error: BaseException) -> None:
+        """Refuse further calls if a signal handler, not the call, raised ``error``: the state may be half changed."""
+        if not isinstance(error, Exception):
+            self.cut_call, self.ready = call, False
+
+    def check_whole(self) -> None:
+        """Raise :class:`BrokenMachineError` after a call that was cut short."""
+        if self.cut_call is not None:
+            raise BrokenMachineError(
+                f"{self.cut_call} was interrupted in the middle; make another machine with driver.simulated()"
+            )
 
     def after_fork(self) -> None:
         """In a child process: the driver cannot be used once it was initialised, as on hardware."""
@@ -142,14 +154,6 @@ class Machine:
         self.arrays.forget(context)
         context.end()
 
-    def caller(self) -> turns.Caller:
-        """The calling thread."""
-        try:
-            caller: turns.Caller = self._thread.caller
-        except AttributeError:
-            caller = self._thread.caller = turns.Caller()
-        return caller
-
     def current_or_none(self) -> Context | None:
         stack = self.timeline.caller.contexts
         return stack[-1] if stack else None
@@ -168,7 +172,8 @@ class Machine:
         """The stream of a handle, the three special ones included."""
         found = self.streams.get(handle)
         if found is not None:
-            found.context.check()
+            if found.context.error is not None:
+                found.context.check()
             return found
         if handle in (0, LEGACY_STREAM):
             return self.current().legacy

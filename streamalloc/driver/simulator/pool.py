@@ -11,7 +11,7 @@ from typing import Any
 from .allocator import Line
 from .blocks import HEAP, Block, round_up
 from .constants import ALIGNMENT, CHUNK, PINNED, READ_WRITE, Location, Place, new_handle
-from .errors import Fault, Result, check, need
+from .errors import Fault, Result
 from .files import Label, Names
 from .memory import Physical
 from .supply import Space, Supply
@@ -94,8 +94,9 @@ class Pool:
     def take(self, size: int, stream: Stream) -> tuple[int, Block]:
         """Memory for ``size`` bytes, first used in ``stream``: its address and its block."""
         line, policies, timeline = self.line, self.policies, self._timeline
-        timeline.rank(stream)
-        rounded = round_up(size, ALIGNMENT)
+        if stream.id not in timeline.ranks:
+            timeline.rank(stream)
+        rounded = -(-size // ALIGNMENT) * ALIGNMENT
         if line.streams > 2 * len(timeline.streams) + 8:
             line.forget(lambda number: number not in timeline.streams)
         block = line.find_at_hand(rounded, stream.id)
@@ -126,7 +127,8 @@ class Pool:
 
     def give_back(self, block: Block, size: int, stream: Stream) -> None:
         """Free in stream order."""
-        self._timeline.rank(stream)
+        if stream.id not in self._timeline.ranks:
+            self._timeline.rank(stream)
         self.used -= size
         seq = stream.last_free = stream.submit(Freed(self))
         if not self.destroyed or self._outstanding:
@@ -275,8 +277,9 @@ class Pools:
         return pool
 
     def get(self, handle: int) -> Pool:
-        found = need(self.pools.get(handle))
-        check(not found.destroyed)
+        found = self.pools.get(handle)
+        if found is None or found.destroyed:
+            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
         return found
 
     def key(self, place: Place, allocation_type: int) -> tuple[int, int, int]:

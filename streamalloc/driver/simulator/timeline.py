@@ -6,7 +6,7 @@ calls only.
 
 An operation runs in the thread that submits it when nothing holds its stream; otherwise it is queued, and a
 daemon thread carries it out as soon as it may, whether or not the host makes further calls. All state here is
-guarded by the lock of :mod:`.turns`, which a host function never holds.
+guarded by the lock of :mod:`.call_lock`, which a host function never holds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from . import turns
+from . import call_lock
 
 Clock = dict[int, int]
 """Stream id -> sequence number."""
@@ -115,10 +115,10 @@ class HostFunction(Operation):
         try:
             self._function()
         finally:
-            turns.enter()
+            call_lock.enter()
             self._state = "returned"
             self._timeline.announce()
-            turns.leave()
+            call_lock.leave()
 
 
 class Stream:
@@ -234,13 +234,14 @@ class Stream:
         """Put an operation at the end of the stream, after ``after`` too; it may run before this returns. What the
         legacy stream implies is written into ``clock`` where that is given; unless it ``joins`` nothing is implied.
         """
-        if joins:
+        if joins and (self.legacy is not None or self.peers is not None):
             works = operation.is_command or bool(after)
             if works and self.legacy is not None and self.legacy.id in self.timeline.ranks:
                 self.timeline.rank(self)
             after += self.catch_up(clock)
-        after += self.barrier
-        self.barrier = ()
+        if self.barrier:
+            after += self.barrier
+            self.barrier = ()
         if after:
             after = tuple((other, seq) for other, seq in after if other.done < seq and other is not self)
         self.seq += 1
@@ -271,7 +272,7 @@ class Timeline:
         self.on_close: Callable[[], None] | None = None
         self.closed: bool = False
         self._gone: set[int] = set()
-        self.caller: turns.Caller = turns.Caller()
+        self.caller: call_lock.Caller = call_lock.Caller()
         """Whose call is carried out."""
         self._asleep: list[_thread.LockType] = []
         """One lock for each thread that waits for a change; released to wake it."""
@@ -286,10 +287,7 @@ class Timeline:
         self._last_id = 0
         self._worker: threading.Thread | None = None
         self._random = None if seed is None else random.Random(seed)
-
-    @property
-    def seeded(self) -> bool:
-        return self._random is not None
+        self.seeded: bool = seed is not None
 
     def next_id(self) -> int:
         self._last_id += 1
@@ -358,7 +356,7 @@ class Timeline:
         bed = _thread.allocate_lock()
         bed.acquire()
         self._asleep.append(bed)
-        turns.sleep(bed, seconds)
+        call_lock.sleep(bed, seconds)
         if bed in self._asleep:
             self._asleep.remove(bed)
 
@@ -413,7 +411,7 @@ class Timeline:
 
     def _work(self) -> None:
         quiet_since = time.monotonic()
-        turns.enter()
+        call_lock.enter()
         try:
             while not self.closed:
                 progress = self.pump(heavy=True) if self._random is None else self._gamble(self._random)
@@ -433,7 +431,7 @@ class Timeline:
             if self.closed and self.on_close is not None:
                 self.on_close()
         finally:
-            turns.leave()
+            call_lock.leave()
 
     def _gamble(self, dice: random.Random) -> bool:
         """One operation of a stream chosen by chance, or none for a while: any of it is a legal order."""
@@ -452,7 +450,7 @@ class Timeline:
         """Block the calling thread, with the lock released, until ``finished()``; ``polled``: nobody here announces
         that.
         """
-        helper, caller = turns.helper(), self.caller
+        caller = self.caller
         self._waiters += 1
         try:
             while not finished():
@@ -460,8 +458,6 @@ class Timeline:
                     return
                 if self._random is None and self.pump():
                     continue
-                if helper is not None:
-                    helper.waits()
                 often = polled or any(stream.queue and stream.queue[0].polled for stream in self._busy.values())
                 self._sleep(POLL_SECONDS if often else _NAP_SECONDS)
                 self.caller = caller
