@@ -175,7 +175,7 @@ def field(struct: Any, name: str) -> int:
 
 
 def place(location: Any) -> Place:
-    """Of a CUmemLocation."""
+    """Convert a CUmemLocation."""
     return Place(int(location.type), int(location.id))
 
 

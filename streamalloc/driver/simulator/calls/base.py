@@ -1,4 +1,4 @@
-"""What every call shares: the lock, the result tuple, the rules that hold during stream capture."""
+"""Base of all calls: the lock, the result tuple, the rules during stream capture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Method = Callable[..., Any]
 
 
 EDGE_DATA: bool = hasattr(cuda, "cuMemGetDefaultMemPool")
-"""Whether the bindings return edge data in more calls, as those for CUDA 13 do."""
+"""Bindings for CUDA 13, which return edge data in more calls."""
 _VALUES = {
     "cuStreamGetCaptureInfo": 5 + EDGE_DATA,
     "cuStreamGetCaptureInfo_v3": 6,
@@ -100,14 +100,14 @@ def driver_call(method: Method) -> Method:
 
 
 def _count_values(returns: str) -> int:
-    """How many values follow the result code, by a method's annotation."""
+    """The number of values after the result code, from the annotation of a method."""
     if returns == "None":
         return 0
     return returns.count(",") + 1 if returns.startswith("tuple[") else 1
 
 
 class Calls:
-    """Base of the mixins: the machine, and look-ups that several areas need.
+    """Base class of the driver's groups of calls: the machine, and look-ups that several groups need.
 
     Methods with the names of driver functions become driver calls.
     """
@@ -162,7 +162,7 @@ class Calls:
             stream.submit(operation)
 
     def _captured(self, stream: Stream) -> bool:
-        """Whether work for ``stream`` goes into a graph now; fails where it may go nowhere."""
+        """Whether ``stream`` is being captured; fails if work can go neither into the stream nor into the graph."""
         capture = stream.capture
         if capture is None:
             self._not_behind_captures(stream)

@@ -25,7 +25,7 @@ _SMALL_FILL = 4096
 """Instantiating a graph that fills more bytes sets that flag of the context (observed on H200: test_capture)."""
 _NODE_TYPE = "CU_GRAPH_NODE_TYPE_"
 
-# CUgraphMem_attribute, in the order of the enum, as fields of what a device has for graphs.
+# Fields of DeviceGraphMemory, in the order of CUgraphMem_attribute.
 _MEMORY_ATTRIBUTES = ("used", "used_high", "size", "reserved_high")
 
 
@@ -34,7 +34,7 @@ def _nodes(nodes: list[Node]) -> list[Any]:
 
 
 def padded(nodes: list[Node], count: int) -> list[Any]:
-    """Handles as the bindings give them that were asked for ``count``: null handles behind those there are."""
+    """``count`` handles as the bindings return them: null handles follow the existing ones."""
     return _nodes(nodes) + [cuda.CUgraphNode(0) for _ in range(count - len(nodes))]
 
 

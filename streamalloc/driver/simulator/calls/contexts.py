@@ -132,7 +132,7 @@ class ContextCalls(Calls):
         context.check()
 
     def _no_stream_captures(self, context: Context) -> None:
-        """What concerns all streams of a context cannot be captured; it spoils every capture there."""
+        """Refuse a call on all streams of a context while one is captured, and invalidate each capture there."""
         self._spoil(stream.capture for stream in context.all_streams())
 
     def cuCtxGetFlags(self) -> int:

@@ -1,4 +1,4 @@
-"""Devices, and what a driver says of itself."""
+"""Devices, driver version, and names of errors."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ class PoolCalls(Calls):
 
     def cuMemSetMemPool(self, location: Any, typename: Any, pool: Any) -> None:
         self._pool(pool)
-        self._unsafe_during_capture()  # before the place is looked at (observed on H200: test_current_pools)
+        self._unsafe_during_capture()  # before the location is checked (observed on H200: test_current_pools)
         self._set_current(*self._location(location, typename), pool)
 
     def _location(self, location: Any, typename: Any) -> tuple[Place, int]:
