@@ -84,7 +84,7 @@ class BatchCalls(CopyCalls):
 
     @staticmethod
     def _box_of(one: Any) -> tuple[int, int, Shape, int]:
-        """Target, source, shape and order of an entry. A row length or layer height of 0 stands for that of the copy."""
+        """Target, source, shape and order of an entry. A row length or layer height of 0 means that of the copy."""
         extent, order = one.extent, arguments.number_in(one, "srcAccessOrder")
         width, height, depth = int(extent.width), int(extent.height), int(extent.depth)
         check(width and height and depth and order in _ORDERS and int(one.flags) in (0, _OVERLAP))
