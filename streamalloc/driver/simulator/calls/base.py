@@ -25,11 +25,9 @@ EDGE_DATA: bool = hasattr(cuda, "cuMemGetDefaultMemPool")
 """Bindings for CUDA 13, which return edge data in more calls."""
 _VALUES = {
     "cuStreamGetCaptureInfo": 5 + EDGE_DATA,
-    "cuStreamGetCaptureInfo_v3": 6,
     "cuGraphGetEdges": 3 + EDGE_DATA,
     "cuGraphNodeGetDependencies": 2 + EDGE_DATA,
     "cuGraphNodeGetDependentNodes": 2 + EDGE_DATA,
-    "cuGraphGetEdges_v2": 4,
 }
 GONE = "using registered memory that the host has unmapped"
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

@@ -275,11 +275,6 @@ class GraphNodeCalls(CaptureCalls, Copy2DCalls, StreamMemoryCalls):
         operation = self._host_function(int(params.fn), int(params.userData or 0))
         return graph.add("HOST", after, operation, {"fn": params.fn, "userData": params.userData})
 
-    def cuGraphHostNodeGetParams(self, hNode: Any) -> Any:
-        node = self._of_kind(hNode, "HOST")
-        not_modelled(node.values is None, "the parameters of a host function that was captured")
-        return _struct(cuda.CUDA_HOST_NODE_PARAMS, node.values)
-
     def cuGraphAddBatchMemOpNode(self, hGraph: Any, dependencies: Any, numDependencies: Any, nodeParams: Any) -> Any:
         graph, after = self._behind(hGraph, dependencies, numDependencies)
         params = arguments.struct("nodeParams", nodeParams, cuda.CUDA_BATCH_MEM_OP_NODE_PARAMS)
@@ -317,12 +312,12 @@ class GraphNodeCalls(CaptureCalls, Copy2DCalls, StreamMemoryCalls):
         return self._event_of_node(hNode, "WAIT_EVENT")
 
     def cuGraphEventRecordNodeSetEvent(self, hNode: Any, event: Any) -> None:
-        node = self._of_kind(hNode, "EVENT_RECORD")
-        node.values, node.enter = self._event_of(node.kind, event)
-        node.operation = None
+        self._set_event(self._of_kind(hNode, "EVENT_RECORD"), event)
 
     def cuGraphEventWaitNodeSetEvent(self, hNode: Any, event: Any) -> None:
-        node = self._of_kind(hNode, "WAIT_EVENT")
+        self._set_event(self._of_kind(hNode, "WAIT_EVENT"), event)
+
+    def _set_event(self, node: Node, event: Any) -> None:
         node.values, node.enter = self._event_of(node.kind, event)
         node.operation = None
 

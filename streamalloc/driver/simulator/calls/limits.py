@@ -79,10 +79,6 @@ class LimitCalls(Calls):
         self._machine.current()
         return _FOUR_BYTE_BANKS
 
-    def cuCtxSetSharedMemConfig(self, config: Any) -> None:
-        """Changes nothing on this kind of device."""
-        self._machine.current()
-
     def cuCtxResetPersistingL2Cache(self) -> None:
         self._machine.current()
 

@@ -91,20 +91,10 @@ class StreamCalls(Calls):
         return self._asked(hStream).priority
 
     def cuStreamGetCtx(self, hStream: Any) -> Any:
-        return self._context_of(hStream)
-
-    def cuStreamGetCtx_v2(self, hStream: Any) -> tuple[Any, Any]:
-        return self._context_of(hStream), cuda.CUgreenCtx(0)
-
-    def _context_of(self, hStream: Any) -> Any:
         stream = self._asked(hStream)
         # it may be captured, but not in vain (observed on H200: test_capture)
         check(stream.capture is None or stream.capture.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
         return cuda.CUcontext(stream.context.handle)
-
-    def cuStreamGetGreenCtx(self, hStream: Any) -> Any:
-        self._stream(hStream)
-        return cuda.CUgreenCtx(0)
 
     def cuStreamGetDevice(self, hStream: Any) -> Any:
         stream = self._asked(hStream)
