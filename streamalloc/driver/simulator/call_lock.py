@@ -1,8 +1,8 @@
-"""The lock that a thread holds during a simulated call, and the two things that wait for the end of the call.
+"""The lock that a thread holds during a simulated call. Collections and signal handlers wait for the end of the call.
 
 A call of the real driver is C: no Python code runs in it. A simulated call is Python. Three things must not run in it:
 
-* Calls of other threads. One lock serves all machines, because the two settings below belong to the process.
+* Calls of other threads. One lock serves all machines, because collections and signals belong to the process.
 * The garbage collector, since finalisers make driver calls. Automatic collections are off while a thread holds the
   lock. Another thread can turn them on; a collection that then starts in a call finds no objects.
 * Signal handlers, since a handler can raise. During a call of the main thread, :func:`_record` replaces each handler of
@@ -96,19 +96,26 @@ def sleep(until: _thread.LockType, seconds: float) -> None:
     _depth = 0
     for _ in range(depth):
         _release()
+    error = None
     try:
         if holding:
             _holding = 1
             _deliver_signals()
         until.acquire(True, seconds)
-    except BaseException as error:
-        raise WaitEnded(error) from None
-    finally:
-        if holding:
+    except BaseException as raised:
+        error = raised
+    while holding:
+        try:
             _hold_signals()
-            _holding = holding
-        for _ in range(depth):
-            enter()
+            break
+        except BaseException as raised:  # another signal
+            error = raised
+    if holding:
+        _holding = holding
+    for _ in range(depth):
+        enter()
+    if error is not None:
+        raise WaitEnded(error)
 
 
 # -- collections -----------------------------------------------------------------------------------------------
@@ -147,11 +154,9 @@ def _hold_signals() -> None:
 def _remember(handlers: list[Any]) -> None:
     global _handlers, _replaced
     known = _replaced
-    handlers = [
-        known[number] if handler is _record else handler for number, handler in zip(_SIGNALS, handlers, strict=True)
-    ]
-    _replaced = {number: handler for number, handler in zip(_SIGNALS, handlers, strict=True) if callable(handler)}
-    _handlers = handlers
+    pairs = list(zip(_SIGNALS, handlers, strict=True))
+    _handlers = [known.get(number, signal.SIG_DFL) if handler is _record else handler for number, handler in pairs]
+    _replaced = {number: handler for number, handler in zip(_SIGNALS, _handlers, strict=True) if callable(handler)}
 
 
 def _deliver_signals() -> None:
@@ -169,7 +174,7 @@ def _record(number: int, _frame: object) -> None:
     if _holding:
         _late.append(number)
     else:  # a handler raised while the handlers were exchanged
-        _set_handler(number, _replaced[number])
+        _set_handler(number, _replaced.get(number, signal.SIG_DFL))
         signal.raise_signal(number)
 
 

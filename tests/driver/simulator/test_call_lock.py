@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -280,6 +281,51 @@ def test_waiting_can_be_interrupted(alarm: Alarm) -> None:
     ok(d.cuStreamSynchronize(stream))
 
 
+def test_a_storm_of_signals_whose_handler_raises(alarm: Alarm) -> None:
+    """In calls that wait and calls that do not: the machine, its lock and the handlers are whole afterwards."""
+    rig = new_rig()
+    d, stream, held = rig.raw, rig.stream(), rig.word()
+    context, address = ok(d.cuCtxGetCurrent()), ok(d.cuMemAlloc(64))
+    came = 0
+
+    def handle(_: int, frame: FrameType | None) -> None:
+        nonlocal came
+        while frame is not None and frame.f_code.co_filename != call_lock.__file__:
+            frame = frame.f_back
+        if frame is not None:
+            came += 1
+            raise Interrupted
+
+    signal.signal(signal.SIGALRM, handle)
+    end = time.monotonic() + 0.7
+    gc.disable()  # Python loses what a handler raises in a finaliser
+    signal.setitimer(signal.ITIMER_REAL, 2e-4, 2e-4)
+    try:
+        while time.monotonic() < end:
+            for value in (0, 1):
+                held.value = value
+                with contextlib.suppress(Interrupted):
+                    rig.hold(stream, held)
+                with contextlib.suppress(Interrupted):
+                    d.cuMemsetD8(address, 1, 64)
+                with contextlib.suppress(Interrupted):
+                    d.cuStreamQuery(stream) if value else d.cuStreamSynchronize(stream)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        gc.enable()
+    assert came > 20
+    d.cuStreamQuery(stream)
+    assert signal.getsignal(signal.SIGALRM) is handle
+
+    def work(_: int) -> None:
+        ok(d.cuCtxSetCurrent(context))
+        ok(d.cuStreamSynchronize(stream))
+        ok(d.cuMemFree(address))
+
+    in_threads(1, work)
+    assert not call_lock.is_mine() and gc.isenabled()
+
+
 def test_a_handler_that_makes_calls(alarm: Alarm) -> None:
     """In the middle of a wait they are made at once, else after the call."""
     rig = new_rig()
@@ -310,9 +356,11 @@ def test_a_handler_that_makes_calls_while_a_wait_ends(alarm: Alarm) -> None:
     with device.create_stream() as stream, device.create_stream() as other:
 
         def handle(*_: object) -> None:
-            other.query()
-            signal.setitimer(signal.ITIMER_REAL, 2e-4)  # no sooner, or on a busy machine handlers never end
+            if alarm.armed:
+                other.query()
+                signal.setitimer(signal.ITIMER_REAL, 2e-4)  # no sooner, or on a busy machine handlers never end
 
+        alarm.armed = True
         signal.signal(signal.SIGALRM, handle)
         signal.setitimer(signal.ITIMER_REAL, 2e-4)
         end = time.monotonic() + 0.6
@@ -321,6 +369,7 @@ def test_a_handler_that_makes_calls_while_a_wait_ends(alarm: Alarm) -> None:
                 stream.launch_host_func(lambda: time.sleep(3e-4))
                 stream.synchronize()
         finally:
+            alarm.armed = False
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
