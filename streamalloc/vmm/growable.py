@@ -20,7 +20,7 @@ from streamalloc.core.internal import (
     undoing,
 )
 from streamalloc.vmm.access import Access
-from streamalloc.vmm.physical_memory import properties_for
+from streamalloc.vmm.physical_memory import device_first, properties_for
 from streamalloc.vmm.recycler import MemoryRecycler, RecyclingSpec, spec_for
 from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.virtual_buffer import ChunkSpec, VirtualBuffer, device_rights
@@ -268,8 +268,8 @@ class StripedBuffer(VirtualBuffer):
 
 
 def stripe(
-    nbytes: int,
     devices: Sequence[Device],
+    nbytes: int,
     *,
     access: Access = None,
     handle_types: MemHandleType = MemHandleType.NONE,
@@ -283,11 +283,11 @@ def stripe(
 
     Parameters
     ----------
-    nbytes
-        Size in bytes. Each device gives the same amount, rounded up to the granularity, so that the last part may have
-        room to spare.
     devices
-        Whose memory it is, in the order of addresses; they must reach each other's memory.
+        Devices that have the memory, in the order of addresses. Each must have peer access to all others.
+    nbytes
+        Size in bytes. Each device has the same amount, rounded up to the granularity, so that the last part may have
+        room to spare. The old order ``stripe(nbytes, devices)`` is deprecated.
     access
         Further devices that get access.
     handle_types, compressible
@@ -306,6 +306,7 @@ def stripe(
     OutOfMemoryError, AddressSpaceError
         A device has no memory, or the process no addresses left. Nothing is left behind.
     """
+    devices, nbytes = device_first("stripe", devices, nbytes)
     devices = tuple(devices)
     if not devices or not all(isinstance(device, Device) for device in devices):
         raise TypeError(f"devices must be one or more Devices, not {devices!r}")

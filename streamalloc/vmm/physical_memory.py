@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from itertools import starmap
-from typing import Any
+from typing import Any, TypeVar
 
 from streamalloc.core.internal import (
     FABRIC_NEEDS,
@@ -47,6 +48,8 @@ __all__ = ["MemorySpec", "PhysicalMemory", "import_memory"]
 _TILE_POOL = 1
 _COMPRESSION = 1
 _POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
+
+T = TypeVar("T")
 
 
 class MemorySpec:
@@ -238,6 +241,14 @@ def properties_for(
     )
 
 
+def device_first(name: str, where: T, nbytes: Any) -> tuple[T, int]:
+    """Swap the first two arguments of a public call where the size comes first, which is deprecated."""
+    if isinstance(where, int) and not isinstance(nbytes, int):
+        warnings.warn(f"{name}(nbytes, ...) is deprecated: give the device first", DeprecationWarning, stacklevel=3)
+        return nbytes, where
+    return where, nbytes
+
+
 class PhysicalMemory(GenericAllocation):
     """Physical memory of a device or of the host, without an address (``cuMemCreate``).
 
@@ -247,10 +258,10 @@ class PhysicalMemory(GenericAllocation):
 
     Parameters
     ----------
-    nbytes
-        Size in bytes, a multiple of :meth:`granularity`.
     where
         A device, a location (device, host, host NUMA node), or complete :class:`MemAllocationProp`.
+    nbytes
+        Size in bytes, a multiple of :meth:`granularity`. The old order ``PhysicalMemory(nbytes, where)`` is deprecated.
     handle_types
         How it can be shared with other processes.
     compressible
@@ -282,8 +293,8 @@ class PhysicalMemory(GenericAllocation):
 
     def __init__(
         self,
-        nbytes: int,
         where: Device | MemLocation | MemAllocationProp,
+        nbytes: int,
         *,
         handle_types: MemHandleType = MemHandleType.NONE,
         compressible: bool = False,
@@ -292,6 +303,7 @@ class PhysicalMemory(GenericAllocation):
         round_up: bool = False,
         driver: Driver | None = None,
     ) -> None:
+        where, nbytes = device_first("PhysicalMemory", where, nbytes)
         checked_size("nbytes", nbytes)
         prop = properties_for(where, handle_types, compressible, gpu_direct_rdma, tile_pool)
         spec = spec_of(session_for(where, driver), prop)

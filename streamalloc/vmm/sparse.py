@@ -88,7 +88,7 @@ class TilePool(Closes):
         check_device("device", device)
         self.device: Device = device
         """The device that has the memory."""
-        self.memory: PhysicalMemory = PhysicalMemory(nbytes, device, tile_pool=True, round_up=round_up)
+        self.memory: PhysicalMemory = PhysicalMemory(device, nbytes, tile_pool=True, round_up=round_up)
         """The physical memory."""
         # Driver 580 crashes where the memory is released while an operation with it is queued.
         self.memory._node.users = (device.ordinal,)

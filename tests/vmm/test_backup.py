@@ -438,7 +438,7 @@ class Faulted:
         self.host.set_access(self.device, READWRITE)
         self.group = vmm.SleepGroup(self.device, backup=self.host)
         self.buffers = [self.group.allocate(SIZE, tag=tag) for tag in ("a", "a", "b")]
-        self.group.add(vmm.stripe(PAGE, [self.device]), "gone")  # dropped
+        self.group.add(vmm.stripe([self.device], PAGE), "gone")  # dropped
         for seed, buffer in enumerate(self.buffers):
             filled(buffer, seed, self.stream)
         self.stream.synchronize()
@@ -580,10 +580,10 @@ def test_the_memory_is_taken_when_a_sleep_is_undone(
             return
         with contextlib.suppress(sa.OutOfMemoryError):
             while True:
-                taken.append(vmm.PhysicalMemory(PAGE, device))
+                taken.append(vmm.PhysicalMemory(device, PAGE))
         if error is KeyboardInterrupt:
             raise KeyboardInterrupt
-        vmm.PhysicalMemory(PAGE, device)
+        vmm.PhysicalMemory(device, PAGE)
 
     with monkeypatch.context() as patch:
         patch.setattr(vmm.GrowableBuffer, "_give_back", interrupted)

@@ -464,13 +464,13 @@ class TestBuffers:
         devices = [sa.Device(ordinal, driver=account.driver) for ordinal in range(2)]
         recyclers = [vmm.MemoryRecycler(device, LIMIT) for device in devices]
         for _ in range(3):
-            with vmm.stripe(2 * PAGE, devices, recyclers=recyclers) as buffer:
+            with vmm.stripe(devices, 2 * PAGE, recyclers=recyclers) as buffer:
                 buffer.fill(1)
         assert [recycler.statistics()[2:] for recycler in recyclers] == [(2, 1, 0), (2, 1, 0)]
         with pytest.raises(ValueError, match="was asked for"):
-            vmm.stripe(2 * PAGE, devices, recyclers=recyclers[::-1])
+            vmm.stripe(devices, 2 * PAGE, recyclers=recyclers[::-1])
         with pytest.raises(ValueError, match="one for each of 2 devices"):
-            vmm.stripe(2 * PAGE, devices, recyclers=recyclers[:1])
+            vmm.stripe(devices, 2 * PAGE, recyclers=recyclers[:1])
 
     def test_properties_are_those_of_the_recycler(self, account: Account, device: sa.Device) -> None:
         with vmm.MemoryRecycler(device, LIMIT, handle_types=POSIX) as recycler:
@@ -510,7 +510,7 @@ class TestOutOfMemory:
         failing = sd.faulty(machine, "cuMemCreate", 1, result="CUDA_ERROR_OUT_OF_MEMORY")
         device = sa.Device(0, driver=failing)
         with pytest.raises(sa.OutOfMemoryError):  # there is nothing that could be given back
-            vmm.PhysicalMemory(PAGE, device)
+            vmm.PhysicalMemory(device, PAGE)
 
 
 def test_threads(account: Account, device: sa.Device) -> None:

@@ -29,7 +29,7 @@ class Tiles(Faults):
         self.data = np.zeros((128, 128), np.float32)
         self.host_pool = keep(sa.MemoryPool(sa.MemLocation.host_numa(0), driver=self.driver))
         self.host_pool.set_access(self.device, sa.MemAccess.READWRITE)
-        self.striped = keep(vmm.stripe(PAGE, [self.device]))
+        self.striped = keep(vmm.stripe([self.device], PAGE))
         self.group = keep(vmm.SleepGroup(self.device))
         self.stream.synchronize()
         self.things = {
@@ -75,7 +75,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "SparseArray": lambda world: vmm.SparseArray(world.device, (1024, 1024)),
     "SparseArray of levels": lambda world: vmm.SparseArray(world.device, (512, 512), levels=10),
     "TilePool": lambda world: vmm.TilePool(world.device, PAGE),
-    "stripe": lambda world: vmm.stripe(4 * PAGE, [world.device]),
+    "stripe": lambda world: vmm.stripe([world.device], 4 * PAGE),
     "dma_buf": lambda world: vmm.dma_buf(world.striped),
 }
 

@@ -76,7 +76,7 @@ class MulticastObject(GenericAllocation):
             for device in devices:
                 team.add_device(device)
             for device in devices:
-                team.bind(PhysicalMemory(2 << 20, device))
+                team.bind(PhysicalMemory(device, 2 << 20))
             view = team.map(access=devices)
             view.fill(7, stream)    # writes 2 MiB on every device
 
