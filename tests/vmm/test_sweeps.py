@@ -40,6 +40,10 @@ class Tiles(Faults):
             object: None,
         }
 
+    def close(self) -> None:
+        super().close()
+        self.device.synchronize()  # with the free of a backup on the default stream, for which its pool waits
+
     def shape(self) -> dict[str, Any]:
         striped = self.striped
         return {
