@@ -36,11 +36,11 @@ from streamalloc.core.internal import (
 )
 from streamalloc.driver import Driver
 from streamalloc.vmm.access import Access, Place, Rights, rights_of
-from streamalloc.vmm.allocations import OwnsNode
-from streamalloc.vmm.generic_handle import GenericAllocation
+from streamalloc.vmm.allocation_handles import OwnsNode
+from streamalloc.vmm.generic_allocation import GenericAllocation
 from streamalloc.vmm.release_order import Kind
 from streamalloc.vmm.reservation import MappedBytes, MappedObject, Reservation
-from streamalloc.vmm.waiting import After, wait_for_users
+from streamalloc.vmm.synchronization import After, wait_for_users
 
 __all__ = [
     "AddressRange",

@@ -6,7 +6,7 @@ import resource
 
 from streamalloc.core.internal import Fd, Memory, check_usable
 from streamalloc.driver.internal import cuda
-from streamalloc.vmm.allocations import allocations_of
+from streamalloc.vmm.allocation_handles import allocations_of
 
 __all__ = ["dma_buf"]
 

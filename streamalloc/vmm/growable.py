@@ -23,8 +23,8 @@ from streamalloc.vmm.access import Access
 from streamalloc.vmm.physical_memory import device_first, properties_for
 from streamalloc.vmm.recycler import MemoryRecycler, RecyclingSpec, spec_for
 from streamalloc.vmm.reservation import MappedBytes
+from streamalloc.vmm.synchronization import After, wait_for_users
 from streamalloc.vmm.virtual_buffer import ChunkSpec, VirtualBuffer, device_rights
-from streamalloc.vmm.waiting import After, wait_for_users
 
 __all__ = ["GrowableBuffer", "StripedBuffer", "stripe"]
 

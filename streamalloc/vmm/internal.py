@@ -7,14 +7,20 @@ from typing import NamedTuple
 from streamalloc.core.internal import Session, undoing
 from streamalloc.vmm.access import Access, Rights, rights_of
 from streamalloc.vmm.address_range import GRANULARITY, AddressRange, LoneMapping, mappings_text
-from streamalloc.vmm.allocations import AllocationHandle, AllocationState, HandleNode, MappingWatcher, allocations_of
+from streamalloc.vmm.allocation_handles import (
+    AllocationHandle,
+    AllocationState,
+    HandleNode,
+    MappingWatcher,
+    allocations_of,
+)
 from streamalloc.vmm.backup import Backup, BackupRange, copying
-from streamalloc.vmm.generic_handle import GenericAllocation
+from streamalloc.vmm.generic_allocation import GenericAllocation
 from streamalloc.vmm.physical_memory import PhysicalMemory, import_memory
 from streamalloc.vmm.release_order import Kind, Node
 from streamalloc.vmm.remappable import RemappableBuffer
 from streamalloc.vmm.reservation import MappedBytes
-from streamalloc.vmm.waiting import After, wait
+from streamalloc.vmm.synchronization import After, wait
 
 __all__ = [
     "GRANULARITY",

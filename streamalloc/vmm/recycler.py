@@ -28,7 +28,7 @@ from streamalloc.core.internal import (
     size_text,
 )
 from streamalloc.driver import Driver
-from streamalloc.vmm.allocations import AllocationHandle
+from streamalloc.vmm.allocation_handles import AllocationHandle
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory, properties_for
 from streamalloc.vmm.release_order import Kind
 from streamalloc.vmm.reservation import MappedBytes

@@ -8,9 +8,9 @@ from collections.abc import Callable, Hashable, Sequence
 
 from streamalloc.core.internal import Device, StreamLike, close_all, undoing
 from streamalloc.vmm.access import Rights
-from streamalloc.vmm.generic_handle import GenericAllocation
+from streamalloc.vmm.generic_allocation import GenericAllocation
+from streamalloc.vmm.synchronization import wait_for_users
 from streamalloc.vmm.virtual_buffer import VirtualBuffer
-from streamalloc.vmm.waiting import wait_for_users
 
 __all__ = ["RemappableBuffer"]
 

@@ -28,10 +28,10 @@ from streamalloc.core.internal import (
     undoing,
 )
 from streamalloc.vmm.access import Rights, structs_of
-from streamalloc.vmm.allocations import AllocationState, HandleNode, allocations_of
-from streamalloc.vmm.generic_handle import GenericAllocation
+from streamalloc.vmm.allocation_handles import AllocationState, HandleNode, allocations_of
+from streamalloc.vmm.generic_allocation import GenericAllocation
 from streamalloc.vmm.release_order import NOTHING, Kind, Node
-from streamalloc.vmm.waiting import After, accessing, wait
+from streamalloc.vmm.synchronization import After, accessing, wait
 
 __all__ = ["MappedBytes", "MappedObject", "Reservation"]
 

@@ -27,8 +27,8 @@ from streamalloc.core.internal import (
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.backup import Backup, BackupRange
 from streamalloc.vmm.growable import GrowableBuffer
+from streamalloc.vmm.synchronization import After, wait_for_users
 from streamalloc.vmm.virtual_buffer import VirtualBuffer, copying_stream, evict_all, restore_all
-from streamalloc.vmm.waiting import After, wait_for_users
 
 __all__ = ["SleepGroup", "Tagged"]
 

@@ -34,7 +34,7 @@ from streamalloc.core.internal import (
     unsupported,
 )
 from streamalloc.driver.internal import cuda
-from streamalloc.vmm.allocations import HandleNode, OwnsNode, allocations_of
+from streamalloc.vmm.allocation_handles import HandleNode, OwnsNode, allocations_of
 from streamalloc.vmm.physical_memory import PhysicalMemory
 from streamalloc.vmm.release_order import Kind
 

@@ -39,12 +39,12 @@ from streamalloc.pool.internal import reachable_from
 from streamalloc.vmm.access import Access, Rights, rights_of, structs_of
 from streamalloc.vmm.address_range import AddressRange, drawn, rights_text
 from streamalloc.vmm.address_range import Mapping as MemoryMapping
-from streamalloc.vmm.allocations import allocations_of
+from streamalloc.vmm.allocation_handles import allocations_of
 from streamalloc.vmm.backup import Backup, BackupRange, Copies, copying
-from streamalloc.vmm.generic_handle import GenericAllocation
+from streamalloc.vmm.generic_allocation import GenericAllocation
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
 from streamalloc.vmm.reservation import MappedBytes
-from streamalloc.vmm.waiting import After, wait_for_users
+from streamalloc.vmm.synchronization import After, wait_for_users
 
 __all__ = ["ChunkSpec", "Eviction", "VirtualBuffer", "copying_stream", "evict_all", "restore_all"]
 

@@ -12,7 +12,7 @@ from streamalloc.core.internal import FABRIC_NEEDS, Fd, MemHandleType, MemLocati
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda, opaque_struct
 from streamalloc.vmm.access import Rights
-from streamalloc.vmm.allocations import AllocationHandle, AllocationState, OwnsNode, allocations_of
+from streamalloc.vmm.allocation_handles import AllocationHandle, AllocationState, OwnsNode, allocations_of
 from streamalloc.vmm.release_order import Kind
 
 __all__ = ["GenericAllocation"]
