@@ -611,6 +611,54 @@ def test_bytes_that_were_given_up_stay_where_the_sleep_fails(machine: Any) -> No
     group.close()
 
 
+@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess"])
+@pytest.mark.parametrize("chunk", [0, PAGE])
+@pytest.mark.parametrize("objects", [False, True])
+@pytest.mark.parametrize("end", ["wake", "restore", "close"])
+def test_bytes_that_were_given_up_stay_where_the_undo_fails_too(
+    machine: Any, call: str, chunk: int, objects: bool, end: str
+) -> None:
+    """A buffer that can be neither evicted nor mapped again keeps its memory until it is restored or closed."""
+    account = Account(machine)
+    inner = refusing(account.driver)
+    faults = refusing(inner)
+    device = sa.Device(0, driver=faults)
+    for nth in (1, 2, 3, 4):
+        several = [vmm.GrowableBuffer(device, 2 * PAGE, SIZE, chunk=chunk) for _ in range(3)]
+        group = vmm.SleepGroup(device)
+        for seed, buffer in enumerate(several):
+            filled(buffer, seed)
+            group.add(buffer)
+        if objects:
+            assert all(mapping.memory.handle for buffer in several for mapping in buffer.mappings)
+        faults.fail("cuMemUnmap", 3, result="CUDA_ERROR_UNKNOWN")
+        inner.fail(call, nth, result="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(sa.CudaError, match="cuMemUnmap"):
+            group.sleep(keep=False)
+        faults.stop()
+        assert group.asleep == bool(inner.failed)
+        if end != "wake" and group.asleep:
+            inner.fail(call, result="CUDA_ERROR_UNKNOWN")
+            with pytest.raises(sa.CudaError, match=call):
+                group.wake()
+        inner.stop()
+        if end == "wake":
+            group.wake()
+        for buffer in several if end == "restore" else ():
+            if buffer.evicted:
+                buffer.restore()
+        for seed, buffer in enumerate(several if end != "close" else ()):
+            assert shows(buffer, seed)
+            buffer.resize(2 * PAGE)
+        for buffer in several:
+            buffer.close()
+        group.close()
+        del several, group, buffer
+        gc.collect()
+        device.synchronize()
+        assert account.left == {}
+
+
 @since_3_11
 @pytest.mark.simulated_only("where a signal may come is the same on any driver")
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["some", "every"])
