@@ -301,8 +301,8 @@ class VirtualBuffer(Memory, Closes, Drawn):
             return
         unmapped = [entry for entry in entries if entry.gone and not node.touching(entry.offset, entry.stop)]
         if not all(entry.held for entry in unmapped):
-            # Memory without another handle was released by cuMemUnmap.
-            restore_all({self: evicted}, stream)
+            # Some of the memory had no handle left when it was unmapped.
+            restore_all({self: evicted._replace(held=())}, stream)
             stream.synchronize()
             return
         if evicted.saved is None:

@@ -659,6 +659,30 @@ def test_bytes_that_were_given_up_stay_where_the_undo_fails_too(
         assert account.left == {}
 
 
+def test_memory_that_is_kept_and_was_closed_since(machine: Any) -> None:
+    """The buffer gets new memory, whose bytes are undefined."""
+    inner = refusing(machine)
+    faults = refusing(inner)
+    with vmm.GrowableBuffer(sa.Device(0, driver=faults), 2 * PAGE, 2 * PAGE, chunk=PAGE) as buffer:
+        first = buffer.mappings[0].memory
+        other = vmm.GrowableBuffer(buffer.device, PAGE, PAGE)
+        group = vmm.SleepGroup(buffer.device)
+        group.add(buffer)
+        group.add(other)
+        faults.fail("cuMemUnmap", 2, result="CUDA_ERROR_UNKNOWN")
+        inner.fail("cuMemMap", result="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(sa.CudaError, match="cuMemUnmap"):
+            group.sleep(keep=False)
+        faults.stop()
+        inner.stop()
+        assert buffer.evicted
+        first.close()
+        buffer.restore()
+        filled(buffer, 3)
+        assert shows(buffer, 3) and len(buffer.mappings) == 2
+        other.close()
+
+
 @since_3_11
 @pytest.mark.simulated_only("where a signal may come is the same on any driver")
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["some", "every"])
