@@ -206,7 +206,7 @@ def sparse(tour: Tour, stream: sa.Stream) -> None:
             tour.step(
                 text,
                 equal("elements that differ", int(np.count_nonzero(found != expected)), 0),
-                equal("tiles with memory", int(array.mapped().sum()), tiles),
+                equal("tiles with memory", int(array.mapped_tiles().sum()), tiles),
                 equal("tiles in use", used, tiles),
                 figures=f"{used} of {pool.tiles} tiles of the pool",
             )

@@ -49,11 +49,11 @@ class AllocationState:
         self.handle: int = 0
         """Number of the driver handle."""
         self.exported: bool = False
-        """Whether a shareable handle was exported."""
+        """True if a shareable handle was exported."""
         self.elsewhere: bool = False
-        """Whether another driver may use the memory (DMA-BUF)."""
+        """True if another driver may use the memory (DMA-BUF)."""
         self.imported: bool = False
-        """Whether another process created it."""
+        """True if another process created it."""
         self.handles: dict[AllocationHandle, None] = {}
         """One node for each object that holds the handle."""
         self.mappings: dict[Node, None] = {}
@@ -118,7 +118,7 @@ class AllocationHandle(HandleNode):
     __slots__ = ("state", "users")
 
     outlasts_mappings: ClassVar[bool] = False
-    """Whether it is released after all mappings of the memory."""
+    """True if it is released after all mappings of the memory."""
 
     def __init__(self, allocations: Allocations, kind: Kind) -> None:
         super().__init__(allocations, kind)
@@ -204,10 +204,10 @@ class Allocations:
     """State of :mod:`streamalloc.vmm` for one driver."""
 
     __slots__ = (
-        "adopting",
         "by_handle",
         "deferred",
         "keepers",
+        "lock",
         "order",
         "reservations",
         "session",
@@ -228,8 +228,8 @@ class Allocations:
         """States by driver handle. Handles that only a mapping holds are not listed."""
         self.reservations: dict[Any, None] = {}
         """All reserved address ranges."""
-        self.adopting = threading.RLock()
-        """Held while an object takes a handle over from a mapping."""
+        self.lock = threading.RLock()
+        """Held while a mapping hands its handle to an object, and while watchers change."""
 
     def mapped_at(self, address: int, nbytes: int) -> list[AllocationState]:
         """Return the states of the memory that is mapped in ``nbytes`` bytes from ``address``."""

@@ -44,7 +44,7 @@ class Copies:
         self.stream: Stream | None = stream
         """Stream of the copies; None after the call, when its owner may destroy it."""
         self.finished = False
-        """Whether the host has synchronised with the copies."""
+        """True if the host has synchronised with the copies."""
         self._device = stream.device
         self._end: Event | None = None
 

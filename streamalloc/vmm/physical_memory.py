@@ -167,7 +167,7 @@ class MemorySpec:
         memory._belong(self, mapped.nbytes)
         handle, known = memory._node, self.allocations.by_handle
         state = handle.state
-        with self.allocations.adopting:
+        with self.allocations.lock:
             raw = mapped._raw
             # None if the handle was released, or another thread has adopted the memory.
             number = state.handle = 0 if raw is None else int(raw)

@@ -49,9 +49,9 @@ class Node:
     __slots__ = ("_busy", "_first", "_then", "given_up", "gone", "kind")
 
     given_up: bool
-    """Whether the owner has closed or dropped it: it is released once nothing precedes it."""
+    """True once the owner has closed or dropped it: it is released as soon as nothing precedes it."""
     gone: bool
-    """Whether it is released."""
+    """True once it is released."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind: Kind = kind

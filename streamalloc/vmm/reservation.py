@@ -199,7 +199,7 @@ class Reservation(HandleNode):
         self.maker: Any = None
         """:class:`MemorySpec` of memory whose handles the mappings hold."""
         self.stale: bool = False
-        """Whether :attr:`entries` lists unmapped entries."""
+        """True if :attr:`entries` lists unmapped entries."""
 
     def table(self) -> list[MappedBytes]:
         """Return the mappings, in the order of addresses."""

@@ -69,7 +69,8 @@ TILE_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "level_shape": lambda world, one: one.level_shape(),
     "SparseArray.map": lambda world, one: one.map(world.tiles, (slice(128, 256), slice(0, 128)), stream=world.stream),
     "map_tail": _tail,
-    "mapped": lambda world, one: one.mapped(),
+    "mapped_tiles": lambda world, one: one.mapped_tiles(),
+    "SparseArray.mapped": lambda world, one: None,  # mapped_tiles() by its old name
     "SparseArray.unmap": lambda world, one: one.unmap(stream=world.other),
     "unmap_tail": lambda world, one: None,  # with map_tail
     "Tagged.allocate": lambda world, one: one.allocate(PAGE, world.stream),
