@@ -206,9 +206,9 @@ class Allocations:
     __slots__ = (
         "by_handle",
         "deferred",
-        "keepers",
         "lock",
         "order",
+        "recyclers",
         "reservations",
         "session",
         "specs",
@@ -217,7 +217,7 @@ class Allocations:
 
     def __init__(self, session: Session) -> None:
         self.session: Session = session
-        self.keepers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.recyclers: weakref.WeakSet[Any] = weakref.WeakSet()
         """Recyclers: ``make_room()`` releases their spare memory and returns its size."""
         self.watchers: tuple[MappingWatcher, ...] = ()
         self.specs: dict[object, Any] = {}
@@ -249,7 +249,7 @@ class Allocations:
 
     def make_room(self) -> int:
         """Release the spare memory of all recyclers; return its size in bytes."""
-        return sum(keeper.make_room() for keeper in tuple(self.keepers))
+        return sum(recycler.make_room() for recycler in tuple(self.recyclers))
 
     def forget(self, state: AllocationState) -> None:
         """Remove a state that no handle and no mapping uses: the driver reuses handle numbers."""

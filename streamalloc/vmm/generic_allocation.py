@@ -156,7 +156,7 @@ class GenericAllocation(OwnsNode):
     def _state(self) -> AllocationState:
         return self._node.state
 
-    def _said_of_handle(self) -> str:
+    def _handle_text(self) -> str:
         """Describe the handle and its mappings, for ``repr``."""
         state = "closed" if self.closed else f"handle {int(self._node.raw):#x}"
         return f"{state}, mapped {self.mapping_count} times" if self.mapping_count else state

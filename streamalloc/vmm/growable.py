@@ -186,7 +186,7 @@ class GrowableBuffer(VirtualBuffer):
         if needed > self._mapped:
             starts = range(self._mapped, needed, self._chunk or needed - self._mapped)
             ends = [*starts[1:], needed]
-            self._put([ChunkSpec(at, end - at, self._spec) for at, end in zip(starts, ends, strict=False)])
+            self._create_chunks([ChunkSpec(at, end - at, self._spec) for at, end in zip(starts, ends, strict=False)])
             self._mapped = needed
         elif needed < self._mapped:
             self._shrink(needed, size, after)
@@ -322,7 +322,7 @@ def stripe(
     buffer.stripe_bytes = step
     buffer._open(first, step * len(devices), alignment, address, rights, stream)
     with undoing(buffer.close):
-        buffer._put([ChunkSpec(index * step, step, spec) for index, spec in enumerate(specs)])
+        buffer._create_chunks([ChunkSpec(index * step, step, spec) for index, spec in enumerate(specs)])
     buffer._mapped = step * len(devices)
     buffer._nbytes = size
     return buffer

@@ -416,7 +416,7 @@ class PhysicalMemory(GenericAllocation):
     def __repr__(self) -> str:
         if not hasattr(self, "_node") or not hasattr(self, "_spec"):
             return f"<{type(self).__name__} that could not be made>"
-        return f"<{type(self).__name__} of {size_text(self.nbytes)}, {self.location}, {self._said_of_handle()}>"
+        return f"<{type(self).__name__} of {size_text(self.nbytes)}, {self.location}, {self._handle_text()}>"
 
 
 def import_memory(session: Session, handle: Fd | int | bytes, nbytes: int) -> PhysicalMemory:

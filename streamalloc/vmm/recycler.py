@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 from typing_extensions import Self
@@ -24,6 +25,7 @@ from streamalloc.core.internal import (
     deferred_queue,
     session_for,
     size_text,
+    undo_all,
 )
 from streamalloc.driver import Driver
 from streamalloc.vmm.allocation_handles import AllocationHandle
@@ -293,7 +295,7 @@ class RecyclingSpec(MemorySpec):
         self.recycled: int = 0
         self.made: int = 0
         self.released: int = 0
-        self.allocations.keepers.add(self)
+        self.allocations.recyclers.add(self)
 
     def new_handle(self) -> AllocationHandle:
         """Make a node that returns the handle to the recycler."""
@@ -344,22 +346,18 @@ class RecyclingSpec(MemorySpec):
 
     def trim(self, most: int) -> int:
         """Release the oldest memory until ``most`` bytes are left; return the released bytes."""
-        given = 0
-        first: CudaError | None = None
-        try:
+        given: list[int] = []
+
+        def releases() -> Iterator[Callable[[], object]]:
             while self.kept > most:
-                one = self._oldest()
-                if one is None:
-                    break
-                try:
-                    given += self._give_back(one)
-                except CudaError as error:
-                    first = first or error
-            if first is not None:
-                raise first
-        finally:
-            del first  # a frame that refers to its own exception keeps the frames of its callers alive
-        return given
+                with self._tables:
+                    oldest = next(iter(self.order), None)
+                if oldest is None:
+                    return
+                yield functools.partial(lambda one: given.append(self._release(one)), oldest)
+
+        undo_all(releases())
+        return sum(given)
 
     def make_room(self) -> int:
         """Release everything; memory that the driver refuses to release is released later."""
@@ -371,11 +369,7 @@ class RecyclingSpec(MemorySpec):
         with contextlib.suppress(CudaError):
             self.trim(most)
 
-    def _oldest(self) -> Kept | Spare | None:
-        with self._tables:
-            return next(iter(self.order), None)
-
-    def _give_back(self, one: Kept | Spare) -> int:
+    def _release(self, one: Kept | Spare) -> int:
         """Release memory to the driver; return its bytes, or 0 if another thread has taken it."""
         if isinstance(one, Spare):
             with self._unmapping:

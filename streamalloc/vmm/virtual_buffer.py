@@ -385,7 +385,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
 
     # -- for subclasses --------------------------------------------------------------------------------------
 
-    def _put(self, chunks: Sequence[ChunkSpec]) -> list[MappedBytes]:
+    def _create_chunks(self, chunks: Sequence[ChunkSpec]) -> list[MappedBytes]:
         """Create and map adjacent chunks and set their permissions: all of them, or none."""
         if not chunks:
             return []
@@ -394,11 +394,11 @@ class VirtualBuffer(Memory, Closes, Drawn):
         for watcher in self.range._node.allocations.watchers:
             watcher.to_be_mapped(self.range.address + start, sum(chunk.nbytes for chunk in chunks))
         with undoing(lambda: self._trim(start)):
-            made = [self._put_one(chunk) for chunk in chunks]
+            made = [self._create_chunk(chunk) for chunk in chunks]
             self.range._node.grant(made, self._rights, self._structs)
         return made
 
-    def _put_one(self, chunk: ChunkSpec) -> MappedBytes:
+    def _create_chunk(self, chunk: ChunkSpec) -> MappedBytes:
         """Create and map a chunk, without permissions."""
         node, spec = self.range._node, chunk.spec
         if spec is not node.maker:
@@ -577,7 +577,7 @@ def restore_all(evictions: Mapping[VirtualBuffer, Eviction], stream: Stream) -> 
                     buffer._take_back(eviction.held, stream)
                     continue
                 buffer._clear()
-                made[buffer] = buffer._put(eviction.pieces)
+                made[buffer] = buffer._create_chunks(eviction.pieces)
             for buffer, eviction in evictions.items():
                 if eviction.saved is not None:
                     buffer._load(eviction.saved, made[buffer], copies, stream)

@@ -529,7 +529,7 @@ class MulticastObject(GenericAllocation):
             return f"<{type(self).__name__} that could not be made>"
         team = f"{len(self._devices)} of {self.num_devices} devices added here"
         bound = f", {len(self._live_bindings())} bindings" if self._live_bindings() else ""
-        return f"<{type(self).__name__} of {size_text(self.nbytes)}, {team}{bound}, {self._said_of_handle()}>"
+        return f"<{type(self).__name__} of {size_text(self.nbytes)}, {team}{bound}, {self._handle_text()}>"
 
 
 class Binding(Closes):
