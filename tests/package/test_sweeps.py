@@ -574,8 +574,6 @@ NOT_SWEPT = {
     "send": "as Channel.receive of the ring's sweep",
     "receive": "as Channel.receive of the ring's sweep",
     "open": "by what is opened",
-    "jobs_of": "makes jobs, and no driver calls",
-    "peak_reserved": "measures other libraries",
     "live": "as LiveView",
 }
 """The other public names, and why."""
