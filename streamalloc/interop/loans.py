@@ -64,17 +64,19 @@ class Lent(TypedView[Any]):
     to ``__dlpack__``. If other streams use the array, that stream has to wait for them before the array is dropped.
     """
 
-    __slots__ = ("_user",)
+    __slots__ = ("_end",)
 
     def __init__(self, view: TypedView[Any], user: StreamLike | None) -> None:
         super().__init__(view, view.dtype, view.shape)
-        self._user: Stream | None = None
+        self._end = _LoanEnd(view)
+        # The queue has the end also if a signal handler raises in __del__: the memory is never freed too early.
+        deferred_queue(self._session).end_with(self, self._end)
         if user is not None:
             # The handle of a default stream means the stream of the current device.
             with self.stream.device.current():
                 ordered = as_stream(user, self._session)
             ordered.wait(self.stream)
-            self._user = ordered
+            self._end.user = ordered
             # Notify a checker: no driver sees the accesses of the library's kernels.
             self.used(ordered, write=False)
         work(self._session)
@@ -94,41 +96,37 @@ class Lent(TypedView[Any]):
     ) -> Any:
         """A DLPack capsule; ``stream`` is the library's stream, which uses the memory."""
         capsule = super().__dlpack__(stream=stream, max_version=max_version, dl_device=dl_device, copy=copy)
-        if self._user is None and stream not in (-1, None, _PER_THREAD):
-            device = self.stream.device
-            self._user = Stream.of_handle(device, stream, None)
+        if self._end.user is None and stream not in (-1, None, _PER_THREAD):
+            self._end.user = Stream.of_handle(self.stream.device, stream, None)
         return capsule
 
     def __del__(self) -> None:
-        memory = getattr(self, "_parent", None)
-        if memory is None or not hasattr(self, "_user"):
-            return
-        session = self._session
-        if session.usable:
-            item = _LoanEnd(memory, self._user)
-            queue_behind(memory.stream, item)
+        end = getattr(self, "_end", None)
+        if end is not None and self._session.usable:
+            queue_behind(self.stream, end)
             # End the loan now if possible: the memory is then freed as soon as its buffer is dropped.
-            settle(memory.stream, item, self._user)
+            settle(self.stream, end, end.user)
 
     def __repr__(self) -> str:
-        return super().__repr__() if hasattr(self, "_user") else f"<{type(self).__name__} that could not be made>"
+        return super().__repr__() if hasattr(self, "_end") else f"<{type(self).__name__} that could not be made>"
 
 
 class _LoanEnd(Deferred):
     """End of a loan: the memory's stream waits for the library's stream, before its next work and before the free."""
 
-    __slots__ = ("_event", "_memory", "_user")
+    __slots__ = ("_event", "_memory", "user")
 
-    def __init__(self, memory: Memory, user: Stream | None) -> None:
+    def __init__(self, memory: Memory) -> None:
         self._memory: Memory | None = memory
-        self._user = user
+        self.user: Stream | None = None
+        """The library's stream; None if unknown."""
         self._event: Event | None = None
 
     def attempt(self) -> bool:
         memory = self._memory
         if memory is None:
             return True
-        ours, user = memory.stream, self._user
+        ours, user = memory.stream, self.user
         if self._event is None:
             self._event = _after_use(user, ours)
         event = self._event
