@@ -52,6 +52,7 @@ __all__ = [
     "refuse_capture",
     "sees_all_work",
     "settle",
+    "spare_events",
     "stream_call",
 ]
 
@@ -760,6 +761,11 @@ def events_of_all(session: Session) -> list[Event]:
             if may:
                 events.append(stream.record(Event(stream.device)))
     return events
+
+
+def spare_events(stream: Stream) -> set[int]:
+    """Handles of the closed events that a stream keeps to record again."""
+    return {int(raw) for raw in tuple(getattr(stream, "_spare", ()))}
 
 
 @contextlib.contextmanager

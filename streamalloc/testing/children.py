@@ -1,9 +1,9 @@
-"""Checks of the processes that a test starts."""
+"""Reports of the processes that a test starts."""
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing  # it has a configuration then
+import multiprocessing  # creates its configuration
 import os
 import tempfile
 from collections.abc import Iterator, MutableMapping
@@ -19,12 +19,12 @@ __all__ = ["Reports"]
 
 
 class Reports(Leaves):
-    """The reports of the processes that are started in a ``with`` block.
+    """Reports of the processes that are started in a ``with`` block.
 
     Parameters
     ----------
     checks
-        Some of ``"check"`` and ``"leaks"``.
+        Kinds of reports: ``"check"``, ``"leaks"``.
     """
 
     def __init__(self, *checks: str) -> None:
@@ -32,13 +32,12 @@ class Reports(Leaves):
         self._ends = contextlib.ExitStack()
 
     def __enter__(self) -> Reports:
-        # The directory is private to this user.
         self._directory = self._ends.enter_context(
             tempfile.TemporaryDirectory(prefix="streamalloc-", ignore_cleanup_errors=True)
         )
         text = ParentTest(os.getpid(), self._checks, self._directory).to_text()
-        places: tuple[MutableMapping[str, Any], ...] = os.environ, configuration()
-        for variables in places:
+        settings: tuple[MutableMapping[str, Any], ...] = os.environ, configuration()
+        for variables in settings:
             before = variables.get(VARIABLE)
             variables[VARIABLE] = text
             self._ends.callback(_restore, variables, before)
@@ -48,7 +47,7 @@ class Reports(Leaves):
         self._ends.close()
 
     def found(self, *checks: str) -> Iterator[str]:
-        """The reports of these kinds, each with its process."""
+        """The reports of these kinds; each begins with its process."""
         for path in sorted(Path(self._directory).iterdir()):
             process, _, kind = path.name.partition(".")
             if kind in checks:

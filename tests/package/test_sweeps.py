@@ -570,13 +570,10 @@ NOT_SWEPT = {
     "StreamLike": "a name for types",
     "CommunicatorLike": "a name for types",
     "as_communicator": "makes no driver calls",
-    "fetch_descriptor": "makes no driver calls",
     "serve": "with share",
     "send": "as Channel.receive of the ring's sweep",
     "receive": "as Channel.receive of the ring's sweep",
     "open": "by what is opened",
-    "jobs_of": "makes jobs, and no driver calls",
-    "peak_reserved": "measures other libraries",
     "live": "as LiveView",
 }
 """The other public names, and why."""

@@ -120,6 +120,20 @@ def test_an_announcement_is_counted_as_its_share(world: World) -> None:
     memory.close()
 
 
+@pytest.mark.parametrize("kind", ["created", "default", "per thread"])
+def test_an_event_that_its_stream_keeps_is_no_leak(world: World, kind: str) -> None:
+    """A closed event is destroyed with its stream, which records it again until then."""
+    streams = {"created": world.stream, "default": world.device.default_stream,
+               "per thread": world.device.per_thread_stream}  # fmt: skip
+    with Watch() as watch:
+        streams[kind].record().close()
+        assert world.found(watch) == []
+        event = streams[kind].record()
+        assert [text.split()[0] for text, _ in world.found(watch)] == ["event"]
+        event.close()
+        assert world.found(watch) == []
+
+
 def test_what_was_there_before_does_not_count(world: World) -> None:
     ends = ipc.Channel.pair()
     pipe = os.pipe()
