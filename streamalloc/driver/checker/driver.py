@@ -23,6 +23,7 @@ from streamalloc.driver.checker.rules import AFTER, BEFORE, Finish
 from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import HostCall, State
 from streamalloc.driver.errors import DriverMisuseError
+from streamalloc.driver.listener import Listener
 from streamalloc.driver.parent import ParentTest
 from streamalloc.driver.wrappers import Function, Wrapper
 
@@ -275,6 +276,11 @@ class Checked(Wrapper):
         return lambda hazard: test.report("leaks" if hazard.kind == "leak" else "check", str(hazard))
 
     # -- what is told ----------------------------------------------------------------------------------------
+
+    @property
+    def listener(self) -> Listener:
+        """The interface that the facade notifies: this object."""
+        return self
 
     def used(self, address: int, nbytes: int, stream: Any, write: bool) -> None:
         """Say that work of another library, in a stream by its handle, uses memory; None: the host itself does."""

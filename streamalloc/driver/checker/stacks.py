@@ -63,8 +63,11 @@ def _kind(file: str) -> int:
     return _RUNNER if any(part in file for part in _RUNNERS) else _THEIRS
 
 
-def from_package() -> bool:
-    """Whether code of this package, other than that of drivers, has made the call, perhaps through a user's driver."""
+def from_package(area: str = "") -> bool:
+    """Whether code of this package, except that of drivers, has made the call, perhaps through a user's driver.
+
+    ``area``: whether the code is in this folder of the package.
+    """
     frame = sys._getframe(1)
     others = 0
     while frame is not None and others < _BETWEEN:
@@ -72,7 +75,7 @@ def from_package() -> bool:
         if not file.startswith(_PACKAGE):
             others += 1
         elif not file.startswith(_PACKAGE + "driver/"):
-            return True
+            return file.startswith(_PACKAGE + area)
         frame = frame.f_back  # type: ignore[assignment]
     return False
 
