@@ -99,17 +99,17 @@ Action = Callable[["Stream"], None]
 class Stream(Actor):
     """A stream, and what comes before its next operation."""
 
-    __slots__ = ("clock", "context", "heard", "heard_legacy", "legacy", "obstacle", "peers", "queue")
+    __slots__ = ("clock", "context", "legacy", "obstacle", "peers", "queue", "seen_host", "seen_legacy")
 
     def __init__(self, number: int, name: str, context: object) -> None:
         super().__init__(number, name)
         self.context = context
         self.clock: Clock = Clock()
-        self.heard: int = -1
+        self.seen_host: int = -1
         """How much of what the host knows it has heard of."""
         self.legacy: Stream | None = None
         """The legacy stream of its context, where the two wait for each other."""
-        self.heard_legacy: int = 0
+        self.seen_legacy: int = 0
         self.peers: dict[Stream, int] | None = None
         """Of a legacy stream: the streams that wait for it and it for them, and how much it has heard of each."""
         self.obstacle: Obstacle | None = None
@@ -130,7 +130,7 @@ class Timeline:
         self._streams: dict[Stream, None] = {}
         self.retired: list[Stream] = []
         """Streams that were destroyed, of which the host does not know that all is done."""
-        self.outside: dict[Stream, None] = {}
+        self.foreign: dict[Stream, None] = {}
         """The streams that other code may have put into any order."""
         self.over: dict[int, int] = {}
         """Of such streams, until when the host may have waited for what they did."""
@@ -194,7 +194,7 @@ class Timeline:
         """All that comes before what a stream queues next, unless it waits for something."""
         clock = stream.clock.copy()
         clock.learn(self.host)
-        for other in (stream.legacy, *(stream.peers or ()), *(self.outside if stream in self.outside else ())):
+        for other in (stream.legacy, *(stream.peers or ()), *(self.foreign if stream in self.foreign else ())):
             if other is not None:
                 clock.learn(other.clock)
         return clock
@@ -232,21 +232,21 @@ class Timeline:
             if stream.obstacle is not None:
                 stream.queue.append((self.host.copy(), action))
                 return
-        if stream.heard != self.version:
+        if stream.seen_host != self.version:
             stream.clock.learn(self.host)
-            stream.heard = self.version
+            stream.seen_host = self.version
         self._enter(stream)
         action(stream)
 
     def _enter(self, stream: Stream) -> None:
-        if stream in self.outside:
-            for other in self.outside:
+        if stream in self.foreign:
+            for other in self.foreign:
                 stream.clock.learn(other.clock)
         legacy = stream.legacy
         if legacy is not None:
-            if stream.heard_legacy < legacy.time:
+            if stream.seen_legacy < legacy.time:
                 stream.clock.learn(legacy.clock)
-                stream.heard_legacy = legacy.time
+                stream.seen_legacy = legacy.time
         elif stream.peers:
             for peer, heard in stream.peers.items():
                 if heard < peer.time:
@@ -349,13 +349,13 @@ class Timeline:
 
     # -- the host --------------------------------------------------------------------------------------------
 
-    def act(self, thread: Actor) -> None:
+    def host_acts(self, thread: Actor) -> None:
         """A host thread does something itself, at its time from now on."""
         thread.time += 1
         self.host.known[thread.number] = thread.time
         self.version += 1
 
-    def tell(self, clock: Clock) -> None:
+    def host_observes(self, clock: Clock) -> None:
         """The host knows that all of ``clock`` has happened."""
         self.host.learn(clock)
         self.version += 1
@@ -371,7 +371,7 @@ class Timeline:
         self._gone |= numbers
         for stream in over:
             del self._streams[stream]
-            self.outside.pop(stream, None)
+            self.foreign.pop(stream, None)
         self.forget(numbers)
 
     def forget(self, numbers: set[int], *others: Clock) -> None:

@@ -220,7 +220,7 @@ class Checked(Wrapper):
         if rule is not None and not answer[0]:
             self._state.look()
             rule(self._state, name, args, answer)
-        others = self._state.others
+        others = self._state.interprocess
         if others.posted or others.leaving or others.written:
             others.settle()
 
@@ -311,15 +311,15 @@ class Checked(Wrapper):
             self._alone(self._open, address, nbytes, stream, name, word)
 
     def _share(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
-        self._state.others.share(self._state.stream(stream), address, nbytes, name)
+        self._state.interprocess.share(self._state.stream(stream), address, nbytes, name)
 
     def _lend(self, handle: Any, used: bool) -> None:
-        outside, stream = self._state.outside, self._state.stream(handle)
+        outside, stream = self._state.foreign, self._state.stream(handle)
         (outside.uses if used else outside.can_use)(stream)
 
     def _open(self, address: int, nbytes: int, stream: Any, name: bytes, word: int) -> None:
         ordered = None if stream is None else self._state.stream(stream)
-        self._state.others.opened(ordered, address, nbytes, name, word)
+        self._state.interprocess.opened(ordered, address, nbytes, name, word)
 
     def _use(self, address: int, nbytes: int, stream: Any, write: bool) -> None:
         self._state.look()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from streamalloc.driver.checker.announcements import Place
 from streamalloc.driver.checker.capture import Capture
 from streamalloc.driver.checker.clocks import Clock, Obstacle
-from streamalloc.driver.checker.notices import Place
 
 __all__ = ["Event"]
 

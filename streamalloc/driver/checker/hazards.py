@@ -424,7 +424,7 @@ class Judge:
         born = range_.born
         by_host = not isinstance(actor, Stream)
         if range_.ended is not None:
-            self._tell(
+            self._report(
                 "double free",
                 f"{what} of {range_}, which {range_.ended.actor.name} had freed already",
                 "free it once",
@@ -436,7 +436,7 @@ class Judge:
             ordered = CERTAIN if born.actor is actor else order(clock, born.actor.number, born.time)
             if ordered != CERTAIN or range_.pending:
                 formerly, more = _formerly(range_)
-                self._tell(
+                self._report(
                     "free before allocation",
                     f"{what} on {actor.name} of {range_}, which does not come after its allocation on "
                     f"{born.actor.name}{formerly}",
@@ -450,7 +450,7 @@ class Judge:
                 continue
             ordered = order(clock, use.actor.number, use.time)
             if ordered != CERTAIN and not self._is_open(range_, use):
-                self._tell(
+                self._report(
                     f"{ending} while in use" if ending else "free racing a use",
                     f"{what} on {actor.name} of {range_}, which {use.what} of {use.actor.name} may still be using",
                     _edge(use, actor, by_host),
@@ -468,7 +468,7 @@ class Judge:
                     and not self._is_open(range_, over)
                 )
             ):
-                self._tell(
+                self._report(
                     "free before the importer's",
                     f"{what} on {actor.name} of {range_}, which is imported at {other.base:#x} and not freed there",
                     "free the imported pointer first" if over is None else _edge(over, actor, by_host),
@@ -495,7 +495,7 @@ class Judge:
                     self._before_birth((range_, low, high), born, access, clock, ordered)
             needed = 3 if access.write else 1
             if device is not None and range_.grants is not None and needed & ~range_.grants.get(device, 0):
-                self._tell(
+                self._report(
                     "access without a grant",
                     f"{access.what} of {actor.name} {'writes' if access.write else 'reads'} {range_}, to which device "
                     f"{device} has {'only read access' if range_.grants.get(device) else 'no access'}",
@@ -520,7 +520,7 @@ class Judge:
             return
         parts = range_.physical(low, high)
         if parts and all(memory.unwritten(start, end) and not memory.shared for memory, start, end in parts):
-            self._tell(
+            self._report(
                 "uninitialized",
                 f"{access.what} of {access.actor.name} reads {range_}, of which nobody has written these bytes",
                 "write them before (or tell of the kernel that does: used)",
@@ -531,13 +531,13 @@ class Judge:
     def _await(self, range_: Range, low: int, high: int, contents: Contents, access: Access, clock: Clock) -> None:
         if contents.low >= high or low >= contents.high or any(clock.after(*one) for one in contents.after):
             return
-        if access.actor in self.timeline.outside:
+        if access.actor in self.timeline.foreign:
             return  # its library may have waited
         if contents.over():
             range_.awaited = tuple(one for one in range_.awaited if one is not contents)
             return
         actor = access.actor
-        self._tell(
+        self._report(
             "race",
             f"{access.what} of {actor.name} uses {range_}, whose contents {contents.whose} may still be writing",
             f"{actor.name} must wait for {contents.remedy}",
@@ -555,7 +555,7 @@ class Judge:
     def _race(self, range_: Range, before: Access, access: Access, by_host: bool, ordered: int) -> None:
         actor = access.actor
         if before.actor is actor:
-            self._tell(
+            self._report(
                 "race",
                 f"{access.what} of {actor.name} reads and writes the same bytes of {range_}, in no order",
                 "let what it reads and what it writes not overlap, or make it several operations",
@@ -563,7 +563,7 @@ class Judge:
                 (("this call", access.stack), ("allocated", range_.stack)),
             )
             return
-        self._tell(
+        self._report(
             "race",
             f"{access.what} of {actor.name} {'writes' if access.write else 'reads'} what {before.what} of "
             f"{before.actor.name} {'writes' if before.write else 'reads'}, in no order: {range_}",
@@ -583,7 +583,7 @@ class Judge:
         after = ended.actor is actor or self.timeline.order(clock, ended.actor.number, ended.time)
         places = (("this call", access.stack), ("freed", ended.stack), ("allocated", range_.stack))
         if after:
-            self._tell(
+            self._report(
                 "use after free",
                 f"{access.what} of {actor.name} uses {range_}, which {ended.what} of {ended.actor.name} ended before",
                 f"end the memory ({ended.what}) after this use",
@@ -591,7 +591,7 @@ class Judge:
                 places,
             )
         else:
-            self._tell(
+            self._report(
                 "free racing a use",
                 f"{access.what} of {actor.name} uses {range_}, which {ended.actor.name} frees at the same time",
                 _edge(access, ended.actor, not isinstance(ended.actor, Stream)),
@@ -608,7 +608,7 @@ class Judge:
             if first is None or ended is None or previous.end <= low or high <= previous.base:
                 continue
             if first.actor is actor or self.timeline.order(clock, first.actor.number, first.time):
-                self._tell(
+                self._report(
                     "reuse race",
                     f"{access.what} of {actor.name} uses memory that {ended.actor.name} has freed and that is now "
                     f"{range_}, allocated on {born.actor.name}",
@@ -618,7 +618,7 @@ class Judge:
                 )
                 return
         formerly, more = _formerly(range_)
-        self._tell(
+        self._report(
             "use before allocation",
             f"{access.what} of {actor.name} uses {range_}, which is allocated on {born.actor.name} in no order with "
             f"that{formerly}",
@@ -628,7 +628,7 @@ class Judge:
             ordered,
         )
 
-    def _tell(
+    def _report(
         self,
         kind: str,
         what: str,

@@ -19,7 +19,7 @@ from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.capture import Capture, Graph, Node
 from streamalloc.driver.checker.clocks import CERTAIN, Actor, Clock, Obstacle, Stream, Timeline
 from streamalloc.driver.checker.events import Event
-from streamalloc.driver.checker.files import Files
+from streamalloc.driver.checker.foreign_streams import ForeignStreams
 from streamalloc.driver.checker.hazards import (
     NEVER,
     Access,
@@ -33,11 +33,11 @@ from streamalloc.driver.checker.hazards import (
     accesses,
     size_text,
 )
-from streamalloc.driver.checker.others import Others
-from streamalloc.driver.checker.outside import Outside
+from streamalloc.driver.checker.interprocess import Interprocess
+from streamalloc.driver.checker.open_files import OpenFiles
 from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.stacks import Launched, Stack, here, place_of
-from streamalloc.driver.checker.words import Words
+from streamalloc.driver.checker.wait_values import WaitValues
 
 __all__ = ["KERNEL", "OPENED", "Array", "HostCall", "Physical", "State", "Touch", "number_of"]
 
@@ -131,14 +131,14 @@ class HostCall:
         timeline = self._state.timeline
         if not self._queued:
             # Other code has launched the graph.
-            timeline.tell(timeline.everything())
+            timeline.host_observes(timeline.everything())
             return
         stream, before, ended = self._queued.popleft()
         self._running.append(ended)
         self._state.thread().within = stream
         timeline.force_mark(before)
         if before.clock is not None:
-            timeline.tell(before.clock)
+            timeline.host_observes(before.clock)
 
     def ends(self) -> None:
         """The call has returned."""
@@ -178,13 +178,13 @@ class State:
         self.addresses: Addresses = Addresses()
         self.reserved: Addresses = Addresses()
         """Addresses that memory can be mapped at."""
-        self.words: Words = Words(self.timeline, self.addresses, self.is_of_host)
-        self.judge: Judge = Judge(self.timeline, found, self.words.told)
+        self.values: WaitValues = WaitValues(self.timeline, self.addresses, self.is_of_host)
+        self.judge: Judge = Judge(self.timeline, found, self.values.published)
         self.streams: dict[int, Stream] = {}
         self.devices: dict[Stream, int | None] = {}
         self.events: dict[int, Event] = {}
-        self.others: Others = Others(self.timeline, self.addresses, self.words, self.events, found)
-        self.outside: Outside = Outside(driver, self.timeline)
+        self.interprocess: Interprocess = Interprocess(self.timeline, self.addresses, self.values, self.events, found)
+        self.foreign: ForeignStreams = ForeignStreams(driver, self.timeline)
         self.captures: dict[Stream, Capture] = {}
         self.graphs: dict[int, Graph] = {}
         self.executables: dict[int, list[Node]] = {}
@@ -204,11 +204,11 @@ class State:
         self.current_pools: dict[int, int] = {}
         self.uninitialized: bool = False
         """Whether copies of what nobody has written are reported."""
-        self.untold: bool = False
+        self.unseen_kernels: bool = False
         """Whether there were kernels, which may have written anything."""
         self.notes: dict[str, None] = {}
         """What is not checked, each once."""
-        self.files: Files[Physical] = Files()
+        self.files: OpenFiles[Physical] = OpenFiles()
         """What was exported or imported, by its file."""
         self._legacy: dict[int, Stream] = {}
         self._per_thread: list[Stream] = []
@@ -276,7 +276,7 @@ class State:
                 name = f"the per-thread default stream of {threading.current_thread().name}"
                 found = mine[context] = self.timeline.stream(name, context, legacy)
                 self._per_thread.append(found)
-                self.outside.can_use(found)
+                self.foreign.can_use(found)
                 self.devices[found] = self.devices[legacy]
             return found
         # Made before anybody looked. Asking a stream that is captured for its flags would break the capture.
@@ -289,7 +289,7 @@ class State:
         if found is None:
             found = self._legacy[context] = self.timeline.stream("the legacy default stream", context)
             self.devices[found] = self._device()
-            self.outside.can_use(found)
+            self.foreign.can_use(found)
         return found
 
     def _device(self) -> int | None:
@@ -308,7 +308,7 @@ class State:
         self.streams[handle] = made
         self.devices[made] = self.devices[legacy]
         if made_at is None:
-            self.outside.uses(made)
+            self.foreign.uses(made)
         return made
 
     def all_streams(self, context: int | None = None) -> list[Stream]:
@@ -319,16 +319,16 @@ class State:
     def retire(self, stream: Stream) -> None:
         """A stream was destroyed."""
         self.captures.pop(stream, None)
-        self.outside.ended(stream)
+        self.foreign.ended(stream)
         self.devices.pop(stream, None)
         self.timeline.retire(stream)
 
     def look(self) -> None:
         """See what came about past this driver."""
         if self.timeline.held:
-            self.words.look()
-        if self.outside.pending:
-            self.outside.look()
+            self.values.look()
+        if self.foreign.pending:
+            self.foreign.look()
 
     # -- what the host learns --------------------------------------------------------------------------------
 
@@ -346,9 +346,9 @@ class State:
         for _, mark, clock in goals:
             if mark is not None:
                 self.timeline.force_mark(mark)
-            self.timeline.tell(clock if mark is None or mark.clock is None else mark.clock)
+            self.timeline.host_observes(clock if mark is None or mark.clock is None else mark.clock)
 
-    def host_knows(self, stream: Stream) -> None:
+    def host_waited_for(self, stream: Stream) -> None:
         """The host has waited for all of a stream."""
         self.reached(self.behind((stream,)))
 
@@ -374,12 +374,12 @@ class State:
             event.captured = None
             event.mark = self.timeline.record(stream)
             if event.shared:
-                number = self.others.recorded(event)
-                self.timeline.submit(stream, lambda stream: self._tells(stream, event, number))
+                number = self.interprocess.recorded(event)
+                self.timeline.submit(stream, lambda stream: self._publish(stream, event, number))
 
-    def _tells(self, stream: Stream, event: Event, number: int) -> None:
-        self.words.told.learn(stream.clock)
-        self.others.covers(event, stream.clock, number)
+    def _publish(self, stream: Stream, event: Event, number: int) -> None:
+        self.values.published.learn(stream.clock)
+        self.interprocess.covers(event, stream.clock, number)
 
     def wait(self, stream: Stream, event: Event, external: bool = False) -> None:
         """A stream is to wait for an event; ``external``: in a capture, for one of outside at each launch."""
@@ -395,7 +395,7 @@ class State:
         else:
             if event.mark is not None:
                 self.timeline.wait(stream, event.mark)
-            others = self.others.elsewhere(event)
+            others = self.interprocess.elsewhere(event)
             if others is not None:
                 self.timeline.submit(stream, lambda stream: stream.clock.learn(others))
 
@@ -428,17 +428,17 @@ class State:
             self.timeline.submit(stream, lambda stream: self.touch(stream, pieces, what, stack, atomic, kernel))
             if stream.obstacle is not None:
                 self._is_to_touch(stream, pieces, what, stack)
-            self.outside.did(stream, number_of(handle))
+            self.foreign.did(stream, number_of(handle))
         return stream
 
     def _refresh(self, pieces: Iterable[tuple[Piece, bool]]) -> None:
-        if self.others.imported:
+        if self.interprocess.imported:
             for range_ in {piece[0] for piece, _ in pieces}:
-                self.others.refresh(range_)
+                self.interprocess.refresh(range_)
 
     def _is_to_touch(self, stream: Stream, pieces: list[tuple[Piece, bool]], what: str, stack: Stack) -> None:
         """A stream that waits is to use memory, which must not be ended at once before."""
-        if not self.words.may_be_over(stream):
+        if not self.values.may_be_over(stream):
             for (range_, _, _), write in pieces:
                 range_.last[stream.number] = Access(stream, what, stack, write, time=NEVER)
 
@@ -489,18 +489,18 @@ class State:
         device: int | None = None,
     ) -> None:
         """A stream reads and writes memory: in no order, save for a kernel, whose own order is not known."""
-        written = self.others.written
+        written = self.interprocess.written
         for access, piece in accesses(stream, pieces, what, stack, atomic, kernel):
-            if self.uninitialized and not (access.write or kernel or self.untold or self.outside.is_there):
+            if self.uninitialized and not (access.write or kernel or self.unseen_kernels or self.foreign.is_there):
                 self.judge.reads_unwritten(piece, access)
             self.judge.use((piece,), access, stream.clock, device)
             if access.write and written and piece[0] in written:
-                self.others.wrote(*piece, stream)
+                self.interprocess.wrote(*piece, stream)
 
     def use_on_host(self, address: int, nbytes: int, write: bool, what: str = "use by the host") -> None:
         """A host thread reads or writes memory itself."""
         thread = self.thread()
-        self.timeline.act(thread)
+        self.timeline.host_acts(thread)
         access = Access(thread, what, here(), write)
         pieces = self.addresses.pieces(address, nbytes)
         self._refresh([(piece, write) for piece in pieces])
@@ -521,7 +521,7 @@ class State:
         )
         if stream.obstacle is not None:
             self._is_to_touch(stream, pieces, KERNEL, stack)
-        self.outside.did(stream, number_of(handle))
+        self.foreign.did(stream, number_of(handle))
         if sum(high - low for (_, low, high), _ in pieces) < nbytes:
             for range_ in self.reserved.overlapping(address, address + nbytes):
                 self._unmapped(stream, range_, stack)
@@ -574,7 +574,7 @@ class State:
             self.name(handle, node)
         else:
             self.timeline.submit(stream, lambda stream: self.judge.allocate(made, stream))
-            self.outside.did(stream, number_of(handle))
+            self.foreign.did(stream, number_of(handle))
         return made
 
     def free(self, address: int, handle: Any, what: str, stack: Stack) -> Callable[[Any], None]:
@@ -587,7 +587,7 @@ class State:
         capture = self.captures.get(stream) if self.captures else None
         if capture is not None:
             return self._captured_free(capture, stream, handle, Node("free", what, stack, range=found))
-        self.others.frees(found, what, stack)
+        self.interprocess.frees(found, what, stack)
         refused: list[bool] = []
 
         def free(stream: Stream) -> None:
@@ -599,7 +599,7 @@ class State:
                 refused.append(True)
                 found.ended = None
             else:
-                self.outside.did(stream, number_of(handle))
+                self.foreign.did(stream, number_of(handle))
 
         self.timeline.submit(stream, free)
         return finish
@@ -619,10 +619,10 @@ class State:
     def end(self, ranges: Iterable[Range], what: str, stack: Stack, ending: str = "") -> Callable[[Any], None]:
         """The host is about to end ranges at once; returns what is to be called with the answer."""
         thread = self.thread()
-        self.timeline.act(thread)
+        self.timeline.host_acts(thread)
         ended = [one for one in ranges if one.ended is None]
         for one in ended:
-            self.others.frees(one, what, stack, at_once=True)
+            self.interprocess.frees(one, what, stack, at_once=True)
             self.judge.free(one, thread, self.timeline.host, what, stack, ending)
 
         def finish(answer: Any) -> None:
@@ -645,12 +645,12 @@ class State:
                 self.retire(one)
         self._per_thread = [one for one in self._per_thread if one.context != context]
         thread = self.thread()
-        self.timeline.act(thread)
+        self.timeline.host_acts(thread)
         for range_ in self.addresses.living():
             if range_.context == context != 0:
                 range_.ended, range_.vacated = Moment(thread, what, stack), True
                 self.account.lost(range_.kind, range_.base)
-                self.others.let_go(range_)
+                self.interprocess.let_go(range_)
 
     def map(self, address: int, size: int, offset: int, memory: Physical, stack: Stack) -> None:
         """Memory was mapped."""
@@ -671,7 +671,7 @@ class State:
         if capture is not None:
             self.name(handle, capture.step(lambda handle: self.write_word(handle, address, value, bits)))
         else:
-            self.words.write(stream, address, value)
+            self.values.write(stream, address, value)
 
     def wait_word(self, handle: Any, address: int, value: int, flag: int, bits: int) -> None:
         """A stream is to wait for a value of a word."""
@@ -680,7 +680,7 @@ class State:
         if capture is not None:
             self.name(handle, capture.step(lambda handle: self.wait_word(handle, address, value, flag, bits)))
         else:
-            self.words.wait(stream, address, value, flag, bits)
+            self.values.wait(stream, address, value, flag, bits)
 
     def is_of_host(self, address: int) -> bool:
         """Whether the driver knows an address as one of memory of the host."""
@@ -832,5 +832,5 @@ class State:
         """Judge what is held, as if all of it had happened, and take entries back."""
         for stream in tuple(self.timeline.held):
             self.timeline.force(stream)
-        self.others.close()
+        self.interprocess.close()
         self.files.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Finish, Rule
+from streamalloc.driver.checker.rules.rule import Answer, Arguments, Asked, Finish, Rule
 from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import State, number_of
 

@@ -9,8 +9,8 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.capture import Capture, Graph, Node
 from streamalloc.driver.checker.hazards import Range
-from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Rule
 from streamalloc.driver.checker.rules.order import batch_of_words
+from streamalloc.driver.checker.rules.rule import Answer, Arguments, Asked, Rule
 from streamalloc.driver.checker.rules.work import plane, rows
 from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import KERNEL, State, Touch, number_of
@@ -85,7 +85,7 @@ def _adds(make: Callable[[State, str, Arguments], list[Node]]) -> Rule:
 
 
 def _unknown(state: State, name: str, args: Arguments) -> list[Node]:
-    state.untold |= "Kernel" in name
+    state.unseen_kernels |= "Kernel" in name
     return [Node("use")]
 
 
@@ -152,7 +152,7 @@ def _node(state: State, params: Any) -> list[Node]:
     """``CUgraphNodeParams``."""
     kind = getattr(params.type, "name", "").removeprefix("CU_GRAPH_NODE_TYPE_")
     if kind not in _OF_TYPE:
-        state.untold = True
+        state.unseen_kernels = True
         return [Node("use")]
     field, make = _OF_TYPE[kind]
     return make(state, getattr(params, field))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.hazards import Binding, Range
-from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Finish, Rule
 from streamalloc.driver.checker.rules.memory import granted
+from streamalloc.driver.checker.rules.rule import Answer, Arguments, Asked, Finish, Rule
 from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import Physical, State, number_of
 

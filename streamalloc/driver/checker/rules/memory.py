@@ -7,7 +7,7 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.hazards import Range
-from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Finish, Rule
+from streamalloc.driver.checker.rules.rule import Answer, Arguments, Asked, Finish, Rule
 from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import OPENED, Array, State, number_of
 

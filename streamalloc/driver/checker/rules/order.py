@@ -6,7 +6,7 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.events import Event
-from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Finish, Rule
+from streamalloc.driver.checker.rules.rule import Answer, Arguments, Asked, Finish, Rule
 from streamalloc.driver.checker.stacks import from_package, here
 from streamalloc.driver.checker.state import State, number_of
 
@@ -59,11 +59,11 @@ def _queries(state: State, name: str, args: Arguments) -> Finish:
         if from_package("ipc/"):
             # The facade writes a shared word at once where the stream is idle. Reports must not depend on that: the
             # query counts as a write of the word in stream order.
-            state.words.told.learn(stream.clock if clock is None else clock)
+            state.values.published.learn(stream.clock if clock is None else clock)
         elif clock is None:
-            state.host_knows(stream)
+            state.host_waited_for(stream)
         else:
-            state.timeline.tell(clock)
+            state.timeline.host_observes(clock)
 
     return finish
 
@@ -85,7 +85,7 @@ def _ends_event(state: State, name: str, args: Arguments) -> Finish:
         if answer[0]:
             state.events[number] = event
         else:
-            state.others.dropped(event)
+            state.interprocess.dropped(event)
 
     return finish
 
@@ -144,11 +144,11 @@ def _happened(count: int) -> Asked:
             for mark in marks:
                 state.timeline.force_mark(mark)
                 assert mark.clock is not None
-                state.timeline.tell(mark.clock)
+                state.timeline.host_observes(mark.clock)
             for one in events:
-                others = state.others.elsewhere(one)
+                others = state.interprocess.elsewhere(one)
                 if others is not None:
-                    state.timeline.tell(others)
+                    state.timeline.host_observes(others)
 
         return finish
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from streamalloc.driver.bindings import cuda, opaque_bytes
-from streamalloc.driver.checker import ledger, notices
+from streamalloc.driver.checker import announcements, open_imports
 from streamalloc.driver.checker.events import Event
 from streamalloc.driver.checker.hazards import Range
-from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Rule
 from streamalloc.driver.checker.rules.memory import frees_at_once
+from streamalloc.driver.checker.rules.rule import Answer, Arguments, Asked, Rule
 from streamalloc.driver.checker.stacks import from_package, here
 from streamalloc.driver.checker.state import OPENED, Physical, State, number_of
 
@@ -28,11 +28,11 @@ def _exports_pointer(state: State, name: str, args: Arguments, answer: Answer) -
         return
     data = opaque_bytes(answer[1])
     if name == "cuMemPoolExportPointer":
-        state.others.exports[data] = found
-    state.others.exported[found] = data
+        state.interprocess.exports[data] = found
+    state.interprocess.exported[found] = data
     if not from_package():
         # The facade orders importers by words in memory that is shared.
-        state.others.written.setdefault(found, [])
+        state.interprocess.written.setdefault(found, [])
     _export(state, found, data)
 
 
@@ -40,7 +40,7 @@ def _export(state: State, range_: Range, name: bytes = b"") -> None:
     range_.bytes.shared = True
     # The facade exports when it likes, and says when importers are told that memory is ready (Checked.shared).
     if not from_package():
-        state.others.export(range_, here(), name)
+        state.interprocess.export(range_, here(), name)
 
 
 def _size_at(state: State, address: Any) -> int:
@@ -53,14 +53,14 @@ def _size_at(state: State, address: Any) -> int:
 def _opened(state: State, made: Range, data: bytes) -> None:
     made.bytes.shared = True
     state.addresses.add(made)
-    entry = ledger.open_import(data)
+    entry = open_imports.open_import(data)
     if entry is not None:
-        state.others.entries[made] = entry
+        state.interprocess.entries[made] = entry
 
 
 def _imports_pointer(state: State, name: str, args: Arguments, answer: Answer) -> None:
     exported = opaque_bytes(args[1])
-    origin = state.others.exports.get(exported)
+    origin = state.interprocess.exports.get(exported)
     made = Range(int(answer[1]), 1 if origin is None else origin.size, "import", stack=here())
     made.grants = state.pools.get(number_of(args[0]))
     if origin is not None and origin.ended is None:
@@ -68,7 +68,7 @@ def _imports_pointer(state: State, name: str, args: Arguments, answer: Answer) -
         origin.imports.append(made)
     else:
         made.size = _size_at(state, answer[1])
-        state.others.awaited(made, exported)
+        state.interprocess.awaited(made, exported)
     _opened(state, made, exported)
 
 
@@ -82,7 +82,7 @@ def _opens_plain(state: State, name: str, args: Arguments, answer: Answer) -> No
         Range(int(answer[1]), _size_at(state, answer[1]), OPENED, stack=here(), context=state.context()),
         opaque_bytes(args[0]),
     )
-    state.others.awaited(made, exported)
+    state.interprocess.awaited(made, exported)
     _opened(state, made, exported)
 
 
@@ -91,18 +91,18 @@ def _opens_plain(state: State, name: str, args: Arguments, answer: Answer) -> No
 
 def _exports_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
     data = opaque_bytes(answer[1])
-    event = state.others.events[data] = state.event(args[0])
+    event = state.interprocess.events[data] = state.event(args[0])
     event.elsewhere = True
-    place = state.others.place(event)
-    if place is not None and state.others.board is not None:
-        state.others.board.name_event(place, data)
+    place = state.interprocess.place(event)
+    if place is not None and state.interprocess.board is not None:
+        state.interprocess.board.name_event(place, data)
 
 
 def _opens_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
     data = opaque_bytes(args[0])
-    found = state.others.events.setdefault(data, Event(shared=True))
+    found = state.interprocess.events.setdefault(data, Event(shared=True))
     found.elsewhere = True
-    found.there = notices.event_of(data)
+    found.there = announcements.event_of(data)
     state.events[int(answer[1])] = found
 
 

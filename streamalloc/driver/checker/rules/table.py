@@ -7,7 +7,7 @@ free, after which the driver may give the memory to others; what it returns is c
 from __future__ import annotations
 
 from streamalloc.driver.checker.rules import contexts, graphs, mappings, memory, order, sharing, work
-from streamalloc.driver.checker.rules.kinds import Asked, Finish, Rule
+from streamalloc.driver.checker.rules.rule import Asked, Finish, Rule
 
 __all__ = ["AFTER", "BEFORE", "Finish"]
 

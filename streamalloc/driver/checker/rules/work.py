@@ -9,7 +9,7 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.clocks import Stream
-from streamalloc.driver.checker.rules.kinds import Answer, Arguments, Asked, Finish, Rule
+from streamalloc.driver.checker.rules.rule import Answer, Arguments, Asked, Finish, Rule
 from streamalloc.driver.checker.stacks import here
 from streamalloc.driver.checker.state import State, Touch, number_of
 
@@ -61,7 +61,7 @@ def _fills(stream_at: int | None, width: int) -> _Work:
         if 4 <= nbytes <= 64 and not state.captures:
             word = int.from_bytes(int(args[1]).to_bytes(width, "little") * (4 // width), "little")
             for at in range(address, address + nbytes - 3, 4):
-                state.words.write(stream, at, word)
+                state.values.write(stream, at, word)
 
     return _Work(stream_at, lambda state, args: ((args[0], int(args[2]) * width, True),), then)
 
@@ -69,7 +69,7 @@ def _fills(stream_at: int | None, width: int) -> _Work:
 def _fill_returns_late(state: State, stream: Stream, address: int) -> None:
     """The host waits for a fill that is not in stream order where the memory is the host's, or managed."""
     if state.is_of_host(address) or state.is_managed(address):
-        state.host_knows(stream)
+        state.host_waited_for(stream)
 
 
 def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1) -> _Work:
@@ -87,7 +87,7 @@ def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1) -> _Wor
         if stream_at is None:
             _returns_late(state, stream, args[source_at], args[0])
         elif int(args[size_at]) and stream not in state.captures and _is_pageable(state, args[0]):
-            state.host_knows(stream)
+            state.host_waited_for(stream)
 
     return _Work(stream_at, touched, then)
 
@@ -95,7 +95,7 @@ def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1) -> _Wor
 def _returns_late(state: State, stream: Stream, *sides: Any) -> None:
     """A copy that is not in stream order was made: the host has waited for it, unless both sides are of devices."""
     if any(_is_pageable(state, one) or state.is_of_host(number_of(one)) for one in sides):
-        state.host_knows(stream)
+        state.host_waited_for(stream)
 
 
 def _is_pageable(state: State, address: Any) -> bool:
@@ -191,7 +191,7 @@ def _arrays(stream_at: int | None, target: int, source: int, array_to: bool, arr
         if stream_at is None:
             _returns_late(state, stream, *sides)
         elif not array_to and stream not in state.captures and _is_pageable(state, args[target]):
-            state.host_knows(stream)
+            state.host_waited_for(stream)
 
     return _Work(stream_at, touched, then)
 
@@ -269,7 +269,7 @@ def _copies_plane(stream_at: int | None) -> _Work:
         if stream_at is None:
             _returns_late(state, stream, *_sides(copy))
         elif to_host and stream not in state.captures and _is_pageable(state, copy.dstHost):
-            state.host_knows(stream)
+            state.host_waited_for(stream)
 
     return _Work(stream_at, lambda state, args: plane(state, args[0]), then)
 
@@ -278,7 +278,7 @@ def _launches(stream_at: int) -> _Work:
     """A kernel, of which only the stream is known."""
 
     def then(state: State, stream: Stream, args: Arguments) -> None:
-        state.untold = True
+        state.unseen_kernels = True
 
     return _Work(stream_at, lambda state, args: (), then)
 
@@ -290,7 +290,7 @@ def _work(stream_at: int) -> _Work:
 
 def _launches_with_config(state: State, name: str, args: Arguments, answer: Answer) -> None:
     state.act(args[0].hStream, name, (), here())
-    state.untold = True
+    state.unseen_kernels = True
 
 
 AFTER: dict[str, Rule] = {

@@ -12,7 +12,7 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.clocks import Stream, Timeline
 
-__all__ = ["Outside"]
+__all__ = ["ForeignStreams"]
 
 _NO_TIMING = int(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -20,7 +20,7 @@ _KEPT = 64
 """So many operations of a stream are waited for."""
 
 
-class Outside:
+class ForeignStreams:
     """The streams that other code may use; none before it has shown that it is there."""
 
     def __init__(self, driver: Any, timeline: Timeline) -> None:
@@ -35,14 +35,14 @@ class Outside:
     def can_use(self, stream: Stream) -> None:
         """Other code has the handle of a stream, as of a default stream."""
         if self.is_there:
-            self._timeline.outside[stream] = None
+            self._timeline.foreign[stream] = None
         else:
             self._reachable[stream] = None
 
     def uses(self, stream: Stream) -> None:
         """Other code uses a stream, so that it uses others as well."""
         self.is_there = True
-        self._timeline.outside.update((*self._reachable.items(), (stream, None)))
+        self._timeline.foreign.update((*self._reachable.items(), (stream, None)))
         self._reachable.clear()
 
     def ended(self, stream: Stream) -> None:
@@ -51,7 +51,7 @@ class Outside:
 
     def did(self, stream: Stream, handle: int) -> None:
         """A stream has got something to do; ``handle``: 0 to 2 for a default stream."""
-        if stream not in self._timeline.outside or stream.obstacle is not None:
+        if stream not in self._timeline.foreign or stream.obstacle is not None:
             return
         # An event on a default stream could break the captures of others.
         event = None if handle <= 2 else self._record(handle)

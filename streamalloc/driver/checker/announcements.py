@@ -20,7 +20,7 @@ import weakref
 from pathlib import Path
 from typing import NamedTuple
 
-from streamalloc.driver.checker.ledger import folder
+from streamalloc.driver.checker.open_imports import folder
 
 __all__ = ["Awaited", "Board", "Place", "event_of", "post_of", "posts_of"]
 

@@ -15,7 +15,7 @@ import stat
 import struct
 from typing import Generic, TypeVar
 
-__all__ = ["Files"]
+__all__ = ["OpenFiles"]
 
 T = TypeVar("T")
 _KCMP = {"x86_64": 312, "aarch64": 272}.get(platform.machine())
@@ -25,7 +25,7 @@ _SLOT = struct.Struct("<III")
 _KEPT = 256
 
 
-class Files(Generic[T]):
+class OpenFiles(Generic[T]):
     """Something for each open file; nothing where that cannot be known."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from streamalloc.driver.checker.clocks import Clock, Obstacle, Stream, Timeline
 from streamalloc.driver.checker.hazards import Addresses, Bytes, Range
 
-__all__ = ["Words"]
+__all__ = ["WaitValues"]
 
 _COMPARISONS: dict[int, Callable[[int, int, int], bool]] = {
     0: lambda word, value, bits: (word - value) % (1 << bits) < 1 << (bits - 1),  # GEQ, cyclic
@@ -37,7 +37,7 @@ class _Waiting(Obstacle):
         """Reads the word, where the host can."""
 
 
-class Words:
+class WaitValues:
     """The latest values of words, as far as they are known, and who waits for which.
 
     A word that something else has written, such as a kernel, holds who waits for it until the host sees that stream
@@ -50,7 +50,7 @@ class Words:
         self._on_host = on_host
         """Whether the host can read unknown memory."""
         self._writes: dict[_Key, list[tuple[int, Clock]]] = {}
-        self.told: Clock = Clock()
+        self.published: Clock = Clock()
         """All that comes before something that other processes can wait for."""
         self.ready: Clock = Clock()
         """All that other processes have told by words of the library."""
@@ -77,7 +77,7 @@ class Words:
             if len(self._writes) > _WORDS_KEPT:
                 del self._writes[next(iter(self._writes))]
             if shared:
-                self.told.learn(stream.clock)
+                self.published.learn(stream.clock)
             for held in tuple(self._timeline.held):
                 word = held.obstacle
                 if isinstance(word, _Waiting) and word.key == key and word.accepts(value):
@@ -129,7 +129,7 @@ class Words:
         if gone or word.accepts(word.read()):
             clock = self._timeline.host.copy()
             if word.range is None or word.range.bytes.shared:
-                clock.learn(self.told)
+                clock.learn(self.published)
                 if word.key not in self._known:
                     clock.learn(self.ready)
             self._timeline.end(word, clock)

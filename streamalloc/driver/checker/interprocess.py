@@ -6,16 +6,16 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from streamalloc.driver.checker import ledger, notices
+from streamalloc.driver.checker import announcements, open_imports
+from streamalloc.driver.checker.announcements import Awaited, Board, Place
 from streamalloc.driver.checker.clocks import Actor, Clock, Obstacle, Stream, Timeline
 from streamalloc.driver.checker.events import Event
 from streamalloc.driver.checker.hazards import Addresses, Contents, Moment, Piece, Range
-from streamalloc.driver.checker.notices import Awaited, Board, Place
 from streamalloc.driver.checker.reports import Hazard
 from streamalloc.driver.checker.stacks import Stack, here
-from streamalloc.driver.checker.words import Words
+from streamalloc.driver.checker.wait_values import WaitValues
 
-__all__ = ["Others"]
+__all__ = ["Interprocess"]
 
 _LEAVING = 64
 _POSTED = 64
@@ -39,20 +39,20 @@ class _Written:
         """Where other processes are told of it."""
 
 
-class Others:
+class Interprocess:
     """What has to do with other processes."""
 
     def __init__(
         self,
         timeline: Timeline,
         addresses: Addresses,
-        words: Words,
+        words: WaitValues,
         events: dict[int, Event],
         found: Callable[[Hazard], None],
     ) -> None:
         self._timeline = timeline
         self._addresses = addresses
-        self._words = words
+        self._values = words
         self._events = events
         self._found = found
         self.exports: dict[bytes, Range] = {}
@@ -84,7 +84,7 @@ class Others:
         """An import is not there any more: say so."""
         entry = self.entries.pop(range_, None) or self.leaving.pop(range_, None)
         if entry is not None:
-            ledger.close_import(entry)
+            open_imports.close_import(entry)
 
     def close(self) -> None:
         """Take everything back that others are told."""
@@ -107,7 +107,7 @@ class Others:
         exported = self.exported.pop(range_, None)
         if exported is not None:
             self.exports.pop(exported, None)
-            others = ledger.holders(exported)
+            others = open_imports.holders(exported)
             if others:
                 self._found(
                     Hazard(
@@ -207,7 +207,9 @@ class Others:
                 if clock.after(one.number, one.time) and self.board is not None and event.place is not None:
                     one.covers = [it for it in one.covers if it[0] != event.place] + [(event.place, number)]
                     part = (one.low, one.high)
-                    one.place = self.board.post(self.exported[range_], one.covers[-notices.COVERS :], part, one.place)
+                    one.place = self.board.post(
+                        self.exported[range_], one.covers[-announcements.COVERS :], part, one.place
+                    )
 
     def _settle_written(self) -> None:
         for range_, entries in self.written.items():
@@ -223,7 +225,7 @@ class Others:
         if name is None:
             return
         found = []
-        for one in notices.posts_of(name):
+        for one in announcements.posts_of(name):
             if one.covers and one.part != (0, 0):
                 low, high = (min(range_.base + at, range_.end) for at in one.part)
                 found.append(self._contents(low, high, one))
@@ -253,11 +255,11 @@ class Others:
     def _may_be_known(self, moment: Moment) -> bool:
         """Whether the host, or something that other processes can wait for, comes after an operation."""
         number, time = moment.actor.number, moment.time
-        return self._words.told.after(number, time) or self._timeline.is_known(number, time)
+        return self._values.published.after(number, time) or self._timeline.is_known(number, time)
 
     def awaited(self, range_: Range, name: bytes) -> None:
         """Memory was imported by its export data: what its exporter has told that a stream may wait for."""
-        found = notices.post_of(name)
+        found = announcements.post_of(name)
         if found is not None and found.covers:
             range_.awaited = (self._contents(range_.base, range_.end, found),)
         self.imported[range_] = name
@@ -267,19 +269,19 @@ class Others:
 
         None for the stream: the host has waited.
         """
-        self._words.know(word)
+        self._values.know(word)
         ours = self.announced.get(name)
         if ours is not None and stream is not None:
             self._timeline.wait(stream, ours)
         elif ours is not None:
             self._timeline.force_mark(ours)
-            self._timeline.tell(ours.clock or Clock())
-        found = notices.post_of(name)
+            self._timeline.host_observes(ours.clock or Clock())
+        found = announcements.post_of(name)
         if found is None:
             return
-        ready, all_ready = self._ready(found.post), self._words.ready.known
+        ready, all_ready = self._ready(found.post), self._values.ready.known
         if stream is None:
-            self._timeline.tell(Clock({ready: 1}))
+            self._timeline.host_observes(Clock({ready: 1}))
             return
         whose, remedy = f"process {found.post.process}", f"{stream.name}, on which it was opened"
         self._timeline.submit(stream, lambda stream: stream.clock.learn(Clock({ready: 1})))
@@ -308,7 +310,7 @@ class Others:
                 missing = self._missing(piece, stream.clock)
                 if missing is not None:
                     self._incomplete(piece[0], missing, stack)
-            self._words.told.learn(stream.clock)
+            self._values.published.learn(stream.clock)
 
         self._timeline.submit(stream, share)
 
@@ -334,8 +336,8 @@ class Others:
             return self._timeline.everything()
         if not event.elsewhere:
             return None
-        told = self._words.told.copy()
-        told.learn(self._words.ready)
+        told = self._values.published.copy()
+        told.learn(self._values.ready)
         if event.there is not None and event.there.number:
             told.known[self._other(event.there).number] = event.there.number
         return told
@@ -352,9 +354,9 @@ class Others:
         number = self._ready_numbers.get(post)
         if number is None:
             number = self._ready_numbers[post] = self._timeline.thread(f"process {post.process}").number
-            self._words.ready.known[number] = 1
+            self._values.ready.known[number] = 1
         if len(self._ready_numbers) > 2 * _KNOWN:
             oldest = list(self._ready_numbers)[:_KNOWN]
             gone = {self._ready_numbers.pop(one) for one in oldest}
-            self._timeline.forget(gone, self._words.ready)
+            self._timeline.forget(gone, self._values.ready)
         return number
