@@ -124,9 +124,9 @@ def test_the_importer_frees_first_and_has_work_left(bench: Bench, partner: Partn
 def test_an_importer_that_was_killed_has_nothing(bench: Bench, on_cuda: bool) -> None:
     with Partner(on_cuda) as partner:
         shared = Shared(bench, partner)
-        assert open_imports.holders(shared.data) == [partner.pid]
+        assert open_imports.importers(shared.data) == [partner.pid]
         partner.kill()
-        assert eventually(lambda: not open_imports.holders(shared.data))
+        assert eventually(lambda: not open_imports.importers(shared.data))
         shared.buffer.free()
         assert kinds(bench) == []
 
