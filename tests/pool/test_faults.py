@@ -205,7 +205,7 @@ def _sweep(machine: Any, name: str, result: str) -> list[str]:
     for number in itertools.count(1):
         checked = sd.checked(machine)
         driver: Any = sd.faulty(checked, number, result=result)
-        driver.used = None  # who is told of uses gets no cached memory
+        driver.listener = None  # a listener gets no cached memory
         raised = _error_of(scenario, driver)
         if not driver.failed:
             return wrong if raised is None else [*wrong, f"without a fault: {raised}"]
