@@ -22,7 +22,8 @@ from streamalloc.core.memory import Memory
 from streamalloc.core.properties import MemLocation, MemLocationType, checked_size
 from streamalloc.core.resource import Closes, Unique
 from streamalloc.core.session import Session, refuse_after_fork
-from streamalloc.core.stream import Stream, StreamLike, as_stream, direct_handle, ordered_after
+from streamalloc.core.library_streams import kept_stream
+from streamalloc.core.stream import Stream, StreamLike, as_stream, direct_handle, ordered_after, queue_handle
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -54,6 +55,9 @@ T = TypeVar("T")
 StillImported: TypeAlias = Literal["defer", "wait", "raise", "ignore"]
 _POLICIES = ("defer", "wait", "raise", "ignore")
 _DEFER: StillImported = "defer"
+
+_RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+_GLOBAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
 
 _IN_GRAPHS = (
     "an allocation in a capture becomes memory of the graph, which the driver takes from pools of device memory that "
@@ -146,21 +150,23 @@ class Allocator(Unique):
         ClosedError
             The pool or the stream was closed.
         """
-        try:
-            direct = stream._direct is self._session and type(nbytes) is int  # type: ignore[union-attr]
-        except AttributeError:
-            direct = False
-        if not direct:
+        session = self._session
+        kept = stream if type(stream) is Stream else kept_stream(stream, session)
+        if kept is None:
             return self._allocate_slowly(nbytes, stream)
-        # The buffer is there before its memory, so that nothing loses that but a signal handler which raises as the
-        # driver's function returns: what would help there costs a fifth of the call, see tests/package/test_signals.py.
+        handle = kept._handle if kept._direct is session else kept._allocation_handle(session)
+        if handle is None or type(nbytes) is not int:
+            return self._allocate_slowly(nbytes, stream)
+        # The buffer is there before its memory, which a signal handler that raises then can lose only in the call.
         buffer: Buffer = PlainBuffer()
         buffer._nbytes = nbytes
-        buffer._stream = stream  # type: ignore[assignment]
+        buffer._stream = kept
         buffer._allocator = self
         buffer._shared = None
+        if kept is not stream:
+            buffer._owner = stream
         try:
-            result, buffer._ptr = self._alloc(nbytes, self._raw, stream._handle)  # type: ignore[union-attr]
+            result, buffer._ptr = self._alloc(nbytes, self._raw, handle)
         except OverflowError:
             checked_size("nbytes", nbytes)
             raise
@@ -259,7 +265,7 @@ class Buffer(Memory, Closes):
     stream order. A buffer that is dropped is freed on the stream that it was allocated on.
     """
 
-    __slots__ = ("__weakref__", "_allocator", "_nbytes", "_ptr", "_shared", "_stream")
+    __slots__ = ("__weakref__", "_allocator", "_nbytes", "_owner", "_ptr", "_shared", "_stream")
 
     _allocator: Allocator
     _nbytes: int
@@ -268,6 +274,8 @@ class Buffer(Memory, Closes):
     _shared: tuple[SharedState, Any] | None
     """Of memory that was shared what frees it, and its ``CUdeviceptr``."""
     _stream: Stream
+    _owner: object
+    """The library's stream, which the kept stream in ``_stream`` does not keep alive; else unset."""
 
     @property
     def _home(self) -> int | None:  # type: ignore[override]
@@ -289,7 +297,10 @@ class Buffer(Memory, Closes):
     @property
     def stream(self) -> Stream:
         """The stream it was allocated on. It orders every operation that names no other."""
-        return self._stream
+        stream = self._stream
+        if stream._weak_owner is not None:
+            self._stream = stream = stream._holding()
+        return stream
 
     @property
     def owner(self) -> object:
@@ -346,12 +357,14 @@ class Buffer(Memory, Closes):
             Another process has it open, with ``"raise"`` at once, with ``"wait"`` after ``timeout``. The buffer lives.
         """
         ptr = self._ptr
-        handle = self._stream._handle if stream is None else direct_handle(stream, self._allocator._session)
+        handle = self._stream._handle if stream is None else None
+        if handle is None:
+            handle = queue_handle(self._stream if stream is None else stream, self._allocator._session)
         if ptr is None or handle is None or still_imported is not _DEFER:
             shared = self._shared
-            if shared is not None and handle is not None and still_imported is _DEFER:
-                # What is looked at on the slow path, it looks at itself.
-                ordered = self._stream if stream is None else stream
+            ordered = self._stream if stream is None else stream
+            if shared is not None and still_imported is _DEFER and direct_handle(ordered, self._allocator._session):
+                # The checks of the slow path are made there.
                 return shared[0].free(self, ordered, still_imported, timeout)  # type: ignore[arg-type]
             return self._free_slowly(stream, still_imported, timeout)
         # From here to the driver nothing is called that a signal handler could interrupt: the memory is freed once.
@@ -455,52 +468,37 @@ class PlainBuffer(Buffer):
 
     def __del__(self) -> None:
         try:
-            if self._ptr is None and self._shared is None:
-                return
-        except AttributeError:  # the call that was to allocate it raised
+            ptr = self._ptr
+        except AttributeError:  # the allocation raised
             return
-        session, shared = self._allocator._session, self._shared
-        try:
-            usable = session.usable
-        except BaseException:
-            self.__del__()  # once more: a signal handler has raised, and Python does not come again
-            raise
-        if not usable:
+        if ptr is None:
+            if self._shared is not None and self._allocator._session.usable:
+                self._shared[0].drop(self)
             return
-        if shared is not None:
-            shared[0].drop(self)
-            return
-        ptr, stream = self._ptr, self._stream
-        # Lists, which C fills before Python looks for signals again: what a handler raises loses neither.
-        taken: list[bool] = []
-        answers: list[Any] = []
-        called = asked = False
-        # Another finaliser of the same garbage cycle may still look at it, and must not free it again.
+        # Another finaliser of the same garbage cycle may still use the buffer.
         self._ptr = None
+        session, stream = self._allocator._session, self._stream
+        if session.forked or session._exiting():
+            return
+        exchange, dropping = session.cuThreadExchangeStreamCaptureMode, stream._dropping
+        mode: Any = _GLOBAL
+        freed = False
+        dropping.append(None)
         try:
-            # The owner of the stream may be closing it on another thread; who would have to wait for that hands in.
-            taken += map(stream._in_use.acquire, (False,))
-            if taken[0]:
-                handle = stream._handle
-                if handle is None:
-                    handle = stream._borrowed_handle()
-                if handle is not None:
-                    # In the relaxed mode it breaks no capture of other code that may be under way on this thread.
-                    with contextlib.suppress(CudaError), session.relaxed():
-                        calls = map(self._allocator._free, (ptr,), (handle,))
-                        called = True
-                        answers += calls
-        except BaseException as error:
-            asked = called and not answers and was_asked(self._allocator, ptr, error)
-            raise
+            # In the relaxed mode the free breaks no capture that is under way on this thread.
+            refused, mode = exchange(_RELAXED)
+            handle = stream._handle
+            if handle is None:
+                handle = stream._drop_handle()
+            if handle is not None and not refused:
+                refused = self._allocator._free(ptr, handle)[0]
+                freed = not refused or isinstance(error_from(refused, "cuMemFreeAsync"), LOST)
         finally:
-            if taken and taken[0]:
-                stream._in_use.release()
-            if answers:
-                result = answers[0][0]
-                asked = not result or isinstance(error_from(result, "cuMemFreeAsync"), LOST)
-            if not asked:
-                deferred_queue(session).submit(_FreeDropped(session, ptr, stream))
+            if mode is not None:
+                exchange(mode)
+            dropping.pop()
+        if not freed:
+            deferred_queue(session).submit(_FreeDropped(session, ptr, self.stream))
 
 
 PlainBuffer.__name__ = PlainBuffer.__qualname__ = "Buffer"
@@ -592,7 +590,7 @@ def allocate_safely(allocator: Allocator, nbytes: int, stream: Stream) -> Buffer
 def plain_parts(buffer: Buffer) -> tuple[Allocator, Any, int, Stream] | None:
     """Allocator, ``CUdeviceptr``, size and stream of plain memory that was neither shared nor freed; None of other."""
     ptr = buffer._ptr
-    return None if ptr is None else (buffer._allocator, ptr, buffer._nbytes, buffer._stream)
+    return None if ptr is None else (buffer._allocator, ptr, buffer._nbytes, buffer.stream)
 
 
 def pool_of(buffer: Buffer) -> object:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from streamalloc.core.device import Device
     from streamalloc.core.graph import Capture
 
-__all__ = ["Event", "EventLike", "Spares", "context_event", "foreign_event", "is_done", "opened_event"]
+__all__ = ["Event", "EventLike", "Spares", "context_event", "destroy_event", "foreign_event", "is_done", "opened_event"]
 
 _NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
 
@@ -48,14 +48,23 @@ class Spares(list[Any]):
     def end(self, session: Session) -> None:
         """Destroy them all, and take no more."""
         self.open = False
+        self.destroy_all(session)
+
+    def destroy_all(self, session: Session) -> None:
+        """Destroy those that are kept now."""
         while self:
             try:
                 raw = self.pop()
             except IndexError:  # another thread took it
                 return
-            result = session.driver.cuEventDestroy(raw)[0]
-            if result:
-                refused_to_end(session, "cuEventDestroy", raw, result)
+            destroy_event(session, raw)
+
+
+def destroy_event(session: Session, raw: Any) -> None:
+    """Destroy a ``CUevent`` now, or later if the driver refuses (``cuEventDestroy``)."""
+    result = session.driver.cuEventDestroy(raw)[0]
+    if result:
+        refused_to_end(session, "cuEventDestroy", raw, result)
 
 
 class Event(Closes):
@@ -182,9 +191,7 @@ class Event(Closes):
             return
         # What else is in the same garbage cycle may still look at it.
         self._raw = None
-        result = self._session.driver.cuEventDestroy(raw)[0]
-        if result:
-            refused_to_end(self._session, "cuEventDestroy", raw, result)
+        destroy_event(self._session, raw)
 
     def __repr__(self) -> str:
         raw = getattr(self, "_raw", None)

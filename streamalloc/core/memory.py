@@ -24,7 +24,8 @@ from streamalloc.core.html import Row, Shown, mib, place
 from streamalloc.core.properties import MemLocation, MemLocationType
 from streamalloc.core.resource import Unique
 from streamalloc.core.session import Session
-from streamalloc.core.stream import Stream, StreamLike, as_stream, direct_handle, order_handle_after
+from streamalloc.core.library_streams import kept_stream
+from streamalloc.core.stream import Stream, StreamLike, as_stream, order_handle_after, queue_handle
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -126,7 +127,9 @@ class Memory(Unique, Shown, abc.ABC):
         ptr = self._ptr
         if ptr is not None and width is None and type(value) is int and 0 <= value < 256:
             own, nbytes = self._stream, self._nbytes
-            handle = own._handle if stream is None else direct_handle(stream, own._session)
+            handle = own._handle if stream is None else None
+            if handle is None:
+                handle = queue_handle(own if stream is None else stream, own._session)
             if handle is not None and nbytes:
                 result = own._session.cuMemsetD8Async(ptr, value, nbytes, handle)[0]
                 if result:
@@ -921,7 +924,11 @@ def _copied(ours: Memory, other: Any, stream: StreamLike | None, writing: bool) 
     own, nbytes = ours._stream, ours._nbytes
     session = own._session
     ordered: Any = own if stream is None else stream
-    handle = own._handle if stream is None else direct_handle(stream, session)
+    if type(ordered) is not Stream:
+        ordered = kept_stream(ordered, session)
+        if ordered is None:
+            return False
+    handle = queue_handle(ordered, session)
     # An empty array has no address that the driver would take.
     if handle is None or not nbytes or ordered.device.ordinal != home:
         return False

@@ -38,6 +38,7 @@ __all__ = ["DIRECT", "OwnsHandle", "PerDriver", "Session", "refuse_after_fork", 
 T = TypeVar("T")
 
 DIRECT = (
+    "cuCtxGetCurrent",
     "cuEventQuery",
     "cuEventRecord",
     "cuMemCreate",
@@ -53,6 +54,7 @@ DIRECT = (
     "cuMemcpyHtoDAsync",
     "cuMemsetD8Async",
     "cuPointerGetAttribute",
+    "cuStreamIsCapturing",
     "cuStreamQuery",
     "cuStreamSynchronize",
     "cuStreamWaitEvent",
@@ -86,6 +88,7 @@ class Session:
         "driver",
         "forked",
         "lent",
+        "library_streams",
         "opened",
         "shared",
         "used",
@@ -100,6 +103,9 @@ class Session:
     lent: Callable[[Any, bool], None] | None
     used: Callable[[int, int, Any, bool], None] | None
     """Told of uses that are no calls of the driver, where it checks the order of all."""
+    library_streams: dict[type, tuple[Callable[[Any], Any], dict[Any, Any]]]
+    """By type of a library's streams, the function that reads a key and the kept streams by key."""
+    cuCtxGetCurrent: Any
     cuEventQuery: Any
     cuEventRecord: Any
     cuMemCreate: Any
@@ -115,6 +121,7 @@ class Session:
     cuMemcpyHtoDAsync: Any
     cuMemsetD8Async: Any
     cuPointerGetAttribute: Any
+    cuStreamIsCapturing: Any
     cuStreamQuery: Any
     cuStreamSynchronize: Any
     cuStreamWaitEvent: Any
@@ -129,6 +136,7 @@ class Session:
         self.lent = getattr(driver, "lent", None)
         self.shared = getattr(driver, "shared", None)
         self.opened = getattr(driver, "opened", None)
+        self.library_streams = {}
         self._contexts: dict[int, Any] = {}
         self._state: dict[object, Any] = {}
         self._hot: weakref.WeakSet[Any] = weakref.WeakSet()

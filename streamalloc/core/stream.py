@@ -14,14 +14,24 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Union, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, Union, cast
 
-from streamalloc.core.deferred import OFTEN, Deferred, deferred_queue, refused_to_end, work
+from streamalloc.core.deferred import OFTEN, Deferred, HandleEnd, deferred_queue, refused_to_end, work
 from streamalloc.core.errors import CaptureError, ClosedError, CudaError, NotReadyError, error_from, refused
-from streamalloc.core.event import Event, EventLike, Spares, context_event, foreign_event, is_done
+from streamalloc.core.event import Event, EventLike, Spares, context_event, destroy_event, foreign_event, is_done
+from streamalloc.core.library_streams import (
+    CuPyStreamLike,
+    NumbaStreamLike,
+    SupportsCudaStream,
+    TorchStreamLike,
+    device_of_library_stream,
+    handle_of_library_stream,
+    keep_stream,
+    kept_stream,
+)
 from streamalloc.core.resource import Closes, finaliser
-from streamalloc.core.session import PerDriver, Session
-from streamalloc.driver.internal import cuda
+from streamalloc.core.session import PerDriver, Session, sessions
+from streamalloc.driver.internal import SETTLERS, cuda
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -30,13 +40,10 @@ if TYPE_CHECKING:
     from streamalloc.core.graph import Capture, CaptureMode, Graph
 
 __all__ = [
-    "CuPyStreamLike",
-    "NumbaStreamLike",
     "Stream",
     "StreamLike",
-    "SupportsCudaStream",
-    "TorchStreamLike",
     "as_stream",
+    "default_stream",
     "direct_handle",
     "direct_view",
     "end_of",
@@ -47,6 +54,7 @@ __all__ = [
     "ordered_after",
     "ordered_after_end",
     "queue_behind",
+    "queue_handle",
     "raw_handle",
     "record_uncaptured",
     "refuse_capture",
@@ -54,33 +62,6 @@ __all__ = [
     "settle",
     "stream_call",
 ]
-
-
-class SupportsCudaStream(Protocol):
-    """An object with ``__cuda_stream__``, such as a stream of cuda.core: protocol version 0 and the handle."""
-
-    def __cuda_stream__(self) -> tuple[int, int]: ...
-
-
-class TorchStreamLike(Protocol):
-    """A stream of PyTorch."""
-
-    @property
-    def cuda_stream(self) -> int: ...
-
-
-class CuPyStreamLike(Protocol):
-    """A stream of CuPy."""
-
-    @property
-    def ptr(self) -> int: ...
-
-
-class NumbaStreamLike(Protocol):
-    """A stream of Numba."""
-
-    @property
-    def handle(self) -> Any: ...
 
 
 StreamLike: TypeAlias = Union["Stream", SupportsCudaStream, TorchStreamLike, CuPyStreamLike, NumbaStreamLike]
@@ -108,6 +89,7 @@ class _Kind(enum.Enum):
 
 _MADE = _Kind.MADE
 _DEFAULT = _Kind.DEFAULT
+_BORROWED = _Kind.BORROWED
 
 
 class Stream(Closes):
@@ -123,7 +105,9 @@ class Stream(Closes):
         "__weakref__",
         "_capture",
         "_closed",
+        "_current",
         "_direct",
+        "_dropping",
         "_endings",
         "_handle",
         "_in_use",
@@ -139,17 +123,22 @@ class Stream(Closes):
         "_sees_all",
         "_session",
         "_spare",
+        "_weak_owner",
         "device",
+        "name",
     )
 
     device: Device
     """The device that runs the stream's work."""
+    name: str
+    """The name that :meth:`Device.create_stream` was given; empty for a stream without one."""
 
     def __init__(self, *_: object, **__: object) -> None:
         raise TypeError("a Stream is made by Device.create_stream, or borrowed by Stream.of_handle")
 
-    def _prepare(self, device: Device, kind: _Kind, raw: Any, owner: object, *, plain: bool) -> None:
+    def _prepare(self, device: Device, kind: _Kind, raw: Any, owner: object, *, plain: bool, name: str = "") -> None:
         self.device = device
+        self.name = name
         # Before it has the handle: the finaliser of a stream whose making was interrupted looks at the kind.
         self._kind = kind
         self._owner = owner
@@ -166,9 +155,17 @@ class Stream(Closes):
         self._in_use = threading.RLock()
         """Held by who closes the stream or begins to capture it, and by what uses it on other threads than its owner's.
         """
-        # For fast paths: the handle, where calls may go straight to the driver, and the session of that driver.
+        # Fast paths, see streamalloc.core.session.
         self._handle: Any = None
+        """``CUstream``: calls that queue work may go straight to the driver; else None."""
+        self._current: Any = None
+        """``CUcontext`` of a default stream: they may while it is the thread's current one; else None."""
         self._direct: Session | None = None
+        """Session: allocations may go straight to the driver without a question; else None."""
+        self._weak_owner: Callable[[], object] | None = None
+        """Reference to the library's object of a kept stream; None for streams that hold their owner."""
+        self._dropping: list[None] = []
+        """An entry for each finaliser that frees memory on the stream now, for :meth:`close`."""
         self._raw = raw
         self._lists: Mapping[object, Any] = _NO_LISTS
         """By cache, the lists of memory for this stream that fast paths take from; none where they may not."""
@@ -189,10 +186,10 @@ class Stream(Closes):
         self._allow_direct()
 
     @classmethod
-    def _create(cls, device: Device, blocking: bool, priority: int) -> Self:
+    def _create(cls, device: Device, blocking: bool, priority: int, name: str = "") -> Self:
         flags = cuda.CUstream_flags.CU_STREAM_DEFAULT if blocking else cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
         stream = cls.__new__(cls)
-        stream._prepare(device, _MADE, None, None, plain=True)
+        stream._prepare(device, _MADE, None, None, plain=True, name=name)
         with device.current():
             stream._session.create(stream, "_raw", "cuStreamCreateWithPriority", int(flags), priority)
         stream._open(non_blocking=not blocking)
@@ -212,31 +209,74 @@ class Stream(Closes):
         owner
             What the stream lives as long as; it is referenced. None where the caller sees to that.
         direct
-            Whether calls may go straight to the driver as on a stream of :meth:`Device.create_stream`, and allocations
-            be cached for it. Whoever uses it asks first whether it is being captured. It makes no difference for
-            default streams.
+            Whether allocations may go straight to the driver as on a stream of :meth:`Device.create_stream`, and be
+            cached for it. The caller has to check before each that the stream is not being captured. No difference
+            for default streams, of which there is one object for each device.
         """
+        if handle in _DEFAULT_HANDLES:
+            return cast("Self", default_stream(device, handle))
         stream = cls.__new__(cls)
-        kind = _DEFAULT if handle in _DEFAULT_HANDLES else _Kind.BORROWED
-        stream._prepare(device, kind, cuda.CUstream(handle), owner, plain=direct and kind is not _DEFAULT)
+        stream._prepare(device, _BORROWED, cuda.CUstream(handle), owner, plain=direct)
         stream._open()
         return stream
 
     def _allow_direct(self) -> None:
-        # Other code may capture its own streams without our knowing, so those are looked at each time.
-        if self._plain and not (self._closed or self._capture or self._owed):
-            self._handle = self._raw
+        if self._closed or self._capture or self._owed:
+            return
+        if self._kind is _DEFAULT:
+            # The handle stands for a stream of whichever context is current.
+            self._current = self._session.context(self.device.ordinal)
+            return
+        self._handle = self._raw
+        if self._plain:
             self._direct = self._session
 
     def _forbid_direct(self) -> None:
         self._handle = None
+        self._current = None
         self._direct = None
         self._lists = _NO_LISTS
 
-    def _borrowed_handle(self) -> Any:
-        """The driver's ``CUstream`` where a finaliser may queue one call on a stream of other code; else None."""
-        may = self._kind is _Kind.BORROWED and not (self._closed or self._capture or self._owed)
-        return self._raw if may else None
+    def _handle_in_context(self) -> Any | None:
+        """``CUstream`` of a default stream if its context is the thread's current one (``cuCtxGetCurrent``)."""
+        context = self._current
+        return self._raw if context is not None and self._session.cuCtxGetCurrent()[1] == context else None
+
+    def _allocation_handle(self, session: Session) -> Any | None:
+        """``CUstream`` if an allocation may go straight to the driver; asks for captures (``cuStreamIsCapturing``).
+
+        Memory that is allocated while a stream is captured belongs to the graph. The legacy stream is never captured.
+        """
+        if self._session is not session:
+            return None
+        handle = self._handle
+        if handle is None:
+            handle = self._handle_in_context()
+            if handle is None or self._number != _PER_THREAD:
+                return handle
+        result, captured = session.cuStreamIsCapturing(handle)
+        return None if result or captured else handle
+
+    def _drop_handle(self) -> Any | None:
+        """``CUstream`` of a default stream if a finaliser may free memory on it now.
+
+        A free on the legacy stream breaks the capture of a blocking stream, for which ``cuStreamIsCapturing`` answers an
+        error. One on the per-thread stream of another thread is in the order of that thread's work.
+        """
+        if self._number == _PER_THREAD:
+            return None
+        handle = self._handle_in_context()
+        return None if handle is None or self._session.cuStreamIsCapturing(handle)[0] else handle
+
+    def _outlived(self) -> None:
+        """Close a kept stream whose library's object has died, and with it the driver's stream."""
+        if self._kind is _BORROWED and self._session.usable:
+            self.close()
+
+    def _holding(self) -> Stream:
+        """This stream, or for a kept one a stream that keeps the library's object alive."""
+        owner = self._weak_owner and self._weak_owner()
+        return self if owner is None else Stream.of_handle(self.device, self._number, owner)
 
     @property
     def handle(self) -> int:
@@ -342,6 +382,8 @@ class Stream(Closes):
         were made here and closed are used again.
         """
         handle, spare = self._handle, self._spare
+        if handle is None:
+            handle = self._handle_in_context()
         if event is None and handle is not None and spare and not timing:
             again = Event.__new__(Event)
             again.device = self.device
@@ -366,7 +408,7 @@ class Stream(Closes):
         raw = self._checked_raw()
         if event is None:
             event = Event(self.device, timing=timing)
-            if self._handle is not None and not timing:
+            if not (self._closed or self._capture or timing):
                 event._spare = self._spare
         elif not isinstance(event, Event):
             raise TypeError(f"event must be an Event, not {type(event).__name__} ({event!r})")
@@ -382,15 +424,52 @@ class Stream(Closes):
 
         Events of cuda.core and of the bindings are taken too. The host does not wait (``cuStreamWaitEvent``).
         """
-        handle = self._handle
-        if type(other) is Event and other._capture is None and other._session is self._session:
-            raw = other._raw
-            if raw is not None and handle is not None:
-                result = self._session.cuStreamWaitEvent(handle, raw, 0)[0]
-                if result:
-                    raise error_from(result, "cuStreamWaitEvent")
-                return
+        handle, session = self._handle, self._session
+        if handle is None:
+            handle = self._handle_in_context()
+        if handle is not None:
+            if type(other) is Event:
+                raw = other._raw
+                if raw is not None and other._capture is None and other._session is session:
+                    result = session.cuStreamWaitEvent(handle, raw, 0)[0]
+                    if result:
+                        raise error_from(result, "cuStreamWaitEvent")
+                    return
+            else:
+                source = other if type(other) is Stream else kept_stream(other, session)
+                if source is not None and source._session is session and source._order(handle):
+                    return
         self._wait_slowly(other)
+
+    def _order(self, handle: Any) -> bool:
+        """Let the stream with this ``CUstream`` wait for all queued work, by an event that was used before.
+
+        Returns
+        -------
+        bool
+            False if there is no such event, or calls may not go straight to the driver.
+        """
+        spare, session, ours = self._spare, self._session, self._handle
+        if ours is None:
+            ours = self._handle_in_context()
+        if ours is None or not spare:
+            return False
+        try:
+            raw = spare.pop()
+        except IndexError:  # another thread took it
+            return False
+        result, call = session.cuEventRecord(raw, ours)[0], "cuEventRecord"
+        if not result:
+            # The other stream goes on waiting for this record after the event is recorded again.
+            result, call = session.cuStreamWaitEvent(handle, raw, 0)[0], "cuStreamWaitEvent"
+        if result:
+            destroy_event(session, raw)
+            if result == _INVALID_HANDLE:  # an event of a context that was reset
+                return False
+            raise error_from(result, call)
+        spare.append(raw)
+        spare.end_if_closed(session)
+        return True
 
     def _wait_slowly(self, other: Event | EventLike | StreamLike) -> None:
         self._checked_raw()
@@ -399,7 +478,8 @@ class Stream(Closes):
             self._call("cuStreamWaitEvent", foreign, 0)
             return
         if not isinstance(other, Event):
-            other = as_stream(cast("StreamLike", other), self._session).record()
+            ordered = as_stream(cast("StreamLike", other), self._session)
+            other = (kept_stream(other, self._session) or ordered).record()
         elif other._session is not self._session:
             raise ValueError(f"{other!r} belongs to another driver than {self!r}")
         if other._capture is None or other._capture is self._capture:
@@ -417,6 +497,8 @@ class Stream(Closes):
         gives back what exceeds the release threshold.
         """
         handle = self._handle
+        if handle is None:
+            handle = self._handle_in_context()
         if handle is not None:
             result = self._session.cuStreamSynchronize(handle)[0]
             if result:
@@ -428,6 +510,8 @@ class Stream(Closes):
     def query(self) -> bool:
         """Whether all work queued so far is done (``cuStreamQuery``)."""
         handle = self._handle
+        if handle is None:
+            handle = self._handle_in_context()
         if handle is not None:
             return is_done(self._session.cuStreamQuery(handle)[0], "cuStreamQuery")
         return self._query_slowly()
@@ -488,9 +572,9 @@ class Stream(Closes):
     def close(self) -> None:
         """End the use of the stream, and destroy it if :meth:`Device.create_stream` made it (``cuStreamDestroy``).
 
-        Queued work still runs. Buffers allocated on it stay valid. Idempotent.
+        Queued work still runs. Buffers allocated on it stay valid. Idempotent. Default streams stay open.
         """
-        if self._closed:
+        if self._closed or self._kind is _DEFAULT:
             return
         if self._capture is not None:
             raise refused(CaptureError, "cuStreamDestroy", "the stream is being captured; end the capture first")
@@ -510,11 +594,13 @@ class Stream(Closes):
             # Buffers that remain need to know when the stream's work was done, to be freed after it.
             self._last.append(self.record())
             self._spare.end(self._session)
-            destroy = self._session.driver.cuStreamDestroy
+            # A finaliser enters itself before it reads the handle, so that none uses it after these lines.
             self._forbid_direct()
-            # From here to the driver nothing is called that a signal handler could interrupt.
             self._closed = True
-            result = destroy(self._raw)[0]
+            if self._dropping:
+                deferred_queue(self._session).submit(_LateEnd(self._session, self._raw, self._dropping))
+                return
+            result = self._session.driver.cuStreamDestroy(self._raw)[0]
         if result:
             refused_to_end(self._session, "cuStreamDestroy", self._raw, result)
             raise error_from(result, "cuStreamDestroy")
@@ -553,9 +639,23 @@ class Stream(Closes):
     def __repr__(self) -> str:
         if getattr(self, "_raw", None) is None:
             return "<Stream that could not be made>"
-        what = {0: "legacy default", _LEGACY: "legacy default", _PER_THREAD: "per-thread default"}.get(int(self._raw))
+        kind = {0: "legacy default", _LEGACY: "legacy default", _PER_THREAD: "per-thread default"}.get(int(self._raw))
+        name = f" {self.name!r}" if self.name else ""
         state = " closed" if self._closed else " capturing" if self._capture else ""
-        return f"<Stream {what or hex(int(self._raw))} of device {self.device.ordinal}{state}>"
+        return f"<Stream{name} {kind or hex(int(self._raw))} of device {self.device.ordinal}{state}>"
+
+
+class _LateEnd(HandleEnd):
+    """The end of a stream that was closed while finalisers on other threads freed memory on it."""
+
+    __slots__ = ("_dropping",)
+
+    def __init__(self, session: Session, raw: Any, dropping: list[None]) -> None:
+        super().__init__(session, "cuStreamDestroy", raw)
+        self._dropping = dropping
+
+    def attempt(self) -> bool:
+        return not self._dropping and super().attempt()
 
 
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -587,44 +687,6 @@ def settle(stream: Stream, item: Deferred, *others: Stream | None) -> None:
             stream._pay(item)
 
 
-def _by_protocol(stream: Any) -> int | None:
-    protocol = getattr(stream, "__cuda_stream__", None)
-    if protocol is None:
-        return None
-    version, handle = protocol() if callable(protocol) else protocol
-    if version != 0:
-        raise ValueError(f"{stream!r}: __cuda_stream__ version {version} is not known; version 0 is")
-    return int(handle)
-
-
-# How the streams of other libraries tell their handle, tried in this order.
-_HANDLE_OF: tuple[tuple[str, Callable[[Any], int | None]], ...] = (
-    ("__cuda_stream__", _by_protocol),
-    ("PyTorch's cuda_stream", lambda stream: getattr(stream, "cuda_stream", None)),
-    ("CuPy's ptr", lambda stream: getattr(stream, "ptr", None)),
-    ("Numba's handle", lambda stream: getattr(getattr(stream, "handle", None), "value", None)),
-    ("the bindings' CUstream", lambda stream: int(stream) if isinstance(stream, cuda.CUstream) else None),
-)
-
-
-def _foreign_handle(stream: object) -> int:
-    for _, handle_of in _HANDLE_OF:
-        handle = handle_of(stream)
-        if isinstance(handle, int):
-            return handle
-    known = ", ".join(name for name, _ in _HANDLE_OF)
-    raise TypeError(f"stream must be a Stream or an object that names its handle ({known}), not {stream!r}")
-
-
-def _device_named_by(stream: object) -> int | None:
-    """The device that a PyTorch or CuPy stream says it is of."""
-    for name in ("device_index", "device_id"):
-        number = getattr(stream, name, None)
-        if isinstance(number, int) and number >= 0:
-            return number
-    return None
-
-
 def as_stream(stream: StreamLike, session: Session) -> Stream:
     """``stream`` as a :class:`Stream` of ``session``'s driver.
 
@@ -647,18 +709,52 @@ def as_stream(stream: StreamLike, session: Session) -> Stream:
         return stream
     from streamalloc.core.device import Device
 
-    raw = cuda.CUstream(_foreign_handle(stream))
-    if int(raw) in _DEFAULT_HANDLES:
-        # Such a handle names no device: its library may tell; else it is the device of the context that is current.
-        named = _device_named_by(stream)
-        ordinal = session.call("cuCtxGetDevice") if named is None else named
+    number = handle_of_library_stream(stream)
+    if number in _DEFAULT_HANDLES:
+        # The handle names no device: its library may; else it is the device of the current context.
+        named = device_of_library_stream(stream)
+        ordinal = int(session.call("cuCtxGetDevice")) if named is None else Device(named, driver=session.driver).ordinal
+        found = default_stream(Device._of(ordinal, session), number)
+        keep_stream(stream, number, found, session)
     else:
-        # Not cuStreamGetDevice: asking a stream that is captured for its device breaks the capture.
-        ordinal = session.device_of(session.call("cuStreamGetCtx", raw))
-    borrowed = Stream.of_handle(Device(int(ordinal), driver=session.driver), int(raw), stream)
+        known = kept_stream(stream, session)
+        if known is None:
+            # Not cuStreamGetDevice: asking a stream that is captured for its device breaks the capture.
+            ordinal = session.device_of(session.call("cuStreamGetCtx", cuda.CUstream(number)))
+            known = Stream.of_handle(Device._of(ordinal, session), number, None)
+            keep_stream(stream, number, known, session)
+        found = Stream.of_handle(known.device, number, stream)
     if not isinstance(stream, cuda.CUstream):
-        borrowed._tell_lent(raw, used=True)
-    return borrowed
+        found._tell_lent(found._raw, used=True)
+    return found
+
+
+_default_streams: PerDriver[dict[tuple[int, int], Stream]] = PerDriver(lambda _: {})
+"""Default streams by ordinal of the device and handle."""
+
+
+def default_stream(device: Device, handle: int) -> Stream:
+    """The default stream of a device by its handle: 0 and 1 are the legacy one, 2 is the per-thread one."""
+    streams = _default_streams(device._session)
+    found = streams.get((device.ordinal, handle))
+    if found is None:
+        found = Stream.__new__(Stream)
+        found._prepare(device, _DEFAULT, cuda.CUstream(handle), None, plain=False)
+        found._open()
+        found = streams.setdefault((device.ordinal, handle), found)
+    return found
+
+
+def _destroy_spare_events() -> None:
+    """Destroy the events that kept streams have for their next record, before a report of what is left."""
+    for session in sessions():
+        kept = [found for _, streams in [*session.library_streams.values()] for found, _ in [*streams.values()]]
+        for stream in [*_default_streams(session).values(), *kept]:
+            if session.usable:
+                stream._spare.destroy_all(session)
+
+
+SETTLERS.append(_destroy_spare_events)
 
 
 # -- what the areas need of streams --------------------------------------------------------------------------
@@ -667,9 +763,18 @@ def as_stream(stream: StreamLike, session: Session) -> Stream:
 def direct_handle(stream: StreamLike, session: Session) -> Any | None:
     """The driver's ``CUstream`` where calls may go straight to the driver of ``session``; None where they may not.
 
-    They may on an open stream of our own that is neither captured nor a default stream.
+    They may on an open stream of our own that is not captured.
     """
     return stream._handle if type(stream) is Stream and stream._direct is session else None
+
+
+def queue_handle(stream: StreamLike, session: Session) -> Any | None:
+    """The driver's ``CUstream`` if calls that queue work may go straight to the driver; else None."""
+    known = stream if type(stream) is Stream else kept_stream(stream, session)
+    if known is None or known._session is not session:
+        return None
+    handle = known._handle
+    return known._handle_in_context() if handle is None else handle
 
 
 def raw_handle(stream: Stream) -> Any:
@@ -809,11 +914,7 @@ def order_after_context(stream: Stream) -> None:
 
 def order_handle_after(handle: int, ours: Stream) -> None:
     """Let later work of a stream that other code names by its handle wait for all that ``ours`` has queued."""
-    session = ours._session
-    if handle in _DEFAULT_HANDLES or ours._handle is None:
+    default = handle in _DEFAULT_HANDLES
+    theirs = default_stream(ours.device, handle)._handle_in_context() if default else cuda.CUstream(handle)
+    if theirs is None or not ours._order(theirs):
         Stream.of_handle(ours.device, handle, ours).wait(ours)
-        return
-    event = ours.record()  # alive until the other stream waits: the driver's is used again after that
-    result = session.cuStreamWaitEvent(cuda.CUstream(handle), event._raw, 0)[0]
-    if result:
-        raise error_from(result, "cuStreamWaitEvent")
