@@ -8,7 +8,6 @@ plain.
 from __future__ import annotations
 
 import abc
-import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
@@ -18,12 +17,20 @@ from streamalloc.core.deferred import Deferred, deferred_queue, work
 from streamalloc.core.device import Device
 from streamalloc.core.errors import LOST, CaptureError, ClosedError, CudaError, error_from, refused, size_text
 from streamalloc.core.html import Row
+from streamalloc.core.library_streams import kept_stream
 from streamalloc.core.memory import Memory
 from streamalloc.core.properties import MemLocation, MemLocationType, checked_size
 from streamalloc.core.resource import Closes, Unique
 from streamalloc.core.session import Session, refuse_after_fork
-from streamalloc.core.library_streams import kept_stream
-from streamalloc.core.stream import Stream, StreamLike, as_stream, direct_handle, ordered_after, queue_handle
+from streamalloc.core.stream import (
+    NOT_CAPTURED,
+    Stream,
+    StreamLike,
+    as_stream,
+    direct_handle,
+    ordered_after,
+    queue_handle,
+)
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -154,10 +161,17 @@ class Allocator(Unique):
         kept = stream if type(stream) is Stream else kept_stream(stream, session)
         if kept is None:
             return self._allocate_slowly(nbytes, stream)
-        handle = kept._handle if kept._direct is session else kept._allocation_handle(session)
+        handle = kept._handle
+        if kept._direct is not session:
+            if kept._session is not session:
+                handle = None
+            elif handle is None:
+                handle = kept._allocation_handle()
+            elif session.cuStreamIsCapturing(handle) != NOT_CAPTURED:
+                handle = None
         if handle is None or type(nbytes) is not int:
             return self._allocate_slowly(nbytes, stream)
-        # The buffer is there before its memory, which a signal handler that raises then can lose only in the call.
+        # The buffer is there before its memory: a signal handler that raises can lose the memory only in the call.
         buffer: Buffer = PlainBuffer()
         buffer._nbytes = nbytes
         buffer._stream = kept
@@ -357,9 +371,13 @@ class Buffer(Memory, Closes):
             Another process has it open, with ``"raise"`` at once, with ``"wait"`` after ``timeout``. The buffer lives.
         """
         ptr = self._ptr
-        handle = self._stream._handle if stream is None else None
-        if handle is None:
-            handle = queue_handle(self._stream if stream is None else stream, self._allocator._session)
+        if stream is None:
+            kept = self._stream
+            handle = kept._handle
+            if handle is None:
+                handle = kept._handle_in_context()
+        else:
+            handle = queue_handle(stream, self._allocator._session)
         if ptr is None or handle is None or still_imported is not _DEFER:
             shared = self._shared
             ordered = self._stream if stream is None else stream
@@ -481,8 +499,7 @@ class PlainBuffer(Buffer):
         if session.forked or session._exiting():
             return
         exchange, dropping = session.cuThreadExchangeStreamCaptureMode, stream._dropping
-        mode: Any = _GLOBAL
-        freed = False
+        mode = _GLOBAL
         dropping.append(None)
         try:
             # In the relaxed mode the free breaks no capture that is under way on this thread.
@@ -490,14 +507,15 @@ class PlainBuffer(Buffer):
             handle = stream._handle
             if handle is None:
                 handle = stream._drop_handle()
-            if handle is not None and not refused:
+            if refused:
+                mode = _GLOBAL
+            elif handle is not None:
                 refused = self._allocator._free(ptr, handle)[0]
-                freed = not refused or isinstance(error_from(refused, "cuMemFreeAsync"), LOST)
         finally:
-            if mode is not None:
-                exchange(mode)
+            exchange(mode)
             dropping.pop()
-        if not freed:
+        lost = refused and isinstance(error_from(refused, "cuMemFreeAsync"), LOST)
+        if (handle is None or refused) and not lost:
             deferred_queue(session).submit(_FreeDropped(session, ptr, self.stream))
 
 

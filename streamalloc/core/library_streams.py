@@ -12,13 +12,10 @@ import functools
 import weakref
 from collections.abc import Callable, Hashable
 from operator import attrgetter, methodcaller
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
-
-if TYPE_CHECKING:
-    from streamalloc.core.stream import Stream
 
 __all__ = [
     "CuPyStreamLike",
@@ -122,7 +119,7 @@ _TORCH: dict[tuple[str, str], Callable[[Any], tuple[int, int]]] = {
 }
 
 
-def kept_stream(stream: Any, session: Session) -> Stream | None:
+def kept_stream(stream: Any, session: Session) -> Any:
     """The :class:`Stream` that is kept for a library's stream; None where there is none.
 
     For a default stream whose library names no device, it is that of the device on which it was used last. Calls on it
@@ -136,8 +133,8 @@ def kept_stream(stream: Any, session: Session) -> Stream | None:
     return found if owner is None or owner() is stream else None
 
 
-def keep_stream(stream: Any, number: int, found: Stream, session: Session) -> None:
-    """Keep ``found`` for a library's stream with the handle ``number`` while the library's object lives.
+def keep_stream(stream: Any, number: int, found: Any, session: Session) -> None:
+    """Keep ``found``, a :class:`Stream`, for a library's stream with the handle ``number`` while that object lives.
 
     Nothing is kept where the driver has to be notified of each use of a library's stream.
     """

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from streamalloc.core.graph import Capture, CaptureMode, Graph
 
 __all__ = [
+    "NOT_CAPTURED",
     "Stream",
     "StreamLike",
     "as_stream",
@@ -73,6 +74,8 @@ _LEGACY = 1
 _PER_THREAD = 2
 _DEFAULT_HANDLES = (0, _LEGACY, _PER_THREAD)
 _NO_LISTS: Mapping[object, Any] = MappingProxyType({})
+NOT_CAPTURED = (cuda.CUresult.CUDA_SUCCESS, cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+"""Answer of ``cuStreamIsCapturing`` for a stream that is not captured."""
 _INVALID_HANDLE = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
 
 
@@ -159,7 +162,7 @@ class Stream(Closes):
         self._handle: Any = None
         """``CUstream``: calls that queue work may go straight to the driver; else None."""
         self._current: Any = None
-        """``CUcontext`` of a default stream: they may while it is the thread's current one; else None."""
+        """Answer of ``cuCtxGetCurrent`` while calls on a default stream may go straight to the driver; else None."""
         self._direct: Session | None = None
         """Session: allocations may go straight to the driver without a question; else None."""
         self._weak_owner: Callable[[], object] | None = None
@@ -225,7 +228,7 @@ class Stream(Closes):
             return
         if self._kind is _DEFAULT:
             # The handle stands for a stream of whichever context is current.
-            self._current = self._session.context(self.device.ordinal)
+            self._current = (cuda.CUresult.CUDA_SUCCESS, self._session.context(self.device.ordinal))
             return
         self._handle = self._raw
         if self._plain:
@@ -239,29 +242,25 @@ class Stream(Closes):
 
     def _handle_in_context(self) -> Any | None:
         """``CUstream`` of a default stream if its context is the thread's current one (``cuCtxGetCurrent``)."""
-        context = self._current
-        return self._raw if context is not None and self._session.cuCtxGetCurrent()[1] == context else None
+        current = self._current
+        return self._raw if current is not None and self._session.cuCtxGetCurrent() == current else None
 
-    def _allocation_handle(self, session: Session) -> Any | None:
-        """``CUstream`` if an allocation may go straight to the driver; asks for captures (``cuStreamIsCapturing``).
+    def _allocation_handle(self) -> Any | None:
+        """``CUstream`` of a default stream if an allocation may go straight to the driver.
 
         Memory that is allocated while a stream is captured belongs to the graph. The legacy stream is never captured.
         """
-        if self._session is not session:
+        current, session = self._current, self._session
+        if current is None or session.cuCtxGetCurrent() != current:
             return None
-        handle = self._handle
-        if handle is None:
-            handle = self._handle_in_context()
-            if handle is None or self._number != _PER_THREAD:
-                return handle
-        result, captured = session.cuStreamIsCapturing(handle)
-        return None if result or captured else handle
+        captured = self._number == _PER_THREAD and session.cuStreamIsCapturing(self._raw) != NOT_CAPTURED
+        return None if captured else self._raw
 
     def _drop_handle(self) -> Any | None:
         """``CUstream`` of a default stream if a finaliser may free memory on it now.
 
-        A free on the legacy stream breaks the capture of a blocking stream, for which ``cuStreamIsCapturing`` answers an
-        error. One on the per-thread stream of another thread is in the order of that thread's work.
+        A free on the legacy stream would break the capture of a blocking stream; ``cuStreamIsCapturing`` answers an
+        error then. The handle of a per-thread stream stands for another stream on each thread.
         """
         if self._number == _PER_THREAD:
             return None
@@ -458,18 +457,21 @@ class Stream(Closes):
             raw = spare.pop()
         except IndexError:  # another thread took it
             return False
-        result, call = session.cuEventRecord(raw, ours)[0], "cuEventRecord"
-        if not result:
-            # The other stream goes on waiting for this record after the event is recorded again.
-            result, call = session.cuStreamWaitEvent(handle, raw, 0)[0], "cuStreamWaitEvent"
-        if result:
-            destroy_event(session, raw)
-            if result == _INVALID_HANDLE:  # an event of a context that was reset
-                return False
+        result = None
+        try:
+            result, call = session.cuEventRecord(raw, ours)[0], "cuEventRecord"
+            if not result:
+                # The other stream goes on waiting for this record after the event is recorded again.
+                result, call = session.cuStreamWaitEvent(handle, raw, 0)[0], "cuStreamWaitEvent"
+        finally:
+            if result:
+                destroy_event(session, raw)
+            else:
+                spare.append(raw)
+                spare.end_if_closed(session)
+        if result and result != _INVALID_HANDLE:  # of an event whose context was reset
             raise error_from(result, call)
-        spare.append(raw)
-        spare.end_if_closed(session)
-        return True
+        return not result
 
     def _wait_slowly(self, other: Event | EventLike | StreamLike) -> None:
         self._checked_raw()
