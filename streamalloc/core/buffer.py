@@ -163,11 +163,12 @@ class Allocator(Unique):
             return self._allocate_slowly(nbytes, stream)
         handle = kept._handle
         if kept._direct is not session:
-            if kept._session is not session:
-                handle = None
-            elif handle is None:
-                handle = kept._allocation_handle()
-            elif session.cuStreamIsCapturing(handle) != NOT_CAPTURED:
+            if handle is None and kept._current is not None and session.cuCtxGetCurrent() == kept._current:
+                handle = kept._raw
+            # Memory that is allocated in a capture belongs to the graph.
+            if kept._session is not session or (
+                handle is not None and kept._foreign_captures and session.cuStreamIsCapturing(handle) != NOT_CAPTURED
+            ):
                 handle = None
         if handle is None or type(nbytes) is not int:
             return self._allocate_slowly(nbytes, stream)
@@ -374,8 +375,8 @@ class Buffer(Memory, Closes):
         if stream is None:
             kept = self._stream
             handle = kept._handle
-            if handle is None:
-                handle = kept._handle_in_context()
+            if handle is None and kept._current is not None and kept._session.cuCtxGetCurrent() == kept._current:
+                handle = kept._raw
         else:
             handle = queue_handle(stream, self._allocator._session)
         if ptr is None or handle is None or still_imported is not _DEFER:
@@ -514,9 +515,8 @@ class PlainBuffer(Buffer):
         finally:
             exchange(mode)
             dropping.pop()
-        lost = refused and isinstance(error_from(refused, "cuMemFreeAsync"), LOST)
-        if (handle is None or refused) and not lost:
-            deferred_queue(session).submit(_FreeDropped(session, ptr, self.stream))
+        if handle is None or refused:
+            _free_later(session, ptr, self.stream, refused)
 
 
 PlainBuffer.__name__ = PlainBuffer.__qualname__ = "Buffer"
@@ -562,6 +562,12 @@ class GraphBuffer(Buffer):
 
     def _belongs_to(self, capture: Capture) -> bool:
         return capture is self._capture
+
+
+def _free_later(session: Session, ptr: Any, stream: Stream, refused: Any) -> None:
+    """Leave the free of a dropped buffer to the queue, unless the memory is lost with its context."""
+    if not (refused and isinstance(error_from(refused, "cuMemFreeAsync"), LOST)):
+        deferred_queue(session).submit(_FreeDropped(session, ptr, stream))
 
 
 class _FreeDropped(Deferred):

@@ -116,8 +116,8 @@ class Session:
     lent: Callable[[Any, bool], None] | None
     used: Callable[[int, int, Any, bool], None] | None
     """Told of uses that are no calls of the driver, where it checks the order of all."""
-    library_streams: dict[type, tuple[Callable[[Any], Any], dict[Any, Any]]]
-    """By type of a library's streams, the function that reads a key and the kept streams by key."""
+    library_streams: dict[type, tuple[Callable[[Any], Any], dict[Any, Any], Callable[[Any], Any] | None]]
+    """Kept streams by type of a library's stream, see :mod:`streamalloc.core.library_streams`."""
     cuCtxGetCurrent: Any
     cuEventQuery: Any
     cuEventRecord: Any

@@ -28,6 +28,7 @@ from streamalloc.core.library_streams import (
     handle_of_library_stream,
     keep_stream,
     kept_stream,
+    kept_streams,
 )
 from streamalloc.core.resource import Closes, finaliser
 from streamalloc.core.session import PerDriver, Session, sessions
@@ -112,6 +113,7 @@ class Stream(Closes):
         "_direct",
         "_dropping",
         "_endings",
+        "_foreign_captures",
         "_handle",
         "_in_use",
         "_kind",
@@ -181,6 +183,8 @@ class Stream(Closes):
 
     def _open(self, *, non_blocking: bool = False) -> None:
         number = self._number = int(self._raw)
+        # The legacy stream is never captured, and of our own we know.
+        self._foreign_captures = self._kind is _BORROWED or number == _PER_THREAD
         # Whether a query sees all that later work would wait for: that of a blocking stream does not see what the
         # legacy stream has to do, while the legacy stream's sees the work of all blocking streams. Where order is
         # checked nobody asks: what is found must not hang on how far a stream happens to be.
@@ -245,31 +249,20 @@ class Stream(Closes):
         current = self._current
         return self._raw if current is not None and self._session.cuCtxGetCurrent() == current else None
 
-    def _allocation_handle(self) -> Any | None:
-        """``CUstream`` of a default stream if an allocation may go straight to the driver.
-
-        Memory that is allocated while a stream is captured belongs to the graph. The legacy stream is never captured.
-        """
-        current, session = self._current, self._session
-        if current is None or session.cuCtxGetCurrent() != current:
-            return None
-        captured = self._number == _PER_THREAD and session.cuStreamIsCapturing(self._raw) != NOT_CAPTURED
-        return None if captured else self._raw
-
     def _drop_handle(self) -> Any | None:
         """``CUstream`` of a default stream if a finaliser may free memory on it now.
 
         A free on the legacy stream would break the capture of a blocking stream; ``cuStreamIsCapturing`` answers an
         error then. The handle of a per-thread stream stands for another stream on each thread.
         """
-        if self._number == _PER_THREAD:
+        current, session = self._current, self._session
+        if current is None or self._number == _PER_THREAD or session.cuCtxGetCurrent() != current:
             return None
-        handle = self._handle_in_context()
-        return None if handle is None or self._session.cuStreamIsCapturing(handle)[0] else handle
+        return None if session.cuStreamIsCapturing(self._raw)[0] else self._raw
 
     def _outlived(self) -> None:
         """Close a kept stream whose library's object has died, and with it the driver's stream."""
-        if self._kind is _BORROWED and self._session.usable:
+        if self._session.usable:
             self.close()
 
     def _holding(self) -> Stream:
@@ -750,8 +743,7 @@ def default_stream(device: Device, handle: int) -> Stream:
 def _destroy_spare_events() -> None:
     """Destroy the events that kept streams have for their next record, before a report of what is left."""
     for session in sessions():
-        kept = [found for _, streams in [*session.library_streams.values()] for found, _ in [*streams.values()]]
-        for stream in [*_default_streams(session).values(), *kept]:
+        for stream in {*_default_streams(session).values(), *kept_streams(session)}:
             if session.usable:
                 stream._spare.destroy_all(session)
 
