@@ -76,31 +76,31 @@ _FOREIGN_IN_CAPTURE = (
 
 
 class SharedState(abc.ABC):
-    """What frees a buffer that other processes may have open; set by :mod:`streamalloc.ipc` when it is shared."""
+    """Frees a buffer that other processes may have open; set by :mod:`streamalloc.ipc` when the buffer is shared."""
 
     __slots__ = ()
 
     @abc.abstractmethod
     def free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
-        """Free the memory after the work of ``stream``, see :meth:`Buffer.free`; or leave that for later."""
+        """Free the memory after the work of ``stream``, or defer the free; see :meth:`Buffer.free`."""
 
     @property
     def readers(self) -> int:
-        """How many other processes have the memory open."""
+        """Number of other processes that have the memory open."""
         return 0
 
     @abc.abstractmethod
     def drop(self, buffer: Buffer) -> None:
-        """Leave the memory of a dropped buffer for later. Called by the finaliser: it hands in and returns."""
+        """Submit the free of a dropped buffer to the deferred queue. Called by the finaliser."""
 
 
 class Allocator(Unique):
-    """Something that buffers are allocated from and return to."""
+    """Source of buffers: a memory pool, or a cache over one."""
 
     __slots__ = ("__weakref__", "_alloc", "_free", "_home", "_raw", "_session", "location")
 
     location: MemLocation
-    """Where the memory is."""
+    """Location of the memory."""
     _alloc_name = "cuMemAllocFromPoolAsync"
     """The driver function behind ``_alloc``, for errors."""
     _alloc: Any
@@ -113,7 +113,7 @@ class Allocator(Unique):
     def _bind(self, session: Session, alloc: Any, raw: Any) -> None:
         """Bind the two functions of the fast path. ``alloc`` takes size, ``raw`` and the stream's handle.
 
-        ``location`` is set before, and whatever tells whether the memory is managed.
+        ``location`` and the state of ``_is_managed`` are set before.
         """
         self._session = session
         location = self.location
@@ -126,7 +126,7 @@ class Allocator(Unique):
         watching_of(session).bound(self)
 
     def _watched_by(self, watchers: tuple[Watcher, ...]) -> None:
-        """Tell these of each allocation and free from now on; ``()`` for nobody."""
+        """Notify these watchers of each allocation and free from now on; ``()`` stops that."""
         watch(self, watchers)
 
     def allocate(self, nbytes: int, stream: StreamLike) -> Buffer:
@@ -208,7 +208,7 @@ class Allocator(Unique):
         return buffer
 
     def _try(self, buffer: Buffer) -> Any:
-        """Ask the driver for a buffer's memory; its ``CUresult``."""
+        """Allocate a buffer's memory from the driver; returns the ``CUresult``."""
         stream = buffer._stream
         raw = stream._checked_raw()
         alloc = self._alloc if type(buffer) is PlainBuffer else bare(self._alloc)
@@ -220,7 +220,7 @@ class Allocator(Unique):
         return result
 
     def _recover(self, result: Any, buffer: Buffer) -> None:
-        """Try once more where memory came back, or raise what the driver's answer means."""
+        """Allocate again if memory was released meanwhile; else raise the exception for ``result``."""
         if result != cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             in_graph = type(buffer) is GraphBuffer and result == cuda.CUresult.CUDA_ERROR_NOT_SUPPORTED
             raise error_from(result, self._alloc_name, f"{self._no_source()}; {_IN_GRAPHS}" if in_graph else "")
@@ -249,7 +249,7 @@ class Allocator(Unique):
         """Raise :class:`ClosedError` where nothing can be allocated any more."""
 
     def _make_room(self, stream: Stream) -> bool:
-        """Give back what can be given back, if the pool was told to; whether it is worth trying again."""
+        """Release unused memory if the pool is configured to; returns whether any may be free now."""
         return False
 
     def _figures(self, device: Device, capturing: bool) -> dict[str, Any]:
@@ -285,9 +285,9 @@ class Buffer(Memory, Closes):
     _allocator: Allocator
     _nbytes: int
     _ptr: Any
-    """The driver's ``CUdeviceptr``; None where a plain free will not do: the memory was freed, or shared."""
+    """``CUdeviceptr``; None once the memory was freed or shared."""
     _shared: tuple[SharedState, Any] | None
-    """Of memory that was shared what frees it, and its ``CUdeviceptr``."""
+    """State of shared memory and its ``CUdeviceptr``; else None."""
     _stream: Stream
     _owner: object
     """The library's stream, which the kept stream in ``_stream`` does not keep alive; else unset."""
@@ -301,17 +301,17 @@ class Buffer(Memory, Closes):
 
     @property
     def address(self) -> int:
-        """Where the memory begins; 0 where it is empty."""
+        """Address of the first byte; 0 for an empty buffer."""
         return int(self._live())
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes, as it was asked for."""
+        """Size in bytes, as requested."""
         return self._nbytes
 
     @property
     def stream(self) -> Stream:
-        """The stream it was allocated on. It orders every operation that names no other."""
+        """Stream of the allocation. It orders every operation that names no other stream."""
         stream = self._stream
         if stream._weak_owner is not None:
             self._stream = stream = stream._holding()
@@ -319,12 +319,12 @@ class Buffer(Memory, Closes):
 
     @property
     def owner(self) -> object:
-        """The pool that it was allocated from."""
+        """Pool of the allocation."""
         return self._allocator._pool_of(self)
 
     @property
     def location(self) -> MemLocation:
-        """Where the pool's memory is."""
+        """Location of the pool's memory."""
         return self._allocator.location
 
     @property
@@ -383,7 +383,7 @@ class Buffer(Memory, Closes):
             shared = self._shared
             ordered = self._stream if stream is None else stream
             if shared is not None and still_imported is _DEFER and direct_handle(ordered, self._allocator._session):
-                # The checks of the slow path are made there.
+                # ``free`` makes the checks of the slow path itself.
                 return shared[0].free(self, ordered, still_imported, timeout)  # type: ignore[arg-type]
             return self._free_slowly(stream, still_imported, timeout)
         # From here to the driver nothing is called that a signal handler could interrupt: the memory is freed once.
@@ -399,7 +399,7 @@ class Buffer(Memory, Closes):
             raise free_refused(result, self._ordered_on(stream))
 
     def close(self) -> None:
-        """Free the memory on its own stream if that was not done; idempotent. Leaving a ``with`` block does it."""
+        """Free the memory on its own stream, if it was not freed yet. The end of a ``with`` block calls this."""
         if self.freed:
             return
         if not self._stream.closed:
@@ -425,7 +425,7 @@ class Buffer(Memory, Closes):
             self._free_on(ordered)
 
     def _free_on(self, ordered: Stream) -> None:
-        """Free the memory, which was not shared, on a stream that has been looked at."""
+        """Free memory that was not shared, on a stream that was checked before."""
         with ordered._context():
             ptr = self._ptr
             self._ptr = None
@@ -443,7 +443,7 @@ class Buffer(Memory, Closes):
         return False
 
     def _past_caches(self) -> Buffer:
-        """What holds the memory so that a free gives it back to the driver."""
+        """Buffer whose free releases the memory to the driver."""
         return self
 
     def _about(self) -> Iterator[Row]:
@@ -476,9 +476,9 @@ class Buffer(Memory, Closes):
 
 
 class PlainBuffer(Buffer):
-    """What :meth:`Allocator.allocate` makes: a :class:`Buffer` whose making runs no Python function.
+    """A :class:`Buffer` of :meth:`Allocator.allocate`, which is freed when it is dropped.
 
-    It is freed when it is dropped.
+    No Python function runs when it is made.
     """
 
     __slots__ = ()
@@ -571,7 +571,7 @@ def _free_later(session: Session, ptr: Any, stream: Stream, refused: Any) -> Non
 
 
 class _FreeDropped(Deferred):
-    """The free of a buffer that was dropped and could not be freed at once."""
+    """The deferred free of a buffer that was dropped."""
 
     __slots__ = ("_raw", "_session", "_stream", "_told")
 
@@ -623,7 +623,7 @@ def pool_of(buffer: Buffer) -> object:
 
 
 def past_caches(buffer: Buffer) -> Buffer:
-    """What holds a buffer's memory so that a free gives it back to the driver: the buffer itself, or one behind it.
+    """Buffer whose free releases the memory to the driver: the buffer itself, or the one behind a cached buffer.
 
     Memory of a cache leaves that for good; freeing the buffer frees the one behind it.
     """
@@ -631,7 +631,7 @@ def past_caches(buffer: Buffer) -> Buffer:
 
 
 def shared_state(buffer: Buffer) -> SharedState | None:
-    """What frees the buffer instead of a plain free; None where it was not shared."""
+    """State that frees a shared buffer; None for a buffer that was not shared."""
     return None if buffer._shared is None else buffer._shared[0]
 
 

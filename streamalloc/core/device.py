@@ -1,4 +1,4 @@
-"""A GPU: what it is, what it can do, and the streams and events made on it."""
+"""GPUs: properties, and the streams and events of one."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Device:
 
     @staticmethod
     def count(driver: Driver | None = None) -> int:
-        """How many devices a driver has (``cuDeviceGetCount``)."""
+        """Number of devices of a driver (``cuDeviceGetCount``)."""
         return int(Session.of(driver if driver is not None else default_driver()).call("cuDeviceGetCount"))
 
     @classmethod
@@ -126,7 +126,7 @@ class Device:
 
     @property
     def supports(self) -> Capabilities:
-        """What the device can do; a dataclass that prints as a table."""
+        """Capabilities of the device; a dataclass that prints as a table."""
         from streamalloc.core.capabilities import query_capabilities
 
         return query_capabilities(self._session, self.ordinal)

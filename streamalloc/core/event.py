@@ -30,7 +30,7 @@ class Spares(list[Any]):
     """A stream's events (``CUevent``) that were closed, for it to record again.
 
     Making an event costs twice as much as recording one, and may wait for the device where the driver has to make room.
-    A stream that waits goes on waiting for what the event stood for when it was told to (``cuStreamWaitEvent``).
+    A stream that waits for an event waits for the record before ``cuStreamWaitEvent``, also if it is recorded again.
     """
 
     __slots__ = ("open",)
@@ -41,17 +41,17 @@ class Spares(list[Any]):
         self.open = True
 
     def end_if_closed(self, session: Session) -> None:
-        """Destroy what was kept as another thread closed the stream."""
+        """Destroy all events if another thread has closed the stream."""
         if not self.open:
             self.end(session)
 
     def end(self, session: Session) -> None:
-        """Destroy them all, and take no more."""
+        """Destroy all events, and keep no more."""
         self.open = False
         self.destroy_all(session)
 
     def destroy_all(self, session: Session) -> None:
-        """Destroy those that are kept now."""
+        """Destroy the events that are kept now."""
         while self:
             try:
                 raw = self.pop()
@@ -85,7 +85,7 @@ class Event(Closes):
     __slots__ = ("__weakref__", "_capture", "_raw", "_session", "_spare", "device", "interprocess")
 
     interprocess: bool
-    """Whether other processes can open it."""
+    """True for an event that other processes can open."""
 
     def __init__(
         self, device: Device, *, timing: bool = False, blocking_sync: bool = False, interprocess: bool = False
@@ -172,7 +172,7 @@ class Event(Closes):
             self._session.give_back(self, "cuEventDestroy")
 
     def _kept_for_later(self) -> bool:
-        """Leave the driver's event for the next record, where it can be; whether that was done."""
+        """Keep the driver's event for the next record of its stream; returns False if it has to be destroyed."""
         spare = self._spare
         if spare is None or not spare.open or self._capture is not None or len(spare) >= spare.most:
             return False
@@ -189,7 +189,7 @@ class Event(Closes):
         raw = getattr(self, "_raw", None)
         if raw is None or not self._session.usable or self._kept_for_later():
             return
-        # What else is in the same garbage cycle may still look at it.
+        # Other objects of the same garbage cycle may still use the event.
         self._raw = None
         destroy_event(self._session, raw)
 
@@ -201,7 +201,7 @@ class Event(Closes):
 
 
 def is_done(result: Any, call: str) -> bool:
-    """What the answer to a query means."""
+    """Whether a query's answer says that the work is done; raises for an error."""
     if not result:
         return True
     if result == _NOT_READY:

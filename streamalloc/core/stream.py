@@ -1,8 +1,7 @@
-"""Streams: thin owners of the driver's, and the acceptance of everybody else's.
+"""Streams: our own, default streams, and those of other libraries.
 
-A stream is a queue of work that one device runs in order; an event marks a point in it. Both are what allocation and
-free are ordered by. Kernels and graph building are other libraries' business: their streams are accepted wherever
-ours are (:func:`as_stream`).
+A stream is a queue of work that one device runs in order; an event marks a point in it. Both order allocations and
+frees. Streams of other libraries are accepted wherever ours are (:func:`as_stream`).
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ _INVALID_HANDLE = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
 
 
 class _Kind(enum.Enum):
-    """Owner of the driver's stream. It is said when the object is made, and stays."""
+    """Owner of the driver's stream, which never changes."""
 
     MADE = enum.auto()
     """The package made the stream (``cuStreamCreateWithPriority``), and alone destroys it."""
@@ -147,7 +146,7 @@ class Stream(Closes):
         # Before it has the handle: the finaliser of a stream whose making was interrupted looks at the kind.
         self._kind = kind
         self._owner = owner
-        """What keeps the driver's stream alive; referenced, never called."""
+        """Object that keeps the driver's stream alive."""
         self._plain = plain
         """Whether fast paths may take the stream as long as nothing else forbids it."""
         self._session = device._session
@@ -175,19 +174,19 @@ class Stream(Closes):
         self._lists: Mapping[object, Any] = _NO_LISTS
         """By cache, the lists of memory for this stream that fast paths take from; none where they may not."""
         self._endings: tuple[Deferred, ...] = ()
-        """What ends before the stream is closed."""
+        """Items that end before the stream is closed."""
         self._owed: list[Deferred] = []
-        """What is attempted before anything more is queued, see :func:`queue_behind`."""
+        """Items to attempt before more work is queued, see :func:`queue_behind`."""
         self._paying: list[int] = []
-        """The threads that do so."""
+        """Identifiers of the threads that attempt them."""
 
     def _open(self, *, non_blocking: bool = False) -> None:
         number = self._number = int(self._raw)
-        # The legacy stream is never captured, and of our own we know.
+        # The legacy stream is never captured, and captures of our own streams are recorded here.
         self._foreign_captures = self._kind is _BORROWED or number == _PER_THREAD
-        # Whether a query sees all that later work would wait for: that of a blocking stream does not see what the
-        # legacy stream has to do, while the legacy stream's sees the work of all blocking streams. Where order is
-        # checked nobody asks: what is found must not hang on how far a stream happens to be.
+        # A query of a blocking stream does not see the work of the legacy stream, for which later work waits; a query
+        # of the legacy stream sees the work of all blocking streams. A driver that checks order gets no queries: its
+        # findings must not depend on the progress of a stream.
         self._sees_all = (non_blocking or number in (0, _LEGACY)) and self._session.shared is None
         self._closed = False
         self._allow_direct()
@@ -283,7 +282,7 @@ class Stream(Closes):
         return self._number
 
     def _tell_lent(self, raw: Any, used: bool) -> None:
-        """Tell a driver that checks stream order that other code has the stream; ``used``: that it uses it."""
+        """Notify a driver that checks stream order that other code has the stream, or (``used``) queues work on it."""
         lent = self._session.lent
         if lent is not None:
             with self._context():
@@ -305,8 +304,8 @@ class Stream(Closes):
         return int(self._call("cuStreamIsCapturing")) != 0
 
     def _captured(self) -> bool:
-        """What :attr:`capturing` says, without a driver call where we know it ourselves."""
-        # Of the streams made here we know; other code may capture its own and the default streams without our knowing.
+        """Whether the stream is being captured, without a driver call for a stream that was made here."""
+        # A capture of other code on its own stream, or on a default stream, is not recorded here.
         return self._capture is not None or (self._kind is not _MADE and self.capturing)
 
     def _refuse_capture(self, call: str, why: str) -> None:
@@ -345,7 +344,7 @@ class Stream(Closes):
         self._paying.append(me)
         try:
             for item in items or tuple(self._owed):
-                # Where the driver refuses, it is tried again.
+                # If the driver refuses, the item is attempted again.
                 with contextlib.suppress(CudaError), self._session.relaxed():
                     if item.attempt():
                         with contextlib.suppress(ValueError):  # another thread was faster
@@ -582,7 +581,7 @@ class Stream(Closes):
             if self.closed:  # by another thread meanwhile
                 return
             for item in self._endings:
-                # Where the driver refuses, it is tried again later.
+                # If the driver refuses, the item is attempted again later.
                 with contextlib.suppress(CudaError):
                     deferred_queue(self._session).end(item)
             self._endings = ()
@@ -782,7 +781,7 @@ def stream_call(stream: Stream, name: str, *args: Any, hint: str = "") -> Any:
 
 
 def direct_view(stream: StreamLike, session: Session) -> tuple[Any | None, bool]:
-    """What :func:`direct_handle` and :func:`sees_all_work` say, for fast paths."""
+    """The results of :func:`direct_handle` and :func:`sees_all_work`, for fast paths."""
     if type(stream) is Stream and stream._direct is session:
         return stream._handle, stream._sees_all
     return None, False
