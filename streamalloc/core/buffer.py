@@ -172,7 +172,6 @@ class Allocator(Unique):
                 handle = None
         if handle is None or type(nbytes) is not int:
             return self._allocate_slowly(nbytes, stream)
-        # The buffer is there before its memory: a signal handler that raises can lose the memory only in the call.
         buffer: Buffer = PlainBuffer()
         buffer._nbytes = nbytes
         buffer._stream = kept
@@ -382,11 +381,12 @@ class Buffer(Memory, Closes):
         if ptr is None or handle is None or still_imported is not _DEFER:
             shared = self._shared
             ordered = self._stream if stream is None else stream
-            if shared is not None and still_imported is _DEFER and direct_handle(ordered, self._allocator._session):
+            direct = shared is not None and direct_handle(ordered, self._allocator._session) is not None
+            if shared is not None and direct and still_imported is _DEFER:
                 # ``free`` makes the checks of the slow path itself.
                 return shared[0].free(self, ordered, still_imported, timeout)  # type: ignore[arg-type]
             return self._free_slowly(stream, still_imported, timeout)
-        # From here to the driver nothing is called that a signal handler could interrupt: the memory is freed once.
+        # Taken first, so that two threads do not both free the memory.
         self._ptr = None
         try:
             result = self._allocator._free(ptr, handle)[0]
@@ -637,7 +637,6 @@ def shared_state(buffer: Buffer) -> SharedState | None:
 
 def set_shared(buffer: Buffer, state: SharedState) -> None:
     """Have ``state`` free the buffer from now on."""
-    # No call between these that a signal handler could interrupt.
     buffer._shared = (state, buffer._live() if buffer._ptr is None else buffer._ptr)
     buffer._ptr = None
 
@@ -647,7 +646,7 @@ def free_shared(buffer: Buffer, stream: Stream, handle: Any) -> None:
     shared = buffer._shared
     if shared is None:
         raise ClosedError(f"this buffer of {size_text(buffer._nbytes)} was freed already")
-    # From here to the driver nothing is called that a signal handler could interrupt: the memory is freed once.
+    # Taken first, so that two threads do not both free the memory.
     buffer._shared = None
     try:
         result = buffer._allocator._free(shared[1], handle)[0]

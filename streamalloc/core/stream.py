@@ -213,7 +213,7 @@ class Stream(Closes):
         handle
             The driver's ``CUstream`` as a number; 0, 1 and 2 are the default streams.
         owner
-            What the stream lives as long as; it is referenced. None where the caller sees to that.
+            An object that keeps the driver's stream alive; it is referenced. None if the caller does that.
         direct
             Whether allocations may go straight to the driver as on a stream of :meth:`Device.create_stream`, and be
             cached for it. The caller has to check before each that the stream is not being captured. No difference
@@ -624,7 +624,6 @@ class Stream(Closes):
             self._forbid_direct()
             self._spare.end(self._session)
             destroy = self._session.driver.cuStreamDestroy
-            # From here to the driver nothing is called that a signal handler could interrupt.
             self._raw = None
             result = destroy(raw)[0]
             if result:
@@ -658,9 +657,9 @@ _host_functions: dict[int, Any] = {}
 
 
 def queue_behind(stream: Stream, item: Deferred) -> None:
-    """Have ``item`` end before anything more is queued on ``stream``, or at a point of work. Called by finalisers.
+    """Submit ``item``, and attempt it before more work is queued on ``stream``. Called by finalisers.
 
-    Two threads may attempt it at once, which must be as good as once.
+    Two threads may attempt the item at once: it has to allow that.
     """
     deferred_queue(stream._session).submit(item)
     stream._owed.append(item)
@@ -668,10 +667,10 @@ def queue_behind(stream: Stream, item: Deferred) -> None:
 
 
 def settle(stream: Stream, item: Deferred, *others: Stream | None) -> None:
-    """Attempt now what was given to :func:`queue_behind`. Called by finalisers, which hold what the item releases.
+    """Attempt an item of :func:`queue_behind` now. Called by finalisers, which hold the object that the item releases.
 
-    ``others`` are the streams that the item uses, too. Nothing is done where another thread closes one of them, begins
-    a capture or uses them for something that ends later: a finaliser waits for no lock.
+    ``others`` are further streams that the item uses. Nothing is done while another thread closes one of the streams,
+    begins a capture, or attempts an item on them: a finaliser waits for no lock.
     """
     with deferred_queue(stream._session).unless_busy() as free, contextlib.ExitStack() as held:
         for one in (stream, *others):
@@ -687,11 +686,11 @@ def as_stream(stream: StreamLike, session: Session) -> Stream:
     Raises
     ------
     TypeError
-        It is no stream.
+        The object is no stream.
     ValueError
-        It is a stream of another driver. One of another device of the same driver is fine, as it is for the driver.
+        The stream belongs to another driver. Streams of other devices of the same driver are accepted.
     ClosedError
-        It was closed.
+        The stream was closed.
     """
     if isinstance(stream, Stream):
         if stream._session is not session:
@@ -756,7 +755,7 @@ SETTLERS.append(_destroy_spare_events)
 def direct_handle(stream: StreamLike, session: Session) -> Any | None:
     """The driver's ``CUstream`` where calls may go straight to the driver of ``session``; None where they may not.
 
-    They may on an open stream of our own that is not captured.
+    That is an open stream of our own that is not being captured.
     """
     return stream._handle if type(stream) is Stream and stream._direct is session else None
 
@@ -788,7 +787,7 @@ def direct_view(stream: StreamLike, session: Session) -> tuple[Any | None, bool]
 
 
 def sees_all_work(stream: Stream) -> bool:
-    """Whether a query of the stream sees all that later work in it would wait for, and is to be made."""
+    """Whether a query of the stream covers all work that later work of the stream waits for."""
     return stream._sees_all
 
 
@@ -799,19 +798,19 @@ def refuse_capture(stream: Stream, call: str, why: str) -> None:
 
 @contextlib.contextmanager
 def ordered_after(stream: Stream) -> Iterator[Stream]:
-    """The stream itself; where it was closed, a stream that comes after its work, for the length of the block.
+    """A block with the stream itself; if it was closed, with a new stream that comes after its work.
 
-    A per-thread default stream counts as closed: what ends later does so on any thread, where its handle names another
-    stream. Meanwhile no other thread closes the stream or begins to capture it: what ends later uses streams that their
-    owners may be closing. No capture of ours begins at all where it is a default stream: work on it would break some.
+    A per-thread default stream counts as closed: deferred items end on any thread, where its handle stands for another
+    stream. In the block no other thread closes the stream or begins to capture it. For a default stream, on which work
+    breaks captures of other streams, no capture of ours begins at all.
 
     Raises
     ------
     CaptureError
-        It is being captured.
+        The stream is being captured.
     """
     if not stream._closed:
-        stream._checked_raw()  # what is owed may need the locks of other streams
+        stream._checked_raw()  # items that are owed may need the locks of other streams
     with _kept(stream):
         if not (stream._closed or stream._number == _PER_THREAD):
             stream._refuse_capture("cuMemFreeAsync", "try again once that has ended")
@@ -822,17 +821,17 @@ def ordered_after(stream: Stream) -> Iterator[Stream]:
 
 
 def end_of(stream: Stream) -> list[Event]:
-    """A list that gets an event after all work of a stream, once that is closed or dropped.
+    """The list that gets an event after all work of a stream when the stream is closed or dropped.
 
-    It stays empty where the driver refuses to record one.
+    The list stays empty if the driver refuses to record the event.
     """
     return stream._last
 
 
 @contextlib.contextmanager
 def ordered_after_end(device: Device, last: Sequence[Event]) -> Iterator[Stream]:
-    """A stream for the length of the block, which comes after the work of one that has ended: see :func:`end_of`."""
-    # A stream for this alone: a default stream would make others wait as well.
+    """A block with a new stream, which comes after the work of a stream that has ended: see :func:`end_of`."""
+    # A default stream would make blocking streams wait as well.
     with device.create_stream() as substitute:
         if last and not last[0].closed:
             substitute.wait(last[0])
@@ -842,11 +841,11 @@ def ordered_after_end(device: Device, last: Sequence[Event]) -> Iterator[Stream]
 
 
 _made_here: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.WeakSet())
-"""The streams that were created here."""
+"""Open and closed streams of :meth:`Device.create_stream`."""
 
 
 def events_of_all(session: Session) -> list[Event]:
-    """Events after what each open stream of ours has queued, but for those that are being captured."""
+    """Events after the queued work of each open stream of ours that is not being captured."""
     streams: list[Stream] = []
     # Another thread may create one meanwhile.
     while not streams and _made_here(session):
@@ -862,11 +861,11 @@ def events_of_all(session: Session) -> list[Event]:
 
 @contextlib.contextmanager
 def may_queue(stream: Stream, *, mine: bool = False) -> Iterator[bool]:
-    """Whether what ends later may queue a record or a wait on a stream, which would break a capture of it.
+    """A block whose value says whether a deferred item may queue a record or a wait on a stream.
 
-    During the block no other thread closes it or begins to capture it through this library. A stream that other code
-    may capture is used by none but the thread whose it is: ``mine``, or that is about to queue something on it, see
-    :func:`queue_behind`.
+    These calls would break a capture of the stream. In the block no other thread closes the stream or begins to capture
+    it through this library. A stream that other code may capture is used by its own thread only: the caller's, if
+    ``mine`` is true, or one that is about to queue work on it, see :func:`queue_behind`.
     """
     mine = mine or stream._kind is _MADE or threading.get_ident() in stream._paying
     with _kept(stream):
@@ -874,12 +873,12 @@ def may_queue(stream: Stream, *, mine: bool = False) -> Iterator[bool]:
 
 
 def record_uncaptured(stream: Stream) -> Event | None:
-    """An event after what a stream has queued, also one of another library; None while it is being captured."""
+    """An event after the queued work of a stream of any library; None while the stream is being captured."""
     with _kept(stream):
         if stream.capturing:
             return None
         event = stream.record()
-        # Other code may have begun to capture it: the record does no harm there, and means nothing.
+        # If other code has begun a capture meanwhile, the record is a node of its graph.
         return None if stream.capturing else event
 
 
@@ -887,8 +886,8 @@ def record_uncaptured(stream: Stream) -> Event | None:
 def _kept(stream: Stream) -> Iterator[None]:
     """A block in which no other thread closes a stream or begins to capture it through this library.
 
-    No capture of ours begins at all where it is a default stream, on which work breaks those of blocking streams.
-    Nothing that is owed is attempted in the block, as that takes the locks of other streams.
+    For a default stream, on which work breaks captures of blocking streams, no capture of ours begins at all. Items
+    that the stream owes are not attempted in the block, as that takes the locks of other streams.
     """
     shared = stream._kind is _DEFAULT
     with deferred_queue(stream._session).no_capture("work on a default stream") if shared else stream._in_use:
@@ -901,12 +900,12 @@ def _kept(stream: Stream) -> Iterator[None]:
 
 
 def order_after_context(stream: Stream) -> None:
-    """Let later work of a stream wait for all that its device's context has queued so far."""
+    """Let later work of a stream wait for all queued work of its device's context."""
     stream.wait(context_event(stream.device))
 
 
 def order_handle_after(handle: int, ours: Stream) -> None:
-    """Let later work of a stream that other code names by its handle wait for all that ``ours`` has queued."""
+    """Let later work of the stream with a ``CUstream`` of other code wait for all queued work of ``ours``."""
     default = handle in _DEFAULT_HANDLES
     theirs = default_stream(ours.device, handle)._handle_in_context() if default else cuda.CUstream(handle)
     if theirs is None or not ours._order(theirs):
