@@ -1,3 +1,3 @@
-"""What all four areas share: devices, streams, events, graphs, memory, properties and errors."""
+"""The layer that all areas share: devices, streams, events, graphs, memory, properties and errors."""
 
 __all__: list[str] = []

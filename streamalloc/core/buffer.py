@@ -8,7 +8,6 @@ plain.
 from __future__ import annotations
 
 import abc
-import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
@@ -18,11 +17,20 @@ from streamalloc.core.deferred import Deferred, deferred_queue, work
 from streamalloc.core.device import Device
 from streamalloc.core.errors import LOST, CaptureError, ClosedError, CudaError, error_from, refused, size_text
 from streamalloc.core.html import Row
+from streamalloc.core.library_streams import kept_stream
 from streamalloc.core.memory import Memory
 from streamalloc.core.properties import MemLocation, MemLocationType, checked_size
 from streamalloc.core.resource import Closes, Unique
 from streamalloc.core.session import Session, refuse_after_fork
-from streamalloc.core.stream import Stream, StreamLike, as_stream, direct_handle, ordered_after
+from streamalloc.core.stream import (
+    NOT_CAPTURED,
+    Stream,
+    StreamLike,
+    as_stream,
+    direct_handle,
+    ordered_after,
+    queue_handle,
+)
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -55,6 +63,9 @@ StillImported: TypeAlias = Literal["defer", "wait", "raise", "ignore"]
 _POLICIES = ("defer", "wait", "raise", "ignore")
 _DEFER: StillImported = "defer"
 
+_RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+_GLOBAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+
 _IN_GRAPHS = (
     "an allocation in a capture becomes memory of the graph, which the driver takes from pools of device memory that "
     "were made without handle_types: allocate before the capture, or from such a pool. The capture goes on"
@@ -65,31 +76,31 @@ _FOREIGN_IN_CAPTURE = (
 
 
 class SharedState(abc.ABC):
-    """What frees a buffer that other processes may have open; set by :mod:`streamalloc.ipc` when it is shared."""
+    """Frees a buffer that other processes may have open; set by :mod:`streamalloc.ipc` when the buffer is shared."""
 
     __slots__ = ()
 
     @abc.abstractmethod
     def free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
-        """Free the memory after the work of ``stream``, see :meth:`Buffer.free`; or leave that for later."""
+        """Free the memory after the work of ``stream``, or defer the free; see :meth:`Buffer.free`."""
 
     @property
     def readers(self) -> int:
-        """How many other processes have the memory open."""
+        """Number of other processes that have the memory open."""
         return 0
 
     @abc.abstractmethod
     def drop(self, buffer: Buffer) -> None:
-        """Leave the memory of a dropped buffer for later. Called by the finaliser: it hands in and returns."""
+        """Submit the free of a dropped buffer to the deferred queue. Called by the finaliser."""
 
 
 class Allocator(Unique):
-    """Something that buffers are allocated from and return to."""
+    """Source of buffers: a memory pool, or a cache over one."""
 
     __slots__ = ("__weakref__", "_alloc", "_free", "_home", "_raw", "_session", "location")
 
     location: MemLocation
-    """Where the memory is."""
+    """Location of the memory."""
     _alloc_name = "cuMemAllocFromPoolAsync"
     """The driver function behind ``_alloc``, for errors."""
     _alloc: Any
@@ -102,7 +113,7 @@ class Allocator(Unique):
     def _bind(self, session: Session, alloc: Any, raw: Any) -> None:
         """Bind the two functions of the fast path. ``alloc`` takes size, ``raw`` and the stream's handle.
 
-        ``location`` is set before, and whatever tells whether the memory is managed.
+        ``location`` and the state of ``_is_managed`` are set before.
         """
         self._session = session
         location = self.location
@@ -115,7 +126,7 @@ class Allocator(Unique):
         watching_of(session).bound(self)
 
     def _watched_by(self, watchers: tuple[Watcher, ...]) -> None:
-        """Tell these of each allocation and free from now on; ``()`` for nobody."""
+        """Notify these watchers of each allocation and free from now on; ``()`` stops that."""
         watch(self, watchers)
 
     def allocate(self, nbytes: int, stream: StreamLike) -> Buffer:
@@ -146,21 +157,30 @@ class Allocator(Unique):
         ClosedError
             The pool or the stream was closed.
         """
-        try:
-            direct = stream._direct is self._session and type(nbytes) is int  # type: ignore[union-attr]
-        except AttributeError:
-            direct = False
-        if not direct:
+        session = self._session
+        kept = stream if type(stream) is Stream else kept_stream(stream, session)
+        if kept is None:
             return self._allocate_slowly(nbytes, stream)
-        # The buffer is there before its memory, so that nothing loses that but a signal handler which raises as the
-        # driver's function returns: what would help there costs a fifth of the call, see tests/package/test_signals.py.
+        handle = kept._handle
+        if kept._direct is not session:
+            if handle is None and kept._current is not None and session.cuCtxGetCurrent() == kept._current:
+                handle = kept._raw
+            # Memory that is allocated in a capture belongs to the graph.
+            if kept._session is not session or (
+                handle is not None and kept._foreign_captures and session.cuStreamIsCapturing(handle) != NOT_CAPTURED
+            ):
+                handle = None
+        if handle is None or type(nbytes) is not int:
+            return self._allocate_slowly(nbytes, stream)
         buffer: Buffer = PlainBuffer()
         buffer._nbytes = nbytes
-        buffer._stream = stream  # type: ignore[assignment]
+        buffer._stream = kept
         buffer._allocator = self
         buffer._shared = None
+        if kept is not stream:
+            buffer._owner = stream
         try:
-            result, buffer._ptr = self._alloc(nbytes, self._raw, stream._handle)  # type: ignore[union-attr]
+            result, buffer._ptr = self._alloc(nbytes, self._raw, handle)
         except OverflowError:
             checked_size("nbytes", nbytes)
             raise
@@ -187,7 +207,7 @@ class Allocator(Unique):
         return buffer
 
     def _try(self, buffer: Buffer) -> Any:
-        """Ask the driver for a buffer's memory; its ``CUresult``."""
+        """Allocate a buffer's memory from the driver; returns the ``CUresult``."""
         stream = buffer._stream
         raw = stream._checked_raw()
         alloc = self._alloc if type(buffer) is PlainBuffer else bare(self._alloc)
@@ -199,7 +219,7 @@ class Allocator(Unique):
         return result
 
     def _recover(self, result: Any, buffer: Buffer) -> None:
-        """Try once more where memory came back, or raise what the driver's answer means."""
+        """Allocate again if memory was released meanwhile; else raise the exception for ``result``."""
         if result != cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             in_graph = type(buffer) is GraphBuffer and result == cuda.CUresult.CUDA_ERROR_NOT_SUPPORTED
             raise error_from(result, self._alloc_name, f"{self._no_source()}; {_IN_GRAPHS}" if in_graph else "")
@@ -228,7 +248,7 @@ class Allocator(Unique):
         """Raise :class:`ClosedError` where nothing can be allocated any more."""
 
     def _make_room(self, stream: Stream) -> bool:
-        """Give back what can be given back, if the pool was told to; whether it is worth trying again."""
+        """Release unused memory if the pool is configured to; returns whether any may be free now."""
         return False
 
     def _figures(self, device: Device, capturing: bool) -> dict[str, Any]:
@@ -259,15 +279,17 @@ class Buffer(Memory, Closes):
     stream order. A buffer that is dropped is freed on the stream that it was allocated on.
     """
 
-    __slots__ = ("__weakref__", "_allocator", "_nbytes", "_ptr", "_shared", "_stream")
+    __slots__ = ("__weakref__", "_allocator", "_nbytes", "_owner", "_ptr", "_shared", "_stream")
 
     _allocator: Allocator
     _nbytes: int
     _ptr: Any
-    """The driver's ``CUdeviceptr``; None where a plain free will not do: the memory was freed, or shared."""
+    """``CUdeviceptr``; None once the memory was freed or shared."""
     _shared: tuple[SharedState, Any] | None
-    """Of memory that was shared what frees it, and its ``CUdeviceptr``."""
+    """State of shared memory and its ``CUdeviceptr``; else None."""
     _stream: Stream
+    _owner: object
+    """The library's stream, which the kept stream in ``_stream`` does not keep alive; else unset."""
 
     @property
     def _home(self) -> int | None:  # type: ignore[override]
@@ -278,27 +300,30 @@ class Buffer(Memory, Closes):
 
     @property
     def address(self) -> int:
-        """Where the memory begins; 0 where it is empty."""
+        """Address of the first byte; 0 for an empty buffer."""
         return int(self._live())
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes, as it was asked for."""
+        """Size in bytes, as requested."""
         return self._nbytes
 
     @property
     def stream(self) -> Stream:
-        """The stream it was allocated on. It orders every operation that names no other."""
-        return self._stream
+        """Stream of the allocation. It orders every operation that names no other stream."""
+        stream = self._stream
+        if stream._weak_owner is not None:
+            self._stream = stream = stream._holding()
+        return stream
 
     @property
     def owner(self) -> object:
-        """The pool that it was allocated from."""
+        """Pool of the allocation."""
         return self._allocator._pool_of(self)
 
     @property
     def location(self) -> MemLocation:
-        """Where the pool's memory is."""
+        """Location of the pool's memory."""
         return self._allocator.location
 
     @property
@@ -346,15 +371,22 @@ class Buffer(Memory, Closes):
             Another process has it open, with ``"raise"`` at once, with ``"wait"`` after ``timeout``. The buffer lives.
         """
         ptr = self._ptr
-        handle = self._stream._handle if stream is None else direct_handle(stream, self._allocator._session)
+        if stream is None:
+            kept = self._stream
+            handle = kept._handle
+            if handle is None and kept._current is not None and kept._session.cuCtxGetCurrent() == kept._current:
+                handle = kept._raw
+        else:
+            handle = queue_handle(stream, self._allocator._session)
         if ptr is None or handle is None or still_imported is not _DEFER:
             shared = self._shared
-            if shared is not None and handle is not None and still_imported is _DEFER:
-                # What is looked at on the slow path, it looks at itself.
-                ordered = self._stream if stream is None else stream
+            ordered = self._stream if stream is None else stream
+            direct = shared is not None and direct_handle(ordered, self._allocator._session) is not None
+            if shared is not None and direct and still_imported is _DEFER:
+                # ``free`` makes the checks of the slow path itself.
                 return shared[0].free(self, ordered, still_imported, timeout)  # type: ignore[arg-type]
             return self._free_slowly(stream, still_imported, timeout)
-        # From here to the driver nothing is called that a signal handler could interrupt: the memory is freed once.
+        # Taken first, so that two threads do not both free the memory.
         self._ptr = None
         try:
             result = self._allocator._free(ptr, handle)[0]
@@ -367,7 +399,7 @@ class Buffer(Memory, Closes):
             raise free_refused(result, self._ordered_on(stream))
 
     def close(self) -> None:
-        """Free the memory on its own stream if that was not done; idempotent. Leaving a ``with`` block does it."""
+        """Free the memory on its own stream, if it was not freed yet. The end of a ``with`` block calls this."""
         if self.freed:
             return
         if not self._stream.closed:
@@ -393,7 +425,7 @@ class Buffer(Memory, Closes):
             self._free_on(ordered)
 
     def _free_on(self, ordered: Stream) -> None:
-        """Free the memory, which was not shared, on a stream that has been looked at."""
+        """Free memory that was not shared, on a stream that was checked before."""
         with ordered._context():
             ptr = self._ptr
             self._ptr = None
@@ -411,7 +443,7 @@ class Buffer(Memory, Closes):
         return False
 
     def _past_caches(self) -> Buffer:
-        """What holds the memory so that a free gives it back to the driver."""
+        """Buffer whose free releases the memory to the driver."""
         return self
 
     def _about(self) -> Iterator[Row]:
@@ -444,9 +476,9 @@ class Buffer(Memory, Closes):
 
 
 class PlainBuffer(Buffer):
-    """What :meth:`Allocator.allocate` makes: a :class:`Buffer` whose making runs no Python function.
+    """A :class:`Buffer` of :meth:`Allocator.allocate`, which is freed when it is dropped.
 
-    It is freed when it is dropped.
+    No Python function runs when it is made.
     """
 
     __slots__ = ()
@@ -455,52 +487,36 @@ class PlainBuffer(Buffer):
 
     def __del__(self) -> None:
         try:
-            if self._ptr is None and self._shared is None:
-                return
-        except AttributeError:  # the call that was to allocate it raised
+            ptr = self._ptr
+        except AttributeError:  # the allocation raised
             return
-        session, shared = self._allocator._session, self._shared
-        try:
-            usable = session.usable
-        except BaseException:
-            self.__del__()  # once more: a signal handler has raised, and Python does not come again
-            raise
-        if not usable:
+        if ptr is None:
+            if self._shared is not None and self._allocator._session.usable:
+                self._shared[0].drop(self)
             return
-        if shared is not None:
-            shared[0].drop(self)
-            return
-        ptr, stream = self._ptr, self._stream
-        # Lists, which C fills before Python looks for signals again: what a handler raises loses neither.
-        taken: list[bool] = []
-        answers: list[Any] = []
-        called = asked = False
-        # Another finaliser of the same garbage cycle may still look at it, and must not free it again.
+        # Another finaliser of the same garbage cycle may still use the buffer.
         self._ptr = None
+        session, stream = self._allocator._session, self._stream
+        if session.forked or session._exiting():
+            return
+        exchange, dropping = session.cuThreadExchangeStreamCaptureMode, stream._dropping
+        mode = _GLOBAL
+        dropping.append(None)
         try:
-            # The owner of the stream may be closing it on another thread; who would have to wait for that hands in.
-            taken += map(stream._in_use.acquire, (False,))
-            if taken[0]:
-                handle = stream._handle
-                if handle is None:
-                    handle = stream._borrowed_handle()
-                if handle is not None:
-                    # In the relaxed mode it breaks no capture of other code that may be under way on this thread.
-                    with contextlib.suppress(CudaError), session.relaxed():
-                        calls = map(self._allocator._free, (ptr,), (handle,))
-                        called = True
-                        answers += calls
-        except BaseException as error:
-            asked = called and not answers and was_asked(self._allocator, ptr, error)
-            raise
+            # In the relaxed mode the free breaks no capture that is under way on this thread.
+            refused, mode = exchange(_RELAXED)
+            handle = stream._handle
+            if handle is None:
+                handle = stream._drop_handle()
+            if refused:
+                mode = _GLOBAL
+            elif handle is not None:
+                refused = self._allocator._free(ptr, handle)[0]
         finally:
-            if taken and taken[0]:
-                stream._in_use.release()
-            if answers:
-                result = answers[0][0]
-                asked = not result or isinstance(error_from(result, "cuMemFreeAsync"), LOST)
-            if not asked:
-                deferred_queue(session).submit(_FreeDropped(session, ptr, stream))
+            exchange(mode)
+            dropping.pop()
+        if handle is None or refused:
+            _free_later(session, ptr, self.stream, refused)
 
 
 PlainBuffer.__name__ = PlainBuffer.__qualname__ = "Buffer"
@@ -548,8 +564,14 @@ class GraphBuffer(Buffer):
         return capture is self._capture
 
 
+def _free_later(session: Session, ptr: Any, stream: Stream, refused: Any) -> None:
+    """Leave the free of a dropped buffer to the queue, unless the memory is lost with its context."""
+    if not (refused and isinstance(error_from(refused, "cuMemFreeAsync"), LOST)):
+        deferred_queue(session).submit(_FreeDropped(session, ptr, stream))
+
+
 class _FreeDropped(Deferred):
-    """The free of a buffer that was dropped and could not be freed at once."""
+    """The deferred free of a buffer that was dropped."""
 
     __slots__ = ("_raw", "_session", "_stream", "_told")
 
@@ -592,7 +614,7 @@ def allocate_safely(allocator: Allocator, nbytes: int, stream: Stream) -> Buffer
 def plain_parts(buffer: Buffer) -> tuple[Allocator, Any, int, Stream] | None:
     """Allocator, ``CUdeviceptr``, size and stream of plain memory that was neither shared nor freed; None of other."""
     ptr = buffer._ptr
-    return None if ptr is None else (buffer._allocator, ptr, buffer._nbytes, buffer._stream)
+    return None if ptr is None else (buffer._allocator, ptr, buffer._nbytes, buffer.stream)
 
 
 def pool_of(buffer: Buffer) -> object:
@@ -601,7 +623,7 @@ def pool_of(buffer: Buffer) -> object:
 
 
 def past_caches(buffer: Buffer) -> Buffer:
-    """What holds a buffer's memory so that a free gives it back to the driver: the buffer itself, or one behind it.
+    """Buffer whose free releases the memory to the driver: the buffer itself, or the one behind a cached buffer.
 
     Memory of a cache leaves that for good; freeing the buffer frees the one behind it.
     """
@@ -609,13 +631,12 @@ def past_caches(buffer: Buffer) -> Buffer:
 
 
 def shared_state(buffer: Buffer) -> SharedState | None:
-    """What frees the buffer instead of a plain free; None where it was not shared."""
+    """State that frees a shared buffer; None for a buffer that was not shared."""
     return None if buffer._shared is None else buffer._shared[0]
 
 
 def set_shared(buffer: Buffer, state: SharedState) -> None:
     """Have ``state`` free the buffer from now on."""
-    # No call between these that a signal handler could interrupt.
     buffer._shared = (state, buffer._live() if buffer._ptr is None else buffer._ptr)
     buffer._ptr = None
 
@@ -625,7 +646,7 @@ def free_shared(buffer: Buffer, stream: Stream, handle: Any) -> None:
     shared = buffer._shared
     if shared is None:
         raise ClosedError(f"this buffer of {size_text(buffer._nbytes)} was freed already")
-    # From here to the driver nothing is called that a signal handler could interrupt: the memory is freed once.
+    # Taken first, so that two threads do not both free the memory.
     buffer._shared = None
     try:
         result = buffer._allocator._free(shared[1], handle)[0]

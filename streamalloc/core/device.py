@@ -1,4 +1,4 @@
-"""A GPU: what it is, what it can do, and the streams and events made on it."""
+"""GPUs: properties, and the streams and events of one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from streamalloc.core.errors import unsupported
 from streamalloc.core.event import Event
 from streamalloc.core.properties import MemLocation
 from streamalloc.core.session import Session
-from streamalloc.core.stream import Stream
+from streamalloc.core.stream import Stream, default_stream
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import BINDINGS_VERSION, check_name, cuda, enum_member, version_that_added
 
@@ -67,9 +67,17 @@ class Device:
             )
         self.ordinal = ordinal
 
+    @classmethod
+    def _of(cls, ordinal: int, session: Session) -> Device:
+        """A device that the driver itself has named."""
+        device = cls.__new__(cls)
+        device._session = session
+        device.ordinal = ordinal
+        return device
+
     @staticmethod
     def count(driver: Driver | None = None) -> int:
-        """How many devices a driver has (``cuDeviceGetCount``)."""
+        """Number of devices of a driver (``cuDeviceGetCount``)."""
         return int(Session.of(driver if driver is not None else default_driver()).call("cuDeviceGetCount"))
 
     @classmethod
@@ -118,20 +126,20 @@ class Device:
 
     @property
     def supports(self) -> Capabilities:
-        """What the device can do; a dataclass that prints as a table."""
+        """Capabilities of the device; a dataclass that prints as a table."""
         from streamalloc.core.capabilities import query_capabilities
 
         return query_capabilities(self._session, self.ordinal)
 
     @property
     def default_stream(self) -> Stream:
-        """The legacy default stream, which waits for and holds up every blocking stream of the device."""
-        return Stream.of_handle(self, int(cuda.CU_STREAM_LEGACY), None)
+        """The legacy default stream, which waits for and holds up every blocking stream; the same object each time."""
+        return default_stream(self, int(cuda.CU_STREAM_LEGACY))
 
     @property
     def per_thread_stream(self) -> Stream:
         """The default stream of the thread that uses it."""
-        return Stream.of_handle(self, int(cuda.CU_STREAM_PER_THREAD), None)
+        return default_stream(self, int(cuda.CU_STREAM_PER_THREAD))
 
     @property
     def graph_memory(self) -> GraphMemory:
@@ -175,7 +183,7 @@ class Device:
             self._session.call("cuDeviceCanAccessPeer", self.ordinal, peer.ordinal)
         )
 
-    def create_stream(self, *, blocking: bool = False, priority: int = 0) -> Stream:
+    def create_stream(self, *, blocking: bool = False, priority: int = 0, name: str = "") -> Stream:
         """A new stream (``cuStreamCreateWithPriority``).
 
         Parameters
@@ -183,11 +191,15 @@ class Device:
         blocking
             Whether the stream waits for, and holds up, the legacy default stream.
         priority
-            Lower numbers run first; the driver clamps to what the device offers.
+            Lower numbers run first; the driver clamps to the range of the device.
+        name
+            A name for error messages, reports and ``repr``. It need not be unique.
         """
         if not isinstance(priority, int):
             raise TypeError(f"priority must be an integer, not {type(priority).__name__}")
-        return Stream._create(self, blocking, priority)
+        if not isinstance(name, str):
+            raise TypeError(f"name must be a string, not {type(name).__name__} ({name!r})")
+        return Stream._create(self, blocking, priority, name)
 
     def create_event(self, *, timing: bool = False, blocking_sync: bool = False, interprocess: bool = False) -> Event:
         """A new event; see :class:`Event` for the options."""

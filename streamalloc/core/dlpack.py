@@ -87,7 +87,7 @@ class Window(np.ndarray[Any, Any]):
 _windows: dict[tuple[int, int], Window] = {}
 _for_ever: list[_Managed] = []
 cuda_windows: dict[int | None, Window] = {}
-"""Those of GPUs that were made already, by ordinal."""
+"""Windows of GPUs, by ordinal."""
 
 
 def _window(device: tuple[int, int]) -> Window:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from streamalloc.core.device import Device
     from streamalloc.core.graph import Capture
 
-__all__ = ["Event", "EventLike", "Spares", "context_event", "foreign_event", "is_done", "opened_event"]
+__all__ = ["Event", "EventLike", "Spares", "context_event", "destroy_event", "foreign_event", "is_done", "opened_event"]
 
 _NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
 
@@ -30,7 +30,7 @@ class Spares(list[Any]):
     """A stream's events (``CUevent``) that were closed, for it to record again.
 
     Making an event costs twice as much as recording one, and may wait for the device where the driver has to make room.
-    A stream that waits goes on waiting for what the event stood for when it was told to (``cuStreamWaitEvent``).
+    A stream that waits for an event waits for the record before ``cuStreamWaitEvent``, also if it is recorded again.
     """
 
     __slots__ = ("open",)
@@ -41,21 +41,30 @@ class Spares(list[Any]):
         self.open = True
 
     def end_if_closed(self, session: Session) -> None:
-        """Destroy what was kept as another thread closed the stream."""
+        """Destroy all events if another thread has closed the stream."""
         if not self.open:
             self.end(session)
 
     def end(self, session: Session) -> None:
-        """Destroy them all, and take no more."""
+        """Destroy all events, and keep no more."""
         self.open = False
+        self.destroy_all(session)
+
+    def destroy_all(self, session: Session) -> None:
+        """Destroy the events that are kept now."""
         while self:
             try:
                 raw = self.pop()
             except IndexError:  # another thread took it
                 return
-            result = session.driver.cuEventDestroy(raw)[0]
-            if result:
-                refused_to_end(session, "cuEventDestroy", raw, result)
+            destroy_event(session, raw)
+
+
+def destroy_event(session: Session, raw: Any) -> None:
+    """Destroy a ``CUevent`` now, or later if the driver refuses (``cuEventDestroy``)."""
+    result = session.driver.cuEventDestroy(raw)[0]
+    if result:
+        refused_to_end(session, "cuEventDestroy", raw, result)
 
 
 class Event(Closes):
@@ -76,7 +85,7 @@ class Event(Closes):
     __slots__ = ("__weakref__", "_capture", "_raw", "_session", "_spare", "device", "interprocess")
 
     interprocess: bool
-    """Whether other processes can open it."""
+    """True for an event that other processes can open."""
 
     def __init__(
         self, device: Device, *, timing: bool = False, blocking_sync: bool = False, interprocess: bool = False
@@ -163,7 +172,7 @@ class Event(Closes):
             self._session.give_back(self, "cuEventDestroy")
 
     def _kept_for_later(self) -> bool:
-        """Leave the driver's event for the next record, where it can be; whether that was done."""
+        """Keep the driver's event for the next record of its stream; returns False if it has to be destroyed."""
         spare = self._spare
         if spare is None or not spare.open or self._capture is not None or len(spare) >= spare.most:
             return False
@@ -180,11 +189,9 @@ class Event(Closes):
         raw = getattr(self, "_raw", None)
         if raw is None or not self._session.usable or self._kept_for_later():
             return
-        # What else is in the same garbage cycle may still look at it.
+        # Other objects of the same garbage cycle may still use the event.
         self._raw = None
-        result = self._session.driver.cuEventDestroy(raw)[0]
-        if result:
-            refused_to_end(self._session, "cuEventDestroy", raw, result)
+        destroy_event(self._session, raw)
 
     def __repr__(self) -> str:
         raw = getattr(self, "_raw", None)
@@ -194,7 +201,7 @@ class Event(Closes):
 
 
 def is_done(result: Any, call: str) -> bool:
-    """What the answer to a query means."""
+    """Whether a query's answer says that the work is done; raises for an error."""
     if not result:
         return True
     if result == _NOT_READY:

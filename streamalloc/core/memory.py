@@ -21,10 +21,11 @@ from streamalloc.core import dlpack
 from streamalloc.core.elements import Index, fill_steps, interface_type, part_of, to_element
 from streamalloc.core.errors import ClosedError, error_from
 from streamalloc.core.html import Row, Shown, mib, place
+from streamalloc.core.library_streams import kept_stream
 from streamalloc.core.properties import MemLocation, MemLocationType
 from streamalloc.core.resource import Unique
 from streamalloc.core.session import Session
-from streamalloc.core.stream import Stream, StreamLike, as_stream, direct_handle, order_handle_after
+from streamalloc.core.stream import Stream, StreamLike, as_stream, order_handle_after, queue_handle
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ OtherT = TypeVar("OtherT", bound=np.generic)
 _kinds: set[type] = set()
 _cuda_windows = dlpack.cuda_windows
 _Array = np.ndarray
-# What the driver answers to a copy of pool memory while the context of another device is current.
+# The driver's answer to a copy of pool memory while the context of another device is current.
 _WRONG_CONTEXT = cuda.CUresult.CUDA_ERROR_INVALID_VALUE
 
 
@@ -59,11 +60,11 @@ class Memory(Unique, Shown, abc.ABC):
 
     # The plain state, for fast paths. They look at the pointer first: where it is None the others may be missing.
     _ptr: Any = None
-    """What the driver takes as the pointer, a ``CUdeviceptr`` or a number; None where only the slow path will do."""
+    """Pointer for the driver, ``CUdeviceptr`` or int; None for the slow path."""
     _nbytes: int
     _stream: Stream
     _home: int | None = None
-    """The ordinal of the device that owns the memory; None for what is elsewhere, migrates, or is not known."""
+    """Ordinal of the owning device; None for host, managed or unknown memory."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -72,7 +73,7 @@ class Memory(Unique, Shown, abc.ABC):
     @property
     @abc.abstractmethod
     def address(self) -> int:
-        """Where the memory begins; 0 where it is empty. Raises :class:`ClosedError` after it was freed."""
+        """Address of the first byte; 0 for empty memory. Raises :class:`ClosedError` after it was freed."""
 
     @property
     @abc.abstractmethod
@@ -87,12 +88,12 @@ class Memory(Unique, Shown, abc.ABC):
     @property
     @abc.abstractmethod
     def location(self) -> MemLocation:
-        """Where the memory is."""
+        """Location of the memory."""
 
     @property
     @abc.abstractmethod
     def owner(self) -> object:
-        """What the memory belongs to: a pool, a graph, or the memory that this is a view of."""
+        """Owner of the memory: a pool, a graph, or the memory that this is a view of."""
 
     @property
     @abc.abstractmethod
@@ -126,7 +127,9 @@ class Memory(Unique, Shown, abc.ABC):
         ptr = self._ptr
         if ptr is not None and width is None and type(value) is int and 0 <= value < 256:
             own, nbytes = self._stream, self._nbytes
-            handle = own._handle if stream is None else direct_handle(stream, own._session)
+            handle = own._handle if stream is None else None
+            if handle is None:
+                handle = queue_handle(own if stream is None else stream, own._session)
             if handle is not None and nbytes:
                 result = own._session.cuMemsetD8Async(ptr, value, nbytes, handle)[0]
                 if result:
@@ -232,7 +235,7 @@ class Memory(Unique, Shown, abc.ABC):
         return TypedView(self, kind, sizes)
 
     def used(self, stream: StreamLike | None = None, *, write: bool = True, on_host: bool = False) -> None:
-        """Tell a driver that checks stream order of a use that it does not see, such as a kernel of another library.
+        """Report a use to a driver that checks stream order, such as a kernel of another library.
 
         With any other driver nothing happens; see :func:`streamalloc.driver.checked`.
 
@@ -392,10 +395,10 @@ class Memory(Unique, Shown, abc.ABC):
             handle = dlpack.LEGACY_STREAM if stream is None else stream
             if handle != ours.handle:
                 order_handle_after(handle, ours)
-                # Who names no stream for memory that the host can reach, such as NumPy, is the host.
+                # A consumer that names no stream for memory that the host can reach, such as NumPy, is the host.
                 if self._session.listener is not None and not (stream is None and self.host_accessible):
                     self.used(Stream.of_handle(ours.device, handle, self), write=False)
-        # Who names no stream may use the address at once.
+        # A consumer that names no stream may use the address at once.
         unordered = on_host or stream == -1 or (stream is None and self.host_accessible)
         part = dlpack.part(self, self.address if unordered else self._at, self.nbytes, device)
         if self._read_only(on_host=on_host):
@@ -481,7 +484,7 @@ class BufferView(Memory):
 
     @property
     def address(self) -> int:
-        """Where the range begins.
+        """Address of the first byte.
 
         Raises
         ------
@@ -520,7 +523,7 @@ class BufferView(Memory):
 
     @property
     def location(self) -> MemLocation:
-        """Where the memory is."""
+        """Location of the memory."""
         return self._parent.location
 
     @property
@@ -847,12 +850,12 @@ class CopySide:
 
     @classmethod
     def readable(cls, source: object, session: Session) -> Self:
-        """What is copied from: memory of ours, of another library, or an object with the buffer protocol."""
+        """Source of a copy: memory of ours, of another library, or an object with the buffer protocol."""
         return cls._of_argument(source, session, "source", writable=False)
 
     @classmethod
     def writable(cls, target: object, session: Session) -> Self:
-        """What is copied to."""
+        """Target of a copy."""
         return cls._of_argument(target, session, "target", writable=True)
 
     @classmethod
@@ -921,7 +924,11 @@ def _copied(ours: Memory, other: Any, stream: StreamLike | None, writing: bool) 
     own, nbytes = ours._stream, ours._nbytes
     session = own._session
     ordered: Any = own if stream is None else stream
-    handle = own._handle if stream is None else direct_handle(stream, session)
+    if type(ordered) is not Stream:
+        ordered = kept_stream(ordered, session)
+        if ordered is None:
+            return False
+    handle = queue_handle(ordered, session)
     # An empty array has no address that the driver would take.
     if handle is None or not nbytes or ordered.device.ordinal != home:
         return False

@@ -1,8 +1,7 @@
-"""Streams: thin owners of the driver's, and the acceptance of everybody else's.
+"""Streams: our own, default streams, and those of other libraries.
 
-A stream is a queue of work that one device runs in order; an event marks a point in it. Both are what allocation and
-free are ordered by. Kernels and graph building are other libraries' business: their streams are accepted wherever
-ours are (:func:`as_stream`).
+A stream is a queue of work that one device runs in order; an event marks a point in it. Both order allocations and
+frees. Streams of other libraries are accepted wherever ours are (:func:`as_stream`).
 """
 
 from __future__ import annotations
@@ -14,14 +13,25 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Union, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, Union, cast
 
-from streamalloc.core.deferred import OFTEN, Deferred, deferred_queue, refused_to_end, work
+from streamalloc.core.deferred import OFTEN, Deferred, HandleEnd, deferred_queue, refused_to_end, work
 from streamalloc.core.errors import CaptureError, ClosedError, CudaError, NotReadyError, error_from, refused
-from streamalloc.core.event import Event, EventLike, Spares, context_event, foreign_event, is_done
+from streamalloc.core.event import Event, EventLike, Spares, context_event, destroy_event, foreign_event, is_done
+from streamalloc.core.library_streams import (
+    CuPyStreamLike,
+    NumbaStreamLike,
+    SupportsCudaStream,
+    TorchStreamLike,
+    device_of_library_stream,
+    handle_of_library_stream,
+    keep_stream,
+    kept_stream,
+    kept_streams,
+)
 from streamalloc.core.resource import Closes, finaliser
-from streamalloc.core.session import PerDriver, Session
-from streamalloc.driver.internal import cuda
+from streamalloc.core.session import PerDriver, Session, sessions
+from streamalloc.driver.internal import SETTLERS, cuda
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -30,13 +40,11 @@ if TYPE_CHECKING:
     from streamalloc.core.graph import Capture, CaptureMode, Graph
 
 __all__ = [
-    "CuPyStreamLike",
-    "NumbaStreamLike",
+    "NOT_CAPTURED",
     "Stream",
     "StreamLike",
-    "SupportsCudaStream",
-    "TorchStreamLike",
     "as_stream",
+    "default_stream",
     "direct_handle",
     "direct_view",
     "end_of",
@@ -47,6 +55,7 @@ __all__ = [
     "ordered_after",
     "ordered_after_end",
     "queue_behind",
+    "queue_handle",
     "raw_handle",
     "record_uncaptured",
     "refuse_capture",
@@ -55,33 +64,6 @@ __all__ = [
     "spare_events",
     "stream_call",
 ]
-
-
-class SupportsCudaStream(Protocol):
-    """An object with ``__cuda_stream__``, such as a stream of cuda.core: protocol version 0 and the handle."""
-
-    def __cuda_stream__(self) -> tuple[int, int]: ...
-
-
-class TorchStreamLike(Protocol):
-    """A stream of PyTorch."""
-
-    @property
-    def cuda_stream(self) -> int: ...
-
-
-class CuPyStreamLike(Protocol):
-    """A stream of CuPy."""
-
-    @property
-    def ptr(self) -> int: ...
-
-
-class NumbaStreamLike(Protocol):
-    """A stream of Numba."""
-
-    @property
-    def handle(self) -> Any: ...
 
 
 StreamLike: TypeAlias = Union["Stream", SupportsCudaStream, TorchStreamLike, CuPyStreamLike, NumbaStreamLike]
@@ -93,11 +75,13 @@ _LEGACY = 1
 _PER_THREAD = 2
 _DEFAULT_HANDLES = (0, _LEGACY, _PER_THREAD)
 _NO_LISTS: Mapping[object, Any] = MappingProxyType({})
+NOT_CAPTURED = (cuda.CUresult.CUDA_SUCCESS, cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+"""Answer of ``cuStreamIsCapturing`` for a stream that is not captured."""
 _INVALID_HANDLE = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
 
 
 class _Kind(enum.Enum):
-    """Owner of the driver's stream. It is said when the object is made, and stays."""
+    """Owner of the driver's stream, which never changes."""
 
     MADE = enum.auto()
     """The package made the stream (``cuStreamCreateWithPriority``), and alone destroys it."""
@@ -109,6 +93,7 @@ class _Kind(enum.Enum):
 
 _MADE = _Kind.MADE
 _DEFAULT = _Kind.DEFAULT
+_BORROWED = _Kind.BORROWED
 
 
 class Stream(Closes):
@@ -124,8 +109,11 @@ class Stream(Closes):
         "__weakref__",
         "_capture",
         "_closed",
+        "_current",
         "_direct",
+        "_dropping",
         "_endings",
+        "_foreign_captures",
         "_handle",
         "_in_use",
         "_kind",
@@ -140,21 +128,26 @@ class Stream(Closes):
         "_sees_all",
         "_session",
         "_spare",
+        "_weak_owner",
         "device",
+        "name",
     )
 
     device: Device
     """The device that runs the stream's work."""
+    name: str
+    """The name that :meth:`Device.create_stream` was given; empty for a stream without one."""
 
     def __init__(self, *_: object, **__: object) -> None:
         raise TypeError("a Stream is made by Device.create_stream, or borrowed by Stream.of_handle")
 
-    def _prepare(self, device: Device, kind: _Kind, raw: Any, owner: object, *, plain: bool) -> None:
+    def _prepare(self, device: Device, kind: _Kind, raw: Any, owner: object, *, plain: bool, name: str = "") -> None:
         self.device = device
+        self.name = name
         # Before it has the handle: the finaliser of a stream whose making was interrupted looks at the kind.
         self._kind = kind
         self._owner = owner
-        """What keeps the driver's stream alive; referenced, never called."""
+        """Object that keeps the driver's stream alive."""
         self._plain = plain
         """Whether fast paths may take the stream as long as nothing else forbids it."""
         self._session = device._session
@@ -167,32 +160,42 @@ class Stream(Closes):
         self._in_use = threading.RLock()
         """Held by who closes the stream or begins to capture it, and by what uses it on other threads than its owner's.
         """
-        # For fast paths: the handle, where calls may go straight to the driver, and the session of that driver.
+        # Fast paths, see streamalloc.core.session.
         self._handle: Any = None
+        """``CUstream``: calls that queue work may go straight to the driver; else None."""
+        self._current: Any = None
+        """Answer of ``cuCtxGetCurrent`` while calls on a default stream may go straight to the driver; else None."""
         self._direct: Session | None = None
+        """Session: allocations may go straight to the driver without a question; else None."""
+        self._weak_owner: Callable[[], object] | None = None
+        """Reference to the library's object of a kept stream; None for streams that hold their owner."""
+        self._dropping: list[None] = []
+        """An entry for each finaliser that frees memory on the stream now, for :meth:`close`."""
         self._raw = raw
         self._lists: Mapping[object, Any] = _NO_LISTS
         """By cache, the lists of memory for this stream that fast paths take from; none where they may not."""
         self._endings: tuple[Deferred, ...] = ()
-        """What ends before the stream is closed."""
+        """Items that end before the stream is closed."""
         self._owed: list[Deferred] = []
-        """What is attempted before anything more is queued, see :func:`queue_behind`."""
+        """Items to attempt before more work is queued, see :func:`queue_behind`."""
         self._paying: list[int] = []
-        """The threads that do so."""
+        """Identifiers of the threads that attempt them."""
 
     def _open(self, *, non_blocking: bool = False) -> None:
         number = self._number = int(self._raw)
-        # A query of a blocking stream does not see the work of the legacy stream, which later work would wait for;
-        # a query of the legacy stream sees the work of all blocking streams.
+        # The legacy stream is never captured, and captures of our own streams are recorded here.
+        self._foreign_captures = self._kind is _BORROWED or number == _PER_THREAD
+        # A query of a blocking stream does not see the work of the legacy stream, for which later work waits; a query
+        # of the legacy stream sees the work of all blocking streams.
         self._sees_all = non_blocking or number in (0, _LEGACY)
         self._closed = False
         self._allow_direct()
 
     @classmethod
-    def _create(cls, device: Device, blocking: bool, priority: int) -> Self:
+    def _create(cls, device: Device, blocking: bool, priority: int, name: str = "") -> Self:
         flags = cuda.CUstream_flags.CU_STREAM_DEFAULT if blocking else cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
         stream = cls.__new__(cls)
-        stream._prepare(device, _MADE, None, None, plain=True)
+        stream._prepare(device, _MADE, None, None, plain=True, name=name)
         with device.current():
             stream._session.create(stream, "_raw", "cuStreamCreateWithPriority", int(flags), priority)
         stream._open(non_blocking=not blocking)
@@ -210,33 +213,61 @@ class Stream(Closes):
         handle
             The driver's ``CUstream`` as a number; 0, 1 and 2 are the default streams.
         owner
-            What the stream lives as long as; it is referenced. None where the caller sees to that.
+            An object that keeps the driver's stream alive; it is referenced. None if the caller does that.
         direct
-            Whether calls may go straight to the driver as on a stream of :meth:`Device.create_stream`, and allocations
-            be cached for it. Whoever uses it asks first whether it is being captured. It makes no difference for
-            default streams.
+            Whether allocations may go straight to the driver as on a stream of :meth:`Device.create_stream`, and be
+            cached for it. The caller has to check before each that the stream is not being captured. No difference
+            for default streams, of which there is one object for each device.
         """
+        if handle in _DEFAULT_HANDLES:
+            return cast("Self", default_stream(device, handle))
         stream = cls.__new__(cls)
-        kind = _DEFAULT if handle in _DEFAULT_HANDLES else _Kind.BORROWED
-        stream._prepare(device, kind, cuda.CUstream(handle), owner, plain=direct and kind is not _DEFAULT)
+        stream._prepare(device, _BORROWED, cuda.CUstream(handle), owner, plain=direct)
         stream._open()
         return stream
 
     def _allow_direct(self) -> None:
-        # Other code may capture its own streams without our knowing, so those are looked at each time.
-        if self._plain and not (self._closed or self._capture or self._owed):
-            self._handle = self._raw
+        if self._closed or self._capture or self._owed:
+            return
+        if self._kind is _DEFAULT:
+            # The handle stands for a stream of whichever context is current.
+            self._current = (cuda.CUresult.CUDA_SUCCESS, self._session.context(self.device.ordinal))
+            return
+        self._handle = self._raw
+        if self._plain:
             self._direct = self._session
 
     def _forbid_direct(self) -> None:
         self._handle = None
+        self._current = None
         self._direct = None
         self._lists = _NO_LISTS
 
-    def _borrowed_handle(self) -> Any:
-        """The driver's ``CUstream`` where a finaliser may queue one call on a stream of other code; else None."""
-        may = self._kind is _Kind.BORROWED and not (self._closed or self._capture or self._owed)
-        return self._raw if may else None
+    def _handle_in_context(self) -> Any | None:
+        """``CUstream`` of a default stream if its context is the thread's current one (``cuCtxGetCurrent``)."""
+        current = self._current
+        return self._raw if current is not None and self._session.cuCtxGetCurrent() == current else None
+
+    def _drop_handle(self) -> Any | None:
+        """``CUstream`` of a default stream if a finaliser may free memory on it now.
+
+        A free on the legacy stream would break the capture of a blocking stream; ``cuStreamIsCapturing`` answers an
+        error then. The handle of a per-thread stream stands for another stream on each thread.
+        """
+        current, session = self._current, self._session
+        if current is None or self._number == _PER_THREAD or session.cuCtxGetCurrent() != current:
+            return None
+        return None if session.cuStreamIsCapturing(self._raw)[0] else self._raw
+
+    def _outlived(self) -> None:
+        """Close a kept stream whose library's object has died, and with it the driver's stream."""
+        if self._session.usable:
+            self.close()
+
+    def _holding(self) -> Stream:
+        """This stream, or for a kept one a stream that keeps the library's object alive."""
+        owner = self._weak_owner and self._weak_owner()
+        return self if owner is None else Stream.of_handle(self.device, self._number, owner)
 
     @property
     def handle(self) -> int:
@@ -251,7 +282,7 @@ class Stream(Closes):
         return self._number
 
     def _tell_lent(self, raw: Any, used: bool) -> None:
-        """Notify the listener that other code has the stream; ``used``: that it queues work there."""
+        """Notify the listener that other code has the stream, or (``used``) queues work on it."""
         listener = self._session.listener
         if listener is not None:
             with self._context():
@@ -273,8 +304,8 @@ class Stream(Closes):
         return int(self._call("cuStreamIsCapturing")) != 0
 
     def _captured(self) -> bool:
-        """What :attr:`capturing` says, without a driver call where we know it ourselves."""
-        # Of the streams made here we know; other code may capture its own and the default streams without our knowing.
+        """Whether the stream is being captured, without a driver call for a stream that was made here."""
+        # A capture of other code on its own stream, or on a default stream, is not recorded here.
         return self._capture is not None or (self._kind is not _MADE and self.capturing)
 
     def _refuse_capture(self, call: str, why: str) -> None:
@@ -313,7 +344,7 @@ class Stream(Closes):
         self._paying.append(me)
         try:
             for item in items or tuple(self._owed):
-                # Where the driver refuses, it is tried again.
+                # If the driver refuses, the item is attempted again.
                 with contextlib.suppress(CudaError), self._session.relaxed():
                     if item.attempt():
                         with contextlib.suppress(ValueError):  # another thread was faster
@@ -342,6 +373,8 @@ class Stream(Closes):
         were made here and closed are used again.
         """
         handle, spare = self._handle, self._spare
+        if handle is None:
+            handle = self._handle_in_context()
         if event is None and handle is not None and spare and not timing:
             again = Event.__new__(Event)
             again.device = self.device
@@ -366,7 +399,7 @@ class Stream(Closes):
         raw = self._checked_raw()
         if event is None:
             event = Event(self.device, timing=timing)
-            if self._handle is not None and not timing:
+            if not (self._closed or self._capture or timing):
                 event._spare = self._spare
         elif not isinstance(event, Event):
             raise TypeError(f"event must be an Event, not {type(event).__name__} ({event!r})")
@@ -382,15 +415,55 @@ class Stream(Closes):
 
         Events of cuda.core and of the bindings are taken too. The host does not wait (``cuStreamWaitEvent``).
         """
-        handle = self._handle
-        if type(other) is Event and other._capture is None and other._session is self._session:
-            raw = other._raw
-            if raw is not None and handle is not None:
-                result = self._session.cuStreamWaitEvent(handle, raw, 0)[0]
-                if result:
-                    raise error_from(result, "cuStreamWaitEvent")
-                return
+        handle, session = self._handle, self._session
+        if handle is None:
+            handle = self._handle_in_context()
+        if handle is not None:
+            if type(other) is Event:
+                raw = other._raw
+                if raw is not None and other._capture is None and other._session is session:
+                    result = session.cuStreamWaitEvent(handle, raw, 0)[0]
+                    if result:
+                        raise error_from(result, "cuStreamWaitEvent")
+                    return
+            else:
+                source = other if type(other) is Stream else kept_stream(other, session)
+                if source is not None and source._session is session and source._order(handle):
+                    return
         self._wait_slowly(other)
+
+    def _order(self, handle: Any) -> bool:
+        """Let the stream with this ``CUstream`` wait for all queued work, by an event that was used before.
+
+        Returns
+        -------
+        bool
+            False if there is no such event, or calls may not go straight to the driver.
+        """
+        spare, session, ours = self._spare, self._session, self._handle
+        if ours is None:
+            ours = self._handle_in_context()
+        if ours is None or not spare:
+            return False
+        try:
+            raw = spare.pop()
+        except IndexError:  # another thread took it
+            return False
+        result = None
+        try:
+            result, call = session.cuEventRecord(raw, ours)[0], "cuEventRecord"
+            if not result:
+                # The other stream goes on waiting for this record after the event is recorded again.
+                result, call = session.cuStreamWaitEvent(handle, raw, 0)[0], "cuStreamWaitEvent"
+        finally:
+            if result:
+                destroy_event(session, raw)
+            else:
+                spare.append(raw)
+                spare.end_if_closed(session)
+        if result and result != _INVALID_HANDLE:  # of an event whose context was reset
+            raise error_from(result, call)
+        return not result
 
     def _wait_slowly(self, other: Event | EventLike | StreamLike) -> None:
         self._checked_raw()
@@ -399,7 +472,8 @@ class Stream(Closes):
             self._call("cuStreamWaitEvent", foreign, 0)
             return
         if not isinstance(other, Event):
-            other = as_stream(cast("StreamLike", other), self._session).record()
+            ordered = as_stream(cast("StreamLike", other), self._session)
+            other = (kept_stream(other, self._session) or ordered).record()
         elif other._session is not self._session:
             raise ValueError(f"{other!r} belongs to another driver than {self!r}")
         if other._capture is None or other._capture is self._capture:
@@ -417,6 +491,8 @@ class Stream(Closes):
         gives back what exceeds the release threshold.
         """
         handle = self._handle
+        if handle is None:
+            handle = self._handle_in_context()
         if handle is not None:
             result = self._session.cuStreamSynchronize(handle)[0]
             if result:
@@ -428,6 +504,8 @@ class Stream(Closes):
     def query(self) -> bool:
         """Whether all work queued so far is done (``cuStreamQuery``)."""
         handle = self._handle
+        if handle is None:
+            handle = self._handle_in_context()
         if handle is not None:
             return is_done(self._session.cuStreamQuery(handle)[0], "cuStreamQuery")
         return self._query_slowly()
@@ -488,9 +566,9 @@ class Stream(Closes):
     def close(self) -> None:
         """End the use of the stream, and destroy it if :meth:`Device.create_stream` made it (``cuStreamDestroy``).
 
-        Queued work still runs. Buffers allocated on it stay valid. Idempotent.
+        Queued work still runs. Buffers allocated on it stay valid. Idempotent. Default streams stay open.
         """
-        if self._closed:
+        if self._closed or self._kind is _DEFAULT:
             return
         if self._capture is not None:
             raise refused(CaptureError, "cuStreamDestroy", "the stream is being captured; end the capture first")
@@ -503,18 +581,20 @@ class Stream(Closes):
             if self.closed:  # by another thread meanwhile
                 return
             for item in self._endings:
-                # Where the driver refuses, it is tried again later.
+                # If the driver refuses, the item is attempted again later.
                 with contextlib.suppress(CudaError):
                     deferred_queue(self._session).end(item)
             self._endings = ()
             # Buffers that remain need to know when the stream's work was done, to be freed after it.
             self._last.append(self.record())
             self._spare.end(self._session)
-            destroy = self._session.driver.cuStreamDestroy
+            # A finaliser enters itself before it reads the handle, so that none uses it after these lines.
             self._forbid_direct()
-            # From here to the driver nothing is called that a signal handler could interrupt.
             self._closed = True
-            result = destroy(self._raw)[0]
+            if self._dropping:
+                deferred_queue(self._session).submit(_LateEnd(self._session, self._raw, self._dropping))
+                return
+            result = self._session.driver.cuStreamDestroy(self._raw)[0]
         if result:
             refused_to_end(self._session, "cuStreamDestroy", self._raw, result)
             raise error_from(result, "cuStreamDestroy")
@@ -544,7 +624,6 @@ class Stream(Closes):
             self._forbid_direct()
             self._spare.end(self._session)
             destroy = self._session.driver.cuStreamDestroy
-            # From here to the driver nothing is called that a signal handler could interrupt.
             self._raw = None
             result = destroy(raw)[0]
             if result:
@@ -553,9 +632,23 @@ class Stream(Closes):
     def __repr__(self) -> str:
         if getattr(self, "_raw", None) is None:
             return "<Stream that could not be made>"
-        what = {0: "legacy default", _LEGACY: "legacy default", _PER_THREAD: "per-thread default"}.get(int(self._raw))
+        kind = {0: "legacy default", _LEGACY: "legacy default", _PER_THREAD: "per-thread default"}.get(int(self._raw))
+        name = f" {self.name!r}" if self.name else ""
         state = " closed" if self._closed else " capturing" if self._capture else ""
-        return f"<Stream {what or hex(int(self._raw))} of device {self.device.ordinal}{state}>"
+        return f"<Stream{name} {kind or hex(int(self._raw))} of device {self.device.ordinal}{state}>"
+
+
+class _LateEnd(HandleEnd):
+    """The end of a stream that was closed while finalisers on other threads freed memory on it."""
+
+    __slots__ = ("_dropping",)
+
+    def __init__(self, session: Session, raw: Any, dropping: list[None]) -> None:
+        super().__init__(session, "cuStreamDestroy", raw)
+        self._dropping = dropping
+
+    def attempt(self) -> bool:
+        return not self._dropping and super().attempt()
 
 
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -564,9 +657,9 @@ _host_functions: dict[int, Any] = {}
 
 
 def queue_behind(stream: Stream, item: Deferred) -> None:
-    """Have ``item`` end before anything more is queued on ``stream``, or at a point of work. Called by finalisers.
+    """Submit ``item``, and attempt it before more work is queued on ``stream``. Called by finalisers.
 
-    Two threads may attempt it at once, which must be as good as once.
+    Two threads may attempt the item at once: it has to allow that.
     """
     deferred_queue(stream._session).submit(item)
     stream._owed.append(item)
@@ -574,10 +667,10 @@ def queue_behind(stream: Stream, item: Deferred) -> None:
 
 
 def settle(stream: Stream, item: Deferred, *others: Stream | None) -> None:
-    """Attempt now what was given to :func:`queue_behind`. Called by finalisers, which hold what the item releases.
+    """Attempt an item of :func:`queue_behind` now. Called by finalisers, which hold the object that the item releases.
 
-    ``others`` are the streams that the item uses, too. Nothing is done where another thread closes one of them, begins
-    a capture or uses them for something that ends later: a finaliser waits for no lock.
+    ``others`` are further streams that the item uses. Nothing is done while another thread closes one of the streams,
+    begins a capture, or attempts an item on them: a finaliser waits for no lock.
     """
     with deferred_queue(stream._session).unless_busy() as free, contextlib.ExitStack() as held:
         for one in (stream, *others):
@@ -587,55 +680,17 @@ def settle(stream: Stream, item: Deferred, *others: Stream | None) -> None:
             stream._pay(item)
 
 
-def _by_protocol(stream: Any) -> int | None:
-    protocol = getattr(stream, "__cuda_stream__", None)
-    if protocol is None:
-        return None
-    version, handle = protocol() if callable(protocol) else protocol
-    if version != 0:
-        raise ValueError(f"{stream!r}: __cuda_stream__ version {version} is not known; version 0 is")
-    return int(handle)
-
-
-# How the streams of other libraries tell their handle, tried in this order.
-_HANDLE_OF: tuple[tuple[str, Callable[[Any], int | None]], ...] = (
-    ("__cuda_stream__", _by_protocol),
-    ("PyTorch's cuda_stream", lambda stream: getattr(stream, "cuda_stream", None)),
-    ("CuPy's ptr", lambda stream: getattr(stream, "ptr", None)),
-    ("Numba's handle", lambda stream: getattr(getattr(stream, "handle", None), "value", None)),
-    ("the bindings' CUstream", lambda stream: int(stream) if isinstance(stream, cuda.CUstream) else None),
-)
-
-
-def _foreign_handle(stream: object) -> int:
-    for _, handle_of in _HANDLE_OF:
-        handle = handle_of(stream)
-        if isinstance(handle, int):
-            return handle
-    known = ", ".join(name for name, _ in _HANDLE_OF)
-    raise TypeError(f"stream must be a Stream or an object that names its handle ({known}), not {stream!r}")
-
-
-def _device_named_by(stream: object) -> int | None:
-    """The device that a PyTorch or CuPy stream says it is of."""
-    for name in ("device_index", "device_id"):
-        number = getattr(stream, name, None)
-        if isinstance(number, int) and number >= 0:
-            return number
-    return None
-
-
 def as_stream(stream: StreamLike, session: Session) -> Stream:
     """``stream`` as a :class:`Stream` of ``session``'s driver.
 
     Raises
     ------
     TypeError
-        It is no stream.
+        The object is no stream.
     ValueError
-        It is a stream of another driver. One of another device of the same driver is fine, as it is for the driver.
+        The stream belongs to another driver. Streams of other devices of the same driver are accepted.
     ClosedError
-        It was closed.
+        The stream was closed.
     """
     if isinstance(stream, Stream):
         if stream._session is not session:
@@ -647,18 +702,51 @@ def as_stream(stream: StreamLike, session: Session) -> Stream:
         return stream
     from streamalloc.core.device import Device
 
-    raw = cuda.CUstream(_foreign_handle(stream))
-    if int(raw) in _DEFAULT_HANDLES:
-        # Such a handle names no device: its library may tell; else it is the device of the context that is current.
-        named = _device_named_by(stream)
-        ordinal = session.call("cuCtxGetDevice") if named is None else named
+    number = handle_of_library_stream(stream)
+    if number in _DEFAULT_HANDLES:
+        # The handle names no device: its library may; else it is the device of the current context.
+        named = device_of_library_stream(stream)
+        ordinal = int(session.call("cuCtxGetDevice")) if named is None else Device(named, driver=session.driver).ordinal
+        found = default_stream(Device._of(ordinal, session), number)
+        keep_stream(stream, number, found, session)
     else:
-        # Not cuStreamGetDevice: asking a stream that is captured for its device breaks the capture.
-        ordinal = session.device_of(session.call("cuStreamGetCtx", raw))
-    borrowed = Stream.of_handle(Device(int(ordinal), driver=session.driver), int(raw), stream)
+        known = kept_stream(stream, session)
+        if known is None:
+            # Not cuStreamGetDevice: asking a stream that is captured for its device breaks the capture.
+            ordinal = session.device_of(session.call("cuStreamGetCtx", cuda.CUstream(number)))
+            known = Stream.of_handle(Device._of(ordinal, session), number, None)
+            keep_stream(stream, number, known, session)
+        found = Stream.of_handle(known.device, number, stream)
     if not isinstance(stream, cuda.CUstream):
-        borrowed._tell_lent(raw, used=True)
-    return borrowed
+        found._tell_lent(found._raw, used=True)
+    return found
+
+
+_default_streams: PerDriver[dict[tuple[int, int], Stream]] = PerDriver(lambda _: {})
+"""Default streams by ordinal of the device and handle."""
+
+
+def default_stream(device: Device, handle: int) -> Stream:
+    """The default stream of a device by its handle: 0 and 1 are the legacy one, 2 is the per-thread one."""
+    streams = _default_streams(device._session)
+    found = streams.get((device.ordinal, handle))
+    if found is None:
+        found = Stream.__new__(Stream)
+        found._prepare(device, _DEFAULT, cuda.CUstream(handle), None, plain=False)
+        found._open()
+        found = streams.setdefault((device.ordinal, handle), found)
+    return found
+
+
+def _destroy_spare_events() -> None:
+    """Destroy the events that kept streams have for their next record, before a report of what is left."""
+    for session in sessions():
+        for stream in {*_default_streams(session).values(), *kept_streams(session)}:
+            if session.usable:
+                stream._spare.destroy_all(session)
+
+
+SETTLERS.append(_destroy_spare_events)
 
 
 # -- what the areas need of streams --------------------------------------------------------------------------
@@ -667,9 +755,18 @@ def as_stream(stream: StreamLike, session: Session) -> Stream:
 def direct_handle(stream: StreamLike, session: Session) -> Any | None:
     """The driver's ``CUstream`` where calls may go straight to the driver of ``session``; None where they may not.
 
-    They may on an open stream of our own that is neither captured nor a default stream.
+    That is an open stream of our own that is not being captured.
     """
     return stream._handle if type(stream) is Stream and stream._direct is session else None
+
+
+def queue_handle(stream: StreamLike, session: Session) -> Any | None:
+    """The driver's ``CUstream`` if calls that queue work may go straight to the driver; else None."""
+    known = stream if type(stream) is Stream else kept_stream(stream, session)
+    if known is None or known._session is not session:
+        return None
+    handle = known._handle
+    return known._handle_in_context() if handle is None else handle
 
 
 def raw_handle(stream: Stream) -> Any:
@@ -683,14 +780,14 @@ def stream_call(stream: Stream, name: str, *args: Any, hint: str = "") -> Any:
 
 
 def direct_view(stream: StreamLike, session: Session) -> tuple[Any | None, bool]:
-    """What :func:`direct_handle` and :func:`sees_all_work` say, for fast paths."""
+    """The results of :func:`direct_handle` and :func:`sees_all_work`, for fast paths."""
     if type(stream) is Stream and stream._direct is session:
         return stream._handle, stream._sees_all
     return None, False
 
 
 def sees_all_work(stream: Stream) -> bool:
-    """Whether a query of the stream sees all that later work in it would wait for, and is to be made."""
+    """Whether a query of the stream covers all work that later work of the stream waits for."""
     return stream._sees_all
 
 
@@ -701,19 +798,19 @@ def refuse_capture(stream: Stream, call: str, why: str) -> None:
 
 @contextlib.contextmanager
 def ordered_after(stream: Stream) -> Iterator[Stream]:
-    """The stream itself; where it was closed, a stream that comes after its work, for the length of the block.
+    """A block with the stream itself; if it was closed, with a new stream that comes after its work.
 
-    A per-thread default stream counts as closed: what ends later does so on any thread, where its handle names another
-    stream. Meanwhile no other thread closes the stream or begins to capture it: what ends later uses streams that their
-    owners may be closing. No capture of ours begins at all where it is a default stream: work on it would break some.
+    A per-thread default stream counts as closed: deferred items end on any thread, where its handle stands for another
+    stream. In the block no other thread closes the stream or begins to capture it. For a default stream, on which work
+    breaks captures of other streams, no capture of ours begins at all.
 
     Raises
     ------
     CaptureError
-        It is being captured.
+        The stream is being captured.
     """
     if not stream._closed:
-        stream._checked_raw()  # what is owed may need the locks of other streams
+        stream._checked_raw()  # items that are owed may need the locks of other streams
     with _kept(stream):
         if not (stream._closed or stream._number == _PER_THREAD):
             stream._refuse_capture("cuMemFreeAsync", "try again once that has ended")
@@ -724,17 +821,17 @@ def ordered_after(stream: Stream) -> Iterator[Stream]:
 
 
 def end_of(stream: Stream) -> list[Event]:
-    """A list that gets an event after all work of a stream, once that is closed or dropped.
+    """The list that gets an event after all work of a stream when the stream is closed or dropped.
 
-    It stays empty where the driver refuses to record one.
+    The list stays empty if the driver refuses to record the event.
     """
     return stream._last
 
 
 @contextlib.contextmanager
 def ordered_after_end(device: Device, last: Sequence[Event]) -> Iterator[Stream]:
-    """A stream for the length of the block, which comes after the work of one that has ended: see :func:`end_of`."""
-    # A stream for this alone: a default stream would make others wait as well.
+    """A block with a new stream, which comes after the work of a stream that has ended: see :func:`end_of`."""
+    # A default stream would make blocking streams wait as well.
     with device.create_stream() as substitute:
         if last and not last[0].closed:
             substitute.wait(last[0])
@@ -744,11 +841,11 @@ def ordered_after_end(device: Device, last: Sequence[Event]) -> Iterator[Stream]
 
 
 _made_here: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.WeakSet())
-"""The streams that were created here."""
+"""Open and closed streams of :meth:`Device.create_stream`."""
 
 
 def events_of_all(session: Session) -> list[Event]:
-    """Events after what each open stream of ours has queued, but for those that are being captured."""
+    """Events after the queued work of each open stream of ours that is not being captured."""
     streams: list[Stream] = []
     # Another thread may create one meanwhile.
     while not streams and _made_here(session):
@@ -769,11 +866,11 @@ def spare_events(stream: Stream) -> set[int]:
 
 @contextlib.contextmanager
 def may_queue(stream: Stream, *, mine: bool = False) -> Iterator[bool]:
-    """Whether what ends later may queue a record or a wait on a stream, which would break a capture of it.
+    """A block whose value says whether a deferred item may queue a record or a wait on a stream.
 
-    During the block no other thread closes it or begins to capture it through this library. A stream that other code
-    may capture is used by none but the thread whose it is: ``mine``, or that is about to queue something on it, see
-    :func:`queue_behind`.
+    These calls would break a capture of the stream. In the block no other thread closes the stream or begins to capture
+    it through this library. A stream that other code may capture is used by its own thread only: the caller's, if
+    ``mine`` is true, or one that is about to queue work on it, see :func:`queue_behind`.
     """
     mine = mine or stream._kind is _MADE or threading.get_ident() in stream._paying
     with _kept(stream):
@@ -781,12 +878,12 @@ def may_queue(stream: Stream, *, mine: bool = False) -> Iterator[bool]:
 
 
 def record_uncaptured(stream: Stream) -> Event | None:
-    """An event after what a stream has queued, also one of another library; None while it is being captured."""
+    """An event after the queued work of a stream of any library; None while the stream is being captured."""
     with _kept(stream):
         if stream.capturing:
             return None
         event = stream.record()
-        # Other code may have begun to capture it: the record does no harm there, and means nothing.
+        # If other code has begun a capture meanwhile, the record is a node of its graph.
         return None if stream.capturing else event
 
 
@@ -794,8 +891,8 @@ def record_uncaptured(stream: Stream) -> Event | None:
 def _kept(stream: Stream) -> Iterator[None]:
     """A block in which no other thread closes a stream or begins to capture it through this library.
 
-    No capture of ours begins at all where it is a default stream, on which work breaks those of blocking streams.
-    Nothing that is owed is attempted in the block, as that takes the locks of other streams.
+    For a default stream, on which work breaks captures of blocking streams, no capture of ours begins at all. Items
+    that the stream owes are not attempted in the block, as that takes the locks of other streams.
     """
     shared = stream._kind is _DEFAULT
     with deferred_queue(stream._session).no_capture("work on a default stream") if shared else stream._in_use:
@@ -808,17 +905,13 @@ def _kept(stream: Stream) -> Iterator[None]:
 
 
 def order_after_context(stream: Stream) -> None:
-    """Let later work of a stream wait for all that its device's context has queued so far."""
+    """Let later work of a stream wait for all queued work of its device's context."""
     stream.wait(context_event(stream.device))
 
 
 def order_handle_after(handle: int, ours: Stream) -> None:
-    """Let later work of a stream that other code names by its handle wait for all that ``ours`` has queued."""
-    session = ours._session
-    if handle in _DEFAULT_HANDLES or ours._handle is None:
+    """Let later work of the stream with a ``CUstream`` of other code wait for all queued work of ``ours``."""
+    default = handle in _DEFAULT_HANDLES
+    theirs = default_stream(ours.device, handle)._handle_in_context() if default else cuda.CUstream(handle)
+    if theirs is None or not ours._order(theirs):
         Stream.of_handle(ours.device, handle, ours).wait(ours)
-        return
-    event = ours.record()  # alive until the other stream waits: the driver's is used again after that
-    result = session.cuStreamWaitEvent(cuda.CUstream(handle), event._raw, 0)[0]
-    if result:
-        raise error_from(result, "cuStreamWaitEvent")

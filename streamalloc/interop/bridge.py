@@ -376,7 +376,8 @@ class FreeAfterAll(Deferred):
             stream = _asides_of(session_of(buffer)).stream(own.device)
             with context_event(own.device) as event:
                 stream.wait(event)
-            buffer.free(stream)
+            with contextlib.suppress(ClosedError):  # another attempt was faster
+                buffer.free(stream)
         return True
 
 

@@ -1,0 +1,187 @@
+"""Streams of other libraries: their types, their handles, and the :class:`Stream` that is kept for each of them.
+
+A library's stream is resolved once. The result is found again by the type of the library's object and by the handle
+that the object has now, so that a closed stream is not mistaken for the one that it was. It is valid while the object
+lives: a new stream may have the handle of a destroyed one. PyTorch makes a new object at each call; its entries are
+valid for as long as the process, as PyTorch never destroys a stream of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Hashable
+from operator import attrgetter, methodcaller
+from typing import Any, Protocol
+
+from streamalloc.core.session import Session
+from streamalloc.driver.internal import cuda
+
+__all__ = [
+    "CuPyStreamLike",
+    "NumbaStreamLike",
+    "SupportsCudaStream",
+    "TorchStreamLike",
+    "device_of_library_stream",
+    "handle_of_library_stream",
+    "keep_stream",
+    "kept_stream",
+    "kept_streams",
+]
+
+
+class SupportsCudaStream(Protocol):
+    """An object with ``__cuda_stream__``, such as a stream of cuda.core: protocol version 0 and the handle."""
+
+    def __cuda_stream__(self) -> tuple[int, int]: ...
+
+
+class TorchStreamLike(Protocol):
+    """A stream of PyTorch."""
+
+    @property
+    def cuda_stream(self) -> int: ...
+
+
+class CuPyStreamLike(Protocol):
+    """A stream of CuPy."""
+
+    @property
+    def ptr(self) -> int: ...
+
+
+class NumbaStreamLike(Protocol):
+    """A stream of Numba."""
+
+    @property
+    def handle(self) -> Any: ...
+
+
+def _by_protocol(stream: Any) -> int | None:
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is None:
+        return None
+    version, handle = protocol() if callable(protocol) else protocol
+    if version != 0:
+        raise ValueError(f"{stream!r}: __cuda_stream__ version {version} is not known; version 0 is")
+    return int(handle)
+
+
+# Attributes that hold a handle, tried in this order.
+_HANDLE_OF: tuple[tuple[str, Callable[[Any], int | None]], ...] = (
+    ("__cuda_stream__", _by_protocol),
+    ("PyTorch's cuda_stream", lambda stream: getattr(stream, "cuda_stream", None)),
+    ("CuPy's ptr", lambda stream: getattr(stream, "ptr", None)),
+    ("Numba's handle", lambda stream: getattr(getattr(stream, "handle", None), "value", None)),
+    ("the bindings' CUstream", lambda stream: int(stream) if isinstance(stream, cuda.CUstream) else None),
+)
+
+
+def handle_of_library_stream(stream: object) -> int:
+    """The driver's ``CUstream`` of a library's stream as a number.
+
+    Raises
+    ------
+    TypeError
+        The object is no stream.
+    ValueError
+        Its ``__cuda_stream__`` has another version than 0.
+    """
+    for _, handle_of in _HANDLE_OF:
+        handle = handle_of(stream)
+        if isinstance(handle, int):
+            return handle
+    known = ", ".join(name for name, _ in _HANDLE_OF)
+    raise TypeError(f"stream must be a Stream or an object that names its handle ({known}), not {stream!r}")
+
+
+def device_of_library_stream(stream: object) -> int | None:
+    """The ordinal of the device that a PyTorch or CuPy stream names; None where it names none."""
+    for name in ("device_index", "device_id"):
+        number = getattr(stream, name, None)
+        if isinstance(number, int) and number >= 0:
+            return number
+    return None
+
+
+# -- the stream that is kept for a library's -----------------------------------------------------------------
+
+# Attributes that hold a handle, the one that is read fastest first. A reader's result has the handle in it.
+_READERS: tuple[tuple[str, Callable[[Any], Hashable]], ...] = (
+    ("ptr", attrgetter("ptr")),
+    ("cuda_stream", attrgetter("cuda_stream")),
+    ("__cuda_stream__", methodcaller("__cuda_stream__")),
+    ("handle", attrgetter("handle.value")),
+)
+# PyTorch's own types, which make an object at each call: objects by identity, and for new objects handle and device.
+_TORCH: dict[tuple[str, str], Callable[[Any], tuple[int, int]]] = {
+    ("torch.cuda.streams", "Stream"): attrgetter("cuda_stream", "device_index"),
+    ("torch", "Stream"): lambda stream: (stream.__cuda_stream__()[1], stream.device_index),
+}
+
+
+def _no_owner() -> None:
+    return None
+
+
+_NO_ENTRY = (None, _no_owner)
+
+
+def kept_stream(stream: Any, session: Session) -> Any:
+    """The :class:`Stream` that is kept for a library's stream; None where there is none.
+
+    For a default stream whose library names no device, it is that of the device on which it was used last. Calls on it
+    that go straight to the driver compare the current context in any case, see :meth:`Stream._handle_in_context`.
+    """
+    try:
+        read, streams, lasting = session.library_streams[type(stream)]
+        found, owner = streams.get(read(stream), _NO_ENTRY)
+        if owner() is stream:
+            return found
+        return None if lasting is None else streams.get(lasting(stream))
+    except Exception:
+        return None  # The slow path reads the handle again, and raises with an explanation.
+
+
+def kept_streams(session: Session) -> list[Any]:
+    """All streams that are kept for streams of libraries."""
+    entries = [entry for _, streams, _ in [*session.library_streams.values()] for entry in [*streams.values()]]
+    return [entry[0] if isinstance(entry, tuple) else entry for entry in entries]
+
+
+def keep_stream(stream: Any, number: int, found: Any, session: Session) -> None:
+    """Keep ``found``, a :class:`Stream`, for a library's stream with the handle ``number`` while that object lives.
+
+    Nothing is kept where the driver has to be notified of each use of a library's stream.
+    """
+    kind = type(stream)
+    lasting = _TORCH.get((kind.__module__, kind.__qualname__))
+    read = id if lasting else next((read for attribute, read in _READERS if hasattr(stream, attribute)), None)
+    if read is None or session.listener is not None:
+        return
+    try:
+        key = read(stream)
+        owner = weakref.ref(stream, functools.partial(_forget, session.library_streams, kind, key))
+        named = (lasting or read)(stream)
+        # PyTorch gives a stream that other code made, and may destroy, its handle as its number.
+        lasts = lasting is not None and not (number and stream.stream_id == number)
+    except Exception:
+        return  # It cannot be referenced weakly, or has another form than others of its type.
+    if number not in (named if isinstance(named, tuple) else (named,)):
+        return
+    _, streams, _ = session.library_streams.setdefault(kind, (read, {}, lasting))
+    if not found.is_default:
+        found._weak_owner = (lambda: kind) if lasts else owner
+    if lasts:
+        streams[named] = found
+    streams[key] = found, owner
+
+
+def _forget(libraries: dict[type, Any], kind: type, key: Hashable, owner: weakref.ref[Any]) -> None:
+    """Remove the entry of a library's object that has died."""
+    streams = libraries[kind][1]
+    found, known = streams.get(key, _NO_ENTRY)
+    if known is owner:
+        del streams[key]
+        if found._weak_owner is owner:
+            found._outlived()
