@@ -272,11 +272,6 @@ class RecyclingSpec(MemorySpec):
     spare is unmapped, as its buffer must not map memory at these addresses meanwhile.
     """
 
-    __slots__ = (
-        "_tables", "_unmapping", "by_size", "closed", "kept", "limit", "made", "order", "recycled", "released",
-        "spares",
-    )  # fmt: skip
-
     def __init__(self, session: Session, prop: MemAllocationProp, limit: int) -> None:
         super().__init__(session, prop)
         self.limit: int = limit
