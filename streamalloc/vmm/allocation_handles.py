@@ -203,18 +203,6 @@ class MappingWatcher(Protocol):
 class Allocations:
     """State of :mod:`streamalloc.vmm` for one driver."""
 
-    __slots__ = (
-        "by_handle",
-        "deferred",
-        "lock",
-        "order",
-        "recyclers",
-        "reservations",
-        "session",
-        "specs",
-        "watchers",
-    )
-
     def __init__(self, session: Session) -> None:
         self.session: Session = session
         self.recyclers: weakref.WeakSet[Any] = weakref.WeakSet()

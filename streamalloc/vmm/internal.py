@@ -34,7 +34,6 @@ __all__ = [
     "HandleNode",
     "Kind",
     "LoneMapping",
-    "MappingWatcher",
     "Node",
     "RemappableBuffer",
     "Rights",

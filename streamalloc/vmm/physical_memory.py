@@ -54,18 +54,6 @@ T = TypeVar("T")
 class MemorySpec:
     """Creates physical memory with one set of properties, which are checked once."""
 
-    __slots__ = (
-        "__weakref__",
-        "allocations",
-        "granularity",
-        "handle_types",
-        "hint",
-        "mark",
-        "prop",
-        "session",
-        "struct",
-    )
-
     def __init__(self, session: Session, prop: MemAllocationProp, *, exists: bool = False) -> None:
         """``exists``: the memory exists already, perhaps on a device that this process does not see."""
         if not exists:

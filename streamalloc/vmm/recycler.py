@@ -223,17 +223,6 @@ class Kept(HandleEnd):
             deferred_queue(self._session).submit(self)
 
 
-class Spare:
-    """Memory that a buffer has shrunk by and that is still mapped behind its end; the buffer may claim it back."""
-
-    __slots__ = ("handle", "mapping", "nbytes")
-
-    def __init__(self, handle: RecycledHandle, mapping: MappedBytes) -> None:
-        self.handle: RecycledHandle = handle
-        self.mapping: MappedBytes = mapping
-        self.nbytes: int = handle.nbytes
-
-
 class RecycledHandle(AllocationHandle):
     """A handle that returns to its recycler when the memory is closed and unmapped."""
 
@@ -246,8 +235,8 @@ class RecycledHandle(AllocationHandle):
         self.recycler: RecyclingSpec = recycler
         self.nbytes: int = 0
         """Size of the memory in bytes."""
-        self.spare: Spare | None = None
-        """Entry in the recycler while a buffer has the memory mapped as a spare."""
+        self.spare: MappedBytes | None = None
+        """Mapping behind the end of a buffer that has shrunk; the buffer may claim it back."""
         self.ends: bool = False
         """True if it must be released to the driver."""
 
@@ -272,11 +261,6 @@ class RecyclingSpec(MemorySpec):
     spare is unmapped, as its buffer must not map memory at these addresses meanwhile.
     """
 
-    __slots__ = (
-        "_tables", "_unmapping", "by_size", "closed", "kept", "limit", "made", "order", "recycled", "released",
-        "spares",
-    )  # fmt: skip
-
     def __init__(self, session: Session, prop: MemAllocationProp, limit: int) -> None:
         super().__init__(session, prop)
         self.limit: int = limit
@@ -286,9 +270,9 @@ class RecyclingSpec(MemorySpec):
         """Bytes that are kept."""
         self.by_size: dict[int, dict[Kept, None]] = {}
         """Kept handles by size in bytes, the oldest first."""
-        self.spares: dict[int, dict[Spare, None]] = {}
-        """Mapped spares by size in bytes."""
-        self.order: dict[Kept | Spare, None] = {}
+        self.spares: dict[int, dict[RecycledHandle, None]] = {}
+        """Handles of mapped spares by size in bytes."""
+        self.order: dict[Kept | RecycledHandle, None] = {}
         """All kept handles and spares, the oldest first."""
         self._tables = threading.RLock()
         self._unmapping = threading.RLock()
@@ -369,14 +353,15 @@ class RecyclingSpec(MemorySpec):
         with contextlib.suppress(CudaError):
             self.trim(most)
 
-    def _release(self, one: Kept | Spare) -> int:
+    def _release(self, one: Kept | RecycledHandle) -> int:
         """Release memory to the driver; return its bytes, or 0 if another thread has taken it."""
-        if isinstance(one, Spare):
+        if isinstance(one, RecycledHandle):
             with self._unmapping:
-                if not self.claim(one.handle):
+                mapping = self.claim(one)
+                if mapping is None:
                     return 0
-                one.handle.ends = True
-                self._unmap(one)
+                one.ends = True
+                self._unmap(one, mapping)
             return one.nbytes
         with self._tables:
             if one not in self.order:
@@ -397,52 +382,52 @@ class RecyclingSpec(MemorySpec):
         """
         if self.closed:
             return False
-        offered: list[Spare] = []
+        offered: list[tuple[RecycledHandle, MappedBytes]] = []
         for entry in entries:
             handle = entry.memory._node
             if not isinstance(handle, RecycledHandle) or handle.recycler is not self or handle.given_up:
                 return False
             if handle.nbytes > self.limit or len(handle.state.mappings) != 1 or not handle.only_here():
                 return False
-            offered.append(Spare(handle, entry))
+            offered.append((handle, entry))
         with self._tables:
-            for spare in offered:
-                self.spares.setdefault(spare.nbytes, {})[spare] = None
-                self.order[spare] = None
-                self.kept += spare.nbytes
-                spare.handle.spare = spare
+            for handle, entry in offered:
+                self.spares.setdefault(handle.nbytes, {})[handle] = None
+                self.order[handle] = None
+                self.kept += handle.nbytes
+                handle.spare = entry
         self._trim_quietly(0 if self.closed else self.limit)
         return True
 
-    def claim(self, handle: AllocationHandle) -> bool:
-        """Take a spare out of the tables; return False if another user has taken and unmapped it."""
+    def claim(self, handle: AllocationHandle) -> MappedBytes | None:
+        """Take a spare out of the tables and return its mapping; None if another user has taken and unmapped it."""
         with self._unmapping, self._tables:
-            spare = handle.spare if isinstance(handle, RecycledHandle) else None
-            if spare is None:
-                return False
-            spare.handle.spare = None
-            self.spares[spare.nbytes].pop(spare, None)
-            self.order.pop(spare, None)
-            self.kept -= spare.nbytes
-            return True
+            if not isinstance(handle, RecycledHandle) or handle.spare is None:
+                return None
+            mapping, handle.spare = handle.spare, None
+            self.spares[handle.nbytes].pop(handle, None)
+            self.order.pop(handle, None)
+            self.kept -= handle.nbytes
+            return mapping
 
     def _unmap_one(self, nbytes: int) -> None:
         """Unmap one spare of this size, for another user."""
         with self._unmapping, contextlib.suppress(CudaError):
             with self._tables:
-                spare = next(iter(self.spares[nbytes]), None)
-            if spare is not None and self.claim(spare.handle):
-                self._unmap(spare)
+                handle = next(iter(self.spares[nbytes]), None)
+            mapping = None if handle is None else self.claim(handle)
+            if handle is not None and mapping is not None:
+                self._unmap(handle, mapping)
 
-    def _unmap(self, spare: Spare) -> None:
+    def _unmap(self, handle: RecycledHandle, mapping: MappedBytes) -> None:
         """Unmap a claimed spare. If the driver refuses, it stays with the buffer."""
         allocations = self.allocations
-        allocations.end(spare.mapping)
-        if spare.mapping.gone:
+        allocations.end(mapping)
+        if mapping.gone:
             try:
-                allocations.end(spare.handle)
+                allocations.end(handle)
             except CudaError:
-                allocations.drop(spare.handle)
+                allocations.drop(handle)
                 raise
 
 

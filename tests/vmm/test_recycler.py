@@ -14,6 +14,7 @@ import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.testing import Gate
 from streamalloc.vmm.recycler import RecyclingSpec
+from streamalloc.vmm.reservation import MappedBytes
 from tests.interleaving import interleaved
 from tests.support import Account, read
 from tests.vmm.support import HOST, PAGE, READWRITE, assert_unique
@@ -617,14 +618,17 @@ class TestInterleaved:
             world.end()
         self.check_left(account)
 
+    @pytest.mark.parametrize("function", [RecyclingSpec.trim, RecyclingSpec._release])
     @pytest.mark.parametrize("spares", [0, 1])
-    def test_one_takes_what_the_other_trims(self, account: Account, device: sa.Device, spares: int) -> None:
+    def test_one_takes_what_the_other_trims(
+        self, account: Account, device: sa.Device, spares: int, function: Any
+    ) -> None:
         def make() -> TestInterleaved.World:
             world = self.World(device, 1 - spares, spares)
             world.close_pages()
             return world
 
-        for world in interleaved(RecyclingSpec._release, make, lambda it: it.recycler.trim(), self.World.take):
+        for world in interleaved(function, make, lambda it: it.recycler.trim(), self.World.take):
             assert world.recycler.statistics()[:2] == (0, 0)
             world.end()
         self.check_left(account)
@@ -637,5 +641,40 @@ class TestInterleaved:
             self.World.take,
         ):
             assert len(world.buffer.mappings) == 2 and len(world.taken) == 1
+            world.end()
+        self.check_left(account)
+
+    @pytest.mark.parametrize("taken", [False, True])
+    def test_a_buffer_grows_over_what_is_unmapped(self, account: Account, device: sa.Device, taken: bool) -> None:
+        """It waits until its spare is unmapped, and maps other memory there."""
+        for world in interleaved(
+            MappedBytes.release,
+            lambda: self.World(device, 0, 1),
+            self.World.take if taken else lambda it: it.recycler.trim(),
+            lambda it: it.buffer.resize(2 * PAGE, after=()),
+        ):
+            assert [account.mapped.get(one.address) for one in world.buffer.mappings] == [PAGE, PAGE]
+            world.end()
+        self.check_left(account)
+
+    def test_a_buffer_shrinks_while_a_page_is_closed(self, account: Account, device: sa.Device) -> None:
+        for world in interleaved(
+            RecyclingSpec.offer,
+            lambda: self.World(device, 1),
+            lambda it: it.buffer.resize(0, after=()),
+            self.World.close_pages,
+        ):
+            assert world.recycler.statistics()[:2] == (2 * PAGE, 2)
+            world.end()
+        self.check_left(account)
+
+    def test_a_buffer_shrinks_while_its_spare_is_taken(self, account: Account, device: sa.Device) -> None:
+        for world in interleaved(
+            RecyclingSpec._unmap_one,
+            lambda: self.World(device, 0, 1),
+            self.World.take,
+            lambda it: it.buffer.resize(0, after=()),
+        ):
+            assert world.recycler.statistics()[:2] == (PAGE, 1)
             world.end()
         self.check_left(account)
