@@ -489,7 +489,7 @@ class TorchCommunicator(_Group):
                 self._forget(self._key(self._calls - 1, self.rank))
         except RuntimeError as error:
             raise GroupGoneError(
-                f"the store of the group does not answer; who holds it may be gone: {error}"
+                f"the store of the group does not answer; its process may be gone: {error}"
             ) from error
         self._calls += 1
         return packets
