@@ -32,6 +32,7 @@ from streamalloc.driver.internal import BINDINGS_VERSION, as_asked, cuda, versio
 
 if TYPE_CHECKING:
     from streamalloc.driver import Driver
+    from streamalloc.driver.internal import Listener
 
 __all__ = ["DIRECT", "OwnsHandle", "PerDriver", "Session", "refuse_after_fork", "session_of", "sessions"]
 
@@ -85,21 +86,15 @@ class Session:
         "_state",
         "driver",
         "forked",
-        "lent",
-        "opened",
-        "shared",
-        "used",
+        "listener",
     )
 
     driver: Driver
     """The driver itself, for code that binds its functions."""
     forked: bool
     """True in a forked child: no call goes through any more."""
-    shared: Callable[[int, int, Any, bytes], None] | None
-    opened: Callable[[int, int, Any, bytes, int], None] | None
-    lent: Callable[[Any, bool], None] | None
-    used: Callable[[int, int, Any, bool], None] | None
-    """Told of uses that are no calls of the driver, where it checks the order of all."""
+    listener: Listener | None
+    """Listener of a driver that checks stream order; it only records."""
     cuEventQuery: Any
     cuEventRecord: Any
     cuMemCreate: Any
@@ -125,10 +120,7 @@ class Session:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.forked = False
-        self.used = getattr(driver, "used", None)
-        self.lent = getattr(driver, "lent", None)
-        self.shared = getattr(driver, "shared", None)
-        self.opened = getattr(driver, "opened", None)
+        self.listener = getattr(driver, "listener", None)
         self._contexts: dict[int, Any] = {}
         self._state: dict[object, Any] = {}
         self._hot: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -10,6 +10,7 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from streamalloc.core.internal import Leaves
 from streamalloc.driver.internal import VARIABLE, ParentTest, configuration
 
 assert multiprocessing.process
@@ -17,7 +18,7 @@ assert multiprocessing.process
 __all__ = ["Reports"]
 
 
-class Reports(contextlib.AbstractContextManager["Reports"]):
+class Reports(Leaves):
     """Reports of the processes that are started in a ``with`` block.
 
     Parameters
@@ -42,7 +43,7 @@ class Reports(contextlib.AbstractContextManager["Reports"]):
             self._ends.callback(_restore, variables, before)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def _leave(self, *, failed: bool) -> None:
         self._ends.close()
 
     def found(self, *checks: str) -> Iterator[str]:

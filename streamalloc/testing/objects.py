@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from streamalloc.core.internal import Closes, Event, Fd, Graph, Session, Stream, session_of, spare_events
+from streamalloc.core.internal import Closes, Event, Fd, Graph, Leaves, Session, Stream, session_of, spare_events
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import Stack, here, lines
 from streamalloc.ipc import RingConsumer, RingProducer, Shared
@@ -121,7 +121,7 @@ def _classes(kind: Any) -> Iterator[type]:
         yield from _classes(one)
 
 
-class Watch:
+class Watch(Leaves):
     """The objects and descriptors that are opened in a ``with`` block."""
 
     def __enter__(self) -> Watch:
@@ -130,7 +130,7 @@ class Watch:
         self._descriptors = _descriptors()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def _leave(self, *, failed: bool) -> None:
         _places.end()
 
     @contextlib.contextmanager

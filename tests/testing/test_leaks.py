@@ -74,7 +74,7 @@ OPEN: dict[str, Callable[[World], Any]] = {
     "Shared POOL_POINTER": lambda world: ipc.share(world.buffer),
     "Shared held": lambda world: ipc.share(world.buffer, hold=True),
     "GrowableBuffer": lambda world: vmm.GrowableBuffer(world.device, 4 * PAGE, PAGE),
-    "PhysicalMemory": lambda world: vmm.PhysicalMemory(PAGE, world.device),
+    "PhysicalMemory": lambda world: vmm.PhysicalMemory(world.device, PAGE),
     "AddressRange": _range,
     "SleepGroup": _group,
     "MemoryRecycler": lambda world: vmm.MemoryRecycler(world.device, PAGE),
@@ -166,7 +166,7 @@ def test_descriptors_by_what_they_are(world: World, kind: str, make: Callable[[]
 
 def test_the_number_of_a_descriptor_may_be_used_again(world: World) -> None:
     """The machine's own file under the number of one that was exported and closed is none of the test's."""
-    memory = vmm.PhysicalMemory(PAGE, world.device, handle_types=POSIX)
+    memory = vmm.PhysicalMemory(world.device, PAGE, handle_types=POSIX)
     handle, kind = cuda.CUmemGenericAllocationHandle(memory.handle), cuda.CUmemAllocationHandleType(int(POSIX))
     with Watch() as watch:
         raw = world.driver.cuMemExportToShareableHandle(handle, kind, 0)[1]

@@ -128,11 +128,11 @@ def test_at_any_point(machine: Any, kind: type[Case]) -> None:
 @since_3_11
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_real_signals() -> None:
-    """At random times, for a while: what a driver call gave is never lost, and nothing is released twice.
+    """At random times, for a while: nothing is released twice, and each signal loses one allocation at most.
 
-    A finaliser that a signal stops at its first instruction is, as Python then ends it: that is told.
+    A finaliser that a signal stops at its first instruction loses its object too: Python reports that.
     """
-    armed = False
+    armed, raised = False, 0
 
     def handler(*_: object) -> None:
         if armed:
@@ -156,7 +156,7 @@ def test_real_signals() -> None:
                     buffer.restore()
                     buffer.resize(PAGE)
             except Boom:
-                pass
+                raised += 1
             finally:
                 armed = False
                 signal.setitimer(signal.ITIMER_REAL, 0)
@@ -166,4 +166,4 @@ def test_real_signals() -> None:
         sys.unraisablehook = hook
         signal.signal(signal.SIGALRM, before)
     device.synchronize()
-    assert free - device.memory_info().free <= 2 * PAGE * (len(stopped) + 1)
+    assert free - device.memory_info().free <= 2 * PAGE * (raised + len(stopped) + 1)
