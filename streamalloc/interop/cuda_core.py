@@ -77,7 +77,7 @@ def resource_class(core: Any) -> Any:
     base: Any = core.MemoryResource
 
     class Resource(base):  # type: ignore[misc]
-        """Device memory of ours, by callbacks."""
+        """Device memory resource that allocates by callbacks."""
 
         def __init__(self, sources: Sources, ordinal: int) -> None:
             self._ledger = Ledger(sources)

@@ -188,7 +188,7 @@ class Borrowed(Memory, Closes):
     until the work of :attr:`stream` is done.
     """
 
-    __slots__ = ("__weakref__", "_address", "_array", "_keep", "_lender", "_location", "_nbytes", "_stream", "dtype",
+    __slots__ = ("__weakref__", "_address", "_array", "_end", "_keep", "_location", "_nbytes", "_stream", "dtype",
                  "shape")  # fmt: skip
 
     dtype: np.dtype[Any]
@@ -200,8 +200,10 @@ class Borrowed(Memory, Closes):
         self._keep: Any = None
         self._array = array
         self._stream = stream
-        self._lender = lender
         self._address, self.dtype, self.shape, self._keep, device = _taken(array, stream, lender)
+        self._end = _Return(stream, lender, (self._keep, array))
+        # The queue has the end also if a signal handler raises in __del__: the array is never released too early.
+        deferred_queue(self._session).end_with(self, self._end)
         self._location = MemLocation.device(device)
         self._nbytes = self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
 
@@ -252,10 +254,10 @@ class Borrowed(Memory, Closes):
 
         Without a ``lender`` the array is kept until that work is done.
         """
-        keep, array = self._keep, self._array
-        self._keep = self._array = None
+        keep, self._keep, self._array = self._keep, None, None
         if keep is not None:
-            deferred_queue(self._session).end(_Return(self._stream, self._lender, (keep, array), threading.get_ident()))
+            self._end.thread = threading.get_ident()
+            deferred_queue(self._session).end(self._end)
             work(self._session)
 
     def _check_usable(self) -> None:
@@ -263,15 +265,11 @@ class Borrowed(Memory, Closes):
             raise ClosedError(f"this borrowed array of {size_text(self._nbytes)} was closed")
 
     def __del__(self) -> None:
-        keep = getattr(self, "_keep", None)
-        if keep is None or not self._session.usable:
-            return
-        item = _Return(self._stream, self._lender, (keep, self._array), threading.get_ident())
-        if self._lender is None:
-            deferred_queue(self._session).submit(item)
-        else:
-            queue_behind(self._stream, item)
-            settle(self._stream, item, self._lender)
+        end = getattr(self, "_end", None)
+        if end is not None and self._keep is not None and end.lender is not None and self._session.usable:
+            end.thread = threading.get_ident()
+            queue_behind(self._stream, end)
+            settle(self._stream, end, end.lender)
 
     def __repr__(self) -> str:
         if getattr(self, "_keep", None) is None:
@@ -282,13 +280,14 @@ class Borrowed(Memory, Closes):
 class _Return(Deferred):
     """Release of a library's array, in stream order."""
 
-    __slots__ = ("_array", "_event", "_lender", "_stream", "_thread")
+    __slots__ = ("_array", "_event", "_stream", "lender", "thread")
 
-    def __init__(self, stream: Stream, lender: Stream | None, array: object, thread: int | None = None) -> None:
+    def __init__(self, stream: Stream, lender: Stream | None, array: object) -> None:
         self._stream = stream
-        self._lender = lender
-        self._thread = thread
-        """Identifier of the thread that has closed the array."""
+        self.lender = lender
+        """The library's stream; None if unknown."""
+        self.thread: int | None = None
+        """Identifier of the thread that has closed or dropped the array."""
         self._array = array
         self._event: Event | None = None
 
@@ -298,11 +297,11 @@ class _Return(Deferred):
         if self._event is None:
             with ordered_after(self._stream) as ordered:
                 self._event = record_uncaptured(ordered)
-        event, lender = self._event, self._lender
+        event, lender = self._event, self.lender
         if event is None:
             return False
         if lender is not None:
-            with may_queue(lender, mine=self._thread == threading.get_ident()) as may:
+            with may_queue(lender, mine=self.thread == threading.get_ident()) as may:
                 if may:
                     lender.wait(event)
                     self._array = None

@@ -182,7 +182,7 @@ def _storage(found: _Attributes) -> Answer:
         return Answer(False, "", f"it is {found.kind.value} memory")
     if found.rdma:
         return Answer(True, "GPUDirect RDMA")
-    return Answer(False, "", f"the driver says that it is not capable of GPUDirect RDMA{_rdma_hint(found)}")
+    return Answer(False, "", f"the driver reports no GPUDirect RDMA for it{_rdma_hint(found)}")
 
 
 def _rdma_hint(found: _Attributes) -> str:

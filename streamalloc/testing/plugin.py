@@ -77,6 +77,15 @@ __all__ = ["driver_under_test"]
 _MARK = "streamalloc"
 _FIXTURE = "streamalloc_machine"
 _failed = pytest.StashKey[bool]()
+_FLAGS = {
+    "one_machine": (
+        "run all tests on one simulated machine, which keeps what they do not release, as a GPU does",
+        "one machine for all tests",
+    ),
+    "leaks": ("fail tests that do not release what they make, and name the lines that made it", "leaks fail tests"),
+    "check": ("fail tests that break stream order", "stream order is checked"),
+}
+"""Help and header of each option without a value."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -88,31 +97,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DRIVER",
         help="what tests run on: simulated, simulated:devices=2,seed=7, or cuda (default: simulated)",
     )
-    group.addoption(
-        "--streamalloc-one-machine",
-        dest="streamalloc_one_machine",
-        action="store_true",
-        default=None,
-        help="run all tests on one simulated machine, which keeps what they leave, as GPUs do",
-    )
-    group.addoption(
-        "--streamalloc-leaks",
-        dest="streamalloc_leaks",
-        action="store_true",
-        default=None,
-        help="fail tests that do not release what they make, and say where it was made",
-    )
-    group.addoption(
-        "--streamalloc-check",
-        dest="streamalloc_check",
-        action="store_true",
-        default=None,
-        help="fail tests that do what stream order does not allow",
-    )
-    parser.addini("streamalloc_driver", "what tests run on, as the option of this name says", default="simulated")
-    parser.addini("streamalloc_one_machine", "run all tests on one simulated machine", type="bool", default=False)
-    parser.addini("streamalloc_leaks", "fail tests that do not release what they make", type="bool", default=False)
-    parser.addini("streamalloc_check", "fail tests that break stream order", type="bool", default=False)
+    parser.addini("streamalloc_driver", "what tests run on, as for the option of this name", default="simulated")
+    for name, (text, _) in _FLAGS.items():
+        option = f"--streamalloc-{name.replace('_', '-')}"
+        group.addoption(option, dest=f"streamalloc_{name}", action="store_true", default=None, help=text)
+        parser.addini(f"streamalloc_{name}", text, type="bool", default=False)
 
 
 def _option(config: pytest.Config, name: str) -> Any:
@@ -158,12 +147,7 @@ def pytest_report_header(config: pytest.Config) -> str:
             words = ["no CUDA driver found"]
     elif settings:
         words.append(", ".join(f"{name}={value}" for name, value in settings.items()))
-    if _option(config, "streamalloc_one_machine"):
-        words.append("one machine for all tests")
-    if _option(config, "streamalloc_leaks"):
-        words.append("leaks fail tests")
-    if _option(config, "streamalloc_check"):
-        words.append("stream order is checked")
+    words += [header for name, (_, header) in _FLAGS.items() if _option(config, f"streamalloc_{name}")]
     return f"streamalloc: {', '.join(words)}"
 
 

@@ -99,13 +99,13 @@ class Introduction(NamedTuple):
         except struct.error:
             magic = b""
         if magic != MAGIC:
-            raise ProtocolError("this is not what a ring's producer says first")
+            raise ProtocolError("this is not the first message of a ring's producer")
         if version != VERSION:
-            raise ProtocolError(f"a ring of version {version}: this library knows version {VERSION}")
+            raise ProtocolError(f"a ring of version {version}: this library supports version {VERSION}")
         names_end = HELLO.size + blocks * _NAME.size
         numbers_end = names_end + slots * _NUMBER.size
         if not 1 <= blocks <= slots <= MOST_SLOTS or numbers_end > len(data) or len(message.handles) < blocks:
-            raise ProtocolError("what the ring's producer says does not fit together")
+            raise ProtocolError("the first message of the ring's producer is inconsistent")
         names = [name for (name,) in _NAME.iter_unpack(data[HELLO.size : names_end])]
         numbers = [(block, number) for block, number in _NUMBER.iter_unpack(data[names_end:numbers_end])]
         if any(block >= blocks or number >= SLOTS for block, number in numbers) or not 1 <= slot_bytes <= stride:
@@ -122,7 +122,7 @@ def importers_in(data: bytes, count: int) -> list[int]:
     """The ``count`` importer numbers in an answer; ``ProtocolError`` if it is none of a consumer."""
     head, rest = data[: ANSWER.size], data[ANSWER.size :]
     if head != ANSWER.pack(MAGIC, VERSION, count) or len(rest) != count * _IMPORTER.size:
-        raise ProtocolError("this is not what a ring's consumer answers")
+        raise ProtocolError("this is not the answer of a ring's consumer")
     return [importer for (importer,) in _IMPORTER.iter_unpack(rest)]
 
 

@@ -488,9 +488,7 @@ class TorchCommunicator(_Group):
                 # Every rank that has made this call has read all packets of the call before.
                 self._forget(self._key(self._calls - 1, self.rank))
         except RuntimeError as error:
-            raise GroupGoneError(
-                f"the store of the group does not answer; who holds it may be gone: {error}"
-            ) from error
+            raise GroupGoneError(f"the store of the group does not answer; its process may be gone: {error}") from error
         self._calls += 1
         return packets
 

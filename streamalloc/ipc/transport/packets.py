@@ -140,7 +140,7 @@ def with_part(partial: Partial | None, packet: bytes, handles: tuple[Fd, ...]) -
     )
     have, fds = sum(map(len, longer.data)), len(longer.handles)
     if have > nbytes or fds > total or (number + 1 == count and (have, fds) != (nbytes, total)):
-        return f"parts with {have} bytes and {fds} descriptors, which said {nbytes} and {total}"
+        return f"parts with {have} bytes and {fds} descriptors, instead of {nbytes} and {total}"
     return longer
 
 
@@ -154,7 +154,7 @@ def fault_in(packet: bytes, handles: int, flags: int) -> str | None:
     if magic not in (MAGIC, _PART_MAGIC):
         return f"it begins with {magic!r}"
     if version != VERSION:
-        return f"its version is {version}, and this library knows version {VERSION}"
+        return f"its version is {version}, and this library supports version {VERSION}"
     if size != len(packet) - HEADER_BYTES:
         return f"it has {len(packet) - HEADER_BYTES} bytes of data and says {size}"
     if flags & socket.MSG_CTRUNC or count != handles:

@@ -295,7 +295,7 @@ class Mesh(Closes):
             link.data.append(data[_HEAD.size :])
             link.nbytes += len(link.data[-1])
             if link.nbytes > nbytes or len(link.handles) > total:
-                raise _wrong(link, "sent more than it said")
+                raise _wrong(link, "sent more than its header says")
             link.received = link.nbytes == nbytes and len(link.handles) == total
 
     def _notify_failure(self, error: BaseException) -> None:
