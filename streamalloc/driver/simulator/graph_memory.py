@@ -1,4 +1,4 @@
-"""Memory of graphs: each graph has addresses of its own, and graphs of a device share what lies under them.
+"""Memory of graphs: each graph has its own addresses; the graphs of a device share physical memory.
 
 A graph that frees all it allocates needs memory only while a launch runs. Such launches take turns on one slab
 of physical memory as long as each is ordered after the one before, or finds it done; a launch that could run at
@@ -221,8 +221,8 @@ class GraphMemory:
         return address
 
     def leave(self, address: int, size: int, freed_by: object, earlier: Container[object]) -> None:
-        """A node of the graph frees its range. What ``earlier`` nodes left beside it is one hole with that from now on,
-        which only those that come after this node can have (observed on H200: test_graph_nodes).
+        """Free the range of a node. It joins the holes that ``earlier`` nodes left beside it, and only nodes after this
+        one can reuse the joined hole (observed on H200: test_graph_nodes).
         """
         start, end = address, address + round_up(size, ALIGNMENT)
         kept = []
@@ -298,7 +298,7 @@ class GraphMemory:
             self.close()
 
     def close(self) -> None:
-        """Give back the addresses; the slab is there for other graphs now."""
+        """Release the addresses, and the slab for other graphs."""
         self._shared.memories.discard(self)
         self._shared.banks.arenas.remove(self._reservation)
         self._reservation.close()

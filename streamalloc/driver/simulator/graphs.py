@@ -28,8 +28,8 @@ Values = dict[str, Any]
 
 @dataclass(eq=False)
 class Node:
-    """One node. ``operation`` is what a launch does, or ``enter`` does it in the stream of the launch; allocations
-    and frees have an address instead.
+    """A node. A launch submits ``operation``, or calls ``enter`` with its stream. Allocation and free nodes have an
+    address instead.
     """
 
     kind: str
@@ -100,7 +100,7 @@ class Graph:
         return made
 
     def ordered(self) -> list[Node]:
-        """The nodes, each behind those it comes after; as they were added where that leaves a choice."""
+        """The nodes in dependency order, and in the order of their addition where that leaves a choice."""
         order: dict[Node, None] = {}
         todo = self.nodes
         while todo:
@@ -113,7 +113,7 @@ class Graph:
         return list(order)
 
     def flat(self) -> list[Node]:
-        """The same with the nodes of child graphs in the place of these."""
+        """The nodes in dependency order, with each child graph replaced by its nodes."""
         found = []
         for node in self.ordered():
             found += [node] if node.child is None else node.child.flat()
@@ -124,7 +124,7 @@ class Graph:
         return any(memory.holds(address) for memory in self.memories.values())
 
     def covers(self, address: int, size: int) -> bool:
-        """Whether a range lies in one of its own allocations."""
+        """Whether an allocation of this graph contains a range."""
         own = (node for node in self.nodes if node.kind == "MEM_ALLOC")
         return any(one.address <= address and address + size <= one.address + one.size for one in own)
 
@@ -170,7 +170,7 @@ class GraphExec:
     handle: int = field(default_factory=new_handle)
     last: tuple[Stream, int] | None = None  # the end of the latest launch
     nodes: list[Node] = field(init=False)
-    """Copies in the order they are carried out in: what becomes of the graph does not matter."""
+    """Copies of the nodes in launch order. Later changes of the graph have no effect on them."""
     unfreed: list[Node] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -251,7 +251,7 @@ class GraphExec:
             for memory, slab in slabs:
                 memory.map(slab)
 
-        # what launches wait for is nothing that pools count on (observed on H200: test_placements)
+        # pools ignore the order that waits of launches make (observed on H200: test_placements)
         self._in_use(stream, stream.submit(Call(map_memory), tuple(earlier), {}))
 
     def _in_use(self, stream: Stream, seq: int) -> None:
@@ -376,7 +376,7 @@ class Capture:
 
 
 def ancestors(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes and all that come before them."""
+    """The nodes and all nodes that they depend on."""
     found: set[Node] = set()
     todo = list(nodes)
     while todo:
@@ -389,7 +389,7 @@ def ancestors(nodes: Iterable[Node]) -> set[Node]:
 
 @dataclass(eq=False)
 class Graphs:
-    """The graphs of a machine, and what is being captured."""
+    """The graphs and the running captures of a machine."""
 
     devices: list[Device]
     graphs: dict[int, Graph] = field(default_factory=dict)
@@ -409,7 +409,7 @@ class Graphs:
         return graph
 
     def destroy(self, graph: Graph) -> None:
-        """Forget a graph; what was instantiated from it stays."""
+        """Remove a graph. Executable graphs made from it stay."""
         self.graphs.pop(graph.handle, None)
         for node in graph.nodes:
             self.nodes.pop(node.handle, None)

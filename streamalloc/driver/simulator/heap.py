@@ -144,9 +144,8 @@ class Heap:
         return self._file
 
     def allocate(self, size: int, kind: int = 0, flags: int = 0) -> tuple[int, Block, int] | None:
-        """An address, the piece to free it with, and the flags that it has; None when there is not enough memory.
-
-        Only allocations of one kind share blocks. What shares a block has the flags of the first that was in it.
+        """The address, the piece to free, and the flags of a new allocation; None without enough memory. Only
+        allocations of one kind share blocks. All allocations in a block have the flags of the first one.
         """
         rounded = round_up(size, ALIGNMENT)
         if rounded >= BLOCK:

@@ -309,8 +309,8 @@ _code = Intervals()
 
 
 class Reservation:
-    """A range of addresses of this process, of which parts may be mapped: at ``hint`` where that is free, at the lowest
-    place if it is to lie ``low``, else where the system has room.
+    """A range of reserved addresses, parts of which can be mapped: at ``hint`` if that is free, at the lowest free
+    addresses if ``low``, else where the system chooses.
     """
 
     def __init__(self, size: int, alignment: int, low: bool = False, hint: int = 0) -> None:
@@ -418,9 +418,8 @@ _addresses = Addresses()
 
 
 class Arena:
-    """A reservation with its own physical memory, the same offset in both; the file is there from its first use on.
-
-    ``on_host``: arrays of the host may look at it, also when it is freed. See :data:`FREED`.
+    """A reservation with its own physical memory at equal offsets. Its file is created at the first use. ``on_host``:
+    host arrays can refer to it, also after the free. See :data:`FREED`.
     """
 
     def __init__(self, name: str, size: int, alignment: int, on_host: bool = False, low: bool = False) -> None:
@@ -499,10 +498,8 @@ E = TypeVar("E", bound=Extent)
 
 
 class AddressMap(Generic[E]):
-    """Finds the one extent that holds an address.
-
-    Most look-ups name the first byte of an extent; only others need the sorted list, so it is brought up to
-    date then.
+    """Finds the extent that contains an address. Most look-ups use the first byte of an extent; only the others need
+    the sorted list, which is updated then.
     """
 
     def __init__(self) -> None:

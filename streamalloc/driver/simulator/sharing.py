@@ -49,8 +49,8 @@ def unpack(kind: str, data: bytes, count: int) -> tuple[int, ...] | None:
 
 
 def pack_memory(serial: int, *words: int) -> bytes:
-    """Five words as a handle for plain memory, of which the driver does not look at the bytes 0-7 and 32-39 (observed
-    on H200: damaged there, it opens).
+    """Five integers as an IPC memory handle. The driver ignores its bytes 0-7 and 32-39 (observed on H200: damaged
+    there, it opens).
     """
     data = pack("memory", *words)
     unread = struct.pack("<Q", serial)
@@ -191,9 +191,8 @@ class Sharing:
             lock(fd, allocation.id, fcntl.F_UNLCK)
 
     def open_memory(self, data: bytes, context: Context) -> int:
-        """Open memory of another process, and count how often. The block around it is mapped with it.
-
-        What is open, or in a block that is, can be opened also after its owner has freed it (H200: test_sharing).
+        """Open memory of another process, with a count. The whole block is mapped. Memory in an open block can be
+        opened even after its owner has freed it (H200: test_sharing).
         """
         words = need(unpack_memory(data))
         where, size, offset, owner, number = words

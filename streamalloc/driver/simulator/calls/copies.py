@@ -157,8 +157,8 @@ class CopyCalls(Calls):
         contexts: Contexts | None = None,
         values: Values | None = None,
     ) -> None:
-        """``device`` says which ends the caller promised to be device memory; ``hStream`` None: a call that
-        waits; ``values``: of what is no single row, as a node of a graph has it.
+        """Make a copy. ``device`` names the ends that the caller declared as device memory. ``hStream`` None stands for
+        a call that waits. ``values`` are those of a graph node, for a copy of several rows.
 
         Pool memory must be accessible from the device of the current context, plain memory from anywhere
         (observed on H200: test_two_devices; the driver stages such copies).
@@ -200,8 +200,8 @@ class CopyCalls(Calls):
 
     @staticmethod
     def _check_loose(destination: Allocation | None, origin: Allocation | None, otherwise: bool) -> None:
-        """Between memory of pools the driver does not look whether rows fit behind what is left out before them, at
-        least where the host does not wait (observed on H200: test_planes).
+        """Check that rows fit behind the bytes left out before them. For pool memory the driver omits this check, at
+        least in calls that do not wait (observed on H200: test_planes).
         """
         in_pools = [end is not None and end.pool is not None for end in (destination, origin)]
         check(any(in_pools))
@@ -273,8 +273,8 @@ class CopyCalls(Calls):
         return GONE if is_gone(end, address, size) else ""
 
     def _check_mapped(self, address: int, size: int, end: Allocation | None, needed: int, context: Context) -> bool:
-        """That work of ``context`` may touch mapped memory as a copy does; false where the host does it, as with memory
-        that the driver does not know (observed on H200: test_planes).
+        """Check that a copy in ``context`` can access mapped memory. False if the host copies, as with memory unknown
+        to the driver (observed on H200: test_planes).
         """
         if end is None or end.mapping is None:
             return True
@@ -289,10 +289,9 @@ class CopyCalls(Calls):
         return False
 
     def _check_team(self, address: int, size: int) -> None:
-        """That all devices of the teams have memory under a range of mappings, which may be of multicast objects.
-
-        By the PTX manual other writes than those of multimem instructions are undefined; that copies reach every device
-        is what users report (NVIDIA/Fuser#5620).
+        """Check that all devices of the teams have memory under a range of mappings of multicast objects. The PTX
+        manual defines only writes of multimem instructions; users report that copies reach every device
+        (NVIDIA/Fuser#5620).
         """
         for mapping in self._machine.virtual.span(address, size):
             if mapping.is_multicast:

@@ -130,7 +130,7 @@ class VirtualMemoryCalls(Calls):
             raise NotModelled("taking access away while work on the memory is queued")
         for mapping in mappings:
             for place, flags in wanted:
-                # the host never gets at device memory; what comes before it is set nevertheless (observed on H200:
+                # the host cannot access device memory; access before this entry stays set (observed on H200:
                 # test_mapping_access)
                 refused = flags and place.device is None and mapping.memory.properties.device is not None
                 check(not refused, Result.CUDA_ERROR_NOT_SUPPORTED)
@@ -197,7 +197,7 @@ class VirtualMemoryCalls(Calls):
             not_modelled(in_pool, "a handle for more addresses of a pool than have memory: the real driver crashes")
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
         check(flags != _PCIE_MAPPING, Result.CUDA_ERROR_NOT_SUPPORTED)
-        if isinstance(allocation, PoolMemory):  # what lies in one chunk begins with it (H200: test_memory_exports)
+        if isinstance(allocation, PoolMemory):  # a range inside one chunk starts at it (H200: test_memory_exports)
             at = (allocation.block.start + dptr - allocation.base) % CHUNK
             check(not at or at + size > CHUNK)
         return _unreadable_file(size)
