@@ -1,8 +1,8 @@
-"""The one session to the driver: which driver is used, and every implementation of it.
+"""CUDA drivers: the real one, a simulated one, and wrappers that trace, check or fail calls.
 
 A *driver* is an object with the functions of ``cuda.bindings.driver`` under the same names, arguments and return
-convention. :func:`real` is the machine's own, :func:`simulated` makes one over ordinary memory, and :func:`traced`,
-:func:`checked` and :func:`faulty` wrap any of them.
+convention. :func:`real` is the driver of this machine, :func:`simulated` makes one over ordinary memory, and
+:func:`traced`, :func:`checked` and :func:`faulty` wrap any driver.
 """
 
 import importlib
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-# Imported when first used: a program without a wrapper does not wait for them.
+# Modules that are imported on first use, to keep the import of this package fast.
 _LATER = {
     "Driver": "protocol",
     **dict.fromkeys(("Call", "Faulty", "Traced", "faulty", "traced"), "wrappers"),

@@ -1,4 +1,4 @@
-"""What is made and what ends it: handles and addresses that are released twice or never."""
+"""Counts of driver handles and addresses, to find those released twice or never."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 __all__ = ["ENDERS", "MAKERS", "SETTLERS", "Account"]
 
 SETTLERS: list[Callable[[], object]] = []
-"""Functions of the library that attempt what it has put off; called before what is left is reported."""
+"""Functions of the facade that attempt deferred releases; called before leaks are reported."""
 
-# A maker's handle is the first value of its answer; an ender's is its first argument.
+# Calls that create each kind (the handle is the first value of the answer) and calls that end it (first argument).
 _RESOURCES = {
     "device memory": ("cuMemAlloc cuMemAllocManaged cuMemAllocPitch", "cuMemFree cuMemFreeAsync"),
     "pool allocation": ("cuMemAllocAsync cuMemAllocFromPoolAsync cuMemPoolImportPointer", "cuMemFreeAsync cuMemFree"),
@@ -21,7 +21,7 @@ _RESOURCES = {
     "event": ("cuEventCreate cuIpcOpenEventHandle", "cuEventDestroy"),
     "graph": ("cuStreamEndCapture cuGraphCreate cuGraphClone", "cuGraphDestroy"),
     "executable graph": ("cuGraphInstantiate cuGraphInstantiateWithParams", "cuGraphExecDestroy"),
-    # also of multicast objects, whose handles are of the same kind
+    # Multicast objects have the same kind of handle.
     "physical memory": (
         "cuMemCreate cuMulticastCreate cuMemRetainAllocationHandle cuMemImportFromShareableHandle",
         "cuMemRelease",
@@ -32,40 +32,40 @@ _RESOURCES = {
     "mipmapped array": ("cuMipmappedArrayCreate", "cuMipmappedArrayDestroy"),
 }
 MAKERS = {name: kind for kind, (makers, _) in _RESOURCES.items() for name in makers.split()}
-"""The kind of what a function makes."""
+"""Kind of the handle that a function creates."""
 ENDERS = {
     name: [kind for kind, (_, also) in _RESOURCES.items() if name in also.split()]
     for _, enders in _RESOURCES.values()
     for name in enders.split()
 }
-"""The kinds of what a function ends."""
+"""Kinds of handles that a function ends."""
 
 
 _UNCOUNTED = ("cuMemPoolImportFromShareableHandle", "cuMipmappedArrayGetLevel")
 
 
 class Account:
-    """How many owners each handle or address has."""
+    """The number of owners of each handle or address."""
 
     def __init__(self) -> None:
         self._live: Counter[tuple[str, int]] = Counter()
         self._uncounted: set[int] = set()
-        """What may be ended and need not be: memory of graphs, imported pools, the levels of mipmapped arrays."""
+        """Handles that may but need not be ended: memory of graphs, imported pools, levels of mipmapped arrays."""
 
     def may_end(self, name: str, handle: int) -> bool:
-        """Whether something with this handle lives that a call may end."""
+        """Whether a call may end this handle."""
         return handle in self._uncounted or any(self._live[kind, handle] > 0 for kind in ENDERS[name])
 
     def note(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], captured: bool) -> None:
-        """A call has succeeded; ``captured``: it went into a graph."""
+        """Record a call that has succeeded; ``captured``: it was added to a graph."""
         if name in MAKERS:
             handle = int(answer[1])
             if handle and captured:
                 self._uncounted.add(handle)
             elif name == "cuStreamEndCapture" and self._live["graph", handle]:
-                pass  # captured into a graph that is there already
+                pass  # captured into an existing graph
             elif handle:
-                # An address may be handed out again once a graph that owned it is gone.
+                # The driver may reuse an address that a graph owned.
                 self._uncounted.discard(handle)
                 self._live[MAKERS[name], handle] += 1
         elif name in ENDERS:
@@ -75,23 +75,23 @@ class Account:
                     self._live[kind, handle] -= 1
                     break
                 if self._live.pop((kind, handle), 0):
-                    break  # nothing is kept of what is not there
+                    break
         elif name in _UNCOUNTED:
             self._uncounted.add(int(answer[1]))
         elif name == "cuMemMap":
             self._live["mapping", int(args[0])] += 1
         elif name == "cuMemUnmap":
-            # of whole mappings: all that begin in the range
+            # The call ends all mappings that begin in the range.
             start, size = int(args[0]), int(args[1])
             for key in [key for key in self._live if key[0] == "mapping" and 0 <= key[1] - start < size]:
                 del self._live[key]
 
     def lost(self, kind: str, handle: int) -> None:
-        """Something has ended with its context."""
+        """Record the end of a handle with its context."""
         self._live.pop((kind, handle), None)
 
     def outstanding(self) -> dict[str, list[int]]:
-        """What was made and not released, by kind."""
+        """The handles that are not released, by kind."""
         live: dict[str, list[int]] = {}
         for (kind, handle), count in sorted(self._live.items()):
             if count > 0:

@@ -1,7 +1,7 @@
-"""NVIDIA's bindings, and everything that is known about how their versions differ.
+"""NVIDIA's bindings and the differences between their versions.
 
-This module and :mod:`streamalloc.driver.real` are the only ones that import ``cuda.bindings``. Its enum and struct
-classes import and construct on machines without a GPU, so both drivers share them.
+Only this module and :mod:`streamalloc.driver.real` import ``cuda.bindings``. Its enum and struct classes work on
+machines without a GPU, so both drivers share them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ __all__ = [
 
 BINDINGS_VERSION: str = _version
 
-# Names of the driver API that the oldest supported bindings (12.9) lack, and the bindings that brought them. Only used
-# to tell a user which version to install; whether a name is there is always asked of the bindings themselves.
+# First version of the bindings with a name that the oldest supported version (12.9) lacks. For error messages only.
 _ADDED_IN = {
     "cuMemGetDefaultMemPool": "13.0",
     "cuMemGetMemPool": "13.0",
@@ -51,12 +50,12 @@ _ADDED_IN = {
     "CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN": "13.4",
 }
 
-# The two property structs start alike: the allocation type, then the handle types, each a C int.
+# Both property structs begin with the allocation type and the handle types, each a C int.
 _HANDLE_TYPES_OFFSET = 4
 
 
 def version_that_added(name: str) -> str:
-    """The version of cuda-bindings that brought ``name``, for error messages ("a newer version" where unknown)."""
+    """The first version of cuda-bindings with ``name``, for error messages ("a newer version" where unknown)."""
     return _ADDED_IN.get(name, "a newer version")
 
 
@@ -64,7 +63,7 @@ def check_name(enum_name: str, prefix: str, name: str) -> None:
     """Raise a ``ValueError`` with near matches, unless some version of the bindings has a member of this name."""
     if prefix + name in _ADDED_IN:
         return
-    import difflib  # for the message alone
+    import difflib  # slow to import, and only for the message
 
     known = [*getattr(cuda, enum_name).__members__, *_ADDED_IN]
     near = difflib.get_close_matches(name, [one.removeprefix(prefix) for one in known if one.startswith(prefix)])
@@ -79,7 +78,7 @@ def enum_member(enum_name: str, member: str) -> Any | None:
 
 @functools.cache
 def parameters(name: str) -> tuple[str, ...]:
-    """The names of what a driver function takes, in order, as its documentation says; empty where it does not."""
+    """The names of a driver function's parameters in order, from its documentation; empty where it lists none."""
     head = (getattr(getattr(cuda, name, None), "__doc__", None) or "").split("\n")[0]
     inside = re.sub(r"\[[^]]*\]", "", head.partition("(")[2].rpartition(")")[0])
     return tuple(re.split("[:=]", one)[0].split()[-1].lstrip("*") for one in inside.split(",") if one.strip())
@@ -88,9 +87,8 @@ def parameters(name: str) -> tuple[str, ...]:
 def handle_types_member(value: int) -> Any:
     """A ``CUmemAllocationHandleType`` for any combination of flags.
 
-    The driver takes several handle types at once (``POSIX_FILE_DESCRIPTOR | FABRIC``), but the bindings' enum has no
-    member for a combination and their setter accepts only members of the enum; an instance made past the enum's
-    look-up is accepted.
+    The driver accepts several handle types at once (``POSIX_FILE_DESCRIPTOR | FABRIC``), but the bindings' enum has no
+    member for a combination. Their setter accepts an instance that is made without the enum's look-up.
     """
     try:
         return cuda.CUmemAllocationHandleType(value)
@@ -99,14 +97,14 @@ def handle_types_member(value: int) -> Any:
 
 
 def read_handle_types(props: Any) -> int:
-    """The handle-type flags of a ``CUmemPoolProps`` or ``CUmemAllocationProp``, also where they are a combination.
+    """The handle-type flags of a ``CUmemPoolProps`` or ``CUmemAllocationProp``, also of a combination.
 
-    The bindings' getter raises on a combination, so the field is read where the struct keeps it.
+    The bindings' getter raises on a combination, so the field is read from the struct's memory.
     """
     return ctypes.c_uint32.from_address(int(props.getPtr()) + _HANDLE_TYPES_OFFSET).value
 
 
-# The opaque structs of inter-process communication all hold 64 bytes; not every version of the bindings shows them.
+# The opaque structs of inter-process communication have 64 bytes; some versions of the bindings hide them.
 _OPAQUE_BYTES = 64
 _Opaque = ctypes.c_char * _OPAQUE_BYTES
 
@@ -117,7 +115,7 @@ def opaque_bytes(struct: Any) -> bytes:
 
 
 class OpaqueStruct:
-    """Such a struct, for bytes that change."""
+    """An opaque struct whose bytes can be set again and again."""
 
     __slots__ = ("_bytes", "struct")
 
@@ -126,7 +124,7 @@ class OpaqueStruct:
         self._bytes = _Opaque.from_address(self.struct.getPtr())
 
     def filled(self, data: bytes) -> Any:
-        """The struct, with these bytes."""
+        """Set the bytes of the struct and return it."""
         if len(data) != _OPAQUE_BYTES:
             raise ValueError(f"a {type(self.struct).__name__} has {_OPAQUE_BYTES} bytes, not {len(data)}")
         self._bytes.raw = data
@@ -134,5 +132,5 @@ class OpaqueStruct:
 
 
 def opaque_struct(name: str, data: bytes) -> Any:
-    """Such a struct with these bytes."""
+    """An opaque struct with these bytes; ``name`` is its class in the bindings."""
     return OpaqueStruct(name).filled(data)

@@ -1,4 +1,4 @@
-"""What can be wrong with a driver as a whole."""
+"""Errors about a driver as a whole."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ __all__ = ["DriverMisuseError", "DriverNotFoundError", "ForkedProcessError"]
 
 
 class DriverMisuseError(AssertionError):
-    """Found by :func:`checked`: a hazard, something that was released twice or never, or a call that broke the return
-    convention.
+    """A hazard, a double release, a leak, or a broken return convention, found by :func:`checked`.
 
-    ``hazard`` is the :class:`Hazard`, None where it is something else.
+    ``hazard`` is the :class:`Hazard`; None for the other causes.
     """
 
     def __init__(self, message: str, hazard: Hazard | None = None) -> None:
@@ -23,8 +22,8 @@ class DriverMisuseError(AssertionError):
 
 
 class DriverNotFoundError(RuntimeError):
-    """No usable CUDA driver was found on this machine, and nobody asked for the simulated one."""
+    """No usable CUDA driver was found on this machine, and the simulated one was not chosen."""
 
 
 class ForkedProcessError(RuntimeError):
-    """A forked child used an object of its parent: CUDA does not survive a fork."""
+    """A forked child used an object of its parent, which CUDA does not support."""

@@ -1,5 +1,4 @@
-"""What the rest of the package takes of the driver beside its public names: the bindings, and how they differ, and the
-driver that the environment asks for."""
+"""Names of this area that other areas of the package use."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -54,7 +53,7 @@ __all__ = [
 ]
 
 
-# A program without wrappers does not wait for them.
+# Modules that are imported on first use, to keep the import of the package fast.
 _LATER = {
     "Listener": "listener",
     "Wrapper": "wrappers",

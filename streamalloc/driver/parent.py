@@ -1,7 +1,7 @@
-"""Checks that a test requests of its child processes, and the directory of their reports.
+"""Checks that a test requests from its child processes, and the directory for their reports.
 
-The test stores both in an environment variable and in the configuration of :mod:`multiprocessing`. A process gets that
-configuration by pickle, also if its fork server was started before the test.
+The test sets both in an environment variable and in the configuration of :mod:`multiprocessing`. Processes of
+:mod:`multiprocessing` receive its configuration by pickle, also from a server that was started earlier.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _AT_START = os.environ.get(VARIABLE, "")
 
 
 class ParentTest(NamedTuple):
-    """The test that has started this process, directly or through another process."""
+    """The test that started this process, directly or through another process."""
 
     process: int
-    """Process number of the test."""
+    """Process ID of the test."""
     checks: tuple[str, ...]
-    """Kinds of reports: ``"check"`` (stream order), ``"leaks"``."""
+    """Requested checks: ``"check"`` for stream order, ``"leaks"``."""
     directory: str
-    """Path of the reports' directory, of mode 700."""
+    """Directory of the reports, private to this user."""
 
     def to_text(self) -> str:
         """The value of the variable."""
@@ -41,7 +41,7 @@ class ParentTest(NamedTuple):
         return cls(int(process), tuple(checks.split("+")), directory)
 
     def report(self, kind: str, text: str) -> None:
-        """Add a report of this process if the test requests its kind; no error if the test has ended."""
+        """Add a report if the test requests its kind; the test may have ended."""
         if kind in self.checks:
             path = os.path.join(self.directory, f"{os.getpid()}.{kind}")
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -50,7 +50,7 @@ class ParentTest(NamedTuple):
 
 
 def configuration() -> dict[str, Any]:
-    """multiprocessing's configuration, which child processes inherit; empty until it is imported."""
+    """The configuration that multiprocessing passes to child processes; empty until it is imported."""
     module = sys.modules.get("multiprocessing.process")
     found: dict[str, Any] = {} if module is None else getattr(module.current_process(), "_config", {})
     return found
@@ -63,9 +63,9 @@ def _from_server() -> bool:
 
 
 def parent_test() -> ParentTest | None:
-    """The test that has started this process; None in the test's own process, and without a test.
+    """The test that started this process; None in the test's own process and without a test.
 
-    The answer stays the same for the life of a process, which may be longer than the test's.
+    The answer stays the same for the life of the process, which may outlive the test.
     """
     process = os.getpid()
     if process not in _found:
@@ -74,11 +74,11 @@ def parent_test() -> ParentTest | None:
 
 
 _found: dict[int, ParentTest | None] = {}
-"""Results by process number, as a fork copies the dictionary."""
+"""Result by process ID, as a fork copies this table."""
 
 
 def _find(process: int) -> ParentTest | None:
-    # A fork server may have the environment of an earlier test.
+    # The environment of a multiprocessing server may be that of an earlier test.
     text = configuration().get(VARIABLE) or ("" if _from_server() else _AT_START)
     if not text:
         return None

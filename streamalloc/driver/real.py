@@ -1,4 +1,4 @@
-"""The real driver: ``cuda.bindings.driver`` itself, once libcuda is known to be there."""
+"""The real driver: ``cuda.bindings.driver``, after a check for libcuda."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["real"]
 
 @functools.cache
 def real() -> Driver:
-    """The machine's own CUDA driver: the module ``cuda.bindings.driver``.
+    """The CUDA driver of this machine: the module ``cuda.bindings.driver``.
 
     Raises
     ------
     DriverNotFoundError
-        libcuda cannot be loaded, is older than the bindings need, or has no device to offer.
+        libcuda cannot be loaded, is too old for the bindings, or finds no device.
     """
     try:
         (result,) = cuda.cuInit(0)
-    except Exception as reason:  # the bindings' loader raises types of its own, which differ between versions
+    except Exception as reason:  # the types of the bindings' loader differ between versions
         raise DriverNotFoundError(
             _not_found(f"libcuda.so.1 could not be loaded: {str(reason).rstrip('.')}")
         ) from reason

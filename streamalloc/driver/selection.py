@@ -1,7 +1,4 @@
-"""Which driver an object uses: the one given, else the default.
-
-That is the one of the innermost ``use`` block, of ``set_default``, of the environment, or the real one.
-"""
+"""Selection of the default driver: ``use`` block, ``set_default``, environment, or the real driver."""
 
 from __future__ import annotations
 
@@ -35,46 +32,46 @@ def simulated(
     multicast_slots: int = 128,
     patience: float = 10.0,
 ) -> Driver:
-    """A simulated machine: the driver's functions over ordinary memory, on any Linux machine.
+    """Make a simulated machine: the driver's functions over ordinary memory, on any Linux machine.
 
-    What it does not model raises :class:`NotImplementedError`, and so does a call in which the real driver would crash,
-    such as a copy from an address where nothing lies: the message then ends with "the real driver crashes".
+    A call that is not modelled raises :class:`NotImplementedError`. So does a call that crashes the real driver, such
+    as a copy from an unmapped address: the message then ends with "the real driver crashes".
 
-    An array that views host memory of a pool and outlives it reads bytes of 0xDB once the pool has given the memory up,
-    and writes to nothing; on hardware the process may end there.
+    An array of a pool's host memory that outlives the memory reads bytes of 0xDB and discards writes; on hardware the
+    process may crash.
 
     Parameters
     ----------
     devices
-        How many GPUs the machine has.
+        Number of GPUs.
     memory
-        Bytes of memory of each GPU (None: as much as the profile's GPU has). Pages are taken from this machine only
-        when they are written.
+        Bytes of memory of each GPU (None: that of the profile's GPU). Pages of this machine are used only when they are
+        written.
     profile
-        Which GPU is simulated; ``"h200"`` is held to readings from real ones.
+        Simulated GPU: a built-in name such as ``"h200"``, which is tested against readings from real GPUs, or a file.
     multicast, fabric
-        Whether the GPUs support multicast objects and fabric handles (None: as a real machine with this many GPUs).
+        Support for multicast objects and fabric handles (None: as on a real machine with this many GPUs).
     seed
-        None runs work as soon as its stream allows. A number delays and interleaves work of different streams in ways
-        that stream order allows, the same for the same number, so that a missing dependency shows.
+        None runs work as soon as its stream allows. A number delays and interleaves work of different streams within
+        stream order, in the same way for the same number, so that a missing dependency shows.
     name
         Machines of one name (default: ``STREAMALLOC_MACHINE``, else the other arguments) have the same device UUIDs.
     multicast_slots
-        How many multicast objects the simulated switch has room for (128 on machines with eight H200).
+        Number of multicast objects that the simulated switch supports (128 on machines with eight H200).
     patience
         Seconds that binding or mapping a multicast object waits for other processes and threads to add their devices.
-        Then, and at once where there are none, a ``DeadlockError`` says what the real driver would wait for.
+        Then, or at once where there are none, a ``DeadlockError`` names the missing devices.
 
     Raises
     ------
     ValueError
         There is no such profile, or a number is below 1.
     """
-    # Imported on first use: who runs on a GPU should not pay for it at import.
+    # Imported on first use: programs on a GPU do not need it.
     from streamalloc.driver.simulator import MachineSpec, SimulatedDriver
 
     spec = MachineSpec(devices, memory, profile, multicast, fabric, seed, name, multicast_slots, patience)
-    return cast("Driver", SimulatedDriver(spec))  # its calls are made when its classes are
+    return cast("Driver", SimulatedDriver(spec))  # its functions are added at run time
 
 
 _TRUTH = {"0": False, "1": True}
@@ -90,13 +87,13 @@ _SETTINGS: dict[str, Callable[[str], object]] = {
     "patience": float,
 }
 
-# One machine a process for each text, so that every object made by default meets the others on it.
+# One machine in a process for each text: all objects with the default driver share it.
 _simulated_by_default: dict[str, Driver] = {}
 
 
 def read_choice(text: str, given_as: str) -> tuple[str, dict[str, Any]]:
-    """What a text such as ``simulated:devices=4,seed=7`` chooses: ``"cuda"`` or ``"simulated"``, and the arguments of
-    :func:`simulated`. ``given_as`` is the option or variable that it was given as, for the error."""
+    """Parse a text such as ``simulated:devices=4,seed=7`` into ``"cuda"`` or ``"simulated"`` and the arguments of
+    :func:`simulated`. ``given_as`` is the option or variable of the text, for the error."""
     kind, _, settings = text.partition(":")
     if text == "cuda":
         return kind, {}
@@ -119,7 +116,7 @@ def _from_environment(text: str) -> Driver:
     kind, settings = read_choice(text, "STREAMALLOC_DRIVER")
     if kind == "cuda":
         return real()
-    # Two threads may be here at once: the machine of one of them goes, before anybody has seen it.
+    # Two threads may be here at once; both get the machine of the first.
     return _simulated_by_default.setdefault(text, simulated(**settings))
 
 
@@ -127,22 +124,22 @@ _FORMS = "simulated:4 (devices), simulated:devices=4,seed=7"
 
 
 def default() -> Driver:
-    """The driver that an object made now, without ``driver=``, would use.
+    """The driver of objects that are made now without ``driver=``.
 
-    It is the one of the innermost ``with use(...)`` block, else that of :func:`set_default`, else what
-    ``STREAMALLOC_DRIVER`` says, else the machine's own. ``STREAMALLOC_DRIVER`` is ``cuda``, ``simulated``,
-    ``simulated:4`` for a machine with four devices, or ``simulated:`` and settings with commas between them. They
-    are the arguments of :func:`simulated`:
+    In this order: the driver of the innermost ``with use(...)`` block, that of :func:`set_default`, the one that
+    ``STREAMALLOC_DRIVER`` names, the driver of this machine. ``STREAMALLOC_DRIVER`` is ``cuda``, ``simulated``,
+    ``simulated:4`` for a machine with four devices, or ``simulated:`` and settings with commas between them, which are
+    the arguments of :func:`simulated`:
 
     ================================  =======================================================
-    ``devices=4``                     how many devices
+    ``devices=4``                     number of devices
     ``memory=8589934592``             bytes of memory of each device
-    ``profile=h200``                  which GPU
-    ``multicast=1``, ``fabric=0``     whether these are supported: 0 or 1
-    ``seed=7``                        work is delayed and interleaved by chance, from this seed
-    ``name=mine``                     machines of one name have the same devices
-    ``multicast_slots=128``           how many multicast objects there may be
-    ``patience=2.5``                  seconds that a multicast object waits for others
+    ``profile=h200``                  simulated GPU
+    ``multicast=1``, ``fabric=0``     support, 0 or 1
+    ``seed=7``                        seed of random delays and interleaving of work
+    ``name=mine``                     name; machines of one name have the same devices
+    ``multicast_slots=128``           number of multicast objects
+    ``patience=2.5``                  seconds that a multicast object waits for devices
     ================================  =======================================================
 
     Raises
@@ -163,22 +160,22 @@ def _chosen() -> Driver:
     return _simulated_by_default.get(text) or _from_environment(text)
 
 
-# What to do with hazards, where all drivers are to be checked; "1" is the same as "report".
+# Action for hazards where all drivers are checked; "1" is the same as "report".
 _CHECK = os.environ.get("STREAMALLOC_CHECK", "")
 _checked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def as_asked(driver: Driver) -> Driver:
-    """The driver, or :func:`streamalloc.driver.checked` around it where ``STREAMALLOC_CHECK`` asks for that.
+    """The driver, wrapped by :func:`streamalloc.driver.checked` if ``STREAMALLOC_CHECK`` requests that.
 
     ``STREAMALLOC_CHECK`` is ``1`` or ``report``, ``warn``, ``raise``, or ``0``. Hazards are printed as they are found,
-    and leaks at the end of the process. In a process that a test has started, which asks for checks of its children
+    and leaks at the end of the process. In a child process of a test that requests checks
     (:mod:`streamalloc.testing.plugin`), they are reported to that test.
     """
     test = None if _CHECK else parent_test()
     if _CHECK == "0" or (not _CHECK and test is None):
         return driver
-    if hasattr(driver, "listener"):  # checked already, perhaps inside of another wrapper, or not to be
+    if hasattr(driver, "listener"):  # checked already, perhaps within another wrapper
         return driver
     from streamalloc.driver.checker import checked
 
@@ -191,16 +188,16 @@ def as_asked(driver: Driver) -> Driver:
 
 
 def set_default(driver: Driver | None) -> None:
-    """Make ``driver`` the default of all threads and tasks; None takes that back.
+    """Make ``driver`` the default of all threads and tasks; None removes that default.
 
-    Objects that exist keep their driver. A ``with use(...)`` block goes before it, in its own thread or task.
+    Existing objects keep their driver. A ``with use(...)`` block takes precedence in its own thread or task.
     """
     global _for_all_threads
     _for_all_threads = driver
 
 
 def default_of_threads() -> Driver | None:
-    """What :func:`set_default` has set."""
+    """The driver of :func:`set_default`, or None."""
     return _for_all_threads
 
 
@@ -208,8 +205,7 @@ def default_of_threads() -> Driver | None:
 def use(driver: Driver) -> Iterator[Driver]:
     """Make ``driver`` the default inside a ``with`` block, for this thread or task only.
 
-    Other threads, those of a pool of threads that this block starts included, do not see it: they use the default of
-    :func:`set_default`, or that of the process.
+    Other threads, also those started within the block, use the default of :func:`set_default` or of the process.
     """
     token = _in_use.set(driver)
     try:

@@ -1,7 +1,7 @@
-"""Drivers around a driver: they pass calls on, and record them or make them fail. They stack.
+"""Wrappers of a driver, which record calls or make them fail. Wrappers can be wrapped again.
 
-Each wrapper is made of one *observer*, an object with ``call(name, function, args)``; what it wraps is only looked up
-once per function. What is not a driver function (the enum and struct classes) comes straight from the wrapped driver.
+A wrapper looks each function up once in the wrapped driver. Other names, such as enum and struct classes, come from the
+wrapped driver directly.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Function = Callable[..., tuple[Any, ...]]
 
 
 class Wrapper(_Interface):
-    """The common part of all wrappers: every driver function goes through :meth:`_observe`.
+    """The base of wrappers: each call of a driver function becomes a call of :meth:`_observe`.
 
-    To type checkers it is a driver; at run time each function is looked up in the driver that is wrapped.
+    It is a driver for type checkers; at run time its functions are looked up in the wrapped driver.
     """
 
     def __init__(self, driver: _Interface) -> None:
@@ -45,7 +45,7 @@ class Wrapper(_Interface):
         def function(*args: Any, **named: Any) -> tuple[Any, ...]:
             if not named:
                 return self._observe(name, target, args)
-            # Observers see values in their places; the driver gets each under its name.
+            # Observers get positional values; the driver gets the keywords.
             places = parameters(name)
             values = [named[one] for one in places[len(args) :] if one in named] or named.values()
             return self._observe(name, lambda *_: target(*args, **named), (*args, *values))
@@ -63,15 +63,15 @@ class Wrapper(_Interface):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a driver function, with its arguments and its whole answer (``CUresult`` first)."""
+    """One call of a driver function, with its arguments and its answer (``CUresult`` first)."""
 
     name: str
     args: tuple[Any, ...]
     answer: tuple[Any, ...]
     thread: int = field(default=0, compare=False)
-    """The thread that made it (``threading.get_ident``)."""
+    """Thread of the call (``threading.get_ident``)."""
     time: int = field(default=0, compare=False)
-    """When it was made: nanoseconds of a clock that began at any time (``time.perf_counter_ns``)."""
+    """Time of the call in nanoseconds (``time.perf_counter_ns``)."""
 
     def __str__(self) -> str:
         result, *values = self.answer
@@ -81,7 +81,7 @@ class Call:
 
 
 def _plain(value: Any) -> str:
-    """An enum member by its name, a handle by its number, anything else by its repr."""
+    """The name of an enum member, the number of a handle, the repr of other values."""
     if hasattr(value, "name"):
         return str(value.name)
     if type(value).__module__.startswith("cuda.") and hasattr(value, "__int__"):
@@ -95,7 +95,7 @@ class Traced(Wrapper):
     def __init__(self, driver: _Interface, to: TextIO | None) -> None:
         super().__init__(driver)
         self.calls: list[Call] = []
-        """All calls so far, in order. It may be cleared."""
+        """All calls so far in order. It may be cleared."""
         self._to = to
 
     def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -109,7 +109,7 @@ class Traced(Wrapper):
 
 
 def traced(driver: _Interface, to: TextIO | None = None) -> Traced:
-    """A driver that records each call in its list ``calls``, and prints it to ``to`` where that is given."""
+    """Wrap a driver so that it records each call in its list ``calls``, and prints it to ``to`` if that is given."""
     return Traced(driver, to)  # type: ignore[abstract]  # it looks functions up
 
 
@@ -119,9 +119,9 @@ class Faulty(Wrapper):
     def __init__(self, driver: _Interface, call: str | int, nth: int, times: int, result: str) -> None:
         super().__init__(driver)
         self.seen: list[str] = []
-        """The names of all calls."""
+        """Names of all calls."""
         self.failed: list[str] = []
-        """The names of those that were refused."""
+        """Names of the refused calls."""
         self._refuse(call, nth, times, result)
 
     def _refuse(self, call: str | int, nth: int, times: int, result: str) -> None:
@@ -149,7 +149,7 @@ class Faulty(Wrapper):
         return function(*args)
 
 
-# How many values follow the CUresult where it is not what the name suggests (makers and getters: one, others: none).
+# Values after the CUresult, where the name does not tell (one for makers and getters, none for others).
 _VALUES = {
     "cuMemGetInfo": 2,
     "cuMemGetAddressRange": 2,
@@ -176,25 +176,25 @@ def _guess_values(name: str) -> int:
 def faulty(
     driver: _Interface, call: str | int, nth: int = 1, times: int = 1, result: str = "CUDA_ERROR_OUT_OF_MEMORY"
 ) -> Faulty:
-    """A driver that refuses some calls without passing them on.
+    """Wrap a driver so that it refuses some calls without making them.
 
     Parameters
     ----------
     call
-        The name of the function that fails, or a number n: the n-th call of any function.
+        Name of the function that fails, or a number n for the n-th call of any function.
     nth
-        For a name: the first of its calls that fails (1 is the next one).
+        For a name: number of the first call that fails (1 is the next call).
     times
-        How many calls fail from there on.
+        Number of calls that fail from there on.
     result
-        The ``CUresult`` that they answer.
+        Name of the ``CUresult`` that they answer.
 
     Raises
     ------
     ValueError
         There is no such function or result, or a number is below 1.
 
-    The wrapper's lists ``seen`` and ``failed`` name all calls and those that were refused, so that a sweep can stop
-    when a run no longer reaches the fault.
+    The lists ``seen`` and ``failed`` contain the names of all calls and of the refused ones. A sweep stops when
+    ``failed`` stays empty.
     """
     return Faulty(driver, call, nth, times, result)  # type: ignore[abstract]  # it looks functions up

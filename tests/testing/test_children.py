@@ -89,7 +89,7 @@ def test_one_of_them(streamalloc_machine):
         [
             "*ERROR at teardown of test_wrong*",
             "in process *, which the test has started:",
-            "use before allocation: cuMemsetD8Async of stream *",
+            "use before allocation: cuMemsetD8Async on stream *",
             "*, in wrong",
             "*ERROR at teardown of test_leaky*",
             "in process *, which the test has started:",

@@ -148,7 +148,8 @@ class Checked(Wrapper):
                 self._record_postponed()
                 return result
             finally:
-                self._observing = 0
+                if self._inside():  # not where a signal handler raised while `_ask` waited for the lock
+                    self._observing = 0
 
     def _record_postponed(self) -> None:
         while self._postponed:

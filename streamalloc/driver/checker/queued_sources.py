@@ -41,16 +41,20 @@ class _Source:
 class QueuedSources:
     """The sources of copies that the host has not waited for."""
 
-    def __init__(self, timeline: Timeline, foreign: ForeignStreams, judge: Judge) -> None:
+    def __init__(
+        self, timeline: Timeline, foreign: ForeignStreams, judge: Judge, unseen_kernels: Callable[[], bool]
+    ) -> None:
         self._timeline = timeline
         self._foreign = foreign
         self._judge = judge
+        self._unseen_kernels = unseen_kernels
+        """Whether kernels were launched, which may have written anything."""
         self._sources: list[_Source] = []
 
     def add(self, stream: Stream, pieces: Iterable[tuple[Piece, bool]], what: str, stack: Stack) -> None:
         """Record the host memory that the latest operation of a stream reads."""
         viewed = [(piece, write) for piece, write in pieces if piece[0].viewed]
-        if not viewed or not self._foreign.is_ours(stream):
+        if not viewed or not self._has_all_writes(stream):
             return
         written = [piece[0].bytes for piece, write in viewed if write]
         mark = self._timeline.record(stream)
@@ -70,12 +74,16 @@ class QueuedSources:
             for memory, start, end in range_.physical(low, high):
                 for read in memory.reads(start, end):
                     actor, time = read.actor, read.time
-                    if isinstance(actor, Stream) and self._foreign.is_ours(actor) and not self._is_known(actor, time):
+                    if isinstance(actor, Stream) and self._has_all_writes(actor) and not self._is_known(actor, time):
 
                         def known(actor: Stream = actor, time: int = time) -> bool:
                             return self._is_known(actor, time)
 
                         self._watch(piece, actor, read.what, read.stack, known)
+
+    def _has_all_writes(self, stream: Stream) -> bool:
+        """Whether the checker sees all waits for a stream and all writes by devices."""
+        return self._foreign.is_ours(stream) and not self._unseen_kernels()
 
     def _is_known(self, stream: Stream, time: int) -> bool:
         return self._timeline.certain(self._timeline.host, stream.number, time)
@@ -107,7 +115,7 @@ class QueuedSources:
         sources, self._sources = self._sources, []
         for one in sources:
             range_ = one.piece[0]
-            if one.known() or range_.ended is not None or not self._foreign.is_ours(one.stream):
+            if one.known() or range_.ended is not None or not self._has_all_writes(one.stream):
                 continue
             if _checksum(one.piece) == one.checksum:
                 self._sources.append(one)

@@ -51,6 +51,8 @@ class Moment:
         self.stack = stack
 
     def __str__(self) -> str:
+        if self.actor.name.startswith("graph node"):
+            return self.actor.name  # it contains the call
         return f"{self.what} {'by' if self.actor.is_host else 'on'} {self.actor.name}"
 
 

@@ -136,7 +136,9 @@ class State:
             self.timeline, self.addresses, self.values, self.events, self.judge
         )
         self.foreign: ForeignStreams = ForeignStreams(driver, self.timeline)
-        self.sources: QueuedSources = QueuedSources(self.timeline, self.foreign, self.judge)
+        self.sources: QueuedSources = QueuedSources(
+            self.timeline, self.foreign, self.judge, lambda: self.unseen_kernels
+        )
         self.captures: dict[Stream, Capture] = {}
         self.graphs: dict[int, Graph] = {}
         self.executables: dict[int, list[Node]] = {}

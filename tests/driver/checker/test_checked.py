@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import signal
 import threading
 from collections.abc import Callable
 from subprocess import CompletedProcess
@@ -411,3 +412,59 @@ def test_an_operation_takes_little() -> None:
         steps()
     assert bytecodes(steps) < 5 * 1_500
     assert driver.hazards == []
+
+
+@pytest.mark.simulated_only("a driver that another thread stops in the middle of a question")
+def test_a_signal_handler_raises_while_a_question_waits_for_the_lock(machine: Any) -> None:
+    """Another thread has the lock then: its record goes on undisturbed, and the lock is free afterwards."""
+    asked, taken, raised = threading.Event(), threading.Event(), threading.Event()
+
+    class Stopped:
+        """A driver whose next question about the context lets the other thread take the lock."""
+
+        on = False
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(machine, name)
+
+        def cuCtxGetCurrent(self) -> Any:
+            if self.on:
+                self.on = False
+                asked.set()
+                taken.wait()
+            return machine.cuCtxGetCurrent()
+
+    stopped = Stopped()
+    driver: Any = sd.checked(stopped)
+    driver.cuInit(0)
+    driver.cuCtxSetCurrent(driver.cuDevicePrimaryCtxRetain(0)[1])
+    kept: list[bool] = []
+
+    def record() -> None:
+        taken.set()
+        while not raised.is_set():
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)  # type: ignore[arg-type]
+            raised.wait(0.01)
+        kept.append(driver._inside())
+
+    def observe() -> None:
+        asked.wait()
+        driver._alone(record)
+
+    def interrupt(*_: object) -> None:
+        if taken.is_set() and not raised.is_set():
+            raise KeyError("a signal handler")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    other = threading.Thread(target=observe)
+    other.start()
+    try:
+        stopped.on = True
+        with pytest.raises((KeyError, RuntimeError)):
+            driver.cuCtxSynchronize()
+    finally:
+        raised.set()
+        other.join()
+        signal.signal(signal.SIGALRM, before)
+    assert kept == [True] and driver._observing == 0
+    assert driver.cuCtxSynchronize() == (cuda.CUresult.CUDA_SUCCESS,)

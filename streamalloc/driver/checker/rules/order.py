@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.events import Event
@@ -17,26 +18,34 @@ _INTERPROCESS = int(cuda.CUevent_flags.CU_EVENT_INTERPROCESS)
 _EXTERNAL = 1  # CU_EVENT_RECORD_EXTERNAL, CU_EVENT_WAIT_EXTERNAL
 
 
+T = TypeVar("T")
+
+
+def _ends(table: Callable[[State], dict[int, T]], ended: Callable[[State, T], object]) -> Before:
+    """A call that destroys the owner of its first argument; the handle is free for others during the call."""
+
+    def rule(state: State, name: str, args: Arguments) -> Finish:
+        number, live = number_of(args[0]), table(state)
+        one = live.pop(number, None)
+
+        def finish(answer: Answer) -> None:
+            if one is None:
+                return
+            if answer[0]:
+                live[number] = one
+            else:
+                ended(state, one)
+
+        return finish
+
+    return rule
+
+
 # -- streams -------------------------------------------------------------------------------------------------
 
 
 def _makes_stream(state: State, name: str, args: Arguments, answer: Answer) -> None:
     state.add_stream(int(answer[1]), not int(args[1 if "Green" in name else 0]) & 1, made_at=here(1))
-
-
-def _ends_stream(state: State, name: str, args: Arguments) -> Finish:
-    number = number_of(args[0])
-    stream = state.streams.pop(number, None)
-
-    def finish(answer: Answer) -> None:
-        if stream is None:
-            return
-        if answer[0]:
-            state.streams[number] = stream
-        else:
-            state.retire(stream)
-
-    return finish
 
 
 def _synchronises(state: State, name: str, args: Arguments) -> Finish:
@@ -75,21 +84,6 @@ def _queries(state: State, name: str, args: Arguments) -> Finish:
 
 def _makes_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
     state.events[int(answer[1])] = Event(bool(int(args[0]) & _INTERPROCESS))
-
-
-def _ends_event(state: State, name: str, args: Arguments) -> Finish:
-    number = number_of(args[0])
-    event = state.events.pop(number, None)
-
-    def finish(answer: Answer) -> None:
-        if event is None:
-            return
-        if answer[0]:
-            state.events[number] = event
-        else:
-            state.interprocess.destroyed(event)
-
-    return finish
 
 
 def _records(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -213,11 +207,11 @@ RULES = rules(
         "cuStreamBatchMemOp": _values,
     },
     before={
-        "cuStreamDestroy": _ends_stream,
+        "cuStreamDestroy": _ends(lambda state: state.streams, lambda state, stream: state.retire(stream)),
         "cuStreamSynchronize": _synchronises,
         "cuStreamQuery": _queries,
         "cuCtxSynchronize cuCtxSynchronize_v2": _synchronises_context,
-        "cuEventDestroy": _ends_event,
+        "cuEventDestroy": _ends(lambda state: state.events, lambda state, event: state.interprocess.destroyed(event)),
         "cuEventSynchronize cuEventQuery": _happened(1),
         "cuEventElapsedTime": _happened(2),
     },

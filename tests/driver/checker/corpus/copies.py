@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import streamalloc as sa
@@ -199,6 +200,86 @@ def the_host_looks_at_memory_under_a_copy(b: Bench, right: bool) -> None:
         b.a.synchronize()
     y.as_array()
     b.done(x, y)
+
+
+# -- host memory that a queued copy reads --------------------------------------------------------------------------
+
+
+def _host_pool(b: Bench) -> sa.MemoryPool:
+    pool = b.keep(sa.MemoryPool(sa.MemPoolProps(location=sa.MemLocation.host()), driver=b.driver))
+    pool.set_access(b.device, sa.MemAccess.READWRITE)
+    return pool  # type: ignore[no-any-return]
+
+
+@hazard("race")
+def the_host_writes_the_source_of_a_copy(b: Bench, right: bool) -> None:
+    x, source = b.new(b.a), _host_pool(b).allocate(SIZE, b.a)
+    b.a.synchronize()
+    there = source.as_array()
+    there[:] = 1
+    x.copy_from(source, b.a)
+    if right:
+        b.a.synchronize()
+    there[7] = 2
+    b.done(x, source)
+
+
+@hazard("race")
+def the_host_writes_the_source_of_a_copy_that_waits(b: Bench, right: bool) -> None:
+    x, source, address = b.new(b.a), _host_pool(b).allocate(SIZE, b.a), b.word()
+    b.a.synchronize()
+    there = source.as_array()
+    b.raw("cuStreamWaitValue32", cuda.CUstream(b.a._raw), address, 1, 0)
+    x.copy_from(source, b.a)
+    if not right:
+        there[7] = 2
+    ctypes.c_uint32.from_address(address).value = 1
+    b.a.synchronize()
+    there[:] = 3
+    b.done(x, source)
+
+
+@hazard("race")
+def the_host_writes_an_array_of_memory_that_is_read(b: Bench, right: bool) -> None:
+    """Its array is made after the copy."""
+    x, source = b.new(b.a), _host_pool(b).allocate(SIZE, b.a)
+    source.fill(1, b.a)
+    done = b.event()
+    b.a.synchronize()
+    x.copy_from(source, b.a)
+    b.a.record(done)
+    there = source.as_array()
+    assert there[0] == 1
+    if right:
+        done.synchronize()
+    there[:64] = 2
+    b.done(x, source)
+
+
+@hazard("race")
+def the_host_writes_what_a_graph_reads(b: Bench, right: bool) -> None:
+    x, source = b.new(b.a), _host_pool(b).allocate(SIZE, b.a)
+    b.a.synchronize()
+    there = source.as_array()
+    with b.a.capture() as graph:
+        x.copy_from(source, b.a)
+    b.keep(graph).launch(b.a)
+    if right:
+        b.a.synchronize()
+    there[:] = 5
+    b.a.synchronize()
+    b.done(x, source)
+
+
+@hazard("race")
+def the_host_reports_a_write_of_a_source(b: Bench, right: bool) -> None:
+    x, source = b.new(b.a), _host_pool(b).allocate(SIZE, b.a)
+    b.a.synchronize()
+    x.copy_from(source, b.a)
+    if right:
+        b.a.synchronize()
+    source.used(on_host=True)
+    b.done(x, source)
 
 
 # -- what nobody has written -------------------------------------------------------------------------------------
