@@ -16,12 +16,10 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from itertools import starmap
 from types import FrameType
 from typing import Any, Protocol
 
-from streamalloc.core.session import PerDriver, Session
-from streamalloc.driver import DriverMisuseError, ForkedProcessError
+from streamalloc.core.session import NOT_CALLED, PerDriver, Session
 
 __all__ = [
     "Tap",
@@ -33,12 +31,10 @@ __all__ = [
     "look",
     "tap_of",
     "tell_freed",
-    "was_asked",
     "watch",
     "watching_of",
 ]
 
-_CALLED = object()
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
@@ -80,14 +76,12 @@ class Watched(Protocol):
 class Tap:
     """What stands in for the two functions of one allocator."""
 
-    __slots__ = ("_alloc", "_free", "_owner", "_under_way", "watchers")
+    __slots__ = ("_alloc", "_free", "_owner", "watchers")
 
     def __init__(self, owner: Watched, alloc: Any, free: Any) -> None:
         self._owner = weakref.ref(owner)
         self._alloc = alloc
         self._free = free
-        self._under_way: dict[int, tuple[Any, list[Any], tuple[Watcher, ...]]] = {}
-        """Frees that are being made, by the identity of the pointer: that, how far they have come, and who is told."""
         self.watchers: tuple[Watcher, ...] = ()
 
     @property
@@ -105,10 +99,8 @@ class Tap:
         watchers, owner = self._told(besides), self._owner()
         for watcher in watchers:
             watcher.asked(owner, nbytes)
-        answers: list[Any] = []
+        result, ptr = answer = self._alloc(nbytes, pool, stream)
         try:
-            answers.extend(starmap(self._alloc, ((nbytes, pool, stream),)))
-            result, ptr = answers[0]
             if result:
                 for watcher in watchers:
                     watcher.failed(owner, nbytes, stream)
@@ -117,47 +109,31 @@ class Tap:
                     watcher.allocated(owner, address, nbytes, stream)
         except BaseException:
             # Nobody has the memory yet.
-            if answers and not answers[0][0]:
-                self.free(answers[0][1], stream, besides)
+            if not result:
+                self.free(ptr, stream, besides)
             raise
-        return answers[0]
+        return answer
 
     def free(self, ptr: Any, stream: Any, besides: tuple[Watcher, ...] = ()) -> Any:
-        """Free, in place of the driver's function. Where this raises, :func:`was_asked` says how far it has come."""
-        answers: list[Any] = []
-        watchers = self._told(besides)
-        self._under_way[id(ptr)] = ptr, answers, watchers
-        calls = starmap(self._free, ((ptr, stream),))
-        address = int(ptr)
-        told = False
+        """Free, in place of the driver's function."""
+        watchers, address = self._told(besides), int(ptr)
+        # Before the free: another thread may get the same memory at once, and notifies of that.
+        for watcher in watchers:
+            watcher.freed(address, stream)
+        refused = False
         try:
-            # Before it is free: another thread may be given the same memory at once, and tells of that.
-            for watcher in watchers:
-                watcher.freed(address, stream)
-            told = True
+            answer = self._free(ptr, stream)
+            refused = bool(answer[0])
+        except NOT_CALLED:
+            refused = True
+            raise
         finally:
-            # Nothing comes between these two.
-            answers += (_CALLED,)
-            answers += calls
-            if not told:
+            if refused:
                 for watcher in watchers:
-                    watcher.freed(address, stream)
-        if answers[1][0]:
-            for watcher in watchers:
-                watcher.kept(address)
-        else:
+                    watcher.kept(address)
+        if not refused:
             look(watchers)
-        del self._under_way[id(ptr)]
-        return answers[1]
-
-    def was_asked(self, ptr: Any) -> bool:
-        """Whether the driver was asked to free memory by a :meth:`free` that has raised, and has not refused."""
-        _, answers, watchers = self._under_way.pop(id(ptr), (ptr, [], self.watchers))
-        asked = bool(answers) and not (len(answers) > 1 and answers[1][0])
-        if not asked:
-            for watcher in watchers:
-                watcher.kept(int(ptr))
-        return asked
+        return answer
 
 
 def look(watchers: tuple[Watcher, ...]) -> None:
@@ -191,12 +167,6 @@ def bare(alloc: Any) -> Any:
     """The function that allocates without telling anybody: for memory that belongs to graphs."""
     tap = getattr(alloc, "__self__", None)
     return tap.functions[0] if type(tap) is Tap else alloc
-
-
-def was_asked(allocator: Watched, ptr: Any, error: BaseException) -> bool:
-    """Whether the driver was asked to free memory by a call that has raised."""
-    tap = tap_of(allocator)
-    return not isinstance(error, (DriverMisuseError, ForkedProcessError)) if tap is None else tap.was_asked(ptr)
 
 
 class Watching:
@@ -265,10 +235,7 @@ def watch(allocator: Watched, watchers: tuple[Watcher, ...]) -> None:
         if watchers and not allocator._session.forked:
             tap = Tap(allocator, allocator._alloc, allocator._free)
             tap.watchers = watchers
-            alloc, free = tap.allocate, tap.free
-            # Nothing is called between these.
-            allocator._alloc = alloc
-            allocator._free = free
+            allocator._alloc, allocator._free = tap.allocate, tap.free
         return
     tap.watchers = watchers
     if not watchers:

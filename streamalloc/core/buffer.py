@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-from streamalloc.core.allocation_hooks import Watcher, bare, tell_freed, was_asked, watch, watching_of
+from streamalloc.core.allocation_hooks import Watcher, bare, tell_freed, watch, watching_of
 from streamalloc.core.deferred import Deferred, deferred_queue, work
 from streamalloc.core.device import Device
 from streamalloc.core.errors import LOST, CaptureError, ClosedError, CudaError, error_from, refused, size_text
@@ -21,7 +21,7 @@ from streamalloc.core.html import Row
 from streamalloc.core.memory import Memory
 from streamalloc.core.properties import MemLocation, MemLocationType, checked_size
 from streamalloc.core.resource import Closes, Unique
-from streamalloc.core.session import Session, refuse_after_fork
+from streamalloc.core.session import NOT_CALLED, Session, refuse_after_fork
 from streamalloc.core.stream import Stream, StreamLike, as_stream, direct_handle, ordered_after
 from streamalloc.driver.internal import cuda
 
@@ -358,9 +358,8 @@ class Buffer(Memory, Closes):
         self._ptr = None
         try:
             result = self._allocator._free(ptr, handle)[0]
-        except BaseException as error:
-            if not was_asked(self._allocator, ptr, error):
-                self._ptr = ptr
+        except NOT_CALLED:
+            self._ptr = ptr
             raise
         if result:
             self._ptr = ptr
@@ -399,9 +398,8 @@ class Buffer(Memory, Closes):
             self._ptr = None
             try:
                 result = self._allocator._free(ptr, ordered._raw)[0]
-            except BaseException as error:
-                if not was_asked(self._allocator, ptr, error):
-                    self._ptr = ptr
+            except NOT_CALLED:
+                self._ptr = ptr
                 raise
             if result:
                 self._ptr = ptr
@@ -491,7 +489,7 @@ class PlainBuffer(Buffer):
                         called = True
                         answers += calls
         except BaseException as error:
-            asked = called and not answers and was_asked(self._allocator, ptr, error)
+            asked = called and not answers and not isinstance(error, NOT_CALLED)
             raise
         finally:
             if taken and taken[0]:
@@ -569,7 +567,7 @@ class _FreeDropped(Deferred):
                 ordered._context(),
                 tell_freed(self._session, int(address), ordered._raw),
             ):
-                self._session.give_back(self, "cuMemFreeAsync", ordered._raw)
+                self._session.release(self, "cuMemFreeAsync", ordered._raw)
         except CudaError as error:
             if not isinstance(error, (*self.gone, CaptureError)) and not self._told:
                 self._told = True
@@ -629,9 +627,8 @@ def free_shared(buffer: Buffer, stream: Stream, handle: Any) -> None:
     buffer._shared = None
     try:
         result = buffer._allocator._free(shared[1], handle)[0]
-    except BaseException as error:
-        if not was_asked(buffer._allocator, shared[1], error):
-            buffer._shared = shared
+    except NOT_CALLED:
+        buffer._shared = shared
         raise
     if result:
         buffer._shared = shared

@@ -344,7 +344,7 @@ class HandleEnd(Deferred):
         return self._raw
 
     def attempt(self) -> bool:
-        self._session.give_back(self, self._call)
+        self._session.release(self, self._call)
         return True
 
 

@@ -160,7 +160,7 @@ class Event(Closes):
     def close(self) -> None:
         """Destroy the event (``cuEventDestroy``); streams that wait for it go on waiting. Idempotent."""
         if not self._kept_for_later():
-            self._session.give_back(self, "cuEventDestroy")
+            self._session.release(self, "cuEventDestroy")
 
     def _kept_for_later(self) -> bool:
         """Leave the driver's event for the next record, where it can be; whether that was done."""

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from streamalloc.core.deferred import HandleEnd, deferred_queue, work
-from streamalloc.core.errors import ClosedError, CudaError, error_from
-from streamalloc.core.resource import Closes, finaliser
+from streamalloc.core.errors import ClosedError, CudaError
+from streamalloc.core.resource import Closes
+from streamalloc.core.session import NOT_CALLED
 from streamalloc.core.stream import StreamLike, as_stream
 from streamalloc.driver.internal import cuda
 
@@ -112,7 +113,6 @@ class Graph(Closes):
         finally:
             self._handle.attempt()
 
-    @finaliser
     def __del__(self) -> None:
         executable: HandleEnd | None = getattr(self, "_executable", None)
         if executable is not None and (executable._raw or self._handle._raw) and self._session.usable:
@@ -161,24 +161,26 @@ def capturing(stream: Stream, mode: CaptureMode) -> Iterator[Graph]:
     session = stream._session
     raw = stream._checked_raw()
     driver_mode = getattr(cuda.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{mode.upper()}")
-    begin = session._function("cuStreamBeginCapture")
     capture = Capture(stream)
     later = deferred_queue(session)
-    # A list, which C fills before Python looks for signals again: a capture that has begun is ended.
-    answers: list[Any] = []
+    begun = False
     try:
         later.begin_capture(capture)
         # What ends later may be using the stream on another thread.
         with stream._in_use, stream._context():
-            answers += map(begin, (raw,), (driver_mode,))
-            if answers[0][0]:
+            # Before the call: a capture that has begun is ended also if a signal handler raises at its return.
+            begun = True
+            try:
                 hint = "is the stream being captured already, or a legacy one?"
-                raise error_from(answers[0][0], "cuStreamBeginCapture", hint)
+                session.call("cuStreamBeginCapture", raw, driver_mode, hint=hint)
+            except (CudaError, *NOT_CALLED):
+                begun = False
+                raise
             capture.adopt(stream)
         yield capture.graph
         _end(capture)
     except BaseException:
-        if answers and not answers[0][0]:
+        if begun:
             _abort(capture)
         raise
     finally:

@@ -140,7 +140,6 @@ from streamalloc.core.resource import (
     Leaves,
     Unique,
     close_all,
-    finaliser,
     made_for_sharing,
 )
 from streamalloc.core.session import (
@@ -256,7 +255,6 @@ __all__ = [
     "end_with_stream",
     "error_from",
     "events_of_all",
-    "finaliser",
     "forbid_lists",
     "free_shared",
     "gauge",

@@ -6,17 +6,14 @@ import sys
 import types
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from streamalloc.core.errors import attach
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Closes", "Leaves", "Unique", "close_all", "finaliser", "made_for_sharing"]
-
-T = TypeVar("T")
-
+__all__ = ["Closes", "Leaves", "Unique", "close_all", "made_for_sharing"]
 
 reduce_for_processes: Callable[[object], tuple[Any, ...]] | None = None
 """Pickles an object for another process that :mod:`multiprocessing` starts; set by the package."""
@@ -92,23 +89,6 @@ class Closes(Unique, Leaves):
 
     def _leave(self, *, failed: bool) -> None:
         self.close()
-
-
-def finaliser(drop: Callable[[T], None]) -> Callable[[T], None]:
-    """A ``__del__`` that does its work once more where what a signal handler raises has stopped it.
-
-    Python tells what comes out of a finaliser, and does not call it again. To call ``drop`` twice does no harm, however
-    far the first call has come. Hot finalisers do without this, in their own words.
-    """
-
-    def __del__(self: T) -> None:
-        try:
-            drop(self)
-        except BaseException:
-            drop(self)
-            raise
-
-    return __del__
 
 
 def close_all(owners: Iterable[Closes]) -> None:

@@ -22,18 +22,17 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from itertools import starmap
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 from streamalloc.core.errors import LOST, CudaError, attach, error_from, unsupported
-from streamalloc.driver import ForkedProcessError
+from streamalloc.driver import DriverMisuseError, ForkedProcessError
 from streamalloc.driver.internal import BINDINGS_VERSION, as_asked, cuda, version_that_added
 
 if TYPE_CHECKING:
     from streamalloc.driver import Driver
 
-__all__ = ["DIRECT", "OwnsHandle", "PerDriver", "Session", "refuse_after_fork", "session_of", "sessions"]
+__all__ = ["DIRECT", "NOT_CALLED", "OwnsHandle", "PerDriver", "Session", "refuse_after_fork", "session_of", "sessions"]
 
 T = TypeVar("T")
 
@@ -61,6 +60,9 @@ DIRECT = (
     "cuThreadExchangeStreamCaptureMode",
 )
 """The driver functions that fast paths call; an allocator has its own two."""
+
+NOT_CALLED = (DriverMisuseError, ForkedProcessError)
+"""Exceptions that a driver function raises in place of the call."""
 
 
 class _ShutsAfterFork(Protocol):
@@ -189,46 +191,30 @@ class Session:
         return None if len(answer) == 1 else answer[1] if len(answer) == 2 else answer[1:]
 
     def create(self, owner: object, attribute: str, name: str, *args: Any, hint: str | Callable[[], str] = "") -> None:
-        """Call driver function ``name``, which makes something, and keep that in ``owner.attribute`` at once.
+        """Call driver function ``name``, which makes a handle, and keep the handle in ``owner.attribute``.
 
-        A signal handler that raises does not lose it. Errors as for :meth:`call`; the attribute is set only on success.
+        Errors as for :meth:`call`; the attribute is set only on success.
+        """
+        setattr(owner, attribute, self.call(name, *args, hint=hint))
+
+    def release(self, owner: OwnsHandle, name: str, *args: Any, hint: str = "") -> None:
+        """Call driver function ``name``, which ends the handle in ``owner._raw``, at most once.
+
+        The handle is forgotten right before the call, so that neither another thread nor a finaliser ends it again.
+        If the driver refuses, the handle is kept, unless its context is lost.
         """
         function = self._function(name)
-        answers: list[Any] = []
-        try:
-            # Called from C, which puts the answer into the list before Python looks for signals again.
-            answers.extend(starmap(function, (args,)))
-        except RuntimeError as error:
-            self._raise_too_old(name, error)
-        finally:
-            if answers and not answers[0][0]:
-                setattr(owner, attribute, answers[0][1])
-        if answers[0][0]:
-            raise error_from(answers[0][0], name, hint if isinstance(hint, str) else hint())
-
-    def give_back(self, owner: OwnsHandle, name: str, *args: Any, hint: str = "") -> None:
-        """Call driver function ``name``, which ends the handle in ``owner._raw``, and forget that; once.
-
-        Nothing that a signal handler could interrupt lies between the two. Where the driver refuses, the handle stays,
-        unless its context is lost.
-        """
-        function = self._function(name)
+        # Threads are not switched between these lines.
         raw = owner._raw
+        owner._raw = None
         if raw is None:
             return
-        answers: list[Any] = []
-        calls = starmap(function, ((raw, *args),))
-        owner._raw = None
-        try:
-            answers.extend(calls)
-        finally:
-            if answers and answers[0][0]:
+        result = function(raw, *args)[0]
+        if result:
+            if not isinstance(error_from(result, name), LOST):
                 owner._raw = raw
-        if answers[0][0]:
-            if isinstance(error_from(answers[0][0], name), LOST):
-                owner._raw = None
-            # No name for it here: a frame that knows its own error keeps all that its callers hold.
-            raise error_from(answers[0][0], name, hint)
+            # A local name for the error would make a cycle of error and frame, which keeps the caller's objects.
+            raise error_from(result, name, hint)
 
     def _function(self, name: str) -> Any:
         if self.forked:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Union, cast
 from streamalloc.core.deferred import OFTEN, Deferred, deferred_queue, refused_to_end, work
 from streamalloc.core.errors import CaptureError, ClosedError, CudaError, NotReadyError, error_from, refused
 from streamalloc.core.event import Event, EventLike, Spares, context_event, foreign_event, is_done
-from streamalloc.core.resource import Closes, finaliser
+from streamalloc.core.resource import Closes
 from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import cuda
 
@@ -524,7 +524,6 @@ class Stream(Closes):
         self._tell_lent(self._checked_raw(), used=True)
         return (0, self._number)
 
-    @finaliser
     def __del__(self) -> None:
         # A stream whose making was interrupted has a handle, and counts as closed.
         raw = getattr(self, "_raw", None)

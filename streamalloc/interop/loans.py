@@ -31,7 +31,6 @@ from streamalloc.core.internal import (
     as_stream,
     context_event,
     deferred_queue,
-    finaliser,
     may_queue,
     ordered_after,
     queue_behind,
@@ -100,7 +99,6 @@ class Lent(TypedView[Any]):
             self._user = Stream.of_handle(device, stream, None)
         return capsule
 
-    @finaliser
     def __del__(self) -> None:
         memory = getattr(self, "_parent", None)
         if memory is None or not hasattr(self, "_user"):
@@ -266,7 +264,6 @@ class Borrowed(Memory, Closes):
         if self._keep is None:
             raise ClosedError(f"this borrowed array of {size_text(self._nbytes)} was closed")
 
-    @finaliser
     def __del__(self) -> None:
         keep = getattr(self, "_keep", None)
         if keep is None or not self._session.usable:

@@ -111,7 +111,7 @@ class PoolEnd(Deferred):
         # Before the driver uses the handle again.
         closed.discard(int(raw))
         try:
-            self._session.give_back(self, "cuMemPoolDestroy")
+            self._session.release(self, "cuMemPoolDestroy")
         except CudaError:
             closed.add(int(raw))
             raise

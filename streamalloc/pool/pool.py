@@ -478,13 +478,8 @@ class CurrentPool(Allocator):
         session = session_for(device, None)
         function = session.driver.cuMemAllocAsync
 
-        def allocate(nbytes: int, _: None, stream: Any) -> Any:
-            # A loop, in which Python does not look for signals before it returns: none loses the memory.
-            for answer in map(function, (nbytes,), (stream,)):
-                return answer
-
         self.location: MemLocation = device.location
-        self._bind(session, allocate, None)
+        self._bind(session, lambda nbytes, _, stream: function(nbytes, stream), None)
 
     @staticmethod
     def of(device: Device) -> CurrentPool:

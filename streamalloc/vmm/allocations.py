@@ -25,7 +25,6 @@ from streamalloc.core.internal import (
     Session,
     context_event,
     deferred_queue,
-    finaliser,
     undo_all,
     work,
 )
@@ -82,7 +81,7 @@ class HandleNode(Node):
     def give_back(self, call: str, *args: Any) -> None:
         """Make the driver call that gives it back, once."""
         try:
-            self.allocations.session.give_back(self, call, *args)
+            self.allocations.session.release(self, call, *args)
         finally:
             self.gone: bool = self._raw is None
 
@@ -106,7 +105,6 @@ class OwnsNode(Closes, Drawn):
             raise ClosedError(f"{self!r} was closed")
         return node._raw
 
-    @finaliser
     def __del__(self) -> None:
         node: HandleNode | None = getattr(self, "_node", None)
         if node is not None and node.raw is not None and not node.given_up and node.allocations.session.usable:

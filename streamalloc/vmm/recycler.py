@@ -23,7 +23,6 @@ from streamalloc.core.internal import (
     Session,
     checked_size,
     deferred_queue,
-    finaliser,
     session_for,
     size_text,
 )
@@ -212,14 +211,13 @@ class Kept(Deferred):
 
     def attempt(self) -> bool:
         """``cuMemRelease``."""
-        self._session.give_back(self, "cuMemRelease")
+        self._session.release(self, "cuMemRelease")
         return True
 
     def forget(self) -> None:
         """The driver has ended."""
         self._raw = None
 
-    @finaliser
     def __del__(self) -> None:
         if getattr(self, "_raw", None) is not None and self._session.usable:
             deferred_queue(self._session).submit(self)

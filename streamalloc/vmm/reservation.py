@@ -22,7 +22,6 @@ from streamalloc.core.internal import (
     attach,
     checked_size,
     error_from,
-    finaliser,
     size_text,
     undo_all,
     undoing,
@@ -140,7 +139,7 @@ class MappedBytes(Node):
 
     def release_handle(self) -> None:
         """``cuMemRelease``, if the handle is here. Where the driver refuses, it is tried again once this is dropped."""
-        self.reservation.allocations.session.give_back(self, "cuMemRelease")
+        self.reservation.allocations.session.release(self, "cuMemRelease")
 
     def close(self) -> None:
         """Release the memory, whoever holds it. Where the driver refuses, it is tried again once that is dropped."""
@@ -172,7 +171,6 @@ class MappedBytes(Node):
             if not state.handles:
                 self.reservation.allocations.forget(state)
 
-    @finaliser
     def __del__(self) -> None:
         raw = getattr(self, "_raw", None)
         if raw is None:

@@ -38,7 +38,6 @@ from streamalloc.core.internal import (
     Shown,
     Stream,
     deferred_queue,
-    finaliser,
     mib,
     size_text,
 )
@@ -225,7 +224,6 @@ class RingEnd(Closes, Shown):
             deferred_queue(self._session).end(ending)
             self._ending = None
 
-    @finaliser
     def __del__(self) -> None:
         ending = getattr(self, "_ending", None)
         if ending is not None and self._session.usable:

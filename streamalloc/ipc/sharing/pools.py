@@ -68,7 +68,7 @@ class PoolHandle(Deferred):
         with self.all.lock:
             # Where it was imported anew meanwhile, the driver has the same handle.
             if self._raw is not None and int(self._raw) not in self.all.known:
-                session.give_back(self, "cuMemPoolDestroy")
+                session.release(self, "cuMemPoolDestroy")
         return True
 
 

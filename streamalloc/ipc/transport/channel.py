@@ -26,7 +26,7 @@ from typing import Any
 
 from typing_extensions import Buffer as BytesLike
 
-from streamalloc.core.internal import ClosedError, Closes, Fd, close_all, finaliser, undoing
+from streamalloc.core.internal import ClosedError, Closes, Fd, close_all, undoing
 from streamalloc.ipc.transport.deadlines import end_of, left, milliseconds, refuse
 from streamalloc.ipc.transport.packets import (
     HEADER_BYTES,
@@ -471,16 +471,16 @@ class Channel(_HasSocket):
 
     def _handles(self) -> tuple[Fd, ...]:
         """The descriptors of the next packet, each with an owner from now on."""
-        packet, found, flags, numbers = self._inbox[0]
+        packet, found, flags, _ = self._inbox[0]
         if isinstance(found, list):
             numbers = array.array("i")
             for level, kind, data in found:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                     numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
-            found, numbers = Fd.owners(len(numbers)), iter(numbers)
-            self._inbox[0] = packet, found, flags, numbers
-        # Again without effect, for the numbers are used up.
-        Fd.give(found, numbers)
+            # Before the descriptors have owners: after an interrupt none gets a second one.
+            self._inbox[0] = packet, (), flags, None
+            found = tuple([Fd(number) for number in numbers])
+            self._inbox[0] = packet, found, flags, None
         handles: tuple[Fd, ...] = found
         return handles
 
@@ -510,7 +510,6 @@ class Channel(_HasSocket):
             close_all(self._handles())
             del self._inbox[0]
 
-    @finaliser
     def __del__(self) -> None:
         if getattr(self, "_socket", None) is not None:
             # Those of a pair are of C, which warns of one that nobody has closed.
@@ -602,7 +601,6 @@ class Listener(_HasSocket):
             _shut_down(self._socket)
         self._socket.close()
 
-    @finaliser
     def __del__(self) -> None:
         if getattr(self, "_socket", None) is not None:
             self.close()

@@ -42,9 +42,9 @@ def fetch_descriptor(pid: int, number: int) -> Fd:
 
 
 def _called(function: str, pid: int, number: int, call: int, *arguments: int) -> Fd:
-    answer = Fd.opened(_syscall, call, *arguments, *[0] * (3 - len(arguments)))
-    if not answer.closed:
-        return answer
+    answer = _syscall(call, *arguments, *[0] * (3 - len(arguments)))
+    if answer >= 0:
+        return Fd(answer)
     code = ctypes.get_errno()
     causes = {
         errno.EPERM: (

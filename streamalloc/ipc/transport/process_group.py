@@ -219,7 +219,7 @@ class Mesh(Closes):
         try:
             packets = _packets(call, self._calls, data, handles)
             for one in handles:
-                own.append(Fd.opened(os.dup, one.fileno() if isinstance(one, Fd) else one))
+                own.append(Fd(os.dup(one.fileno() if isinstance(one, Fd) else one)))
             parts += [_Part(rank, channel, len(packets)) for rank, channel in self._channels.items()]
             self._run(call, parts, packets, limit)
         except BaseException as error:
