@@ -39,7 +39,7 @@ from streamalloc.ipc.transport.packets import (
     ProtocolError,
 )
 from streamalloc.ipc.transport.pidfd import fetch_descriptor
-from tests.ipc.support import Interrupted, interrupts
+from tests.interrupting import Interrupted, interrupts
 from tests.processes import python, started
 from tests.support import open_descriptors
 
