@@ -141,6 +141,12 @@ class DeferredQueue:
         submitted = len(self.submitted) + len(self._orphaned) + len(self._new)
         return submitted + len(self._waiting) + len(self._working)
 
+    def has_only(self, kind: type[Deferred]) -> bool:
+        """Whether all items that have not ended are of one kind; the items of owners that live do not count."""
+        with self._lock:
+            items = (*self.submitted, *self._new, *self._waiting, *self._working.values())
+            return not self._orphaned and all(isinstance(item, kind) for item in items)
+
     @property
     def paused(self) -> bool:
         """Whether a capture of ours is under way: nothing is worked on meanwhile."""

@@ -26,7 +26,7 @@ from streamalloc.core.internal import (
 )
 from streamalloc.driver import ForkedProcessError
 from streamalloc.pool import MemoryPool, PoolStatistics
-from streamalloc.pool.internal import known_pools, reading
+from streamalloc.pool.internal import known_pools, raw_pool, reading
 
 __all__ = ["LiveView", "PoolFigures", "live"]
 
@@ -42,7 +42,7 @@ class PoolFigures(NamedTuple):
 
 
 def _name(pool: MemoryPool) -> str:
-    return f"{place(pool.location)}, {pool.handle:#x}"
+    return f"{place(pool.location)}, {int(raw_pool(pool)):#x}"
 
 
 def _figures(pool: MemoryPool) -> PoolFigures | None:

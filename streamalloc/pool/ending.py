@@ -23,10 +23,12 @@ from streamalloc.core.internal import (
     MemLocationType,
     PerDriver,
     Session,
+    deferred_queue,
     events_of_all,
     unsupported,
 )
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda, enum_member, version_that_added
+from streamalloc.pool.lost import free_lost, no_collection_is_left
 
 if TYPE_CHECKING:
     from streamalloc.core.internal import Allocator
@@ -67,7 +69,7 @@ pools_of: PerDriver[Pools] = PerDriver(Pools)
 class PoolEnd(Deferred):
     """The end of a pool that was made here; it has the pool's handle from the beginning on."""
 
-    __slots__ = ("_frees", "_place", "_raw", "_resigned", "_session", "readers")
+    __slots__ = ("_frees", "_in_vain", "_place", "_raw", "_resigned", "_session", "lent", "readers")
 
     # The driver does not know the pool any more where its context has gone.
     gone: ClassVar[tuple[type[CudaError], ...]] = (*Deferred.gone, InvalidValueError)
@@ -79,6 +81,10 @@ class PoolEnd(Deferred):
         self._resigned = False
         self._frees: list[Event] | None = None
         """Events on streams of ours after the last free, with which the host has not synchronised yet."""
+        self._in_vain = 0
+        """Bytes in use when a search for lost allocations has not found them all; 0 before."""
+        self.lent = False
+        """True once other code has the handle, or the pool was current: anybody may have an allocation of it."""
         self.readers = 0
         """How many threads read figures of the pool by its handle, which is no handle any more once it is destroyed."""
 
@@ -139,7 +145,8 @@ class PoolEnd(Deferred):
         self._resigned = True
 
     def _unused(self) -> bool:
-        if self._number(_ATTRIBUTES.CU_MEMPOOL_ATTR_USED_MEM_CURRENT):
+        if used := self._number(_ATTRIBUTES.CU_MEMPOOL_ATTR_USED_MEM_CURRENT):
+            self._free_lost(used)
             return False
         if self._is_empty():
             self._frees = []
@@ -152,6 +159,17 @@ class PoolEnd(Deferred):
             self._frees.remove(event)
             event.close()
         return bool(passed) and self._is_empty()
+
+    def _free_lost(self, used: int) -> None:
+        """Free what nobody can have: buffers keep their pool's object, and all else that frees memory is an item."""
+        if self.lent or used == self._in_vain or pools_of(self._session).alive.get(int(self._raw)) is not None:
+            return
+        if no_collection_is_left() and deferred_queue(self._session).has_only(PoolEnd):
+            freed = free_lost(self._session, self._raw, self._place[0], used)
+            if freed is None:
+                self._in_vain = used
+            else:
+                self._frees = [freed]
 
     def _is_empty(self) -> bool:
         """Whether the pool has no memory once what the host has seen freed is released: no free can be pending then."""

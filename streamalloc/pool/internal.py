@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from streamalloc.core.internal import Device, Session
 from streamalloc.pool.attributes import ATTRIBUTES
@@ -11,7 +12,7 @@ from streamalloc.pool.ending import pools_of
 from streamalloc.pool.pointers import MemoryKind, pointer_attributes
 from streamalloc.pool.pool import MemoryPool
 
-__all__ = ["ATTRIBUTES", "MemoryKind", "known_pools", "pointer_attributes", "reachable_from", "reading"]
+__all__ = ["ATTRIBUTES", "MemoryKind", "known_pools", "pointer_attributes", "raw_pool", "reachable_from", "reading"]
 
 
 def known_pools(session: Session) -> list[MemoryPool]:
@@ -32,6 +33,17 @@ def reading(pool: MemoryPool) -> Iterator[None]:
         yield
     finally:
         end.readers -= 1
+
+
+def raw_pool(pool: MemoryPool) -> Any:
+    """The driver's ``CUmemoryPool``, for calls that allocate nothing.
+
+    Raises
+    ------
+    ClosedError
+        The pool was closed.
+    """
+    return pool._checked_raw()
 
 
 def reachable_from(pool: MemoryPool, device: Device) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from streamalloc.core.internal import (
@@ -223,7 +224,7 @@ class MemoryPool(Allocator, Closes, Drawn):
     @property
     def handle(self) -> int:
         """The driver's handle (``CUmemoryPool``) as a number."""
-        return int(self._checked_raw())
+        return int(self._lend())
 
     @property
     def closed(self) -> bool:
@@ -244,6 +245,13 @@ class MemoryPool(Allocator, Closes, Drawn):
         if self._closed:
             raise ClosedError(f"{self!r} was closed")
         return self._raw
+
+    def _lend(self) -> Any:
+        """The driver's handle, by which other code may allocate from now on."""
+        raw = self._checked_raw()
+        if self._end is not None:
+            self._end.lent = True
+        return raw
 
     def _call(self, name: str, *args: Any, hint: str = "") -> Any:
         """A driver call whose first argument is this pool."""
@@ -377,7 +385,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         return MadeCurrent(self, previous)
 
     def _set_current(self) -> None:
-        set_current_pool(self._session, self._checked_raw(), self.location, self.allocation_type)
+        set_current_pool(self._session, self._lend(), self.location, self.allocation_type)
 
     def _make_room(self, stream: Stream) -> bool:
         if self.on_oom == "raise":
@@ -417,10 +425,8 @@ class MemoryPool(Allocator, Closes, Drawn):
 
     def _shut(self) -> None:
         self._closed = True
-        self._alloc = self._refuse
-
-    def _refuse(self, *_: object) -> Any:
-        raise ClosedError(f"{self!r} was closed")
+        # Not a method, by which the pool would keep itself.
+        self._alloc = partial(_refuse, repr(self))
 
     def _no_source(self) -> str:
         if self.properties is not None and self.properties.handle_types:
@@ -516,6 +522,10 @@ def allocate(nbytes: int, stream: StreamLike) -> Buffer:
     if not isinstance(stream, Stream):
         stream = as_stream(stream, Session.of(default_driver()))
     return CurrentPool.of(stream.device).allocate(nbytes, stream)
+
+
+def _refuse(pool: str, *_: object) -> Any:
+    raise ClosedError(f"{pool} was closed")
 
 
 def _memory_of(device: Device) -> dict[str, Any]:

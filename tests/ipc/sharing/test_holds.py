@@ -19,7 +19,6 @@ import pytest
 import streamalloc as sa
 from streamalloc import ipc
 from tests.interrupting import interrupts
-from tests.ipc.support import 
 from tests.processes import SECONDS, Partner, There, eventually
 from tests.support import MiB
 
