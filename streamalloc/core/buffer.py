@@ -661,7 +661,7 @@ def read_or_none(ask: Callable[[], T]) -> T | None:
 
 
 def _advice(
-    requested: int, used: int | None = None, limit: int | None = None, total: int | None = None, **_: int | None
+    requested: int, used: int | None = None, limit: int | None = None, total: int | None = None, **_: object
 ) -> str:
     """The usual cause of running out of memory with these figures, or nothing."""
     for bound, name in ((limit, "the pool's max_size"), (total, "the device's memory")):

@@ -144,6 +144,8 @@ class OutOfMemoryError(CudaError, MemoryError):
         The pool's maximum size, None where it has none.
     free, total
         The memory of the device as ``cuMemGetInfo`` gives it.
+    pool
+        The name of the pool; empty if it has none.
     """
 
     def __init__(
@@ -159,6 +161,7 @@ class OutOfMemoryError(CudaError, MemoryError):
         limit: int | None = None,
         free: int | None = None,
         total: int | None = None,
+        pool: str = "",
     ) -> None:
         super().__init__(name, code, call, hint)
         self.requested = requested
@@ -167,22 +170,21 @@ class OutOfMemoryError(CudaError, MemoryError):
         self.limit = limit
         self.free = free
         self.total = total
+        self.pool = pool
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.args, self._figures())
+        return _rebuild, (type(self), self.args, {**self._figures(), "pool": self.pool})
 
     def _figures(self) -> dict[str, int | None]:
         return {name: getattr(self, name) for name in ("requested", "used", "reserved", "limit", "free", "total")}
 
     def __str__(self) -> str:
-        known = {name: value for name, value in self._figures().items() if value is not None}
-        if not known:
-            return super().__str__()
-        figures = ", ".join(f"{name} {value:,}" for name, value in known.items())
-        return f"{super().__str__()} [bytes: {figures}]"
+        figures = ", ".join(f"{name} {value:,}" for name, value in self._figures().items() if value is not None)
+        shown = [f"pool {self.pool!r}"] * bool(self.pool) + [f"bytes: {figures}"] * bool(figures)
+        return f"{super().__str__()} [{'; '.join(shown)}]" if shown else super().__str__()
 
 
-def _rebuild(kind: type[OutOfMemoryError], args: tuple[Any, ...], figures: dict[str, int | None]) -> OutOfMemoryError:
+def _rebuild(kind: type[OutOfMemoryError], args: tuple[Any, ...], figures: dict[str, Any]) -> OutOfMemoryError:
     error = kind(*args)
     vars(error).update(figures)
     return error
@@ -313,7 +315,7 @@ _HINTS = {
 }
 
 
-def error_from(result: Any, call: str, hint: str = "", **figures: int | None) -> CudaError:
+def error_from(result: Any, call: str, hint: str = "", **figures: Any) -> CudaError:
     """The exception for a ``CUresult`` that is not success.
 
     ``figures`` are passed on to :class:`OutOfMemoryError` and must be empty for any other answer.

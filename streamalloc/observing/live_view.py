@@ -37,12 +37,12 @@ class PoolFigures(NamedTuple):
     """What one pool holds at one moment."""
 
     name: str
-    """Where its memory is, and the driver's handle."""
+    """Name of the pool, else the location of its memory; and the driver's handle."""
     now: PoolStatistics
 
 
 def _name(pool: MemoryPool) -> str:
-    return f"{place(pool.location)}, {int(raw_pool(pool)):#x}"
+    return f"{pool.name or place(pool.location)}, {int(raw_pool(pool)):#x}"
 
 
 def _figures(pool: MemoryPool) -> PoolFigures | None:

@@ -33,6 +33,7 @@ from streamalloc.core.internal import (
     checked_size,
     deferred_queue,
     error_from,
+    escape,
     location_of,
     made_for_sharing,
     place,
@@ -86,6 +87,8 @@ class MemoryPool(Allocator, Closes, Drawn):
         location.
     release_threshold
         Bytes to keep when the host synchronises; None leaves the driver's default, 0.
+    name
+        A name for people, which ``repr``, reports, leaks and errors show.
     on_oom
         What to do when memory runs out: ``"raise"``, or ``"sync-trim-retry"``: synchronise the stream's device, trim
         the pool and try once more.
@@ -100,7 +103,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         Device, driver or bindings cannot make such a pool; the message says what is needed.
     """
 
-    __slots__ = ("_closed", "_end", "allocation_type", "on_oom", "properties")
+    __slots__ = ("_closed", "_end", "allocation_type", "name", "on_oom", "properties")
 
     _end: PoolEnd | None
     """What destroys the pool; None for a pool that was not made here."""
@@ -109,8 +112,10 @@ class MemoryPool(Allocator, Closes, Drawn):
     """Whether the memory is pinned in place or managed."""
     properties: MemPoolProps | None
     """What the pool was made with; None for a pool that was not made here."""
+    name: str
+    """Name for people; empty for a pool that has none."""
     on_oom: OutOfMemoryPolicy
-    """What :meth:`allocate` does when memory runs out."""
+    """Policy of :meth:`allocate` for memory that runs out."""
 
     def __init__(
         self,
@@ -119,12 +124,15 @@ class MemoryPool(Allocator, Closes, Drawn):
         handle_types: MemHandleType = MemHandleType.NONE,
         release_threshold: int | None = None,
         *,
+        name: str = "",
         on_oom: OutOfMemoryPolicy = "raise",
         driver: Driver | None = None,
     ) -> None:
         self._end = None
         if on_oom not in _POLICIES:
             raise ValueError(f"on_oom={on_oom!r}: allowed are {', '.join(map(repr, _POLICIES))}")
+        if not isinstance(name, str):
+            raise TypeError(f"name must be a str, not {type(name).__name__} ({name!r})")
         if release_threshold is not None:
             checked_size("release_threshold", release_threshold)
         if isinstance(where, MemPoolProps):
@@ -143,6 +151,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         session.create(end, "_raw", "cuMemPoolCreate", struct, hint=_why_refused(properties))
         self._open(session, end.raw, properties.location, properties.alloc_type)
         self.properties = properties
+        self.name = name
         self.on_oom = on_oom
         if properties.handle_types:
             made_for_sharing()
@@ -153,6 +162,7 @@ class MemoryPool(Allocator, Closes, Drawn):
     def _open(self, session: Session, raw: Any, location: MemLocation, allocation_type: MemAllocationType) -> None:
         self.location = location
         self.allocation_type = allocation_type
+        self.name = ""
         self._bind(session, session.driver.cuMemAllocFromPoolAsync, raw)
         self.properties = None
         self._closed = False
@@ -395,7 +405,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         return True
 
     def _figures(self, device: Device, capturing: bool) -> dict[str, Any]:
-        figures: dict[str, Any] = {}
+        figures: dict[str, Any] = {"pool": self.name} if self.name else {}
         statistics = None if capturing else read_or_none(self.statistics)
         if statistics is not None:
             figures.update(used=statistics.used, reserved=statistics.reserved)
@@ -446,10 +456,12 @@ class MemoryPool(Allocator, Closes, Drawn):
             return f"<{type(self).__name__} that could not be made>"
         kind = "" if self.allocation_type is MemAllocationType.PINNED else f" {self.allocation_type.name.lower()}"
         state = "closed" if self._closed else f"{int(self._raw):#x}"
-        return f"<MemoryPool{kind} {self.location} {state}>"
+        name = f" {self.name!r}" if self.name else ""
+        return f"<MemoryPool{name}{kind} {self.location} {state}>"
 
     def _repr_html_(self) -> str:
-        title = f"<b>Memory pool</b> of {place(self.location)} (handle {int(self._raw):#x})"
+        name = f" {escape(repr(self.name))}" if self.name else ""
+        title = f"<b>Memory pool</b>{name} of {place(self.location)} (handle {int(self._raw):#x})"
         return f"{title}, closed" if self._closed else title + self.statistics()._repr_html_()
 
 

@@ -192,7 +192,7 @@ class MemorySpec:
 
     def out_of_memory(self, error: OutOfMemoryError, nbytes: int) -> OutOfMemoryError:
         """The error with the device's figures, and told from address space that has run out."""
-        figures: dict[str, int] = {"requested": nbytes}
+        figures: dict[str, Any] = {"requested": nbytes}
         hint = "physical memory is exhausted, not address space"
         if self.prop.location.type is MemLocationType.DEVICE:
             with contextlib.suppress(CudaError):
