@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from streamalloc.core.deferred import OFTEN, deferred_queue, refused_to_end, work
@@ -14,7 +15,16 @@ if TYPE_CHECKING:
     from streamalloc.core.device import Device
     from streamalloc.core.graph import Capture
 
-__all__ = ["Event", "EventLike", "Spares", "context_event", "foreign_event", "is_done", "opened_event"]
+__all__ = [
+    "Event",
+    "EventLike",
+    "Spares",
+    "context_event",
+    "context_events",
+    "foreign_event",
+    "is_done",
+    "opened_event",
+]
 
 _NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
 
@@ -238,3 +248,10 @@ def context_event(device: Device) -> Event:
     with device.current(), deferred_queue(session).no_capture("cuCtxRecordEvent"):
         session.call("cuCtxRecordEvent", session.context(device.ordinal), event._raw)
     return event
+
+
+def context_events(session: Session, ordinals: Iterable[int]) -> list[Event]:
+    """Events after all that the contexts of devices have queued so far, see :func:`context_event`."""
+    from streamalloc.core.device import Device
+
+    return [context_event(Device(ordinal, driver=session.driver)) for ordinal in ordinals]

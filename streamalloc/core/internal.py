@@ -96,6 +96,7 @@ from streamalloc.core.errors import (
 from streamalloc.core.event import (
     Event,
     context_event,
+    context_events,
     opened_event,
 )
 from streamalloc.core.fd import (
@@ -248,6 +249,7 @@ __all__ = [
     "close_all",
     "color_of",
     "context_event",
+    "context_events",
     "copy_bytes",
     "deferred_queue",
     "direct_handle",

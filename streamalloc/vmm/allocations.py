@@ -16,14 +16,13 @@ from streamalloc.core.internal import (
     CudaError,
     Deferred,
     DeferredQueue,
-    Device,
     DeviceLostError,
     Drawn,
     Event,
     InvalidContextError,
     PerDriver,
     Session,
-    context_event,
+    context_events,
     deferred_queue,
     undo_all,
     work,
@@ -169,18 +168,19 @@ class AllocationHandle(HandleNode):
 class QueuedWork(Node):
     """The work that devices had when something was dropped that it may use: nothing is unmapped under it."""
 
-    __slots__ = ("_devices", "_events")
+    __slots__ = ("_events", "_ordinals", "_session")
 
     def __init__(self, session: Session, devices: Iterable[int]) -> None:
         super().__init__(Kind.QUEUED_WORK)
-        self._devices = [Device(ordinal, driver=session.driver) for ordinal in sorted(devices)]
+        self._session = session
+        self._ordinals = sorted(devices)
         self._events: list[Event] | None = None
 
     def release(self) -> None:
         """Look whether it is done. Events mark it at the first attempt."""
         try:
             if self._events is None:
-                self._events = [context_event(device) for device in self._devices]
+                self._events = context_events(self._session, self._ordinals)
             self.gone: bool = all(event.query() for event in self._events)
         except (DeviceLostError, InvalidContextError):
             self.gone = True  # no work is left

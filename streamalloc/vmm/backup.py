@@ -26,6 +26,7 @@ from streamalloc.core.internal import (
     copy_bytes,
     deferred_queue,
     ordered_after,
+    session_of,
 )
 from streamalloc.pool import MemoryPool
 
@@ -101,7 +102,7 @@ class Backup:
         """The release, until somebody takes it."""
         if own and isinstance(memory, Buffer):
             release = _Release(memory, self._copies)
-            deferred_queue(memory.stream._session).end_with(self, release)
+            deferred_queue(session_of(memory.stream)).end_with(self, release)
             self._release.append(release)
 
     @classmethod
@@ -134,7 +135,7 @@ class Backup:
         stream = copies.stream
         assert stream is not None
         self._use(copies)
-        copy_bytes(target, CopySide.readable(self.view(offset, target.nbytes), stream._session), stream)
+        copy_bytes(target, CopySide.readable(self.view(offset, target.nbytes), session_of(stream)), stream)
 
     def _use(self, copies: Copies) -> None:
         copies.backups.add(self)
@@ -155,7 +156,7 @@ class Backup:
             release = self._release.pop()
         except IndexError:
             return
-        deferred_queue(self.memory.stream._session).end(release)
+        deferred_queue(session_of(self.memory.stream)).end(release)
 
 
 class BackupRange:
@@ -214,7 +215,7 @@ class _Release(Deferred):
         else:
             # A stream for this alone: no stream of a user waits for another.
             device = memory.stream.device
-            with device._session.relaxed(), device.create_stream() as after_all:
+            with session_of(device).relaxed(), device.create_stream() as after_all:
                 for one in copies:
                     one.precede(after_all)
                 memory.free(after_all)

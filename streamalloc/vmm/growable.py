@@ -16,6 +16,7 @@ from streamalloc.core.internal import (
     checked_size,
     error_from,
     refused,
+    session_of,
     size_text,
     undoing,
 )
@@ -92,7 +93,7 @@ class GrowableBuffer(VirtualBuffer):
         check_device("device", device)
         prop = properties_for(device, handle_types, compressible, gpu_direct_rdma)
         self._spec = spec_for(
-            recycler, device._session, prop, asked=bool(handle_types or compressible or gpu_direct_rdma)
+            recycler, session_of(device), prop, asked=bool(handle_types or compressible or gpu_direct_rdma)
         )
         self._recycler = self._spec if isinstance(self._spec, RecyclingSpec) else None
         most = checked_size("capacity", capacity)
@@ -100,7 +101,7 @@ class GrowableBuffer(VirtualBuffer):
             raise ValueError("capacity=0: a buffer needs at least one byte of addresses")
         self._chunk = self._spec.round_up(checked_size("chunk", chunk))
         size = self._checked("nbytes", nbytes, most)
-        rights = device_rights(access, device._session, devices=(device,))
+        rights = device_rights(access, session_of(device), devices=(device,))
         self._open(device, self._spec.round_up(most), alignment, address, rights, stream)
         if self._recycler is None:
             self.range._node.maker = self._spec

@@ -20,6 +20,7 @@ from streamalloc.core.internal import (
     StreamLike,
     check_device,
     checked_size,
+    session_of,
     size_text,
     undo_all,
     undoing,
@@ -155,7 +156,7 @@ class SleepGroup(Closes):
         self._check_open()
         if not isinstance(buffer, VirtualBuffer):
             raise TypeError(f"buffer must be a GrowableBuffer or another VirtualBuffer, not {buffer!r}")
-        if buffer._session is not self._session:
+        if session_of(buffer) is not self._session:
             raise ValueError(f"{buffer!r} belongs to another driver than the group")
         self._members[buffer] = tag
 
@@ -340,7 +341,7 @@ class SleepGroup(Closes):
 
     @property
     def _session(self) -> Session:
-        return self.device._session
+        return session_of(self.device)
 
     def __repr__(self) -> str:
         if not hasattr(self, "_members"):

@@ -29,6 +29,7 @@ from streamalloc.core.internal import (
     raw_handle,
     refuse_capture,
     refused,
+    session_of,
     size_text,
     undoing,
     unsupported,
@@ -165,7 +166,7 @@ class _Array(HandleNode):
     __slots__ = ("device", "last", "map", "mipmapped")
 
     def __init__(self, device: Device, mipmapped: bool) -> None:
-        super().__init__(allocations_of(device._session), Kind.OBJECT)
+        super().__init__(allocations_of(session_of(device)), Kind.OBJECT)
         self.device = device
         self.mipmapped = mipmapped
         self.map: dict[_Tile, tuple[TilePool, int]] = {}
@@ -282,7 +283,7 @@ class SparseArray(OwnsNode):
             self._create(kind)
 
     def _create(self, kind: str) -> None:
-        session = self.device._session
+        session = session_of(self.device)
         descriptor = cuda.CUDA_ARRAY3D_DESCRIPTOR()
         descriptor.Width, descriptor.Height = self.shape[-1], self.shape[-2]
         descriptor.Depth = self.shape[0] if len(self.shape) == 3 else 0
@@ -496,7 +497,7 @@ class SparseArray(OwnsNode):
 
     def _submit(self, stream: Stream, infos: list[Any]) -> None:
         with self.device.current():
-            self.device._session.call("cuMemMapArrayAsync", infos, len(infos), raw_handle(stream))
+            session_of(self.device).call("cuMemMapArrayAsync", infos, len(infos), raw_handle(stream))
 
     def _note(self, stream: Stream) -> Event | None:
         """Remember how far a stream has to go before the array can be destroyed, or what it unmapped be used again."""
@@ -519,7 +520,7 @@ class SparseArray(OwnsNode):
         if host.shape != wanted or host.dtype != self.dtype or not host.flags.c_contiguous:
             found = f"it has shape {host.shape} and {host.dtype}"
             raise ValueError(f"the host array must be contiguous, of shape {wanted} and {self.dtype}; {found}")
-        session, width = self.device._session, extents[-1] * self.element_bytes
+        session, width = session_of(self.device), extents[-1] * self.element_bytes
         z = layer if self.layered else starts[0] if len(starts) == 3 else 0
         ours, theirs = ("dst", "src") if to_array else ("src", "dst")
         copy = cuda.CUDA_MEMCPY3D()
@@ -586,7 +587,7 @@ class SparseArray(OwnsNode):
 
     def _ordered(self, stream: StreamLike) -> Stream:
         self._checked_raw()
-        ordered = as_stream(stream, self.device._session)
+        ordered = as_stream(stream, session_of(self.device))
         if ordered.device != self.device:
             raise ValueError(f"{ordered!r} is not of {self.device!r}, whose array this is")
         refuse_capture(ordered, "cuMemMapArrayAsync", "tiles cannot be mapped, and arrays not be copied, in a capture")

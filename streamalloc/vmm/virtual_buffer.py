@@ -30,6 +30,7 @@ from streamalloc.core.internal import (
     as_stream,
     gauge,
     refuse_capture,
+    session_of,
     size_text,
     undo_all,
     undoing,
@@ -102,7 +103,7 @@ class VirtualBuffer(Memory, Closes, Drawn):
     ) -> None:
         """Reserve the addresses; everything else is still to come."""
         self._device = device
-        self._given_stream = None if stream is None else as_stream(stream, device._session)
+        self._given_stream = None if stream is None else as_stream(stream, session_of(device))
         self._rights = rights
         self._structs = structs_of(rights)
         """What the driver takes for :attr:`_rights`."""
