@@ -1,10 +1,10 @@
-"""Watching allocators: who wants to know is told of each allocation and each free, and costs nothing while nobody does.
+"""Hooks of allocators: watchers are notified of each allocation and each free; without watchers they cost nothing.
 
-An allocator calls two functions that it has bound. While somebody watches, those are the methods of a :class:`Tap`,
-which make the same calls and tell the watchers; at the end the driver's own functions are back. A cache, which makes no
-calls on its fast path, leaves that path meanwhile (:mod:`streamalloc.core.cached`).
+An allocator calls two functions that it has bound. While an allocator has watchers, these are the methods of a
+:class:`Tap`, which make the same driver calls and notify the watchers; afterwards they are the driver's own functions.
+A cache makes no driver calls on its fast path, and leaves that path while it has watchers.
 
-Finalisers free memory, too. A watcher is told of that inside of the finaliser, so it hands the news in and returns.
+Finalisers free memory, too. A watcher is notified inside of the finaliser, so it records the event and returns.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class Watcher(Protocol):
-    """Who wants to know of allocations and frees; of mappings the allocator is None."""
+    """Receiver of notifications of allocations and frees; for mappings the allocator is None."""
 
     def wants(self, allocator: Any, /) -> bool:
-        """Whether it wants to know of those of an allocator."""
+        """Whether it is notified of the calls of an allocator."""
 
     def asked(self, allocator: Any, nbytes: int, /) -> None:
-        """Memory is asked for, and the driver was not asked yet. What this raises goes to who asks."""
+        """Before the driver is called for memory. An exception goes to the caller of the allocation."""
 
     def allocated(self, allocator: Any, address: int, nbytes: int, stream: Any, /) -> None:
-        """Memory was allocated. What this raises goes to who allocates, once the memory is given back."""
+        """After an allocation. An exception goes to the caller of the allocation, after the memory is freed."""
 
     def failed(self, allocator: Any, nbytes: int, stream: Any, /) -> None:
-        """Memory was asked for, and the driver has refused it."""
+        """After the driver has refused an allocation."""
 
     def freed(self, address: int, stream: Any, /) -> None:
-        """Memory is about to be freed; perhaps it was allocated before anybody watched. Takes no lock, never raises."""
+        """Before a free, perhaps of memory that was allocated unwatched. Takes no lock, never raises."""
 
     def kept(self, address: int, /) -> None:
-        """What :meth:`freed` has said did not happen: the driver has refused. Takes no lock, never raises."""
+        """After the driver has refused the free that :meth:`freed` announced. Takes no lock, never raises."""
 
     def look(self) -> None:
-        """A free was made, and not by a finaliser."""
+        """After a free that no finaliser made."""
 
 
 class Watched(Protocol):
-    """An allocator, as far as watching goes."""
+    """An allocator, as far as hooks need it."""
 
     _alloc: Any
     _free: Any
@@ -74,7 +74,7 @@ class Watched(Protocol):
 
 
 class Tap:
-    """What stands in for the two functions of one allocator."""
+    """Replacements for the two functions of one allocator, which notify its watchers."""
 
     __slots__ = ("_alloc", "_free", "_owner", "watchers")
 
@@ -86,7 +86,7 @@ class Tap:
 
     @property
     def functions(self) -> tuple[Any, Any]:
-        """What it stands in for."""
+        """The two functions that it replaces."""
         return self._alloc, self._free
 
     def _told(self, besides: tuple[Watcher, ...]) -> tuple[Watcher, ...]:
@@ -108,7 +108,7 @@ class Tap:
                 for watcher in watchers:
                     watcher.allocated(owner, address, nbytes, stream)
         except BaseException:
-            # Nobody has the memory yet.
+            # No buffer has the memory yet.
             if not result:
                 self.free(ptr, stream, besides)
             raise
@@ -117,7 +117,7 @@ class Tap:
     def free(self, ptr: Any, stream: Any, besides: tuple[Watcher, ...] = ()) -> Any:
         """Free, in place of the driver's function."""
         watchers, address = self._told(besides), int(ptr)
-        # Before the free: another thread may get the same memory at once, and notifies of that.
+        # Before the free: another thread may get the same memory at once, and its notification comes after this one.
         for watcher in watchers:
             watcher.freed(address, stream)
         refused = False
@@ -137,7 +137,7 @@ class Tap:
 
 
 def look(watchers: tuple[Watcher, ...]) -> None:
-    """A free was made: tell watchers, unless a finaliser of the package makes it, in which nobody may wait."""
+    """Notify watchers of a free, unless a finaliser of the package makes it, in which nothing may wait."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         if frame.f_code.co_name == "__del__":
@@ -148,29 +148,29 @@ def look(watchers: tuple[Watcher, ...]) -> None:
 
 
 def tap_of(allocator: Watched) -> Tap | None:
-    """What stands in for the functions of an allocator; None where nobody watches."""
-    # Of a closed pool the other function is another one.
+    """The replacements that an allocator has bound; None if it has no watchers."""
+    # A closed pool has bound another function for allocations.
     tap = getattr(allocator._free, "__self__", None)
     return tap if type(tap) is Tap else None
 
 
 def besides(function: Any, watchers: tuple[Watcher, ...]) -> Any:
-    """A function that an allocator has bound, which notifies none of these watchers.
+    """A function that an allocator has bound, without notifications of these watchers.
 
-    An allocator over another one notifies those itself that watch both: an allocation is one, whoever makes it.
+    An allocator over another one notifies the watchers of both itself, so that they record one allocation, not two.
     """
     tap = getattr(function, "__self__", None)
     return functools.partial(function, besides=watchers) if watchers and type(tap) is Tap else function
 
 
 def bare(alloc: Any) -> Any:
-    """The function that allocates without telling anybody: for memory that belongs to graphs."""
+    """The driver's own function for allocations: for memory that belongs to graphs."""
     tap = getattr(alloc, "__self__", None)
     return tap.functions[0] if type(tap) is Tap else alloc
 
 
 class Watching:
-    """Who watches the allocators of one driver: ``watching_of(session)``."""
+    """The watchers of the allocators of one driver: ``watching_of(session)``."""
 
     __slots__ = ("_lock", "_session", "watchers")
 
@@ -180,7 +180,7 @@ class Watching:
         self.watchers: tuple[Watcher, ...] = ()
 
     def add(self, watcher: Watcher) -> None:
-        """Tell a watcher of the allocators that it wants to know of, from now on."""
+        """Notify a watcher from now on."""
         with self._lock:
             if watcher not in self.watchers:
                 self.watchers += (watcher,)
@@ -188,7 +188,7 @@ class Watching:
                 self._watch(allocator)
 
     def remove(self, watcher: Watcher) -> None:
-        """Tell a watcher nothing any more. Where it was the last, allocators have their own functions again."""
+        """Notify a watcher no more. After the last one, allocators call the driver's own functions again."""
         if self._session.forked:
             return
         with self._lock:
@@ -197,7 +197,7 @@ class Watching:
                 self._watch(allocator)
 
     def bound(self, allocator: Watched) -> None:
-        """An allocator has bound its functions, and the session knows of it."""
+        """Give an allocator, which has just bound its functions, its watchers."""
         if self.watchers:
             with self._lock:
                 self._watch(allocator)
@@ -211,12 +211,12 @@ class Watching:
 
 
 watching_of: PerDriver[Watching] = PerDriver(Watching)
-"""Who watches the allocators of a driver: ``watching_of(session)``."""
+"""The watchers of a driver: ``watching_of(session)``."""
 
 
 @contextlib.contextmanager
 def tell_freed(session: Session, address: int, stream: Any) -> Iterator[None]:
-    """A block that frees memory by another way than the allocator's function: what was left for later."""
+    """Block that frees memory without the allocator's function, as a deferred free does."""
     watchers = watching_of(session).watchers
     for watcher in watchers:
         watcher.freed(address, stream)
@@ -229,7 +229,7 @@ def tell_freed(session: Session, address: int, stream: Any) -> Iterator[None]:
 
 
 def watch(allocator: Watched, watchers: tuple[Watcher, ...]) -> None:
-    """Tell these of each call of an allocator's functions; with none, give it its own back."""
+    """Notify these of each call of an allocator's functions; with none, restore the driver's own functions."""
     tap = tap_of(allocator)
     if tap is None:
         if watchers and not allocator._session.forked:
@@ -241,7 +241,7 @@ def watch(allocator: Watched, watchers: tuple[Watcher, ...]) -> None:
     if not watchers:
         alloc, free = tap.functions
         mine = getattr(allocator._alloc, "__self__", None) is tap
-        # Those of a pool that was closed meanwhile, and what a fork has put there, stay.
+        # The replacements of a closed pool and of a forked child stay.
         allocator._free = free
         if mine:
             allocator._alloc = alloc

@@ -1,6 +1,6 @@
-"""What a device can do: every capability that NVIDIA's pages tell users to query before using these APIs.
+"""Capabilities of a device: all that NVIDIA's pages tell users to query before using these APIs.
 
-The rows of the table are the fields of :class:`Capabilities`; each names the device attribute behind it, so a new
+The rows of the table are the fields of :class:`Capabilities`. Each field names its device attribute, so a new
 capability is one new field.
 """
 
@@ -23,7 +23,7 @@ __all__ = ["Capabilities", "address_space_limit", "imex_channels", "query_capabi
 
 
 def _asks(attribute: str, about: str, read: Callable[[int], object] = bool) -> Any:
-    """A field answered by a device attribute; None where bindings or driver do not know the attribute."""
+    """Field with the value of a device attribute; None if bindings or driver do not know the attribute."""
     return dataclasses.field(metadata={"attribute": f"CU_DEVICE_ATTRIBUTE_{attribute}", "about": about, "read": read})
 
 
@@ -33,7 +33,7 @@ def _derived(about: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What one device supports; prints as a table.
+    """Capabilities of one device; prints as a table.
 
     Yes-or-no fields are bool; counts are int. A field is None where these bindings or this driver do not know the
     attribute, so that "no" is never guessed.
@@ -79,7 +79,7 @@ class Capabilities:
     host_numa_id: int | None = _asks("HOST_NUMA_ID", "the host NUMA node nearest to the device", int)
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
-        """The table's rows: field, answer, and what it is about."""
+        """The rows of the table: field, answer, description."""
         for item in dataclasses.fields(self):
             yield item.name, _shown(getattr(self, item.name)), item.metadata["about"]
 
@@ -145,7 +145,7 @@ def imex_channels() -> list[str]:
 
 
 def missing_for(capabilities: Capabilities) -> list[str]:
-    """What keeps fabric handles, multicast and newer calls from working here, and who can change it; one line each."""
+    """Reasons why fabric handles, multicast or newer calls do not work here, and their remedies; one line each."""
     lines = []
     if capabilities.fabric_handles is False:
         lines.append("fabric handles: this device or driver does not offer them")

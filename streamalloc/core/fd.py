@@ -17,8 +17,8 @@ __all__ = ["Fd"]
 class Fd(Closes):
     """Owns an open file descriptor: closed once, by :meth:`close`, a ``with`` block or when it is dropped.
 
-    It is made close-on-exec, so that child processes inherit nothing. ``os.dup(fd.fileno())`` makes a copy that
-    somebody else owns; :meth:`detach` gives the descriptor itself away.
+    The descriptor becomes close-on-exec, so child processes do not inherit it. ``os.dup(fd.fileno())`` makes a copy for
+    another owner; :meth:`detach` passes the descriptor itself to the caller.
 
     Raises
     ------
@@ -45,12 +45,12 @@ class Fd(Closes):
         return cls(int(session.call(name, *args, hint=hint)))
 
     def fileno(self) -> int:
-        """The descriptor, which stays ours.
+        """The descriptor, which this object still owns.
 
         Raises
         ------
         ClosedError
-            It was closed or given away.
+            It was closed or detached.
         """
         if self._number < 0:
             raise ClosedError("this file descriptor was closed")
@@ -58,11 +58,11 @@ class Fd(Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed or given away."""
+        """Whether it was closed or detached."""
         return self._number < 0
 
     def detach(self) -> int:
-        """The descriptor, which the caller closes from now on."""
+        """Pass the descriptor to the caller, who closes it."""
         number = self.fileno()
         self._number = -1
         return number

@@ -1,6 +1,6 @@
-"""What notebooks show of objects: one card for each kind, sizes in MiB, and all text escaped.
+"""Cards of objects for notebooks: one form for each kind, sizes in MiB, and all text escaped.
 
-A class says what there is to say (:meth:`Shown._about`). The colours of places are those of :mod:`streamalloc.plots`.
+A class gives the rows of its card (:meth:`Shown._about`). Locations have the colours of :mod:`streamalloc.plots`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _LEFT = " style='text-align:left'"
 
 
 class Html(str):
-    """Text that is HTML already."""
+    """Text that is HTML, and is not escaped."""
 
     __slots__ = ()
 
 
 Row: TypeAlias = tuple[str, object]
-"""What a line is about, and what it says: a number of bytes is an :func:`mib` text, all else its ``str``."""
+"""Title and value of a row; the value is shown by its ``str``, sizes by :func:`mib`."""
 
 
 def escape(text: str) -> str:
@@ -39,12 +39,12 @@ def escape(text: str) -> str:
 
 
 def mib(nbytes: int) -> str:
-    """A size as everywhere in pictures."""
+    """A size in MiB, with one decimal."""
     return f"{nbytes / 2**20:,.1f} MiB"
 
 
 def place(location: MemLocation) -> str:
-    """Where memory is, as a label has it."""
+    """The location of memory, as a label."""
     if location.type is MemLocationType.DEVICE:
         return f"GPU {location.id}"
     if location.type is MemLocationType.HOST_NUMA:
@@ -53,7 +53,7 @@ def place(location: MemLocation) -> str:
 
 
 def color_of(location: MemLocation) -> str:
-    """A colour for each place."""
+    """The colour of a location."""
     if location.type is MemLocationType.DEVICE:
         return _DEVICES[location.id % len(_DEVICES)]
     return _HOST if location.on_host else _ELSEWHERE
@@ -71,13 +71,13 @@ def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> Html:
 
 
 def gauge(value: int, total: int) -> Html:
-    """How much of something, as a bar and in words."""
+    """A share of a total, as a bar and in words."""
     bar = f"<progress max='{max(total, 1)}' value='{value}'></progress>"
     return Html(f"<span style='white-space:nowrap'>{bar} {mib(value)} of {mib(total)}</span>")
 
 
 def strip(nbytes: int, pieces: Iterable[tuple[int, int, MemLocation, str]]) -> Html:
-    """A range of addresses: pieces by offset, size, place and what is said of them; the rest are holes."""
+    """A range of addresses. A piece is offset, size, location and text; the rest are holes."""
     parts = []
     for offset, size, where, text in pieces:
         left, width = 100 * offset / nbytes, 100 * size / nbytes
@@ -95,13 +95,13 @@ class Shown:
     __slots__ = ()
 
     def _about(self) -> Iterator[Row]:
-        """What there is to say; what is closed may raise instead."""
+        """The rows of the card; a closed object may raise instead."""
         return iter(())
 
     def _repr_html_(self) -> str:
         try:
             rows = list(self._about())
-        except Exception:  # closed, freed, evicted, or half made: what it says of itself is enough
+        except Exception:  # closed, freed, evicted, or half made
             return f"<code>{escape(repr(self))}</code>"
         return f"<b>{escape(type(self).__name__)}</b>{table((), rows)}"
 
