@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamalloc.core.errors import InvalidValueError
+from streamalloc.core.html import code, table
 from streamalloc.core.properties import MemHandleType
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import BINDINGS_VERSION, enum_member, version_that_added
@@ -89,11 +90,7 @@ class Capabilities:
         return "\n".join(f"{name:<{widths[0]}}  {answer:<{widths[1]}}  {about}" for name, answer, about in rows)
 
     def _repr_html_(self) -> str:
-        body = "".join(
-            f"<tr><td><code>{name}</code></td><td>{answer}</td><td>{about}</td></tr>"
-            for name, answer, about in self.rows()
-        )
-        return f"<table><thead><tr><th>capability</th><th></th><th></th></tr></thead><tbody>{body}</tbody></table>"
+        return table(("capability", "", ""), ((code(name), *texts) for name, *texts in self.rows()))
 
 
 def _shown(value: object) -> str:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from streamalloc.core import resource
 from streamalloc.core.properties import MemLocation, MemLocationType
 
-__all__ = ["Drawn", "Html", "Row", "Shown", "color_of", "escape", "gauge", "mib", "place", "strip", "table"]
+__all__ = ["Drawn", "Html", "Row", "Shown", "code", "color_of", "escape", "gauge", "mib", "place", "strip", "table"]
 
 _DEVICES = ("#3f78b5", "#e0923d", "#8a6fb0", "#c45d7c", "#4a9aa5", "#a3863c", "#7d8794", "#b3563e")
 _HOST = "#5f9467"
@@ -70,6 +70,11 @@ def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> Html:
     return Html(f"<table>{f'<thead><tr>{titles}</tr></thead>' if titles else ''}<tbody>{body}</tbody></table>")
 
 
+def code(text: str) -> Html:
+    """Text in the font of programs."""
+    return Html(f"<code>{escape(text)}</code>")
+
+
 def gauge(value: int, total: int) -> Html:
     """A share of a total, as a bar and in words."""
     bar = f"<progress max='{max(total, 1)}' value='{value}'></progress>"
@@ -102,7 +107,7 @@ class Shown:
         try:
             rows = list(self._about())
         except Exception:  # closed, freed, evicted, or half made
-            return f"<code>{escape(repr(self))}</code>"
+            return code(repr(self))
         return f"<b>{escape(type(self).__name__)}</b>{table((), rows)}"
 
 

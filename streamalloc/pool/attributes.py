@@ -15,6 +15,9 @@ from streamalloc.core.internal import (
     MemLocationType,
     NotSupportedError,
     checked_size,
+    code,
+    gauge,
+    table,
     unsupported,
 )
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda, enum_member, version_that_added
@@ -42,13 +45,8 @@ class PoolStatistics(NamedTuple):
     """Most bytes allocated since the last reset (``USED_MEM_HIGH``)."""
 
     def _repr_html_(self) -> str:
-        top = max(self.reserved_high, 1)
-        rows = "".join(
-            f"<tr><td>{name}</td><td>{value / 2**20:,.1f} MiB</td>"
-            f"<td><progress max='{top}' value='{value}'></progress></td></tr>"
-            for name, value in zip(self._fields, self, strict=True)
-        )
-        return f"<table>{rows}</table>"
+        top = self.reserved_high
+        return table((), ((name, gauge(value, top)) for name, value in zip(self._fields, self, strict=True)))
 
 
 class Attribute(Generic[T]):
@@ -208,8 +206,7 @@ class PoolAttributes:
         return f"<PoolAttributes {', '.join(f'{name}={value!r}' for name, value in self)}>"
 
     def _repr_html_(self) -> str:
-        rows = "".join(f"<tr><td><code>{name}</code></td><td>{value!r}</td></tr>" for name, value in self)
-        return f"<table>{rows}</table>"
+        return table((), ((code(name), repr(value)) for name, value in self))
 
 
 ATTRIBUTES: dict[str, Attribute[Any]] = {
